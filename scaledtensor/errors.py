@@ -1,0 +1,52 @@
+"""Every exception and warning that the library raises by its own name.
+
+Each also derives from the built-in a caller would expect to catch, so `except ValueError` works.
+"""
+
+
+class ScaledTensorError(Exception):
+    """Base of every error that scaledtensor raises on purpose."""
+
+
+class FormatError(ScaledTensorError, ValueError):
+    """An unknown number format, an impossible one, or codes that do not belong to it."""
+
+
+class DTypeError(ScaledTensorError, TypeError):
+    """A tensor of a dtype that the call cannot take."""
+
+
+class ScaleError(ScaledTensorError, ValueError):
+    """A scale that is not a positive finite number, or not a power of two where one is required."""
+
+
+class ShapeError(ScaledTensorError, ValueError):
+    """Shapes that do not fit together."""
+
+
+class RecipeError(ScaledTensorError, ValueError):
+    """An unknown recipe name or a field outside what it allows."""
+
+
+class ModelError(ScaledTensorError, ValueError):
+    """A model that cannot be converted, or that was not converted."""
+
+
+class RegistryError(ScaledTensorError, ValueError):
+    """A rule registered twice, or for something that is not an ATen operator."""
+
+
+class MissingRuleError(ScaledTensorError, NotImplementedError):
+    """An operator has no scale rule and the policy is `error`."""
+
+
+class MissingRuleWarning(UserWarning):
+    """An operator has no scale rule; it ran in fp32 and was rescaled by its measured RMS."""
+
+
+class TextError(ScaledTensorError, ValueError):
+    """A training text that is missing, empty, too short or not text."""
+
+
+class CheckpointError(ScaledTensorError, ValueError):
+    """A checkpoint that is missing, damaged or belongs to another model."""
