@@ -1,0 +1,47 @@
+"""Number formats: what they are, and the casts between them and torch's own."""
+
+from scaledtensor.formats.format import (
+    BF16,
+    E2M1FN,
+    E2M3FN,
+    E3M2FN,
+    E3M4,
+    E4M3,
+    E4M3B11FNUZ,
+    E4M3FN,
+    E4M3FNUZ,
+    E5M2,
+    E5M2FNUZ,
+    E8M0FNU,
+    FORMATS,
+    FP16,
+    FP32,
+    Format,
+    from_dtype,
+    get,
+)
+from scaledtensor.formats.rounding import decode, encode, fake_quantize
+
+__all__ = [
+    "BF16",
+    "E2M1FN",
+    "E2M3FN",
+    "E3M2FN",
+    "E3M4",
+    "E4M3",
+    "E4M3B11FNUZ",
+    "E4M3FN",
+    "E4M3FNUZ",
+    "E5M2",
+    "E5M2FNUZ",
+    "E8M0FNU",
+    "FORMATS",
+    "FP16",
+    "FP32",
+    "Format",
+    "decode",
+    "encode",
+    "fake_quantize",
+    "from_dtype",
+    "get",
+]

@@ -1,0 +1,200 @@
+"""Three pure functions over a `Format`: encode, decode, and the two in a row.
+
+Each exists twice, bit for bit the same function. Eager calls lean on torch's own casts, which are
+one pass each; under `torch.compile` everything is 32-bit integer arithmetic, which Inductor fuses
+and vectorises where it would run the casts one element at a time.
+
+Both overflow modes follow ml_dtypes: "ieee" is its `astype`, "saturate" its `astype` after a clip
+to [-max, max]. Inputs are rounded once, float64 included (which ml_dtypes rounds twice). NaN
+becomes
+  - NAN_ONLY and FNUZ: the only NaN there is;
+  - IEEE: the quiet NaN, except in E5M2, where it is the all-ones code that torch's cast writes;
+  - NONE: the zero of the opposite sign, as in ml_dtypes;
+and its sign, where the format keeps one, is the only thing in which the two may differ.
+E8M0 is a scale code: zero and negative values become NaN, positive ones the nearest power of two,
+ties up; between its two smallest codes, 2^-127 and 2^-126, everything rounds up, as in ml_dtypes.
+"""
+
+import struct
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from scaledtensor.errors import DTypeError, FormatError
+from scaledtensor.formats.format import Format, Specials
+
+Overflow = Literal["saturate", "ieee"]
+Rounding = Literal["nearest_even"]
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_WIDE = (torch.float32, torch.bfloat16, torch.float16)
+_MAGNITUDE = 0x7FFFFFFF
+_INF = 0x7F800000
+_NAN = 0x7FC00000
+
+
+def encode(
+    x: Tensor, fmt: Format, *, rounding: Rounding = "nearest_even", overflow: Overflow = "saturate"
+) -> Tensor:
+    """The codes of `x` in `fmt`, a tensor of `fmt.storage_dtype` and of the shape of `x`.
+
+    "saturate" sends values beyond ±max, and infinities, to ±max. "ieee" sends them to infinity, to
+    NaN where there is no infinity, and to ±max where there is neither.
+    """
+    if x.dtype not in _FLOATS:
+        raise DTypeError(f"cannot encode a tensor of {x.dtype}; allowed are {_names(_FLOATS)}")
+    if rounding != "nearest_even":
+        raise FormatError(f"unknown rounding {rounding!r}; allowed is 'nearest_even'")
+    if overflow != "saturate" and overflow != "ieee":
+        raise FormatError(f"unknown overflow {overflow!r}; allowed are 'saturate', 'ieee'")
+    storage = fmt.storage_dtype
+    if x.dtype is torch.float64 and storage is not torch.float32:
+        x = _round_to_odd(x)
+    if not fmt.signed:
+        return _encode_exponent(x.float(), fmt, overflow)
+    if storage is torch.float32 or not (torch.compiler.is_compiling() or storage is torch.uint8):
+        if overflow == "saturate":
+            return _saturate(x, fmt).to(storage)
+        if storage in _WIDE:
+            return x.to(storage)
+    return _encode_bits(x.float(), fmt, overflow)
+
+
+def decode(codes: Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The values of `codes`, in `dtype`.
+
+    Exact where `dtype` holds every value of `fmt`, else rounded once to nearest even.
+    """
+    if codes.dtype is not fmt.storage_dtype:
+        raise DTypeError(f"codes of {fmt!r} are {fmt.storage_dtype}, got {codes.dtype}")
+    if dtype not in _FLOATS:
+        raise DTypeError(f"cannot decode to {dtype}; allowed are {_names(_FLOATS)}")
+    if codes.dtype is torch.float32:
+        return codes.to(dtype)
+    if not fmt.signed:
+        return _decode_exponent(codes).to(dtype)
+    if torch.compiler.is_compiling() or codes.dtype is torch.uint8:
+        return _decode_bits(codes, fmt).to(dtype)
+    return codes.to(dtype)
+
+
+def fake_quantize(
+    x: Tensor, fmt: Format, *, rounding: Rounding = "nearest_even", overflow: Overflow = "saturate"
+) -> Tensor:
+    """`x` rounded to the values of `fmt`, in the dtype of `x`."""
+    return decode(encode(x, fmt, rounding=rounding, overflow=overflow), fmt, x.dtype)
+
+
+def _saturate(x: Tensor, fmt: Format) -> Tensor:
+    # The maxima of the wide formats are not 16-bit values of the others.
+    if fmt.storage_dtype in _WIDE and x.dtype is not fmt.storage_dtype:
+        x = x if x.dtype is torch.float64 else x.float()
+    return x.clamp(-fmt.max, fmt.max)
+
+
+def _round_to_odd(x: Tensor) -> Tensor:
+    """float64 to float32, towards zero but with an odd last bit wherever bits were lost.
+
+    A later rounding to a shorter format then sees every tie as the tie, or not, that it was
+    (Boldo and Melquiond, "When double rounding is odd").
+    """
+    near = x.float()
+    back = near.double()
+    bits = near.view(torch.int32)
+    bits = bits - (back.abs() > x.abs()).int()  # one step down the magnitude, whatever the sign
+    return (bits | (back != x).int()).view(torch.float32)
+
+
+def _encode_bits(x: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
+    bits = x.view(torch.int32)
+    magnitude = bits & _MAGNITUDE
+    # Past `limit` all inputs share a code: that of max, or the next one, which is inf or NaN.
+    beyond = overflow == "ieee" and fmt.has_nan
+    shift = 23 - fmt.mantissa_bits
+    rebias = (127 - fmt.bias) << fmt.mantissa_bits
+    clipped = magnitude.clamp(max=(fmt.max_code + beyond + rebias) << shift)
+
+    half = (1 << (shift - 1)) - 1
+    rounded = (clipped + half + ((clipped >> shift) & 1)) >> shift
+    code = rounded - rebias
+    if fmt.bias < 127:  # with float32's own exponents the subnormals need no care
+        # Adding 2^23 steps lets the float adder round to a multiple of one step.
+        magic = fmt.min_subnormal * 2.0**23
+        subnormal = (clipped.view(torch.float32) + magic).view(torch.int32) - _float_bits(magic)
+        code = torch.where(clipped < _float_bits(fmt.min_normal), subnormal, code)
+
+    sign = (bits >> (32 - fmt.bits)) & (1 << (fmt.bits - 1))
+    nan = magnitude > _INF
+    if fmt.specials is Specials.FNUZ:
+        code = torch.where(code == 0, 0, code | sign)
+        code = torch.where(nan, 1 << (fmt.bits - 1), code)
+    else:
+        code = torch.where(nan, sign ^ _nan_code(fmt), code | sign)
+    return _store(code, fmt)
+
+
+def _decode_bits(codes: Tensor, fmt: Format) -> Tensor:
+    raw = _load(codes)
+    sign_bit = 1 << (fmt.bits - 1)
+    magnitude = raw & (sign_bit - 1)
+    bits = (magnitude << (23 - fmt.mantissa_bits)) + ((127 - fmt.bias) << 23)
+    value = bits.view(torch.float32)
+    if fmt.bias < 127:
+        # Field 0 means exponent 1 without the implicit bit: add it, take its value off again. No
+        # float32 subnormal is touched, so this holds with denormals flushed too.
+        subnormal = (bits + (1 << 23)).view(torch.float32) - fmt.min_normal
+        value = torch.where(magnitude < 1 << fmt.mantissa_bits, subnormal, value)
+    bits = value.view(torch.int32)
+    if fmt.specials is Specials.IEEE:
+        bits = torch.where(magnitude > fmt.max_code, bits | _INF, bits)
+    elif fmt.specials is Specials.NAN_ONLY:
+        bits = torch.where(magnitude > fmt.max_code, _NAN, bits)
+    elif fmt.specials is Specials.FNUZ:
+        bits = torch.where(raw == sign_bit, _NAN, bits)
+    return (bits | ((raw & sign_bit) << (32 - fmt.bits))).view(torch.float32)
+
+
+def _encode_exponent(x: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
+    bits = x.view(torch.int32)
+    code = torch.where(bits < 1 << 23, (bits > 1 << 22).int(), (bits + (1 << 22)) >> 23)
+    if overflow == "saturate":
+        code = code.clamp(max=fmt.max_code)
+    # As integers, zero and the negative floats are those below 1, the NaNs those above infinity.
+    return _store(torch.where((bits < 1) | (bits > _INF), fmt.max_code + 1, code), fmt)
+
+
+def _decode_exponent(codes: Tensor) -> Tensor:
+    raw = _load(codes)
+    bits = torch.where(raw == 0, 1 << 22, raw << 23)  # 2^-127 is a float32 subnormal
+    return torch.where(raw == 255, _NAN, bits).view(torch.float32)
+
+
+def _load(codes: Tensor) -> Tensor:
+    """Codes as int32, zero-extended."""
+    if codes.dtype.itemsize == 2:
+        return codes.view(torch.int16).int() & 0xFFFF
+    return codes.view(torch.uint8).int()
+
+
+def _store(code: Tensor, fmt: Format) -> Tensor:
+    raw = torch.int16 if fmt.storage_dtype.itemsize == 2 else torch.uint8
+    return code.to(raw).view(fmt.storage_dtype)
+
+
+def _nan_code(fmt: Format) -> int:
+    """The code that a positive NaN becomes, except in FNUZ formats."""
+    sign_bit = 1 << (fmt.bits - 1)
+    if fmt.specials is Specials.NONE:
+        return sign_bit
+    if fmt.specials is Specials.IEEE and fmt.storage_dtype is not torch.float8_e5m2:
+        return fmt.max_code + 1 + (1 << (fmt.mantissa_bits - 1))
+    return sign_bit - 1
+
+
+def _float_bits(value: float) -> int:
+    return int(struct.unpack("<i", struct.pack("<f", value))[0])
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(str(d).removeprefix("torch.") for d in dtypes)
