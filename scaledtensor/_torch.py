@@ -1,0 +1,80 @@
+"""The one module that touches private torch names, each with the reason it cannot be avoided."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "disable_torch_function",
+    "functional_twin",
+    "is_composite",
+    "is_tracing",
+    "make_wrapper",
+]
+
+# The public `torch.overrides` has no way to run a function without re-entering `__torch_function__`;
+# every wrapper subclass in torch itself uses this guard, and Dynamo understands it.
+disable_torch_function = torch._C.DisableTorchFunctionSubclass
+
+
+def make_wrapper(cls: type[Tensor], like: Tensor, dtype: torch.dtype) -> Any:
+    """A storage-less tensor of class `cls` with the geometry of `like`.
+
+    `_make_wrapper_subclass` is the documented-by-example constructor of wrapper subclasses
+    (torch/testing/_internal/two_tensor.py); there is no public spelling.
+    """
+    return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        cls,
+        like.shape,
+        strides=like.stride(),
+        storage_offset=like.storage_offset(),
+        dtype=dtype,
+        device=like.device,
+    )
+
+
+def functional_twin(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """The functional ATen overload that an in-place or out= overload writes the result of.
+
+    `aten::add_.Tensor` and `aten::add.out` -> `aten::add.Tensor`. Found by comparing schemas, since
+    overload names do not follow one rule. None when `func` mutates nothing or has no twin.
+    """
+    schema = func._schema
+    if not schema.is_mutable:
+        return None
+    name = schema.name.split("::")[1]
+    if any(a.is_out for a in schema.arguments):
+        base = name
+    elif name.endswith("_") and not name.startswith("__"):
+        base = name[:-1]
+    else:
+        return None
+    packet = getattr(torch.ops.aten, base, None)
+    if packet is None:
+        return None
+    wanted = _inputs(schema)
+    for overload in packet.overloads():
+        candidate = getattr(packet, overload)
+        if not candidate._schema.is_mutable and _inputs(candidate._schema) == wanted:
+            return candidate  # type: ignore[no-any-return]
+    return None
+
+
+def _inputs(schema: Any) -> Sequence[tuple[str, str]]:
+    return [(a.name, str(a.type)) for a in schema.arguments if not a.is_out]
+
+
+def is_composite(func: torch._ops.OpOverload) -> bool:
+    """Whether torch defines `func` by other operators, so that `func.decompose` runs it.
+
+    The dispatch keys are private; `OpOverload.decompose` alone answers only by running.
+    """
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return func.has_kernel_for_dispatch_key(key)
+
+
+def is_tracing(x: Tensor) -> bool:
+    """Whether `x` is symbolic: a FakeTensor or a FunctionalTensor inside torch.compile/export."""
+    return type(x) is not Tensor and not isinstance(x, torch.nn.Parameter)

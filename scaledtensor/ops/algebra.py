@@ -1,0 +1,89 @@
+"""What rules are written with: operands, values and the moments of a Gaussian."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from scaledtensor.formats import decode
+from scaledtensor.scale import nearest_power_of_two
+from scaledtensor.ops.registry import Raw
+from scaledtensor.tensor import ScaledTensor, measured_rms
+
+__all__ = ["Operand", "at_value", "count", "elements", "gaussian_moment", "operand", "quadrature", "value"]
+
+Number = bool | int | float
+
+
+class Operand(NamedTuple):
+    """One side of a binary operator: the value is `q * scale`."""
+
+    q: Tensor
+    scale: Tensor
+    rms: Tensor
+    nonnegative: bool = False
+
+
+def elements(x: ScaledTensor) -> Tensor:
+    """qdata in a dtype that torch computes in: 8-bit elements as bfloat16, which is exact."""
+    return x.qdata if x.qdata.dtype.itemsize > 1 else decode(x.qdata, x.format, torch.bfloat16)
+
+
+def value(x: ScaledTensor) -> Tensor:
+    """The value itself. Exact: bfloat16 and float32 have the exponent range of the scale."""
+    q = elements(x)
+    return (q.float() if q.dtype == torch.float16 else q) * x.scale
+
+
+def operand(x: Any, like: ScaledTensor) -> Operand:
+    """`x` with a scale: a ScaledTensor's own; a plain tensor's measured; a number's is 1.
+
+    A Python number keeps its float32 value: never the storage dtype's, in which Adam's eps is 0.
+    """
+    if isinstance(x, ScaledTensor):
+        return Operand(elements(x), x.scale, x.rms, x.nonnegative)
+    if not isinstance(x, Tensor):
+        q = torch.full((), float(x), device=like.device)
+        return Operand(q, torch.ones_like(q), q.abs(), x >= 0)
+    if not x.dtype.is_floating_point:
+        x = x.float()
+    if x.dim() == 0:
+        # Its power of two moves into the scale: a loss multiplier of 2**-18 edits scales only.
+        x = x.to(like.device, torch.float32)
+        scale = nearest_power_of_two(x.abs())
+        return Operand(x / scale, scale, x.abs())
+    rms = measured_rms(x)
+    scale = nearest_power_of_two(rms)
+    q = x if x.dtype == torch.bfloat16 else x.float()
+    return Operand(q / scale, scale, rms)
+
+
+def at_value(function: Callable[..., Tensor], x: ScaledTensor, rms: Tensor, **kwargs: Any) -> Raw:
+    """A function that is not homogeneous, applied to the value."""
+    return Raw(function(value(x)), None, rms, **kwargs)
+
+
+def quadrature(*rms: Tensor) -> Tensor:
+    """RMS of a sum of independent terms. In float64, so that no square leaves the range."""
+    total = rms[0].double().square()
+    for r in rms[1:]:
+        total = total + r.double().square()
+    return total.sqrt().float()
+
+
+def count(shape: Sequence[int], dims: int | Sequence[int] | None) -> int:
+    """How many elements a reduction over `dims` (None or empty: all) folds into one."""
+    if dims is None or (not isinstance(dims, int) and len(dims) == 0):
+        dims = range(len(shape))
+    elif isinstance(dims, int):
+        dims = (dims,)
+    return math.prod(shape[d] for d in dims) if len(shape) else 1
+
+
+def gaussian_moment(power: float) -> float:
+    """sqrt(E|z|^(2 power)) for z ~ N(0, 1); 1 where the moment is infinite."""
+    if power <= -0.5:
+        return 1.0
+    return math.exp(0.5 * (power * math.log(2) + math.lgamma(power + 0.5) - math.lgamma(0.5)))

@@ -1,0 +1,120 @@
+"""The verbs of the tensor, and the ways into and out of it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaledtensor import verbs
+from scaledtensor.formats import FP32, encode, from_dtype
+from scaledtensor.formats import get as get_format
+from scaledtensor.ops.algebra import elements, value
+from scaledtensor.ops.registry import rule, store, write
+from scaledtensor.tensor import ScaledTensor, from_plain
+
+aten = torch.ops.aten
+
+
+@rule(verbs.to_format)
+def to_format(x: ScaledTensor, format: str) -> ScaledTensor:
+    """A cast: the elements are rounded (nearest even, saturating); the scale never changes."""
+    fmt = get_format(format)
+    q = encode(elements(x), fmt, overflow="saturate")
+    return ScaledTensor.make(
+        q, x.scale.clone(), x.rms.clone(), fmt, x.dtype, x.recipe, x.nonnegative
+    )
+
+
+@rule(verbs.gradient_to_format)
+def gradient_to_format(x: ScaledTensor, format: str) -> ScaledTensor:
+    """The identity forward; the cast happens to the gradient."""
+    return x.like(x.qdata, x.scale, x.rms)
+
+
+@rule(verbs.rescale)
+def rescale(x: ScaledTensor, scale: Tensor) -> ScaledTensor:
+    """The same value under another power of two; the format never changes."""
+    return x.like(store(elements(x) * (x.scale / scale), x.format), scale.clone(), x.rms.clone())
+
+
+@rule(verbs.drop)
+def drop(x: ScaledTensor) -> ScaledTensor:
+    """Forget the scale: the same elements at scale 1."""
+    return x.like(x.qdata, torch.ones_like(x.scale), x.rms / x.scale)
+
+
+@rule(verbs.dequantize)
+def dequantize(x: ScaledTensor) -> Tensor:
+    """The plain value in the dtype that the tensor appears in."""
+    wide = elements(x).to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * x.scale).to(x.dtype)
+
+
+@rule(verbs.promote)
+def promote(x: Tensor, like: ScaledTensor) -> ScaledTensor:
+    """A plain tensor enters: its RMS is measured, once, at the door."""
+    if isinstance(x, ScaledTensor):
+        return x
+    x = x if x.dtype.is_floating_point else x.float()
+    fmt = FP32 if x.dtype == torch.float64 else from_dtype(x.dtype)
+    return from_plain(x, fmt, x.dtype, like.recipe)
+
+
+@rule(aten._to_copy.default)
+def to_copy(
+    x: ScaledTensor,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: Any = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    non_blocking: bool = False,
+    memory_format: torch.memory_format | None = None,
+) -> Tensor:
+    """`.to()`: the device moves every part; a float dtype is both appearance and element format,
+    under the same scale; any other dtype leaves as a plain tensor."""
+    move: dict[str, Any] = {"device": device, "non_blocking": non_blocking}
+    if dtype is not None and dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        plain = value(x).double() if dtype == torch.float64 else value(x)
+        return plain.to(dtype=dtype, **move)
+    fmt = x.format if dtype is None or dtype == x.dtype else from_dtype(dtype)
+    q = x.qdata if fmt == x.format else encode(elements(x), fmt, overflow="saturate")
+    q = aten._to_copy.default(q, memory_format=memory_format, **move)
+    scale, rms = (aten._to_copy.default(t, **move) for t in (x.scale, x.rms))
+    return ScaledTensor.make(q, scale, rms, fmt, dtype or x.dtype, x.recipe, x.nonnegative)
+
+
+@rule(aten.copy.default)
+def copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """An overwrite. Into a whole ScaledTensor it brings the source's scale (a plain source's is
+    measured); into a part of one, the value is rescaled into the scale of the whole."""
+    return source.expand(target.shape)
+
+
+@rule(aten.copy_.default)
+def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """As `copy`, in place."""
+    if target.device != source.device:
+        source = source.to(target.device)
+    source = source.expand(target.shape)
+    if not isinstance(target, ScaledTensor):
+        return target.copy_(verbs.dequantize(source), non_blocking)
+    held = source if isinstance(source, ScaledTensor) else from_plain(source, FP32, target.dtype, None)
+    q = target.qdata
+    whole = q.numel() * q.itemsize == q.untyped_storage().nbytes()
+    if whole:
+        target.qdata.copy_(
+            held.qdata if held.format == target.format else store(elements(held), target.format)
+        )
+        target.scale.copy_(held.scale)
+        target.rms.copy_(held.rms)
+        target.nonnegative = held.nonnegative
+    else:
+        write(target, held, [])
+    return target
+
+
+@rule(aten._local_scalar_dense.default)
+def item(x: ScaledTensor) -> Any:
+    """`.item()`: the value as a Python number."""
+    return verbs.dequantize(x).item()

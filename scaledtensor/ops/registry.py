@@ -1,0 +1,436 @@
+"""The one place where operators meet rules.
+
+A rule is a small function registered for functional ATen overloads. It sees the arguments as ATen
+spells them and returns a `Raw` (elements, the scale they carry, the RMS to expect) or plain tensors.
+What surrounds it lives here, once, in this order:
+
+1. a rule for the overload itself;
+2. an in-place or out= overload: the rule of its functional twin, written into the target;
+3. a foreach overload: its per-tensor operator, for each element;
+4. a composite operator that arrives whole (as in inference mode): its decomposition;
+5. no rule: the `on_missing` policy. Never silent.
+"""
+
+import hashlib
+import inspect
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from scaledtensor import _torch
+from scaledtensor._version import __version__
+from scaledtensor.errors import MissingRuleError, MissingRuleWarning, RegistryError, ShapeError
+from scaledtensor.formats import BF16, FP32, Format, encode
+from scaledtensor.recipes import Recipe
+from scaledtensor.scale import nearest_power_of_two
+from scaledtensor.tensor import ScaledTensor, from_plain
+
+__all__ = ["RULES", "Raw", "Rule", "dispatch", "fingerprint", "missing", "on_missing", "rule"]
+
+Overload = torch._ops.OpOverload
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Raw(NamedTuple):
+    """What a rule computed: the value is `q * scale`, and its RMS should come out near `rms`."""
+
+    q: Tensor
+    scale: Tensor | None
+    """0-dim float32, any positive number; None is 1."""
+    rms: Tensor
+    """0-dim float32, not negative."""
+    settled: bool = False
+    """`scale` is the power of two to keep. False derives it from `rms`."""
+    format: Format | None = None
+    """None is the narrowest compute format among the operands."""
+    dtype: torch.dtype | None = None
+    """The appearance; None promotes those of the operands."""
+    nonnegative: bool = False
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One row of the rule table."""
+
+    op: Overload
+    function: Callable[..., Any]
+
+    @property
+    def family(self) -> str:
+        return self.function.__module__.rpartition(".")[2]
+
+    @property
+    def words(self) -> str:
+        return (self.function.__doc__ or "").strip()
+
+
+#: The rule table: functional ATen overload -> rule.
+RULES: dict[Overload, Rule] = {}
+
+_handlers: dict[Overload, Callable[..., Any]] = {}
+
+
+def rule(*ops: Overload, pass_op: bool = False) -> Callable[[F], F]:
+    """Register a rule for functional overloads; their in-place, out= and foreach forms follow.
+
+    `pass_op` hands the overload to the rule as its first argument, for families whose members share
+    one rule.
+
+    Raises:
+        RegistryError: one of `ops` is not an ATen overload, or has a rule already.
+    """
+
+    def register(function: F) -> F:
+        for op in ops:
+            if not isinstance(op, Overload):
+                raise RegistryError(
+                    f"a rule is for an operator overload such as torch.ops.aten.add.Tensor; got {op!r}"
+                )
+            if op in RULES:
+                raise RegistryError(
+                    f"{op} has a rule already: {RULES[op].function.__module__}."
+                    f"{RULES[op].function.__qualname__}"
+                )
+        for op in ops:
+            bound = partial(function, op) if pass_op else function
+            RULES[op] = Rule(op, function)
+            _bound[op] = bound
+        _handlers.clear()
+        fingerprint.cache_clear()
+        return function
+
+    return register
+
+
+_bound: dict[Overload, Callable[..., Any]] = {}
+
+
+def dispatch(op: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an ATen overload on arguments of which at least one is a ScaledTensor."""
+    handler = _handlers.get(op)
+    if handler is None:
+        handler = _handlers[op] = _resolve(op)
+    return handler(*args, **kwargs)
+
+
+def _resolve(op: Overload) -> Callable[..., Any]:
+    if op in _bound:
+        return partial(_functional, _bound[op])
+    twin = _torch.functional_twin(op)
+    if twin is not None and twin in _bound:
+        return partial(_in_place, op, _bound[twin])
+    if "_foreach_" in op._schema.name:
+        return partial(_foreach, op)
+    if _torch.is_composite(op):
+        return op.decompose
+    return partial(_without_rule, op)
+
+
+# --- 1. functional ---------------------------------------------------------------------------
+
+
+def _functional(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    result = function(*args, **kwargs)
+    if isinstance(result, Raw):
+        return _wrap(result, _operands(args, kwargs))
+    if isinstance(result, (tuple, list)):
+        operands = _operands(args, kwargs)
+        return type(result)(_wrap(r, operands) if isinstance(r, Raw) else r for r in result)
+    return result
+
+
+def _operands(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Any]:
+    found: list[Any] = []
+    for a in (*args, *kwargs.values()):
+        if isinstance(a, Tensor):
+            found.append(a)
+        elif isinstance(a, (list, tuple)):
+            found.extend(i for i in a if isinstance(i, Tensor))
+    return found
+
+
+def _wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
+    scaled = [x for x in operands if isinstance(x, ScaledTensor)]
+    fmt = raw.format or narrowest(scaled)
+    scale, ratio = settle(raw)
+    q = raw.q if ratio is None else raw.q * ratio
+    if q.dtype != fmt.storage_dtype:
+        q = store(q, fmt)
+    recipe = next((x.recipe for x in scaled if x.recipe is not None), None)
+    dtype = raw.dtype or _appearance(operands)
+    return ScaledTensor.make(q, scale, raw.rms, fmt, dtype, recipe, raw.nonnegative)
+
+
+def settle(raw: Raw) -> tuple[Tensor, Tensor | None]:
+    """The scale that a result takes, and what its elements are multiplied by for it (None: 1)."""
+    if raw.settled:
+        if raw.scale is None:
+            return torch.ones_like(raw.rms), None
+        return raw.scale, None
+    scale = nearest_power_of_two(raw.rms)
+    ratio = scale.reciprocal() if raw.scale is None else raw.scale / scale
+    # A known zero (rms 0, scale 2**-126) under a large raw scale: 0 * inf would be NaN.
+    return scale, ratio.clamp_max_(torch.finfo(torch.float32).max)
+
+
+def store(q: Tensor, fmt: Format) -> Tensor:
+    """Round elements into a format. Compute formats keep infinities; storage formats saturate."""
+    if fmt.storage_dtype.itemsize > 1:
+        return q.to(fmt.storage_dtype)
+    return encode(q, fmt, overflow="saturate")
+
+
+def narrowest(scaled: Iterable[ScaledTensor]) -> Format:
+    """The compute format of a result: the narrowest among its operands', 8-bit ones counting as the
+    recipe's activation format. Parameters in FP32 so meet BF16 activations as BF16, and FP32
+    statistics and optimizer states stay FP32 among themselves."""
+    found: Format = FP32
+    for x in scaled:
+        fmt = x.format
+        if fmt.storage_dtype.itemsize == 1:
+            fmt = x.recipe.activation if x.recipe is not None else BF16
+        if fmt.storage_dtype.itemsize < found.storage_dtype.itemsize or fmt is BF16:
+            found = fmt
+    return found
+
+
+def _appearance(operands: list[Tensor]) -> torch.dtype:
+    dtype: torch.dtype | None = None
+    for x in operands:
+        counts = isinstance(x, ScaledTensor) or (x.dim() > 0 and x.dtype.is_floating_point)
+        if counts and dtype is None:
+            dtype = x.dtype
+        elif counts and dtype is not None and x.dtype != dtype:
+            dtype = torch.promote_types(dtype, x.dtype)
+    return dtype or torch.float32
+
+
+# --- 2. in-place and out= --------------------------------------------------------------------
+
+
+def _in_place(op: Overload, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    names = [a.name for a in op._schema.arguments if a.is_out]
+    targets = [kwargs.pop(name) for name in names] if names else [args[0]]
+    result = function(*args, **kwargs)
+    results = list(result) if isinstance(result, (tuple, list)) and not isinstance(result, Raw) else [result]
+    for target, value in zip(targets, results, strict=True):
+        write(target, value, _operands(args, kwargs))
+    return targets[0] if len(targets) == 1 else tuple(targets)
+
+
+def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None:
+    """Put a result into an existing tensor, which keeps its identity, aliases, format and scale.
+
+    A scale is shared with every view of the tensor, so the value is rescaled into it. A tensor
+    known to be zero has no scale to keep and takes the result's: optimizer states so start at the
+    scale of the first gradient.
+    """
+    shape = value.q.shape if isinstance(value, Raw) else value.shape
+    if target.shape != shape:
+        raise ShapeError(f"cannot write a result of shape {tuple(shape)} into {tuple(target.shape)}")
+    if not isinstance(target, ScaledTensor):
+        plain = _wrap(value, operands) if isinstance(value, Raw) else value
+        target.copy_(dequantized(plain))
+        return
+    if isinstance(value, Raw):
+        raw = value
+    else:
+        held = value if isinstance(value, ScaledTensor) else from_plain(value, FP32, torch.float32, None)
+        raw = Raw(held.qdata, held.scale, held.rms)
+    scale = torch.where(target.rms == 0, nearest_power_of_two(raw.rms), target.scale)
+    ratio = scale.reciprocal() if raw.scale is None else raw.scale / scale
+    ratio.clamp_max_(torch.finfo(torch.float32).max)
+    wide = raw.q if raw.q.dtype.itemsize > 1 else raw.q.float()
+    q = wide * ratio
+    target.qdata.copy_(q if target.qdata.dtype.itemsize > 1 else store(q, target.format))
+    whole = target.qdata.numel() * target.qdata.itemsize == target.qdata.untyped_storage().nbytes()
+    target.scale.copy_(scale)
+    # A part that became zero does not make the whole known to be zero.
+    target.rms.copy_(raw.rms if whole else torch.maximum(target.rms, raw.rms))
+    target.nonnegative = raw.nonnegative if isinstance(value, Raw) else False
+
+
+def dequantized(x: Any) -> Any:
+    """Plain value of `x`; anything else as it is."""
+    return torch.ops.scaledtensor.dequantize(x) if isinstance(x, ScaledTensor) else x
+
+
+# --- 3. foreach ------------------------------------------------------------------------------
+
+
+def _foreach(op: Overload, *args: Any, **kwargs: Any) -> Any:
+    """`_foreach_<name>` over lists is `<name>` over their elements, called through torch."""
+    name = op._schema.name.split("::")[1].removeprefix("_foreach_")
+    call = _FOREACH.get(name) or getattr(Tensor, name, None)
+    if call is None:
+        raise MissingRuleError(f"{op}: torch.Tensor has no method {name} to apply to each element")
+    # addcmul and addcdiv take their factor by keyword only; the list form calls it `scalars`.
+    spelling = {"scalars": "value"} if name.startswith("addc") else {}
+    by_keyword = {"alpha", "value", "dtype", *spelling}
+    given = dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | kwargs
+    results = []
+    for i in range(len(args[0])):
+        each = {k: v[i] if isinstance(v, (list, tuple)) else v for k, v in given.items()}
+        named = {spelling.get(k, k): v for k, v in each.items() if k in by_keyword}
+        results.append(call(*(v for k, v in each.items() if k not in by_keyword), **named))
+    return None if op._schema.is_mutable else results
+
+
+def _maximum_(x: Tensor, other: Any) -> Tensor:
+    return x.copy_(torch.maximum(x, other)) if isinstance(other, Tensor) else x.clamp_min_(other)
+
+
+def _minimum_(x: Tensor, other: Any) -> Tensor:
+    return x.copy_(torch.minimum(x, other)) if isinstance(other, Tensor) else x.clamp_max_(other)
+
+
+#: Where the per-tensor form is no method of the same name.
+_FOREACH: dict[str, Callable[..., Any]] = {
+    "norm": torch.linalg.vector_norm,
+    "maximum_": _maximum_,
+    "minimum_": _minimum_,
+}
+
+
+# --- 5. no rule ------------------------------------------------------------------------------
+
+Policy = Literal["warn", "error"]
+_policy: Policy = "warn"
+
+#: How often each operator without a rule ran, by name.
+missing: Counter[str] = Counter()
+
+
+class on_missing:  # noqa: N801 - reads as a verb, like torch.no_grad
+    """What happens when an operator has no rule: a setting, and a context manager that restores it.
+
+    "warn": it runs on dequantised float32 and the result is rescaled by its measured RMS; a
+    `MissingRuleWarning` once per operator. "error": `MissingRuleError`.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        if policy not in ("warn", "error"):
+            raise RegistryError(f"on_missing takes 'warn' or 'error'; got {policy!r}")
+        global _policy
+        self.before = _policy
+        _policy = policy
+
+    def __enter__(self) -> "on_missing":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        global _policy
+        _policy = self.before
+
+
+def _without_rule(op: Overload, *args: Any, **kwargs: Any) -> Any:
+    if _policy == "error":
+        raise MissingRuleError(
+            f"{op} has no scale rule. Register one with scaledtensor.ops.rule (CONTRIBUTING.md), or "
+            "allow the float32 fallback with scaledtensor.on_missing('warn')"
+        )
+    missing[str(op)] += 1
+    if missing[str(op)] == 1:
+        warnings.warn(
+            f"{op} has no scale rule: it runs in float32 and its result is rescaled by its measured "
+            "RMS",
+            MissingRuleWarning,
+            stacklevel=2,
+        )
+    operands = _operands(args, kwargs)
+    scaled = [x for x in operands if isinstance(x, ScaledTensor)]
+    fmt = narrowest(scaled)
+    recipe = next((x.recipe for x in scaled if x.recipe is not None), None)
+
+    def back(x: Any) -> Any:
+        if isinstance(x, Tensor) and x.dtype.is_floating_point and x.dim() > 0:
+            return from_plain(x, fmt, x.dtype, recipe)
+        return x
+
+    plain_args, plain_kwargs = torch.utils._pytree.tree_map(dequantized, (args, kwargs))
+    result = op(*plain_args, **plain_kwargs)
+    if op._schema.is_mutable:
+        return _write_mutated(op, args, kwargs, plain_args, plain_kwargs, result)
+    return torch.utils._pytree.tree_map(back, result)
+
+
+def _write_mutated(
+    op: Overload,
+    args: Any,
+    kwargs: Any,
+    plain_args: Any,
+    plain_kwargs: Any,
+    result: Any,
+) -> Any:
+    """Carry what an operator wrote into dequantised copies back into the tensors it was given."""
+    first = None
+    for i, a in enumerate(op._schema.arguments):
+        if a.alias_info is None or not a.alias_info.is_write:
+            continue
+        given = args[i] if i < len(args) else kwargs.get(a.name)
+        plain = plain_args[i] if i < len(args) else plain_kwargs.get(a.name)
+        for target, value in _pairs(given, plain):
+            if isinstance(target, ScaledTensor):
+                write(target, value, [target])
+            first = target if first is None else first
+    return first if result is not None else None
+
+
+def _pairs(given: Any, plain: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(given, (list, tuple)):
+        yield from zip(given, plain, strict=True)
+    elif given is not None:
+        yield given, plain
+
+
+# --- caches of compiled code -----------------------------------------------------------------
+
+
+@cache
+def fingerprint() -> str:
+    """A digest of every rule and of the code that surrounds them."""
+    digest = hashlib.blake2b(__version__.encode(), digest_size=16)
+    package = Path(__file__).resolve().parent.parent
+    for floor in ("formats", "recipes", "ops", "."):
+        for path in sorted((package / floor).glob("*.py")):
+            digest.update(path.read_bytes())
+    for op in sorted(RULES, key=str):
+        function = RULES[op].function
+        digest.update(f"{op}".encode())
+        if not function.__module__.startswith("scaledtensor."):
+            digest.update(_source(function).encode())
+    return digest.hexdigest()
+
+
+def _source(function: Callable[..., Any]) -> str:
+    """What a rule registered from outside computes: its text, defaults and captured values."""
+    try:
+        text = inspect.getsource(function)
+    except OSError:  # typed at a prompt
+        text = function.__code__.co_code.hex() + repr(function.__code__.co_names)
+    captured = [cell.cell_contents for cell in function.__closure__ or ()]
+    return f"{text}{function.__defaults__!r}{captured!r}"
+
+
+def recipe_of(*operands: Any) -> Recipe | None:
+    """The recipe that the operands agree on, None where one of them has none."""
+    found: Recipe | None = None
+    for x in operands:
+        if isinstance(x, ScaledTensor):
+            if x.recipe is None:
+                return None
+            found = found or x.recipe
+    return found

@@ -1,0 +1,66 @@
+"""Powers of two made and tested by exponent bits.
+
+`exp2` and `log2` round: on some machines `exp2(127.0)` is one ulp low, and `floor(log2(x))` is wrong
+just below a power of two. Everything here is integer arithmetic on the bits of a float32, so it is
+exact, does not synchronise with a device, and is the same in eager and in compiled code.
+"""
+
+import torch
+from torch import Tensor
+
+from scaledtensor.errors import ScaleError
+
+__all__ = ["MAX_SCALE", "MIN_SCALE", "checked_scale", "is_power_of_two", "nearest_power_of_two"]
+
+MIN_SCALE = 2.0**-126
+MAX_SCALE = 2.0**127
+
+_EXPONENT = 0x7F80_0000
+_ONE_BINADE = 0x0080_0000
+_SQRT2_MANTISSA = 0x0035_04F3
+_MIN_BITS = 0x0080_0000  # 2**-126
+_MAX_BITS = 0x7F00_0000  # 2**127
+
+
+def nearest_power_of_two(rms: Tensor) -> Tensor:
+    """The power of two nearest to `rms` in the log domain: 2**round(log2(rms)).
+
+    `rms`: float32 of any shape, not negative. Adding one binade minus the mantissa of sqrt(2)
+    carries into the exponent exactly when the mantissa is above sqrt(2). The result is clamped to
+    [2**-126, 2**127], so it is a usable scale for zero, subnormal, infinite and NaN input too.
+    """
+    bits = rms.view(torch.int32) + (_ONE_BINADE - _SQRT2_MANTISSA)
+    return bits.bitwise_and_(_EXPONENT).clamp_(_MIN_BITS, _MAX_BITS).view(torch.float32)
+
+
+def is_power_of_two(x: Tensor) -> Tensor:
+    """Bool tensor: which float32 elements are normal powers of two (sign and mantissa bits zero)."""
+    bits = x.view(torch.int32)
+    return (bits & ~_EXPONENT == 0) & (bits >= _MIN_BITS) & (bits <= _MAX_BITS)
+
+
+def checked_scale(scale: float | Tensor, device: torch.device, *, power_of_two: bool) -> Tensor:
+    """`scale` as a 0-dim float32 tensor on `device`.
+
+    Raises:
+        ScaleError: it has more than one element, is not positive and finite in float32, or is not
+            a power of two although `power_of_two` asks for one.
+    """
+    given = scale.detach() if isinstance(scale, Tensor) else torch.tensor(scale, dtype=torch.float64)
+    if given.numel() != 1 or given.is_complex() or given.dtype == torch.bool:
+        raise ScaleError(
+            f"a per-tensor scale is one real number; got shape {tuple(given.shape)}, "
+            f"dtype {given.dtype}"
+        )
+    number = float(given)
+    if not MIN_SCALE <= number <= torch.finfo(torch.float32).max:
+        raise ScaleError(
+            f"a scale is positive and finite, from 2**-126 to the largest float32; got {number}"
+        )
+    single = given.reshape(()).to(device=device, dtype=torch.float32, copy=True)
+    if power_of_two and not (float(single) == number and bool(is_power_of_two(single))):
+        raise ScaleError(
+            f"this scale must be an exact power of two; got {number}. Round it first "
+            "(scaledtensor.scale.nearest_power_of_two), or pass power_of_two=False"
+        )
+    return single

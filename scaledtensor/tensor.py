@@ -1,0 +1,392 @@
+"""ScaledTensor: a tensor whose value is `qdata * scale`."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, TypeAlias, TypeVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from scaledtensor import _torch
+from scaledtensor.errors import DTypeError, FormatError, ScaleError, ShapeError
+from scaledtensor.formats import Format, decode, encode, from_dtype
+from scaledtensor.formats import get as get_format
+from scaledtensor.recipes import Recipe
+from scaledtensor.scale import checked_scale, nearest_power_of_two
+
+__all__ = ["Engine", "ScaledTensor", "from_plain", "measured_rms", "scaled"]
+
+_APPEARANCES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+Context: TypeAlias = tuple[Format, torch.dtype, Recipe | None, bool]
+"""What flatten keeps beside the inner tensors: format, dtype, recipe, nonnegative."""
+
+
+class Engine(NamedTuple):
+    """What this floor needs from the floor above. `scaledtensor.ops` installs it at import."""
+
+    dispatch: Callable[..., Any]
+    """(func, args, kwargs): an ATen operator that met a ScaledTensor."""
+    functions: dict[Any, Callable[..., Any]]
+    """Python-level functions that cast their operands before autograd saves them."""
+    fingerprint: Callable[[], str]
+    """A digest of every rule, for caches of compiled code."""
+
+
+class ScaledTensor(Tensor):
+    """A tensor that carries its scale: the value is exactly `qdata * scale`.
+
+    Args:
+        qdata: the elements, in `format.storage_dtype`, of any shape.
+        scale: one power of two (a float or a 0-dim tensor).
+        format: the number format of the elements, or its name.
+        dtype: what autograd and optimizers see as `.dtype`; by default `qdata.dtype` where that is
+            a 16-bit or wider float, else float32.
+        recipe: how matrix products cast this tensor; None leaves its elements as they are.
+        power_of_two: False allows any positive scale (amax recipes); rescaling then rounds.
+
+    Attributes:
+        qdata, scale, format, recipe: as above; `scale` is a 0-dim float32 tensor.
+        rms: the RMS that the rules expect of the value, 0-dim float32. It is kept unrounded, so that
+            the scales of a deep network do not drift. Zero marks a tensor known to be all zeros.
+        nonnegative: whether the rules know that no element is negative (squares, softmax): a sum of
+            such grows by n, not by sqrt(n).
+
+    Raises:
+        ScaleError, FormatError, DTypeError: an argument is outside what is allowed.
+    """
+
+    qdata: Tensor
+    scale: Tensor
+    rms: Tensor
+    format: Format
+    recipe: Recipe | None
+    nonnegative: bool
+
+    #: The inner tensors. Flatten, unflatten, repr, copy and pickle follow from this list.
+    INNER: ClassVar[tuple[str, ...]] = ("qdata", "scale", "rms")
+
+    _engine: ClassVar[Engine]
+
+    @staticmethod
+    def __new__(
+        cls,
+        qdata: Tensor,
+        scale: float | Tensor,
+        format: Format | str,
+        *,
+        dtype: torch.dtype | None = None,
+        recipe: Recipe | None = None,
+        power_of_two: bool = True,
+    ) -> Self:
+        fmt = get_format(format)
+        if isinstance(qdata, ScaledTensor) or not isinstance(qdata, Tensor):
+            raise DTypeError(f"qdata is a plain torch.Tensor; got {type(qdata).__name__}")
+        if qdata.dtype != fmt.storage_dtype:
+            raise DTypeError(
+                f"{fmt.name} is stored as {fmt.storage_dtype}; got qdata of {qdata.dtype}. "
+                f"To convert values, use scaledtensor.scaled(tensor, {fmt.name!r})"
+            )
+        _check_storable(fmt)
+        single = checked_scale(scale, qdata.device, power_of_two=power_of_two)
+        if dtype is None:
+            dtype = qdata.dtype if qdata.dtype in _APPEARANCES else torch.float32
+        return cls.make(qdata.detach(), single, single.clone(), fmt, _appearance(dtype), recipe)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    @classmethod
+    def make(
+        cls,
+        qdata: Tensor,
+        scale: Tensor,
+        rms: Tensor,
+        format: Format,
+        dtype: torch.dtype,
+        recipe: Recipe | None,
+        nonnegative: bool = False,
+    ) -> Self:
+        """The one constructor path, unchecked: for rules, which make only valid tensors."""
+        self = cast(Self, _torch.make_wrapper(cls, qdata, dtype))
+        self.qdata, self.scale, self.rms = qdata, scale, rms
+        self.format, self.recipe, self.nonnegative = format, recipe, nonnegative
+        return self
+
+    def like(self, qdata: Tensor, scale: Tensor, rms: Tensor) -> Self:
+        """A tensor with this one's format, dtype and recipe around other inner tensors."""
+        return self.make(qdata, scale, rms, *self.__tensor_flatten__()[1])
+
+    # --- the verbs ---------------------------------------------------------------------------
+
+    def dequantize(self) -> Tensor:
+        """The plain tensor of the same value, shape and dtype. Differentiable."""
+        return cast(Tensor, torch.ops.scaledtensor.dequantize(self))
+
+    def to_format(self, format: Format | str) -> "ScaledTensor":
+        """Round the elements into another format, saturating; the scale stays. Differentiable."""
+        fmt = get_format(format)
+        _check_storable(fmt)
+        return cast(ScaledTensor, torch.ops.scaledtensor.to_format(self, fmt.name))
+
+    def rescale(self, scale: float | Tensor) -> "ScaledTensor":
+        """Hold the same value under another power of two; the format stays. Differentiable."""
+        single = checked_scale(scale, self.device, power_of_two=True)
+        return cast(ScaledTensor, torch.ops.scaledtensor.rescale(self, single))
+
+    # --- what torch asks of a wrapper subclass -----------------------------------------------
+
+    def __tensor_flatten__(self) -> tuple[list[str], Context]:
+        return list(self.INNER), (self.format, self.dtype, self.recipe, self.nonnegative)
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls,
+        inner: dict[str, Tensor],
+        context: Context,
+        outer_size: Any,
+        outer_stride: Any,
+    ) -> Self:
+        return cls.make(*(inner[name] for name in cls.INNER), *context)
+
+    def __coerce_tangent_metadata__(self) -> Self:
+        # AOTAutograd guesses a gradient's metadata from its output's. The scale is a tensor, so
+        # nothing about it is guessed; a sign may not be.
+        return self.make(self.qdata, self.scale, self.rms, self.format, self.dtype, self.recipe)
+
+    def __coerce_same_metadata_as_tangent__(
+        self, expected: Context, expected_type: Any = None
+    ) -> Tensor:
+        if expected_type is Tensor:
+            return self.dequantize()
+        held = self if self.format == expected[0] else self.to_format(expected[0])
+        return self.make(held.qdata, held.scale, held.rms, *expected)
+
+    def _stable_hash_for_caching(self) -> str:
+        # AOTAutograd's on-disk cache hashes the graph that Dynamo saw, which holds ATen operators and
+        # not the rules behind them: without the fingerprint a changed rule runs as it was.
+        return "|".join(
+            (
+                self._engine.fingerprint(),
+                *(str(part) for part in self.__tensor_flatten__()[1]),
+                *(
+                    f"{name}:{t.dtype}{tuple(t.shape)}{tuple(t.stride())}{t.device}"
+                    for name in self.INNER
+                    for t in (getattr(self, name),)
+                ),
+                str(self.requires_grad),
+            )
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        with _torch.disable_torch_function():
+            replacement = cls._engine.functions.get(func)
+            return (replacement or func)(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return cls._engine.dispatch(func, args, kwargs or {})
+
+    # --- Python protocols --------------------------------------------------------------------
+
+    def tolist(self) -> Any:
+        return self.detach().dequantize().tolist()
+
+    def numpy(self, *, force: bool = False) -> "np.ndarray[Any, Any]":
+        """The dequantised values as a NumPy array (a copy)."""
+        return self.dequantize().numpy(force=force)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> "np.ndarray[Any, Any]":
+        return self.numpy().astype(dtype or np.dtype(np.float32), copy=False)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        if _torch.is_tracing(self.qdata) or self.device.type == "meta":
+            body, scale = f"shape={tuple(self.shape)}", "?"
+        else:
+            values = self.detach().dequantize()
+            body = repr(values).removeprefix("tensor(").removesuffix(")")
+            scale = f"2**{int(np.log2(float(self.scale)))}" if self._holds_power_of_two() else (
+                f"{float(self.scale):.6g}"
+            )
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return (
+            f"ScaledTensor({body}, format={self.format.name}, scale={scale}, dtype={self.dtype}{grad})"
+        )
+
+    def _holds_power_of_two(self) -> bool:
+        return float(np.frexp(float(self.scale))[0]) == 0.5
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        if id(self) in memo:
+            return cast(Self, memo[id(self)])
+        if not self.is_leaf:
+            raise RuntimeError("only leaf tensors can be deep-copied; use .detach() first")
+        copy = self.like(*(getattr(self, name).clone() for name in self.INNER))
+        memo[id(self)] = copy = _with_autograd(copy, self.requires_grad, _is_parameter(self))
+        if self.grad is not None:
+            with torch.no_grad():
+                copy.grad = self.grad.__deepcopy__(memo)
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        inner = tuple(getattr(self, name) for name in self.INNER)
+        context = (self.format.name, self.dtype, self.recipe, self.nonnegative)
+        return _rebuild, (inner, context, self.requires_grad, _is_parameter(self))
+
+    if TYPE_CHECKING:
+
+        def __mul__(self, other: Any) -> Any: ...
+        def __truediv__(self, other: Any) -> Any: ...
+
+
+def _rebuild(
+    inner: tuple[Tensor, ...],
+    context: tuple[str, torch.dtype, Recipe | None, bool],
+    requires_grad: bool,
+    is_parameter: bool,
+) -> ScaledTensor:
+    """Unpickle. A module-level function, so that `weights_only` loading can allow it by name."""
+    name, *rest = context
+    made = ScaledTensor.make(*inner, get_format(name), *rest)
+    return _with_autograd(made, requires_grad, is_parameter)
+
+
+T = TypeVar("T", bound=ScaledTensor)
+
+torch.serialization.add_safe_globals([_rebuild, ScaledTensor])
+
+
+def _is_parameter(x: Tensor) -> bool:
+    return isinstance(x, torch.nn.Parameter)
+
+
+def _with_autograd(x: T, requires_grad: bool, is_parameter: bool) -> T:
+    if is_parameter:
+        return cast(T, torch.nn.Parameter(x, requires_grad))
+    return x.requires_grad_(requires_grad)
+
+
+def _appearance(dtype: torch.dtype) -> torch.dtype:
+    if dtype not in _APPEARANCES:
+        allowed = ", ".join(str(d) for d in _APPEARANCES)
+        raise DTypeError(f"a ScaledTensor appears as one of {allowed}; got {dtype}")
+    return dtype
+
+
+def _check_storable(fmt: Format) -> None:
+    if not (fmt.storage_dtype.is_floating_point and fmt.signed):
+        raise FormatError(
+            f"torch has no dtype for {fmt.name}; ScaledTensor holds formats that torch stores "
+            "natively so far. scaledtensor.formats encodes and decodes it"
+        )
+
+
+def from_plain(x: Tensor, fmt: Format, dtype: torch.dtype, recipe: Recipe | None) -> ScaledTensor:
+    """Wrap plain data under the power of two nearest to its RMS, which is measured.
+
+    This runs where plain tensors enter (inputs, tables), never on what the rules carry. It neither
+    checks its arguments nor records a gradient.
+    """
+    rms = measured_rms(x)
+    return _encode(x, nearest_power_of_two(rms), rms, fmt, dtype, recipe)
+
+
+def measured_rms(x: Tensor, below: float = float("inf")) -> Tensor:
+    """RMS of the elements of a plain tensor whose magnitude is under `below`, 0-dim float32.
+
+    Summed in float64, where no square of a float32 overflows. Infinities and NaNs are left out: one
+    of them must not spoil the scale of all others.
+    """
+    magnitude = x.detach().double().abs()
+    kept = torch.where(magnitude < below, magnitude, 0.0)
+    norm: Tensor = torch.linalg.vector_norm(kept)
+    return (norm / max(x.numel(), 1) ** 0.5).float()
+
+
+def _encode(
+    x: Tensor,
+    scale: Tensor,
+    rms: Tensor,
+    fmt: Format,
+    dtype: torch.dtype,
+    recipe: Recipe | None,
+) -> ScaledTensor:
+    elements = x.detach()
+    # In float32 at least, so that dividing by the scale rounds nothing.
+    wide = elements if elements.dtype == torch.float64 else elements.float()
+    # Compute formats keep infinities: -inf in a mask means something. Storage formats saturate.
+    overflow = "ieee" if fmt.storage_dtype in _APPEARANCES else "saturate"
+    qdata = encode(wide / scale, fmt, overflow=overflow)
+    return ScaledTensor.make(qdata, scale, rms, fmt, dtype, recipe)
+
+
+def scaled(
+    x: Tensor,
+    format: Format | str | None = None,
+    scale: Literal["rms", "amax", "one"] | float | Tensor = "rms",
+    *,
+    dtype: torch.dtype | None = None,
+    recipe: Recipe | None = None,
+) -> ScaledTensor:
+    """Wrap a plain tensor. The result is a leaf: no gradient flows back into `x`.
+
+    Args:
+        x: float16, bfloat16, float32 or float64, of any shape.
+        format: of the elements; by default the one that stores `x.dtype` exactly.
+        scale: "rms", the power of two nearest to the RMS of `x`; "amax", max|x| / format.max, which
+            fills the format and is the one choice that is not a power of two; "one"; or a power of
+            two of your own.
+        dtype: what autograd and optimizers see; by default `x.dtype`.
+        recipe: how matrix products cast the result.
+
+    Raises:
+        DTypeError: `x` is not a real floating-point tensor.
+        FormatError: unknown format, or one that torch has no dtype for.
+        ScaleError: unknown choice, or not a positive finite power of two.
+    """
+    if isinstance(x, ScaledTensor):
+        raise DTypeError("this is a ScaledTensor already; use .to_format() or .rescale()")
+    if not isinstance(x, Tensor) or x.dtype not in _APPEARANCES:
+        given = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise DTypeError(
+            f"scaled() takes float16, bfloat16, float32 or float64 tensors; got {given}"
+        )
+    if format is None and x.dtype == torch.float64:
+        raise DTypeError("no format stores float64; pass one, for example format='fp32'")
+    fmt = from_dtype(x.dtype) if format is None else get_format(format)
+    _check_storable(fmt)
+    appearance = _appearance(dtype or x.dtype)
+    if isinstance(scale, str):
+        if scale == "rms":
+            return from_plain(x, fmt, appearance, recipe)
+        if scale == "one":
+            power = torch.ones((), device=x.device)
+        elif scale == "amax":
+            amax = x.detach().abs().amax().double() if x.numel() else torch.ones(()).double()
+            power = (amax / fmt.max).clamp(2.0**-126, 2.0**127).float()
+        else:
+            raise ScaleError(
+                f"scale is 'rms', 'amax', 'one', or a power of two; got {scale!r}"
+            )
+    else:
+        if isinstance(scale, Tensor) and scale.numel() != 1:
+            raise ShapeError(
+                f"scale has one element (per tensor); got shape {tuple(scale.shape)}. "
+                "Finer granularity is not supported yet"
+            )
+        power = checked_scale(scale, x.device, power_of_two=True)
+    return _encode(x, power, measured_rms(x), fmt, appearance, recipe)

@@ -1,0 +1,107 @@
+"""The verbs of a ScaledTensor as torch operators, with their derivatives.
+
+They are torch operators rather than `autograd.Function`s so that Dynamo, AOTAutograd and export see
+one node each. What they compute is a rule like any other and lives in `scaledtensor.ops.casts`.
+Two kinds never mix: a cast changes the format and never the scale; a rescale changes the scale and
+never the format.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaledtensor.errors import DTypeError
+from scaledtensor.tensor import ScaledTensor, scaled
+
+__all__ = ["LIBRARY", "dequantize", "drop", "gradient_to_format", "promote", "rescale", "to_format"]
+
+LIBRARY = torch.library.Library("scaledtensor", "DEF")
+
+
+def _operator(schema: str, backward: Callable[..., Any], setup: Callable[..., None]) -> Any:
+    """Define `scaledtensor::<schema>` with a derivative; return its overload."""
+    name = LIBRARY.define(schema)
+
+    def without_scale(*args: Any) -> Tensor:
+        raise DTypeError(
+            f"scaledtensor::{name} takes a ScaledTensor; got a plain tensor. "
+            "Wrap it first with scaledtensor.scaled(tensor)"
+        )
+
+    LIBRARY.impl(name, without_scale, "CompositeExplicitAutograd")
+    torch.library.register_autograd(
+        f"scaledtensor::{name}", backward, setup_context=setup, lib=LIBRARY
+    )
+    return getattr(torch.ops.scaledtensor, name).default
+
+
+def _remember_format(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.source = inputs[0].format
+
+
+def _to_source_format(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    # As torch's own casts do: the gradient arrives in the format of what was cast. A gradient of
+    # an FP8 source stays in the wider format it came in.
+    narrow = ctx.source.storage_dtype.itemsize == 1
+    if isinstance(grad, ScaledTensor) and grad.format != ctx.source and not narrow:
+        grad = to_format(grad, ctx.source.name)
+    return grad, None
+
+
+def _remember_target(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.target = inputs[1]
+
+
+def _round_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return to_format(_as_scaled(grad), ctx.target), None
+
+
+def _nothing(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    pass
+
+
+def _pass(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return grad, None
+
+
+def _remember_scale(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.scale = inputs[0].scale
+
+
+def _divide_by_scale(ctx: Any, grad: Tensor) -> Tensor:
+    # y = x / s: the chain rule moves only the gradient's scale.
+    return _as_scaled(grad) / ctx.scale
+
+
+def _restore_plain(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return (dequantize(grad) if isinstance(grad, ScaledTensor) else grad), None
+
+
+def _as_scaled(grad: Tensor) -> Tensor:
+    # Gradients are plain where the forward result was (a loss, a statistic).
+    return grad if isinstance(grad, ScaledTensor) else scaled(grad)
+
+
+#: (x, format name) -> x with its elements rounded into `format` (saturating, nearest even).
+to_format = _operator("to_format(Tensor x, str format) -> Tensor", _to_source_format, _remember_format)
+
+#: (x, format name) -> x itself; its gradient is rounded into `format` on the way back.
+gradient_to_format = _operator(
+    "gradient_to_format(Tensor x, str format) -> Tensor", _round_gradient, _remember_target
+)
+
+#: (x, 0-dim power of two) -> the same value held under another scale.
+rescale = _operator("rescale(Tensor x, Tensor scale) -> Tensor", _pass, _nothing)
+
+#: x -> the same qdata at scale 1, that is x / x.scale.
+drop = _operator("drop(Tensor x) -> Tensor", _divide_by_scale, _remember_scale)
+
+#: x -> a plain tensor of the same value and dtype.
+dequantize = _operator(
+    "dequantize(Tensor x) -> Tensor", lambda ctx, grad: grad, _nothing
+)
+
+#: (plain or scaled, like) -> a ScaledTensor; a plain one gets the power of two next to its RMS.
+promote = _operator("promote(Tensor x, Tensor like) -> Tensor", _restore_plain, _nothing)
