@@ -14,7 +14,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
-from math import ldexp
+from math import inf, ldexp, nan
 from types import MappingProxyType
 from typing import Any
 
@@ -78,6 +78,8 @@ class Format:
             raise FormatError(
                 f"{self.name}: codes of {self.bits} bits do not fit storage {self.storage_dtype}"
             )
+        # The first use of a cached property takes a lock, which torch.compile cannot trace.
+        _ = self.max, self.min_normal, self.min_subnormal
 
     def __repr__(self) -> str:
         return self.name.upper()
@@ -133,8 +135,18 @@ class Format:
         first = self.max_code + (2 if self.has_inf else 1)
         return range(first, sign), range(sign + first, 2 * sign)
 
-    def magnitude(self, code: int) -> float:
-        """The value of a sign-less code by the formula above, whatever `specials` says of it."""
+    def value(self, code: int) -> float:
+        """The value of one code; bits above `bits` are ignored."""
+        code %= self.num_codes
+        if any(code in codes for codes in self.nan_codes):
+            return nan
+        sign_bit = self.num_codes >> int(self.signed)
+        size = self._magnitude(code % sign_bit)
+        return -size if code >= sign_bit else size
+
+    def _magnitude(self, code: int) -> float:
+        if code == self.max_code + 1 and self.has_inf:
+            return inf
         field, mantissa = divmod(code, 1 << self.mantissa_bits)
         if field == 0 and self.signed:
             return mantissa * self.min_subnormal
@@ -144,7 +156,7 @@ class Format:
     @cached_property
     def max(self) -> float:
         """The largest finite value."""
-        return self.magnitude(self.max_code)
+        return self._magnitude(self.max_code)
 
     @cached_property
     def min_normal(self) -> float:

@@ -15,9 +15,12 @@ E8M0 is a scale code: zero and negative values become NaN, positive ones the nea
 ties up; between its two smallest codes, 2^-127 and 2^-126, everything rounds up, as in ml_dtypes.
 """
 
-import struct
+import functools
+import sys
+from collections.abc import Callable
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,6 +35,8 @@ _WIDE = (torch.float32, torch.bfloat16, torch.float16)
 _MAGNITUDE = 0x7FFFFFFF
 _INF = 0x7F800000
 _NAN = 0x7FC00000
+_PIECE = 1 << 18
+_PAIR = {torch.float32: torch.int64, torch.bfloat16: torch.int32, torch.float16: torch.int32}
 
 
 def encode(
@@ -53,12 +58,10 @@ def encode(
         x = _round_to_odd(x)
     if not fmt.signed:
         return _encode_exponent(x.float(), fmt, overflow)
-    if storage is torch.float32 or not (torch.compiler.is_compiling() or storage is torch.uint8):
-        if overflow == "saturate":
-            return _saturate(x, fmt).to(storage)
-        if storage in _WIDE:
-            return x.to(storage)
-    return _encode_bits(x.float(), fmt, overflow)
+    native = storage is not torch.uint8 and not torch.compiler.is_compiling()
+    if storage is torch.float32 or (native and (overflow == "saturate" or storage in _WIDE)):
+        return _in_pieces(lambda t: _cast(t, fmt, overflow), x, storage)
+    return _in_pieces(lambda t: _encode_bits(t.float(), fmt, overflow), x, storage)
 
 
 def decode(codes: Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -70,13 +73,13 @@ def decode(codes: Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> Te
         raise DTypeError(f"codes of {fmt!r} are {fmt.storage_dtype}, got {codes.dtype}")
     if dtype not in _FLOATS:
         raise DTypeError(f"cannot decode to {dtype}; allowed are {_names(_FLOATS)}")
-    if codes.dtype is torch.float32:
+    compiling = torch.compiler.is_compiling()
+    if codes.dtype is torch.float32 or (codes.dtype in _WIDE and not compiling):
         return codes.to(dtype)
-    if not fmt.signed:
-        return _decode_exponent(codes).to(dtype)
-    if torch.compiler.is_compiling() or codes.dtype is torch.uint8:
-        return _decode_bits(codes, fmt).to(dtype)
-    return codes.to(dtype)
+    # Other types (FakeTensor for one) stand for data that a table of real numbers cannot meet.
+    if not compiling and codes.is_cpu and type(codes) is Tensor:
+        return _in_pieces(lambda t: _look_up(t, fmt, dtype), codes, dtype)
+    return (_decode_bits(codes, fmt) if fmt.signed else _decode_exponent(codes)).to(dtype)
 
 
 def fake_quantize(
@@ -86,11 +89,27 @@ def fake_quantize(
     return decode(encode(x, fmt, rounding=rounding, overflow=overflow), fmt, x.dtype)
 
 
-def _saturate(x: Tensor, fmt: Format) -> Tensor:
-    # The maxima of the wide formats are not 16-bit values of the others.
-    if fmt.storage_dtype in _WIDE and x.dtype is not fmt.storage_dtype:
-        x = x if x.dtype is torch.float64 else x.float()
-    return x.clamp(-fmt.max, fmt.max)
+def _in_pieces(f: Callable[[Tensor], Tensor], x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`f(x)`, elementwise, of a large CPU tensor piece by piece.
+
+    A large temporary is fresh memory, and the kernel takes longer to hand it out than `f` to run.
+    """
+    if x.numel() <= _PIECE or torch.compiler.is_compiling() or not (x.is_cpu and x.is_contiguous()):
+        return f(x)
+    out = torch.empty(x.shape, dtype=dtype)
+    source, target = x.view(-1), out.view(-1)
+    for start in range(0, x.numel(), _PIECE):
+        target[start : start + _PIECE] = f(source[start : start + _PIECE])
+    return out
+
+
+def _cast(x: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
+    if overflow == "saturate":
+        # The maxima of the wide formats are not values of the other 16-bit dtype.
+        if fmt.storage_dtype in _WIDE and x.dtype is not fmt.storage_dtype:
+            x = x if x.dtype is torch.float64 else x.float()
+        x = x.clamp(-fmt.max, fmt.max)
+    return x.to(fmt.storage_dtype)
 
 
 def _round_to_odd(x: Tensor) -> Tensor:
@@ -120,9 +139,10 @@ def _encode_bits(x: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
     code = rounded - rebias
     if fmt.bias < 127:  # with float32's own exponents the subnormals need no care
         # Adding 2^23 steps lets the float adder round to a multiple of one step.
-        magic = fmt.min_subnormal * 2.0**23
-        subnormal = (clipped.view(torch.float32) + magic).view(torch.int32) - _float_bits(magic)
-        code = torch.where(clipped < _float_bits(fmt.min_normal), subnormal, code)
+        exponent = 24 - fmt.bias - fmt.mantissa_bits
+        subnormal = (clipped.view(torch.float32) + 2.0**exponent).view(torch.int32)
+        subnormal = subnormal - ((127 + exponent) << 23)
+        code = torch.where(clipped < (128 - fmt.bias) << 23, subnormal, code)
 
     sign = (bits >> (32 - fmt.bits)) & (1 << (fmt.bits - 1))
     nan = magnitude > _INF
@@ -153,6 +173,25 @@ def _decode_bits(codes: Tensor, fmt: Format) -> Tensor:
     elif fmt.specials is Specials.FNUZ:
         bits = torch.where(raw == sign_bit, _NAN, bits)
     return (bits | ((raw & sign_bit) << (32 - fmt.bits))).view(torch.float32)
+
+
+def _look_up(codes: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor:
+    flat = codes.contiguous().view(torch.uint8).view(-1)
+    pairs = flat.numel() % 2 == 0 and flat.storage_offset() % 2 == 0
+    index = (flat.view(torch.uint16) if pairs else flat).to(torch.int32)
+    return _table(fmt, dtype, pairs).index_select(0, index).view(dtype).view(codes.shape)
+
+
+@functools.cache
+def _table(fmt: Format, dtype: torch.dtype, pairs: bool) -> Tensor:
+    """The value of each code or, two for the price of one, of each two adjacent codes."""
+    values = torch.from_numpy(np.array([fmt.value(code) for code in range(256)])).to(dtype)
+    if not pairs:
+        return values
+    first = values.repeat(256)
+    second = values.repeat_interleave(256)
+    both = torch.stack((first, second) if sys.byteorder == "little" else (second, first), 1)
+    return both if dtype is torch.float64 else both.view(_PAIR[dtype]).view(-1)
 
 
 def _encode_exponent(x: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
@@ -190,10 +229,6 @@ def _nan_code(fmt: Format) -> int:
     if fmt.specials is Specials.IEEE and fmt.storage_dtype is not torch.float8_e5m2:
         return fmt.max_code + 1 + (1 << (fmt.mantissa_bits - 1))
     return sign_bit - 1
-
-
-def _float_bits(value: float) -> int:
-    return int(struct.unpack("<i", struct.pack("<f", value))[0])
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
