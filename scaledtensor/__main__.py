@@ -1,0 +1,46 @@
+"""The command line: `scaledtensor` or `python -m scaledtensor`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from scaledtensor._version import __version__
+from scaledtensor.demo import demo_command, train_command
+from scaledtensor.errors import ScaledTensorError
+
+# A command is a module with `register(subparsers)`, which adds its parser and sets its `run`.
+COMMANDS = (demo_command, train_command)
+
+BAD_INPUT = 2  # what argparse exits with too
+INTERRUPTED = 130  # 128 + SIGINT
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="scaledtensor",
+        description="Low-precision training in PyTorch with tensors that carry their own scale.",
+    )
+    top.add_argument("--version", action="version", version=f"scaledtensor {__version__}")
+    subparsers = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.register(subparsers)
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    try:
+        code: int = args.run(args)
+    except (ScaledTensorError, OSError) as error:
+        print(f"scaledtensor: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print("scaledtensor: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""The options that `demo` and `train` share, and the argument types behind them."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+
+import torch
+
+from scaledtensor.demo.model import GPTConfig
+from scaledtensor.demo.training import Settings
+from scaledtensor.errors import ModelError
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not a positive number")
+    return number
+
+
+def not_negative(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{number} is negative")
+    return number
+
+
+def positive_float(text: str) -> float:
+    number = float(text)
+    if not (number > 0 and math.isfinite(number)):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return number
+
+
+def picture(text: str) -> Path:
+    """Where a picture can be written; found out before the minutes that lead up to it."""
+    path = Path(text)
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise argparse.ArgumentTypeError(f"{text!r} must end in .png, .svg or .pdf")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{path.parent} is not a directory")
+    return path
+
+
+def device(text: str) -> torch.device:
+    try:
+        return torch.empty(0, device=text).device
+    except (RuntimeError, AssertionError) as error:  # the latter from a build without CUDA
+        reason = str(error).partition("\n")[0]
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be used here: {reason}") from error
+
+
+def add_shared(parser: argparse.ArgumentParser, *, steps: int) -> None:
+    training = parser.add_argument_group("training")
+    training.add_argument(
+        "--steps", type=positive, default=steps, help="AdamW steps (default %(default)s)"
+    )
+    training.add_argument(
+        "--batch", type=positive, default=16, help="windows a step (default %(default)s)"
+    )
+    training.add_argument(
+        "--lr", type=positive_float, default=1e-3, help="learning rate (default %(default)s)"
+    )
+    training.add_argument(
+        "--seed", type=not_negative, default=0, help="of the weights and the batches"
+    )
+    training.add_argument("--device", type=device, default="cpu", help="default %(default)s")
+    training.add_argument(
+        "--threads", type=positive, help="CPU threads of torch (default: torch's own choice)"
+    )
+    model = parser.add_argument_group("model")
+    model.add_argument("--layers", type=positive, default=4, help="default %(default)s")
+    model.add_argument("--width", type=positive, default=128, help="default %(default)s")
+    model.add_argument("--heads", type=positive, default=4, help="default %(default)s")
+    model.add_argument(
+        "--context", type=positive, default=64, help="characters seen (default %(default)s)"
+    )
+
+
+def text_path(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    help = "the text to learn, UTF-8"
+    if not required:
+        help += " (default: the sources of Python's standard library)"
+    parser.add_argument("--text", type=Path, metavar="FILE", required=required, help=help)
+
+
+def config(args: argparse.Namespace, vocab_size: int, dropout: float = 0.0) -> GPTConfig:
+    try:
+        return GPTConfig(
+            vocab_size=vocab_size,
+            block_size=args.context,
+            n_layer=args.layers,
+            n_head=args.heads,
+            n_embd=args.width,
+            dropout=dropout,
+        )
+    except ValueError as error:
+        raise ModelError(str(error)) from error
+
+
+def settings(args: argparse.Namespace, loss_multiplier: float = 1.0) -> Settings:
+    return Settings(args.batch, args.lr, args.seed, loss_multiplier)
+
+
+def apply_threads(args: argparse.Namespace) -> None:
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)

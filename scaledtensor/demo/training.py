@@ -1,0 +1,177 @@
+"""One training: an unmodified AdamW, batches from an explicit generator, every loss a float."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from scaledtensor.demo.model import GPT, GPTConfig
+from scaledtensor.demo.precision import Precision
+from scaledtensor.demo.text import Corpus, draw_batch
+
+HELD_OUT_BATCHES = 8
+FINAL_STEPS = 20  # their mean is called the loss of a run
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a training depends on besides its model, its precision and its text."""
+
+    batch_size: int = 16
+    learning_rate: float = 1e-3
+    seed: int = 0
+    loss_multiplier: float = 1.0  # a power of two, so that multiplying back is exact
+
+
+class Trainer:
+    """Model, optimizer and batches of one training; `step` is the whole loop body."""
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        precision: Precision,
+        corpus: Corpus,
+        settings: Settings,
+        device: torch.device,
+    ) -> None:
+        torch.manual_seed(settings.seed)  # the initialisation and dropout
+        self.precision, self.corpus = precision, corpus
+        self.settings, self.device = settings, device
+        self.model = GPT(config).to(device)
+        precision.prepare(self.model)
+        self.optimizer = self.new_optimizer()
+        self.batches = torch.Generator().manual_seed(settings.seed)
+        self.steps_done = 0
+
+    def new_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.model.parameters(), lr=self.settings.learning_rate)
+
+    def loss(self, tokens: Tensor, generator: torch.Generator) -> Tensor:
+        batch = draw_batch(
+            tokens, self.model.config.block_size, self.settings.batch_size, generator
+        )
+        inputs, targets = (part.to(self.device) for part in batch)
+        with self.precision.context(self.device):
+            _, loss = self.model(inputs, targets)
+        assert isinstance(loss, Tensor)
+        return loss
+
+    def step(self) -> float:
+        loss = self.loss(self.corpus.train, self.batches)
+        self.optimizer.zero_grad()
+        multiplier = self.settings.loss_multiplier
+        (loss if multiplier == 1.0 else loss * multiplier).backward()  # type: ignore[no-untyped-call]
+        if multiplier != 1.0:
+            for parameter in self.model.parameters():
+                assert parameter.grad is not None
+                parameter.grad = parameter.grad * (1 / multiplier)
+        self.optimizer.step()
+        self.steps_done += 1
+        return loss.item()
+
+    @torch.no_grad()
+    def held_out_loss(self) -> float:
+        """The mean over batches that are the same for every row and every call."""
+        generator = torch.Generator().manual_seed(self.settings.seed)
+        self.model.eval()
+        losses = [
+            self.loss(self.corpus.held_out, generator).item() for _ in range(HELD_OUT_BATCHES)
+        ]
+        self.model.train()
+        return sum(losses) / len(losses)
+
+    def gradients_at_linears(self, loss_multiplier: float) -> Tensor:
+        """Every element of every gradient that reaches a linear's output, in one flat tensor.
+
+        They are what a cast to FP8 reads: of a ScaledTensor the stored elements, else the values.
+        """
+        seen: list[Tensor] = []
+
+        def keep(grad: Tensor) -> None:
+            stored: Tensor = getattr(grad, "qdata", grad)
+            seen.append(stored.detach().float().flatten())
+
+        def watch(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            output.register_hook(keep)  # type: ignore[no-untyped-call]
+
+        hooks = [
+            module.register_forward_hook(watch)
+            for module in self.model.modules()
+            if isinstance(module, nn.Linear)
+        ]
+        try:
+            generator = torch.Generator().manual_seed(self.settings.seed)
+            (self.loss(self.corpus.held_out, generator) * loss_multiplier).backward()  # type: ignore[no-untyped-call]
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self.optimizer.zero_grad()
+        return torch.cat(seen)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one training left behind."""
+
+    precision: Precision
+    settings: Settings
+    losses: list[float]
+    held_out_loss: float
+    seconds: float
+    parameters: dict[str, Tensor]
+    gradients: dict[float, Tensor] = field(default_factory=dict)  # by loss multiplier
+
+    def final_loss(self) -> float:
+        last = self.losses[-FINAL_STEPS:]
+        return sum(last) / len(last)
+
+    def identical_to(self, other: Run) -> bool:
+        """Every loss and every final parameter agrees to the last bit."""
+        return _same_bits(torch.tensor(self.losses), torch.tensor(other.losses)) and all(
+            _same_bits(parameter, other.parameters[name])
+            for name, parameter in self.parameters.items()
+        )
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    # Bytes, because == calls 0 and -0 equal and NaN different from itself.
+    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def train_run(
+    config: GPTConfig,
+    precision: Precision,
+    corpus: Corpus,
+    settings: Settings,
+    *,
+    steps: int,
+    device: torch.device,
+    on_step: Callable[[float], object] = lambda loss: None,
+    gradients_at: tuple[float, ...] = (),
+) -> Run:
+    """One training from its seed; `gradients_at` asks for the final gradients by multiplier."""
+    trainer = Trainer(config, precision, corpus, settings, device)
+    losses: list[float] = []
+    start = time.perf_counter()
+    for _ in range(steps):
+        losses.append(trainer.step())
+        on_step(losses[-1])
+    seconds = time.perf_counter() - start
+    held_out_loss = trainer.held_out_loss()
+    gradients = {
+        multiplier: trainer.gradients_at_linears(multiplier) for multiplier in gradients_at
+    }
+    precision.restore(trainer.model)
+    return Run(
+        precision=precision,
+        settings=settings,
+        losses=losses,
+        held_out_loss=held_out_loss,
+        seconds=seconds,
+        parameters={name: p.detach().cpu() for name, p in trainer.model.named_parameters()},
+        gradients=gradients,
+    )

@@ -1,0 +1,224 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+
+import pytest
+import torch
+
+from scaledtensor.__main__ import main
+from scaledtensor.demo import checkpoint, train_command
+from scaledtensor.demo.training import Trainer
+from scaledtensor.errors import CheckpointError
+
+RECIPES = ["fp32", "bf16", "unit"]
+
+
+@pytest.fixture
+def train(words, tiny, tmp_path):
+    def train(*more, path=tmp_path / "run.pt", recipe="fp32", steps=6):
+        options = ["--checkpoint", str(path), "--recipe", recipe, "--steps", str(steps)]
+        return main(["train", "--text", str(words), "--sample", "5", *options, *tiny, *more])
+
+    return train
+
+
+def contents(path):
+    """The saved state with every tensor as its bytes, so that == compares bits."""
+
+    def plain(value):
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        if hasattr(value, "qdata"):
+            return plain(value.qdata), plain(value.scale)
+        if isinstance(value, torch.Tensor):
+            return value.dtype, value.detach().contiguous().numpy().tobytes()
+        return value
+
+    return plain(torch.load(path, weights_only=True))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test__resumed_training__equals_the_uninterrupted_one_to_the_last_bit(
+    recipe, train, tmp_path, capsys
+):
+    straight, halved = tmp_path / "straight.pt", tmp_path / "halved.pt"
+    options = ("--dropout", "0.1")  # so that torch's own generator matters too
+    assert train(*options, path=straight, recipe=recipe) == 0
+    sample = capsys.readouterr().out
+    assert train(*options, path=halved, recipe=recipe, steps=3) == 0
+    assert contents(halved) != contents(straight)
+    assert train(*options, "--resume", path=halved, recipe=recipe) == 0
+    assert contents(halved) == contents(straight)
+    assert capsys.readouterr().out.endswith(sample)
+
+
+def test__finished_training__resumes_to_its_sample(train, tmp_path, capsys):
+    train()
+    before = contents(tmp_path / "run.pt")
+    assert train("--resume") == 0
+    assert "step 6: held-out loss" in capsys.readouterr().out
+    assert contents(tmp_path / "run.pt") == before
+
+
+def test__existing_checkpoint__is_not_overwritten_unasked(train, tmp_path, capsys):
+    train()
+    before = (tmp_path / "run.pt").read_bytes()
+    assert train() == 2
+    assert "exists already: continue it with --resume" in capsys.readouterr().err
+    assert (tmp_path / "run.pt").read_bytes() == before
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test__ctrl_c_twice__finishes_the_step_saves_and_resumes(
+    recipe, train, tmp_path, capsys, monkeypatch
+):
+    straight, halted = tmp_path / "straight.pt", tmp_path / "halted.pt"
+    train(path=straight, recipe=recipe)
+
+    step = Trainer.step
+
+    def interrupted(trainer):
+        if trainer.steps_done == 2:
+            signal.raise_signal(signal.SIGINT)
+        loss = step(trainer)
+        if trainer.steps_done == 3:
+            signal.raise_signal(signal.SIGINT)
+        return loss
+
+    handler = signal.getsignal(signal.SIGINT)
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "step", interrupted)
+        assert train(path=halted, recipe=recipe) == 130
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert "stopped after step 3 and saved" in capsys.readouterr().out
+    assert contents(halted)["step"] == 3
+
+    assert train("--resume", path=halted, recipe=recipe) == 0
+    assert contents(halted) == contents(straight)
+
+
+def test__ctrl_c_while_saving__leaves_a_whole_checkpoint(train, tmp_path, monkeypatch):
+    save = torch.save
+
+    def interrupted(state, file):
+        signal.raise_signal(signal.SIGINT)
+        save(state, file)
+
+    monkeypatch.setattr(torch, "save", interrupted)
+    assert train("--save-every", "2") == 130
+    assert contents(tmp_path / "run.pt")["step"] == 2
+    assert [path.name for path in tmp_path.glob("*run.pt*")] == ["run.pt"]
+
+
+def test__ctrl_c_from_outside__exits_with_130_and_nothing_lost(words, tiny, tmp_path):
+    path = tmp_path / "run.pt"
+    command = [sys.executable, "-m", "scaledtensor", "train", "--text", str(words)]
+    command += ["--recipe", "fp32", "--checkpoint", str(path), "--steps", "1000000"]
+    command += ["--save-every", "1", "--threads", "1", *tiny]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        while not path.exists() and process.poll() is None:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert f"stopped after step {contents(path)['step']} and saved" in out
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--width", "32"), "n_embd is 16 there and 32 here"),
+        (("--lr", "0.5"), "learning_rate is 0.001 there and 0.5 here"),
+        (("--recipe", "bf16"), "recipe is 'fp32' there and 'bf16' here"),
+    ],
+)
+def test__checkpoint_of_another_training__is_refused_with_both_sides(
+    more, message, train, tmp_path, capsys
+):
+    train()
+    before = (tmp_path / "run.pt").read_bytes()
+    assert train("--resume", *more) == 2
+    assert message in capsys.readouterr().err
+    assert (tmp_path / "run.pt").read_bytes() == before
+
+
+def test__checkpoint_of_another_text__is_refused(train, words, capsys):
+    train()
+    words.write_text(words.read_text() + "?")
+    assert train("--resume") == 2
+    error = capsys.readouterr().err
+    assert "vocabulary is" in error
+    assert "text_sha256 is" in error
+
+
+def test__checkpoint_with_other_tensors__is_refused(train, tmp_path, capsys):
+    train()
+    path = tmp_path / "run.pt"
+    state = torch.load(path, weights_only=True)
+    state["model"]["head.weight"] = state["model"]["head.weight"].half()
+    torch.save(state, path)
+    assert train("--resume") == 2
+    assert "another model: head.weight is ('Tensor'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("where", ["truncated", "one bit", "pickle", "empty", "text"])
+def test__damaged_file__is_refused(where, train, tmp_path, capsys):
+    path = tmp_path / "run.pt"
+    train()
+    raw = bytearray(path.read_bytes())
+    if where == "truncated":
+        raw = raw[: len(raw) // 2]
+    elif where == "one bit":  # in a tensor's data, which torch.load alone would let pass
+        with zipfile.ZipFile(path) as archive:
+            largest = max(archive.infolist(), key=lambda member: member.file_size)
+        raw[largest.header_offset + largest.file_size // 2] ^= 1
+    elif where == "pickle":
+        raw = raw.replace(b"collections", b"collectiins")
+    else:
+        raw = bytearray(b"" if where == "empty" else b"no checkpoint")
+    path.write_bytes(raw)
+    assert train("--resume") == 2
+    assert "is damaged or no checkpoint at all" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("state", [{}, [1, 2], {"kind": checkpoint.KIND, "version": 99}])
+def test__other_torch_file__is_refused(state, train, tmp_path, capsys):
+    torch.save(state, tmp_path / "run.pt")
+    assert train("--resume") == 2
+    error = capsys.readouterr().err
+    assert "not one that" in error or "has checkpoint version 99" in error
+
+
+def test__failed_save__keeps_the_previous_checkpoint(train, tmp_path, capsys, monkeypatch):
+    train(steps=2)
+    before = (tmp_path / "run.pt").read_bytes()
+
+    def full(state, file):
+        file.write(b"half a checkpoint")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    assert train("--resume") == 2
+    assert "could not be saved: [Errno 28] No space left" in capsys.readouterr().err
+    assert (tmp_path / "run.pt").read_bytes() == before
+    assert [path.name for path in tmp_path.glob("*run.pt*")] == ["run.pt"]
+
+
+def test__folder_without_write_permission__is_refused_before_training(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    with pytest.raises(CheckpointError, match="is not writable"):
+        checkpoint.check_writable(tmp_path / "run.pt")
+
+
+def test__sample__begins_with_the_prompt(train, capsys):
+    assert train("--prompt", "three") == 0
+    assert "\nthree" in capsys.readouterr().out
+    assert train_command.INTERRUPTED == 130
