@@ -21,6 +21,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import torch
+from torch.utils._pytree import register_constant
 
 from scaledtensor.errors import FormatError
 
@@ -62,12 +63,14 @@ class Format:
             raise FormatError(f"{self.name}: exponent_bits is 1 to 8, got {self.exponent_bits}")
         if not 0 <= self.mantissa_bits <= 23:
             raise FormatError(f"{self.name}: mantissa_bits is 0 to 23, got {self.mantissa_bits}")
-        if not self.signed and (self.mantissa_bits or self.specials is not Specials.NAN_ONLY):
-            raise FormatError(
-                f"{self.name}: an unsigned format is a bare exponent with one NaN (mantissa_bits=0,"
-                f" specials=NAN_ONLY), got mantissa_bits={self.mantissa_bits},"
-                f" specials={self.specials.name}"
-            )
+        if not self.signed and (
+            self.exponent_bits,
+            self.mantissa_bits,
+            self.bias,
+            self.specials,
+            self.storage_dtype,
+        ) != (8, 0, 127, Specials.NAN_ONLY, torch.float8_e8m0fnu):
+            raise FormatError(f"{self.name}: the only unsigned format is E8M0, the scale of MX")
         if self.signed and self.mantissa_bits == 0 and self.specials is Specials.IEEE:
             raise FormatError(f"{self.name}: IEEE specials need a mantissa bit, for NaN")
         # Every value must be a float32, the type that all arithmetic on codes runs in.
@@ -172,6 +175,9 @@ class Format:
         """The step from 1 to the next value."""
         return ldexp(1.0, -self.mantissa_bits)
 
+
+# To torch.compile a format is a constant, not a source of symbolic integers.
+register_constant(Format)
 
 # OCP 8-bit Floating Point Specification (OFP8) 1.0, table 1.
 E4M3FN = Format("e4m3fn", 4, 3, 7, Specials.NAN_ONLY, torch.float8_e4m3fn, ml_dtypes.float8_e4m3fn)

@@ -35,7 +35,7 @@ _WIDE = (torch.float32, torch.bfloat16, torch.float16)
 _MAGNITUDE = 0x7FFFFFFF
 _INF = 0x7F800000
 _NAN = 0x7FC00000
-_PIECE = 1 << 18
+_PIECE = 1 << 20
 _PAIR = {torch.float32: torch.int64, torch.bfloat16: torch.int32, torch.float16: torch.int32}
 
 
@@ -79,7 +79,7 @@ def decode(codes: Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> Te
     # Other types (FakeTensor for one) stand for data that a table of real numbers cannot meet.
     if not compiling and codes.is_cpu and type(codes) is Tensor:
         return _in_pieces(lambda t: _look_up(t, fmt, dtype), codes, dtype)
-    return (_decode_bits(codes, fmt) if fmt.signed else _decode_exponent(codes)).to(dtype)
+    return (_decode_bits(codes, fmt) if fmt.signed else codes.float()).to(dtype)
 
 
 def fake_quantize(
@@ -196,17 +196,14 @@ def _table(fmt: Format, dtype: torch.dtype, pairs: bool) -> Tensor:
 
 def _encode_exponent(x: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
     bits = x.view(torch.int32)
-    code = torch.where(bits < 1 << 23, (bits > 1 << 22).int(), (bits + (1 << 22)) >> 23)
+    tiny, half = 1 << 22, 1 << 22  # 2^-127, a float32 subnormal; half a binade
+    power = torch.where(bits <= tiny, tiny, (bits + half) & _INF)
     if overflow == "saturate":
-        code = code.clamp(max=fmt.max_code)
+        power = power.clamp(max=_INF - (1 << 23))
     # As integers, zero and the negative floats are those below 1, the NaNs those above infinity.
-    return _store(torch.where((bits < 1) | (bits > _INF), fmt.max_code + 1, code), fmt)
-
-
-def _decode_exponent(codes: Tensor) -> Tensor:
-    raw = _load(codes)
-    bits = torch.where(raw == 0, 1 << 22, raw << 23)  # 2^-127 is a float32 subnormal
-    return torch.where(raw == 255, _NAN, bits).view(torch.float32)
+    power = torch.where((bits < 1) | (bits > _INF) | (power == _INF), _NAN, power)
+    # torch's cast is exact on powers of two, and all that Inductor can do with this dtype.
+    return power.view(torch.float32).to(fmt.storage_dtype)
 
 
 def _load(codes: Tensor) -> Tensor:
