@@ -111,14 +111,12 @@ def verdict(runs: Runs) -> str:
 def shares_of_e5m2(values: Tensor) -> dict[str, float]:
     """Which share of the elements that are not zero E5M2 flushes, blurs, holds, and clips."""
     size = values[values != 0].abs()
-    lost = size <= E5M2.min_subnormal / 2  # the tie goes to zero, which is even
-    subnormal = ~lost & (size < E5M2.min_normal)
-    over = size > E5M2.max
+    lost = E5M2.min_subnormal / 2  # itself a tie, which goes to zero because zero is even
     masks = {
-        "rounds to zero": lost,
-        "subnormal": subnormal,
-        "normal": ~(lost | subnormal | over),
-        "over the maximum": over,
+        "rounds to zero": size <= lost,
+        "subnormal": (size > lost) & (size < E5M2.min_normal),
+        "normal": (size >= E5M2.min_normal) & (size <= E5M2.max),
+        "over the maximum": size > E5M2.max,
     }
     return {name: mask.float().mean().item() for name, mask in masks.items()}
 

@@ -55,27 +55,50 @@ def device(text: str) -> torch.device:
 def add_shared(parser: argparse.ArgumentParser, *, steps: int) -> None:
     training = parser.add_argument_group("training")
     training.add_argument(
-        "--steps", type=positive, default=steps, help="AdamW steps (default %(default)s)"
+        "--steps",
+        type=positive,
+        metavar="N",
+        default=steps,
+        help="AdamW steps (default %(default)s)",
     )
     training.add_argument(
-        "--batch", type=positive, default=16, help="windows a step (default %(default)s)"
+        "--batch",
+        type=positive,
+        metavar="N",
+        default=16,
+        help="windows a step (default %(default)s)",
     )
     training.add_argument(
-        "--lr", type=positive_float, default=1e-3, help="learning rate (default %(default)s)"
+        "--lr",
+        type=positive_float,
+        metavar="X",
+        default=1e-3,
+        help="learning rate (default %(default)s)",
     )
     training.add_argument(
-        "--seed", type=not_negative, default=0, help="of the weights and the batches"
+        "--seed", type=not_negative, metavar="N", default=0, help="of the weights and the batches"
     )
     training.add_argument("--device", type=device, default="cpu", help="default %(default)s")
     training.add_argument(
-        "--threads", type=positive, help="CPU threads of torch (default: torch's own choice)"
+        "--threads",
+        type=positive,
+        metavar="N",
+        help="CPU threads of torch (default: torch's own choice)",
     )
     model = parser.add_argument_group("model")
-    model.add_argument("--layers", type=positive, default=4, help="default %(default)s")
-    model.add_argument("--width", type=positive, default=128, help="default %(default)s")
-    model.add_argument("--heads", type=positive, default=4, help="default %(default)s")
     model.add_argument(
-        "--context", type=positive, default=64, help="characters seen (default %(default)s)"
+        "--layers", type=positive, metavar="N", default=4, help="default %(default)s"
+    )
+    model.add_argument(
+        "--width", type=positive, metavar="N", default=128, help="default %(default)s"
+    )
+    model.add_argument("--heads", type=positive, metavar="N", default=4, help="default %(default)s")
+    model.add_argument(
+        "--context",
+        type=positive,
+        metavar="N",
+        default=64,
+        help="characters seen (default %(default)s)",
     )
 
 

@@ -56,10 +56,16 @@ def register(subparsers: Any) -> None:
     )
     parser.add_argument("--prompt", help="how the sample begins (default: as the text does)")
     parser.add_argument(
-        "--temperature", type=options.positive_float, default=0.8, help="default %(default)s"
+        "--temperature",
+        type=options.positive_float,
+        metavar="X",
+        default=0.8,
+        help="default %(default)s",
     )
     options.add_shared(parser, steps=1000)
-    parser.add_argument("--dropout", type=float, default=0.0, help="default %(default)s")
+    parser.add_argument(
+        "--dropout", type=float, metavar="X", default=0.0, help="default %(default)s"
+    )
     parser.set_defaults(run=run)
 
 
