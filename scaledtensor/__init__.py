@@ -1,5 +1,24 @@
 """scaledtensor: tensors that carry their own power-of-two scale. `import scaledtensor as sct`."""
 
+from scaledtensor import errors, formats, ops, recipes
 from scaledtensor._version import __version__
+from scaledtensor.formats import Format
+from scaledtensor.model import scale_model, unscale_model
+from scaledtensor.ops import on_missing
+from scaledtensor.tensor import ScaledTensor, scaled
+from scaledtensor.verbs import drop
 
-__all__ = ["__version__"]
+__all__ = [
+    "Format",
+    "ScaledTensor",
+    "__version__",
+    "drop",
+    "errors",
+    "formats",
+    "on_missing",
+    "ops",
+    "recipes",
+    "scale_model",
+    "scaled",
+    "unscale_model",
+]

@@ -8,7 +8,9 @@ from torch import Tensor
 
 __all__ = [
     "disable_torch_function",
+    "fp8_gemm",
     "functional_twin",
+    "has_fp8_gemm",
     "is_composite",
     "is_tracing",
     "make_wrapper",
@@ -78,3 +80,35 @@ def is_composite(func: torch._ops.OpOverload) -> bool:
 def is_tracing(x: Tensor) -> bool:
     """Whether `x` is symbolic: a FakeTensor or a FunctionalTensor inside torch.compile/export."""
     return type(x) is not Tensor and not isinstance(x, torch.nn.Parameter)
+
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def has_fp8_gemm(a: Tensor, b: Tensor) -> bool:
+    """Whether the FP8 units of this device take `a @ b` as it is.
+
+    cuBLAS wants compute capability 8.9, sizes that are multiples of 16, and at most one E5M2.
+    """
+    if not a.is_cuda or a.dim() != 2 or a.dtype not in _FP8 or b.dtype not in _FP8:
+        return False
+    if a.dtype == b.dtype == torch.float8_e5m2:
+        return False
+    if any(n % 16 or n == 0 for n in (*a.shape, b.shape[1])):
+        return False
+    return torch.cuda.get_device_capability(a.device) >= (8, 9)
+
+
+def fp8_gemm(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
+    """`(a @ b) * scale` in bfloat16: FP8 operands, float32 sums, one multiply, one rounding.
+
+    `_scaled_mm` is torch's only door to the FP8 units for per-tensor scales. It wants `a` by rows
+    and `b` by columns.
+    """
+    rows = a if a.stride(1) == 1 else a.contiguous()
+    columns = b if b.stride(0) == 1 else b.t().contiguous().t()
+    one = torch.ones_like(scale)
+    product: Tensor = torch._scaled_mm(
+        rows, columns, scale_a=scale, scale_b=one, out_dtype=torch.bfloat16
+    )
+    return product

@@ -36,6 +36,10 @@ class RegistryError(ScaledTensorError, ValueError):
     """A rule registered twice, or for something that is not an ATen operator."""
 
 
+class UnsupportedError(ScaledTensorError, NotImplementedError):
+    """A combination that the library knows of and does not support; it names what to do instead."""
+
+
 class MissingRuleError(ScaledTensorError, NotImplementedError):
     """An operator has no scale rule and the policy is `error`."""
 

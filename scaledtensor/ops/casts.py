@@ -84,16 +84,10 @@ def to_copy(
     return ScaledTensor.make(q, scale, rms, fmt, dtype or x.dtype, x.recipe, x.nonnegative)
 
 
-@rule(aten.copy.default)
-def copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """An overwrite. Into a whole ScaledTensor it brings the source's scale (a plain source's is
-    measured); into a part of one, the value is rescaled into the scale of the whole."""
-    return source.expand(target.shape)
-
-
 @rule(aten.copy_.default)
 def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """As `copy`, in place."""
+    """An overwrite. Into a whole ScaledTensor it brings the source's scale (a plain source's is
+    measured); into a part of one, the value is rescaled into the scale of the whole."""
     if target.device != source.device:
         source = source.to(target.device)
     source = source.expand(target.shape)

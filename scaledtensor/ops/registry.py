@@ -172,9 +172,8 @@ def _wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
 def settle(raw: Raw) -> tuple[Tensor, Tensor | None]:
     """The scale that a result takes, and what its elements are multiplied by for it (None: 1)."""
     if raw.settled:
-        if raw.scale is None:
-            return torch.ones_like(raw.rms), None
-        return raw.scale, None
+        # Only views share a scale object with another tensor: writing in place changes it.
+        return torch.ones_like(raw.rms) if raw.scale is None else raw.scale.clone(), None
     scale = nearest_power_of_two(raw.rms)
     ratio = scale.reciprocal() if raw.scale is None else raw.scale / scale
     # A known zero (rms 0, scale 2**-126) under a large raw scale: 0 * inf would be NaN.

@@ -1,0 +1,130 @@
+"""Whole-model verbs: wrap the parameters of an unchanged model, and unwrap them again."""
+
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin
+
+from scaledtensor.errors import ModelError
+from scaledtensor.recipes import Recipe, Unit
+from scaledtensor.recipes import get as get_recipe
+from scaledtensor.tensor import ScaledTensor, scaled
+
+__all__ = ["scale_model", "unscale_model"]
+
+M = TypeVar("M", bound=nn.Module)
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def scale_model(
+    model: M,
+    recipe: Recipe | str = Unit(),  # noqa: B008 - frozen
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+) -> M:
+    """Wrap every floating-point parameter of `model` in a ScaledTensor, in place.
+
+    Modules are not replaced: hooks, modes, overridden forwards and parametrizations stay. Tied
+    parameters stay tied, frozen ones frozen. Buffers and integer parameters stay plain. Create the
+    optimizer afterwards, since the parameters are new objects.
+
+    Args:
+        model: any module.
+        recipe: formats by role, or the name of a recipe.
+        filter_fn: called as `filter_fn(module, fqn)` with the module that owns a parameter and its
+            fully qualified name; False leaves that module's own parameters plain, and its matrix
+            products in the activation format.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ModelError: a parameter is wrapped already, has no data yet, is of a dtype without a format,
+            or carries hooks of its own. The model is then unchanged.
+        RecipeError: no recipe has that name.
+    """
+    chosen = get_recipe(recipe)
+
+    def wrap(p: nn.Parameter, name: str) -> Tensor | None:
+        if isinstance(p, UninitializedTensorMixin):
+            raise ModelError(f"{name} has no shape yet; run one batch through the model first")
+        if isinstance(p, ScaledTensor):
+            raise ModelError(f"{name} is a ScaledTensor already; unscale_model() undoes it")
+        if not p.dtype.is_floating_point:
+            return None
+        if p.dtype not in _DTYPES:
+            allowed = ", ".join(str(d) for d in _DTYPES)
+            raise ModelError(f"{name} is {p.dtype}; parameters are one of {allowed}")
+        return scaled(p.detach(), chosen.master, recipe=chosen)
+
+    _replace_parameters(model, wrap, scaled, filter_fn)
+    return model
+
+
+def unscale_model(model: M) -> M:
+    """Replace every ScaledTensor parameter of `model` by a plain one of the same value, in place.
+
+    Exact wherever the appearance dtype holds the value; gradients are dequantised too.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ModelError: no parameter of `model` is a ScaledTensor.
+    """
+    if not any(isinstance(p, ScaledTensor) for p in model.parameters()):
+        raise ModelError("no parameter of this model is a ScaledTensor")
+
+    def unwrap(p: nn.Parameter, name: str) -> Tensor | None:
+        return p.detach().dequantize() if isinstance(p, ScaledTensor) else None
+
+    def plain(g: Tensor) -> Tensor:
+        return g.dequantize() if isinstance(g, ScaledTensor) else g
+
+    _replace_parameters(model, unwrap, plain, None)
+    return model
+
+
+def _replace_parameters(
+    model: nn.Module,
+    convert: Callable[[nn.Parameter, str], Tensor | None],
+    convert_grad: Callable[[Tensor], Tensor],
+    filter_fn: Callable[[nn.Module, str], bool] | None,
+) -> None:
+    """Convert all first, then swap: an error leaves the model as it was."""
+    made: dict[int, nn.Parameter] = {}
+    for module, fqn, name, p in _parameters(model):
+        if id(p) in made or (filter_fn is not None and not filter_fn(module, fqn)):
+            continue
+        full = f"{fqn}.{name}" if fqn else name
+        data = convert(p, full)
+        if data is None:
+            continue
+        _check_hookless(p, full)
+        new = nn.Parameter(data, p.requires_grad)
+        for key, tag in vars(p).items():
+            if key not in vars(new):
+                setattr(new, key, tag)
+        if p.grad is not None:
+            new.grad = convert_grad(p.grad)
+        made[id(p)] = new
+    for module, _, name, p in list(_parameters(model)):
+        if id(p) in made:
+            module._parameters[name] = made[id(p)]
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:
+    for fqn, module in model.named_modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                yield module, fqn, name, p
+
+
+def _check_hookless(p: nn.Parameter, name: str) -> None:
+    if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+        raise ModelError(
+            f"{name} has hooks registered on the parameter itself, which a new parameter would "
+            "lose; register them after the conversion"
+        )

@@ -1,0 +1,322 @@
+"""Sums, products and the elementary functions of autograd and the optimizers."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaledtensor.ops.algebra import (
+    Operand,
+    at_value,
+    elements,
+    gaussian_moment,
+    operand,
+    quadrature,
+    value,
+)
+from scaledtensor.ops.registry import Overload, Raw, rule
+from scaledtensor.scale import nearest_power_of_two
+from scaledtensor.tensor import ScaledTensor, measured_rms
+
+aten = torch.ops.aten
+
+
+def _scaled(*xs: Any) -> ScaledTensor:
+    return next(x for x in xs if isinstance(x, ScaledTensor))
+
+
+# --- sums ------------------------------------------------------------------------------------
+
+
+@rule(aten.add.Tensor, aten.add.Scalar)
+def add(x: Any, y: Any, alpha: float = 1) -> Raw:
+    """Independent terms: r = sqrt(rx^2 + ry^2), which grows over depth; a constant counts by value."""
+    return _sum(x, y, alpha)
+
+
+@rule(aten.sub.Tensor, aten.sub.Scalar)
+def sub(x: Any, y: Any, alpha: float = 1) -> Raw:
+    """As add."""
+    return _sum(x, y, -alpha)
+
+
+@rule(aten.rsub.Tensor, aten.rsub.Scalar)
+def rsub(x: Any, y: Any, alpha: float = 1) -> Raw:
+    """As add."""
+    return _sum(y, x, -alpha)
+
+
+def _sum(x: Any, y: Any, alpha: float) -> Raw:
+    like = _scaled(x, y)
+    a, b = _term(x, like), _term(y, like)
+    rms = quadrature(a.rms, b.rms * abs(alpha))
+    scale = nearest_power_of_two(rms)
+    q = torch.add(_under(a, x, scale), _under(b, y, scale), alpha=alpha)
+    positive = a.nonnegative and b.nonnegative and alpha > 0
+    return Raw(q, scale, rms, settled=True, nonnegative=positive)
+
+
+def _is_table(x: Any) -> bool:
+    return isinstance(x, Tensor) and not isinstance(x, ScaledTensor) and x.dim() > 0
+
+
+def _term(x: Any, like: ScaledTensor) -> Operand:
+    if _is_table(x):
+        # An additive mask: its fills are no part of the RMS.
+        x = x.float()
+        one = torch.ones((), device=x.device)
+        return Operand(x, one, measured_rms(x, below=2.0**63))
+    return operand(x, like)
+
+
+def _under(term: Operand, x: Any, scale: Tensor) -> Tensor:
+    q = term.q * (term.scale / scale)
+    if not _is_table(x):
+        return q
+    # A finite fill that the scale pushes out of range saturates; -inf means something and stays.
+    limit = torch.finfo(torch.bfloat16).max
+    return torch.where(term.q.isinf(), term.q, q.clamp(-limit, limit))
+
+
+# --- products --------------------------------------------------------------------------------
+
+
+@rule(aten.mul.Tensor, aten.mul.Scalar)
+def mul(x: Any, y: Any) -> Raw:
+    """r = rx ry. A constant moves its power of two into the scale, exactly."""
+    if not isinstance(x, Tensor):
+        x, y = y, x
+    if not isinstance(y, Tensor):
+        c = float(y)
+        nonnegative = x.nonnegative and c >= 0
+        return Raw(elements(x), x.scale * c, x.rms * abs(c), nonnegative=nonnegative)
+    like = _scaled(x, y)
+    a, b = operand(x, like), operand(y, like)
+    square = x is y
+    rms = a.rms * b.rms * (gaussian_moment(2) if square else 1.0)
+    positive = square or (a.nonnegative and b.nonnegative)
+    return Raw(a.q * b.q, a.scale * b.scale, rms, nonnegative=positive)
+
+
+@rule(aten.div.Tensor, aten.div.Scalar)
+def div(x: Any, y: Any) -> Raw:
+    """r = rx / ry. A zero divisor shows in the elements, never as a scale of inf or NaN."""
+    if not isinstance(y, Tensor):
+        nonnegative = x.nonnegative and y > 0
+        return Raw(elements(x) / y, x.scale, x.rms / abs(float(y)), nonnegative=nonnegative)
+    like = _scaled(x, y)
+    a, b = operand(x, like), operand(y, like)
+    # As for x * c: a 0-dim divisor keeps its float32 value.
+    q = a.q / b.q
+    return Raw(q, a.scale / b.scale, a.rms / b.rms, nonnegative=a.nonnegative and b.nonnegative)
+
+
+@rule(aten.addcmul.default)
+def addcmul(x: Any, a: Any, b: Any, value: float = 1) -> Raw:
+    """r = sqrt(rx^2 + (c ra rb)^2); a sum of squares (Adam's second moment) adds linearly."""
+    like = _scaled(x, a, b)
+    base, left, right = (operand(t, like) for t in (x, a, b))
+    if a is b and value >= 0:
+        rms = base.rms + left.rms.square() * (gaussian_moment(2) * value)
+    else:
+        rms = quadrature(base.rms, left.rms * right.rms * abs(value))
+    scale = nearest_power_of_two(rms)
+    q = base.q * (base.scale / scale)
+    product = left.q * right.q
+    q = torch.addcmul(q, product, left.scale * right.scale / scale, value=value)
+    positive = base.nonnegative and a is b and value >= 0
+    return Raw(q, scale, rms, settled=True, nonnegative=positive)
+
+
+@rule(aten.addcdiv.default)
+def addcdiv(x: Any, a: Any, b: Any, value: float = 1) -> Raw:
+    """r = sqrt(rx^2 + (c ra / rb)^2): an optimizer's update."""
+    like = _scaled(x, a, b)
+    base, left, right = (operand(t, like) for t in (x, a, b))
+    rms = quadrature(base.rms, left.rms / right.rms * abs(value))
+    scale = nearest_power_of_two(rms)
+    q = base.q * (base.scale / scale)
+    quotient = left.q / right.q
+    q = torch.addcmul(q, quotient, left.scale / right.scale / scale, value=value)
+    return Raw(q, scale, rms, settled=True)
+
+
+@rule(aten.lerp.Scalar, aten.lerp.Tensor)
+def lerp(x: Any, y: Any, weight: Any) -> Raw:
+    """x + w (y - x): r = sqrt(((1 - w) rx)^2 + (w ry)^2). Adam's first moment."""
+    like = _scaled(x, y)
+    a, b = operand(x, like), operand(y, like)
+    w = weight if isinstance(weight, Tensor) else torch.full((), weight, device=a.scale.device)
+    if isinstance(w, ScaledTensor):
+        w = value(w)
+    share = w if w.dim() == 0 else w.mean()
+    rms = quadrature(a.rms * (1 - share), b.rms * share)
+    scale = nearest_power_of_two(rms)
+    left, right = a.q * (a.scale / scale), b.q * (b.scale / scale)
+    return Raw(left + w * (right - left), scale, rms, settled=True)
+
+
+# --- homogeneous -----------------------------------------------------------------------------
+
+
+@rule(aten.neg.default)
+def neg(x: ScaledTensor) -> Raw:
+    """r."""
+    return Raw(-elements(x), x.scale, x.rms, settled=True)
+
+
+@rule(aten.abs.default)
+def abs_(x: ScaledTensor) -> Raw:
+    """r."""
+    return Raw(elements(x).abs(), x.scale, x.rms, settled=True, nonnegative=True)
+
+
+@rule(aten.sign.default, aten.sgn.default)
+def sign(x: ScaledTensor) -> Raw:
+    """Every element is -1, 0 or 1."""
+    return Raw(elements(x).sign(), None, torch.ones_like(x.rms), settled=True)
+
+
+@rule(aten.maximum.default, aten.minimum.default, pass_op=True)
+def extremum(op: Overload, x: Any, y: Any) -> Raw:
+    """Of two independent Gaussians: r = sqrt((rx^2 + ry^2) / 2)."""
+    like = _scaled(x, y)
+    a, b = operand(x, like), operand(y, like)
+    rms = quadrature(a.rms, b.rms) * 0.5**0.5
+    scale = nearest_power_of_two(rms)
+    left, right = a.q * (a.scale / scale), b.q * (b.scale / scale)
+    wide = torch.promote_types(left.dtype, right.dtype)
+    positive = a.nonnegative and b.nonnegative
+    return Raw(op(left.to(wide), right.to(wide)), scale, rms, settled=True, nonnegative=positive)
+
+
+@rule(
+    aten.clamp.default,
+    aten.clamp_min.default,
+    aten.clamp_max.default,
+    aten.clamp.Tensor,
+    aten.clamp_min.Tensor,
+    aten.clamp_max.Tensor,
+    aten.hardtanh.default,
+    pass_op=True,
+)
+def clamp(op: Overload, x: ScaledTensor, *bounds: Any, **named: Any) -> Raw:
+    """r, or the larger bound where two bounds are tighter; a half line at 0 keeps half the energy."""
+
+    def plain(b: Any) -> Any:
+        return value(b) if isinstance(b, ScaledTensor) else b
+
+    bounds = tuple(plain(b) for b in bounds)
+    named = {k: plain(b) for k, b in named.items()}
+    given = [b for b in (*bounds, *named.values()) if b is not None]
+    numbers = [float(b) for b in given if not isinstance(b, Tensor)]
+    rms = x.rms
+    if len(numbers) == 2:
+        rms = rms.clamp_max(max(map(abs, numbers)))
+    elif numbers == [0.0]:
+        rms = rms * 0.5**0.5
+    return Raw(op(value(x), *bounds, **named), None, rms)
+
+
+# --- powers ----------------------------------------------------------------------------------
+
+
+@rule(aten.square.default)
+def square(x: ScaledTensor) -> Raw:
+    """r = sqrt(3) rx^2, the fourth moment of a Gaussian."""
+    return _power(x, 2)
+
+
+@rule(aten.pow.Tensor_Scalar)
+def power(x: ScaledTensor, exponent: float) -> Raw:
+    """r = rx^p sqrt(E|z|^2p); negative powers have no finite moment and count as rx^p."""
+    return _power(x, exponent)
+
+
+@rule(aten.pow.Scalar)
+def exponential_of(base: float, x: ScaledTensor) -> Raw:
+    """base^x = exp(x ln base)."""
+    rms = _exp_rms(x.rms * abs(math.log(base)) if base > 0 else x.rms)
+    return at_value(lambda v: torch.pow(base, v), x, rms, nonnegative=base > 0)
+
+
+def _power(x: ScaledTensor, p: float) -> Raw:
+    p = float(p)
+    if p == 1:
+        return Raw(elements(x), x.scale, x.rms, settled=True, nonnegative=x.nonnegative)
+    positive = x.nonnegative or p % 2 == 0
+    if p == 2:
+        q = elements(x)
+        rms = x.rms.square() * gaussian_moment(2)
+        return Raw(q * q, x.scale.square(), rms, nonnegative=True)
+    rms = x.rms.pow(p) * gaussian_moment(p)
+    return at_value(lambda v: v.pow(p), x, rms, nonnegative=positive)
+
+
+@rule(aten.sqrt.default)
+def sqrt(x: ScaledTensor) -> Raw:
+    """r = sqrt(rx). On the value, so an odd power of two leaves its sqrt(2) in the elements."""
+    return at_value(torch.sqrt, x, x.rms.sqrt(), nonnegative=True)
+
+
+@rule(aten.rsqrt.default)
+def rsqrt(x: ScaledTensor) -> Raw:
+    """r = 1 / sqrt(rx)."""
+    return at_value(torch.rsqrt, x, x.rms.rsqrt(), nonnegative=True)
+
+
+@rule(aten.reciprocal.default)
+def reciprocal(x: ScaledTensor) -> Raw:
+    """r = 1 / rx."""
+    return Raw(elements(x).reciprocal(), x.scale.reciprocal(), x.rms.reciprocal())
+
+
+# --- transcendental --------------------------------------------------------------------------
+
+
+def _exp_rms(rms: Tensor) -> Tensor:
+    # sqrt(E exp(2x)) = exp(r^2) for a Gaussian; bounded, since a large r is a shifted one.
+    return rms.square().clamp_max(40.0).exp()
+
+
+@rule(aten.exp.default)
+def exp(x: ScaledTensor) -> Raw:
+    """Log-normal: r = exp(rx^2), bounded at exp(40)."""
+    return at_value(torch.exp, x, _exp_rms(x.rms), nonnegative=True)
+
+
+@rule(aten.expm1.default)
+def expm1(x: ScaledTensor) -> Raw:
+    """r = expm1(rx^2) + rx: rx when small, as exp when large."""
+    r2 = x.rms.square().clamp_max(40.0)
+    return at_value(torch.expm1, x, r2.expm1() + x.rms.clamp_max(1.0))
+
+
+@rule(aten.log.default, aten.log2.default, aten.log10.default, aten.log1p.default, pass_op=True)
+def log(op: Overload, x: ScaledTensor) -> Raw:
+    """r = sqrt((ln rx - 0.635)^2 + pi^2 / 8), the moments of ln|z| (times 1 / ln base)."""
+    r = x.rms + 1 if op is aten.log1p.default else x.rms
+    spread = torch.full_like(r, math.pi / 8**0.5)
+    natural = quadrature(r.clamp_min(2.0**-126).log() - 0.635, spread)
+    base = {aten.log2.default: math.log(2), aten.log10.default: math.log(10)}.get(op, 1.0)
+    return at_value(op, x, natural / base)
+
+
+@rule(aten.sin.default)
+def sin(x: ScaledTensor) -> Raw:
+    """r = sqrt((1 - exp(-2 rx^2)) / 2)."""
+    return at_value(torch.sin, x, (-0.5 * torch.expm1(-2 * x.rms.square())).sqrt())
+
+
+@rule(aten.cos.default)
+def cos(x: ScaledTensor) -> Raw:
+    """r = sqrt((1 + exp(-2 rx^2)) / 2)."""
+    return at_value(torch.cos, x, (0.5 + 0.5 * torch.exp(-2 * x.rms.square())).sqrt())
+
+
+@rule(aten.erf.default)
+def erf(x: ScaledTensor) -> Raw:
+    """r = sqrt(2/pi asin(2 rx^2 / (1 + 2 rx^2))), exact for a Gaussian (Williams 1998)."""
+    r2 = 2 * x.rms.square().clamp_max(2.0**60)
+    return at_value(torch.erf, x, (2 / math.pi * torch.asin(r2 / (1 + r2))).sqrt())

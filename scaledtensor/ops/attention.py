@@ -1,0 +1,152 @@
+"""Scaled dot-product attention.
+
+With q = s_q Q and so on, the logits are s_q s_k (Q K'): both scales fold into Q, exactly, and the
+kernel runs on (s_q s_k Q, K, V). Its output carries s_v. Backward the kernel gives derivatives by
+those folded operands, so (with s_g for the incoming gradient)
+
+    dq = s_g s_v s_k (kernel dq)      dk = s_g s_v / s_k (kernel dk)      dv = s_g (kernel dv)
+
+Moments: let E be the mean over queries of sum_j P_ij^2. For n keys and logits of RMS m, E runs from
+1/n to 1, as n^(a - 1) with a = m^2 / (m^2 + 4); a causal mask averages it over n = 1..S. Then
+
+    out = r_v sqrt(E)                           dv = r_g sqrt(E Sq/Sk)
+    dq  = c sqrt(d) r_g r_v r_k sqrt(E)         dk = c sqrt(d) r_g r_v r_q sqrt(E Sq/Sk)
+
+for softmax scale c and head size d: dS = P (dP - sum P dP) has entries P r_g r_v sqrt(d). Only the
+representation depends on the number of keys, never the value, so a KV cache decodes alike.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaledtensor.ops.algebra import elements, operand
+from scaledtensor.ops.registry import Raw, rule
+from scaledtensor.ops.softmax import sharpness
+from scaledtensor.tensor import ScaledTensor
+
+aten = torch.ops.aten
+
+
+def concentration(logits: Tensor, keys: int, causal: bool) -> Tensor:
+    """E above: the mean over queries of the sum of squared attention weights."""
+    a = sharpness(logits).clamp_min(2.0**-20)
+    n = math.log(max(keys, 1))
+    if not causal:
+        return torch.exp((a - 1) * n)
+    # Mean of n^(a-1) over n = 1..S; Euler's constant is what the integral leaves out at n = 1.
+    return ((torch.expm1(a * n) / a + 0.5772) / max(keys, 1)).clamp_max(1.0)
+
+
+def _scale(scale: float | None, q: ScaledTensor) -> float:
+    return scale if scale is not None else 1 / math.sqrt(q.shape[-1])
+
+
+def _folded(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any, list[Tensor]]:
+    like = next(x for x in (q, k, v) if isinstance(x, ScaledTensor))
+    a, b, c = (operand(x, like) for x in (q, k, v))
+    tensors = [a.q * (a.scale * b.scale), b.q, c.q]
+    dtype = torch.bfloat16 if all(t.dtype == torch.bfloat16 for t in tensors) else torch.float32
+    return a, b, c, [t.to(dtype) for t in tensors]
+
+
+def _mask(mask: Any, like: Tensor) -> Any:
+    """An additive or boolean mask as the kernel wants it."""
+    if mask is None or mask.dtype == torch.bool:
+        return mask
+    if isinstance(mask, ScaledTensor):
+        mask = elements(mask).float() * mask.scale
+    limit = torch.finfo(like.dtype).max
+    # Finite fills stay finite when the dtype narrows.
+    held = torch.where(mask.isinf(), mask, mask.clamp(-limit, limit))
+    return held.to(like.dtype)
+
+
+def _forward_rms(a: Any, b: Any, c: Any, d: int, scale: float, keys: int, causal: bool) -> Tensor:
+    logits = a.rms * b.rms * (scale * d**0.5)
+    rms: Tensor = c.rms * concentration(logits, keys, causal).sqrt()
+    return rms
+
+
+@rule(aten._scaled_dot_product_flash_attention_for_cpu.default)
+def flash_cpu(
+    query: ScaledTensor,
+    key: ScaledTensor,
+    value: ScaledTensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Any = None,
+    scale: float | None = None,
+) -> tuple[Raw, Tensor]:
+    """out = r_v sqrt(E)."""
+    factor = _scale(scale, query)
+    a, b, c, operands = _folded(query, key, value)
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu.default(
+        *operands, dropout_p, is_causal, attn_mask=_mask(attn_mask, operands[0]), scale=factor
+    )
+    rms = _forward_rms(a, b, c, query.shape[-1], factor, key.shape[-2], is_causal)
+    return Raw(out, c.scale, rms), lse
+
+
+@rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+def flash_cpu_backward(
+    grad_out: Any,
+    query: ScaledTensor,
+    key: ScaledTensor,
+    value: ScaledTensor,
+    out: ScaledTensor,
+    logsumexp: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: Any = None,
+    scale: float | None = None,
+) -> tuple[Raw, Raw, Raw]:
+    """dq = c sqrt(d) r_g r_v r_k sqrt(E), dk and dv likewise: see the module."""
+    factor = _scale(scale, query)
+    g, a, b, c, operands = _backward_operands(grad_out, query, key, value)
+    held = (elements(out) * (out.scale / c.scale)).to(g.q.dtype)
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
+        g.q.contiguous(),
+        *operands,
+        held,
+        logsumexp,
+        dropout_p,
+        is_causal,
+        attn_mask=_mask(attn_mask, operands[0]),
+        scale=factor,
+    )
+    return _gradients((dq, dk, dv), g, a, b, c, query, key, factor, is_causal)
+
+
+def _backward_operands(grad_out: Any, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any, Any, Any]:
+    a, b, c, operands = _folded(q, k, v)
+    g = operand(grad_out, q)
+    return g._replace(q=g.q.to(operands[0].dtype)), a, b, c, operands
+
+
+def _gradients(
+    raw: tuple[Tensor, Tensor, Tensor],
+    g: Any,
+    a: Any,
+    b: Any,
+    c: Any,
+    query: ScaledTensor,
+    key: ScaledTensor,
+    factor: float,
+    causal: bool,
+) -> tuple[Raw, Raw, Raw]:
+    d, queries, keys = query.shape[-1], query.shape[-2], key.shape[-2]
+    # Query heads that share a key head add up in its gradient.
+    shared = queries / max(keys, 1) * (query.numel() / queries / max(key.numel() / keys, 1))
+    root = concentration(a.rms * b.rms * (factor * d**0.5), keys, causal).sqrt()
+    score = g.rms * c.rms * root * (factor * d**0.5)
+    dq, dk, dv = raw
+    return (
+        Raw(dq, g.scale * c.scale * b.scale, score * b.rms),
+        Raw(dk, g.scale * c.scale / b.scale, score * a.rms * shared**0.5),
+        Raw(dv, g.scale, g.rms * root * shared**0.5),
+    )

@@ -1,0 +1,144 @@
+"""New tensors in the likeness of a ScaledTensor, random ones, and dropout."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaledtensor.formats import from_dtype
+from scaledtensor.ops.algebra import elements, operand
+from scaledtensor.ops.registry import Overload, Raw, rule
+from scaledtensor.scale import nearest_power_of_two
+from scaledtensor.tensor import ScaledTensor
+
+aten = torch.ops.aten
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _new(
+    op: Overload, x: ScaledTensor, number: float, args: Sequence[Any], options: dict[str, Any]
+) -> Tensor:
+    """A tensor of one number. Of another than a float dtype it has no scale and is plain."""
+    dtype = options.pop("dtype", None) or x.dtype
+    options.pop("layout", None)
+    if dtype not in _FLOATS:
+        return op(torch.empty_strided(x.shape, x.stride(), device=x.device), *args, dtype=dtype, **options)
+    fmt = x.format if dtype == x.dtype else from_dtype(dtype)
+    store = torch.float32 if fmt.storage_dtype.itemsize == 1 else fmt.storage_dtype
+    q = op(x.qdata, *args, dtype=store, **options)
+    fmt = from_dtype(store)
+    rms = torch.full((), abs(number), device=q.device)
+    scale = nearest_power_of_two(rms)
+    q = q if number in (0, 1) else q / scale
+    scale = torch.ones_like(scale) if number in (0, 1) else scale
+    return ScaledTensor.make(q, scale, rms, fmt, dtype, x.recipe, number >= 0)
+
+
+@rule(
+    aten.zeros_like.default,
+    aten.new_zeros.default,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+    pass_op=True,
+)
+def zeros(op: Overload, x: ScaledTensor, *args: Any, **options: Any) -> Tensor:
+    """Zero (or not yet written) has no scale: it takes that of what is first written into it."""
+    return _new(op, x, 0.0, args, options)
+
+
+@rule(aten.ones_like.default, aten.new_ones.default, pass_op=True)
+def ones(op: Overload, x: ScaledTensor, *args: Any, **options: Any) -> Tensor:
+    """r = 1."""
+    return _new(op, x, 1.0, args, options)
+
+
+@rule(aten.full_like.default)
+def full_like(x: ScaledTensor, number: float, **options: Any) -> Tensor:
+    """r = |c|."""
+    return _new(aten.full_like.default, x, float(number), (number,), options)
+
+
+@rule(aten.new_full.default)
+def new_full(x: ScaledTensor, size: Sequence[int], number: float, **options: Any) -> Tensor:
+    """r = |c|."""
+    return _new(aten.new_full.default, x, float(number), (size, number), options)
+
+
+@rule(aten.zero.default)
+def zero(x: ScaledTensor) -> Raw:
+    """All zeros: the scale is free."""
+    return Raw(torch.zeros_like(elements(x)), x.scale, torch.zeros_like(x.rms), settled=True)
+
+
+@rule(aten.fill.Scalar, aten.fill.Tensor)
+def fill(x: ScaledTensor, number: Any) -> Raw:
+    """r = |c|."""
+    c = operand(number, x)
+    return Raw((c.q * 1.0).expand(x.shape), c.scale, c.rms)
+
+
+# --- random ----------------------------------------------------------------------------------
+
+
+@rule(aten.bernoulli.p)
+def bernoulli(x: ScaledTensor, p: float = 0.5, *, generator: Any = None) -> Raw:
+    """r = sqrt(p). The mask of a dropout that torch spells out."""
+    q = torch.empty(x.shape, device=x.device, dtype=elements(x).dtype)
+    q.bernoulli_(p, generator=generator)
+    rms = torch.full_like(x.rms, math.sqrt(p))
+    return Raw(q, None, rms, settled=True, nonnegative=True)
+
+
+@rule(aten.rand_like.default)
+def rand_like(x: ScaledTensor, **options: Any) -> Tensor:
+    """Uniform on [0, 1): r = sqrt(1/3)."""
+    out = _new(aten.rand_like.default, x, 1.0, (), options)
+    if isinstance(out, ScaledTensor):
+        out.rms.mul_(3**-0.5)
+    return out
+
+
+@rule(aten.randn_like.default)
+def randn_like(x: ScaledTensor, **options: Any) -> Tensor:
+    """r = 1."""
+    out = _new(aten.randn_like.default, x, 1.0, (), options)
+    if isinstance(out, ScaledTensor):
+        out.nonnegative = False
+    return out
+
+
+@rule(aten.normal_functional.default)
+def normal(x: ScaledTensor, mean: float = 0, std: float = 1, *, generator: Any = None) -> Raw:
+    """r = sqrt(mean^2 + std^2)."""
+    q = torch.empty(x.shape, device=x.device).normal_(mean, std, generator=generator)
+    return Raw(q, None, torch.full_like(x.rms, math.hypot(mean, std)))
+
+
+@rule(aten.uniform.default)
+def uniform(x: ScaledTensor, low: float = 0, high: float = 1, *, generator: Any = None) -> Raw:
+    """r = sqrt((a^2 + a b + b^2) / 3)."""
+    q = torch.empty(x.shape, device=x.device).uniform_(low, high, generator=generator)
+    rms = math.sqrt((low * low + low * high + high * high) / 3)
+    return Raw(q, None, torch.full_like(x.rms, rms))
+
+
+# --- dropout ---------------------------------------------------------------------------------
+
+
+@rule(aten.native_dropout.default)
+def dropout(x: ScaledTensor, p: float, train: bool | None) -> tuple[Raw, Tensor]:
+    """r / sqrt(1 - p); the mask is plain."""
+    q, mask = aten.native_dropout.default(elements(x), p, train)
+    keep = 1 - p if train or train is None else 1.0
+    return Raw(q, x.scale, x.rms / max(keep, 2.0**-20) ** 0.5, nonnegative=x.nonnegative), mask
+
+
+@rule(aten.native_dropout_backward.default)
+def dropout_backward(g: ScaledTensor, mask: Tensor, scale: float) -> Raw:
+    """r / sqrt(1 - p), with scale = 1 / (1 - p)."""
+    q = aten.native_dropout_backward.default(elements(g), mask, scale)
+    return Raw(q, g.scale, g.rms * scale**0.5)

@@ -1,0 +1,81 @@
+"""Matrix products.
+
+K products of independent terms: the RMS grows by sqrt(K) (Blake et al. 2023, section 4.1). K is
+in-features forward, out-features in dgrad and batch times tokens in wgrad; each is its own ATen call.
+
+8-bit operands are multiplied as 8-bit operands: by `torch._scaled_mm` on a CUDA device that has
+them, elsewhere by a bfloat16 product of the same elements, which is exact: every E4M3 and E5M2
+value is a bfloat16 value, and products accumulate in float32.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaledtensor import _torch
+from scaledtensor.ops.algebra import elements, operand, quadrature
+from scaledtensor.ops.registry import Raw, rule
+from scaledtensor.scale import nearest_power_of_two
+from scaledtensor.tensor import ScaledTensor
+
+aten = torch.ops.aten
+
+
+@rule(aten.mm.default)
+def mm(a: Any, b: Any) -> Raw:
+    """r = ra rb sqrt(K)."""
+    return _product(torch.mm, a, b)
+
+
+@rule(aten.bmm.default)
+def bmm(a: Any, b: Any) -> Raw:
+    """r = ra rb sqrt(K)."""
+    return _product(torch.bmm, a, b)
+
+
+@rule(aten.mv.default)
+def mv(a: Any, b: Any) -> Raw:
+    """r = ra rb sqrt(K)."""
+    return _product(torch.mv, a, b)
+
+
+@rule(aten.dot.default, aten.vdot.default)
+def dot(a: Any, b: Any) -> Tensor:
+    """A scalar statistic: leaves as plain float32."""
+    like = a if isinstance(a, ScaledTensor) else b
+    x, y = operand(a, like), operand(b, like)
+    return torch.dot(x.q.float(), y.q.float()) * x.scale * y.scale
+
+
+@rule(aten.addmm.default, aten.baddbmm.default)
+def addmm(c: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Raw:
+    """r = sqrt((beta rc)^2 + (alpha ra rb)^2 K)."""
+    product = _product(torch.mm if a.dim() == 2 else torch.bmm, a, b)
+    like = next(x for x in (c, a, b) if isinstance(x, ScaledTensor))
+    base = operand(c, like)
+    rms = quadrature(base.rms * abs(beta), product.rms * abs(alpha))
+    scale = nearest_power_of_two(rms)
+    ratio = product.scale / scale  # type: ignore[operator]
+    q = torch.addcmul(base.q * (base.scale / scale) * beta, product.q, ratio, value=alpha)
+    return Raw(q, scale, rms, settled=True)
+
+
+def _product(matmul: Any, a: Any, b: Any) -> Raw:
+    k = a.shape[-1]
+    if isinstance(a, ScaledTensor) and isinstance(b, ScaledTensor) and _torch.has_fp8_gemm(a.qdata, b.qdata):
+        rms = a.rms * b.rms * k**0.5
+        scale = nearest_power_of_two(rms)
+        q = _torch.fp8_gemm(a.qdata, b.qdata, a.scale * b.scale / scale)
+        return Raw(q, scale, rms, settled=True)
+    like = a if isinstance(a, ScaledTensor) else b
+    x, y = operand(a, like), operand(b, like)
+    left, right = _same_dtype(x.q, y.q)
+    return Raw(matmul(left, right), x.scale * y.scale, x.rms * y.rms * k**0.5)
+
+
+def _same_dtype(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    # float16 sums leave its range, and its CPU kernels are slower than float32's.
+    if a.dtype == b.dtype == torch.bfloat16:
+        return a, b
+    return a.float(), b.float()

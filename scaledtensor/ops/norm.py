@@ -1,0 +1,122 @@
+"""Normalisation layers. What is normalised has no scale left: the output's is that of the weight.
+
+The backward rules use the saved reciprocal deviation instead of the expected RMS of the input: it is
+there already, one number a row, and keeps the gradient's scale true in networks whose residual
+stream outgrows independence.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaledtensor.formats import FP32
+from scaledtensor.ops.algebra import operand, quadrature, value
+from scaledtensor.ops.registry import Raw, rule
+from scaledtensor.tensor import ScaledTensor, measured_rms
+
+aten = torch.ops.aten
+
+
+def _plain(x: Any) -> Any:
+    return value(x) if isinstance(x, ScaledTensor) else x
+
+
+def _rms(x: Any, like: Tensor) -> Tensor:
+    if x is None:
+        return torch.ones_like(like)
+    return x.rms if isinstance(x, ScaledTensor) else measured_rms(x)
+
+
+def _norm_operands(x: Any, *others: Any) -> list[Any]:
+    """Values for the kernel: the data as it is, the parameters in float32, which mixes with it."""
+    v = _plain(x)
+    return [v, *(None if o is None else _plain(o).float() for o in others)]
+
+
+@rule(aten.native_layer_norm.default)
+def layer_norm(
+    x: ScaledTensor, shape: Sequence[int], weight: Any, bias: Any, eps: float
+) -> tuple[Raw, Tensor, Tensor]:
+    """r = sqrt(r_gamma^2 + r_beta^2). Mean and reciprocal deviation leave as plain float32."""
+    v, w, b = _norm_operands(x, weight, bias)
+    if w is None and v.dtype == torch.bfloat16:
+        w = torch.ones(shape, device=v.device)  # float32 statistics need a float32 weight
+    out, mean, rstd = aten.native_layer_norm.default(v, shape, w, b, eps)
+    like = v.new_ones((), dtype=torch.float32)
+    rms = _rms(weight, like)
+    if bias is not None:
+        rms = quadrature(rms, _rms(bias, like))
+    return Raw(out, None, rms), mean, rstd
+
+
+@rule(aten.native_layer_norm_backward.default)
+def layer_norm_backward(
+    g: Any,
+    x: Any,
+    shape: Sequence[int],
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Any,
+    bias: Any,
+    mask: Sequence[bool],
+) -> tuple[Raw | None, Raw | None, Raw | None]:
+    """dx: r_g r_gamma rms(rstd); d_gamma, d_beta: r_g sqrt(rows)."""
+    like = next(t for t in (g, x, weight) if isinstance(t, ScaledTensor))
+    left = operand(g, like)
+    v, w, b = _norm_operands(x, weight, bias)
+    if w is None and v.dtype == torch.bfloat16:
+        w = torch.ones(shape, device=v.device)
+    dx, dw, db = aten.native_layer_norm_backward.default(
+        left.q.to(v.dtype), v, shape, mean, rstd, w, b, mask
+    )
+    return _norm_gradients((dx, dw, db), left, weight, rstd, math.prod(shape), v.numel())
+
+
+@rule(aten._fused_rms_norm.default)
+def rms_norm(
+    x: ScaledTensor, shape: Sequence[int], weight: Any, eps: float | None
+) -> tuple[Raw, Tensor]:
+    """r = r_gamma. The reciprocal RMS leaves as plain float32."""
+    v = _plain(x).float()
+    dims = tuple(range(-len(shape), 0))
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    rrms = torch.rsqrt(v.square().mean(dims, keepdim=True) + eps)
+    out = v * rrms
+    if weight is not None:
+        out = out * _plain(weight)
+    return Raw(out, None, _rms(weight, v.new_ones(()))), rrms
+
+
+@rule(aten._fused_rms_norm_backward.default)
+def rms_norm_backward(
+    g: Any, x: Any, shape: Sequence[int], rstd: Tensor, weight: Any, mask: Sequence[bool]
+) -> tuple[Raw | None, Raw | None]:
+    """dx: r_g r_gamma rms(rstd); d_gamma: r_g sqrt(rows)."""
+    like = next(t for t in (g, x, weight) if isinstance(t, ScaledTensor))
+    left = operand(g, like)
+    v = _plain(x).float()
+    q = left.q.float()
+    dims = tuple(range(-len(shape), 0))
+    normal = v * rstd
+    gw = q if weight is None else q * _plain(weight)
+    dx = (gw - normal * (gw * normal).mean(dims, keepdim=True)) * rstd if mask[0] else None
+    rows = tuple(range(v.dim() - len(shape)))
+    dw = (q * normal).sum(rows) if rows else q * normal
+    out = _norm_gradients(
+        (dx, dw if mask[1] else None), left, weight, rstd, math.prod(shape), v.numel()
+    )
+    return out[0], out[1]
+
+
+def _norm_gradients(
+    raw: Sequence[Tensor | None], g: Any, weight: Any, rstd: Tensor, width: int, numel: int
+) -> Any:
+    rows = (numel / max(width, 1)) ** 0.5
+    dx, *parameters = raw
+    return (
+        None if dx is None else Raw(dx, g.scale, g.rms * _rms(weight, g.rms) * measured_rms(rstd)),
+        *(None if d is None else Raw(d, g.scale, g.rms * rows, format=FP32) for d in parameters),
+    )

@@ -1,0 +1,183 @@
+"""Sums and statistics.
+
+A sum of n independent terms of zero mean grows by sqrt(n); of terms known not to be negative by n.
+Results stay in float32: they are few, and what follows (a normalisation, a parameter's gradient)
+needs the bits. A reduction over everything is a statistic and leaves as a plain float32 scalar.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaledtensor.formats import FP32
+from scaledtensor.ops.algebra import count, elements, value
+from scaledtensor.ops.registry import Overload, Raw, rule
+from scaledtensor.tensor import ScaledTensor
+
+aten = torch.ops.aten
+
+Dims = int | Sequence[int] | None
+
+
+def _is_full(x: ScaledTensor, dims: Dims, keepdim: bool) -> bool:
+    if keepdim:
+        return False
+    return dims is None or (not isinstance(dims, int) and len(dims) in (0, x.dim())) or x.dim() == 0
+
+
+def growth(n: int, nonnegative: bool) -> float:
+    """RMS of a sum of n terms of RMS 1. Non-negative ones have a mean: 1/sqrt(3) for squares of
+    Gaussians, and between 0.56 (relu) and 1 (equal terms) for others."""
+    return (n * 2 / 3 + n * n / 3) ** 0.5 if nonnegative else n**0.5
+
+
+def _sum(x: ScaledTensor, dims: Dims, keepdim: bool, divide: bool, dtype: Any) -> Any:
+    n = count(x.shape, dims)
+    q = elements(x).sum(dims, keepdim=keepdim, dtype=torch.float32)
+    factor = growth(n, x.nonnegative)
+    if divide:
+        q, factor = q / n, factor / max(n, 1)
+    if _is_full(x, dims, keepdim):
+        return q * x.scale
+    return Raw(
+        q, x.scale, x.rms * factor, format=FP32, nonnegative=x.nonnegative, dtype=dtype or x.dtype
+    )
+
+
+@rule(aten.sum.dim_IntList)
+def sum_dims(x: ScaledTensor, dim: Dims, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """r sqrt(n); of non-negative terms r sqrt(2n/3 + n^2/3)."""
+    return _sum(x, dim, keepdim, False, dtype)
+
+
+@rule(aten.sum.default)
+def sum_all(x: ScaledTensor, *, dtype: Any = None) -> Any:
+    """A statistic: plain float32."""
+    return _sum(x, None, False, False, dtype)
+
+
+@rule(aten.mean.dim)
+def mean_dims(x: ScaledTensor, dim: Dims, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """The sum's RMS over n."""
+    return _sum(x, dim, keepdim, True, dtype)
+
+
+@rule(aten.mean.default)
+def mean_all(x: ScaledTensor, *, dtype: Any = None) -> Any:
+    """A statistic: plain float32."""
+    return _sum(x, None, False, True, dtype)
+
+
+@rule(aten.cumsum.default)
+def cumsum(x: ScaledTensor, dim: int, *, dtype: Any = None) -> Raw:
+    """The mean square over i = 1..n of a sum of i terms: r sqrt((n + 1) / 2)."""
+    n = count(x.shape, dim)
+    factor = growth(n, x.nonnegative) / (3**0.5 if x.nonnegative else 2**0.5)
+    q = elements(x).cumsum(dim, dtype=torch.float32)
+    return Raw(q, x.scale, x.rms * max(factor, 1.0), format=FP32, nonnegative=x.nonnegative)
+
+
+# --- extremes --------------------------------------------------------------------------------
+
+
+def extreme_rms(rms: Tensor, n: int) -> Tensor:
+    """The largest of n Gaussians: r sqrt(2 ln n)."""
+    return rms * max(2 * math.log(max(n, 1)), 1.0) ** 0.5
+
+
+@rule(aten.amax.default, aten.amin.default, pass_op=True)
+def amax(op: Overload, x: ScaledTensor, dim: Dims = (), keepdim: bool = False) -> Any:
+    """r sqrt(2 ln n)."""
+    q = op(elements(x), dim, keepdim)
+    if _is_full(x, dim, keepdim):
+        return q.float() * x.scale
+    return Raw(q, x.scale, extreme_rms(x.rms, count(x.shape, dim)))
+
+
+@rule(aten.max.dim, aten.min.dim, pass_op=True)
+def max_dim(op: Overload, x: ScaledTensor, dim: int, keepdim: bool = False) -> Any:
+    """r sqrt(2 ln n); the indices are plain."""
+    q, index = op(elements(x), dim, keepdim)
+    return Raw(q, x.scale, extreme_rms(x.rms, count(x.shape, dim))), index
+
+
+@rule(aten.max.default, aten.min.default, pass_op=True)
+def max_all(op: Overload, x: ScaledTensor) -> Tensor:
+    """A statistic: plain float32."""
+    return op(elements(x)).float() * x.scale
+
+
+@rule(aten.topk.default, aten.sort.default, aten.sort.stable, pass_op=True)
+def ordered(op: Overload, x: ScaledTensor, *args: Any, **kwargs: Any) -> Any:
+    """A choice of the elements in order: the same scale; the indices are plain."""
+    q, index = op(elements(x), *args, **kwargs)
+    rms = extreme_rms(x.rms, x.numel() // max(q.numel(), 1)) if q.numel() < x.numel() else x.rms
+    return Raw(q, x.scale, rms), index
+
+
+# --- moments ---------------------------------------------------------------------------------
+
+
+def _deviation(x: ScaledTensor, q: Tensor, power: int) -> Any:
+    scale = x.scale**power if power > 1 else x.scale
+    if q.dim() == 0:
+        return q * scale
+    return Raw(q, scale, x.rms**power if power > 1 else x.rms, format=FP32, nonnegative=True)
+
+
+@rule(aten.var.correction)
+def var(x: ScaledTensor, dim: Dims = None, **kwargs: Any) -> Any:
+    """r^2."""
+    return _deviation(x, aten.var.correction(elements(x).float(), dim, **kwargs), 2)
+
+
+@rule(aten.std.correction)
+def std(x: ScaledTensor, dim: Dims = None, **kwargs: Any) -> Any:
+    """r."""
+    return _deviation(x, aten.std.correction(elements(x).float(), dim, **kwargs), 1)
+
+
+@rule(aten.var_mean.correction)
+def var_mean(x: ScaledTensor, dim: Dims = None, **kwargs: Any) -> Any:
+    """r^2, and r / sqrt(n)."""
+    variance, mean = aten.var_mean.correction(elements(x).float(), dim, **kwargs)
+    if mean.dim() == 0:
+        return variance * x.scale.square(), mean * x.scale
+    n = count(x.shape, dim)
+    share = growth(n, x.nonnegative) / max(n, 1)
+    return _deviation(x, variance, 2), Raw(mean, x.scale, x.rms * share, format=FP32)
+
+
+@rule(aten.linalg_vector_norm.default)
+def vector_norm(
+    x: ScaledTensor,
+    ord: float = 2,
+    dim: Dims = None,
+    keepdim: bool = False,
+    *,
+    dtype: Any = None,
+) -> Any:
+    """r n^(1/p); over everything a statistic in plain float32."""
+    q = torch.linalg.vector_norm(elements(x), ord, dim, keepdim, dtype=torch.float32)
+    homogeneous = ord != 0
+    if _is_full(x, dim, keepdim):
+        return q * x.scale if homogeneous else q
+    n = count(x.shape, dim)
+    if not homogeneous:
+        return q
+    infinite = math.isinf(ord)
+    rms = extreme_rms(x.rms, n) if infinite else x.rms * n ** (1 / ord)
+    return Raw(q, x.scale, rms, format=FP32, nonnegative=True)
+
+
+@rule(aten.prod.default, aten.prod.dim_int, pass_op=True)
+def prod(op: Overload, x: ScaledTensor, *args: Any, **kwargs: Any) -> Any:
+    """r^n for n independent terms, on the value."""
+    q = op(value(x).float(), *args, **kwargs)
+    if q.dim() == 0:
+        return q
+    n = x.numel() // max(q.numel(), 1)
+    return Raw(q, None, x.rms**n, format=FP32, nonnegative=x.nonnegative)

@@ -1,0 +1,236 @@
+"""Views and data movement: the elements stay what they are.
+
+A view shares the scale and RMS objects of its base, so that what is written through one is seen by
+all. Moved data gets its own.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaledtensor.errors import DTypeError
+from scaledtensor.ops.algebra import Operand, elements, operand, quadrature
+from scaledtensor.ops.registry import Overload, Raw, rule
+from scaledtensor.scale import nearest_power_of_two
+from scaledtensor.tensor import ScaledTensor
+
+aten = torch.ops.aten
+
+
+@rule(
+    aten.alias.default,
+    aten.as_strided.default,
+    aten.detach.default,
+    aten.diagonal.default,
+    aten.expand.default,
+    aten.lift_fresh.default,
+    aten.permute.default,
+    aten._reshape_alias.default,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.t.default,
+    aten.transpose.int,
+    aten.unbind.int,
+    aten.unfold.default,
+    aten.unsqueeze.default,
+    aten._unsafe_view.default,
+    aten.view.default,
+    pass_op=True,
+)
+def view(op: Overload, x: ScaledTensor, *args: Any, **kwargs: Any) -> Any:
+    """The same elements seen otherwise: the very same scale."""
+    q = op(x.qdata, *args, **kwargs)
+    if isinstance(q, (list, tuple)):
+        return [x.like(part, x.scale, x.rms) for part in q]
+    return x.like(q, x.scale, x.rms)
+
+
+@rule(aten.view.dtype)
+def reinterpret(x: ScaledTensor, dtype: torch.dtype) -> Tensor:
+    """Bits seen as another dtype have no scale."""
+    raise DTypeError(
+        f"view({dtype}) reinterprets bits, which a scaled value does not have; "
+        "use .qdata.view(...) for the elements or .to(...) to convert"
+    )
+
+
+@rule(
+    aten.clone.default,
+    aten.flip.default,
+    aten.gather.default,
+    aten.index.Tensor,
+    aten.index_select.default,
+    aten.repeat.default,
+    aten.roll.default,
+    aten.take.default,
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
+    pass_op=True,
+)
+def move(op: Overload, x: ScaledTensor, *args: Any, **kwargs: Any) -> Any:
+    """A choice of the elements: the same scale and RMS."""
+    q = op(x.qdata, *args, **kwargs)
+    parts = q if isinstance(q, (list, tuple)) else [q]
+    out = [x.like(part, x.scale.clone(), x.rms.clone()) for part in parts]
+    return out if isinstance(q, (list, tuple)) else out[0]
+
+
+@rule(
+    aten.select_backward.default,
+    aten.slice_backward.default,
+    aten.diagonal_backward.default,
+    pass_op=True,
+)
+def zero_filled(op: Overload, g: ScaledTensor, sizes: Sequence[int], *args: Any) -> Raw:
+    """The elements among zeros, which do not move the scale; the RMS over all is diluted."""
+    share = (g.numel() / max(math.prod(sizes), 1)) ** 0.5
+    return Raw(op(elements(g), sizes, *args), g.scale, g.rms * share, settled=True)
+
+
+@rule(aten.tril.default, aten.triu.default, pass_op=True)
+def triangle(op: Overload, x: ScaledTensor, diagonal: int = 0) -> Raw:
+    """Half of the elements among zeros: r / sqrt(2)."""
+    q = op(elements(x), diagonal)
+    return Raw(q, x.scale, x.rms * 0.5**0.5, settled=True, nonnegative=x.nonnegative)
+
+
+@rule(aten.constant_pad_nd.default)
+def pad(x: ScaledTensor, padding: Sequence[int], value: float = 0) -> Raw:
+    """Zeros and infinities around the elements do not move the scale."""
+    fill = fill_under(value, x.scale, elements(x))
+    if value == 0 or abs(value) == float("inf"):
+        q = aten.constant_pad_nd.default(elements(x), padding, value)
+    else:
+        mask = aten.constant_pad_nd.default(torch.zeros_like(elements(x)), padding, 1)
+        q = torch.where(mask.bool(), fill, aten.constant_pad_nd.default(elements(x), padding, 0))
+    return Raw(q, x.scale, x.rms, settled=True)
+
+
+@rule(aten.cat.default)
+def cat(tensors: Sequence[Tensor], dim: int = 0) -> Raw:
+    """Parts are aligned to one scale; the RMS is the mean square over all elements."""
+    q, scale, rms, nonnegative = _join(tensors)
+    return Raw(torch.cat(q, dim), scale, rms, settled=True, nonnegative=nonnegative)
+
+
+@rule(aten.stack.default)
+def stack(tensors: Sequence[Tensor], dim: int = 0) -> Raw:
+    """As cat."""
+    q, scale, rms, nonnegative = _join(tensors)
+    return Raw(torch.stack(q, dim), scale, rms, settled=True, nonnegative=nonnegative)
+
+
+def _join(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, Tensor, bool]:
+    like = next(t for t in tensors if isinstance(t, ScaledTensor))
+    parts = [operand(t, like) for t in tensors]
+    total = max(sum(t.numel() for t in tensors), 1)
+    rms = quadrature(
+        *(p.rms * (t.numel() / total) ** 0.5 for p, t in zip(parts, tensors, strict=True))
+    )
+    scale = nearest_power_of_two(rms)
+    aligned = [p.q * (p.scale / scale) for p in parts]
+    return aligned, scale, rms, all(p.nonnegative for p in parts)
+
+
+# --- masks -----------------------------------------------------------------------------------
+
+
+def fill_under(number: float, scale: Tensor, like: Tensor) -> Tensor:
+    """A fill value under a scale. Where the quotient overflows it saturates, so that a mask of
+    `torch.finfo(...).min` stays finite; true infinities stay."""
+    fill = torch.full((), number, dtype=torch.float64, device=like.device) / scale
+    if abs(number) != float("inf"):
+        limit = torch.finfo(like.dtype).max
+        fill = fill.clamp(-limit, limit)
+    return fill.to(like.dtype)
+
+
+def moves_scale(number: float) -> bool:
+    """Zeros, infinities and mask fills (magnitudes from 2**63 on) do not move a scale."""
+    return 0 < abs(number) < 2.0**63
+
+
+@rule(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
+def masked_fill(x: ScaledTensor, mask: Tensor, number: Any) -> Raw:
+    """Zeros, infinities and mask fills do not move the scale; another fill may raise it."""
+    return _where(mask, number, x)
+
+
+@rule(aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar)
+def where(condition: Tensor, x: Any, y: Any) -> Raw:
+    """Both sides are aligned to the larger scale; zeros and infinities have none."""
+    return _where(condition, x, y)
+
+
+def _where(condition: Tensor, x: Any, y: Any) -> Raw:
+    if isinstance(condition, ScaledTensor):
+        condition = elements(condition) != 0
+    x, y = (_plain_number(s) for s in (x, y))
+    like = x if isinstance(x, ScaledTensor) else y
+    sides = [operand(s, like) for s in (x, y)]
+    deciding = [
+        p.rms
+        for p, s in zip(sides, (x, y), strict=True)
+        if isinstance(s, Tensor) or moves_scale(s)
+    ]
+    rms = deciding[0] if len(deciding) == 1 else torch.maximum(*deciding)
+    scale = nearest_power_of_two(rms)
+    parts = [_aligned(s, p, scale, elements(like)) for s, p in zip((x, y), sides, strict=True)]
+    nonnegative = all(p.nonnegative for p in sides)
+    return Raw(torch.where(condition, *parts), scale, rms, settled=True, nonnegative=nonnegative)
+
+
+def _plain_number(x: Any) -> Any:
+    # A 0-dim CPU tensor as a fill (masked_fill.Tensor) is the number it holds, outside tracing.
+    if isinstance(x, Tensor) and type(x) is Tensor and x.dim() == 0 and x.device.type == "cpu":
+        return x.item()
+    return x
+
+
+def _aligned(x: Any, side: Operand, scale: Tensor, like: Tensor) -> Tensor:
+    if not isinstance(x, Tensor):
+        return fill_under(x, scale, like)
+    return side.q * (side.scale / scale)
+
+
+# --- scattered writes ------------------------------------------------------------------------
+
+
+@rule(aten.index_put.default, aten._unsafe_index_put.default)
+def index_put(
+    x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
+) -> Raw:
+    """Values join under one scale, as in an addition."""
+    base, new, scale, rms = _pair(x, values)
+    return Raw(torch.index_put(base, indices, new.to(base.dtype), accumulate), scale, rms, True)
+
+
+@rule(aten.scatter.src, aten.scatter_add.default, aten.index_add.default, pass_op=True)
+def scatter(op: Overload, x: Tensor, dim: int, index: Tensor, source: Tensor, **kwargs: Any) -> Raw:
+    """Values join under one scale, as in an addition."""
+    base, new, scale, rms = _pair(x, source)
+    return Raw(op(base, dim, index, new.to(base.dtype), **kwargs), scale, rms, settled=True)
+
+
+@rule(aten.slice_scatter.default, aten.select_scatter.default, pass_op=True)
+def scatter_view(op: Overload, x: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> Raw:
+    """A part is replaced under the joint scale."""
+    base, new, scale, rms = _pair(x, source)
+    return Raw(op(base, new.to(base.dtype), *args, **kwargs), scale, rms, settled=True)
+
+
+def _pair(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    like = x if isinstance(x, ScaledTensor) else y
+    a, b = operand(x, like), operand(y, like)  # type: ignore[arg-type]
+    rms = quadrature(a.rms, b.rms)
+    scale = nearest_power_of_two(rms)
+    wide = torch.promote_types(a.q.dtype, b.q.dtype)
+    return (a.q * (a.scale / scale)).to(wide), b.q * (b.scale / scale), scale, rms
