@@ -25,13 +25,14 @@ import torch
 from torch import Tensor
 
 from scaledtensor.errors import DTypeError, FormatError
-from scaledtensor.formats.format import Format, Specials
+from scaledtensor.formats.format import FORMATS, Format, Specials
 
 Overflow = Literal["saturate", "ieee"]
 Rounding = Literal["nearest_even"]
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _WIDE = (torch.float32, torch.bfloat16, torch.float16)
+_HALVES = (torch.bfloat16, torch.float16)
 _MAGNITUDE = 0x7FFFFFFF
 _INF = 0x7F800000
 _NAN = 0x7FC00000
@@ -79,6 +80,16 @@ def decode(codes: Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> Te
     # Other types (FakeTensor for one) stand for data that a table of real numbers cannot meet.
     if not compiling and codes.is_cpu and type(codes) is Tensor:
         return _in_pieces(lambda t: _look_up(t, fmt, dtype), codes, dtype)
+    # An opaque operator where it pays: decoding straight to 16-bit floats, Inductor's C++ takes
+    # 2.7 ns per element and the table 0.4 (1024 x 1024, one thread).
+    if (
+        codes.dtype.itemsize == 1
+        and codes.is_cpu
+        and dtype in _HALVES
+        and FORMATS.get(fmt.name) is fmt
+    ):
+        values: Tensor = _look_up_op(codes, fmt.name, dtype)
+        return values
     return (_decode_bits(codes, fmt) if fmt.signed else codes.float()).to(dtype)
 
 
@@ -180,6 +191,16 @@ def _look_up(codes: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor:
     pairs = flat.numel() % 2 == 0 and flat.storage_offset() % 2 == 0
     index = (flat.view(torch.uint16) if pairs else flat).to(torch.int32)
     return _table(fmt, dtype, pairs).index_select(0, index).view(dtype).view(codes.shape)
+
+
+@torch.library.custom_op("scaledtensor::look_up", mutates_args=(), device_types="cpu")
+def _look_up_op(codes: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+    return _in_pieces(lambda t: _look_up(t, FORMATS[name], dtype), codes, dtype)
+
+
+@_look_up_op.register_fake
+def _(codes: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+    return torch.empty(codes.shape, dtype=dtype, device=codes.device)
 
 
 @functools.cache
