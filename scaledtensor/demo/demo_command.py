@@ -39,7 +39,8 @@ def register(subparsers: Any) -> None:
         metavar="ROW",
         help=f"some of {', '.join(ROWS)} (default: all)",
     )
-    options.add_shared(parser, steps=300)
+    # One thread: neither the figures nor, at this size, the time should depend on free cores.
+    options.add_shared(parser, steps=250, threads=1)
     parser.set_defaults(run=run)
 
 

@@ -52,7 +52,7 @@ def device(text: str) -> torch.device:
         raise argparse.ArgumentTypeError(f"{text!r} cannot be used here: {reason}") from error
 
 
-def add_shared(parser: argparse.ArgumentParser, *, steps: int) -> None:
+def add_shared(parser: argparse.ArgumentParser, *, steps: int, threads: int | None = None) -> None:
     training = parser.add_argument_group("training")
     training.add_argument(
         "--steps",
@@ -82,8 +82,9 @@ def add_shared(parser: argparse.ArgumentParser, *, steps: int) -> None:
     training.add_argument(
         "--threads",
         type=positive,
+        default=threads,
         metavar="N",
-        help="CPU threads of torch (default: torch's own choice)",
+        help=f"CPU threads (default {threads or 'as many as torch chooses'})",
     )
     model = parser.add_argument_group("model")
     model.add_argument(
