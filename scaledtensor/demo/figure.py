@@ -123,7 +123,7 @@ def _gradients(axes: Any, runs: Runs) -> None:
         axes.stairs(heights, bins, color=color, linewidth=1.6)
         lost = shares_of_e5m2(values)["rounds to zero"]
         axes.annotate(
-            f"{words}\n{lost:.1%}\nround to zero",
+            f"{words}\n{100 * lost:.3g}%\nround to zero",
             (bins[heights.argmax()], heights.max()),
             xytext=(0, 8),
             textcoords="offset points",
