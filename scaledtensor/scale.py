@@ -5,12 +5,21 @@ just below a power of two. Everything here is integer arithmetic on the bits of 
 exact, does not synchronise with a device, and is the same in eager and in compiled code.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from scaledtensor.errors import ScaleError
 
-__all__ = ["MAX_SCALE", "MIN_SCALE", "checked_scale", "is_power_of_two", "nearest_power_of_two"]
+__all__ = [
+    "MAX_SCALE",
+    "MIN_SCALE",
+    "checked_scale",
+    "is_power_of_two",
+    "nearest_power_of_two",
+    "settle",
+]
 
 MIN_SCALE = 2.0**-126
 MAX_SCALE = 2.0**127
@@ -20,6 +29,7 @@ _ONE_BINADE = 0x0080_0000
 _SQRT2_MANTISSA = 0x0035_04F3
 _MIN_BITS = 0x0080_0000  # 2**-126
 _MAX_BITS = 0x7F00_0000  # 2**127
+_FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def nearest_power_of_two(rms: Tensor) -> Tensor:
@@ -31,6 +41,35 @@ def nearest_power_of_two(rms: Tensor) -> Tensor:
     """
     bits = rms.view(torch.int32) + (_ONE_BINADE - _SQRT2_MANTISSA)
     return bits.bitwise_and_(_EXPONENT).clamp_(_MIN_BITS, _MAX_BITS).view(torch.float32)
+
+
+def settle(rms: Tensor, *scales: Tensor) -> list[Tensor]:
+    """The power of two next to `rms`, and what takes elements held under each of `scales` there.
+
+    Returns [scale, scales[0] / scale, scales[1] / scale, ...]. The ratios are kept finite: a known
+    zero (RMS 0, scale 2**-126) under a large scale would otherwise turn 0 into 0 * inf = NaN.
+    """
+    if rms.is_cpu and torch.compiler.is_compiling():
+        # Opaque there: Inductor's C++ would inline this scalar arithmetic into every kernel that
+        # reads the result and redo it for each vector of elements (measured: 3x on a gelu).
+        out: list[Tensor] = torch.ops.scaledtensor.settle(rms, scales)
+        return out
+    return _settle(rms, scales)
+
+
+def _settle(rms: Tensor, scales: Sequence[Tensor]) -> list[Tensor]:
+    scale = nearest_power_of_two(rms)
+    return [scale, *((s / scale).clamp_max_(_FLOAT32_MAX) for s in scales)]
+
+
+_LIBRARY = torch.library.Library("scaledtensor", "FRAGMENT")
+_LIBRARY.define("settle(Tensor rms, Tensor[] scales) -> Tensor[]")
+_LIBRARY.impl("settle", _settle, "CPU")
+
+
+@torch.library.register_fake("scaledtensor::settle", lib=_LIBRARY)
+def _settle_fake(rms: Tensor, scales: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.empty_like(rms) for _ in range(len(scales) + 1)]
 
 
 def is_power_of_two(x: Tensor) -> Tensor:

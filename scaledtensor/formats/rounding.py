@@ -59,7 +59,13 @@ def encode(
         x = _round_to_odd(x)
     if not fmt.signed:
         return _encode_exponent(x.float(), fmt, overflow)
-    native = storage is not torch.uint8 and not torch.compiler.is_compiling()
+    compiling = torch.compiler.is_compiling()
+    # Opaque where it pays: on 16-bit floats Inductor's C++ takes 2.3 ns per element for the integer
+    # arithmetic and 1.5 for torch's cast, which alone takes 0.6 (1024 x 1024, one thread).
+    if compiling and x.is_cpu and x.dtype in _HALVES and _is_native_8_bit(fmt, overflow):
+        codes: Tensor = _cast_op(x, fmt.name)
+        return codes
+    native = storage is not torch.uint8 and not compiling
     if storage is torch.float32 or (native and (overflow == "saturate" or storage in _WIDE)):
         return _in_pieces(lambda t: _cast(t, fmt, overflow), x, storage)
     return _in_pieces(lambda t: _encode_bits(t.float(), fmt, overflow), x, storage)
@@ -121,6 +127,23 @@ def _cast(x: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
             x = x if x.dtype is torch.float64 else x.float()
         x = x.clamp(-fmt.max, fmt.max)
     return x.to(fmt.storage_dtype)
+
+
+def _is_native_8_bit(fmt: Format, overflow: Overflow) -> bool:
+    eight = fmt.storage_dtype.itemsize == 1 and fmt.storage_dtype is not torch.uint8
+    return eight and overflow == "saturate" and FORMATS.get(fmt.name) is fmt
+
+
+@torch.library.custom_op("scaledtensor::saturating_cast", mutates_args=(), device_types="cpu")
+def _cast_op(x: Tensor, name: str) -> Tensor:
+    return _in_pieces(
+        lambda t: _cast(t, FORMATS[name], "saturate"), x, FORMATS[name].storage_dtype
+    )
+
+
+@_cast_op.register_fake
+def _(x: Tensor, name: str) -> Tensor:
+    return torch.empty_like(x, dtype=FORMATS[name].storage_dtype)
 
 
 def _round_to_odd(x: Tensor) -> Tensor:

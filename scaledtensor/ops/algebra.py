@@ -28,7 +28,13 @@ class Operand(NamedTuple):
 
 def elements(x: ScaledTensor) -> Tensor:
     """qdata in a dtype that torch computes in: 8-bit elements as bfloat16, which is exact."""
-    return x.qdata if x.qdata.dtype.itemsize > 1 else decode(x.qdata, x.format, torch.bfloat16)
+    q = x.qdata
+    if q.dtype.itemsize > 1:
+        return q
+    if q.dim() > 1 and not q.is_contiguous() and q.mT.is_contiguous():
+        # A transposed operand of a product: read in memory order, and once for both its uses.
+        return decode(q.mT, x.format, torch.bfloat16).mT
+    return decode(q, x.format, torch.bfloat16)
 
 
 def value(x: ScaledTensor) -> Tensor:

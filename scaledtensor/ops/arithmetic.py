@@ -16,7 +16,7 @@ from scaledtensor.ops.algebra import (
     value,
 )
 from scaledtensor.ops.registry import Overload, Raw, rule
-from scaledtensor.scale import nearest_power_of_two
+from scaledtensor.scale import settle
 from scaledtensor.tensor import ScaledTensor, measured_rms
 
 aten = torch.ops.aten
@@ -51,8 +51,8 @@ def _sum(x: Any, y: Any, alpha: float) -> Raw:
     like = _scaled(x, y)
     a, b = _term(x, like), _term(y, like)
     rms = quadrature(a.rms, b.rms * abs(alpha))
-    scale = nearest_power_of_two(rms)
-    q = torch.add(_under(a, x, scale), _under(b, y, scale), alpha=alpha)
+    scale, ratio_a, ratio_b = settle(rms, a.scale, b.scale)
+    q = torch.add(_under(a, x, ratio_a), _under(b, y, ratio_b), alpha=alpha)
     positive = a.nonnegative and b.nonnegative and alpha > 0
     return Raw(q, scale, rms, settled=True, nonnegative=positive)
 
@@ -70,8 +70,8 @@ def _term(x: Any, like: ScaledTensor) -> Operand:
     return operand(x, like)
 
 
-def _under(term: Operand, x: Any, scale: Tensor) -> Tensor:
-    q = term.q * (term.scale / scale)
+def _under(term: Operand, x: Any, ratio: Tensor) -> Tensor:
+    q = term.q * ratio
     if not _is_table(x):
         return q
     # A finite fill that the scale pushes out of range saturates; -inf means something and stays.
@@ -121,10 +121,8 @@ def addcmul(x: Any, a: Any, b: Any, value: float = 1) -> Raw:
         rms = base.rms + left.rms.square() * (gaussian_moment(2) * value)
     else:
         rms = quadrature(base.rms, left.rms * right.rms * abs(value))
-    scale = nearest_power_of_two(rms)
-    q = base.q * (base.scale / scale)
-    product = left.q * right.q
-    q = torch.addcmul(q, product, left.scale * right.scale / scale, value=value)
+    scale, ratio, factor = settle(rms, base.scale, left.scale * right.scale)
+    q = torch.addcmul(base.q * ratio, left.q * right.q, factor, value=value)
     positive = base.nonnegative and a is b and value >= 0
     return Raw(q, scale, rms, settled=True, nonnegative=positive)
 
@@ -135,10 +133,8 @@ def addcdiv(x: Any, a: Any, b: Any, value: float = 1) -> Raw:
     like = _scaled(x, a, b)
     base, left, right = (operand(t, like) for t in (x, a, b))
     rms = quadrature(base.rms, left.rms / right.rms * abs(value))
-    scale = nearest_power_of_two(rms)
-    q = base.q * (base.scale / scale)
-    quotient = left.q / right.q
-    q = torch.addcmul(q, quotient, left.scale / right.scale / scale, value=value)
+    scale, ratio, factor = settle(rms, base.scale, left.scale / right.scale)
+    q = torch.addcmul(base.q * ratio, left.q / right.q, factor, value=value)
     return Raw(q, scale, rms, settled=True)
 
 
@@ -152,8 +148,8 @@ def lerp(x: Any, y: Any, weight: Any) -> Raw:
         w = value(w)
     share = w if w.dim() == 0 else w.mean()
     rms = quadrature(a.rms * (1 - share), b.rms * share)
-    scale = nearest_power_of_two(rms)
-    left, right = a.q * (a.scale / scale), b.q * (b.scale / scale)
+    scale, ratio_a, ratio_b = settle(rms, a.scale, b.scale)
+    left, right = a.q * ratio_a, b.q * ratio_b
     return Raw(left + w * (right - left), scale, rms, settled=True)
 
 
@@ -184,8 +180,8 @@ def extremum(op: Overload, x: Any, y: Any) -> Raw:
     like = _scaled(x, y)
     a, b = operand(x, like), operand(y, like)
     rms = quadrature(a.rms, b.rms) * 0.5**0.5
-    scale = nearest_power_of_two(rms)
-    left, right = a.q * (a.scale / scale), b.q * (b.scale / scale)
+    scale, ratio_a, ratio_b = settle(rms, a.scale, b.scale)
+    left, right = a.q * ratio_a, b.q * ratio_b
     wide = torch.promote_types(left.dtype, right.dtype)
     positive = a.nonnegative and b.nonnegative
     return Raw(op(left.to(wide), right.to(wide)), scale, rms, settled=True, nonnegative=positive)

@@ -16,7 +16,7 @@ from torch import Tensor
 from scaledtensor import _torch
 from scaledtensor.ops.algebra import elements, operand, quadrature
 from scaledtensor.ops.registry import Raw, rule
-from scaledtensor.scale import nearest_power_of_two
+from scaledtensor.scale import settle
 from scaledtensor.tensor import ScaledTensor
 
 aten = torch.ops.aten
@@ -55,9 +55,8 @@ def addmm(c: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Raw:
     like = next(x for x in (c, a, b) if isinstance(x, ScaledTensor))
     base = operand(c, like)
     rms = quadrature(base.rms * abs(beta), product.rms * abs(alpha))
-    scale = nearest_power_of_two(rms)
-    ratio = product.scale / scale  # type: ignore[operator]
-    q = torch.addcmul(base.q * (base.scale / scale) * beta, product.q, ratio, value=alpha)
+    scale, ratio, factor = settle(rms, base.scale, product.scale)
+    q = torch.addcmul(base.q * ratio * beta, product.q, factor, value=alpha)
     return Raw(q, scale, rms, settled=True)
 
 
@@ -65,8 +64,8 @@ def _product(matmul: Any, a: Any, b: Any) -> Raw:
     k = a.shape[-1]
     if isinstance(a, ScaledTensor) and isinstance(b, ScaledTensor) and _torch.has_fp8_gemm(a.qdata, b.qdata):
         rms = a.rms * b.rms * k**0.5
-        scale = nearest_power_of_two(rms)
-        q = _torch.fp8_gemm(a.qdata, b.qdata, a.scale * b.scale / scale)
+        scale, ratio = settle(rms, a.scale * b.scale)
+        q = _torch.fp8_gemm(a.qdata, b.qdata, ratio)
         return Raw(q, scale, rms, settled=True)
     like = a if isinstance(a, ScaledTensor) else b
     x, y = operand(a, like), operand(b, like)

@@ -30,7 +30,7 @@ from scaledtensor._version import __version__
 from scaledtensor.errors import MissingRuleError, MissingRuleWarning, RegistryError, ShapeError
 from scaledtensor.formats import BF16, FP32, Format, encode
 from scaledtensor.recipes import Recipe
-from scaledtensor.scale import nearest_power_of_two
+from scaledtensor.scale import nearest_power_of_two, settle
 from scaledtensor.tensor import ScaledTensor, from_plain
 
 __all__ = ["RULES", "Raw", "Rule", "dispatch", "fingerprint", "missing", "on_missing", "rule"]
@@ -160,24 +160,18 @@ def _operands(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Any]:
 def _wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
     scaled = [x for x in operands if isinstance(x, ScaledTensor)]
     fmt = raw.format or narrowest(scaled)
-    scale, ratio = settle(raw)
-    q = raw.q if ratio is None else raw.q * ratio
+    held = torch.ones_like(raw.rms) if raw.scale is None else raw.scale
+    if raw.settled:
+        # Only views share a scale object with another tensor: writing in place changes it.
+        scale, q = held.clone(), raw.q
+    else:
+        scale, ratio = settle(raw.rms, held)
+        q = raw.q * ratio
     if q.dtype != fmt.storage_dtype:
         q = store(q, fmt)
     recipe = next((x.recipe for x in scaled if x.recipe is not None), None)
     dtype = raw.dtype or _appearance(operands)
     return ScaledTensor.make(q, scale, raw.rms, fmt, dtype, recipe, raw.nonnegative)
-
-
-def settle(raw: Raw) -> tuple[Tensor, Tensor | None]:
-    """The scale that a result takes, and what its elements are multiplied by for it (None: 1)."""
-    if raw.settled:
-        # Only views share a scale object with another tensor: writing in place changes it.
-        return torch.ones_like(raw.rms) if raw.scale is None else raw.scale.clone(), None
-    scale = nearest_power_of_two(raw.rms)
-    ratio = scale.reciprocal() if raw.scale is None else raw.scale / scale
-    # A known zero (rms 0, scale 2**-126) under a large raw scale: 0 * inf would be NaN.
-    return scale, ratio.clamp_max_(torch.finfo(torch.float32).max)
 
 
 def store(q: Tensor, fmt: Format) -> Tensor:
@@ -244,9 +238,9 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
     else:
         held = value if isinstance(value, ScaledTensor) else from_plain(value, FP32, torch.float32, None)
         raw = Raw(held.qdata, held.scale, held.rms)
+    held = torch.ones_like(raw.rms) if raw.scale is None else raw.scale
     scale = torch.where(target.rms == 0, nearest_power_of_two(raw.rms), target.scale)
-    ratio = scale.reciprocal() if raw.scale is None else raw.scale / scale
-    ratio.clamp_max_(torch.finfo(torch.float32).max)
+    ratio = (held / scale).clamp_max_(torch.finfo(torch.float32).max)
     wide = raw.q if raw.q.dtype.itemsize > 1 else raw.q.float()
     q = wide * ratio
     target.qdata.copy_(q if target.qdata.dtype.itemsize > 1 else store(q, target.format))

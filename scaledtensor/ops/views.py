@@ -14,7 +14,7 @@ from torch import Tensor
 from scaledtensor.errors import DTypeError
 from scaledtensor.ops.algebra import Operand, elements, operand, quadrature
 from scaledtensor.ops.registry import Overload, Raw, rule
-from scaledtensor.scale import nearest_power_of_two
+from scaledtensor.scale import settle
 from scaledtensor.tensor import ScaledTensor
 
 aten = torch.ops.aten
@@ -135,8 +135,8 @@ def _join(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, Tensor, bool
     rms = quadrature(
         *(p.rms * (t.numel() / total) ** 0.5 for p, t in zip(parts, tensors, strict=True))
     )
-    scale = nearest_power_of_two(rms)
-    aligned = [p.q * (p.scale / scale) for p in parts]
+    scale, *ratios = settle(rms, *(p.scale for p in parts))
+    aligned = [p.q * ratio for p, ratio in zip(parts, ratios, strict=True)]
     return aligned, scale, rms, all(p.nonnegative for p in parts)
 
 
@@ -182,7 +182,7 @@ def _where(condition: Tensor, x: Any, y: Any) -> Raw:
         if isinstance(s, Tensor) or moves_scale(s)
     ]
     rms = deciding[0] if len(deciding) == 1 else torch.maximum(*deciding)
-    scale = nearest_power_of_two(rms)
+    (scale,) = settle(rms)
     parts = [_aligned(s, p, scale, elements(like)) for s, p in zip((x, y), sides, strict=True)]
     nonnegative = all(p.nonnegative for p in sides)
     return Raw(torch.where(condition, *parts), scale, rms, settled=True, nonnegative=nonnegative)
@@ -231,6 +231,6 @@ def _pair(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     like = x if isinstance(x, ScaledTensor) else y
     a, b = operand(x, like), operand(y, like)  # type: ignore[arg-type]
     rms = quadrature(a.rms, b.rms)
-    scale = nearest_power_of_two(rms)
+    scale, ratio_a, ratio_b = settle(rms, a.scale, b.scale)
     wide = torch.promote_types(a.q.dtype, b.q.dtype)
-    return (a.q * (a.scale / scale)).to(wide), b.q * (b.scale / scale), scale, rms
+    return (a.q * ratio_a).to(wide), b.q * ratio_b, scale, rms
