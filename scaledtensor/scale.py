@@ -5,6 +5,7 @@ just below a power of two. Everything here is integer arithmetic on the bits of 
 exact, does not synchronise with a device, and is the same in eager and in compiled code.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -18,6 +19,7 @@ __all__ = [
     "checked_scale",
     "is_power_of_two",
     "nearest_power_of_two",
+    "quadrature",
     "settle",
 ]
 
@@ -27,6 +29,7 @@ MAX_SCALE = 2.0**127
 _EXPONENT = 0x7F80_0000
 _ONE_BINADE = 0x0080_0000
 _SQRT2_MANTISSA = 0x0035_04F3
+_ROOT_HALF = (2**23 + _SQRT2_MANTISSA) / 2**24
 _MIN_BITS = 0x0080_0000  # 2**-126
 _MAX_BITS = 0x7F00_0000  # 2**127
 _FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -54,17 +57,55 @@ def settle(rms: Tensor, *scales: Tensor) -> list[Tensor]:
         # reads the result and redo it for each vector of elements (measured: 3x on a gelu).
         out: list[Tensor] = torch.ops.scaledtensor.settle(rms, scales)
         return out
-    return _settle(rms, scales)
-
-
-def _settle(rms: Tensor, scales: Sequence[Tensor]) -> list[Tensor]:
+    if _is_number(rms):
+        return _settle_numbers(rms, scales)
     scale = nearest_power_of_two(rms)
     return [scale, *((s / scale).clamp_max_(_FLOAT32_MAX) for s in scales)]
 
 
+def quadrature(*rms: Tensor) -> Tensor:
+    """RMS of a sum of independent terms, sqrt(sum of squares), float32.
+
+    In float64, so that no square leaves the range.
+    """
+    if _is_number(rms[0]):
+        numbers = [r.item() for r in rms]
+        return _tensor(math.sqrt(sum(r * r for r in numbers)))
+    total = rms[0].double().square()
+    for r in rms[1:]:
+        total = total + r.double().square()
+    return total.sqrt().float()
+
+
+# On a CPU, outside tracing, a 0-dim tensor is a number that costs nothing to read, and Python's
+# arithmetic on it, bit for bit that of the tensors, a third of the time of as many operators.
+
+
+def _is_number(x: Tensor) -> bool:
+    return type(x) is Tensor and x.is_cpu and x.dim() == 0 and not torch.compiler.is_compiling()
+
+
+def _tensor(number: float) -> Tensor:
+    return torch.scalar_tensor(number, dtype=torch.float32)
+
+
+def _settle_numbers(rms: Tensor, scales: Sequence[Tensor]) -> list[Tensor]:
+    scale = _nearest(rms.item())
+    ratios = (min(s.item() / scale, _FLOAT32_MAX) for s in scales)
+    return [_tensor(scale), *map(_tensor, ratios)]
+
+
+def _nearest(rms: float) -> float:
+    """`nearest_power_of_two` of a float32 number."""
+    if not MIN_SCALE < rms < MAX_SCALE:
+        return MIN_SCALE if rms <= MIN_SCALE else MAX_SCALE  # NaN too
+    significand, exponent = math.frexp(rms)
+    return max(math.ldexp(1.0, exponent - (significand < _ROOT_HALF)), MIN_SCALE)
+
+
 _LIBRARY = torch.library.Library("scaledtensor", "FRAGMENT")
 _LIBRARY.define("settle(Tensor rms, Tensor[] scales) -> Tensor[]")
-_LIBRARY.impl("settle", _settle, "CPU")
+_LIBRARY.impl("settle", _settle_numbers, "CPU")
 
 
 @torch.library.register_fake("scaledtensor::settle", lib=_LIBRARY)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from scaledtensor.formats import decode
-from scaledtensor.scale import nearest_power_of_two
+from scaledtensor.scale import nearest_power_of_two, quadrature
 from scaledtensor.ops.registry import Raw
 from scaledtensor.tensor import ScaledTensor, measured_rms
 
@@ -69,14 +69,6 @@ def operand(x: Any, like: ScaledTensor) -> Operand:
 def at_value(function: Callable[..., Tensor], x: ScaledTensor, rms: Tensor, **kwargs: Any) -> Raw:
     """A function that is not homogeneous, applied to the value."""
     return Raw(function(value(x)), None, rms, **kwargs)
-
-
-def quadrature(*rms: Tensor) -> Tensor:
-    """RMS of a sum of independent terms. In float64, so that no square leaves the range."""
-    total = rms[0].double().square()
-    for r in rms[1:]:
-        total = total + r.double().square()
-    return total.sqrt().float()
 
 
 def count(shape: Sequence[int], dims: int | Sequence[int] | None) -> int:
