@@ -1,0 +1,66 @@
+"""The test vocabulary: each function states one promise, on the value and on the scale."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from scaledtensor import ScaledTensor
+from scaledtensor.scale import is_power_of_two
+
+#: Rounding of one operation in the compute format, relative to the RMS of the result.
+TOLERANCE = {torch.float32: 2.0**-17, torch.bfloat16: 2.0**-5}
+
+
+def dequantized(x: Tensor) -> Tensor:
+    """The exact value in float64."""
+    if isinstance(x, ScaledTensor):
+        return x.qdata.detach().double() * x.scale.double()
+    return x.detach().double()
+
+
+def assert_holds(x: Tensor, expected: Tensor, tolerance: float) -> None:
+    """`x` has the value `expected`, and a scale that is an exact power of two."""
+    if isinstance(x, ScaledTensor):
+        assert x.scale.shape == x.rms.shape == ()
+        assert x.scale.dtype == x.rms.dtype == torch.float32
+        assert is_power_of_two(x.scale)
+        assert float(x.rms) >= 0
+        assert math.isfinite(float(x.rms))
+        assert not x.nonnegative or not (x.qdata < 0).any()
+    assert x.shape == expected.shape
+    got, want = dequantized(x), expected.detach().double()
+    finite = want[want.isfinite()]
+    spread = finite.square().mean().sqrt() if finite.numel() else torch.zeros(())
+    torch.testing.assert_close(
+        got, want, rtol=tolerance, atol=tolerance * float(spread), equal_nan=True
+    )
+
+
+def assert_shifted(x: Tensor, y: Tensor, k: int) -> None:
+    """`y` is `x` times 2**k, by its scale alone: the elements are the same bits."""
+    assert type(x) is type(y)
+    if not isinstance(x, ScaledTensor):
+        assert torch.equal(torch.ldexp(x, torch.tensor(k)), y)
+        return
+    assert x.format == y.format  # type: ignore[attr-defined]
+    assert torch.equal(_bits(x.qdata), _bits(y.qdata))  # type: ignore[attr-defined]
+    assert math.ldexp(float(x.scale), k) == float(y.scale)  # type: ignore[attr-defined]
+
+
+def _bits(q: Tensor) -> Tensor:
+    return q.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[q.dtype.itemsize])
+
+
+def rms(*samples: Tensor) -> float:
+    """RMS over all elements of all samples."""
+    squares = sum(float(s.double().square().sum()) for s in samples)
+    return math.sqrt(squares / max(sum(s.numel() for s in samples), 1))
+
+
+def assert_in_range(x: "list[Tensor]", low: float = 0.5, high: float = 2.0, what: str = "") -> None:
+    """RMS(qdata), pooled over samples, is in [low, high]."""
+    assert all(isinstance(s, ScaledTensor) for s in x), what
+    assert all(is_power_of_two(s.scale) for s in x), what  # type: ignore[attr-defined]
+    measured = rms(*(s.qdata.detach() for s in x))  # type: ignore[attr-defined]
+    assert low <= measured <= high, f"{what}: RMS(qdata) = {measured:.3f}, not in [{low}, {high}]"

@@ -1,0 +1,15 @@
+"""What holds for every test: no operator may run without a rule, and examples are the same each run."""
+
+import pytest
+from hypothesis import settings
+
+import scaledtensor as sct
+
+settings.register_profile("scaledtensor", deadline=None, derandomize=True)
+settings.load_profile("scaledtensor")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_operator_without_a_rule():
+    with sct.on_missing("error"):
+        yield

@@ -1,0 +1,163 @@
+"""Every operator keeps the meaning, holds the range, and moves only scales."""
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from assertions import TOLERANCE, assert_holds, assert_in_range, assert_shifted, dequantized
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from op_cases import CASES, Case, Shapes
+from torch import Tensor
+
+import scaledtensor as sct
+
+DTYPES = [torch.float32, torch.bfloat16]
+seeds = st.integers(0, 2**31)
+shifts = st.integers(-40, 40)
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@dataclass
+class Run:
+    """One forward and backward pass."""
+
+    inputs: list[Tensor]
+    out: Tensor
+    grad: Tensor | None
+    gradients: list[Tensor]
+
+
+def draw(case: Case, shapes: Shapes, seed: int, dtype: torch.dtype) -> list[Tensor]:
+    """Gaussian inputs, each with a power of two of its own."""
+    rng = torch.Generator().manual_seed(seed)
+    spread = torch.randint(-case.scales, case.scales + 1, (len(shapes),), generator=rng).tolist()
+    return [(torch.randn(s, generator=rng) * 2.0**k).to(dtype) for s, k in zip(shapes, spread, strict=True)]
+
+
+def run(case: Case, plain: list[Tensor], seed: int, shift: int = 0) -> Run:
+    """Forward and, with a Gaussian gradient times 2**shift, backward."""
+    inputs = [sct.scaled(x).requires_grad_(case.differentiable) for x in plain]
+    out = case.run(*inputs)
+    if not case.differentiable:
+        return Run(inputs, out, None, [])
+    rng = torch.Generator().manual_seed(seed + 1)
+    grad = torch.randn(out.shape, generator=rng).to(out.dtype) * 2.0**shift
+    if isinstance(out, sct.ScaledTensor):
+        grad = sct.scaled(grad)
+    return Run(inputs, out, grad, list(torch.autograd.grad(out, inputs, grad)))
+
+
+@every_dtype
+@every_case
+@settings(max_examples=4)
+@given(seed=seeds)
+def test__value_and_gradients__are_those_of_the_plain_operator(case, dtype, seed):
+    got = run(case, draw(case, case.shapes[0], seed, dtype), seed)
+    plain = [dequantized(x).requires_grad_(case.differentiable) for x in got.inputs]
+    want = case.run(*plain)
+    tolerance = TOLERANCE[dtype] * case.tolerance
+    assert_holds(got.out, want, tolerance)
+    if case.differentiable:
+        expected = torch.autograd.grad(want, plain, dequantized(got.grad))
+        for gradient, reference in zip(got.gradients, expected, strict=True):
+            assert isinstance(gradient, sct.ScaledTensor)
+            assert_holds(gradient, reference, 4 * tolerance)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@every_case
+def test__value__is_the_same_without_gradients(case, mode):
+    plain = draw(case, case.shapes[0], 0, torch.float32)
+    with mode():
+        inputs = [sct.scaled(x) for x in plain]
+        assert_holds(
+            case.run(*inputs),
+            case.run(*(dequantized(x) for x in inputs)),
+            TOLERANCE[torch.float32] * case.tolerance,
+        )
+
+
+RANGES = [(c, s) for c in CASES for s in c.shapes]
+
+
+@pytest.mark.parametrize(("case", "shapes"), RANGES, ids=lambda p: p.name if isinstance(p, Case) else str(p[0]))
+@settings(max_examples=4)
+@given(seed=seeds, shift=shifts)
+def test__gaussian_inputs__stay_in_range(case, shapes, seed, shift):
+    samples = []
+    for i in range(64):
+        plain = draw(case, shapes, seed, torch.float32)
+        rng = torch.Generator().manual_seed(seed + i)
+        plain = [torch.randn(x.shape, generator=rng) * 2.0 ** k for x, k in zip(plain, powers(case, shapes, seed, shift), strict=True)]
+        samples.append(run(case, plain, seed + i, -shift))
+        if sum(s.out.numel() for s in samples) >= 4096:
+            break
+    check = assert_median if case.heavy else assert_in_range
+    if isinstance(samples[0].out, sct.ScaledTensor):
+        check([s.out for s in samples], *case.forward, what="result")
+    check = assert_median if case.heavy_grad else assert_in_range
+    for i in range(len(samples[0].gradients)):
+        bounds = case.backward.get(i, (0.5, 2.0))
+        check([s.gradients[i] for s in samples], *bounds, what=f"gradient {i}")
+
+
+def powers(case: Case, shapes: Shapes, seed: int, shift: int) -> list[float]:
+    """The exponents of the inputs' scales: moderate ones, moved along the symmetries."""
+    rng = torch.Generator().manual_seed(seed)
+    base = torch.randint(-case.scales, case.scales + 1, (len(shapes),), generator=rng).tolist()
+    for symmetry in case.symmetries:
+        degree = max(abs(w) for w in symmetry)
+        base = [b + w * int(shift / degree) for b, w in zip(base, symmetry, strict=False)]
+    return base
+
+
+def assert_median(samples: list[Tensor], low: float, high: float, what: str) -> None:
+    """Where there is no variance, half of the elements are above 1/4 or so, and half below 4."""
+    middle = float(torch.cat([s.qdata.detach().flatten() for s in samples]).abs().median())
+    assert low / 2 <= middle <= high * 2, f"{what}: median |qdata| = {middle:.3f}"
+
+
+@every_dtype
+@every_case
+@settings(max_examples=4)
+@given(seed=seeds, shift=shifts)
+def test__power_of_two_on_the_gradient__moves_only_scales(case, dtype, seed, shift):
+    if not case.differentiable:
+        return
+    plain = draw(case, case.shapes[0], seed, dtype)
+    before, after = run(case, plain, seed), run(case, plain, seed, shift)
+    assert_shifted(before.out, after.out, 0)
+    for x, y in zip(before.gradients, after.gradients, strict=True):
+        assert_shifted(x, y, shift)
+
+
+HOMOGENEOUS = [(c, s) for c in CASES for s in c.symmetries]
+
+
+@every_dtype
+@pytest.mark.parametrize(("case", "symmetry"), HOMOGENEOUS, ids=lambda p: getattr(p, "name", str(p)))
+@settings(max_examples=4)
+@given(seed=seeds, shift=shifts)
+def test__power_of_two_on_homogeneous_inputs__moves_only_scales(case, symmetry, dtype, seed, shift):
+    shift = int(shift / max(map(abs, symmetry)))
+    *weights, degree = symmetry
+    plain = draw(case, case.shapes[0], seed, dtype)
+    moved = [x * math.ldexp(1, w * shift) for x, w in zip(plain, weights, strict=True)]
+    before, after = run(case, plain, seed), run(case, moved, seed)
+    assert_shifted(before.out, after.out, degree * shift)
+    for x, y, w in zip(before.gradients, after.gradients, weights, strict=False):
+        assert_shifted(x, y, (degree - w) * shift)
+
+
+@every_case
+def test__results__share_no_scale_with_an_input_unless_they_are_views(case):
+    got = run(case, draw(case, case.shapes[0], 0, torch.float32), 0)
+    if not isinstance(got.out, sct.ScaledTensor):
+        return
+    for x in got.inputs:
+        alias = got.out.qdata.untyped_storage().data_ptr() == x.qdata.untyped_storage().data_ptr()
+        assert (got.out.scale is x.scale) == alias
+        assert (got.out.rms is x.rms) == alias
