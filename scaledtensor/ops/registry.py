@@ -171,7 +171,8 @@ def _wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
         q = store(q, fmt)
     recipe = next((x.recipe for x in scaled if x.recipe is not None), None)
     dtype = raw.dtype or _appearance(operands)
-    return ScaledTensor.make(q, scale, raw.rms, fmt, dtype, recipe, raw.nonnegative)
+    rms = raw.rms.clone() if any(raw.rms is x.rms for x in scaled) else raw.rms
+    return ScaledTensor.make(q, scale, rms, fmt, dtype, recipe, raw.nonnegative)
 
 
 def store(q: Tensor, fmt: Format) -> Tensor:
@@ -213,7 +214,11 @@ def _in_place(op: Overload, function: Callable[..., Any], *args: Any, **kwargs: 
     names = [a.name for a in op._schema.arguments if a.is_out]
     targets = [kwargs.pop(name) for name in names] if names else [args[0]]
     result = function(*args, **kwargs)
-    results = list(result) if isinstance(result, (tuple, list)) and not isinstance(result, Raw) else [result]
+    results = (
+        list(result)
+        if isinstance(result, (tuple, list)) and not isinstance(result, Raw)
+        else [result]
+    )
     for target, value in zip(targets, results, strict=True):
         write(target, value, _operands(args, kwargs))
     return targets[0] if len(targets) == 1 else tuple(targets)
@@ -228,7 +233,9 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
     """
     shape = value.q.shape if isinstance(value, Raw) else value.shape
     if target.shape != shape:
-        raise ShapeError(f"cannot write a result of shape {tuple(shape)} into {tuple(target.shape)}")
+        raise ShapeError(
+            f"cannot write a result of shape {tuple(shape)} into {tuple(target.shape)}"
+        )
     if not isinstance(target, ScaledTensor):
         plain = _wrap(value, operands) if isinstance(value, Raw) else value
         target.copy_(dequantized(plain))
@@ -236,7 +243,11 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
     if isinstance(value, Raw):
         raw = value
     else:
-        held = value if isinstance(value, ScaledTensor) else from_plain(value, FP32, torch.float32, None)
+        held = (
+            value
+            if isinstance(value, ScaledTensor)
+            else from_plain(value, FP32, torch.float32, None)
+        )
         raw = Raw(held.qdata, held.scale, held.rms)
     held = torch.ones_like(raw.rms) if raw.scale is None else raw.scale
     scale = torch.where(target.rms == 0, nearest_power_of_two(raw.rms), target.scale)
