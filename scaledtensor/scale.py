@@ -126,7 +126,9 @@ def checked_scale(scale: float | Tensor, device: torch.device, *, power_of_two: 
         ScaleError: it has more than one element, is not positive and finite in float32, or is not
             a power of two although `power_of_two` asks for one.
     """
-    given = scale.detach() if isinstance(scale, Tensor) else torch.tensor(scale, dtype=torch.float64)
+    given = (
+        scale.detach() if isinstance(scale, Tensor) else torch.tensor(scale, dtype=torch.float64)
+    )
     if given.numel() != 1 or given.is_complex() or given.dtype == torch.bool:
         raise ScaleError(
             f"a per-tensor scale is one real number; got shape {tuple(given.shape)}, "

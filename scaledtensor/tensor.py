@@ -67,6 +67,10 @@ class ScaledTensor(Tensor):
     #: The inner tensors. Flatten, unflatten, repr, copy and pickle follow from this list.
     INNER: ClassVar[tuple[str, ...]] = ("qdata", "scale", "rms")
 
+    #: The elements of an 8-bit tensor as bfloat16, where tracing has them at hand. No part of the
+    #: tensor: lost when it leaves the traced region.
+    decoded: Tensor | None = None
+
     _engine: ClassVar[Engine]
 
     @staticmethod

@@ -19,7 +19,16 @@ from scaledtensor.ops import (  # noqa: F401 - imported for the rules that they 
     views,
 )
 from scaledtensor.ops.functions import FUNCTIONS
-from scaledtensor.ops.registry import RULES, Raw, Rule, dispatch, fingerprint, missing, on_missing, rule
+from scaledtensor.ops.registry import (
+    RULES,
+    Raw,
+    Rule,
+    dispatch,
+    fingerprint,
+    missing,
+    on_missing,
+    rule,
+)
 from scaledtensor.tensor import Engine, ScaledTensor
 
 __all__ = ["RULES", "Raw", "Rule", "missing", "on_missing", "rule"]

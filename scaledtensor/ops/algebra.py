@@ -12,7 +12,16 @@ from scaledtensor.scale import nearest_power_of_two, quadrature
 from scaledtensor.ops.registry import Raw
 from scaledtensor.tensor import ScaledTensor, measured_rms
 
-__all__ = ["Operand", "at_value", "count", "elements", "gaussian_moment", "operand", "quadrature", "value"]
+__all__ = [
+    "Operand",
+    "at_value",
+    "count",
+    "elements",
+    "gaussian_moment",
+    "operand",
+    "quadrature",
+    "value",
+]
 
 Number = bool | int | float
 
@@ -31,6 +40,8 @@ def elements(x: ScaledTensor) -> Tensor:
     q = x.qdata
     if q.dtype.itemsize > 1:
         return q
+    if x.decoded is not None:
+        return x.decoded
     if q.dim() > 1 and not q.is_contiguous() and q.mT.is_contiguous():
         # A transposed operand of a product: read in memory order, and once for both its uses.
         return decode(q.mT, x.format, torch.bfloat16).mT

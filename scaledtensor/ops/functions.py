@@ -47,7 +47,11 @@ def _product(function: Callable[..., Any], *operands: Any, **kwargs: Any) -> Any
         return function(*operands, **kwargs)
     like = next(x for x in operands if isinstance(x, ScaledTensor))
     out = function(*(_cast(x, recipe, like) for x in operands), **kwargs)
-    return verbs.gradient_to_format(out, recipe.gradient.name) if isinstance(out, ScaledTensor) else out
+    return (
+        verbs.gradient_to_format(out, recipe.gradient.name)
+        if isinstance(out, ScaledTensor)
+        else out
+    )
 
 
 def _reflected(function: Callable[..., Any], a: Any, b: Any) -> Any:
@@ -60,9 +64,7 @@ def linear(input: Any, weight: Any, bias: Any = None) -> Any:
     return y if bias is None else y + bias
 
 
-def addmm(
-    input: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1
-) -> Any:
+def addmm(input: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Any:
     """As linear: what is added stays uncast."""
     y = _product(torch.matmul, a, b)
     y = y if alpha == 1 else y * alpha

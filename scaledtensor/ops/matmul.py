@@ -62,7 +62,11 @@ def addmm(c: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Raw:
 
 def _product(matmul: Any, a: Any, b: Any) -> Raw:
     k = a.shape[-1]
-    if isinstance(a, ScaledTensor) and isinstance(b, ScaledTensor) and _torch.has_fp8_gemm(a.qdata, b.qdata):
+    if (
+        isinstance(a, ScaledTensor)
+        and isinstance(b, ScaledTensor)
+        and _torch.has_fp8_gemm(a.qdata, b.qdata)
+    ):
         rms = a.rms * b.rms * k**0.5
         scale, ratio = settle(rms, a.scale * b.scale)
         q = _torch.fp8_gemm(a.qdata, b.qdata, ratio)
