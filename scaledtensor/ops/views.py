@@ -50,7 +50,10 @@ def view(op: Overload, x: ScaledTensor, *args: Any, **kwargs: Any) -> Any:
     q = op(x.qdata, *args, **kwargs)
     if isinstance(q, (list, tuple)):
         return [x.like(part, x.scale, x.rms) for part in q]
-    return x.like(q, x.scale, x.rms)
+    out = x.like(q, x.scale, x.rms)
+    if x.decoded is not None:
+        out.decoded = op(x.decoded, *args, **kwargs)
+    return out
 
 
 @rule(aten.view.dtype)
