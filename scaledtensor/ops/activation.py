@@ -64,6 +64,17 @@ def leaky_relu_backward(
     return Raw(q, left.scale, left.rms * ((1 + negative_slope**2) / 2) ** 0.5, settled=True)
 
 
+@rule(aten.hardtanh_backward.default)
+def hardtanh_backward(g: Any, x: ScaledTensor, low: float, high: float) -> Raw:
+    """The share of a Gaussian between the bounds: r_g sqrt((erf(b / r sqrt 2) - erf(a / r sqrt 2)) / 2)."""
+    left = operand(g, x)
+    v = value(x)
+    sigma = x.rms.clamp_min(2.0**-60) * 2**0.5
+    share = 0.5 * (torch.erf(high / sigma) - torch.erf(low / sigma))
+    q = torch.where((v > low) & (v < high), left.q, 0.0)
+    return Raw(q, left.scale, left.rms * share.clamp_min(2.0**-20).sqrt())
+
+
 # --- gated -----------------------------------------------------------------------------------
 
 

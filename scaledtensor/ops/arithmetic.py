@@ -226,7 +226,8 @@ def square(x: ScaledTensor) -> Raw:
 
 @rule(aten.pow.Tensor_Scalar)
 def power(x: ScaledTensor, exponent: float) -> Raw:
-    """r = rx^p sqrt(E|z|^2p); negative powers have no finite moment and count as rx^p."""
+    """r = rx^p sqrt(E|z|^2p); negative powers have no finite moment and count as rx^p, and so does
+    what is known not to be negative (a statistic, near its RMS), except for its square."""
     return _power(x, exponent)
 
 
@@ -246,7 +247,7 @@ def _power(x: ScaledTensor, p: float) -> Raw:
         q = elements(x)
         rms = x.rms.square() * gaussian_moment(2)
         return Raw(q * q, x.scale.square(), rms, nonnegative=True)
-    rms = x.rms.pow(p) * gaussian_moment(p)
+    rms = x.rms.pow(p) * (1.0 if x.nonnegative else gaussian_moment(p))
     return at_value(lambda v: v.pow(p), x, rms, nonnegative=positive)
 
 
@@ -273,28 +274,34 @@ def reciprocal(x: ScaledTensor) -> Raw:
 
 def _exp_rms(rms: Tensor) -> Tensor:
     # sqrt(E exp(2x)) = exp(r^2) for a Gaussian; bounded, since a large r is a shifted one.
-    return rms.square().clamp_max(40.0).exp()
+    return rms.square().clamp_max(4.0).exp()
 
 
 @rule(aten.exp.default)
 def exp(x: ScaledTensor) -> Raw:
-    """Log-normal: r = exp(rx^2), bounded at exp(40)."""
+    """Log-normal: r = exp(rx^2), bounded at exp(4), beyond which few elements make the moment and
+    the argument is likelier a log-probability, whose exp is at most 1."""
     return at_value(torch.exp, x, _exp_rms(x.rms), nonnegative=True)
 
 
 @rule(aten.expm1.default)
 def expm1(x: ScaledTensor) -> Raw:
     """r = expm1(rx^2) + rx: rx when small, as exp when large."""
-    r2 = x.rms.square().clamp_max(40.0)
+    r2 = x.rms.square().clamp_max(4.0)
     return at_value(torch.expm1, x, r2.expm1() + x.rms.clamp_max(1.0))
 
 
-@rule(aten.log.default, aten.log2.default, aten.log10.default, aten.log1p.default, pass_op=True)
+@rule(aten.log1p.default)
+def log1p(x: ScaledTensor) -> Raw:
+    """r = log1p(rx): rx when small, its logarithm when large."""
+    return at_value(torch.log1p, x, x.rms.log1p(), nonnegative=x.nonnegative)
+
+
+@rule(aten.log.default, aten.log2.default, aten.log10.default, pass_op=True)
 def log(op: Overload, x: ScaledTensor) -> Raw:
     """r = sqrt((ln rx - 0.635)^2 + pi^2 / 8), the moments of ln|z| (times 1 / ln base)."""
-    r = x.rms + 1 if op is aten.log1p.default else x.rms
-    spread = torch.full_like(r, math.pi / 8**0.5)
-    natural = quadrature(r.clamp_min(2.0**-126).log() - 0.635, spread)
+    spread = torch.full_like(x.rms, math.pi / 8**0.5)
+    natural = quadrature(x.rms.clamp_min(2.0**-126).log() - 0.635, spread)
     base = {aten.log2.default: math.log(2), aten.log10.default: math.log(10)}.get(op, 1.0)
     return at_value(op, x, natural / base)
 

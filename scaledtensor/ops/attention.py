@@ -10,9 +10,10 @@ Moments: let E be the mean over queries of sum_j P_ij^2. For n keys and logits o
 1/n to 1, as n^(a - 1) with a = m^2 / (m^2 + 4); a causal mask averages it over n = 1..S. Then
 
     out = r_v sqrt(E)                           dv = r_g sqrt(E Sq/Sk)
-    dq  = c sqrt(d) r_g r_v r_k sqrt(E)         dk = c sqrt(d) r_g r_v r_q sqrt(E Sq/Sk)
+    dq  = c sqrt(d) r_g r_v r_k h sqrt(E)       dk = c sqrt(d) r_g r_v r_q h sqrt(E Sq/Sk)
 
-for softmax scale c and head size d: dS = P (dP - sum P dP) has entries P r_g r_v sqrt(d). Only the
+for softmax scale c and head size d: dS = P (dP - sum P dP) has entries P r_g r_v sqrt(d) h, with h
+the `selection` of softmax. Only the
 representation depends on the number of keys, never the value, so a KV cache decodes alike.
 """
 
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from scaledtensor.ops.algebra import elements, operand
 from scaledtensor.ops.registry import Raw, rule
-from scaledtensor.ops.softmax import sharpness
+from scaledtensor.ops.softmax import selection, sharpness
 from scaledtensor.tensor import ScaledTensor
 
 aten = torch.ops.aten
@@ -142,8 +143,10 @@ def _gradients(
     d, queries, keys = query.shape[-1], query.shape[-2], key.shape[-2]
     # Query heads that share a key head add up in its gradient.
     shared = queries / max(keys, 1) * (query.numel() / queries / max(key.numel() / keys, 1))
-    root = concentration(a.rms * b.rms * (factor * d**0.5), keys, causal).sqrt()
-    score = g.rms * c.rms * root * (factor * d**0.5)
+    logits = a.rms * b.rms * (factor * d**0.5)
+    root = concentration(logits, keys, causal).sqrt()
+    moved = selection(logits.clamp_max(2.0**60).square(), keys, causal)
+    score = g.rms * c.rms * root * moved * (factor * d**0.5)
     dq, dk, dv = raw
     return (
         Raw(dq, g.scale * c.scale * b.scale, score * b.rms),

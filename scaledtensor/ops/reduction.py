@@ -121,34 +121,53 @@ def ordered(op: Overload, x: ScaledTensor, *args: Any, **kwargs: Any) -> Any:
 # --- moments ---------------------------------------------------------------------------------
 
 
-def _deviation(x: ScaledTensor, q: Tensor, power: int) -> Any:
-    scale = x.scale**power if power > 1 else x.scale
+def _variance(x: ScaledTensor, q: Tensor, dim: Dims, correction: float | None = None) -> Any:
     if q.dim() == 0:
-        return q * scale
-    return Raw(q, scale, x.rms**power if power > 1 else x.rms, format=FP32, nonnegative=True)
+        return q * x.scale.square()
+    n, degrees = _degrees(x, dim, correction)
+    rms = x.rms.square() * (((n - 1) * (n + 1)) ** 0.5 / degrees)
+    return Raw(q, x.scale.square(), rms, format=FP32, nonnegative=True)
+
+
+def _degrees(x: ScaledTensor, dim: Dims, correction: float | None) -> tuple[int, float]:
+    n = max(count(x.shape, dim), 1)
+    return n, max(n - (1 if correction is None else correction), 1)
 
 
 @rule(aten.var.correction)
-def var(x: ScaledTensor, dim: Dims = None, **kwargs: Any) -> Any:
-    """r^2."""
-    return _deviation(x, aten.var.correction(elements(x).float(), dim, **kwargs), 2)
+def var(
+    x: ScaledTensor, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False
+) -> Any:
+    """r^2 sqrt((n - 1)(n + 1)) / (n - correction), the second moment of a chi-square variable."""
+    q = aten.var.correction(elements(x).float(), dim, correction=correction, keepdim=keepdim)
+    return _variance(x, q, dim, correction)
 
 
 @rule(aten.std.correction)
-def std(x: ScaledTensor, dim: Dims = None, **kwargs: Any) -> Any:
-    """r."""
-    return _deviation(x, aten.std.correction(elements(x).float(), dim, **kwargs), 1)
+def std(
+    x: ScaledTensor, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False
+) -> Any:
+    """r sqrt((n - 1) / (n - correction))."""
+    q = aten.std.correction(elements(x).float(), dim, correction=correction, keepdim=keepdim)
+    if q.dim() == 0:
+        return q * x.scale
+    n, degrees = _degrees(x, dim, correction)
+    return Raw(q, x.scale, x.rms * ((n - 1) / degrees) ** 0.5, format=FP32, nonnegative=True)
 
 
 @rule(aten.var_mean.correction)
-def var_mean(x: ScaledTensor, dim: Dims = None, **kwargs: Any) -> Any:
-    """r^2, and r / sqrt(n)."""
-    variance, mean = aten.var_mean.correction(elements(x).float(), dim, **kwargs)
+def var_mean(
+    x: ScaledTensor, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False
+) -> Any:
+    """As var, and r / sqrt(n)."""
+    variance, mean = aten.var_mean.correction(
+        elements(x).float(), dim, correction=correction, keepdim=keepdim
+    )
     if mean.dim() == 0:
         return variance * x.scale.square(), mean * x.scale
     n = count(x.shape, dim)
     share = growth(n, x.nonnegative) / max(n, 1)
-    return _deviation(x, variance, 2), Raw(mean, x.scale, x.rms * share, format=FP32)
+    return _variance(x, variance, dim, correction), Raw(mean, x.scale, x.rms * share, format=FP32)
 
 
 @rule(aten.linalg_vector_norm.default)

@@ -100,9 +100,12 @@ def zero_filled(op: Overload, g: ScaledTensor, sizes: Sequence[int], *args: Any)
 
 @rule(aten.tril.default, aten.triu.default, pass_op=True)
 def triangle(op: Overload, x: ScaledTensor, diagonal: int = 0) -> Raw:
-    """Half of the elements among zeros: r / sqrt(2)."""
-    q = op(elements(x), diagonal)
-    return Raw(q, x.scale, x.rms * 0.5**0.5, settled=True, nonnegative=x.nonnegative)
+    """The elements of a triangle among zeros: r sqrt(share), counted."""
+    rows, columns = x.shape[-2:]
+    below = sum(min(max(i + diagonal + (op is aten.tril.default), 0), columns) for i in range(rows))
+    kept = below if op is aten.tril.default else rows * columns - below
+    share = (max(kept, 1) / max(rows * columns, 1)) ** 0.5
+    return Raw(op(elements(x), diagonal), x.scale, x.rms * share, nonnegative=x.nonnegative)
 
 
 @rule(aten.constant_pad_nd.default)
