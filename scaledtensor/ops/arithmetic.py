@@ -49,30 +49,32 @@ def rsub(x: Any, y: Any, alpha: float = 1) -> Raw:
 
 def _sum(x: Any, y: Any, alpha: float) -> Raw:
     like = _scaled(x, y)
-    a, b = _term(x, like), _term(y, like)
+    a, b = term(x, like), term(y, like)
     rms = quadrature(a.rms, b.rms * abs(alpha))
     scale, ratio_a, ratio_b = settle(rms, a.scale, b.scale)
-    q = torch.add(_under(a, x, ratio_a), _under(b, y, ratio_b), alpha=alpha)
+    q = torch.add(under(a, x, ratio_a), under(b, y, ratio_b), alpha=alpha)
     positive = a.nonnegative and b.nonnegative and alpha > 0
     return Raw(q, scale, rms, settled=True, nonnegative=positive)
 
 
-def _is_table(x: Any) -> bool:
+def is_table(x: Any) -> bool:
+    """Whether `x` is a plain tensor of elements, such as an additive mask."""
     return isinstance(x, Tensor) and not isinstance(x, ScaledTensor) and x.dim() > 0
 
 
-def _term(x: Any, like: ScaledTensor) -> Operand:
-    if _is_table(x):
-        # An additive mask: its fills are no part of the RMS.
+def term(x: Any, like: ScaledTensor) -> Operand:
+    """`x` as one that is added or chosen from: the fills of a mask are no part of its RMS."""
+    if is_table(x):
         x = x.float()
         one = torch.ones((), device=x.device)
         return Operand(x, one, measured_rms(x, below=2.0**63))
     return operand(x, like)
 
 
-def _under(term: Operand, x: Any, ratio: Tensor) -> Tensor:
+def under(term: Operand, x: Any, ratio: Tensor) -> Tensor:
+    """The elements of a term times the ratio of its scale to another."""
     q = term.q * ratio
-    if not _is_table(x):
+    if not is_table(x):
         return q
     # A finite fill that the scale pushes out of range saturates; -inf means something and stays.
     limit = torch.finfo(torch.bfloat16).max

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from scaledtensor.formats import FP32
-from scaledtensor.ops.algebra import at_value, count, elements, operand, quadrature, value
+from scaledtensor.ops.algebra import at_value, count, operand, quadrature, value
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.tensor import ScaledTensor
 
@@ -36,7 +36,7 @@ def selection(m2: Tensor, n: int, causal: bool = False) -> Tensor:
     n = max(n, 1)
     log_n = math.log(n)
     lost = (math.pi**2 / 6 - 1 / n) / (log_n + 0.5772 + 0.5 / n) if causal else 1 / n
-    share: Tensor = max(1 - lost, 0.25) * torch.rsqrt(1 + m2 * (5 / (log_n + 0.3)))
+    share = torch.rsqrt(1 + m2 * (5 / (log_n + 0.3))) * max(1 - lost, 0.25)
     return share.sqrt()
 
 
@@ -68,7 +68,8 @@ def _logsumexp_rms(m: Tensor, n: int) -> Tensor:
     log_n = math.log(n)
     edge = (2 * log_n) ** 0.5
     low = m.clamp_max(edge)
-    return log_n + low.square() / 2 + (m - low) * edge
+    free: Tensor = low.square() / 2 + (m - low) * edge + log_n
+    return free
 
 
 @rule(aten._log_softmax.default)

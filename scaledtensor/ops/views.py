@@ -13,6 +13,7 @@ from torch import Tensor
 
 from scaledtensor.errors import DTypeError
 from scaledtensor.ops.algebra import Operand, elements, operand, quadrature
+from scaledtensor.ops.arithmetic import term, under
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.scale import settle
 from scaledtensor.tensor import ScaledTensor
@@ -181,7 +182,7 @@ def _where(condition: Tensor, x: Any, y: Any) -> Raw:
         condition = elements(condition) != 0
     x, y = (_plain_number(s) for s in (x, y))
     like = x if isinstance(x, ScaledTensor) else y
-    sides = [operand(s, like) for s in (x, y)]
+    sides = [term(s, like) for s in (x, y)]
     deciding = [
         p.rms
         for p, s in zip(sides, (x, y), strict=True)
@@ -204,7 +205,7 @@ def _plain_number(x: Any) -> Any:
 def _aligned(x: Any, side: Operand, scale: Tensor, like: Tensor) -> Tensor:
     if not isinstance(x, Tensor):
         return fill_under(x, scale, like)
-    return side.q * (side.scale / scale)
+    return under(side, x, side.scale / scale)
 
 
 # --- scattered writes ------------------------------------------------------------------------

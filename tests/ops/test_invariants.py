@@ -34,7 +34,10 @@ def draw(case: Case, shapes: Shapes, seed: int, dtype: torch.dtype) -> list[Tens
     """Gaussian inputs, each with a power of two of its own."""
     rng = torch.Generator().manual_seed(seed)
     spread = torch.randint(-case.scales, case.scales + 1, (len(shapes),), generator=rng).tolist()
-    return [(torch.randn(s, generator=rng) * 2.0**k).to(dtype) for s, k in zip(shapes, spread, strict=True)]
+    return [
+        (torch.randn(s, generator=rng) * 2.0**k).to(dtype)
+        for s, k in zip(shapes, spread, strict=True)
+    ]
 
 
 def run(case: Case, plain: list[Tensor], seed: int, shift: int = 0) -> Run:
@@ -157,7 +160,9 @@ HOMOGENEOUS = [(c, s) for c in CASES for s in c.symmetries]
 
 
 @every_dtype
-@pytest.mark.parametrize(("case", "symmetry"), HOMOGENEOUS, ids=lambda p: getattr(p, "name", str(p)))
+@pytest.mark.parametrize(
+    ("case", "symmetry"), HOMOGENEOUS, ids=lambda p: getattr(p, "name", str(p))
+)
 @settings(max_examples=4)
 @given(seed=seeds, shift=shifts)
 def test__power_of_two_on_homogeneous_inputs__moves_only_scales(case, symmetry, dtype, seed, shift):

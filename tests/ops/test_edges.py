@@ -1,0 +1,138 @@
+"""Masks, infinities, zeros, NaNs, empty and 0-dim tensors."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from assertions import TOLERANCE, assert_holds, dequantized
+from op_cases import CASES
+
+import scaledtensor as sct
+
+FILLS = [float("-inf"), torch.finfo(torch.float32).min, torch.finfo(torch.bfloat16).min]
+SINGULAR_AT_0 = {
+    *("div", "addcdiv", "log", "log2", "reciprocal", "rsqrt", "rsqrt_elements"),
+    *("pow_half", "sqrt", "std", "norm", "layer_norm_eps_0", "prod"),
+}
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+
+
+def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@every_case
+def test__zero_tensors__give_zeros_and_never_nan(case):
+    if case.name in SINGULAR_AT_0:
+        pytest.skip("NaN or infinite at zero for plain tensors too")
+    inputs = [
+        sct.scaled(torch.zeros(s)).requires_grad_(case.differentiable) for s in case.shapes[0]
+    ]
+    out = case.run(*inputs)
+    assert_holds(
+        out, case.run(*map(dequantized, inputs)), TOLERANCE[torch.float32] * case.tolerance
+    )
+    if case.differentiable:
+        ones = torch.ones_like(out)
+        for g in torch.autograd.grad(out, inputs, ones):
+            assert dequantized(g).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shift", [-40, 0, 40])
+@pytest.mark.parametrize("fill", FILLS)
+def test__masked_logits__get_no_weight_and_no_gradient(fill, shift, dtype):
+    x = sct.scaled((gaussian(8, 16) * 2.0**shift).to(dtype)).requires_grad_()
+    mask = torch.ones(8, 16, dtype=torch.bool).triu(1)
+    y = F.softmax(x.masked_fill(mask, fill), -1)
+    plain = dequantized(x).requires_grad_()
+    reference = F.softmax(plain.masked_fill(mask, fill), -1)
+    tolerance = 4 * TOLERANCE[dtype]
+    assert_holds(y, reference, tolerance)
+    assert (dequantized(y)[mask] == 0).all()
+    grad = torch.autograd.grad(y, x, sct.scaled(gaussian(8, 16, seed=1).to(dtype)))[0]
+    assert dequantized(grad).isfinite().all()
+    assert (dequantized(grad)[mask] == 0).all()
+
+
+@pytest.mark.parametrize("fill", FILLS)
+def test__additive_mask__is_no_part_of_the_range(fill):
+    x = sct.scaled(gaussian(8, 16))
+    mask = torch.zeros(8, 16).masked_fill(torch.ones(8, 16, dtype=torch.bool).triu(1), fill)
+    for y in (x + mask, torch.where(mask == 0, x, mask)):
+        assert 0.5 < float(y.scale) < 4
+        assert_holds(F.softmax(y, -1), F.softmax(dequantized(x) + mask, -1), 2.0**-16)
+
+
+@pytest.mark.parametrize("special", [float("inf"), float("-inf"), float("nan")])
+def test__one_special_element__stays_one_and_moves_no_scale(special):
+    plain = gaussian(64)
+    plain[3] = special
+    x = sct.scaled(plain)
+    assert float(x.scale) == 1
+    for f in (
+        torch.neg,
+        torch.abs,
+        F.relu,
+        lambda v: v + v,
+        lambda v: v * 3,
+        lambda v: v.cumsum(0),
+    ):
+        y = f(x)
+        assert torch.equal(dequantized(y).isnan(), f(plain).isnan())
+        assert_holds(y, f(plain.double()), 2.0**-16)
+
+
+def test__one_key__is_attended_to_whole():
+    q, k, v = (sct.scaled(gaussian(2, 2, n, 8, seed=n)).requires_grad_() for n in (3, 1, 1))
+    out = F.scaled_dot_product_attention(q, k, v)
+    assert torch.equal(dequantized(out), dequantized(v).expand(2, 2, 3, 8))
+    for g in torch.autograd.grad(out, (q, k), sct.scaled(gaussian(2, 2, 3, 8))):
+        assert dequantized(g).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("p", [0.0, 0.25])
+def test__dropout__keeps_range_and_expectation(p):
+    torch.manual_seed(0)
+    x = sct.scaled(gaussian(2**16)).requires_grad_()
+    y = F.dropout(x, p)
+    kept = dequantized(y) != 0
+    assert_holds(y, torch.where(kept, dequantized(x) / (1 - p), 0), 2.0**-20)
+    g = torch.autograd.grad(y, x, sct.scaled(gaussian(2**16, seed=1)))[0]
+    assert_holds(g, torch.where(kept, gaussian(2**16, seed=1).double() / (1 - p), 0), 2.0**-20)
+    assert abs(float(kept.double().mean()) - 1 + p) < 0.01
+
+
+EMPTY = {
+    "add": lambda x: x + x,
+    "mul": lambda x: x * 0.3,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "softmax": lambda x: F.softmax(x, -1),
+    "layer_norm": lambda x: F.layer_norm(x, x.shape[-1:]),
+    "rms_norm": lambda x: F.rms_norm(x, x.shape[-1:]),
+    "matmul": lambda x: x @ x.mT,
+    "linear": lambda x: F.linear(x, x.new_ones(3, 4)),
+    "cat": lambda x: torch.cat((x, x)),
+    "sum": lambda x: x.sum(0),
+    "mean_last": lambda x: x.mean(-1),
+    "view": lambda x: x.view(-1, 2),
+    "where": lambda x: torch.where(x > 0, x, 0.0),
+    "cumsum": lambda x: x.cumsum(0),
+    "sdpa": lambda x: F.scaled_dot_product_attention(*[x[None, None]] * 3),
+}
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test__empty_batch__gives_what_torch_gives(name):
+    x = sct.scaled(torch.zeros(0, 4)).requires_grad_()
+    y = EMPTY[name](x)
+    assert_holds(y, EMPTY[name](torch.zeros(0, 4)), 0)
+    assert torch.autograd.grad(y, x, torch.zeros_like(y))[0].shape == (0, 4)
+
+
+def test__scalars__stay_0_dim():
+    x, y = sct.scaled(torch.tensor(3.0)), sct.scaled(torch.tensor(-0.375))
+    for f in (torch.add, torch.mul, torch.div, torch.maximum):
+        assert_holds(f(x, y), f(torch.tensor(3.0), torch.tensor(-0.375)), 2.0**-20)
+    assert float(x * y) == -1.125
+    assert x.item() == 3

@@ -1,0 +1,87 @@
+"""In-place and out= forms: the same object, the same aliases, the value of the functional form."""
+
+import pytest
+import torch
+from assertions import assert_holds, dequantized
+
+import scaledtensor as sct
+
+
+def gaussian(*shape: int, seed: int = 0, power: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 2.0**power
+
+
+IN_PLACE = {
+    "add_": lambda x, y: x.add_(y, alpha=-0.5),
+    "sub_": lambda x, y: x.sub_(y),
+    "mul_": lambda x, y: x.mul_(y),
+    "mul_scalar_": lambda x, y: x.mul_(0.9),
+    "div_": lambda x, y: x.div_(3),
+    "neg_": lambda x, y: x.neg_(),
+    "abs_": lambda x, y: x.abs_(),
+    "sqrt_": lambda x, y: x.square_().sqrt_(),
+    "relu_": lambda x, y: x.relu_(),
+    "clamp_": lambda x, y: x.clamp_(-1, 1),
+    "lerp_": lambda x, y: x.lerp_(y, 0.1),
+    "addcmul_": lambda x, y: x.addcmul_(y, y, value=0.01),
+    "addcdiv_": lambda x, y: x.addcdiv_(y, y.abs() + 1, value=-0.1),
+    "exp_": lambda x, y: x.exp_(),
+    "tanh_": lambda x, y: x.tanh_(),
+    "zero_": lambda x, y: x.zero_(),
+    "fill_": lambda x, y: x.fill_(0.3),
+    "masked_fill_": lambda x, y: x.masked_fill_(torch.eye(4, 6).bool(), 0.5),
+    "copy_": lambda x, y: x.copy_(y),
+    "iadd": lambda x, y: x.__iadd__(y),
+}
+in_place = pytest.mark.parametrize("name", IN_PLACE)
+
+
+@pytest.mark.parametrize("power", [-30, 0, 30])
+@in_place
+def test__in_place__returns_the_same_object_with_the_value_of_torch(name, power):
+    x, y = sct.scaled(gaussian(4, 6, power=power)), sct.scaled(gaussian(4, 6, seed=1, power=power))
+    view, before = x.t(), (x.qdata, x.scale, x.rms)
+    plain = [dequantized(x), dequantized(y)]
+    assert IN_PLACE[name](x, y) is x
+    assert all(now is then for now, then in zip((x.qdata, x.scale, x.rms), before, strict=True))
+    want = IN_PLACE[name](*plain)
+    assert_holds(x, want, 2.0**-18)
+    assert_holds(view, want.t(), 2.0**-18)
+
+
+@in_place
+def test__in_place_through_a_view__reaches_the_base(name):
+    base, y = sct.scaled(gaussian(8, 6)), sct.scaled(gaussian(4, 6, seed=1, power=3))
+    plain = dequantized(base)
+    IN_PLACE[name](base[2:6], y)
+    IN_PLACE[name](plain[2:6], dequantized(y))
+    assert_holds(base, plain, 2.0**-18)
+
+
+def test__slices_written__keep_what_is_around_them():
+    x = sct.scaled(gaussian(8, 6))
+    plain = dequantized(x)
+    for target in (x, plain):
+        target[1] = 7.0
+        target[:, 2] *= 2.0**20
+        target[3, 4] = 0.0
+    assert_holds(x, plain, 2.0**-18)
+
+
+OUT = {
+    "add": lambda x, y, **o: torch.add(x, y, **o),
+    "mul": lambda x, y, **o: torch.mul(x, y, **o),
+    "exp": lambda x, y, **o: torch.exp(x, **o),
+    "cat": lambda x, y, **o: torch.cat((x, y), **o),
+    "sum": lambda x, y, **o: torch.sum(x, 0, **o),
+    "where": lambda x, y, **o: torch.where(torch.eye(4, 6).bool(), x, y, **o),
+}
+
+
+@pytest.mark.parametrize("name", OUT)
+def test__out__is_written_and_returned(name):
+    x, y = sct.scaled(gaussian(4, 6)), sct.scaled(gaussian(4, 6, seed=1))
+    want = OUT[name](dequantized(x), dequantized(y))
+    out = sct.scaled(torch.zeros(want.shape))
+    assert OUT[name](x, y, out=out) is out
+    assert_holds(out, want, 2.0**-18)
