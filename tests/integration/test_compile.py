@@ -1,0 +1,170 @@
+"""`torch.compile(fullgraph=True)` is the eager program: values, scales, and no stale cache."""
+
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import scaledtensor as sct
+from scaledtensor.demo.model import GPT, GPTConfig
+
+
+class LlamaBlock(nn.Module):
+    """RMSNorm, RoPE, grouped queries and a gated MLP, each spelled as in the wild."""
+
+    def __init__(self, width: int = 32, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.RMSNorm(width)
+        self.q = nn.Linear(width, width, bias=False)
+        self.kv = nn.Linear(width, width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.gate = nn.Linear(width, 2 * width, bias=False)
+        self.up = nn.Linear(width, 2 * width, bias=False)
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def rope(self, x: Tensor) -> Tensor:
+        d = x.shape[-1] // 2
+        angle = torch.arange(x.shape[-2])[:, None] / 100.0 ** (torch.arange(d) / d)
+        cos, sin = angle.cos().repeat(1, 2), angle.sin().repeat(1, 2)
+        return x * cos + torch.cat((-x[..., d:], x[..., :d]), -1) * sin
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, C = x.shape
+        h = self.norm(x)
+        q = self.q(h).view(B, T, self.heads, -1).transpose(1, 2)
+        k, v = (
+            t.view(B, T, self.heads // 2, -1).transpose(1, 2).repeat_interleave(2, 1)
+            for t in self.kv(h).chunk(2, -1)
+        )
+        y = F.scaled_dot_product_attention(self.rope(q), self.rope(k), v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(B, T, C))
+        h = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+def gpt() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    model = GPT(GPTConfig(vocab_size=64, block_size=32, n_layer=2, n_head=2, n_embd=64))
+    tokens = torch.randint(0, 64, (4, 33))
+    return model, lambda m: m(tokens[:, :-1], tokens[:, 1:])[1]
+
+
+def llama() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    model = nn.Sequential(nn.Embedding(64, 32), LlamaBlock(), LlamaBlock(), nn.Linear(32, 64))
+    tokens = torch.randint(0, 64, (4, 17))
+    return model, lambda m: F.cross_entropy(
+        m(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
+    )
+
+
+BF16 = sct.recipes.Unit(forward="bf16", gradient="bf16")
+
+
+@pytest.mark.parametrize(
+    ("make", "recipe", "backend", "tolerance"),
+    [
+        (gpt, sct.recipes.Unit(), "aot_eager", 0.0),
+        (llama, sct.recipes.Unit(), "aot_eager", 0.0),
+        # Inductor fuses what eager rounds to bfloat16 in between,
+        (gpt, BF16, "inductor", 0.03),
+        # and where that flips the rounding of a gradient to E5M2, its step is 1/4.
+        (gpt, sct.recipes.Unit(), "inductor", 0.15),
+    ],
+)
+def test__forward_and_backward_equal_eager(
+    make: Callable[[], tuple[nn.Module, Callable[[nn.Module], Tensor]]],
+    recipe: sct.recipes.Recipe,
+    backend: str,
+    tolerance: float,
+) -> None:
+    torch.manual_seed(0)
+    model, loss_of = make()
+    eager = sct.scale_model(model, recipe)
+    compiled = copy.deepcopy(eager)
+    expected = loss_of(eager)
+    expected.backward()
+    loss = torch.compile(loss_of, fullgraph=True, backend=backend)(compiled)
+    loss.backward()
+    torch.testing.assert_close(loss, expected, rtol=tolerance / 10, atol=0)
+    for (name, p), q in zip(eager.named_parameters(), compiled.parameters(), strict=True):
+        assert isinstance(q.grad, sct.ScaledTensor), name
+        assert torch.equal(p.grad.scale, q.grad.scale), name
+        assert p.grad.format == q.grad.format, name
+        expected_grad = p.grad.dequantize()
+        error = (expected_grad - q.grad.dequantize()).norm() / expected_grad.norm()
+        assert error <= tolerance, f"{name}: {error:.3f}"
+
+
+def test__scaled_logits_cross_the_border_with_their_gradient() -> None:
+    """The loss outside: the compiled region returns a ScaledTensor and receives one."""
+    torch.manual_seed(0)
+    eager = sct.scale_model(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8)))
+    compiled = copy.deepcopy(eager)
+    x, y = sct.scaled(torch.randn(4, 16)), torch.randint(0, 8, (4,))
+    logits = torch.compile(compiled, fullgraph=True)(x)
+    assert isinstance(logits, sct.ScaledTensor)
+    assert torch.equal(logits.scale, eager(x).scale)
+    F.cross_entropy(logits, y).backward()
+    F.cross_entropy(eager(x), y).backward()
+    for p, q in zip(eager.parameters(), compiled.parameters(), strict=True):
+        assert torch.equal(p.grad.scale, q.grad.scale)
+        torch.testing.assert_close(p.grad.dequantize(), q.grad.dequantize(), rtol=0.02, atol=1e-4)
+
+
+def test__no_graph_per_scale() -> None:
+    """The scale is data: another loss multiplier or other weights compile nothing."""
+    torch.manual_seed(0)
+    model = sct.scale_model(nn.Linear(16, 16))
+    x = sct.scaled(torch.randn(4, 16))
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda m, x, c: (m(x) * c).sum(), backend=counter, fullgraph=True)
+    grads = []
+    for k in (0, -18, 20):
+        model.zero_grad()
+        compiled(model, x, torch.tensor(2.0**k)).backward()
+        grads.append(model.weight.grad)
+    assert counter.frame_count == 1
+    assert all(torch.equal(g.qdata, grads[0].qdata) for g in grads)
+    assert [float(g.scale / grads[0].scale) for g in grads] == [1.0, 2.0**-18, 2.0**20]
+
+
+PROGRAM = '''
+import sys, torch, scaledtensor as sct
+from torch._dynamo.utils import counters
+
+@sct.ops.rule(torch.ops.aten.i0.default)
+def i0(x):
+    """Not a real rule: what it returns tells which version ran."""
+    return sct.ops.Raw(x.qdata * {factor}, x.scale, x.rms, settled=True)
+
+x = sct.scaled(torch.ones(4))
+y = torch.compile(lambda x: torch.i0(x) + 0, fullgraph=True)(x)
+print(y.dequantize()[0].item(), counters["aot_autograd"]["autograd_cache_hit"])
+'''
+
+
+def test__a_changed_rule_is_not_served_from_the_cache(tmp_path: Path) -> None:
+    """Processes that share a cache directory: the same rule hits, a changed one misses."""
+    printed = []
+    for name, factor in (("first", 3), ("again", 3), ("changed", 5), ("back", 3)):
+        script = tmp_path / f"{name}.py"
+        script.write_text(PROGRAM.format(factor=factor))
+        env = os.environ | {
+            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
+            "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
+            "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
+        }
+        done = subprocess.run(
+            [sys.executable, script], env=env, capture_output=True, text=True, check=True
+        )
+        value, hits = done.stdout.split()
+        printed.append((float(value), int(hits)))
+    assert [value for value, _ in printed] == [3.0, 3.0, 5.0, 3.0]
+    assert [hits for _, hits in printed] == [0, 1, 0, 1]
