@@ -1,4 +1,4 @@
-"""What holds for every test: no operator may run without a rule, and examples are the same each run."""
+"""For every test: no operator runs without a rule, and the examples are the same each run."""
 
 import pytest
 from hypothesis import settings

@@ -27,7 +27,8 @@ def _between_half_and_root_half(rms: Tensor, c: float) -> Tensor:
 def _backward(g: Any, x: ScaledTensor, slope: Tensor, q: Any) -> Raw:
     """A gradient is linear in `g`: computed on its elements, it cannot leave the range."""
     left = operand(g, x)
-    return Raw(q(left.q.to(torch.promote_types(left.q.dtype, torch.bfloat16))), left.scale, left.rms * slope)
+    wide = left.q.to(torch.promote_types(left.q.dtype, torch.bfloat16))
+    return Raw(q(wide), left.scale, left.rms * slope)
 
 
 # --- homogeneous -----------------------------------------------------------------------------
@@ -66,7 +67,8 @@ def leaky_relu_backward(
 
 @rule(aten.hardtanh_backward.default)
 def hardtanh_backward(g: Any, x: ScaledTensor, low: float, high: float) -> Raw:
-    """The share of a Gaussian between the bounds: r_g sqrt((erf(b / r sqrt 2) - erf(a / r sqrt 2)) / 2)."""
+    """Of a Gaussian, (erf(b / r sqrt 2) - erf(a / r sqrt 2)) / 2 lies between the bounds: r_g times
+    its root."""
     left = operand(g, x)
     v = value(x)
     sigma = x.rms.clamp_min(2.0**-60) * 2**0.5

@@ -31,7 +31,7 @@ def _scaled(*xs: Any) -> ScaledTensor:
 
 @rule(aten.add.Tensor, aten.add.Scalar)
 def add(x: Any, y: Any, alpha: float = 1) -> Raw:
-    """Independent terms: r = sqrt(rx^2 + ry^2), which grows over depth; a constant counts by value."""
+    """Independent terms: r = sqrt(rx^2 + ry^2), which grows over depth; a constant by its value."""
     return _sum(x, y, alpha)
 
 
@@ -200,7 +200,7 @@ def extremum(op: Overload, x: Any, y: Any) -> Raw:
     pass_op=True,
 )
 def clamp(op: Overload, x: ScaledTensor, *bounds: Any, **named: Any) -> Raw:
-    """r, or the larger bound where two bounds are tighter; a half line at 0 keeps half the energy."""
+    """r, or the larger bound where two are tighter; a bound at 0 keeps half of the energy."""
 
     def plain(b: Any) -> Any:
         return value(b) if isinstance(b, ScaledTensor) else b
@@ -212,7 +212,7 @@ def clamp(op: Overload, x: ScaledTensor, *bounds: Any, **named: Any) -> Raw:
     rms = x.rms
     if len(numbers) == 2:
         rms = rms.clamp_max(max(map(abs, numbers)))
-    elif numbers == [0.0]:
+    if 0.0 in numbers:
         rms = rms * 0.5**0.5
     return Raw(op(value(x), *bounds, **named), None, rms)
 

@@ -25,7 +25,9 @@ def _new(
     dtype = options.pop("dtype", None) or x.dtype
     options.pop("layout", None)
     if dtype not in _FLOATS:
-        return op(torch.empty_strided(x.shape, x.stride(), device=x.device), *args, dtype=dtype, **options)
+        like = torch.empty_strided(x.shape, x.stride(), device=x.device)
+        plain: Tensor = op(like, *args, dtype=dtype, **options)
+        return plain
     fmt = x.format if dtype == x.dtype else from_dtype(dtype)
     store = torch.float32 if fmt.storage_dtype.itemsize == 1 else fmt.storage_dtype
     q = op(x.qdata, *args, dtype=store, **options)

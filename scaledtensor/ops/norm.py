@@ -1,6 +1,6 @@
 """Normalisation layers. What is normalised has no scale left: the output's is that of the weight.
 
-The backward rules use the saved reciprocal deviation instead of the expected RMS of the input: it is
+The backward rules use the saved reciprocal deviation, not the expected RMS of the input: it is
 there already, one number a row, and keeps the gradient's scale true in networks whose residual
 stream outgrows independence.
 """

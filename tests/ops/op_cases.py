@@ -78,6 +78,7 @@ def fixed(shape: Any, like: Tensor) -> Tensor:
 ELEMENTS = ((3, 5), (1,), (2**20,))
 ONE, TWO, THREE = (each(*ELEMENTS, of=n) for n in (1, 2, 3))
 ROWS = each((3, 8), (1, 2), (1024, 16), (64, 4096))
+MANY = each((3, 5), (64,), (2**20,))  # moments beyond the second converge slowly
 LINEAR, BILINEAR = (1, 1), ((1, 0, 1), (0, 1, 1))
 
 HEAVY_NEAR_ZERO = "1/z of a Gaussian has no variance"
@@ -98,7 +99,7 @@ case("mul_plain", lambda x: x * fixed(x.shape, x), ONE, LINEAR)
 case(
     "mul_self",
     lambda x: x * x,
-    ONE,
+    MANY,
     (1, 2),
     backward={0: (0.5, 2.9)},
     reason="autograd adds x g to x g: the same twice, where add takes its terms for independent",
@@ -146,9 +147,9 @@ case("maximum", torch.maximum, TWO, (1, 1, 1), **OF_TWO)
 case("minimum", torch.minimum, TWO, (1, 1, 1), **OF_TWO)
 case("clamp_min_0", lambda x: x.clamp_min(0), ONE, LINEAR)
 case("clamp_max", lambda x: x.clamp(max=0.5), ONE, backward={0: (0.25, 2)}, reason=MASKED)
-case("square", torch.square, ONE, (1, 2))
-case("pow_2", lambda x: x**2, ONE, (1, 2))
-case("pow_3", lambda x: x**3, ONE, scales=6)
+case("square", torch.square, MANY, (1, 2))
+case("pow_2", lambda x: x**2, MANY, (1, 2))
+case("pow_3", lambda x: x**3, MANY, scales=6)
 case("pow_half", lambda x: x.abs() ** 0.5, ONE, heavy_grad=True, reason=HEAVY_NEAR_ZERO)
 case("sqrt", lambda x: x.abs().sqrt(), ONE, heavy_grad=True, reason=HEAVY_NEAR_ZERO)
 case(
@@ -171,12 +172,18 @@ case(
     heavy_grad=True,
     reason=HEAVY_NEAR_ZERO,
 )
-case("exp", torch.exp, ONE, scales=0)
-case("exp2", lambda x: 2.0**x, ONE, scales=0)
-case("expm1", torch.expm1, ONE, scales=0)
+case("exp", torch.exp, MANY, scales=0)
+case("exp2", lambda x: 2.0**x, MANY, scales=0)
+case("expm1", torch.expm1, MANY, scales=0)
 case("log", lambda x: x.abs().log(), ONE, heavy_grad=True, reason=HEAVY_NEAR_ZERO, tolerance=2)
 case("log2", lambda x: x.abs().log2(), ONE, heavy_grad=True, reason=HEAVY_NEAR_ZERO, tolerance=2)
-case("log1p", lambda x: x.abs().log1p(), ONE, scales=6)
+case(
+    "log1p",
+    lambda x: x.abs().log1p(),
+    ONE,
+    backward={0: (0.5, 8)},
+    reason="1 / (1 + |x|) has most of its second moment near zero",
+)
 case("sin", torch.sin, ONE)
 case("cos", torch.cos, ONE)
 EXP_SIGN = (
@@ -194,7 +201,7 @@ case("gelu_tanh", lambda x: F.gelu(x, approximate="tanh"), ONE, scales=10)
 case("silu", F.silu, ONE, scales=10)
 case("tanh", torch.tanh, ONE, tolerance=4)
 case("sigmoid", torch.sigmoid, ONE, tolerance=4)
-case("squared_relu", lambda x: F.relu(x).square(), ONE, (1, 2))
+case("squared_relu", lambda x: F.relu(x).square(), MANY, (1, 2))
 case("swiglu", lambda x, y: F.silu(x) * y, TWO, (0, 1, 1), tolerance=2)
 case("geglu", lambda x, y: F.gelu(x) * y, TWO, (0, 1, 1), tolerance=2)
 
@@ -304,7 +311,7 @@ case(
     *OF_VALUES,
     forward=(0.5, 3.5),
     backward=dict.fromkeys(range(3), (0.5, 3.5)),
-    reason="softmax cannot know the -inf of a mask: a causal one leaves sqrt(ln S) more than 1/sqrt S",
+    reason="softmax cannot know the -inf of a mask: a causal one leaves sqrt(ln S) times more",
     **ATTENTION,
 )
 
