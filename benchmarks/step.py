@@ -1,0 +1,169 @@
+"""Forward and backward of a small GPT: ours against float32 and bfloat16, eager and compiled.
+
+    python -m benchmarks.step [--device cuda] [--rounds 9] [--json FILE]
+
+All variants run interleaved in one process; a figure is the median of their CPU times on one thread
+(on a CUDA device: of event times), so a busy machine shifts all alike. What autograd saves for the
+backward pass is counted once per storage, parameters aside.
+"""
+
+import argparse
+import copy
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+import scaledtensor as sct
+from scaledtensor.demo.model import GPT, GPTConfig
+
+#: (numerator, denominator, the most that the ratio may be)
+BARS = (
+    ("ours compiled", "fp32 compiled", 0.75),
+    ("ours compiled", "bf16 compiled", 1.6),
+    ("ours eager", "fp32 eager", 1.2),
+)
+
+Step = Callable[[], None]
+
+
+class Loss(nn.Module):
+    """Model and loss in one graph, as a training step compiles them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        loss: Tensor = self.model(x, y)[1]
+        return loss
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--json", help="write the figures there")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    sct.on_missing("error")
+    device = torch.device(options.device)
+
+    config = GPTConfig(256, options.context, options.layers, options.width // 64, options.width)
+    fp32 = GPT(config).to(device)
+    models = {
+        "fp32": fp32,
+        "bf16": copy.deepcopy(fp32).bfloat16(),
+        "ours": sct.scale_model(copy.deepcopy(fp32)),
+    }
+    x, y = torch.randint(0, 256, (2, options.batch, options.context), device=device)
+
+    steps: dict[str, Step] = {}
+    for name, model in models.items():
+        eager = Loss(model)
+        steps[f"{name} eager"] = step(eager, x, y)
+        steps[f"{name} compiled"] = step(torch.compile(Loss(model), fullgraph=True), x, y)
+    saved = {name: saved_bytes(Loss(model), x, y) for name, model in models.items()}
+    times = interleaved(steps, options.rounds, device)
+
+    report = {
+        "machine": platform.machine(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu, 1 thread",
+        "torch": torch.__version__,
+        "milliseconds": times,
+        "ratios": {f"{a} / {b}": times[a] / times[b] for a, b, _ in BARS},
+        "saved_for_backward_bytes": saved,
+        "saved_ours_over_bf16": saved["ours"] / saved["bf16"],
+    }
+    show(report)
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(report, file, indent=2)
+
+
+def step(loss_of: nn.Module, x: Tensor, y: Tensor) -> Step:
+    def run() -> None:
+        loss_of.zero_grad(set_to_none=True)
+        loss_of(x, y).backward()
+
+    return run
+
+
+def interleaved(steps: dict[str, Step], rounds: int, device: torch.device) -> dict[str, float]:
+    """Median milliseconds of each step over `rounds`, after three that warm up and compile."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for i in range(rounds + 3):
+        for name, run in steps.items():
+            spent = cuda_milliseconds(run) if device.type == "cuda" else cpu_milliseconds(run)
+            if i >= 3:
+                times[name].append(spent)
+    return {name: statistics.median(spent) for name, spent in times.items()}
+
+
+def cpu_milliseconds(run: Step) -> float:
+    start = time.process_time()
+    run()
+    return 1e3 * (time.process_time() - start)
+
+
+def cuda_milliseconds(run: Step) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
+
+
+def saved_bytes(loss_of: nn.Module, x: Tensor, y: Tensor) -> int:
+    """Bytes that autograd keeps between forward and backward, parameters aside (eager)."""
+    kept: dict[int, int] = {}
+    own = {parts.untyped_storage().data_ptr() for p in loss_of.parameters() for parts in inner(p)}
+
+    def pack(t: Tensor) -> Tensor:
+        for part in inner(t):
+            storage = part.untyped_storage()
+            if storage.data_ptr() not in own:
+                kept[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        loss = loss_of(x, y)
+    total = sum(kept.values())
+    loss.backward()
+    loss_of.zero_grad()
+    return total
+
+
+def inner(t: Tensor) -> list[Tensor]:
+    if isinstance(t, sct.ScaledTensor):
+        return [getattr(t, name).detach() for name in t.INNER]
+    return [t.detach()]
+
+
+def show(report: dict[str, object]) -> None:
+    times: dict[str, float] = report["milliseconds"]  # type: ignore[assignment]
+    saved: dict[str, int] = report["saved_for_backward_bytes"]  # type: ignore[assignment]
+    print(f"torch {report['torch']}, {report['device']}\n")
+    print(f"{'':6}{'eager ms':>10}{'compiled ms':>13}{'saved MB (eager)':>18}")
+    for name in ("fp32", "bf16", "ours"):
+        eager, compiled = times[f"{name} eager"], times[f"{name} compiled"]
+        print(f"{name:6}{eager:10.1f}{compiled:13.1f}{saved[name] / 1e6:18.1f}")
+    print()
+    for a, b, bar in BARS:
+        ratio = times[a] / times[b]
+        print(f"{a} / {b}: {ratio:.2f}  (bar {bar}: {'met' if ratio <= bar else 'NOT met'})")
+    print(f"saved for backward, ours / bf16: {report['saved_ours_over_bf16']:.2f}")
+
+
+if __name__ == "__main__":
+    main()
