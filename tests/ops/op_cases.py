@@ -195,7 +195,7 @@ case("erf", torch.erf, ONE, scales=1, backward={0: (2**-8, 2)}, reason=EXP_SIGN)
 
 case("relu", F.relu, ONE, LINEAR)
 case("leaky_relu", lambda x: F.leaky_relu(x, 0.2), ONE, LINEAR)
-case("relu6", F.relu6, ONE)
+case("relu6", F.relu6, MANY)
 case("gelu", F.gelu, ONE, scales=10)
 case("gelu_tanh", lambda x: F.gelu(x, approximate="tanh"), ONE, scales=10)
 case("silu", F.silu, ONE, scales=10)
