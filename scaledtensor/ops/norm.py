@@ -62,7 +62,7 @@ def layer_norm_backward(
     weight: Any,
     bias: Any,
     mask: Sequence[bool],
-) -> tuple[Raw | None, Raw | None, Raw | None]:
+) -> Any:
     """dx: r_g r_gamma rms(rstd); d_gamma, d_beta: r_g sqrt(rows)."""
     like = next(t for t in (g, x, weight) if isinstance(t, ScaledTensor))
     left = operand(g, like)

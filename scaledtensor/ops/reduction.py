@@ -31,12 +31,13 @@ def _is_full(x: ScaledTensor, dims: Dims, keepdim: bool) -> bool:
 def growth(n: int, nonnegative: bool) -> float:
     """RMS of a sum of n terms of RMS 1. Non-negative ones have a mean: 1/sqrt(3) for squares of
     Gaussians, and between 0.56 (relu) and 1 (equal terms) for others."""
-    return (n * 2 / 3 + n * n / 3) ** 0.5 if nonnegative else n**0.5
+    return math.sqrt(n * 2 / 3 + n * n / 3) if nonnegative else math.sqrt(n)
 
 
 def _sum(x: ScaledTensor, dims: Dims, keepdim: bool, divide: bool, dtype: Any) -> Any:
     n = count(x.shape, dims)
-    q = elements(x).sum(dims, keepdim=keepdim, dtype=torch.float32)
+    over = dims if dims is None or isinstance(dims, int) else tuple(dims)
+    q = elements(x).sum(over, keepdim=keepdim, dtype=torch.float32)
     factor = growth(n, x.nonnegative)
     if divide:
         q, factor = q / n, factor / max(n, 1)
@@ -85,7 +86,7 @@ def cumsum(x: ScaledTensor, dim: int, *, dtype: Any = None) -> Raw:
 
 def extreme_rms(rms: Tensor, n: int) -> Tensor:
     """The largest of n Gaussians: r sqrt(2 ln n)."""
-    return rms * max(2 * math.log(max(n, 1)), 1.0) ** 0.5
+    return rms * math.sqrt(max(2 * math.log(max(n, 1)), 1.0))
 
 
 @rule(aten.amax.default, aten.amin.default, pass_op=True)
@@ -107,7 +108,8 @@ def max_dim(op: Overload, x: ScaledTensor, dim: int, keepdim: bool = False) -> A
 @rule(aten.max.default, aten.min.default, pass_op=True)
 def max_all(op: Overload, x: ScaledTensor) -> Tensor:
     """A statistic: plain float32."""
-    return op(elements(x)).float() * x.scale
+    largest: Tensor = op(elements(x)).float() * x.scale
+    return largest
 
 
 @rule(aten.topk.default, aten.sort.default, aten.sort.stable, pass_op=True)

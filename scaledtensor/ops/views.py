@@ -184,15 +184,17 @@ def _where(condition: Tensor, x: Any, y: Any) -> Raw:
     like = x if isinstance(x, ScaledTensor) else y
     sides = [term(s, like) for s in (x, y)]
     deciding = [
-        p.rms
-        for p, s in zip(sides, (x, y), strict=True)
-        if isinstance(s, Tensor) or moves_scale(s)
+        p.rms for p, s in zip(sides, (x, y), strict=True) if isinstance(s, Tensor) or moves_scale(s)
     ]
     rms = deciding[0] if len(deciding) == 1 else torch.maximum(*deciding)
     (scale,) = settle(rms)
-    parts = [_aligned(s, p, scale, elements(like)) for s, p in zip((x, y), sides, strict=True)]
+    left, right = (
+        _aligned(s, p, scale, elements(like)) for s, p in zip((x, y), sides, strict=True)
+    )
     nonnegative = all(p.nonnegative for p in sides)
-    return Raw(torch.where(condition, *parts), scale, rms, settled=True, nonnegative=nonnegative)
+    return Raw(
+        torch.where(condition, left, right), scale, rms, settled=True, nonnegative=nonnegative
+    )
 
 
 def _plain_number(x: Any) -> Any:
@@ -217,7 +219,9 @@ def index_put(
 ) -> Raw:
     """Values join under one scale, as in an addition."""
     base, new, scale, rms = _pair(x, values)
-    return Raw(torch.index_put(base, indices, new.to(base.dtype), accumulate), scale, rms, True)
+    return Raw(
+        torch.index_put(base, tuple(indices), new.to(base.dtype), accumulate), scale, rms, True
+    )
 
 
 @rule(aten.scatter.src, aten.scatter_add.default, aten.index_add.default, pass_op=True)
