@@ -16,7 +16,7 @@ __all__ = [
     "make_wrapper",
 ]
 
-# The public `torch.overrides` has no way to run a function without re-entering `__torch_function__`;
+# The public `torch.overrides` cannot run a function without re-entering `__torch_function__`;
 # every wrapper subclass in torch itself uses this guard, and Dynamo understands it.
 disable_torch_function = torch._C.DisableTorchFunctionSubclass
 
@@ -27,7 +27,7 @@ def make_wrapper(cls: type[Tensor], like: Tensor, dtype: torch.dtype) -> Any:
     `_make_wrapper_subclass` is the documented-by-example constructor of wrapper subclasses
     (torch/testing/_internal/two_tensor.py); there is no public spelling.
     """
-    return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    return Tensor._make_wrapper_subclass(
         cls,
         like.shape,
         strides=like.stride(),
@@ -53,14 +53,13 @@ def functional_twin(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None
         base = name[:-1]
     else:
         return None
-    packet = getattr(torch.ops.aten, base, None)
-    if packet is None:
-        return None
     wanted = _inputs(schema)
-    for overload in packet.overloads():
-        candidate = getattr(packet, overload)
-        if not candidate._schema.is_mutable and _inputs(candidate._schema) == wanted:
-            return candidate  # type: ignore[no-any-return]
+    for spelling in (base, f"{base}_functional"):  # `normal_` is the latter
+        packet = getattr(torch.ops.aten, spelling, None)
+        for overload in packet.overloads() if packet is not None else ():
+            candidate = getattr(packet, overload)
+            if not candidate._schema.is_mutable and _inputs(candidate._schema) == wanted:
+                return candidate  # type: ignore[no-any-return]
     return None
 
 

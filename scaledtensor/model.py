@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from scaledtensor.errors import ModelError
 from scaledtensor.recipes import Recipe, Unit
@@ -17,6 +17,9 @@ __all__ = ["scale_model", "unscale_model"]
 M = TypeVar("M", bound=nn.Module)
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+#: Attributes that make a ScaledTensor parameter one. Every other is a tag of the user's, and stays.
+_OWN = {*ScaledTensor.INNER, "format", "recipe", "nonnegative", "decoded", "_is_param"}
 
 
 def scale_model(
@@ -48,7 +51,7 @@ def scale_model(
     chosen = get_recipe(recipe)
 
     def wrap(p: nn.Parameter, name: str) -> Tensor | None:
-        if isinstance(p, UninitializedTensorMixin):
+        if is_lazy(p):
             raise ModelError(f"{name} has no shape yet; run one batch through the model first")
         if isinstance(p, ScaledTensor):
             raise ModelError(f"{name} is a ScaledTensor already; unscale_model() undoes it")
@@ -105,9 +108,14 @@ def _replace_parameters(
         _check_hookless(p, full)
         new = nn.Parameter(data, p.requires_grad)
         for key, tag in vars(p).items():
-            if key not in vars(new):
+            if key not in _OWN:
                 setattr(new, key, tag)
         if p.grad is not None:
+            if p.grad.layout != torch.strided:
+                raise ModelError(
+                    f"the gradient of {full} is {p.grad.layout}, which has no scaled form; call "
+                    "model.zero_grad() first"
+                )
             new.grad = convert_grad(p.grad)
         made[id(p)] = new
     for module, _, name, p in list(_parameters(model)):

@@ -1,12 +1,13 @@
 """Powers of two made and tested by exponent bits.
 
-`exp2` and `log2` round: on some machines `exp2(127.0)` is one ulp low, and `floor(log2(x))` is wrong
-just below a power of two. Everything here is integer arithmetic on the bits of a float32, so it is
-exact, does not synchronise with a device, and is the same in eager and in compiled code.
+`exp2` and `log2` round: on some machines `exp2(127.0)` is one ulp low, and `floor(log2(x))` is
+wrong just below a power of two. Everything here is integer arithmetic on the bits of a float32, so
+it is exact, does not synchronise with a device, and is the same in eager and in compiled code.
 """
 
 import math
 from collections.abc import Sequence
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -103,46 +104,50 @@ def _nearest(rms: float) -> float:
     return max(math.ldexp(1.0, exponent - (significand < _ROOT_HALF)), MIN_SCALE)
 
 
-_LIBRARY = torch.library.Library("scaledtensor", "FRAGMENT")
-_LIBRARY.define("settle(Tensor rms, Tensor[] scales) -> Tensor[]")
-_LIBRARY.impl("settle", _settle_numbers, "CPU")
+_LIBRARY = torch.library.Library("scaledtensor", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define("settle(Tensor rms, Tensor[] scales) -> Tensor[]")  # type: ignore[no-untyped-call]
+_LIBRARY.impl("settle", _settle_numbers, "CPU")  # type: ignore[no-untyped-call]
 
 
-@torch.library.register_fake("scaledtensor::settle", lib=_LIBRARY)
+@torch.library.register_fake("scaledtensor::settle", lib=_LIBRARY)  # type: ignore[untyped-decorator]
 def _settle_fake(rms: Tensor, scales: Sequence[Tensor]) -> list[Tensor]:
     return [torch.empty_like(rms) for _ in range(len(scales) + 1)]
 
 
 def is_power_of_two(x: Tensor) -> Tensor:
-    """Bool tensor: which float32 elements are normal powers of two (sign and mantissa bits zero)."""
+    """Bool tensor: which float32 elements are normal powers of two (no sign or mantissa bit)."""
     bits = x.view(torch.int32)
     return (bits & ~_EXPONENT == 0) & (bits >= _MIN_BITS) & (bits <= _MAX_BITS)
 
 
 def checked_scale(scale: float | Tensor, device: torch.device, *, power_of_two: bool) -> Tensor:
-    """`scale` as a 0-dim float32 tensor on `device`.
+    """`scale` as a 0-dim float32 tensor of its own on `device`.
 
     Raises:
-        ScaleError: it has more than one element, is not positive and finite in float32, or is not
-            a power of two although `power_of_two` asks for one.
+        ScaleError: it is not one real number, is not positive and finite in float32, or is not a
+            power of two although `power_of_two` asks for one.
     """
-    given = (
-        scale.detach() if isinstance(scale, Tensor) else torch.tensor(scale, dtype=torch.float64)
-    )
-    if given.numel() != 1 or given.is_complex() or given.dtype == torch.bool:
-        raise ScaleError(
-            f"a per-tensor scale is one real number; got shape {tuple(given.shape)}, "
-            f"dtype {given.dtype}"
-        )
-    number = float(given)
-    if not MIN_SCALE <= number <= torch.finfo(torch.float32).max:
+    number = _real(scale)
+    if not MIN_SCALE <= number <= _FLOAT32_MAX:
         raise ScaleError(
             f"a scale is positive and finite, from 2**-126 to the largest float32; got {number}"
         )
-    single = given.reshape(()).to(device=device, dtype=torch.float32, copy=True)
-    if power_of_two and not (float(single) == number and bool(is_power_of_two(single))):
+    if power_of_two and math.frexp(number)[0] != 0.5:
         raise ScaleError(
             f"this scale must be an exact power of two; got {number}. Round it first "
             "(scaledtensor.scale.nearest_power_of_two), or pass power_of_two=False"
         )
-    return single
+    return torch.full((), number, dtype=torch.float32, device=device)
+
+
+def _real(scale: object) -> float:
+    if isinstance(scale, Tensor):
+        if scale.numel() != 1 or scale.is_complex() or scale.dtype == torch.bool or scale.is_meta:
+            raise ScaleError(
+                "a per-tensor scale is one real number; got a tensor of shape "
+                f"{tuple(scale.shape)}, {scale.dtype}, on {scale.device}"
+            )
+        return float(scale.detach())
+    if not isinstance(scale, Real) or isinstance(scale, bool):
+        raise ScaleError(f"a per-tensor scale is one real number; got {scale!r}")
+    return float(scale)

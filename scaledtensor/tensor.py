@@ -1,6 +1,9 @@
 """ScaledTensor: a tensor whose value is `qdata * scale`."""
 
+import math
 from collections.abc import Callable
+from copy import deepcopy
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, TypeAlias, TypeVar, cast
 
 import numpy as np
@@ -8,11 +11,12 @@ import torch
 from torch import Tensor
 
 from scaledtensor import _torch
-from scaledtensor.errors import DTypeError, FormatError, ScaleError, ShapeError
-from scaledtensor.formats import Format, decode, encode, from_dtype
+from scaledtensor.errors import DTypeError, FormatError, ScaleError
+from scaledtensor.formats import Format, encode, from_dtype
 from scaledtensor.formats import get as get_format
 from scaledtensor.recipes import Recipe
-from scaledtensor.scale import checked_scale, nearest_power_of_two
+from scaledtensor.recipes import get as get_recipe
+from scaledtensor.scale import MAX_SCALE, MIN_SCALE, checked_scale, nearest_power_of_two
 
 __all__ = ["Engine", "ScaledTensor", "from_plain", "measured_rms", "scaled"]
 
@@ -43,18 +47,20 @@ class ScaledTensor(Tensor):
         format: the number format of the elements, or its name.
         dtype: what autograd and optimizers see as `.dtype`; by default `qdata.dtype` where that is
             a 16-bit or wider float, else float32.
-        recipe: how matrix products cast this tensor; None leaves its elements as they are.
+        recipe: how matrix products cast this tensor, or the name of a recipe; None leaves its
+            elements as they are.
         power_of_two: False allows any positive scale (amax recipes); rescaling then rounds.
 
     Attributes:
         qdata, scale, format, recipe: as above; `scale` is a 0-dim float32 tensor.
-        rms: the RMS that the rules expect of the value, 0-dim float32. It is kept unrounded, so that
-            the scales of a deep network do not drift. Zero marks a tensor known to be all zeros.
+        rms: the RMS that the rules expect of the value, 0-dim float32. It is kept unrounded, so
+            that the scales of a deep network do not drift. Zero marks a tensor known to be all
+            zeros.
         nonnegative: whether the rules know that no element is negative (squares, softmax): a sum of
             such grows by n, not by sqrt(n).
 
     Raises:
-        ScaleError, FormatError, DTypeError: an argument is outside what is allowed.
+        ScaleError, FormatError, DTypeError, RecipeError: an argument is outside what is allowed.
     """
 
     qdata: Tensor
@@ -81,7 +87,7 @@ class ScaledTensor(Tensor):
         format: Format | str,
         *,
         dtype: torch.dtype | None = None,
-        recipe: Recipe | None = None,
+        recipe: Recipe | str | None = None,
         power_of_two: bool = True,
     ) -> Self:
         fmt = get_format(format)
@@ -93,10 +99,12 @@ class ScaledTensor(Tensor):
                 f"To convert values, use scaledtensor.scaled(tensor, {fmt.name!r})"
             )
         _check_storable(fmt)
+        _check_strided(qdata)
         single = checked_scale(scale, qdata.device, power_of_two=power_of_two)
+        chosen = None if recipe is None else get_recipe(recipe)
         if dtype is None:
             dtype = qdata.dtype if qdata.dtype in _APPEARANCES else torch.float32
-        return cls.make(qdata.detach(), single, single.clone(), fmt, _appearance(dtype), recipe)
+        return cls.make(qdata.detach(), single, single.clone(), fmt, _appearance(dtype), chosen)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -129,7 +137,8 @@ class ScaledTensor(Tensor):
         return cast(Tensor, torch.ops.scaledtensor.dequantize(self))
 
     def to_format(self, format: Format | str) -> "ScaledTensor":
-        """Round the elements into another format, saturating; the scale stays. Differentiable."""
+        """Round the elements into another format; the scale stays. 8-bit formats saturate.
+        Differentiable."""
         fmt = get_format(format)
         _check_storable(fmt)
         return cast(ScaledTensor, torch.ops.scaledtensor.to_format(self, fmt.name))
@@ -152,7 +161,8 @@ class ScaledTensor(Tensor):
         outer_size: Any,
         outer_stride: Any,
     ) -> Self:
-        return cls.make(*(inner[name] for name in cls.INNER), *context)
+        qdata, scale, rms = (inner[name] for name in cls.INNER)
+        return cls.make(qdata, scale, rms, *context)
 
     def __coerce_tangent_metadata__(self) -> Self:
         # AOTAutograd guesses a gradient's metadata from its output's. The scale is a tensor, so
@@ -168,8 +178,8 @@ class ScaledTensor(Tensor):
         return self.make(held.qdata, held.scale, held.rms, *expected)
 
     def _stable_hash_for_caching(self) -> str:
-        # AOTAutograd's on-disk cache hashes the graph that Dynamo saw, which holds ATen operators and
-        # not the rules behind them: without the fingerprint a changed rule runs as it was.
+        # AOTAutograd's on-disk cache hashes the graph that Dynamo saw, which holds ATen operators
+        # and not the rules behind them: without the fingerprint a changed rule runs as it was.
         return "|".join(
             (
                 self._engine.fingerprint(),
@@ -191,6 +201,9 @@ class ScaledTensor(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        body = _BODIES.get(func)
+        if body is not None:
+            return body(*args, **(kwargs or {}))
         with _torch.disable_torch_function():
             replacement = cls._engine.functions.get(func)
             return (replacement or func)(*args, **(kwargs or {}))
@@ -214,36 +227,72 @@ class ScaledTensor(Tensor):
         """The dequantised values as a NumPy array (a copy)."""
         return self.dequantize().numpy(force=force)
 
-    def __array__(self, dtype: Any = None, copy: Any = None) -> "np.ndarray[Any, Any]":
-        return self.numpy().astype(dtype or np.dtype(np.float32), copy=False)
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> "np.ndarray[Any, Any]":
+        if copy is False:
+            raise ValueError("values of a ScaledTensor are computed: an array of them is a copy")
+        values = self.numpy()
+        return values if dtype is None else values.astype(dtype, copy=False)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
+
+    @property
+    def data(self) -> Tensor:
+        with _torch.disable_torch_function():
+            return cast(Tensor, Tensor.data.__get__(self))  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        # torch's own setter replaces the wrapper alone and would leave the elements behind.
+        # Required by Module.double() and whoever assigns to `.data`.
+        keeps = new.dtype in (self.dtype, torch.float64)
+        held = (
+            new
+            if isinstance(new, ScaledTensor)
+            else (scaled(new, self.format if keeps else None, recipe=self.recipe))
+        )
+        with _torch.disable_torch_function():
+            Tensor.data.__set__(self, held)  # type: ignore[attr-defined]
+        for name in self.INNER:
+            setattr(self, name, getattr(held, name))
+        self.format, _, self.recipe, self.nonnegative = held.__tensor_flatten__()[1]
+        self.decoded = None
+
+    def share_memory_(self) -> Self:
+        """Move the inner tensors to shared memory; the wrapper has none."""
+        for name in self.INNER:
+            getattr(self, name).share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return all(getattr(self, name).is_shared() for name in self.INNER)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if _torch.is_tracing(self.qdata) or self.device.type == "meta":
             body, scale = f"shape={tuple(self.shape)}", "?"
         else:
             values = self.detach().dequantize()
             body = repr(values).removeprefix("tensor(").removesuffix(")")
-            scale = f"2**{int(np.log2(float(self.scale)))}" if self._holds_power_of_two() else (
-                f"{float(self.scale):.6g}"
-            )
-        grad = ", requires_grad=True" if self.requires_grad else ""
-        return (
-            f"ScaledTensor({body}, format={self.format.name}, scale={scale}, dtype={self.dtype}{grad})"
-        )
-
-    def _holds_power_of_two(self) -> bool:
-        return float(np.frexp(float(self.scale))[0]) == 0.5
+            body = body.replace(f", dtype={values.dtype}", "").replace("\n", "\n      ")
+            significand, exponent = math.frexp(float(self.scale))
+            scale = f"2**{exponent - 1}" if significand == 0.5 else f"{float(self.scale):.6g}"
+        facts = [f"format={self.format.name}", f"scale={scale}", f"dtype={self.dtype}"]
+        if self.grad_fn is not None:
+            facts.append(f"grad_fn=<{self.grad_fn.name()}>")
+        elif self.requires_grad:
+            facts.append("requires_grad=True")
+        return f"ScaledTensor({', '.join((body, *facts))})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if id(self) in memo:
             return cast(Self, memo[id(self)])
         if not self.is_leaf:
             raise RuntimeError("only leaf tensors can be deep-copied; use .detach() first")
-        copy = self.like(*(getattr(self, name).clone() for name in self.INNER))
+        copy = self.like(self.qdata.clone(), self.scale.clone(), self.rms.clone())
         memo[id(self)] = copy = _with_autograd(copy, self.requires_grad, _is_parameter(self))
         if self.grad is not None:
             with torch.no_grad():
-                copy.grad = self.grad.__deepcopy__(memo)
+                copy.grad = deepcopy(self.grad, memo)
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -258,16 +307,34 @@ class ScaledTensor(Tensor):
 
 
 def _rebuild(
-    inner: tuple[Tensor, ...],
+    inner: tuple[Tensor, Tensor, Tensor],
     context: tuple[str, torch.dtype, Recipe | None, bool],
     requires_grad: bool,
     is_parameter: bool,
 ) -> ScaledTensor:
     """Unpickle. A module-level function, so that `weights_only` loading can allow it by name."""
-    name, *rest = context
-    made = ScaledTensor.make(*inner, get_format(name), *rest)
+    name, dtype, recipe, nonnegative = context
+    made = ScaledTensor.make(*inner, get_format(name), dtype, recipe, nonnegative)
     return _with_autograd(made, requires_grad, is_parameter)
 
+
+def _inlined(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, of torch.nn.functional, without its own call of `__torch_function__`.
+
+    Its caller meets a ScaledTensor there, and would run the body with `__torch_function__` off: the
+    matrix products inside would then not be seen, and their operands not be cast.
+    """
+    assert isinstance(function, FunctionType)
+    world = function.__globals__ | {"has_torch_function": lambda tensors: False}
+    body = FunctionType(function.__code__, world, function.__name__, function.__defaults__)
+    body.__kwdefaults__ = function.__kwdefaults__
+    return body
+
+
+#: Python functions of torch that are built from matrix products.
+_BODIES: dict[Any, Callable[..., Any]] = {
+    f: _inlined(f) for f in (torch.nn.functional.multi_head_attention_forward,)
+}
 
 T = TypeVar("T", bound=ScaledTensor)
 
@@ -281,7 +348,7 @@ def _is_parameter(x: Tensor) -> bool:
 def _with_autograd(x: T, requires_grad: bool, is_parameter: bool) -> T:
     if is_parameter:
         return cast(T, torch.nn.Parameter(x, requires_grad))
-    return x.requires_grad_(requires_grad)
+    return cast(T, x.requires_grad_(requires_grad))
 
 
 def _appearance(dtype: torch.dtype) -> torch.dtype:
@@ -289,6 +356,11 @@ def _appearance(dtype: torch.dtype) -> torch.dtype:
         allowed = ", ".join(str(d) for d in _APPEARANCES)
         raise DTypeError(f"a ScaledTensor appears as one of {allowed}; got {dtype}")
     return dtype
+
+
+def _check_strided(x: Tensor) -> None:
+    if x.layout != torch.strided:
+        raise DTypeError(f"a ScaledTensor is dense (torch.strided); got {x.layout}")
 
 
 def _check_storable(fmt: Format) -> None:
@@ -318,7 +390,8 @@ def measured_rms(x: Tensor, below: float = float("inf")) -> Tensor:
     magnitude = x.detach().double().abs()
     kept = torch.where(magnitude < below, magnitude, 0.0)
     norm: Tensor = torch.linalg.vector_norm(kept)
-    return (norm / max(x.numel(), 1) ** 0.5).float()
+    rms: Tensor = norm / max(x.numel(), 1) ** 0.5
+    return rms.float()
 
 
 def _encode(
@@ -333,7 +406,9 @@ def _encode(
     # In float32 at least, so that dividing by the scale rounds nothing.
     wide = elements if elements.dtype == torch.float64 else elements.float()
     # Compute formats keep infinities: -inf in a mask means something. Storage formats saturate.
-    overflow = "ieee" if fmt.storage_dtype in _APPEARANCES else "saturate"
+    overflow: Literal["ieee", "saturate"] = (
+        "ieee" if fmt.storage_dtype in _APPEARANCES else "saturate"
+    )
     qdata = encode(wide / scale, fmt, overflow=overflow)
     return ScaledTensor.make(qdata, scale, rms, fmt, dtype, recipe)
 
@@ -344,7 +419,7 @@ def scaled(
     scale: Literal["rms", "amax", "one"] | float | Tensor = "rms",
     *,
     dtype: torch.dtype | None = None,
-    recipe: Recipe | None = None,
+    recipe: Recipe | str | None = None,
 ) -> ScaledTensor:
     """Wrap a plain tensor. The result is a leaf: no gradient flows back into `x`.
 
@@ -353,14 +428,15 @@ def scaled(
         format: of the elements; by default the one that stores `x.dtype` exactly.
         scale: "rms", the power of two nearest to the RMS of `x`; "amax", max|x| / format.max, which
             fills the format and is the one choice that is not a power of two; "one"; or a power of
-            two of your own.
+            two of your own. Infinities and NaNs count in neither the RMS nor the maximum.
         dtype: what autograd and optimizers see; by default `x.dtype`.
-        recipe: how matrix products cast the result.
+        recipe: how matrix products cast the result, or the name of a recipe.
 
     Raises:
         DTypeError: `x` is not a real floating-point tensor.
         FormatError: unknown format, or one that torch has no dtype for.
-        ScaleError: unknown choice, or not a positive finite power of two.
+        ScaleError: unknown choice, or not one positive finite power of two.
+        RecipeError: no recipe has that name.
     """
     if isinstance(x, ScaledTensor):
         raise DTypeError("this is a ScaledTensor already; use .to_format() or .rescale()")
@@ -373,24 +449,28 @@ def scaled(
         raise DTypeError("no format stores float64; pass one, for example format='fp32'")
     fmt = from_dtype(x.dtype) if format is None else get_format(format)
     _check_storable(fmt)
+    _check_strided(x)
     appearance = _appearance(dtype or x.dtype)
+    chosen = None if recipe is None else get_recipe(recipe)
     if isinstance(scale, str):
         if scale == "rms":
-            return from_plain(x, fmt, appearance, recipe)
+            return from_plain(x, fmt, appearance, chosen)
         if scale == "one":
             power = torch.ones((), device=x.device)
         elif scale == "amax":
-            amax = x.detach().abs().amax().double() if x.numel() else torch.ones(()).double()
-            power = (amax / fmt.max).clamp(2.0**-126, 2.0**127).float()
+            power = _filling(x, fmt)
         else:
-            raise ScaleError(
-                f"scale is 'rms', 'amax', 'one', or a power of two; got {scale!r}"
-            )
+            raise ScaleError(f"scale is 'rms', 'amax', 'one', or a power of two; got {scale!r}")
     else:
-        if isinstance(scale, Tensor) and scale.numel() != 1:
-            raise ShapeError(
-                f"scale has one element (per tensor); got shape {tuple(scale.shape)}. "
-                "Finer granularity is not supported yet"
-            )
         power = checked_scale(scale, x.device, power_of_two=True)
-    return _encode(x, power, measured_rms(x), fmt, appearance, recipe)
+    return _encode(x, power, measured_rms(x), fmt, appearance, chosen)
+
+
+def _filling(x: Tensor, fmt: Format) -> Tensor:
+    """The smallest scale under which no finite element of `x` overflows `fmt`."""
+    magnitude = x.detach().double().abs()
+    finite = torch.where(magnitude < float("inf"), magnitude, 0.0)
+    amax = torch.linalg.vector_norm(finite, float("inf")) if x.numel() else finite.sum()
+    scale = (amax / fmt.max).clamp(MIN_SCALE, MAX_SCALE).float()
+    above = torch.nextafter(scale, torch.full_like(scale, float("inf")))
+    return torch.where(scale.double() * fmt.max < amax, above, scale)

@@ -7,22 +7,23 @@ never the format.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from scaledtensor.errors import DTypeError
-from scaledtensor.tensor import ScaledTensor, scaled
+from scaledtensor.formats import FP32
+from scaledtensor.tensor import ScaledTensor
 
 __all__ = ["LIBRARY", "dequantize", "drop", "gradient_to_format", "promote", "rescale", "to_format"]
 
-LIBRARY = torch.library.Library("scaledtensor", "DEF")
+LIBRARY = torch.library.Library("scaledtensor", "DEF")  # type: ignore[no-untyped-call]
 
 
 def _operator(schema: str, backward: Callable[..., Any], setup: Callable[..., None]) -> Any:
     """Define `scaledtensor::<schema>` with a derivative; return its overload."""
-    name = LIBRARY.define(schema)
+    name = LIBRARY.define(schema)  # type: ignore[no-untyped-call]
 
     def without_scale(*args: Any) -> Tensor:
         raise DTypeError(
@@ -30,7 +31,7 @@ def _operator(schema: str, backward: Callable[..., Any], setup: Callable[..., No
             "Wrap it first with scaledtensor.scaled(tensor)"
         )
 
-    LIBRARY.impl(name, without_scale, "CompositeExplicitAutograd")
+    LIBRARY.impl(name, without_scale, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_autograd(
         f"scaledtensor::{name}", backward, setup_context=setup, lib=LIBRARY
     )
@@ -52,10 +53,11 @@ def _to_source_format(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
 
 def _remember_target(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.target = inputs[1]
+    _remember_scale(ctx, inputs, output)
 
 
 def _round_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    return to_format(_as_scaled(grad), ctx.target), None
+    return to_format(_as_scaled(ctx, grad), ctx.target), None
 
 
 def _nothing(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -67,25 +69,31 @@ def _pass(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
 
 
 def _remember_scale(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.scale = inputs[0].scale
+    # Not the tensor itself: that would keep its elements until the backward pass.
+    ctx.scale, ctx.dtype, ctx.recipe = inputs[0].scale, inputs[0].dtype, inputs[0].recipe
 
 
 def _divide_by_scale(ctx: Any, grad: Tensor) -> Tensor:
     # y = x / s: the chain rule moves only the gradient's scale.
-    return _as_scaled(grad) / ctx.scale
+    return cast(Tensor, _as_scaled(ctx, grad) / ctx.scale)
 
 
 def _restore_plain(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     return (dequantize(grad) if isinstance(grad, ScaledTensor) else grad), None
 
 
-def _as_scaled(grad: Tensor) -> Tensor:
+def _as_scaled(ctx: Any, grad: Tensor) -> ScaledTensor:
     # Gradients are plain where the forward result was (a loss, a statistic).
-    return grad if isinstance(grad, ScaledTensor) else scaled(grad)
+    if isinstance(grad, ScaledTensor):
+        return grad
+    like = ScaledTensor.make(ctx.scale, ctx.scale, ctx.scale, FP32, ctx.dtype, ctx.recipe)
+    return cast(ScaledTensor, promote(grad, like))
 
 
 #: (x, format name) -> x with its elements rounded into `format` (saturating, nearest even).
-to_format = _operator("to_format(Tensor x, str format) -> Tensor", _to_source_format, _remember_format)
+to_format = _operator(
+    "to_format(Tensor x, str format) -> Tensor", _to_source_format, _remember_format
+)
 
 #: (x, format name) -> x itself; its gradient is rounded into `format` on the way back.
 gradient_to_format = _operator(
@@ -99,9 +107,7 @@ rescale = _operator("rescale(Tensor x, Tensor scale) -> Tensor", _pass, _nothing
 drop = _operator("drop(Tensor x) -> Tensor", _divide_by_scale, _remember_scale)
 
 #: x -> a plain tensor of the same value and dtype.
-dequantize = _operator(
-    "dequantize(Tensor x) -> Tensor", lambda ctx, grad: grad, _nothing
-)
+dequantize = _operator("dequantize(Tensor x) -> Tensor", lambda ctx, grad: grad, _nothing)
 
 #: (plain or scaled, like) -> a ScaledTensor; a plain one gets the power of two next to its RMS.
 promote = _operator("promote(Tensor x, Tensor like) -> Tensor", _restore_plain, _nothing)

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from scaledtensor import verbs
-from scaledtensor.formats import FP32, encode, from_dtype
+from scaledtensor.formats import FP32, from_dtype
 from scaledtensor.formats import get as get_format
 from scaledtensor.formats.rounding import round_by_arithmetic
 from scaledtensor.ops.algebra import elements, value
 from scaledtensor.ops.registry import rule, store, write
+from scaledtensor.scale import MAX_SCALE, MIN_SCALE
 from scaledtensor.tensor import ScaledTensor, from_plain
 
 aten = torch.ops.aten
@@ -18,10 +19,13 @@ aten = torch.ops.aten
 
 @rule(verbs.to_format)
 def to_format(x: ScaledTensor, format: str) -> ScaledTensor:
-    """A cast: the elements are rounded (nearest even, saturating); the scale never changes."""
+    """A cast: the elements are rounded to nearest even; the scale never changes. 8-bit formats
+    saturate; compute formats keep infinities."""
     fmt = get_format(format)
     source = elements(x)
-    q = encode(source, fmt, overflow="saturate")
+    q = store(source, fmt)
+    if q is x.qdata:
+        q = q.clone()
     out = ScaledTensor.make(
         q, x.scale.clone(), x.rms.clone(), fmt, x.dtype, x.recipe, x.nonnegative
     )
@@ -41,13 +45,17 @@ def gradient_to_format(x: ScaledTensor, format: str) -> ScaledTensor:
 @rule(verbs.rescale)
 def rescale(x: ScaledTensor, scale: Tensor) -> ScaledTensor:
     """The same value under another power of two; the format never changes."""
-    return x.like(store(elements(x) * (x.scale / scale), x.format), scale.clone(), x.rms.clone())
+    # In two factors: the ratio of two float32 numbers may be none, and 0 * inf is NaN.
+    ratio = x.scale.double() / scale
+    first = ratio.clamp(MIN_SCALE, MAX_SCALE)
+    q = elements(x) * first.float() * (ratio / first).float()
+    return x.like(store(q, x.format), scale.clone(), x.rms.clone())
 
 
 @rule(verbs.drop)
 def drop(x: ScaledTensor) -> ScaledTensor:
-    """Forget the scale: the same elements at scale 1."""
-    return x.like(x.qdata, torch.ones_like(x.scale), x.rms / x.scale)
+    """Forget the scale: the same elements at scale 1. A copy: writing to it must not reach `x`."""
+    return x.like(x.qdata.clone(), torch.ones_like(x.scale), x.rms / x.scale)
 
 
 @rule(verbs.dequantize)
@@ -85,7 +93,7 @@ def to_copy(
         plain = value(x).double() if dtype == torch.float64 else value(x)
         return plain.to(dtype=dtype, **move)
     fmt = x.format if dtype is None or dtype == x.dtype else from_dtype(dtype)
-    q = x.qdata if fmt == x.format else encode(elements(x), fmt, overflow="saturate")
+    q = x.qdata if fmt == x.format else store(elements(x), fmt)
     q = aten._to_copy.default(q, memory_format=memory_format, **move)
     scale, rms = (aten._to_copy.default(t, **move) for t in (x.scale, x.rms))
     return ScaledTensor.make(q, scale, rms, fmt, dtype or x.dtype, x.recipe, x.nonnegative)
@@ -100,7 +108,9 @@ def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     source = source.expand(target.shape)
     if not isinstance(target, ScaledTensor):
         return target.copy_(verbs.dequantize(source), non_blocking)
-    held = source if isinstance(source, ScaledTensor) else from_plain(source, FP32, target.dtype, None)
+    held = (
+        source if isinstance(source, ScaledTensor) else from_plain(source, FP32, target.dtype, None)
+    )
     q = target.qdata
     whole = q.numel() * q.itemsize == q.untyped_storage().nbytes()
     if whole:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 
@@ -15,12 +15,17 @@ __all__ = ["RECIPES", "Recipe", "get", "register"]
 #: Formats whose arithmetic torch does natively; what flows between matrix products is one of them.
 COMPUTE_FORMATS = (BF16, FP16, FP32)
 
+ROLES = ("forward", "gradient", "activation", "master")
+
 
 @dataclass(frozen=True)
 class Recipe:
     """Formats by role. Subclasses add what they need to choose the scale.
 
-    Every field takes a `Format` or the name of one.
+    Every role takes a `Format` or the name of one.
+
+    Raises:
+        RecipeError: a format is unknown, or cannot play its role.
     """
 
     name: ClassVar[str] = ""
@@ -35,12 +40,11 @@ class Recipe:
     """What the parameters are stored in; their gradients arrive in it too."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            given = getattr(self, field.name)
+        for role in ROLES:
             try:
-                object.__setattr__(self, field.name, get_format(given))
+                object.__setattr__(self, role, get_format(getattr(self, role)))
             except FormatError as error:
-                raise RecipeError(f"{type(self).__name__}.{field.name}: {error}") from error
+                raise RecipeError(f"{type(self).__name__}.{role}: {error}") from error
         for role in ("activation", "master"):
             if getattr(self, role) not in COMPUTE_FORMATS:
                 raise RecipeError(
@@ -50,22 +54,31 @@ class Recipe:
                 )
         for role in ("forward", "gradient"):
             fmt = getattr(self, role)
-            if fmt not in COMPUTE_FORMATS and not fmt.storage_dtype.is_floating_point:
+            if not (fmt.storage_dtype.is_floating_point and fmt.signed):
                 raise RecipeError(
-                    f"{type(self).__name__}.{role}={fmt.name}: torch has no dtype for it, and "
-                    "packed operands are not supported yet; choose an 8-bit or wider format"
+                    f"{type(self).__name__}.{role}={fmt.name}: torch has no dtype for operands of "
+                    "it; choose a signed 8-bit or wider format that has one, such as e4m3fn"
                 )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        values = {f.name: getattr(self, f.name).name for f in fields(self)}
+        if RECIPES.get(self.name) is not type(self):
+            raise RecipeError(
+                f"{type(self).__name__} cannot be saved: loading finds a recipe by its name, and "
+                f"{self.name!r} is not registered as this class: scaledtensor.recipes.base.register"
+            )
+        values = {f.name: _spelled(getattr(self, f.name)) for f in fields(self)}
         return _restore, (self.name, values)
 
     def __str__(self) -> str:
-        roles = ", ".join(f"{f.name}={getattr(self, f.name).name}" for f in fields(self))
+        roles = ", ".join(f"{f.name}={_spelled(getattr(self, f.name))}" for f in fields(self))
         return f"{type(self).__name__}({roles})"
 
 
 RECIPES: dict[str, type[Recipe]] = {}
+
+
+def _spelled(value: Any) -> Any:
+    return value.name if isinstance(value, Format) else value
 
 
 def _restore(name: str, values: dict[str, Any]) -> Recipe:
@@ -79,7 +92,17 @@ torch.serialization.add_safe_globals([_restore])
 
 
 def register(recipe: type[Recipe]) -> type[Recipe]:
-    """Class decorator: makes `recipe` known to `get` under its `name`."""
+    """Class decorator: makes `recipe` known to `get` under its `name`.
+
+    Raises:
+        RecipeError: the name is empty, not lower case, or taken.
+    """
+    if not recipe.name or recipe.name != recipe.name.lower():
+        raise RecipeError(f"a recipe's name is non-empty and lower case; got {recipe.name!r}")
+    if recipe.name in RECIPES:
+        raise RecipeError(
+            f"the name {recipe.name!r} is taken by {RECIPES[recipe.name].__qualname__}"
+        )
     RECIPES[recipe.name] = recipe
     return recipe
 
@@ -92,9 +115,10 @@ def get(name: "str | Recipe") -> Recipe:
     """
     if isinstance(name, Recipe):
         return name
-    make: Callable[[], Recipe] | None = (
-        RECIPES.get(name.lower()) if isinstance(name, str) else None  # type: ignore[assignment]
-    )
+    # Registered recipes have defaults for every field, which the base class has not.
+    make: Callable[[], Recipe] | None = None
+    if isinstance(name, str):
+        make = cast(Any, RECIPES.get(name.lower()))
     if make is None:
         raise RecipeError(f"unknown recipe {name!r}; known recipes: {', '.join(sorted(RECIPES))}")
     return make()
