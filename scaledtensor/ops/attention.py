@@ -59,6 +59,7 @@ def _mask(mask: Any, like: Tensor) -> Any:
         return mask
     if isinstance(mask, ScaledTensor):
         mask = elements(mask).float() * mask.scale
+    mask = mask.to(torch.promote_types(mask.dtype, like.dtype))
     limit = torch.finfo(like.dtype).max
     # Finite fills stay finite when the dtype narrows.
     held = torch.where(mask.isinf(), mask, mask.clamp(-limit, limit))
