@@ -22,6 +22,7 @@ __all__ = [
     "nearest_power_of_two",
     "quadrature",
     "settle",
+    "settle_in_place",
 ]
 
 MIN_SCALE = 2.0**-126
@@ -62,6 +63,18 @@ def settle(rms: Tensor, *scales: Tensor) -> list[Tensor]:
         return _settle_numbers(rms, scales)
     scale = nearest_power_of_two(rms)
     return [scale, *((s / scale).clamp_max_(_FLOAT32_MAX) for s in scales)]
+
+
+def settle_in_place(kept: Tensor, was: Tensor, rms: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
+    """As `settle`, for elements under `held` that go into a tensor of scale `kept` and RMS `was`.
+
+    Its scale stays, unless it is known to be zero: then it is the power of two next to `rms`.
+    """
+    if _is_number(was):
+        scale = kept.item() if was.item() else _nearest(rms.item())
+        return _tensor(scale), _tensor(min(held.item() / scale, _FLOAT32_MAX))
+    new = torch.where(was == 0, nearest_power_of_two(rms), kept)
+    return new, (held / new).clamp_max_(_FLOAT32_MAX)
 
 
 def quadrature(*rms: Tensor) -> Tensor:

@@ -109,11 +109,11 @@ def fake_quantize(
 def round_by_arithmetic(x: Tensor, fmt: Format) -> Tensor:
     """`fake_quantize(x, fmt)` of a 16- or 32-bit float, saturating, up to the sign of zero.
 
-    Float32 sums and products alone, which Inductor's C++ vectorises where it would spill the integer
-    arithmetic of `encode` (0.2 against 0.8 ns per element for a code and its value). Normal numbers
-    by Veltkamp's splitting (Dekker 1971, Numerische Mathematik 18), which rounds to nearest even at
-    every float32 here (tested); subnormals by adding a number whose last place is their step. Not
-    for compilers that contract a product and a sum into one rounding, as those for GPUs do.
+    Float32 sums and products alone, which Inductor's C++ vectorises where it would spill the
+    integer arithmetic of `encode` (0.2 against 0.8 ns per element). Normal numbers by Veltkamp's
+    splitting (Dekker 1971, Numerische Mathematik 18), which rounds to nearest even at every float32
+    here (tested); subnormals by adding a number whose last place is their step. Not for compilers
+    that contract a product and a sum into one rounding, as those for GPUs do.
     """
     wide = x.float().clamp(-fmt.max, fmt.max)
     split = wide * (2.0 ** (23 - fmt.mantissa_bits) + 1)
@@ -271,11 +271,12 @@ def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     return ", ".join(str(d).removeprefix("torch.") for d in dtypes)
 
 
-# The operators that stay opaque to Inductor. Defined at the low level: `custom_op` adds 50 us a call.
+# The operators that stay opaque to Inductor, defined at the low level: `custom_op` costs 50 us a
+# call.
 
-_LIBRARY = torch.library.Library("scaledtensor", "FRAGMENT")
-_LIBRARY.define("cast_in_range(Tensor x, str format) -> Tensor")
-_LIBRARY.define("look_up(Tensor codes, str format, ScalarType dtype) -> Tensor")
+_LIBRARY = torch.library.Library("scaledtensor", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define("cast_in_range(Tensor x, str format) -> Tensor")  # type: ignore[no-untyped-call]
+_LIBRARY.define("look_up(Tensor codes, str format, ScalarType dtype) -> Tensor")  # type: ignore[no-untyped-call]
 
 
 def _cast_op(x: Tensor, name: str) -> Tensor:
@@ -286,15 +287,15 @@ def _look_up_op(codes: Tensor, name: str, dtype: torch.dtype) -> Tensor:
     return _in_pieces(lambda t: _look_up(t, FORMATS[name], dtype), codes, dtype)
 
 
-_LIBRARY.impl("cast_in_range", _cast_op, "CPU")
-_LIBRARY.impl("look_up", _look_up_op, "CPU")
+_LIBRARY.impl("cast_in_range", _cast_op, "CPU")  # type: ignore[no-untyped-call]
+_LIBRARY.impl("look_up", _look_up_op, "CPU")  # type: ignore[no-untyped-call]
 
 
-@torch.library.register_fake("scaledtensor::cast_in_range", lib=_LIBRARY)
+@torch.library.register_fake("scaledtensor::cast_in_range", lib=_LIBRARY)  # type: ignore[untyped-decorator]
 def _(x: Tensor, name: str) -> Tensor:
     return torch.empty_like(x, dtype=FORMATS[name].storage_dtype)
 
 
-@torch.library.register_fake("scaledtensor::look_up", lib=_LIBRARY)
+@torch.library.register_fake("scaledtensor::look_up", lib=_LIBRARY)  # type: ignore[untyped-decorator]
 def _(codes: Tensor, name: str, dtype: torch.dtype) -> Tensor:
     return torch.empty(codes.shape, dtype=dtype, device=codes.device)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from scaledtensor.formats import decode
-from scaledtensor.scale import nearest_power_of_two, quadrature
 from scaledtensor.ops.registry import Raw
+from scaledtensor.scale import nearest_power_of_two, quadrature
 from scaledtensor.tensor import ScaledTensor, measured_rms
 
 __all__ = [

@@ -46,8 +46,11 @@ def _scale(scale: float | None, q: ScaledTensor) -> float:
 
 
 def _folded(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any, list[Tensor]]:
-    """The operands, and the folded elements that the kernel takes. In float32: on a CPU the bfloat16
-    backward takes 4 times as long at 64 tokens and 0.8 times at 1024 (measured), and rounds more."""
+    """The operands, and the folded elements that the kernel takes.
+
+    In float32: on a CPU the bfloat16 backward takes 4 times as long at 64 tokens and 0.8 times at
+    1024 (measured), and it rounds more.
+    """
     like = next(x for x in (q, k, v) if isinstance(x, ScaledTensor))
     a, b, c = (operand(x, like) for x in (q, k, v))
     return a, b, c, [a.q.float() * (a.scale * b.scale), b.q.float(), c.q.float()]

@@ -1,7 +1,8 @@
 """Matrix products.
 
 K products of independent terms: the RMS grows by sqrt(K) (Blake et al. 2023, section 4.1). K is
-in-features forward, out-features in dgrad and batch times tokens in wgrad; each is its own ATen call.
+in-features forward, out-features in dgrad and batch times tokens in wgrad; each is an ATen call of
+its own.
 
 8-bit operands are multiplied as 8-bit operands: by `torch._scaled_mm` on a CUDA device that has
 them, elsewhere by a bfloat16 product of the same elements, which is exact: every E4M3 and E5M2
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from scaledtensor import _torch
-from scaledtensor.ops.algebra import elements, operand, quadrature
+from scaledtensor.ops.algebra import operand, quadrature
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.scale import settle
 from scaledtensor.tensor import ScaledTensor
@@ -55,7 +56,7 @@ def addmm(c: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Raw:
     like = next(x for x in (c, a, b) if isinstance(x, ScaledTensor))
     base = operand(c, like)
     rms = quadrature(base.rms * abs(beta), product.rms * abs(alpha))
-    scale, ratio, factor = settle(rms, base.scale, product.scale)
+    scale, ratio, factor = settle(rms, base.scale, product.held)
     q = torch.addcmul(base.q * ratio * beta, product.q, factor, value=alpha)
     return Raw(q, scale, rms, settled=True)
 

@@ -1,7 +1,7 @@
 """The one place where operators meet rules.
 
 A rule is a small function registered for functional ATen overloads. It sees the arguments as ATen
-spells them and returns a `Raw` (elements, the scale they carry, the RMS to expect) or plain tensors.
+spells them and returns a `Raw` (elements, their scale, the RMS to expect) or plain tensors.
 What surrounds it lives here, once, in this order:
 
 1. a rule for the overload itself;
@@ -30,7 +30,7 @@ from scaledtensor._version import __version__
 from scaledtensor.errors import MissingRuleError, MissingRuleWarning, RegistryError, ShapeError
 from scaledtensor.formats import BF16, FP32, Format, encode
 from scaledtensor.recipes import Recipe
-from scaledtensor.scale import nearest_power_of_two, settle
+from scaledtensor.scale import settle, settle_in_place
 from scaledtensor.tensor import ScaledTensor, from_plain
 
 __all__ = ["RULES", "Raw", "Rule", "dispatch", "fingerprint", "missing", "on_missing", "rule"]
@@ -54,6 +54,11 @@ class Raw(NamedTuple):
     dtype: torch.dtype | None = None
     """The appearance; None promotes those of the operands."""
     nonnegative: bool = False
+
+    @property
+    def held(self) -> Tensor:
+        """The scale that `q` is held under."""
+        return torch.ones_like(self.rms) if self.scale is None else self.scale
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,8 @@ def rule(*ops: Overload, pass_op: bool = False) -> Callable[[F], F]:
         for op in ops:
             if not isinstance(op, Overload):
                 raise RegistryError(
-                    f"a rule is for an operator overload such as torch.ops.aten.add.Tensor; got {op!r}"
+                    "a rule is for an operator overload such as torch.ops.aten.add.Tensor; "
+                    f"got {op!r}"
                 )
             if op in RULES:
                 raise RegistryError(
@@ -160,12 +166,11 @@ def _operands(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Any]:
 def _wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
     scaled = [x for x in operands if isinstance(x, ScaledTensor)]
     fmt = raw.format or narrowest(scaled)
-    held = torch.ones_like(raw.rms) if raw.scale is None else raw.scale
     if raw.settled:
         # Only views share a scale object with another tensor: writing in place changes it.
-        scale, q = held.clone(), raw.q
+        scale, q = raw.held.clone(), raw.q
     else:
-        scale, ratio = settle(raw.rms, held)
+        scale, ratio = settle(raw.rms, raw.held)
         q = raw.q * ratio
     if q.dtype != fmt.storage_dtype:
         q = store(q, fmt)
@@ -240,26 +245,26 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
         plain = _wrap(value, operands) if isinstance(value, Raw) else value
         target.copy_(dequantized(plain))
         return
-    if isinstance(value, Raw):
-        raw = value
-    else:
-        held = (
-            value
-            if isinstance(value, ScaledTensor)
-            else from_plain(value, FP32, torch.float32, None)
-        )
-        raw = Raw(held.qdata, held.scale, held.rms)
-    held = torch.ones_like(raw.rms) if raw.scale is None else raw.scale
-    scale = torch.where(target.rms == 0, nearest_power_of_two(raw.rms), target.scale)
-    ratio = (held / scale).clamp_max_(torch.finfo(torch.float32).max)
+    raw = value if isinstance(value, Raw) else _as_raw(value)
+    scale, ratio = settle_in_place(target.scale, target.rms, raw.rms, raw.held)
     wide = raw.q if raw.q.dtype.itemsize > 1 else raw.q.float()
     q = wide * ratio
     target.qdata.copy_(q if target.qdata.dtype.itemsize > 1 else store(q, target.format))
-    whole = target.qdata.numel() * target.qdata.itemsize == target.qdata.untyped_storage().nbytes()
     target.scale.copy_(scale)
     # A part that became zero does not make the whole known to be zero.
-    target.rms.copy_(raw.rms if whole else torch.maximum(target.rms, raw.rms))
-    target.nonnegative = raw.nonnegative if isinstance(value, Raw) else False
+    rms = raw.rms if covers_storage(target.qdata) else torch.maximum(target.rms, raw.rms)
+    target.rms.copy_(rms)
+    target.nonnegative = raw.nonnegative
+
+
+def _as_raw(x: Tensor) -> Raw:
+    held = x if isinstance(x, ScaledTensor) else from_plain(x, FP32, torch.float32, None)
+    return Raw(held.qdata, held.scale, held.rms)
+
+
+def covers_storage(q: Tensor) -> bool:
+    """Whether nothing outside `q` shares its memory: it is no part of a larger tensor."""
+    return q.numel() * q.itemsize == q.untyped_storage().nbytes()
 
 
 def dequantized(x: Any) -> Any:
@@ -343,14 +348,14 @@ class on_missing:  # noqa: N801 - reads as a verb, like torch.no_grad
 def _without_rule(op: Overload, *args: Any, **kwargs: Any) -> Any:
     if _policy == "error":
         raise MissingRuleError(
-            f"{op} has no scale rule. Register one with scaledtensor.ops.rule (CONTRIBUTING.md), or "
-            "allow the float32 fallback with scaledtensor.on_missing('warn')"
+            f"{op} has no scale rule. Register one with scaledtensor.ops.rule (CONTRIBUTING.md), "
+            "or allow the float32 fallback with scaledtensor.on_missing('warn')"
         )
     missing[str(op)] += 1
     if missing[str(op)] == 1:
         warnings.warn(
-            f"{op} has no scale rule: it runs in float32 and its result is rescaled by its measured "
-            "RMS",
+            f"{op} has no scale rule: it runs in float32 and its result is rescaled by its "
+            "measured RMS",
             MissingRuleWarning,
             stacklevel=2,
         )
