@@ -296,7 +296,10 @@ class ScaledTensor(Tensor):
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        inner = tuple(getattr(self, name) for name in self.INNER)
+        # As bytes: torch cannot read back the 8-bit floats that plain pickle writes.
+        narrow = self.qdata.dtype.itemsize == 1
+        qdata = self.qdata.view(torch.uint8) if narrow else self.qdata
+        inner = (qdata, self.scale, self.rms)
         context = (self.format.name, self.dtype, self.recipe, self.nonnegative)
         return _rebuild, (inner, context, self.requires_grad, _is_parameter(self))
 
@@ -314,7 +317,10 @@ def _rebuild(
 ) -> ScaledTensor:
     """Unpickle. A module-level function, so that `weights_only` loading can allow it by name."""
     name, dtype, recipe, nonnegative = context
-    made = ScaledTensor.make(*inner, get_format(name), dtype, recipe, nonnegative)
+    (qdata, scale, rms), fmt = inner, get_format(name)
+    made = ScaledTensor.make(
+        qdata.view(fmt.storage_dtype), scale, rms, fmt, dtype, recipe, nonnegative
+    )
     return _with_autograd(made, requires_grad, is_parameter)
 
 
