@@ -36,7 +36,8 @@ def _governing(*operands: Any) -> Recipe | None:
 
 def _cast(x: Any, recipe: Recipe, like: ScaledTensor) -> Any:
     if not isinstance(x, ScaledTensor):
-        x = verbs.promote(x, like)
+        # Detached: a product needs no gradient for the sake of what it is promoted by.
+        x = verbs.promote(x, like.detach())
     return verbs.to_format(x, recipe.forward.name)
 
 
