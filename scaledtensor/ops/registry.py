@@ -293,6 +293,14 @@ def _foreach(op: Overload, *args: Any, **kwargs: Any) -> Any:
     return None if op._schema.is_mutable else results
 
 
+def _maximum(x: Tensor, other: Any) -> Tensor:
+    return torch.maximum(x, other) if isinstance(other, Tensor) else x.clamp_min(other)
+
+
+def _minimum(x: Tensor, other: Any) -> Tensor:
+    return torch.minimum(x, other) if isinstance(other, Tensor) else x.clamp_max(other)
+
+
 def _maximum_(x: Tensor, other: Any) -> Tensor:
     return x.copy_(torch.maximum(x, other)) if isinstance(other, Tensor) else x.clamp_min_(other)
 
@@ -304,6 +312,8 @@ def _minimum_(x: Tensor, other: Any) -> Tensor:
 #: Where the per-tensor form is no method of the same name.
 _FOREACH: dict[str, Callable[..., Any]] = {
     "norm": torch.linalg.vector_norm,
+    "maximum": _maximum,
+    "minimum": _minimum,
     "maximum_": _maximum_,
     "minimum_": _minimum_,
 }
