@@ -1,0 +1,182 @@
+"""Rules can be added from outside, and an operator without one is never silent."""
+
+import contextlib
+import warnings
+
+import pytest
+import torch
+from assertions import assert_holds, dequantized
+
+import scaledtensor as sct
+from scaledtensor.errors import MissingRuleError, MissingRuleWarning, RegistryError
+from scaledtensor.ops import RULES, Raw, missing, registry, rule
+
+aten = torch.ops.aten
+erfinv = aten.erfinv.default
+
+
+@pytest.fixture
+def restored():
+    """The rule table and the counter as they were, whatever a test does to them."""
+    tables = (RULES, registry._bound, missing)
+    before = [dict(t) for t in tables]
+    registry._handlers.clear()
+    missing.clear()
+    yield
+    for table, old in zip(tables, before, strict=True):
+        table.clear()
+        table.update(old)
+    registry._handlers.clear()
+    registry.fingerprint.cache_clear()
+
+
+def sample() -> sct.ScaledTensor:
+    x = torch.rand(64, generator=torch.Generator().manual_seed(0)) * 1.8 - 0.9
+    return sct.scaled(x)
+
+
+def test__a_rule_from_outside__serves_every_form_of_its_operator(restored):
+    before = registry.fingerprint()
+
+    @rule(erfinv)
+    def inverse(x):
+        """About sqrt(pi) / 2 times x."""
+        return Raw(erfinv(x.qdata * x.scale), None, x.rms * 0.9)
+
+    assert registry.fingerprint() != before
+    assert (RULES[erfinv].family, RULES[erfinv].words) == ("test_registry", inverse.__doc__)
+    want = torch.erfinv(dequantized(sample()))
+    for out in (
+        torch.erfinv(sample()),
+        sample().erfinv_(),
+        torch.erfinv(sample(), out=torch.zeros(64)),
+    ):
+        assert_holds(out, want, 2.0**-20)
+    assert not missing
+
+
+def test__a_second_rule__is_an_error_and_changes_nothing(restored):
+    with pytest.raises(
+        RegistryError, match=r"has a rule already: scaledtensor\.ops\.arithmetic\.add"
+    ):
+        rule(erfinv, aten.add.Tensor)(lambda x: x)
+    assert erfinv not in RULES
+
+
+@pytest.mark.parametrize("given", [torch.add, aten.add, "aten.add.Tensor", None], ids=str)
+def test__a_rule_for_something_else__is_an_error(given, restored):
+    with pytest.raises(RegistryError, match=r"torch\.ops\.aten\.add\.Tensor"):
+        rule(erfinv, given)(lambda x: x)
+    assert erfinv not in RULES
+
+
+# --- the policy ------------------------------------------------------------------------------
+
+
+def test__error__names_the_operator_and_the_ways_out(restored):
+    with pytest.raises(MissingRuleError, match=r"aten\.erfinv\.default.*rule.*on_missing"):
+        torch.erfinv(sample())
+    assert not missing
+
+
+def test__warn__computes_in_float32_counts_and_warns_once(restored):
+    x = sample()
+    with sct.on_missing("warn"):
+        with pytest.warns(MissingRuleWarning, match=r"aten\.erfinv\.default"):
+            first = torch.erfinv(x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            second = torch.erfinv(x)
+    assert missing == {"aten.erfinv.default": 2}
+    want = torch.erfinv(dequantized(x))
+    for out in (first, second):
+        assert isinstance(out, sct.ScaledTensor)
+        assert_holds(out, want, 2.0**-20)
+        assert float(out.scale) == float(sct.scaled(want.float()).scale)
+
+
+def test__the_policy__is_a_setting_and_a_context_that_restores(restored):
+    assert registry._policy == "error"
+    with sct.on_missing("warn"):
+        assert registry._policy == "warn"
+        with sct.on_missing("error"):
+            assert registry._policy == "error"
+        assert registry._policy == "warn"
+    assert registry._policy == "error"
+    with contextlib.suppress(KeyError), sct.on_missing("warn"):
+        raise KeyError
+    assert registry._policy == "error"
+    sct.on_missing("warn")
+    assert registry._policy == "warn"
+    sct.on_missing("error")
+
+
+@pytest.mark.parametrize("given", ["ignore", None, True])
+def test__another_policy__is_an_error(given):
+    with pytest.raises(RegistryError, match="'warn' or 'error'"):
+        sct.on_missing(given)
+    assert registry._policy == "error"
+
+
+@pytest.mark.filterwarnings("ignore::scaledtensor.errors.MissingRuleWarning")
+def test__without_a_rule__in_place_and_out_still_write_where_they_are_told(restored):
+    x = sample()
+    want, address, scale = torch.erfinv(dequantized(x)), x.qdata.data_ptr(), float(x.scale)
+    with sct.on_missing("warn"):
+        assert x.erfinv_() is x
+        plain = torch.zeros(64)
+        assert torch.erfinv(sample(), out=plain) is plain
+    assert (x.qdata.data_ptr(), float(x.scale)) == (address, scale)
+    assert_holds(x, want, 2.0**-20)
+    assert_holds(plain, want, 2.0**-20)
+
+
+# --- the plumbing ----------------------------------------------------------------------------
+
+
+def pair() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    rng = torch.Generator().manual_seed(0)
+    plain = [torch.randn(s, generator=rng) for s in (3, 5)]
+    return [sct.scaled(t) for t in plain], plain
+
+
+FOREACH = {
+    "add scalar": lambda ts: torch._foreach_add(ts, 2.0),
+    "add list": lambda ts: torch._foreach_add(ts, ts, alpha=3.0),
+    "mul scalars": lambda ts: torch._foreach_mul(ts, [2.0, 3.0]),
+    "mul tensor": lambda ts: torch._foreach_mul(ts, torch.tensor(0.3)),
+    "addcmul": lambda ts: torch._foreach_addcmul(ts, ts, ts, value=0.5),
+    "addcdiv": lambda ts: torch._foreach_addcdiv(ts, ts, ts, [0.5, 2.0]),
+    "lerp": lambda ts: torch._foreach_lerp(ts, [t * 2 for t in ts], 0.25),
+    "norm": lambda ts: torch._foreach_norm(ts),
+    "sqrt of abs": lambda ts: torch._foreach_sqrt(torch._foreach_abs(ts)),
+    "maximum": lambda ts: torch._foreach_maximum(ts, 0.1),
+}
+
+
+@pytest.mark.parametrize("name", FOREACH)
+def test__foreach__is_the_operator_on_each_element(name):
+    got, want = (FOREACH[name](ts) for ts in pair())
+    assert len(got) == len(want)
+    for g, w in zip(got, want, strict=True):
+        assert_holds(g, w, 2.0**-20)
+
+
+@pytest.mark.parametrize("name", ["mul_", "add_", "sub_", "div_", "maximum_"])
+def test__foreach_in_place__keeps_identities_and_scales(name):
+    got, want = pair()
+    scales = [float(t.scale) for t in got]
+    before = list(got)
+    for ts in (got, want):
+        getattr(torch, f"_foreach_{name}")(ts, 0.5)
+    assert all(g is b for g, b in zip(got, before, strict=True))
+    assert [float(t.scale) for t in got] == scales
+    for g, w in zip(got, want, strict=True):
+        assert_holds(g, w, 2.0**-20)
+
+
+def test__out__of_another_shape__is_an_error_that_writes_nothing():
+    out = sct.scaled(torch.ones(2))
+    with pytest.raises(sct.errors.ShapeError, match=r"\(64,\) into \(2,\)"):
+        torch.neg(sample(), out=out)
+    assert_holds(out, torch.ones(2), 0)
