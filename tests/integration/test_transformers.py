@@ -105,7 +105,7 @@ def test__loss_and_gradients_are_those_of_float32(name: str, padded: bool) -> No
     model = sct.scale_model(copy.deepcopy(reference))
     inputs = batch(padded)
     expected, loss = reference(**inputs).loss, model(**inputs).loss
-    assert abs(float(loss) / float(expected) - 1) < 0.01
+    assert abs(loss.item() / expected.item() - 1) < 0.01
     expected.backward()
     loss.backward()
     for (fqn, p), q in zip(reference.named_parameters(), model.parameters(), strict=True):
@@ -132,7 +132,7 @@ def test__a_training_step_follows_float32(name: str) -> None:
             torch.nn.utils.clip_grad_norm_(m.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            run.append(float(loss))
+            run.append(loss.item())
         losses.append(run)
     assert losses[0][-1] < losses[0][0]
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
