@@ -169,6 +169,11 @@ def test__amax__fills_the_format_and_never_overflows(seed, shift, fmt):
     assert float(error) <= x.format.eps / 2 + 1e-7
 
 
+def test__amax__rounds_its_scale_up_where_rounding_down_would_overflow():
+    for amax in torch.linspace(4, 8, 200):
+        assert sct.scaled(amax, "fp32", "amax").qdata.isfinite()
+
+
 @pytest.mark.parametrize(("scale", "held"), [("one", 1.0), (8, 8.0), (torch.tensor(0.5), 0.5)])
 def test__a_chosen_scale__is_the_scale(scale, held):
     x = sct.scaled(gaussian(5), "e4m3fn", scale)
