@@ -34,6 +34,8 @@ _SQRT2_MANTISSA = 0x0035_04F3
 _ROOT_HALF = (2**23 + _SQRT2_MANTISSA) / 2**24
 _MIN_BITS = 0x0080_0000  # 2**-126
 _MAX_BITS = 0x7F00_0000  # 2**127
+_ONE_BITS = 0x3F80_0000
+_LEAST = _SQRT2_MANTISSA * 2.0**-149  # what still rounds up to 2**-126
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
@@ -41,18 +43,20 @@ def nearest_power_of_two(rms: Tensor) -> Tensor:
     """The power of two nearest to `rms` in the log domain: 2**round(log2(rms)).
 
     `rms`: float32 of any shape, not negative. Adding one binade minus the mantissa of sqrt(2)
-    carries into the exponent exactly when the mantissa is above sqrt(2). The result is clamped to
-    [2**-126, 2**127], so it is a usable scale for zero, subnormal, infinite and NaN input too.
+    carries into the exponent exactly when the mantissa is above sqrt(2). The result is a usable
+    scale for every input: at most 2**127, also for infinity; and 1 for NaN, and for zero and what
+    would be under 2**-126, so that whatever is written into a zero tensor later fits.
     """
     bits = rms.view(torch.int32) + (_ONE_BINADE - _SQRT2_MANTISSA)
-    return bits.bitwise_and_(_EXPONENT).clamp_(_MIN_BITS, _MAX_BITS).view(torch.float32)
+    bits = bits.bitwise_and_(_EXPONENT).clamp_(max=_MAX_BITS)
+    return bits.masked_fill_(bits == 0, _ONE_BITS).view(torch.float32)
 
 
 def settle(rms: Tensor, *scales: Tensor) -> list[Tensor]:
     """The power of two next to `rms`, and what takes elements held under each of `scales` there.
 
-    Returns [scale, scales[0] / scale, scales[1] / scale, ...]. The ratios are kept finite: a known
-    zero (RMS 0, scale 2**-126) under a large scale would otherwise turn 0 into 0 * inf = NaN.
+    Returns [scale, scales[0] / scale, scales[1] / scale, ...]. The ratios are kept finite, since
+    0 * inf would be NaN.
     """
     if rms.is_cpu and torch.compiler.is_compiling():
         # Opaque there: Inductor's C++ would inline this scalar arithmetic into every kernel that
@@ -112,7 +116,9 @@ def _settle_numbers(rms: Tensor, scales: Sequence[Tensor]) -> list[Tensor]:
 def _nearest(rms: float) -> float:
     """`nearest_power_of_two` of a float32 number."""
     if not MIN_SCALE < rms < MAX_SCALE:
-        return MIN_SCALE if rms <= MIN_SCALE else MAX_SCALE  # NaN too
+        if rms <= MIN_SCALE:
+            return MIN_SCALE if rms >= _LEAST else 1.0
+        return MAX_SCALE if rms == rms else 1.0
     significand, exponent = math.frexp(rms)
     return max(math.ldexp(1.0, exponent - (significand < _ROOT_HALF)), MIN_SCALE)
 

@@ -64,6 +64,14 @@ SPELLINGS = {
     "torch.addmm": (torch.addmm, (5,), (4, 8), (8, 5)),
     "Tensor.addmm": (lambda c, a, b: c.addmm(a, b, beta=2, alpha=3), (4, 5), (4, 8), (8, 5)),
     "torch.baddbmm": (torch.baddbmm, (2, 4, 5), (2, 4, 8), (2, 8, 5)),
+    "Tensor.baddbmm keywords": (
+        lambda c, a, b: c.baddbmm(batch1=a, batch2=b),
+        (2, 4, 5),
+        (2, 4, 8),
+        (2, 8, 5),
+    ),
+    "torch.addbmm": (torch.addbmm, (4, 5), (2, 4, 8), (2, 8, 5)),
+    "torch.tensordot": (lambda a, b: torch.tensordot(a, b, 1), (4, 8), (8, 5)),
 }
 
 

@@ -23,8 +23,6 @@ __all__ = [
     "value",
 ]
 
-Number = bool | int | float
-
 
 class Operand(NamedTuple):
     """One side of a binary operator: the value is `q * scale`."""

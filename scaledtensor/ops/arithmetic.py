@@ -15,7 +15,7 @@ from scaledtensor.ops.algebra import (
     quadrature,
     value,
 )
-from scaledtensor.ops.registry import Overload, Raw, rule
+from scaledtensor.ops.registry import LARGEST, Overload, Raw, is_table, rule, saturated
 from scaledtensor.scale import settle
 from scaledtensor.tensor import ScaledTensor, measured_rms
 
@@ -57,11 +57,6 @@ def _sum(x: Any, y: Any, alpha: float) -> Raw:
     return Raw(q, scale, rms, settled=True, nonnegative=positive)
 
 
-def is_table(x: Any) -> bool:
-    """Whether `x` is a plain tensor of elements, such as an additive mask."""
-    return isinstance(x, Tensor) and not isinstance(x, ScaledTensor) and x.dim() > 0
-
-
 def term(x: Any, like: ScaledTensor) -> Operand:
     """`x` as one that is added or chosen from: the fills of a mask are no part of its RMS."""
     if is_table(x):
@@ -73,12 +68,11 @@ def term(x: Any, like: ScaledTensor) -> Operand:
 
 def under(term: Operand, x: Any, ratio: Tensor) -> Tensor:
     """The elements of a term times the ratio of its scale to another."""
-    q = term.q * ratio
     if not is_table(x):
-        return q
-    # A finite fill that the scale pushes out of range saturates; -inf means something and stays.
-    limit = torch.finfo(torch.bfloat16).max
-    return torch.where(term.q.isinf(), term.q, q.clamp(-limit, limit))
+        return term.q * ratio
+    # A finite fill stays finite, as an element and as a value, where bfloat16 holds them: it
+    # saturates before the division and after. -inf means something and stays.
+    return saturated(term.q, term.q.clamp(-LARGEST, LARGEST) * ratio)
 
 
 # --- products --------------------------------------------------------------------------------

@@ -65,11 +65,17 @@ def linear(input: Any, weight: Any, bias: Any = None) -> Any:
     return y if bias is None else y + bias
 
 
-def addmm(input: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Any:
-    """As linear: what is added stays uncast."""
-    y = _product(torch.matmul, a, b)
+def added(function: Callable[..., Any], input: Any, *args: Any, **kwargs: Any) -> Any:
+    """beta input + alpha function(a, b), as addmm and its kin. What is added stays uncast."""
+    _refuse_out(function, kwargs)
+    beta, alpha = kwargs.pop("beta", 1), kwargs.pop("alpha", 1)
+    y = _product(function, *args, *kwargs.values())  # mat1, mat2; batch1, batch2; mat, vec
     y = y if alpha == 1 else y * alpha
     return y + (input if beta == 1 else input * beta)
+
+
+def _summed_bmm(a: Any, b: Any) -> Any:
+    return torch.bmm(a, b).sum(0)
 
 
 def einsum(equation: Any, *operands: Any) -> Any:
@@ -80,32 +86,65 @@ def einsum(equation: Any, *operands: Any) -> Any:
     return _product(partial(torch.einsum, equation), *operands)
 
 
-def _binary(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def binary(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    _refuse_out(function, kwargs)
+    return _product(function, *args, *kwargs.values())  # torch.matmul(input=a, other=b)
+
+
+def tensordot(a: Any, b: Any, dims: Any = 2, **kwargs: Any) -> Any:
+    _refuse_out(torch.tensordot, kwargs)
+    return _product(partial(torch.tensordot, dims=dims), a, b)
+
+
+def chain(*matrices: Any, **kwargs: Any) -> Any:
+    """multi_dot takes a list, chain_matmul its elements."""
+    _refuse_out(torch.linalg.multi_dot, kwargs)
+    if len(matrices) == 1:
+        (matrices,) = matrices
+    return _product(lambda *cast: torch.linalg.multi_dot(cast), *matrices)
+
+
+def bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Any:
+    """As an einsum: torch's own operator has no rule, and no product with a scale in it."""
+    y = _product(partial(torch.einsum, "...i,...j,oij->...o"), input1, input2, weight)
+    return y if bias is None else y + bias
+
+
+def _refuse_out(function: Callable[..., Any], kwargs: dict[str, Any]) -> None:
     if kwargs.pop("out", None) is not None:
         raise UnsupportedError(
             f"{function.__name__}(..., out=) on ScaledTensors: autograd has no out= either; "
             "assign the result instead"
         )
-    operands = (*args, *kwargs.values())  # torch.matmul(input=a, other=b)
-    return _product(function, *operands)
 
 
 #: function that a user may call -> the same on cast operands.
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.nn.functional.linear: linear,
-    torch.addmm: addmm,
-    torch.baddbmm: addmm,
-    Tensor.addmm: addmm,
-    Tensor.baddbmm: addmm,
+    torch.nn.functional.bilinear: bilinear,
+    **{
+        spelling: partial(added, function)
+        for name, function in (
+            ("addmm", torch.mm),
+            ("baddbmm", torch.bmm),
+            ("addbmm", _summed_bmm),
+            ("addmv", torch.mv),
+        )
+        for spelling in (getattr(torch, name), getattr(Tensor, name))
+    },
     torch.einsum: einsum,
     torch.functional.einsum: einsum,
-    Tensor.__matmul__: partial(_binary, torch.matmul),
+    Tensor.__matmul__: partial(binary, torch.matmul),
     Tensor.__rmatmul__: partial(_reflected, torch.matmul),
     **{
-        spelling: partial(_binary, getattr(torch, name))
+        spelling: partial(binary, getattr(torch, name))
         for name in ("matmul", "mm", "bmm", "mv", "inner")
         for spelling in (getattr(torch, name), getattr(Tensor, name))
     },
-    torch.linalg.matmul: partial(_binary, torch.matmul),
-    torch.tensordot: lambda a, b, dims=2: _product(partial(torch.tensordot, dims=dims), a, b),
+    torch.linalg.matmul: partial(binary, torch.matmul),
+    torch.linalg.multi_dot: chain,
+    torch.chain_matmul: chain,
+    torch.functional.chain_matmul: chain,
+    torch.tensordot: tensordot,
+    torch.functional.tensordot: tensordot,
 }

@@ -27,7 +27,13 @@ from torch import Tensor
 
 from scaledtensor import _torch
 from scaledtensor._version import __version__
-from scaledtensor.errors import MissingRuleError, MissingRuleWarning, RegistryError, ShapeError
+from scaledtensor.errors import (
+    DTypeError,
+    MissingRuleError,
+    MissingRuleWarning,
+    RegistryError,
+    ShapeError,
+)
 from scaledtensor.formats import BF16, FP32, Format, encode
 from scaledtensor.recipes import Recipe
 from scaledtensor.scale import settle, settle_in_place
@@ -132,7 +138,7 @@ def _resolve(op: Overload) -> Callable[..., Any]:
         return partial(_functional, _bound[op])
     twin = _torch.functional_twin(op)
     if twin is not None and twin in _bound:
-        return partial(_in_place, op, _bound[twin])
+        return partial(_in_place, op, twin)
     if "_foreach_" in op._schema.name:
         return partial(_foreach, op)
     if _torch.is_composite(op):
@@ -215,17 +221,20 @@ def _appearance(operands: list[Tensor]) -> torch.dtype:
 # --- 2. in-place and out= --------------------------------------------------------------------
 
 
-def _in_place(op: Overload, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _in_place(op: Overload, twin: Overload, *args: Any, **kwargs: Any) -> Any:
     names = [a.name for a in op._schema.arguments if a.is_out]
     targets = [kwargs.pop(name) for name in names] if names else [args[0]]
-    result = function(*args, **kwargs)
+    inputs = _operands(args, kwargs)
+    # Where only the target of an out= is scaled, there is nothing for a rule to work on.
+    scaled = any(isinstance(x, ScaledTensor) for x in inputs)
+    result = (_bound[twin] if scaled else twin)(*args, **kwargs)
     results = (
         list(result)
         if isinstance(result, (tuple, list)) and not isinstance(result, Raw)
         else [result]
     )
     for target, value in zip(targets, results, strict=True):
-        write(target, value, _operands(args, kwargs))
+        write(target, value, inputs)
     return targets[0] if len(targets) == 1 else tuple(targets)
 
 
@@ -241,6 +250,8 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
         raise ShapeError(
             f"cannot write a result of shape {tuple(shape)} into {tuple(target.shape)}"
         )
+    if not target.dtype.is_floating_point:
+        raise DTypeError(f"a scaled result does not fit into a tensor of {target.dtype}")
     if not isinstance(target, ScaledTensor):
         plain = _wrap(value, operands) if isinstance(value, Raw) else value
         target.copy_(dequantized(plain))
@@ -249,12 +260,29 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
     scale, ratio = settle_in_place(target.scale, target.rms, raw.rms, raw.held)
     wide = raw.q if raw.q.dtype.itemsize > 1 else raw.q.float()
     q = wide * ratio
+    if any(is_table(x) for x in operands):
+        q = saturated(wide, q)
     target.qdata.copy_(q if target.qdata.dtype.itemsize > 1 else store(q, target.format))
     target.scale.copy_(scale)
     # A part that became zero does not make the whole known to be zero.
     rms = raw.rms if covers_storage(target.qdata) else torch.maximum(target.rms, raw.rms)
     target.rms.copy_(rms)
     target.nonnegative = raw.nonnegative
+
+
+#: The largest finite bfloat16: the fill of a mask is held to it.
+LARGEST = torch.finfo(torch.bfloat16).max
+
+
+def is_table(x: Any) -> bool:
+    """A plain float tensor of some extent among the operands: an additive mask, perhaps."""
+    plain = isinstance(x, Tensor) and not isinstance(x, ScaledTensor)
+    return plain and x.dim() > 0 and x.dtype.is_floating_point
+
+
+def saturated(source: Tensor, q: Tensor) -> Tensor:
+    """`q`, a rescaled `source`, where what was finite stays finite; -inf in a mask is meant."""
+    return torch.where(source.isinf(), source, q.clamp(-LARGEST, LARGEST))
 
 
 def _as_raw(x: Tensor) -> Raw:

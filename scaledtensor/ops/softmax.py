@@ -40,14 +40,27 @@ def selection(m2: Tensor, n: int, causal: bool = False) -> Tensor:
     return share.sqrt()
 
 
-@rule(aten._softmax.default, aten._safe_softmax.default)
-def softmax(
-    x: ScaledTensor, dim: int, half_to_float: Any = False, dtype: torch.dtype | None = None
-) -> Raw:
+@rule(aten._softmax.default)
+def softmax(x: ScaledTensor, dim: int, half_to_float: bool = False) -> Raw:
     """r = N^(a/2 - 1), a = m^2 / (m^2 + 4)."""
+    rms = _softmax_rms(x, dim)
+    return at_value(lambda v: torch.softmax(v, dim), x, rms, nonnegative=True)
+
+
+@rule(aten._safe_softmax.default)
+def safe_softmax(x: ScaledTensor, dim: int, dtype: torch.dtype | None = None) -> Raw:
+    """As softmax; a row of -inf alone, which attends to nothing, gives zeros."""
+    rms = _softmax_rms(x, dim)
+
+    def safe(v: Tensor) -> Tensor:
+        return torch.softmax(v, dim).masked_fill(v.isneginf().all(dim, keepdim=True), 0.0)
+
+    return at_value(safe, x, rms, nonnegative=True, dtype=dtype)
+
+
+def _softmax_rms(x: ScaledTensor, dim: int) -> Tensor:
     n = count(x.shape, dim)
-    rms = torch.exp((sharpness(x.rms) / 2 - 1) * math.log(max(n, 1)))
-    return at_value(lambda v: torch.softmax(v, dim), x, rms, nonnegative=True, dtype=dtype)
+    return torch.exp((sharpness(x.rms) / 2 - 1) * math.log(max(n, 1)))
 
 
 @rule(aten._softmax_backward_data.default)

@@ -14,7 +14,7 @@ from torch import Tensor
 from scaledtensor.errors import DTypeError
 from scaledtensor.ops.algebra import Operand, elements, operand, quadrature
 from scaledtensor.ops.arithmetic import term, under
-from scaledtensor.ops.registry import Overload, Raw, rule
+from scaledtensor.ops.registry import LARGEST, Overload, Raw, rule
 from scaledtensor.scale import settle
 from scaledtensor.tensor import ScaledTensor
 
@@ -151,10 +151,13 @@ def _join(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, Tensor, bool
 
 
 def fill_under(number: float, scale: Tensor, like: Tensor) -> Tensor:
-    """A fill value under a scale. Where the quotient overflows it saturates, so that a mask of
-    `torch.finfo(...).min` stays finite; true infinities stay."""
+    """A fill value under a scale. It saturates before the division and after, so that a mask of
+    `torch.finfo(...).min` stays finite as an element and as a value; true infinities stay."""
+    finite = abs(number) != float("inf")
+    if finite:
+        number = min(max(number, -LARGEST), LARGEST)
     fill = torch.full((), number, dtype=torch.float64, device=like.device) / scale
-    if abs(number) != float("inf"):
+    if finite:
         limit = torch.finfo(like.dtype).max
         fill = fill.clamp(-limit, limit)
     return fill.to(like.dtype)
@@ -220,7 +223,7 @@ def index_put(
     """Values join under one scale, as in an addition."""
     base, new, scale, rms = _pair(x, values)
     return Raw(
-        torch.index_put(base, tuple(indices), new.to(base.dtype), accumulate), scale, rms, True
+        aten.index_put.default(base, indices, new.to(base.dtype), accumulate), scale, rms, True
     )
 
 

@@ -63,6 +63,23 @@ def neox() -> nn.Module:
     return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**SIZES))
 
 
+def falcon() -> nn.Module:
+    sizes = SIZES | {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    return transformers.FalconForCausalLM(transformers.FalconConfig(**sizes))
+
+
+def bloom() -> nn.Module:
+    config = transformers.BloomConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        n_layer=3,
+        n_head=4,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+    return transformers.BloomForCausalLM(config)
+
+
 def bert() -> nn.Module:
     sizes = SIZES | {"pad_token_id": 0}
     config = transformers.BertConfig(
@@ -80,6 +97,8 @@ MODELS = {
     "mistral": mistral,
     "gemma": gemma,
     "gpt-neox": neox,
+    "falcon": falcon,
+    "bloom": bloom,
     "bert": bert,
 }
 

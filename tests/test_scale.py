@@ -1,0 +1,49 @@
+"""Powers of two, and scale arithmetic done on numbers and on tensors: bit for bit the same."""
+
+import math
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scaledtensor import scale
+from scaledtensor.scale import is_power_of_two, nearest_power_of_two
+
+MANTISSAS = [0, 1, 0x3504F2, 0x3504F3, 0x3504F4, 0x7FFFFF]  # around sqrt(2), and the ends
+EDGES = torch.tensor([e << 23 | m for e in range(255) for m in MANTISSAS], dtype=torch.int32)
+floats = st.floats(0.0, width=32, allow_infinity=True)
+scales = st.floats(2.0**-126, width=32, allow_infinity=True)
+
+
+def test__nearest__is_a_rounded_logarithm_at_every_exponent() -> None:
+    x = EDGES.view(torch.float32)
+    power = nearest_power_of_two(x)
+    assert is_power_of_two(power).all()
+    exact = [2.0 ** math.floor(math.log2(v) + 0.5) if v else 1.0 for v in x.double().tolist()]
+    held = [p if 2.0**-126 <= p <= 2.0**127 else None for p in exact]
+    for got, want, value in zip(power.tolist(), held, x.tolist(), strict=True):
+        near_tie = abs(math.log2(value) % 1 - 0.5) < 1e-6 if value else False
+        if want is not None and not near_tie:
+            assert got == want, value
+
+
+def test__nearest__gives_a_usable_scale_to_zero_subnormals_infinity_and_nan() -> None:
+    x = torch.tensor([0.0, 1e-45, 2.0**-126, math.inf, math.nan, torch.finfo(torch.float32).max])
+    expected = [1.0, 1.0, 2.0**-126, 2.0**127, 1.0, 2.0**127]
+    assert nearest_power_of_two(x).tolist() == expected
+
+
+def test__numbers_and_tensors__round_alike_at_every_edge() -> None:
+    x = EDGES.view(torch.float32)
+    assert nearest_power_of_two(x).tolist() == [scale._nearest(v) for v in x.tolist()]
+
+
+@given(floats, scales, floats)
+def test__numbers_and_tensors__settle_alike(rms: float, held: float, was: float) -> None:
+    """The eager CPU path reads 0-dim tensors as numbers; tracing and devices keep them tensors."""
+    r, s, w = (torch.tensor(v) for v in (rms, held, was))
+    numbers = [*scale.settle(r, s), *scale.settle_in_place(s, w, r, s), scale.quadrature(r, s, w)]
+    r, s, w = (t.reshape(1) for t in (r, s, w))  # not 0-dim: no number
+    tensors = [*scale.settle(r, s), *scale.settle_in_place(s, w, r, s), scale.quadrature(r, s, w)]
+    for a, b in zip(numbers, tensors, strict=True):
+        torch.testing.assert_close(a.reshape(1), b, rtol=0, atol=0, equal_nan=True)
