@@ -1,6 +1,7 @@
 """The one module that touches private torch names, each with the reason it cannot be avoided."""
 
 from collections.abc import Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ __all__ = [
     "fp8_gemm",
     "functional_twin",
     "has_fp8_gemm",
+    "inlined",
     "is_composite",
     "is_tracing",
     "make_wrapper",
@@ -74,6 +76,19 @@ def is_composite(func: torch._ops.OpOverload) -> bool:
     """
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     return func.has_kernel_for_dispatch_key(key)
+
+
+def inlined(function: Any) -> Any:
+    """A Python function of torch.nn.functional, without its own call of `__torch_function__`.
+
+    It makes that call once, for itself, and its caller then runs the body with `__torch_function__`
+    off: the matrix products inside would not be seen, and their operands not be cast. torch offers
+    no way to enter such a body, so this is the same code with the question answered by no.
+    """
+    world = function.__globals__ | {"has_torch_function": lambda tensors: False}
+    body = FunctionType(function.__code__, world, function.__name__, function.__defaults__)
+    body.__kwdefaults__ = function.__kwdefaults__
+    return body
 
 
 def is_tracing(x: Tensor) -> bool:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from copy import deepcopy
-from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, TypeAlias, TypeVar, cast
 
 import numpy as np
@@ -324,22 +323,9 @@ def _rebuild(
     return _with_autograd(made, requires_grad, is_parameter)
 
 
-def _inlined(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, of torch.nn.functional, without its own call of `__torch_function__`.
-
-    Its caller meets a ScaledTensor there, and would run the body with `__torch_function__` off: the
-    matrix products inside would then not be seen, and their operands not be cast.
-    """
-    assert isinstance(function, FunctionType)
-    world = function.__globals__ | {"has_torch_function": lambda tensors: False}
-    body = FunctionType(function.__code__, world, function.__name__, function.__defaults__)
-    body.__kwdefaults__ = function.__kwdefaults__
-    return body
-
-
 #: Python functions of torch that are built from matrix products.
 _BODIES: dict[Any, Callable[..., Any]] = {
-    f: _inlined(f) for f in (torch.nn.functional.multi_head_attention_forward,)
+    f: _torch.inlined(f) for f in (torch.nn.functional.multi_head_attention_forward,)
 }
 
 T = TypeVar("T", bound=ScaledTensor)
