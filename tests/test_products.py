@@ -1,5 +1,6 @@
 """Every spelling of a matrix product multiplies 8-bit operands, cast before autograd saves them."""
 
+import dataclasses
 from collections import Counter
 
 import pytest
@@ -35,13 +36,13 @@ def casts(monkeypatch):
     """How often each format was cast to, by the formats of the results."""
     seen: Counter[Format] = Counter()
     op = torch.ops.scaledtensor.to_format.default
-    run = sct.ops.registry._bound[op]
+    row = sct.ops.RULES[op]
 
     def spy(x, name):
         seen[sct.formats.get(name)] += 1
-        return run(x, name)
+        return row.call(x, name)
 
-    monkeypatch.setitem(sct.ops.registry._bound, op, spy)
+    monkeypatch.setitem(sct.ops.RULES, op, dataclasses.replace(row, call=spy))
     sct.ops.registry._handlers.clear()
     yield seen
     sct.ops.registry._handlers.clear()

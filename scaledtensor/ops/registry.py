@@ -35,7 +35,6 @@ from scaledtensor.errors import (
     ShapeError,
 )
 from scaledtensor.formats import BF16, FP32, Format, encode
-from scaledtensor.recipes import Recipe
 from scaledtensor.scale import settle, settle_in_place
 from scaledtensor.tensor import ScaledTensor, from_plain
 
@@ -73,6 +72,9 @@ class Rule:
 
     op: Overload
     function: Callable[..., Any]
+    """As it was written."""
+    call: Callable[..., Any]
+    """With the overload bound, where the function takes it."""
 
     @property
     def family(self) -> str:
@@ -112,17 +114,12 @@ def rule(*ops: Overload, pass_op: bool = False) -> Callable[[F], F]:
                     f"{RULES[op].function.__qualname__}"
                 )
         for op in ops:
-            bound = partial(function, op) if pass_op else function
-            RULES[op] = Rule(op, function)
-            _bound[op] = bound
+            RULES[op] = Rule(op, function, partial(function, op) if pass_op else function)
         _handlers.clear()
         fingerprint.cache_clear()
         return function
 
     return register
-
-
-_bound: dict[Overload, Callable[..., Any]] = {}
 
 
 def dispatch(op: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -134,10 +131,10 @@ def dispatch(op: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _resolve(op: Overload) -> Callable[..., Any]:
-    if op in _bound:
-        return partial(_functional, _bound[op])
+    if op in RULES:
+        return partial(_functional, RULES[op].call)
     twin = _torch.functional_twin(op)
-    if twin is not None and twin in _bound:
+    if twin is not None and twin in RULES:
         return partial(_in_place, op, twin)
     if "_foreach_" in op._schema.name:
         return partial(_foreach, op)
@@ -227,7 +224,7 @@ def _in_place(op: Overload, twin: Overload, *args: Any, **kwargs: Any) -> Any:
     inputs = _operands(args, kwargs)
     # Where only the target of an out= is scaled, there is nothing for a rule to work on.
     scaled = any(isinstance(x, ScaledTensor) for x in inputs)
-    result = (_bound[twin] if scaled else twin)(*args, **kwargs)
+    result = (RULES[twin].call if scaled else twin)(*args, **kwargs)
     results = (
         list(result)
         if isinstance(result, (tuple, list)) and not isinstance(result, Raw)
@@ -470,14 +467,3 @@ def _source(function: Callable[..., Any]) -> str:
         text = function.__code__.co_code.hex() + repr(function.__code__.co_names)
     captured = [cell.cell_contents for cell in function.__closure__ or ()]
     return f"{text}{function.__defaults__!r}{captured!r}"
-
-
-def recipe_of(*operands: Any) -> Recipe | None:
-    """The recipe that the operands agree on, None where one of them has none."""
-    found: Recipe | None = None
-    for x in operands:
-        if isinstance(x, ScaledTensor):
-            if x.recipe is None:
-                return None
-            found = found or x.recipe
-    return found
