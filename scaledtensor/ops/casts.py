@@ -10,7 +10,7 @@ from scaledtensor.formats import FP32, from_dtype
 from scaledtensor.formats import get as get_format
 from scaledtensor.formats.rounding import round_by_arithmetic
 from scaledtensor.ops.algebra import elements, value
-from scaledtensor.ops.registry import rule, store, write
+from scaledtensor.ops.registry import covers_storage, rule, store, write
 from scaledtensor.scale import MAX_SCALE, MIN_SCALE
 from scaledtensor.tensor import ScaledTensor, from_plain
 
@@ -112,8 +112,7 @@ def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         source if isinstance(source, ScaledTensor) else from_plain(source, FP32, target.dtype, None)
     )
     q = target.qdata
-    whole = q.numel() * q.itemsize == q.untyped_storage().nbytes()
-    if whole:
+    if covers_storage(q):
         target.qdata.copy_(
             held.qdata if held.format == target.format else store(elements(held), target.format)
         )
