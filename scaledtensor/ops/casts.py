@@ -120,7 +120,7 @@ def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         target.rms.copy_(held.rms)
         target.nonnegative = held.nonnegative
     else:
-        write(target, held, [])
+        write(target, held, [source])
     return target
 
 
