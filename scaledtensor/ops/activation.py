@@ -6,12 +6,14 @@ within 7% of the integral between; c is fitted. It needs no transcendental, so e
 code agree to the bit. (Unit scaling interpolates in the log domain: Blake et al. 2023, appendix.)
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from scaledtensor.ops.algebra import at_value, elements, operand, value
+from scaledtensor.ops.algebra import at_value, bounded_square, elements, operand, value
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.tensor import ScaledTensor
 
@@ -19,16 +21,14 @@ aten = torch.ops.aten
 
 
 def _between_half_and_root_half(rms: Tensor, c: float) -> Tensor:
-    # Bounded so that the square stays in range; there the quotient is 1 already.
-    r2 = rms.clamp_max(2.0**60).square()
+    r2 = bounded_square(rms)
     return (0.25 + 0.25 * (r2 / (r2 + c))).sqrt()
 
 
-def _backward(g: Any, x: ScaledTensor, slope: Tensor, q: Any) -> Raw:
+def _backward(g: Any, saved: ScaledTensor, slope: Tensor, kernel: Callable[..., Tensor]) -> Raw:
     """A gradient is linear in `g`: computed on its elements, it cannot leave the range."""
-    left = operand(g, x)
-    wide = left.q.to(torch.promote_types(left.q.dtype, torch.bfloat16))
-    return Raw(q(wide), left.scale, left.rms * slope)
+    left, v = operand(g, saved), value(saved)
+    return Raw(kernel(left.q.to(v.dtype), v), left.scale, left.rms * slope)
 
 
 # --- homogeneous -----------------------------------------------------------------------------
@@ -90,13 +90,8 @@ def gelu(x: ScaledTensor, *, approximate: str = "none") -> Raw:
 @rule(aten.gelu_backward.default)
 def gelu_backward(g: Any, x: ScaledTensor, *, approximate: str = "none") -> Raw:
     """r_g * sqrt(1/4 (1 + r^2 / (r^2 + 0.5)))."""
-    v = value(x)
-    return _backward(
-        g,
-        x,
-        _between_half_and_root_half(x.rms, 0.5),
-        lambda q: aten.gelu_backward.default(q.to(v.dtype), v, approximate=approximate),
-    )
+    kernel = partial(aten.gelu_backward.default, approximate=approximate)
+    return _backward(g, x, _between_half_and_root_half(x.rms, 0.5), kernel)
 
 
 @rule(aten.silu.default)
@@ -108,23 +103,17 @@ def silu(x: ScaledTensor) -> Raw:
 @rule(aten.silu_backward.default)
 def silu_backward(g: Any, x: ScaledTensor) -> Raw:
     """r_g * sqrt(1/4 (1 + r^2 / (r^2 + 1.2)))."""
-    v = value(x)
     slope = _between_half_and_root_half(x.rms, 1.2)
-    return _backward(g, x, slope, lambda q: aten.silu_backward.default(q.to(v.dtype), v))
+    return _backward(g, x, slope, aten.silu_backward.default)
 
 
 # --- saturating ------------------------------------------------------------------------------
 
 
-def _saturating(rms: Tensor, c: float) -> Tensor:
-    r2 = rms.clamp_max(2.0**60).square()
-    return 1 + c * r2
-
-
 @rule(aten.tanh.default)
 def tanh(x: ScaledTensor) -> Raw:
     """r / sqrt(1 + 1.25 r^2), within 14% of the integral."""
-    rms = x.rms.clamp_max(2.0**60) / _saturating(x.rms, 1.25).sqrt()
+    rms = x.rms.clamp_max(2.0**60) / (1 + 1.25 * bounded_square(x.rms)).sqrt()
     return at_value(torch.tanh, x, rms)
 
 
@@ -134,10 +123,7 @@ def tanh_backward(g: Any, y: ScaledTensor) -> Raw:
     # Invert r_y = r / sqrt(1 + 1.25 r^2).
     y2 = y.rms.square()
     r2 = y2 / (1 - 1.25 * y2).clamp_min(2.0**-20)
-    v = value(y)
-    return _backward(
-        g, y, (1 + 3.6 * r2).rsqrt().sqrt(), lambda q: aten.tanh_backward.default(q.to(v.dtype), v)
-    )
+    return _backward(g, y, (1 + 3.6 * r2).rsqrt().sqrt(), aten.tanh_backward.default)
 
 
 @rule(aten.sigmoid.default)
@@ -153,6 +139,5 @@ def sigmoid_backward(g: Any, y: ScaledTensor) -> Raw:
     # Invert r_y^2 = 1/4 (1 + r^2 / (r^2 + 4)).
     share = (4 * y.rms.square() - 1).clamp(0.0, 1 - 2.0**-20)
     r2 = 4 * share / (1 - share)
-    v = value(y)
     slope = 0.25 * (1 + 0.9 * r2).rsqrt().sqrt()
-    return _backward(g, y, slope, lambda q: aten.sigmoid_backward.default(q.to(v.dtype), v))
+    return _backward(g, y, slope, aten.sigmoid_backward.default)

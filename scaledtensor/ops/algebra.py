@@ -15,10 +15,13 @@ from scaledtensor.tensor import ScaledTensor, measured_rms
 __all__ = [
     "Operand",
     "at_value",
+    "bounded_square",
     "count",
     "elements",
+    "first_scaled",
     "gaussian_moment",
     "operand",
+    "plain",
     "quadrature",
     "value",
 ]
@@ -52,6 +55,16 @@ def value(x: ScaledTensor) -> Tensor:
     return (q.float() if q.dtype == torch.float16 else q) * x.scale
 
 
+def plain(x: Any) -> Any:
+    """The value of a ScaledTensor; anything else as it is."""
+    return value(x) if isinstance(x, ScaledTensor) else x
+
+
+def first_scaled(*xs: Any) -> ScaledTensor:
+    """The first ScaledTensor among the operands; dispatch guarantees one."""
+    return next(x for x in xs if isinstance(x, ScaledTensor))
+
+
 def operand(x: Any, like: ScaledTensor) -> Operand:
     """`x` with a scale: a ScaledTensor's own; a plain tensor's measured; a number's is 1.
 
@@ -78,6 +91,11 @@ def operand(x: Any, like: ScaledTensor) -> Operand:
 def at_value(function: Callable[..., Tensor], x: ScaledTensor, rms: Tensor, **kwargs: Any) -> Raw:
     """A function that is not homogeneous, applied to the value."""
     return Raw(function(value(x)), None, rms, **kwargs)
+
+
+def bounded_square(rms: Tensor) -> Tensor:
+    """rms^2 in the forms that saturate: past 2^60 they have, and the square stays in range."""
+    return rms.clamp_max(2.0**60).square()
 
 
 def count(shape: Sequence[int], dims: int | Sequence[int] | None) -> int:

@@ -10,8 +10,10 @@ from scaledtensor.ops.algebra import (
     Operand,
     at_value,
     elements,
+    first_scaled,
     gaussian_moment,
     operand,
+    plain,
     quadrature,
     value,
 )
@@ -20,10 +22,6 @@ from scaledtensor.scale import settle
 from scaledtensor.tensor import ScaledTensor, measured_rms
 
 aten = torch.ops.aten
-
-
-def _scaled(*xs: Any) -> ScaledTensor:
-    return next(x for x in xs if isinstance(x, ScaledTensor))
 
 
 # --- sums ------------------------------------------------------------------------------------
@@ -48,7 +46,7 @@ def rsub(x: Any, y: Any, alpha: float = 1) -> Raw:
 
 
 def _sum(x: Any, y: Any, alpha: float) -> Raw:
-    like = _scaled(x, y)
+    like = first_scaled(x, y)
     a, b = term(x, like), term(y, like)
     rms = quadrature(a.rms, b.rms * abs(alpha))
     scale, ratio_a, ratio_b = settle(rms, a.scale, b.scale)
@@ -87,7 +85,7 @@ def mul(x: Any, y: Any) -> Raw:
         c = float(y)
         nonnegative = x.nonnegative and c >= 0
         return Raw(elements(x), x.scale * c, x.rms * abs(c), nonnegative=nonnegative)
-    like = _scaled(x, y)
+    like = first_scaled(x, y)
     a, b = operand(x, like), operand(y, like)
     square = x is y
     rms = a.rms * b.rms * (gaussian_moment(2) if square else 1.0)
@@ -101,7 +99,7 @@ def div(x: Any, y: Any) -> Raw:
     if not isinstance(y, Tensor):
         nonnegative = x.nonnegative and y > 0
         return Raw(elements(x) / y, x.scale, x.rms / abs(float(y)), nonnegative=nonnegative)
-    like = _scaled(x, y)
+    like = first_scaled(x, y)
     a, b = operand(x, like), operand(y, like)
     # As for x * c: a 0-dim divisor keeps its float32 value.
     q = a.q / b.q
@@ -111,7 +109,7 @@ def div(x: Any, y: Any) -> Raw:
 @rule(aten.addcmul.default)
 def addcmul(x: Any, a: Any, b: Any, value: float = 1) -> Raw:
     """r = sqrt(rx^2 + (c ra rb)^2); a sum of squares (Adam's second moment) adds linearly."""
-    like = _scaled(x, a, b)
+    like = first_scaled(x, a, b)
     base, left, right = (operand(t, like) for t in (x, a, b))
     if a is b and value >= 0:
         rms = base.rms + left.rms.square() * (gaussian_moment(2) * value)
@@ -126,7 +124,7 @@ def addcmul(x: Any, a: Any, b: Any, value: float = 1) -> Raw:
 @rule(aten.addcdiv.default)
 def addcdiv(x: Any, a: Any, b: Any, value: float = 1) -> Raw:
     """r = sqrt(rx^2 + (c ra / rb)^2): an optimizer's update."""
-    like = _scaled(x, a, b)
+    like = first_scaled(x, a, b)
     base, left, right = (operand(t, like) for t in (x, a, b))
     rms = quadrature(base.rms, left.rms / right.rms * abs(value))
     scale, ratio, factor = settle(rms, base.scale, left.scale / right.scale)
@@ -137,11 +135,11 @@ def addcdiv(x: Any, a: Any, b: Any, value: float = 1) -> Raw:
 @rule(aten.lerp.Scalar, aten.lerp.Tensor)
 def lerp(x: Any, y: Any, weight: Any) -> Raw:
     """x + w (y - x): r = sqrt(((1 - w) rx)^2 + (w ry)^2). Adam's first moment."""
-    like = _scaled(x, y)
+    like = first_scaled(x, y)
     a, b = operand(x, like), operand(y, like)
-    w = weight if isinstance(weight, Tensor) else torch.full((), weight, device=a.scale.device)
-    if isinstance(w, ScaledTensor):
-        w = value(w)
+    w = plain(weight)
+    if not isinstance(w, Tensor):
+        w = torch.full((), w, device=a.scale.device)
     share = w if w.dim() == 0 else w.mean()
     rms = quadrature(a.rms * (1 - share), b.rms * share)
     scale, ratio_a, ratio_b = settle(rms, a.scale, b.scale)
@@ -173,7 +171,7 @@ def sign(x: ScaledTensor) -> Raw:
 @rule(aten.maximum.default, aten.minimum.default, pass_op=True)
 def extremum(op: Overload, x: Any, y: Any) -> Raw:
     """Of two independent Gaussians: r = sqrt((rx^2 + ry^2) / 2)."""
-    like = _scaled(x, y)
+    like = first_scaled(x, y)
     a, b = operand(x, like), operand(y, like)
     rms = quadrature(a.rms, b.rms) * 0.5**0.5
     scale, ratio_a, ratio_b = settle(rms, a.scale, b.scale)
@@ -195,9 +193,6 @@ def extremum(op: Overload, x: Any, y: Any) -> Raw:
 )
 def clamp(op: Overload, x: ScaledTensor, *bounds: Any, **named: Any) -> Raw:
     """r, or the larger bound where two are tighter; a bound at 0 keeps half of the energy."""
-
-    def plain(b: Any) -> Any:
-        return value(b) if isinstance(b, ScaledTensor) else b
 
     bounds = tuple(plain(b) for b in bounds)
     named = {k: plain(b) for k, b in named.items()}

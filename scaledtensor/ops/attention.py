@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scaledtensor.ops.algebra import elements, operand
+from scaledtensor.ops.algebra import bounded_square, elements, first_scaled, operand
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.ops.softmax import selection, sharpness
 from scaledtensor.tensor import ScaledTensor
@@ -51,22 +51,21 @@ def _folded(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any, list[Tensor]]:
     In float32: on a CPU the bfloat16 backward takes 4 times as long at 64 tokens and 0.8 times at
     1024 (measured), and it rounds more.
     """
-    like = next(x for x in (q, k, v) if isinstance(x, ScaledTensor))
+    like = first_scaled(q, k, v)
     a, b, c = (operand(x, like) for x in (q, k, v))
     return a, b, c, [a.q.float() * (a.scale * b.scale), b.q.float(), c.q.float()]
 
 
-def _mask(mask: Any, like: Tensor) -> Any:
-    """An additive or boolean mask as the kernel wants it."""
+def _mask(mask: Any) -> Any:
+    """An additive mask in float32, as the kernel wants it; a boolean one as it is."""
     if mask is None or mask.dtype == torch.bool:
         return mask
     if isinstance(mask, ScaledTensor):
         mask = elements(mask).float() * mask.scale
-    mask = mask.to(torch.promote_types(mask.dtype, like.dtype))
-    limit = torch.finfo(like.dtype).max
-    # Finite fills stay finite when the dtype narrows.
-    held = torch.where(mask.isinf(), mask, mask.clamp(-limit, limit))
-    return held.to(like.dtype)
+    # The finite fills of a float64 mask stay finite.
+    limit = torch.finfo(torch.float32).max
+    held = mask.float()
+    return torch.where(mask.isinf(), held, held.clamp(-limit, limit))
 
 
 def _forward_rms(a: Any, b: Any, c: Any, d: int, scale: float, keys: int, causal: bool) -> Tensor:
@@ -90,7 +89,7 @@ def flash_cpu(
     factor = _scale(scale, query)
     a, b, c, operands = _folded(query, key, value)
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu.default(
-        *operands, dropout_p, is_causal, attn_mask=_mask(attn_mask, operands[0]), scale=factor
+        *operands, dropout_p, is_causal, attn_mask=_mask(attn_mask), scale=factor
     )
     rms = _forward_rms(a, b, c, query.shape[-1], factor, key.shape[-2], is_causal)
     return Raw(out, c.scale, rms), lse
@@ -112,25 +111,19 @@ def flash_cpu_backward(
 ) -> tuple[Raw, Raw, Raw]:
     """dq = c sqrt(d) r_g r_v r_k sqrt(E), dk and dv likewise: see the module."""
     factor = _scale(scale, query)
-    g, a, b, c, operands = _backward_operands(grad_out, query, key, value)
-    held = (elements(out) * (out.scale / c.scale)).to(g.q.dtype)
+    a, b, c, operands = _folded(query, key, value)
+    g = operand(grad_out, query)
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
-        g.q.contiguous(),
+        g.q.float().contiguous(),
         *operands,
-        held,
+        (elements(out) * (out.scale / c.scale)).float(),
         logsumexp,
         dropout_p,
         is_causal,
-        attn_mask=_mask(attn_mask, operands[0]),
+        attn_mask=_mask(attn_mask),
         scale=factor,
     )
     return _gradients((dq, dk, dv), g, a, b, c, query, key, factor, is_causal)
-
-
-def _backward_operands(grad_out: Any, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any, Any, Any]:
-    a, b, c, operands = _folded(q, k, v)
-    g = operand(grad_out, q)
-    return g._replace(q=g.q.to(operands[0].dtype)), a, b, c, operands
 
 
 def _gradients(
@@ -144,12 +137,12 @@ def _gradients(
     factor: float,
     causal: bool,
 ) -> tuple[Raw, Raw, Raw]:
-    d, queries, keys = query.shape[-1], query.shape[-2], key.shape[-2]
-    # Query heads that share a key head add up in its gradient.
-    shared = queries / max(keys, 1) * (query.numel() / queries / max(key.numel() / keys, 1))
+    d, keys = query.shape[-1], key.shape[-2]
+    # Query rows for each key row: Sq / Sk, and query heads that share a key head add up.
+    shared = query.numel() / max(key.numel(), 1)
     logits = a.rms * b.rms * (factor * d**0.5)
     root = concentration(logits, keys, causal).sqrt()
-    moved = selection(logits.clamp_max(2.0**60).square(), keys, causal)
+    moved = selection(bounded_square(logits), keys, causal)
     score = g.rms * c.rms * root * moved * (factor * d**0.5)
     dq, dk, dv = raw
     return (

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from scaledtensor import verbs
 from scaledtensor.errors import UnsupportedError
+from scaledtensor.ops.algebra import first_scaled
 from scaledtensor.recipes import Recipe
 from scaledtensor.tensor import ScaledTensor
 
@@ -46,7 +47,7 @@ def _product(function: Callable[..., Any], *operands: Any, **kwargs: Any) -> Any
     recipe = _governing(*operands)
     if recipe is None:
         return function(*operands, **kwargs)
-    like = next(x for x in operands if isinstance(x, ScaledTensor))
+    like = first_scaled(*operands)
     out = function(*(_cast(x, recipe, like) for x in operands), **kwargs)
     return (
         verbs.gradient_to_format(out, recipe.gradient.name)

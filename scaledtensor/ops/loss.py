@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from scaledtensor.formats import FP32
-from scaledtensor.ops.algebra import operand, value
+from scaledtensor.ops.algebra import first_scaled, operand, plain, value
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.tensor import ScaledTensor
 
@@ -19,7 +19,7 @@ _MEAN = 1  # at::Reduction::Mean
 @rule(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default, pass_op=True)
 def nll_loss(op: Overload, x: ScaledTensor, target: Tensor, weight: Any, *args: Any) -> Any:
     """A statistic: plain float32."""
-    w = value(weight) if isinstance(weight, ScaledTensor) else weight
+    w = plain(weight)
     return op(value(x).float(), target, w, *args)
 
 
@@ -37,7 +37,7 @@ def nll_loss_backward(
     """One entry of g / B in each row of V: r = r_g / (B sqrt V), B the total weight of the tokens
     that count (those not ignored)."""
     left = operand(g, x)
-    w = value(weight) if isinstance(weight, ScaledTensor) else weight
+    w = plain(weight)
     classes = x.shape[1] if x.dim() > 1 else x.shape[0]
     rms = left.rms / math.sqrt(max(classes, 1))
     scale = left.scale
@@ -52,7 +52,7 @@ def nll_loss_backward(
 @rule(aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default, pass_op=True)
 def elementwise_loss(op: Overload, x: Any, y: Any, reduction: int = _MEAN, *args: Any) -> Any:
     """Reduced: a statistic in plain float32. Unreduced: (rx^2 + ry^2) sqrt(3)."""
-    like = x if isinstance(x, ScaledTensor) else y
+    like = first_scaled(x, y)
     a, b = operand(x, like), operand(y, like)
     left, right = a.q.float() * a.scale, b.q.float() * b.scale
     loss = op(left, right, reduction, *args)
@@ -65,7 +65,7 @@ def elementwise_loss(op: Overload, x: Any, y: Any, reduction: int = _MEAN, *args
 @rule(aten.mse_loss_backward.default)
 def mse_loss_backward(g: Any, x: Any, y: Any, reduction: int) -> Raw:
     """2 g (x - y) / n: r = 2 r_g sqrt(rx^2 + ry^2) / n."""
-    like = next(t for t in (x, y, g) if isinstance(t, ScaledTensor))
+    like = first_scaled(x, y, g)
     c, a, b = (operand(t, like) for t in (g, x, y))
     n = max(x.numel(), 1) if reduction == _MEAN else 1
     spread = (a.rms.square() + b.rms.square()).sqrt()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from scaledtensor import _torch
-from scaledtensor.ops.algebra import operand, quadrature
+from scaledtensor.ops.algebra import first_scaled, operand, quadrature
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.scale import settle
 from scaledtensor.tensor import ScaledTensor
@@ -44,7 +44,7 @@ def mv(a: Any, b: Any) -> Raw:
 @rule(aten.dot.default, aten.vdot.default)
 def dot(a: Any, b: Any) -> Tensor:
     """A scalar statistic: leaves as plain float32."""
-    like = a if isinstance(a, ScaledTensor) else b
+    like = first_scaled(a, b)
     x, y = operand(a, like), operand(b, like)
     return torch.dot(x.q.float(), y.q.float()) * x.scale * y.scale
 
@@ -53,7 +53,7 @@ def dot(a: Any, b: Any) -> Tensor:
 def addmm(c: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Raw:
     """r = sqrt((beta rc)^2 + (alpha ra rb)^2 K)."""
     product = _product(torch.mm if a.dim() == 2 else torch.bmm, a, b)
-    like = next(x for x in (c, a, b) if isinstance(x, ScaledTensor))
+    like = first_scaled(c, a, b)
     base = operand(c, like)
     rms = quadrature(base.rms * abs(beta), product.rms * abs(alpha))
     scale, ratio, factor = settle(rms, base.scale, product.held)
@@ -72,7 +72,7 @@ def _product(matmul: Any, a: Any, b: Any) -> Raw:
         scale, ratio = settle(rms, a.scale * b.scale)
         q = _torch.fp8_gemm(a.qdata, b.qdata, ratio)
         return Raw(q, scale, rms, settled=True)
-    like = a if isinstance(a, ScaledTensor) else b
+    like = first_scaled(a, b)
     x, y = operand(a, like), operand(b, like)
     left, right = _same_dtype(x.q, y.q)
     return Raw(matmul(left, right), x.scale * y.scale, x.rms * y.rms * k**0.5)

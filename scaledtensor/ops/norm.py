@@ -13,15 +13,11 @@ import torch
 from torch import Tensor
 
 from scaledtensor.formats import FP32
-from scaledtensor.ops.algebra import operand, quadrature, value
+from scaledtensor.ops.algebra import first_scaled, operand, plain, quadrature
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.tensor import ScaledTensor, measured_rms
 
 aten = torch.ops.aten
-
-
-def _plain(x: Any) -> Any:
-    return value(x) if isinstance(x, ScaledTensor) else x
 
 
 def _rms(x: Any, like: Tensor) -> Tensor:
@@ -32,8 +28,8 @@ def _rms(x: Any, like: Tensor) -> Tensor:
 
 def _norm_operands(x: Any, *others: Any) -> list[Any]:
     """Values for the kernel: the data as it is, the parameters in float32, which mixes with it."""
-    v = _plain(x)
-    return [v, *(None if o is None else _plain(o).float() for o in others)]
+    v = plain(x)
+    return [v, *(None if o is None else plain(o).float() for o in others)]
 
 
 @rule(aten.native_layer_norm.default)
@@ -64,7 +60,7 @@ def layer_norm_backward(
     mask: Sequence[bool],
 ) -> Any:
     """dx: r_g r_gamma rms(rstd); d_gamma, d_beta: r_g sqrt(rows)."""
-    like = next(t for t in (g, x, weight) if isinstance(t, ScaledTensor))
+    like = first_scaled(g, x, weight)
     left = operand(g, like)
     v, w, b = _norm_operands(x, weight, bias)
     if w is None and v.dtype == torch.bfloat16:
@@ -80,13 +76,13 @@ def rms_norm(
     x: ScaledTensor, shape: Sequence[int], weight: Any, eps: float | None
 ) -> tuple[Raw, Tensor]:
     """r = r_gamma. The reciprocal RMS leaves as plain float32."""
-    v = _plain(x).float()
+    v = plain(x).float()
     dims = tuple(range(-len(shape), 0))
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     rrms = torch.rsqrt(v.square().mean(dims, keepdim=True) + eps)
     out = v * rrms
     if weight is not None:
-        out = out * _plain(weight)
+        out = out * plain(weight)
     return Raw(out, None, _rms(weight, v.new_ones(()))), rrms
 
 
@@ -95,13 +91,13 @@ def rms_norm_backward(
     g: Any, x: Any, shape: Sequence[int], rstd: Tensor, weight: Any, mask: Sequence[bool]
 ) -> tuple[Raw | None, Raw | None]:
     """dx: r_g r_gamma rms(rstd); d_gamma: r_g sqrt(rows)."""
-    like = next(t for t in (g, x, weight) if isinstance(t, ScaledTensor))
+    like = first_scaled(g, x, weight)
     left = operand(g, like)
-    v = _plain(x).float()
+    v = plain(x).float()
     q = left.q.float()
     dims = tuple(range(-len(shape), 0))
     normal = v * rstd
-    gw = q if weight is None else q * _plain(weight)
+    gw = q if weight is None else q * plain(weight)
     dx = (gw - normal * (gw * normal).mean(dims, keepdim=True)) * rstd if mask[0] else None
     rows = tuple(range(v.dim() - len(shape)))
     dw = (q * normal).sum(rows) if rows else q * normal

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from scaledtensor.formats import FP32
-from scaledtensor.ops.algebra import at_value, count, operand, quadrature, value
+from scaledtensor.ops.algebra import at_value, bounded_square, count, operand, quadrature, value
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.tensor import ScaledTensor
 
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 def sharpness(rms: Tensor) -> Tensor:
     """a in (0, 1): 0 where all logits count alike, 1 where one wins."""
-    m2 = rms.clamp_max(2.0**60).square()
+    m2 = bounded_square(rms)
     return m2 / (m2 + 4)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from scaledtensor.errors import DTypeError
-from scaledtensor.ops.algebra import Operand, elements, operand, quadrature
+from scaledtensor.ops.algebra import Operand, elements, first_scaled, operand, quadrature
 from scaledtensor.ops.arithmetic import term, under
 from scaledtensor.ops.registry import LARGEST, Overload, Raw, rule
 from scaledtensor.scale import settle
@@ -112,10 +112,10 @@ def triangle(op: Overload, x: ScaledTensor, diagonal: int = 0) -> Raw:
 @rule(aten.constant_pad_nd.default)
 def pad(x: ScaledTensor, padding: Sequence[int], value: float = 0) -> Raw:
     """Zeros and infinities around the elements do not move the scale."""
-    fill = fill_under(value, x.scale, elements(x))
     if value == 0 or abs(value) == float("inf"):
         q = aten.constant_pad_nd.default(elements(x), padding, value)
     else:
+        fill = fill_under(value, x.scale, elements(x))
         mask = aten.constant_pad_nd.default(torch.zeros_like(elements(x)), padding, 1)
         q = torch.where(mask.bool(), fill, aten.constant_pad_nd.default(elements(x), padding, 0))
     return Raw(q, x.scale, x.rms, settled=True)
@@ -136,7 +136,7 @@ def stack(tensors: Sequence[Tensor], dim: int = 0) -> Raw:
 
 
 def _join(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, Tensor, bool]:
-    like = next(t for t in tensors if isinstance(t, ScaledTensor))
+    like = first_scaled(*tensors)
     parts = [operand(t, like) for t in tensors]
     total = max(sum(t.numel() for t in tensors), 1)
     rms = quadrature(
@@ -184,7 +184,7 @@ def _where(condition: Tensor, x: Any, y: Any) -> Raw:
     if isinstance(condition, ScaledTensor):
         condition = elements(condition) != 0
     x, y = (_plain_number(s) for s in (x, y))
-    like = x if isinstance(x, ScaledTensor) else y
+    like = first_scaled(x, y)
     sides = [term(s, like) for s in (x, y)]
     deciding = [
         p.rms for p, s in zip(sides, (x, y), strict=True) if isinstance(s, Tensor) or moves_scale(s)
@@ -242,8 +242,8 @@ def scatter_view(op: Overload, x: Tensor, source: Tensor, *args: Any, **kwargs: 
 
 
 def _pair(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    like = x if isinstance(x, ScaledTensor) else y
-    a, b = operand(x, like), operand(y, like)  # type: ignore[arg-type]
+    like = first_scaled(x, y)
+    a, b = operand(x, like), operand(y, like)
     rms = quadrature(a.rms, b.rms)
     scale, ratio_a, ratio_b = settle(rms, a.scale, b.scale)
     wide = torch.promote_types(a.q.dtype, b.q.dtype)
