@@ -11,14 +11,12 @@ import argparse
 import copy
 import json
 import platform
-import statistics
-import time
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 import scaledtensor as sct
+from benchmarks.timing import Step, device_name, interleaved
 from scaledtensor.demo.model import GPT, GPTConfig
 
 #: (numerator, denominator, the most that the ratio may be)
@@ -27,8 +25,6 @@ BARS = (
     ("ours compiled", "bf16 compiled", 1.6),
     ("ours eager", "fp32 eager", 1.2),
 )
-
-Step = Callable[[], None]
 
 
 class Loss(nn.Module):
@@ -77,7 +73,7 @@ def main() -> None:
 
     report = {
         "machine": platform.machine(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu, 1 thread",
+        "device": device_name(device),
         "torch": torch.__version__,
         "milliseconds": times,
         "ratios": {f"{a} / {b}": times[a] / times[b] for a, b, _ in BARS},
@@ -96,32 +92,6 @@ def step(loss_of: nn.Module, x: Tensor, y: Tensor) -> Step:
         loss_of(x, y).backward()
 
     return run
-
-
-def interleaved(steps: dict[str, Step], rounds: int, device: torch.device) -> dict[str, float]:
-    """Median milliseconds of each step over `rounds`, after three that warm up and compile."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for i in range(rounds + 3):
-        for name, run in steps.items():
-            spent = cuda_milliseconds(run) if device.type == "cuda" else cpu_milliseconds(run)
-            if i >= 3:
-                times[name].append(spent)
-    return {name: statistics.median(spent) for name, spent in times.items()}
-
-
-def cpu_milliseconds(run: Step) -> float:
-    start = time.process_time()
-    run()
-    return 1e3 * (time.process_time() - start)
-
-
-def cuda_milliseconds(run: Step) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    run()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end)
 
 
 def saved_bytes(loss_of: nn.Module, x: Tensor, y: Tensor) -> int:
