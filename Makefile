@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # torch is pinned to a build that runs on a CPU; pyproject.toml allows torch>=2.11.
 TORCH ?= torch==2.13.0
 
-.PHONY: venv demo test test-all check bench clean
+.PHONY: venv demo test test-all check bench bench-casts exhaustive clean
 
 venv: $(STAMP)
 
@@ -33,6 +33,12 @@ check: venv
 
 bench: venv
 	$(BIN)/python -m benchmarks.step
+
+bench-casts: venv
+	$(BIN)/python -m benchmarks.casts
+
+exhaustive: venv
+	$(BIN)/python -m benchmarks.exhaustive
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

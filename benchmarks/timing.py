@@ -2,21 +2,23 @@
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from typing import TypeVar
 
 import torch
 
 Step = Callable[[], object]
+Name = TypeVar("Name", bound=Hashable)
 
 
 def interleaved(
-    steps: Mapping[str, Step], rounds: int, device: torch.device, warm_up: int = 3
-) -> dict[str, float]:
+    steps: Mapping[Name, Step], rounds: int, device: torch.device, warm_up: int = 3
+) -> dict[Name, float]:
     """Median milliseconds of each step over `rounds`, after `warm_up` that compile and warm up.
 
     CPU time of this process on a CPU; event time on a CUDA device.
     """
-    times: dict[str, list[float]] = {name: [] for name in steps}
+    times: dict[Name, list[float]] = {name: [] for name in steps}
     for i in range(rounds + warm_up):
         for name, run in steps.items():
             spent = cuda_milliseconds(run) if device.type == "cuda" else cpu_milliseconds(run)

@@ -1,0 +1,249 @@
+"""Every float32 through every format that ml_dtypes knows, against ml_dtypes.
+
+    python -m benchmarks.exhaustive [--formats NAME ...] [--processes 2] [--slice 64 [--offset N]]
+
+All 2^32 inputs, to nearest even, in both overflow modes, through `encode` and `fake_quantize`,
+eager and compiled. The expected codes are those of `astype` (for "saturate", of the clipped input),
+the expected values what ml_dtypes reads in them. Compared byte for byte, except for NaN inputs:
+these must give a NaN, or one of the two zeros where a format has no NaN. Exits with 1 on any
+mismatch.
+
+`--slice S` takes one of every S neighbouring inputs, at places that a hash scatters over low bits;
+the S offsets together are all inputs. Without `--offset` it is the number of the day, modulo S.
+"""
+
+import argparse
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from scaledtensor.formats import FORMATS, Format, decode, encode, fake_quantize, get
+
+MODES: tuple[Literal["saturate", "ieee"], ...] = ("saturate", "ieee")
+PATHS = ("eager", "compiled")
+BLOCK = 1 << 20  # inputs at a time: 4 MB, so that a block and its results stay in the cache
+INPUTS = 1 << 32
+DAY = 86_400
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+_SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+@dataclass
+class Tally:
+    """What came out for one format."""
+
+    name: str
+    inputs: int = 0
+    seconds: float = 0.0
+    mismatches: dict[str, int] = field(default_factory=dict)
+    """By what was called; a call without a mismatch stands with 0."""
+    first: dict[str, str] = field(default_factory=dict)
+
+    def add(self, call: str, x: Tensor, got: Tensor, want: Tensor, wrong: Tensor) -> None:
+        count = int(wrong.sum())
+        self.mismatches[call] = self.mismatches.get(call, 0) + count
+        if count and call not in self.first:
+            i = int(wrong.nonzero()[0])
+            bits, is_, should = (int(t[i]) for t in (_bits(x), got, want))
+            self.first[call] = (
+                f"{call}: input 0x{bits & 0xFFFFFFFF:08x} ({x[i].item()!r}) gives"
+                f" 0x{is_ & 0xFFFFFFFF:x}, ml_dtypes 0x{should & 0xFFFFFFFF:x}"
+            )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    names = [fmt.name for fmt in FORMATS.values() if has_reference(fmt)]
+    parser.add_argument("--formats", nargs="+", choices=names, default=names, metavar="NAME")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--slice", type=power_of_two, default=1, metavar="S")
+    parser.add_argument("--offset", type=int, metavar="N")
+    parser.add_argument("--paths", nargs="+", choices=PATHS, default=PATHS)
+    options = parser.parse_args(arguments)
+    if options.offset is None:
+        options.offset = int(time.time()) // DAY % options.slice
+    if not 0 <= options.offset < options.slice:
+        parser.error(f"--offset is 0 to {options.slice - 1}, got {options.offset}")
+
+    print(f"1/{options.slice} of 2^32 inputs; to repeat: {repetition(options)}", flush=True)
+    jobs = [(name, options.slice, options.offset, tuple(options.paths)) for name in options.formats]
+    start, bad = time.time(), 0
+    for tally in tallies(jobs, options.processes):
+        show(tally)
+        bad += sum(tally.mismatches.values())
+    print(f"{len(jobs)} formats, {bad} mismatches, {time.time() - start:.0f} s")
+    return int(bad > 0)
+
+
+def has_reference(fmt: Format) -> bool:
+    """ml_dtypes has the format, and rounds to it: its integer types cut off instead."""
+    return fmt.ml_dtype is not None and np.dtype(fmt.ml_dtype).kind not in "iu"
+
+
+def power_of_two(text: str) -> int:
+    number = int(text)
+    if number < 1 or number & (number - 1) or number > INPUTS // BLOCK:
+        raise argparse.ArgumentTypeError(f"a power of two up to {INPUTS // BLOCK}, got {text}")
+    return number
+
+
+def repetition(options: argparse.Namespace) -> str:
+    sliced = f" --slice {options.slice} --offset {options.offset}" if options.slice > 1 else ""
+    return f"python -m benchmarks.exhaustive{sliced}"
+
+
+Job = tuple[str, int, int, tuple[str, ...]]
+
+
+def tallies(jobs: Sequence[Job], processes: int) -> Iterator[Tally]:
+    if processes <= 1:
+        yield from map(sweep, jobs)
+        return
+    # Not forked: a process that has run torch may hold locks of threads that a fork leaves behind.
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        yield from pool.imap(sweep, jobs)
+        pool.close()
+        pool.join()
+
+
+def show(tally: Tally) -> None:
+    wrong = {call: n for call, n in tally.mismatches.items() if n}
+    verdict = ", ".join(f"{call} {n}" for call, n in wrong.items()) or "none"
+    print(
+        f"{tally.name:12} {tally.inputs:>10} inputs x {len(tally.mismatches)} casts,"
+        f" {tally.seconds:4.0f} s, mismatches: {verdict}"
+    )
+    for line in tally.first.values():
+        print(f"    {line}")
+    sys.stdout.flush()
+
+
+def sweep(job: Job) -> Tally:
+    """One format over its share of the inputs."""
+    name, share, offset, paths = job
+    torch.set_num_threads(1)
+    fmt, tally, start = get(name), Tally(name), time.time()
+    reference = Reference(fmt)
+    casts = {path: cast_all(fmt, path) for path in paths}
+    for x in blocks(share, offset):
+        want = reference(x)
+        tally.inputs += x.numel()
+        for path, cast in casts.items():
+            for (mode, (codes, values)), got in zip(want.items(), cast(x), strict=True):
+                check_codes(tally, f"{path} encode {mode}", x, got[0], codes, fmt)
+                check_values(tally, f"{path} fake_quantize {mode}", x, got[1], values)
+    tally.seconds = time.time() - start
+    return tally
+
+
+def blocks(share: int, offset: int) -> Iterator[Tensor]:
+    """The inputs, `BLOCK` at a time, as float32."""
+    for start in range(0, INPUTS // share, BLOCK):
+        group = torch.arange(start, start + BLOCK)
+        # The high half of Fibonacci hashing depends on every bit of the group's number; for each
+        # group the offsets 0 to S - 1 reach each of its S members once.
+        scattered = ((group * 0x9E3779B1 & 0xFFFFFFFF) >> 20) + offset
+        bits = group * share + scattered % share
+        yield bits.to(torch.int32).view(torch.float32)
+
+
+Casts = Callable[[Tensor], list[tuple[Tensor, Tensor]]]
+
+
+def cast_all(fmt: Format, path: str) -> Casts:
+    """Codes and rounded values for each of `MODES`; compiled, all four are one kernel."""
+
+    def casts(x: Tensor) -> list[tuple[Tensor, Tensor]]:
+        return [
+            (encode(x, fmt, overflow=mode), fake_quantize(x, fmt, overflow=mode)) for mode in MODES
+        ]
+
+    if path == "eager":
+        return casts
+    torch.compiler.reset()
+    return torch.compile(casts, fullgraph=True, dynamic=False)
+
+
+class Reference:
+    """What ml_dtypes gives for a block: by mode, codes and the float32 that it reads in them.
+
+    Codes are held in the torch integer of their width. Clipping changes only what lies beyond ±max,
+    and it makes that ±max. So "saturate" is the cast of x itself but for these inputs, and their
+    cast is the code of ±max: one cast serves both modes.
+    """
+
+    def __init__(self, fmt: Format) -> None:
+        self.fmt = fmt
+        self.low, self.high = _as_codes(_ml_cast(np.array([-fmt.max, fmt.max], np.float32), fmt))
+        if fmt.bits <= 16:
+            raw = np.arange(fmt.num_codes).astype(_UNSIGNED[np.dtype(fmt.ml_dtype).itemsize])
+            self.table = torch.from_numpy(raw.view(fmt.ml_dtype).astype(np.float32))
+
+    def __call__(self, x: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        codes = _as_codes(_ml_cast(x.numpy(), self.fmt))
+        plain = codes, self._values(codes)
+        # Magnitudes never fall along a block, so where its last input is in range, all are. (A NaN,
+        # which sorts behind them, is not.)
+        if x[-1].abs() <= self.fmt.max:
+            return {"saturate": plain, "ieee": plain}
+        codes = torch.where(x > self.fmt.max, self.high, codes)
+        if self.fmt.signed:
+            codes = torch.where(x < -self.fmt.max, self.low, codes)
+        return {"saturate": (codes, self._values(codes)), "ieee": plain}
+
+    def _values(self, codes: Tensor) -> Tensor:
+        if self.fmt.bits > 16:
+            return codes.view(torch.float32)
+        return self.table.index_select(0, codes.int() & (self.fmt.num_codes - 1))
+
+
+def check_codes(tally: Tally, call: str, x: Tensor, got: Tensor, want: Tensor, fmt: Format) -> None:
+    raw = got.view(_SIGNED[got.element_size()])
+    if _same_bytes(raw, want):
+        tally.mismatches.setdefault(call, 0)
+        return
+    read = decode(got, fmt)
+    right_nan = read.isnan() if fmt.has_nan else read == 0
+    tally.add(call, x, raw, want, torch.where(x.isnan(), ~right_nan, raw != want))
+
+
+def check_values(tally: Tally, call: str, x: Tensor, got: Tensor, want: Tensor) -> None:
+    if _same_bytes(got, want):
+        tally.mismatches.setdefault(call, 0)
+        return
+    # NaN for NaN; -0 for 0 counts as wrong, but where a NaN became it.
+    differ = (_bits(got) != _bits(want)) & ~(got.isnan() & want.isnan())
+    differ &= ~(x.isnan() & (got == 0) & (want == 0))
+    tally.add(call, x, _bits(got), _bits(want), differ)
+
+
+def _as_codes(array: NDArray[Any]) -> Tensor:
+    return torch.from_numpy(array.view(_UNSIGNED[array.itemsize])).view(_SIGNED[array.itemsize])
+
+
+def _ml_cast(array: NDArray[Any], fmt: Format) -> NDArray[Any]:
+    with np.errstate(all="ignore"):
+        return array.astype(fmt.ml_dtype)
+
+
+def _same_bytes(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(torch.int64), b.view(torch.int64))  # eight at a time
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.view(torch.int32)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
