@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from scaledtensor._version import __version__
 from scaledtensor.demo import demo_command, train_command
 from scaledtensor.errors import ScaledTensorError
+from scaledtensor.formats import formats_command
 
 # A command is a module with `register(subparsers)`, which adds its parser and sets its `run`.
-COMMANDS = (demo_command, train_command)
+COMMANDS = (demo_command, train_command, formats_command)
 
 BAD_INPUT = 2  # what argparse exits with too
 INTERRUPTED = 130  # 128 + SIGINT

@@ -1,0 +1,114 @@
+"""`docs/formats.md`: the prose, and the tables that the records and the casts fill in."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Mapping
+
+import torch
+
+from scaledtensor.formats import describe
+from scaledtensor.formats.format import E4M3FN, FORMATS
+from scaledtensor.formats.rounding import Overflow, Rounding, encode
+
+#: What each rounding does to a number between two neighbouring values of the format.
+ROUNDINGS: Mapping[str, str] = {
+    "nearest_even": "to the nearer; a tie to the one with an even code",
+    "nearest_away": "to the nearer; a tie to the one further from zero",
+    "toward_zero": "to the one nearer to zero",
+    "to_odd": "to the one with an odd code; what is already a value stays",
+    "stochastic": "up with the probability of the distance from the lower: exact on average",
+}
+
+OVERFLOWS: Mapping[str, str] = {
+    "saturate": "values beyond ±max, and infinities, become ±max (the default)",
+    "ieee": "they become infinity, NaN where there is no infinity, ±max where there is neither;"
+    " as `astype` of ml_dtypes",
+}
+
+EXAMPLES = (1.03125, 1.0625, 1.09375, 1.1875, -1.0625)
+_DRAWS = 256  # of a random rounding; at odds of 1 : 3 none of both values is missed
+
+PAGE = """\
+# Number formats
+
+<!-- Written by `python -m scaledtensor formats --markdown`; a test compares. Edit the records in
+scaledtensor/formats/format.py, or the words in scaledtensor/formats/page.py. -->
+
+`scaledtensor.formats` encodes, decodes and rounds tensors in the formats below, exactly, for every
+input. `scaledtensor formats NAME` prints every value of one; `--plot FILE.png` draws it.
+
+{facts}
+
+All numbers on this page are exact. A format whose codes are `uint8` is one that torch has no dtype
+for: the code is in the low bits of a byte.
+
+## How a code is read
+
+Sign, exponent field e, mantissa field m, most significant bit first. With M mantissa bits:
+
+    (-1)^sign * 2^(e - bias) * (1 + m / 2^M)     for e > 0
+    (-1)^sign * 2^(1 - bias) * (m / 2^M)         for e = 0 (subnormals and zero)
+
+except for the codes that are not finite numbers:
+
+{specials}
+
+Every format has all its subnormals; no cast flushes them to zero. E8M0, the scale of block formats,
+is a bare unsigned exponent, 2^(e - bias), with neither zero nor subnormals.
+
+## What has no nearest value
+
+What `encode` makes of NaN, of values that are too large, of zeros, of a negative number, and of a
+half and three quarters of the smallest positive value:
+
+{policies}
+
+A NaN may lose its sign; all else here is one code, the same in eager and compiled code, and the one
+that ml_dtypes gives. Where a format has no NaN, a NaN becomes a zero, as in ml_dtypes.
+
+`overflow`:
+
+{overflows}
+
+What rounds to ±max is not beyond it: with "ieee", overflow begins where the next value after max
+would be the nearer, if there were one.
+
+## Rounding
+
+{roundings}
+
+The examples are in E4M3FN, whose values next to 1 are 1, 1.125 and 1.25:
+
+{examples}
+
+Every input is rounded once, from its own dtype: float64 does not pass through float32 on the way
+(torch and ml_dtypes round it twice).
+"""
+
+
+def page() -> str:
+    """The whole file."""
+    formats = FORMATS.values()
+    return PAGE.format(
+        facts=describe.markdown([describe.facts(fmt) for fmt in formats]),
+        specials=describe.markdown([describe.specials(fmt) for fmt in formats]),
+        policies=describe.markdown([describe.policies(fmt) for fmt in formats]),
+        overflows=_list({name: OVERFLOWS[name] for name in typing.get_args(Overflow)}),
+        roundings=_list({name: ROUNDINGS[name] for name in typing.get_args(Rounding)}),
+        examples=describe.markdown([_example(name) for name in typing.get_args(Rounding)]),
+    )
+
+
+def _list(meanings: Mapping[str, str]) -> str:
+    return "\n".join(f"- `{name}`: {words}" for name, words in meanings.items())
+
+
+def _example(rounding: Rounding) -> dict[str, str]:
+    """What `rounding` makes of each of `EXAMPLES`; of a random one, all that it made."""
+    row: dict[str, str] = {"rounding": rounding}
+    for x in EXAMPLES:
+        codes = encode(torch.full((_DRAWS,), x), E4M3FN, rounding=rounding)
+        found = {E4M3FN.value(code) for code in describe.unsigned(codes)}
+        row[str(x)] = " or ".join(describe.number(v) for v in sorted(found, key=abs))
+    return row
