@@ -16,12 +16,21 @@ from scaledtensor.errors import DTypeError
 from scaledtensor.formats import FP32
 from scaledtensor.tensor import ScaledTensor
 
-__all__ = ["LIBRARY", "dequantize", "drop", "gradient_to_format", "promote", "rescale", "to_format"]
+__all__ = [
+    "LIBRARY",
+    "dequantize",
+    "drop",
+    "gradient_to_format",
+    "operator",
+    "promote",
+    "rescale",
+    "to_format",
+]
 
 LIBRARY = torch.library.Library("scaledtensor", "DEF")  # type: ignore[no-untyped-call]
 
 
-def _operator(schema: str, backward: Callable[..., Any], setup: Callable[..., None]) -> Any:
+def operator(schema: str, backward: Callable[..., Any], setup: Callable[..., None]) -> Any:
     """Define `scaledtensor::<schema>` with a derivative; return its overload."""
     name = LIBRARY.define(schema)  # type: ignore[no-untyped-call]
 
@@ -91,23 +100,23 @@ def _as_scaled(ctx: Any, grad: Tensor) -> ScaledTensor:
 
 
 #: (x, format name) -> x with its elements rounded into `format` (saturating, nearest even).
-to_format = _operator(
+to_format = operator(
     "to_format(Tensor x, str format) -> Tensor", _to_source_format, _remember_format
 )
 
 #: (x, format name) -> x itself; its gradient is rounded into `format` on the way back.
-gradient_to_format = _operator(
+gradient_to_format = operator(
     "gradient_to_format(Tensor x, str format) -> Tensor", _round_gradient, _remember_target
 )
 
 #: (x, 0-dim power of two) -> the same value held under another scale.
-rescale = _operator("rescale(Tensor x, Tensor scale) -> Tensor", _pass, _nothing)
+rescale = operator("rescale(Tensor x, Tensor scale) -> Tensor", _pass, _nothing)
 
 #: x -> the same qdata at scale 1, that is x / x.scale.
-drop = _operator("drop(Tensor x) -> Tensor", _divide_by_scale, _remember_scale)
+drop = operator("drop(Tensor x) -> Tensor", _divide_by_scale, _remember_scale)
 
 #: x -> a plain tensor of the same value and dtype.
-dequantize = _operator("dequantize(Tensor x) -> Tensor", lambda ctx, grad: grad, _nothing)
+dequantize = operator("dequantize(Tensor x) -> Tensor", lambda ctx, grad: grad, _nothing)
 
 #: (plain or scaled, like) -> a ScaledTensor; a plain one gets the power of two next to its RMS.
-promote = _operator("promote(Tensor x, Tensor like) -> Tensor", _restore_plain, _nothing)
+promote = operator("promote(Tensor x, Tensor like) -> Tensor", _restore_plain, _nothing)

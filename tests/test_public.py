@@ -64,6 +64,7 @@ PUBLIC = {
         "dequantize",
         "drop",
         "gradient_to_format",
+        "operator",
         "promote",
         "rescale",
         "to_format",

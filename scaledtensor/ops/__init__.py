@@ -10,7 +10,9 @@ from scaledtensor.ops import (  # noqa: F401 - imported for the rules that they 
     casts,
     compare,
     creation,
+    derivatives,
     embedding,
+    functions,
     loss,
     matmul,
     norm,
@@ -18,7 +20,6 @@ from scaledtensor.ops import (  # noqa: F401 - imported for the rules that they 
     softmax,
     views,
 )
-from scaledtensor.ops.functions import FUNCTIONS
 from scaledtensor.ops.registry import (
     RULES,
     Raw,
@@ -33,4 +34,4 @@ from scaledtensor.tensor import Engine, ScaledTensor
 
 __all__ = ["RULES", "Raw", "Rule", "missing", "on_missing", "rule"]
 
-ScaledTensor._engine = Engine(dispatch, FUNCTIONS, fingerprint)
+ScaledTensor._engine = Engine(dispatch, functions.FUNCTIONS | derivatives.FUNCTIONS, fingerprint)

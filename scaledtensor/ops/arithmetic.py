@@ -17,7 +17,7 @@ from scaledtensor.ops.algebra import (
     quadrature,
     value,
 )
-from scaledtensor.ops.registry import LARGEST, Overload, Raw, is_table, rule, saturated
+from scaledtensor.ops.registry import FILL, LARGEST, Overload, Raw, is_table, rule, saturated
 from scaledtensor.scale import settle
 from scaledtensor.tensor import ScaledTensor, measured_rms
 
@@ -60,8 +60,18 @@ def term(x: Any, like: ScaledTensor) -> Operand:
     if is_table(x):
         x = x.float()
         one = torch.ones((), device=x.device)
-        return Operand(x, one, measured_rms(x, below=2.0**63))
+        return Operand(x, one, _table_rms(x))
     return operand(x, like)
+
+
+def _table_rms(x: Tensor) -> Tensor:
+    """Without fills: huge magnitudes, and the least element where that is a fill."""
+    if x.numel() == 0:
+        return measured_rms(x)
+    least = x.amin()
+    fills = (x == least) & (least <= FILL)
+    rms = measured_rms(x.masked_fill(fills, 0.0), below=2.0**63)
+    return torch.where(fills.all(), least.abs().clamp_max(2.0**63), rms)
 
 
 def under(term: Operand, x: Any, ratio: Tensor) -> Tensor:
@@ -307,10 +317,3 @@ def sin(x: ScaledTensor) -> Raw:
 def cos(x: ScaledTensor) -> Raw:
     """r = sqrt((1 + exp(-2 rx^2)) / 2)."""
     return at_value(torch.cos, x, (0.5 + 0.5 * torch.exp(-2 * x.rms.square())).sqrt())
-
-
-@rule(aten.erf.default)
-def erf(x: ScaledTensor) -> Raw:
-    """r = sqrt(2/pi asin(2 rx^2 / (1 + 2 rx^2))), exact for a Gaussian (Williams 1998)."""
-    r2 = 2 * x.rms.square().clamp_max(2.0**60)
-    return at_value(torch.erf, x, (2 / math.pi * torch.asin(r2 / (1 + r2))).sqrt())

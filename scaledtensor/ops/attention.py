@@ -6,8 +6,7 @@ those folded operands, so (with s_g for the incoming gradient)
 
     dq = s_g s_v s_k (kernel dq)      dk = s_g s_v / s_k (kernel dk)      dv = s_g (kernel dv)
 
-Moments: let E be the mean over queries of sum_j P_ij^2. For n keys and logits of RMS m, E runs from
-1/n to 1, as n^(a - 1) with a = m^2 / (m^2 + 4); a causal mask averages it over n = 1..S. Then
+Moments: let E be the mean over queries of sum_j P_ij^2, the `concentration` of a softmax. Then
 
     out = r_v sqrt(E)                           dv = r_g sqrt(E Sq/Sk)
     dq  = c sqrt(d) r_g r_v r_k h sqrt(E)       dk = c sqrt(d) r_g r_v r_q h sqrt(E Sq/Sk)
@@ -25,20 +24,18 @@ from torch import Tensor
 
 from scaledtensor.ops.algebra import bounded_square, elements, first_scaled, operand
 from scaledtensor.ops.registry import Raw, rule
-from scaledtensor.ops.softmax import selection, sharpness
+from scaledtensor.ops.softmax import (
+    MASKED,
+    Visible,
+    all_visible,
+    causally_visible,
+    concentration,
+    selection,
+    visible,
+)
 from scaledtensor.tensor import ScaledTensor
 
 aten = torch.ops.aten
-
-
-def concentration(logits: Tensor, keys: int, causal: bool) -> Tensor:
-    """E above: the mean over queries of the sum of squared attention weights."""
-    a = sharpness(logits).clamp_min(2.0**-20)
-    n = math.log(max(keys, 1))
-    if not causal:
-        return torch.exp((a - 1) * n)
-    # Mean of n^(a-1) over n = 1..S; Euler's constant is what the integral leaves out at n = 1.
-    return ((torch.expm1(a * n) / a + 0.5772) / max(keys, 1)).clamp_max(1.0)
 
 
 def _scale(scale: float | None, q: ScaledTensor) -> float:
@@ -68,10 +65,12 @@ def _mask(mask: Any) -> Any:
     return torch.where(mask.isinf(), held, held.clamp(-limit, limit))
 
 
-def _forward_rms(a: Any, b: Any, c: Any, d: int, scale: float, keys: int, causal: bool) -> Tensor:
-    logits = a.rms * b.rms * (scale * d**0.5)
-    rms: Tensor = c.rms * concentration(logits, keys, causal).sqrt()
-    return rms
+def _visible(query: Tensor, key: Tensor, causal: bool, mask: Any) -> Visible:
+    """What the queries see of the keys. A causal mask is told; any other is read."""
+    if mask is None:
+        rows, n = query.shape[-2], key.shape[-2]
+        return causally_visible(rows, n) if causal else all_visible(n)
+    return visible(mask if mask.dtype == torch.bool else mask > MASKED, -1)
 
 
 @rule(aten._scaled_dot_product_flash_attention_for_cpu.default)
@@ -88,11 +87,13 @@ def flash_cpu(
     """out = r_v sqrt(E)."""
     factor = _scale(scale, query)
     a, b, c, operands = _folded(query, key, value)
+    mask = _mask(attn_mask)
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu.default(
-        *operands, dropout_p, is_causal, attn_mask=_mask(attn_mask), scale=factor
+        *operands, dropout_p, is_causal, attn_mask=mask, scale=factor
     )
-    rms = _forward_rms(a, b, c, query.shape[-1], factor, key.shape[-2], is_causal)
-    return Raw(out, c.scale, rms), lse
+    logits = a.rms * b.rms * (factor * query.shape[-1] ** 0.5)
+    seen = _visible(query, key, is_causal, mask)
+    return Raw(out, c.scale, c.rms * concentration(logits, seen).sqrt()), lse
 
 
 @rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
@@ -113,6 +114,7 @@ def flash_cpu_backward(
     factor = _scale(scale, query)
     a, b, c, operands = _folded(query, key, value)
     g = operand(grad_out, query)
+    mask = _mask(attn_mask)
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
         g.q.float().contiguous(),
         *operands,
@@ -120,10 +122,11 @@ def flash_cpu_backward(
         logsumexp,
         dropout_p,
         is_causal,
-        attn_mask=_mask(attn_mask),
+        attn_mask=mask,
         scale=factor,
     )
-    return _gradients((dq, dk, dv), g, a, b, c, query, key, factor, is_causal)
+    seen = _visible(query, key, is_causal, mask)
+    return _gradients((dq, dk, dv), g, a, b, c, query, key, factor, seen)
 
 
 def _gradients(
@@ -135,14 +138,14 @@ def _gradients(
     query: ScaledTensor,
     key: ScaledTensor,
     factor: float,
-    causal: bool,
+    seen: Visible,
 ) -> tuple[Raw, Raw, Raw]:
-    d, keys = query.shape[-1], key.shape[-2]
+    d = query.shape[-1]
     # Query rows for each key row: Sq / Sk, and query heads that share a key head add up.
     shared = query.numel() / max(key.numel(), 1)
     logits = a.rms * b.rms * (factor * d**0.5)
-    root = concentration(logits, keys, causal).sqrt()
-    moved = selection(bounded_square(logits), keys, causal)
+    root = concentration(logits, seen).sqrt()
+    moved = selection(bounded_square(logits), seen)
     score = g.rms * c.rms * root * moved * (factor * d**0.5)
     dq, dk, dv = raw
     return (

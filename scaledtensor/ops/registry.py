@@ -270,6 +270,9 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
 #: The largest finite bfloat16: the fill of a mask is held to it.
 LARGEST = torch.finfo(torch.bfloat16).max
 
+#: The mildest fill that masks in use have (BERT's -10000): at or under it a logit is masked.
+FILL = -1e4
+
 
 def is_table(x: Any) -> bool:
     """A plain float tensor of some extent among the operands: an additive mask, perhaps."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from scaledtensor.errors import DTypeError
 from scaledtensor.ops.algebra import Operand, elements, first_scaled, operand, quadrature
 from scaledtensor.ops.arithmetic import term, under
-from scaledtensor.ops.registry import LARGEST, Overload, Raw, rule
+from scaledtensor.ops.registry import FILL, LARGEST, Overload, Raw, rule
 from scaledtensor.scale import settle
 from scaledtensor.tensor import ScaledTensor
 
@@ -164,8 +164,8 @@ def fill_under(number: float, scale: Tensor, like: Tensor) -> Tensor:
 
 
 def moves_scale(number: float) -> bool:
-    """Zeros, infinities and mask fills (magnitudes from 2**63 on) do not move a scale."""
-    return 0 < abs(number) < 2.0**63
+    """Zeros, infinities and the fills of masks do not move a scale."""
+    return number != 0 and FILL < number < 2.0**63
 
 
 @rule(aten.masked_fill.Scalar, aten.masked_fill.Tensor)

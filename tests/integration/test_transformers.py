@@ -56,7 +56,7 @@ def floor(reference: nn.Module, inputs: dict[str, Any], truth: Results) -> float
     """The worst gradient of a float32 model whose operands alone are E4M3, by their amax.
 
     ReLU's kinks and normalisations after a small branch magnify the rounding of operands to three
-    mantissa bits: of the models here, about one in five has a gradient that no scale can hold
+    mantissa bits: of the models here, four have a gradient that no scale holds
     within 0.25.
     """
     reference.zero_grad()

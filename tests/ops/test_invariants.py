@@ -106,7 +106,7 @@ def sampled(
     """Results and gradients of as many samples of one population as make a large number."""
     rng = torch.Generator().manual_seed(seed)
     sizes = [math.prod(s) for s in shapes]
-    n = min(64, math.ceil(ENOUGH / min(sizes)), math.ceil(2**22 / max(sizes)))
+    n = min(case.samples, math.ceil(ENOUGH / min(sizes)), math.ceil(2**22 / max(sizes)))
 
     def population(shape, power):
         return sct.scaled(torch.randn((n, *shape), generator=rng) * 2.0**power)

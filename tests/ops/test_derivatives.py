@@ -1,0 +1,70 @@
+"""Functions with derivatives of their own: every spelling, twice differentiated, compiled."""
+
+import pytest
+import torch
+from assertions import assert_holds, dequantized
+from torch import Tensor
+
+import scaledtensor as sct
+
+SPELLINGS = {
+    "torch.logsumexp": lambda x: torch.logsumexp(x, -1),
+    "Tensor.logsumexp": lambda x: x.logsumexp(dim=0, keepdim=True),
+    "torch.special.logsumexp": lambda x: torch.special.logsumexp(x, 1),
+    "logsumexp over two": lambda x: x.logsumexp((-1, 0)),
+    "logsumexp over all but one": lambda x: x[None].logsumexp((2, 0), True),
+    "torch.erf": torch.erf,
+    "Tensor.erf": lambda x: x.erf(),
+    "torch.special.erf": torch.special.erf,
+    "x * x": lambda x: x * x,
+    "torch.mul": lambda x: torch.mul(x, x),
+    "Tensor.multiply": lambda x: x.multiply(x),
+}
+every_spelling = pytest.mark.parametrize("f", SPELLINGS.values(), ids=SPELLINGS)
+
+
+def gaussian(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def gradient(f, x: Tensor, create_graph: bool) -> Tensor:
+    out = f(x)
+    seed = gaussian(*out.shape, seed=1)
+    if isinstance(out, sct.ScaledTensor):
+        seed = sct.scaled(seed)
+    return torch.autograd.grad(out, x, seed.to(out.dtype), create_graph=create_graph)[0]
+
+
+@every_spelling
+def test__second_derivative__is_that_of_the_plain_function(f):
+    x = sct.scaled(gaussian(4, 6)).requires_grad_()
+    plain = dequantized(x).requires_grad_()
+    first, reference = gradient(f, x, True), gradient(f, plain, True)
+    assert_holds(first, reference, 2.0**-15)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    (expected,) = torch.autograd.grad(reference.sum(), plain)
+    torch.testing.assert_close(dequantized(second), expected, rtol=2.0**-12, atol=2.0**-12)
+
+
+@every_spelling
+def test__compiled__is_as_eager(f):
+    x = sct.scaled(gaussian(4, 6)).requires_grad_()
+    torch.compiler.reset()
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    got, want = gradient(compiled, x, False), gradient(f, x, False)
+    assert float(got.scale) == float(want.scale)
+    assert torch.equal(got.qdata, want.qdata)
+
+
+@every_spelling
+def test__plain_tensors__are_left_to_torch(f):
+    x = gaussian(4, 6)
+    assert type(f(x)) is Tensor
+
+
+def test__the_gradient_of_logsumexp__is_a_softmax_in_range():
+    """As autograd spells it, by exp(x - lse), it came out 2^-20 low."""
+    x = sct.scaled(gaussian(256, 4096)).requires_grad_()
+    out = x.logsumexp(-1)
+    grad = torch.autograd.grad(out, x, sct.scaled(gaussian(256, seed=1)))[0]
+    assert 0.5 < float(grad.qdata.square().mean().sqrt()) < 2
