@@ -17,6 +17,7 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -29,7 +30,7 @@ from scaledtensor.formats import FORMATS, Format, decode, encode, fake_quantize,
 
 MODES: tuple[Literal["saturate", "ieee"], ...] = ("saturate", "ieee")
 PATHS = ("eager", "compiled")
-BLOCK = 1 << 20  # inputs at a time: 4 MB, so that a block and its results stay in the cache
+BLOCK = 1 << 18  # inputs at a time: 1 MB, so that a block and its results stay in the cache
 INPUTS = 1 << 32
 DAY = 86_400
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
@@ -111,10 +112,10 @@ def tallies(jobs: Sequence[Job], processes: int) -> Iterator[Tally]:
         yield from map(sweep, jobs)
         return
     # Not forked: a process that has run torch may hold locks of threads that a fork leaves behind.
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        yield from pool.imap(sweep, jobs)
-        pool.close()
-        pool.join()
+    # An executor, since a `Pool` starts workers for ever where they cannot start.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+        yield from pool.map(sweep, jobs)
 
 
 def show(tally: Tally) -> None:
