@@ -2,14 +2,20 @@
 
 from scaledtensor import errors, formats, ops, recipes
 from scaledtensor._version import __version__
-from scaledtensor.formats import Format
+from scaledtensor.coded import CodedTensor
+from scaledtensor.formats import Format, PerAxis, PerBlock, PerTensor
 from scaledtensor.model import scale_model, unscale_model
 from scaledtensor.ops import on_missing
-from scaledtensor.tensor import ScaledTensor, scaled
+from scaledtensor.tensor import ScaledTensor
 from scaledtensor.verbs import drop
+from scaledtensor.wrap import scaled
 
 __all__ = [
+    "CodedTensor",
     "Format",
+    "PerAxis",
+    "PerBlock",
+    "PerTensor",
     "ScaledTensor",
     "__version__",
     "drop",

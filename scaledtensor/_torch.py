@@ -23,12 +23,16 @@ __all__ = [
 disable_torch_function = torch._C.DisableTorchFunctionSubclass
 
 
-def make_wrapper(cls: type[Tensor], like: Tensor, dtype: torch.dtype) -> Any:
-    """A storage-less tensor of class `cls` with the geometry of `like`.
+def make_wrapper(
+    cls: type[Tensor], like: Tensor, dtype: torch.dtype, shape: Sequence[int] | None = None
+) -> Any:
+    """A storage-less tensor of class `cls` with the geometry of `like`, or contiguous of `shape`.
 
     `_make_wrapper_subclass` is the documented-by-example constructor of wrapper subclasses
     (torch/testing/_internal/two_tensor.py); there is no public spelling.
     """
+    if shape is not None:
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=like.device)
     return Tensor._make_wrapper_subclass(
         cls,
         like.shape,

@@ -10,7 +10,8 @@ from torch.nn.parameter import is_lazy
 from scaledtensor.errors import ModelError
 from scaledtensor.recipes import Recipe, Unit
 from scaledtensor.recipes import get as get_recipe
-from scaledtensor.tensor import ScaledTensor, scaled
+from scaledtensor.tensor import ScaledTensor
+from scaledtensor.wrap import scaled
 
 __all__ = ["scale_model", "unscale_model"]
 

@@ -10,16 +10,30 @@ import torch
 from torch import Tensor
 
 from scaledtensor import _torch
-from scaledtensor.errors import DTypeError, FormatError, ScaleError
-from scaledtensor.formats import Format, encode, from_dtype
+from scaledtensor.errors import DTypeError, FormatError, UnsupportedError
+from scaledtensor.formats import Format, Granularity, PerTensor, encode, from_dtype
 from scaledtensor.formats import get as get_format
 from scaledtensor.recipes import Recipe
 from scaledtensor.recipes import get as get_recipe
-from scaledtensor.scale import MAX_SCALE, MIN_SCALE, checked_scale, nearest_power_of_two
+from scaledtensor.scale import checked_scale, nearest_power_of_two
 
-__all__ = ["Engine", "ScaledTensor", "from_plain", "measured_rms", "scaled"]
+__all__ = [
+    "APPEARANCES",
+    "Context",
+    "Engine",
+    "ScaledTensor",
+    "appearance",
+    "check_storable",
+    "check_strided",
+    "from_plain",
+    "is_parameter",
+    "is_storable",
+    "measured_rms",
+    "under_scale",
+    "with_autograd",
+]
 
-_APPEARANCES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+APPEARANCES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 Context: TypeAlias = tuple[Format, torch.dtype, Recipe | None, bool]
@@ -72,6 +86,9 @@ class ScaledTensor(Tensor):
     #: The inner tensors. Flatten, unflatten, repr, copy and pickle follow from this list.
     INNER: ClassVar[tuple[str, ...]] = ("qdata", "scale", "rms")
 
+    #: What shares a scale: here, all elements.
+    granularity: Granularity = PerTensor()
+
     #: The elements of an 8-bit tensor as bfloat16, where tracing has them at hand. No part of the
     #: tensor: lost when it leaves the traced region.
     decoded: Tensor | None = None
@@ -97,13 +114,13 @@ class ScaledTensor(Tensor):
                 f"{fmt.name} is stored as {fmt.storage_dtype}; got qdata of {qdata.dtype}. "
                 f"To convert values, use scaledtensor.scaled(tensor, {fmt.name!r})"
             )
-        _check_storable(fmt)
-        _check_strided(qdata)
+        check_storable(fmt)
+        check_strided(qdata)
         single = checked_scale(scale, qdata.device, power_of_two=power_of_two)
         chosen = None if recipe is None else get_recipe(recipe)
         if dtype is None:
-            dtype = qdata.dtype if qdata.dtype in _APPEARANCES else torch.float32
-        return cls.make(qdata.detach(), single, single.clone(), fmt, _appearance(dtype), chosen)
+            dtype = qdata.dtype if qdata.dtype in APPEARANCES else torch.float32
+        return cls.make(qdata.detach(), single, single.clone(), fmt, appearance(dtype), chosen)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -129,6 +146,14 @@ class ScaledTensor(Tensor):
         """A tensor with this one's format, dtype and recipe around other inner tensors."""
         return self.make(qdata, scale, rms, *self.__tensor_flatten__()[1])
 
+    def viewed(self, qdata: Tensor) -> Self:
+        """A view of this tensor, around a view of its elements: the very same scale."""
+        if torch.is_inference_mode_enabled() and not self.is_inference():
+            # A view of a tensor from outside inference mode is one itself: torch sees to it.
+            with torch.inference_mode(False):
+                return self.like(qdata, self.scale, self.rms)
+        return self.like(qdata, self.scale, self.rms)
+
     # --- the verbs ---------------------------------------------------------------------------
 
     def dequantize(self) -> Tensor:
@@ -139,7 +164,7 @@ class ScaledTensor(Tensor):
         """Round the elements into another format; the scale stays. 8-bit formats saturate.
         Differentiable."""
         fmt = get_format(format)
-        _check_storable(fmt)
+        check_storable(fmt)
         return cast(ScaledTensor, torch.ops.scaledtensor.to_format(self, fmt.name))
 
     def rescale(self, scale: float | Tensor) -> "ScaledTensor":
@@ -245,16 +270,22 @@ class ScaledTensor(Tensor):
         # torch's own setter replaces the wrapper alone and would leave the elements behind.
         # Required by Module.double() and whoever assigns to `.data`.
         keeps = new.dtype in (self.dtype, torch.float64)
-        held = (
-            new
-            if isinstance(new, ScaledTensor)
-            else (scaled(new, self.format if keeps else None, recipe=self.recipe))
-        )
+        fmt = self.format if keeps else from_dtype(new.dtype)
+        plain = not isinstance(new, ScaledTensor)
+        self._adopt(from_plain(new, fmt, new.dtype, self.recipe) if plain else new)
+
+    def _adopt(self, held: Any) -> None:
+        """Become `held`, which is of the same class."""
+        if type(held) is not type(self):
+            raise UnsupportedError(
+                f"a {type(self).__name__} cannot become a {type(held).__name__} by assigning "
+                "`.data`; put a new nn.Parameter in its place"
+            )
         with _torch.disable_torch_function():
             Tensor.data.__set__(self, held)  # type: ignore[attr-defined]
         for name in self.INNER:
             setattr(self, name, getattr(held, name))
-        self.format, _, self.recipe, self.nonnegative = held.__tensor_flatten__()[1]
+        self.format, _, self.recipe, self.nonnegative = held.__tensor_flatten__()[1][:4]
         self.decoded = None
 
     def share_memory_(self) -> Self:
@@ -267,20 +298,24 @@ class ScaledTensor(Tensor):
         return all(getattr(self, name).is_shared() for name in self.INNER)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        if _torch.is_tracing(self.qdata) or self.device.type == "meta":
-            body, scale = f"shape={tuple(self.shape)}", "?"
+        symbolic = _torch.is_tracing(self.qdata) or self.device.type == "meta"
+        if symbolic:
+            body = f"shape={tuple(self.shape)}"
         else:
             values = self.detach().dequantize()
             body = repr(values).removeprefix("tensor(").removesuffix(")")
             body = body.replace(f", dtype={values.dtype}", "").replace("\n", "\n      ")
-            significand, exponent = math.frexp(float(self.scale))
-            scale = f"2**{exponent - 1}" if significand == 0.5 else f"{float(self.scale):.6g}"
+        scale = "?" if symbolic else self._spelled_scale()
         facts = [f"format={self.format.name}", f"scale={scale}", f"dtype={self.dtype}"]
         if self.grad_fn is not None:
             facts.append(f"grad_fn=<{self.grad_fn.name()}>")
         elif self.requires_grad:
             facts.append("requires_grad=True")
-        return f"ScaledTensor({', '.join((body, *facts))})"
+        return f"{type(self).__name__}({', '.join((body, *facts))})"
+
+    def _spelled_scale(self) -> str:
+        significand, exponent = math.frexp(float(self.scale))
+        return f"2**{exponent - 1}" if significand == 0.5 else f"{float(self.scale):.6g}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if id(self) in memo:
@@ -288,7 +323,7 @@ class ScaledTensor(Tensor):
         if not self.is_leaf:
             raise RuntimeError("only leaf tensors can be deep-copied; use .detach() first")
         copy = self.like(self.qdata.clone(), self.scale.clone(), self.rms.clone())
-        memo[id(self)] = copy = _with_autograd(copy, self.requires_grad, _is_parameter(self))
+        memo[id(self)] = copy = with_autograd(copy, self.requires_grad, is_parameter(self))
         if self.grad is not None:
             with torch.no_grad():
                 copy.grad = deepcopy(self.grad, memo)
@@ -300,7 +335,7 @@ class ScaledTensor(Tensor):
         qdata = self.qdata.view(torch.uint8) if narrow else self.qdata
         inner = (qdata, self.scale, self.rms)
         context = (self.format.name, self.dtype, self.recipe, self.nonnegative)
-        return _rebuild, (inner, context, self.requires_grad, _is_parameter(self))
+        return _rebuild, (inner, context, self.requires_grad, is_parameter(self))
 
     if TYPE_CHECKING:
 
@@ -320,7 +355,7 @@ def _rebuild(
     made = ScaledTensor.make(
         qdata.view(fmt.storage_dtype), scale, rms, fmt, dtype, recipe, nonnegative
     )
-    return _with_autograd(made, requires_grad, is_parameter)
+    return with_autograd(made, requires_grad, is_parameter)
 
 
 #: Python functions of torch that are built from matrix products.
@@ -333,33 +368,43 @@ T = TypeVar("T", bound=ScaledTensor)
 torch.serialization.add_safe_globals([_rebuild, ScaledTensor])
 
 
-def _is_parameter(x: Tensor) -> bool:
+def is_parameter(x: Tensor) -> bool:
+    """Whether `x` is an nn.Parameter, which for a subclass is a flag."""
     return isinstance(x, torch.nn.Parameter)
 
 
-def _with_autograd(x: T, requires_grad: bool, is_parameter: bool) -> T:
+def with_autograd(x: T, requires_grad: bool, is_parameter: bool) -> T:
+    """`x` as the parameter, or with the `requires_grad`, that its original had."""
     if is_parameter:
         return cast(T, torch.nn.Parameter(x, requires_grad))
     return cast(T, x.requires_grad_(requires_grad))
 
 
-def _appearance(dtype: torch.dtype) -> torch.dtype:
-    if dtype not in _APPEARANCES:
-        allowed = ", ".join(str(d) for d in _APPEARANCES)
+def appearance(dtype: torch.dtype) -> torch.dtype:
+    """`dtype`, if autograd can see a ScaledTensor as one. Raises DTypeError."""
+    if dtype not in APPEARANCES:
+        allowed = ", ".join(str(d) for d in APPEARANCES)
         raise DTypeError(f"a ScaledTensor appears as one of {allowed}; got {dtype}")
     return dtype
 
 
-def _check_strided(x: Tensor) -> None:
+def check_strided(x: Tensor) -> None:
+    """Raises DTypeError unless `x` is dense."""
     if x.layout != torch.strided:
         raise DTypeError(f"a ScaledTensor is dense (torch.strided); got {x.layout}")
 
 
-def _check_storable(fmt: Format) -> None:
-    if not (fmt.storage_dtype.is_floating_point and fmt.signed):
+def is_storable(fmt: Format) -> bool:
+    """Whether torch has a dtype for elements of this format."""
+    return fmt.storage_dtype.is_floating_point and fmt.signed
+
+
+def check_storable(fmt: Format) -> None:
+    """Raises FormatError unless torch has a dtype for elements of `fmt`."""
+    if not is_storable(fmt):
         raise FormatError(
-            f"torch has no dtype for {fmt.name}; ScaledTensor holds formats that torch stores "
-            "natively so far. scaledtensor.formats encodes and decodes it"
+            f"torch has no dtype for {fmt.name}, and operators compute on elements that have one; "
+            "scaledtensor.scaled() and CodedTensor hold its codes"
         )
 
 
@@ -370,7 +415,7 @@ def from_plain(x: Tensor, fmt: Format, dtype: torch.dtype, recipe: Recipe | None
     checks its arguments nor records a gradient.
     """
     rms = measured_rms(x)
-    return _encode(x, nearest_power_of_two(rms), rms, fmt, dtype, recipe)
+    return under_scale(x, nearest_power_of_two(rms), rms, fmt, dtype, recipe)
 
 
 def measured_rms(x: Tensor, below: float = float("inf")) -> Tensor:
@@ -386,7 +431,7 @@ def measured_rms(x: Tensor, below: float = float("inf")) -> Tensor:
     return rms.float()
 
 
-def _encode(
+def under_scale(
     x: Tensor,
     scale: Tensor,
     rms: Tensor,
@@ -394,75 +439,13 @@ def _encode(
     dtype: torch.dtype,
     recipe: Recipe | None,
 ) -> ScaledTensor:
+    """Plain data under a scale that is chosen already. No gradient is recorded."""
     elements = x.detach()
     # In float32 at least, so that dividing by the scale rounds nothing.
     wide = elements if elements.dtype == torch.float64 else elements.float()
     # Compute formats keep infinities: -inf in a mask means something. Storage formats saturate.
     overflow: Literal["ieee", "saturate"] = (
-        "ieee" if fmt.storage_dtype in _APPEARANCES else "saturate"
+        "ieee" if fmt.storage_dtype in APPEARANCES else "saturate"
     )
     qdata = encode(wide / scale, fmt, overflow=overflow)
     return ScaledTensor.make(qdata, scale, rms, fmt, dtype, recipe)
-
-
-def scaled(
-    x: Tensor,
-    format: Format | str | None = None,
-    scale: Literal["rms", "amax", "one"] | float | Tensor = "rms",
-    *,
-    dtype: torch.dtype | None = None,
-    recipe: Recipe | str | None = None,
-) -> ScaledTensor:
-    """Wrap a plain tensor. The result is a leaf: no gradient flows back into `x`.
-
-    Args:
-        x: float16, bfloat16, float32 or float64, of any shape.
-        format: of the elements; by default the one that stores `x.dtype` exactly.
-        scale: "rms", the power of two nearest to the RMS of `x`; "amax", max|x| / format.max, which
-            fills the format and is the one choice that is not a power of two; "one"; or a power of
-            two of your own. Infinities and NaNs count in neither the RMS nor the maximum.
-        dtype: what autograd and optimizers see; by default `x.dtype`.
-        recipe: how matrix products cast the result, or the name of a recipe.
-
-    Raises:
-        DTypeError: `x` is not a real floating-point tensor.
-        FormatError: unknown format, or one that torch has no dtype for.
-        ScaleError: unknown choice, or not one positive finite power of two.
-        RecipeError: no recipe has that name.
-    """
-    if isinstance(x, ScaledTensor):
-        raise DTypeError("this is a ScaledTensor already; use .to_format() or .rescale()")
-    if not isinstance(x, Tensor) or x.dtype not in _APPEARANCES:
-        given = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise DTypeError(
-            f"scaled() takes float16, bfloat16, float32 or float64 tensors; got {given}"
-        )
-    if format is None and x.dtype == torch.float64:
-        raise DTypeError("no format stores float64; pass one, for example format='fp32'")
-    fmt = from_dtype(x.dtype) if format is None else get_format(format)
-    _check_storable(fmt)
-    _check_strided(x)
-    appearance = _appearance(dtype or x.dtype)
-    chosen = None if recipe is None else get_recipe(recipe)
-    if isinstance(scale, str):
-        if scale == "rms":
-            return from_plain(x, fmt, appearance, chosen)
-        if scale == "one":
-            power = torch.ones((), device=x.device)
-        elif scale == "amax":
-            power = _filling(x, fmt)
-        else:
-            raise ScaleError(f"scale is 'rms', 'amax', 'one', or a power of two; got {scale!r}")
-    else:
-        power = checked_scale(scale, x.device, power_of_two=True)
-    return _encode(x, power, measured_rms(x), fmt, appearance, chosen)
-
-
-def _filling(x: Tensor, fmt: Format) -> Tensor:
-    """The smallest scale under which no finite element of `x` overflows `fmt`."""
-    magnitude = x.detach().double().abs()
-    finite = torch.where(magnitude < float("inf"), magnitude, 0.0)
-    amax = torch.linalg.vector_norm(finite, float("inf")) if x.numel() else finite.sum()
-    scale = (amax / fmt.max).clamp(MIN_SCALE, MAX_SCALE).float()
-    above = torch.nextafter(scale, torch.full_like(scale, float("inf")))
-    return torch.where(scale.double() * fmt.max < amax, above, scale)

@@ -13,6 +13,8 @@ FLOORS = [
     {"recipes"},
     {"tensor"},
     {"verbs"},
+    {"coded"},
+    {"wrap"},
     {"ops"},
     {"model"},
     {"__init__"},

@@ -9,7 +9,11 @@ import scaledtensor as sct
 
 PUBLIC = {
     "scaledtensor": [
+        "CodedTensor",
         "Format",
+        "PerAxis",
+        "PerBlock",
+        "PerTensor",
         "ScaledTensor",
         "__version__",
         "drop",
@@ -39,12 +43,22 @@ PUBLIC = {
         "FP16",
         "FP32",
         "Format",
+        "Granularity",
+        "PerAxis",
+        "PerBlock",
+        "PerTensor",
+        "TwoLevelScale",
         "decode",
+        "dequantize_blocks",
         "encode",
         "fake_quantize",
         "from_dtype",
         "get",
+        "pack",
+        "quantize_blocks",
+        "unpack",
     ],
+    "scaledtensor.coded": ["CodedTensor"],
     "scaledtensor.model": ["scale_model", "unscale_model"],
     "scaledtensor.ops": ["RULES", "Raw", "Rule", "missing", "on_missing", "rule"],
     "scaledtensor.recipes": ["Recipe", "Unit", "get"],
@@ -58,7 +72,21 @@ PUBLIC = {
         "settle",
         "settle_in_place",
     ],
-    "scaledtensor.tensor": ["Engine", "ScaledTensor", "from_plain", "measured_rms", "scaled"],
+    "scaledtensor.tensor": [
+        "APPEARANCES",
+        "Context",
+        "Engine",
+        "ScaledTensor",
+        "appearance",
+        "check_storable",
+        "check_strided",
+        "from_plain",
+        "is_parameter",
+        "is_storable",
+        "measured_rms",
+        "under_scale",
+        "with_autograd",
+    ],
     "scaledtensor.verbs": [
         "LIBRARY",
         "dequantize",
@@ -69,6 +97,7 @@ PUBLIC = {
         "rescale",
         "to_format",
     ],
+    "scaledtensor.wrap": ["scaled"],
 }
 
 ERRORS = {
@@ -92,6 +121,7 @@ MEMBERS = [
     "data",
     "decoded",
     "dequantize",
+    "granularity",
     "is_shared",
     "like",
     "make",
@@ -100,6 +130,7 @@ MEMBERS = [
     "share_memory_",
     "to_format",
     "tolist",
+    "viewed",
 ]
 
 

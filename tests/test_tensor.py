@@ -115,12 +115,11 @@ def test__qdata__is_a_plain_dense_tensor_of_the_storage_dtype(qdata, error, word
 
 
 @pytest.mark.parametrize("fmt", sorted(set(FORMATS) - set(NATIVE)))
-def test__formats_without_a_torch_dtype__are_refused_by_name(fmt):
+def test__formats_without_a_torch_dtype__are_for_coded_tensors(fmt):
     q = torch.zeros(2).to(sct.formats.get(fmt).storage_dtype)
     x = sct.scaled(torch.ones(2))
     for call in (
         lambda: sct.ScaledTensor(q, 1.0, fmt),
-        lambda: sct.scaled(torch.ones(2), fmt),
         lambda: x.to_format(fmt),
     ):
         with pytest.raises(FormatError, match=fmt):

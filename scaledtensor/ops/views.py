@@ -50,8 +50,8 @@ def view(op: Overload, x: ScaledTensor, *args: Any, **kwargs: Any) -> Any:
     """The same elements seen otherwise: the very same scale."""
     q = op(x.qdata, *args, **kwargs)
     if isinstance(q, (list, tuple)):
-        return [x.like(part, x.scale, x.rms) for part in q]
-    out = x.like(q, x.scale, x.rms)
+        return [x.viewed(part) for part in q]
+    out = x.viewed(q)
     if x.decoded is not None:
         out.decoded = op(x.decoded, *args, **kwargs)
     return out

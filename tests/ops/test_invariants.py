@@ -70,12 +70,15 @@ def test__value_and_gradients__are_those_of_the_plain_operator(case, dtype, seed
             assert_holds(gradient, reference, 4 * tolerance)
 
 
+@pytest.mark.parametrize("outside", [True, False], ids=["from outside", "from inside"])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @every_case
-def test__value__is_the_same_without_gradients(case, mode):
+def test__value__is_the_same_without_gradients(case, mode, outside):
+    """Also for parameters, which inference mode finds made before it."""
     plain = draw(case, case.shapes[0], 0, torch.float32)
+    inputs = [sct.scaled(x) for x in plain]
     with mode():
-        inputs = [sct.scaled(x) for x in plain]
+        inputs = inputs if outside else [sct.scaled(x) for x in plain]
         assert_holds(
             case.run(*inputs),
             case.run(*(dequantized(x) for x in inputs)),

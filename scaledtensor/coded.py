@@ -1,0 +1,317 @@
+"""CodedTensor: a ScaledTensor that is kept, in any format and under scales of any granularity.
+
+What torch has no dtype for (FP6, FP4, E3M4) and what has a scale for each row or block, no operator
+can compute on: a product of block scales is no block scale. So a CodedTensor is for keeping weights
+and states: a copy, a device, a file. Any other operator reads it as an ordinary ScaledTensor of the
+same value, float32 elements under one power of two, and its result is one; that reading is exact
+wherever code * scale is a float32. Nothing is written into codes: in-place operators are refused.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor
+
+from scaledtensor import _torch, verbs
+from scaledtensor.errors import DTypeError, FormatError, ScaleError, ShapeError, UnsupportedError
+from scaledtensor.formats import (
+    FORMATS,
+    FP32,
+    Format,
+    Granularity,
+    PerAxis,
+    PerTensor,
+    decode,
+    dequantize_blocks,
+    from_dtype,
+    pack,
+    unpack,
+)
+from scaledtensor.formats import get as get_format
+from scaledtensor.formats.format import Specials
+from scaledtensor.formats.granularity import as_granularity, check_scale_shape
+from scaledtensor.formats.packing import packed_shape
+from scaledtensor.recipes import Recipe
+from scaledtensor.recipes import get as get_recipe
+from scaledtensor.scale import MIN_SCALE
+from scaledtensor.tensor import (
+    ScaledTensor,
+    appearance,
+    check_strided,
+    from_plain,
+    is_parameter,
+    measured_rms,
+    with_autograd,
+)
+
+__all__ = ["CodedTensor"]
+
+CodedContext = tuple[Format, torch.dtype, Recipe | None, bool, Granularity]
+
+
+class CodedTensor(ScaledTensor):
+    """Codes in `format` and the scales of their blocks: the value is exactly `codes * scale`.
+
+    Args:
+        codes: in `format.storage_dtype`, of any shape.
+        scale: one positive number for each block, of the shape that `granularity` gives; float32,
+            or float8_e8m0fnu as `formats.quantize_blocks` returns them.
+        format: the number format of the codes, or its name. Any with a sign.
+        granularity: which elements share a scale.
+        dtype: what autograd sees as `.dtype`; by default float32.
+        recipe: how matrix products cast what is read from this tensor.
+
+    Attributes:
+        qdata: the codes, contiguous, those under 8 bits packed (`formats.pack`).
+        codes: the codes, one an element.
+        scale: float32, one for each block.
+
+    Raises:
+        DTypeError, FormatError, ScaleError, ShapeError, RecipeError: an argument is outside what is
+            allowed.
+    """
+
+    granularity: Granularity
+
+    @staticmethod
+    def __new__(
+        cls,
+        codes: Tensor,
+        scale: Tensor,
+        format: Format | str,
+        granularity: Granularity = PerTensor(),  # noqa: B008 - frozen
+        *,
+        dtype: torch.dtype = torch.float32,
+        recipe: Recipe | str | None = None,
+    ) -> Self:
+        fmt, cut = get_format(format), as_granularity(granularity)
+        if isinstance(codes, ScaledTensor) or not isinstance(codes, Tensor):
+            raise DTypeError(f"codes are a plain torch.Tensor; got {type(codes).__name__}")
+        if codes.dtype != fmt.storage_dtype:
+            raise DTypeError(
+                f"codes of {fmt.name} are {fmt.storage_dtype}; got {codes.dtype}. To convert "
+                f"values, use scaledtensor.scaled(tensor, {fmt.name!r}, granularity=...)"
+            )
+        if not fmt.has_zero:
+            raise FormatError(f"{fmt.name} is a format of scales; elements need a sign and a zero")
+        check_strided(codes)
+        held = _checked_scales(scale, cut, codes)
+        chosen = None if recipe is None else get_recipe(recipe)
+        context = (fmt, appearance(dtype), chosen, False, cut)
+        packed = pack(codes.detach(), fmt).contiguous()
+        values = dequantize_blocks(codes.detach(), held, fmt, cut)
+        return cls.keep(packed, held, measured_rms(values), codes.shape, *context)
+
+    @classmethod
+    def keep(
+        cls,
+        qdata: Tensor,
+        scale: Tensor,
+        rms: Tensor,
+        shape: Sequence[int],
+        format: Format,
+        dtype: torch.dtype,
+        recipe: Recipe | None,
+        nonnegative: bool,
+        granularity: Granularity,
+    ) -> Self:
+        """The one constructor path, unchecked: `qdata` is packed, `shape` that of the tensor."""
+        self = cast(Self, _torch.make_wrapper(cls, qdata, dtype, shape))
+        self.qdata, self.scale, self.rms = qdata, scale, rms
+        self.format, self.recipe, self.nonnegative = format, recipe, nonnegative
+        self.granularity = granularity
+        return self
+
+    def like(self, qdata: Tensor, scale: Tensor, rms: Tensor) -> Self:
+        return self.keep(qdata, scale, rms, self.shape, *self.__tensor_flatten__()[1])
+
+    @property
+    def codes(self) -> Tensor:
+        return unpack(self.qdata, self.format, self.shape)
+
+    def widened(self) -> ScaledTensor:
+        """The ordinary ScaledTensor of the same value: float32 elements under one power of two."""
+        # As views are: made outside inference mode, where this tensor was.
+        with torch.inference_mode(torch.is_inference_mode_enabled() and self.is_inference()):
+            values = dequantize_blocks(self.codes, self.scale, self.format, self.granularity)
+            return from_plain(values, FP32, self.dtype, self.recipe)
+
+    # --- what torch asks of a wrapper subclass -----------------------------------------------
+
+    def __tensor_flatten__(self) -> tuple[list[str], CodedContext]:  # type: ignore[override]
+        names, context = super().__tensor_flatten__()
+        return names, (*context, self.granularity)
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
+    ) -> Self:
+        qdata, scale, rms = (inner[name] for name in cls.INNER)
+        return cls.keep(qdata, scale, rms, outer_size, *context)
+
+    def __coerce_tangent_metadata__(self) -> ScaledTensor:  # type: ignore[override]
+        # The gradient of what is kept in codes is none of that kind.
+        return self.widened()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        own = _OWN.get(func)
+        if own is not None:
+            return own(*args, **kwargs)
+        _refuse_writing(func, args, kwargs)
+        read = torch.utils._pytree.tree_map(_read, (args, kwargs))
+        return cls._engine.dispatch(func, *read)
+
+    # --- Python protocols --------------------------------------------------------------------
+
+    def _adopt(self, held: Any) -> None:
+        super()._adopt(held)
+        self.granularity = held.granularity
+
+    def _spelled_scale(self) -> str:
+        if isinstance(self.granularity, PerTensor):
+            return super()._spelled_scale()
+        return f"{tuple(self.scale.shape)} {self.granularity}"
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # As bytes: torch cannot read back the 8-bit floats that plain pickle writes.
+        narrow = self.qdata.dtype.itemsize == 1
+        inner = (self.qdata.view(torch.uint8) if narrow else self.qdata, self.scale, self.rms)
+        named = FORMATS.get(self.format.name) is self.format
+        fmt = self.format.name if named else self.format
+        context = (fmt, self.dtype, self.recipe, _spelled(self.granularity))
+        flags = (self.requires_grad, is_parameter(self))
+        return _rebuild, (inner, tuple(self.shape), context, *flags)
+
+
+def _checked_scales(scale: Any, granularity: Granularity, codes: Tensor) -> Tensor:
+    """`scale` in float32, of its own. Looks at the numbers, where they are real."""
+    if not isinstance(scale, Tensor) or isinstance(scale, ScaledTensor):
+        raise ScaleError(f"scales are a plain tensor; got {type(scale).__name__}")
+    if scale.dtype == torch.float8_e8m0fnu:
+        scale = decode(scale, from_dtype(scale.dtype))
+    if scale.dtype != torch.float32:
+        raise ScaleError(f"scales are float32 or float8_e8m0fnu; got {scale.dtype}")
+    check_scale_shape(scale, granularity, codes.shape)
+    if scale.device != codes.device:
+        raise ScaleError(f"codes are on {codes.device}, their scales on {scale.device}")
+    # NaN marks a block that held one, as in OCP MX; 2**-127 is the least scale of E8M0.
+    usable = (scale >= MIN_SCALE / 2) & (scale < float("inf")) | scale.isnan()
+    if not (scale.is_meta or usable.all()):
+        raise ScaleError(f"scales are positive and finite; got {scale[~usable][0].item()}")
+    held: Tensor = scale.detach().clone()
+    return held
+
+
+def _rebuild(
+    inner: tuple[Tensor, Tensor, Tensor],
+    shape: tuple[int, ...],
+    context: tuple[str | Format, torch.dtype, Recipe | None, Any],
+    requires_grad: bool,
+    is_param: bool,
+) -> CodedTensor:
+    """Unpickle. A module-level function, so that `weights_only` loading can allow it by name."""
+    (qdata, scale, rms), (name, dtype, recipe, spelled) = inner, context
+    fmt, granularity = get_format(name), _granularity(spelled)
+    if fmt.bits >= 8:
+        qdata = qdata.view(fmt.storage_dtype)
+    if tuple(qdata.shape) != packed_shape(fmt, shape):
+        raise ShapeError(f"codes of {fmt.name} for {shape} do not have shape {tuple(qdata.shape)}")
+    check_scale_shape(scale, granularity, shape)
+    made = CodedTensor.keep(qdata, scale, rms, shape, fmt, dtype, recipe, False, granularity)
+    return with_autograd(made, requires_grad, is_param)
+
+
+def _spelled(granularity: Granularity) -> Any:
+    """None, a dimension or the sizes of a block: what safe loading reads."""
+    return next(iter(vars(granularity).values()), None)
+
+
+def _granularity(spelled: Any) -> Granularity:
+    if spelled is None:
+        return PerTensor()
+    return PerAxis(spelled) if isinstance(spelled, int) else as_granularity(spelled)
+
+
+torch.serialization.add_safe_globals([_rebuild, CodedTensor, Format, Specials])
+
+
+# --- operators -------------------------------------------------------------------------------
+
+
+def _copy(x: CodedTensor, **layout: Any) -> CodedTensor:
+    return x.like(*(getattr(x, name).clone() for name in x.INNER))
+
+
+def _share(x: CodedTensor) -> CodedTensor:
+    return x.viewed(x.qdata)
+
+
+def _to(
+    x: CodedTensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    non_blocking: bool = False,
+    **layout: Any,
+) -> Any:
+    """A float dtype is the appearance alone: the codes stay. Any other dtype is a reading."""
+    kept = x.dtype if dtype is None else dtype
+    if not kept.is_floating_point:
+        return x.widened().to(dtype=kept, device=device)
+    move = {"device": device, "non_blocking": non_blocking, "copy": True}
+    inner = (getattr(x, name).to(**move) for name in x.INNER)
+    qdata, scale, rms = inner
+    fmt, _, *rest = x.__tensor_flatten__()[1]
+    context: Any = (fmt, appearance(kept), *rest)
+    return x.keep(qdata, scale, rms, x.shape, *context)
+
+
+def _dequantize(x: CodedTensor) -> Tensor:
+    return dequantize_blocks(x.codes, x.scale, x.format, x.granularity, x.dtype)
+
+
+def _refuse(x: CodedTensor, *args: Any) -> Any:
+    raise UnsupportedError(
+        "rescale and drop move one scale, and a CodedTensor may have many: read it first, as "
+        "x.widened(), an ordinary ScaledTensor"
+    )
+
+
+_aten = torch.ops.aten
+
+#: Operators that keep codes as they are. Every other reads the value.
+_OWN: dict[Any, Callable[..., Any]] = {
+    _aten.alias.default: _share,
+    _aten.clone.default: _copy,
+    _aten.detach.default: _share,
+    _aten.lift_fresh.default: _share,
+    _aten._to_copy.default: _to,
+    verbs.dequantize: _dequantize,
+    verbs.drop: _refuse,
+    verbs.rescale: _refuse,
+}
+
+
+def _read(x: Any) -> Any:
+    return x.widened() if isinstance(x, CodedTensor) else x
+
+
+def _refuse_writing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not func._schema.is_mutable:
+        return
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    for a in func._schema.arguments:
+        if a.alias_info is None or not a.alias_info.is_write or a.name not in given:
+            continue
+        targets = given[a.name] if isinstance(given[a.name], (list, tuple)) else [given[a.name]]
+        if any(isinstance(t, CodedTensor) for t in targets):
+            raise UnsupportedError(
+                f"{func} would write into a CodedTensor, whose codes and scales are made together:"
+                " compute on x.widened() and keep the result by "
+                "scaledtensor.scaled(result, format, granularity=...)"
+            )
