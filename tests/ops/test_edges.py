@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from all_cases import CASES
 from assertions import TOLERANCE, assert_holds, dequantized
-from op_cases import CASES
 
 import scaledtensor as sct
 

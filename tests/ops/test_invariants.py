@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from all_cases import CASES, Case, Shapes
 from assertions import TOLERANCE, assert_holds, assert_in_range, assert_shifted, dequantized
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from op_cases import CASES, Case, Shapes
 from torch import Tensor
 
 import scaledtensor as sct

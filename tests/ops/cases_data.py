@@ -1,0 +1,1 @@
+"""Scattered writes, selections, scans and linear algebra."""

@@ -1,0 +1,1 @@
+"""Activations, elementary functions and losses."""
