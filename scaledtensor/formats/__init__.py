@@ -1,5 +1,7 @@
 """Number formats: what they are, and the casts between them and torch's own."""
 
+from scaledtensor.formats import numpy as numpy  # not in __all__: a star import would shadow numpy
+from scaledtensor.formats.blocks import TwoLevelScale, dequantize_blocks, quantize_blocks
 from scaledtensor.formats.format import (
     BF16,
     E2M1FN,
@@ -20,6 +22,8 @@ from scaledtensor.formats.format import (
     from_dtype,
     get,
 )
+from scaledtensor.formats.granularity import Granularity, PerAxis, PerBlock, PerTensor
+from scaledtensor.formats.packing import pack, unpack
 from scaledtensor.formats.rounding import decode, encode, fake_quantize
 
 __all__ = [
@@ -39,9 +43,18 @@ __all__ = [
     "FP16",
     "FP32",
     "Format",
+    "Granularity",
+    "PerAxis",
+    "PerBlock",
+    "PerTensor",
+    "TwoLevelScale",
     "decode",
+    "dequantize_blocks",
     "encode",
     "fake_quantize",
     "from_dtype",
     "get",
+    "pack",
+    "quantize_blocks",
+    "unpack",
 ]

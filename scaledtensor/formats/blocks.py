@@ -1,0 +1,327 @@
+"""Blocks of elements that share a scale: value = code * scale, as in OCP MX and NVFP4.
+
+How a block of largest finite magnitude amax gets its scale:
+
+    e8m0, pow2    2^(e + carry - emax), where amax = 2^e * s with 1 <= s < 2, emax is the exponent
+                  of the format's maximum, and the mode decides the carry. e8m0 is kept as a code
+                  of E8M0FNU, clamped to 2^-127 .. 2^127, pow2 as a float32, 2^-126 .. 2^127.
+    fp32          the least float32 that is not below amax / max
+    nvfp4         two levels: one float32 for the tensor, the least not below amax / (448 max), and
+                  for each block the E4M3FN number nearest to amax / max under it, at least 2^-9
+
+The modes, all decided on the bits of amax, never by a logarithm:
+
+    floor    2^floor(log2(amax)) / 2^emax     no carry (OCP MX 1.0, section 6.3). Elements pass max
+                                              by a factor of up to 2^(emax+1) / max
+    rceil    2^ceil(log2(amax / max))         carry where s exceeds the significand of max: the
+                                              least power of two under which nothing exceeds max
+    ceil     2^ceil(log2(amax)) / 2^emax      carry where s > 1
+    even     floor, of amax first rounded     carry where that makes s 2
+             to the format's significand
+
+A block without a finite number other than zero gets the scale 1: zeros come back as zeros, and the
+scale is fit for use. An infinity has no say in the scale of its block: the element alone saturates,
+or with overflow="ieee" becomes what the format has for it. A NaN has no say either and becomes a
+NaN element; where the format has no NaN the scale of its block becomes NaN (E8M0 0xFF, E4M3FN 0x7F,
+a float32 NaN), so that every element of that block, and of no other, decodes to NaN, as in OCP MX.
+
+The codes are those nearest to the exact quotient x / scale (or as `rounding` says): it is never
+rounded on the way to where it could change one.
+"""
+
+from collections.abc import Callable
+from math import frexp, nan
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Generator, Tensor
+
+from scaledtensor.errors import DTypeError, FormatError
+from scaledtensor.formats.format import E4M3FN, E8M0FNU, Format, from_dtype, get
+from scaledtensor.formats.granularity import (
+    Granularity,
+    PerTensor,
+    as_granularity,
+    beside_blocks,
+    block_dims,
+    check_scale_shape,
+    from_blocks,
+    scale_shape,
+    to_blocks,
+)
+from scaledtensor.formats.rounding import Overflow, Rounding, decode, encode
+
+ScaleFormat = Literal["e8m0", "pow2", "fp32", "nvfp4"]
+Mode = Literal["floor", "rceil", "ceil", "even"]
+
+_MODES = ("floor", "rceil", "ceil", "even")
+_LEAST_EXPONENT = {"e8m0": -127, "pow2": -126}
+_SCALE_FORMATS = (*_LEAST_EXPONENT, "fp32", "nvfp4")
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_MANTISSA = 52  # of float64, in which every amax is exact and, but for its own, normal
+_BIAS = 1023
+_PIECE = 1 << 16
+_MIN_NORMAL, _MAX = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+
+
+class TwoLevelScale(NamedTuple):
+    """The scale of NVFP4: that of an element is `block`, of its block, times `tensor`."""
+
+    block: Tensor
+    """float8_e4m3fn, in the shape of `scale_shape`."""
+    tensor: Tensor
+    """float32, 0-dim."""
+
+
+Scale = Tensor | TwoLevelScale
+
+
+def quantize_blocks(
+    x: Tensor,
+    fmt: Format,
+    block: Granularity | int | tuple[int, ...],
+    scale_format: ScaleFormat = "e8m0",
+    mode: Mode = "rceil",
+    *,
+    rounding: Rounding = "nearest_even",
+    overflow: Overflow = "saturate",
+    generator: Generator | None = None,
+) -> tuple[Tensor, Scale]:
+    """Codes and scales: codes * scale is `x` up to rounding. The module's docstring has the policy.
+
+    Args:
+        x: float32, bfloat16, float16 or float64, of any shape. No gradient flows through.
+        fmt: the format of the elements, one with a sign and a zero.
+        block: a granularity, or a block size (32) or the sizes of a block ((1, 32)) for PerBlock.
+        scale_format: "e8m0", "pow2", "fp32" or "nvfp4".
+        mode: how e8m0 and pow2 round to a power of two. The other two know only "rceil".
+        rounding, overflow, generator: of the elements, as `encode` takes them.
+
+    Returns:
+        Codes in `fmt.storage_dtype`, of the shape of `x`, and scales in the shape that
+        `scale_shape` gives: float8_e8m0fnu, float32, or a `TwoLevelScale`.
+
+    Raises:
+        DTypeError: `x` is not of one of these dtypes.
+        FormatError: `fmt` cannot hold elements, or an unknown or unfit `scale_format` or `mode`.
+        ShapeError: `block` is no granularity, or none of a tensor of this shape.
+    """
+    fmt, granularity = get(fmt), as_granularity(block)
+    _check(x, fmt, scale_format, mode)
+    blocks = to_blocks(x.detach(), granularity)
+    amax = _amax(blocks)
+    lost = None if fmt.has_nan else _any_nan(blocks)
+    shape = scale_shape(granularity, x.shape)
+    scale: Scale
+    work = torch.float64
+    if scale_format == "nvfp4":
+        tensor, of_block = _two_levels(amax, fmt)
+        factor = of_block.double() * tensor.double()
+        scale = TwoLevelScale(encode(_marked(of_block, lost).view(shape), E4M3FN), tensor)
+    elif scale_format == "fp32":
+        single = _least_above(amax, fmt.max)
+        factor = single.double()
+        scale = _marked(single, lost).view(shape)
+    else:
+        exponent = _exponent(amax, fmt, mode, _LEAST_EXPONENT[scale_format])
+        work = torch.float64 if _needs_float64(x, fmt, rounding) else torch.float32
+        factor = _power_of_two(-exponent).to(work)
+        power = _marked(_power_of_two(exponent), lost).view(shape)
+        scale = encode(power, E8M0FNU) if scale_format == "e8m0" else power
+    by_product = scale_format in _LEAST_EXPONENT
+
+    def elements(part: Tensor, factor: Tensor) -> Tensor:
+        # A product where it is exact: compilers for GPUs round a float32 quotient wrongly.
+        quotient = part.to(work) * factor if by_product else part.to(work) / factor
+        return encode(quotient, fmt, rounding=rounding, overflow=overflow, **_seeded(generator))
+
+    codes = _scaled(elements, blocks, factor, fmt.storage_dtype)
+    return from_blocks(codes, granularity, x.shape), scale
+
+
+def dequantize_blocks(
+    codes: Tensor,
+    scale: Scale,
+    fmt: Format,
+    block: Granularity | int | tuple[int, ...],
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """codes * scale, exact and then rounded once to `dtype`; of the shape of `codes`.
+
+    Beyond the range of `dtype` that is an infinity. An element under a NaN scale is NaN.
+
+    Args:
+        codes: in `fmt.storage_dtype`.
+        scale: as `quantize_blocks` returns it: float8_e8m0fnu, float32 or a `TwoLevelScale`.
+        fmt: the format of the elements.
+        block: the granularity that the scales were made with.
+        dtype: float32, bfloat16, float16 or float64.
+
+    Raises:
+        DTypeError: `codes` or the scales are in other dtypes, or `dtype` is none of these.
+        ShapeError: the scales do not have the shape that `scale_shape` gives.
+    """
+    fmt, granularity = get(fmt), as_granularity(block)
+    if dtype not in _FLOATS:
+        raise DTypeError(f"cannot dequantize to {dtype}; allowed are {_names(_FLOATS)}")
+    outer, inner = _levels(scale)
+    check_scale_shape(inner, granularity, codes.shape)
+    # A float32 product of a code and a power of two is exact, one of a code and any float32 rounded
+    # once: to shorten that would be to round twice.
+    exact = inner.dtype is torch.float8_e8m0fnu or dtype is torch.float32
+    work = torch.float32 if exact and dtype is not torch.float64 else torch.float64
+    factor = beside_blocks(_value(inner).to(work), granularity, codes.shape)
+
+    def elements(part: Tensor, factor: Tensor) -> Tensor:
+        values = decode(part, fmt, work) * factor
+        if outer is not None:
+            values = values * outer.to(work)
+        return values if dtype is work else encode(values, from_dtype(dtype), overflow="ieee")
+
+    values = _scaled(elements, to_blocks(codes, granularity), factor, dtype)
+    return from_blocks(values, granularity, codes.shape)
+
+
+def _check(x: Tensor, fmt: Format, scale_format: str, mode: str) -> None:
+    if x.dtype not in _FLOATS:
+        raise DTypeError(f"cannot quantize a tensor of {x.dtype}; allowed are {_names(_FLOATS)}")
+    if not fmt.has_zero:
+        raise FormatError(f"{fmt!r} is a format of scales; elements need a sign and a zero")
+    if scale_format not in _SCALE_FORMATS:
+        raise FormatError(
+            f"unknown scale_format {scale_format!r}; allowed are {', '.join(_SCALE_FORMATS)}"
+        )
+    if mode not in _MODES:
+        raise FormatError(f"unknown mode {mode!r}; allowed are {', '.join(_MODES)}")
+    if mode != "rceil" and scale_format not in _LEAST_EXPONENT:
+        raise FormatError(
+            f"mode {mode!r} is a way to round to a power of two, and scales in {scale_format} are"
+            " none: leave it out, or take scale_format 'e8m0' or 'pow2'"
+        )
+    if scale_format == "nvfp4" and fmt.bits > 8:
+        raise FormatError(f"two-level scales are for elements of 8 bits or fewer, not {fmt!r}")
+
+
+def _amax(blocks: Tensor) -> Tensor:
+    """The largest finite magnitude of each block, float64; 0 where there is none."""
+    return _maxima(blocks, lambda t: t.nan_to_num(0.0, 0.0, 0.0).abs_()).double()
+
+
+def _any_nan(blocks: Tensor) -> Tensor:
+    return _maxima(blocks, lambda t: t).isnan()  # a maximum is NaN if any of its numbers is
+
+
+def _maxima(blocks: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
+    dims = block_dims(blocks)
+    if not blocks.numel():
+        return blocks.sum(dims, True)
+    pieces = _pieces(blocks)
+    if pieces is None:
+        return f(blocks).amax(dims, True)
+    maxima = [f(blocks.narrow(*piece)).amax(dims, True) for piece in pieces]
+    dim = pieces[0][0]
+    return torch.stack(maxima).amax(0) if dim in dims else torch.cat(maxima, dim)
+
+
+def _marked(scale: Tensor, lost: Tensor | None) -> Tensor:
+    return scale if lost is None else torch.where(lost, nan, scale)
+
+
+def _exponent(amax: Tensor, fmt: Format, mode: str, least: int) -> Tensor:
+    """The exponent of the scale, int64, from `least` to 127; 0 for a block of zeros.
+
+    A carry is what, added to the bits of amax, reaches the exponent field where the mode wants it.
+    """
+    significand, above = frexp(fmt.max)
+    ones = (1 << _MANTISSA) - 1
+    carry = {
+        "floor": 0,
+        "rceil": ones - int((2 * significand - 1) * 2**_MANTISSA),
+        "ceil": ones,
+        "even": 1 << (_MANTISSA - 1 - fmt.mantissa_bits),
+    }[mode]
+    exponent = ((amax.view(torch.int64) + carry) >> _MANTISSA) - (_BIAS + above - 1)
+    return torch.where(amax == 0, 0, exponent.clamp(least, 127))
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """2^exponent, float32, of exponents from -127 (a subnormal) to 127."""
+    bits = torch.where(exponent < -126, 1 << 22, (exponent + 127) << 23)
+    return bits.to(torch.int32).view(torch.float32)
+
+
+def _least_above(amax: Tensor, limit: float) -> Tensor:
+    """The least normal float32 not below amax / limit, or the largest there is; 1 for amax 0."""
+    near = (amax / limit).float()
+    short = near.double() * limit < amax  # exact: 24 bits times at most 24
+    least = (near.view(torch.int32) + short.int()).view(torch.float32).clamp(_MIN_NORMAL, _MAX)
+    return torch.where(amax == 0, 1.0, least)
+
+
+def _two_levels(amax: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
+    """The scale of the tensor, and those of its blocks, values of E4M3FN; both float32."""
+    whole = amax.amax() if amax.numel() else amax.sum()
+    tensor = _least_above(whole, E4M3FN.max * fmt.max)
+    ratio = torch.where(amax == 0, 1.0, amax / (tensor.double() * fmt.max))
+    return tensor, decode(encode(ratio.clamp(min=E4M3FN.min_subnormal), E4M3FN), E4M3FN)
+
+
+def _scaled(
+    f: Callable[[Tensor, Tensor], Tensor], blocks: Tensor, factor: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """`f(blocks, factor)`, elementwise with `factor` one a block, in `dtype`."""
+    pieces = _pieces(blocks)
+    if pieces is None:
+        return f(blocks, factor)
+    out = torch.empty(blocks.shape, dtype=dtype)
+    for dim, start, count in pieces:
+        own = factor if factor.shape[dim] == 1 else factor.narrow(dim, start, count)
+        out.narrow(dim, start, count).copy_(f(blocks.narrow(dim, start, count), own))
+    return out
+
+
+def _pieces(blocks: Tensor) -> list[tuple[int, int, int]] | None:
+    """Of a large tensor on a CPU, pieces as (dimension, start, length).
+
+    What is computed on the way then stays in cache: in float64 that is five times as fast.
+    """
+    if torch.compiler.is_compiling() or not blocks.is_cpu or blocks.numel() <= _PIECE:
+        return None
+    dim = next(i for i, n in enumerate(blocks.shape) if n > 1)
+    size = blocks.shape[dim]
+    step = max(1, _PIECE * size // blocks.numel())
+    return [(dim, start, min(step, size - start)) for start in range(0, size, step)]
+
+
+def _needs_float64(x: Tensor, fmt: Format, rounding: str) -> bool:
+    """Whether x * 2^-k is inexact in float32, below 2^-126, where that could change a code."""
+    return x.dtype is torch.float64 or fmt.min_subnormal < 2.0**-125 or rounding == "to_odd"
+
+
+def _levels(scale: Scale) -> tuple[Tensor | None, Tensor]:
+    if isinstance(scale, TwoLevelScale):
+        if scale.block.dtype is not torch.float8_e4m3fn or scale.tensor.dtype is not torch.float32:
+            raise DTypeError(
+                "a two-level scale is float8_e4m3fn for the blocks and float32 for the tensor; got"
+                f" {scale.block.dtype} and {scale.tensor.dtype}"
+            )
+        check_scale_shape(scale.tensor, PerTensor(), ())
+        return scale.tensor, scale.block
+    if not isinstance(scale, Tensor) or scale.dtype not in (torch.float8_e8m0fnu, torch.float32):
+        raise DTypeError(
+            "scales are float8_e8m0fnu, float32 or a TwoLevelScale; got"
+            f" {scale.dtype if isinstance(scale, Tensor) else type(scale).__name__}"
+        )
+    return None, scale
+
+
+def _value(scale: Tensor) -> Tensor:
+    return scale if scale.dtype is torch.float32 else decode(scale, from_dtype(scale.dtype))
+
+
+def _seeded(generator: Generator | None) -> dict[str, Any]:
+    return {} if generator is None else {"generator": generator}
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(str(d).removeprefix("torch.") for d in dtypes)

@@ -1,0 +1,135 @@
+"""Blocks, scales and packed bits in exact rational arithmetic, one element at a time.
+
+Shares nothing with the library but the names of the policies and the facts of a format.
+"""
+
+import math
+from bisect import bisect_left
+from fractions import Fraction
+from functools import cache
+from itertools import product
+
+import numpy as np
+from formats_oracle import all_codes, ml_decode
+
+from scaledtensor.formats import E4M3FN, PerAxis, PerTensor
+
+TINY, HUGE = Fraction(2) ** -126, Fraction(float(np.finfo(np.float32).max))
+
+
+def grid(granularity, shape):
+    """The sizes of a block and the number of blocks, for each dimension."""
+    if isinstance(granularity, PerTensor):
+        sizes = [max(n, 1) for n in shape]
+        return sizes, [1] * len(shape)
+    if isinstance(granularity, PerAxis):
+        dim = granularity.dim % len(shape)
+        sizes = [1 if i == dim else max(n, 1) for i, n in enumerate(shape)]
+        return sizes, [n if i == dim else 1 for i, n in enumerate(shape)]
+    block = list(granularity.block)
+    sizes = ([1] * len(shape) + block)[len(block) :]
+    return sizes, [math.ceil(n / size) for n, size in zip(shape, sizes, strict=True)]
+
+
+def members(granularity, shape):
+    """For each block, in the order of its scales, the indices of its elements."""
+    sizes, counts = grid(granularity, shape)
+    found = {at: [] for at in product(*map(range, counts))}
+    for index in product(*map(range, shape)):
+        found[tuple(i // size for i, size in zip(index, sizes, strict=True))].append(index)
+    return found
+
+
+def floor_log2(q: Fraction) -> int:
+    k = q.numerator.bit_length() - q.denominator.bit_length()
+    return k if Fraction(2) ** k <= q else k - 1
+
+
+def ceil_log2(q: Fraction) -> int:
+    k = floor_log2(q)
+    return k if Fraction(2) ** k == q else k + 1
+
+
+def exponent(amax: Fraction, fmt, mode: str, least: int) -> int:
+    """OCP MX 1.0, section 6.3, and its three variants."""
+    if amax == 0:
+        return 0
+    emax = floor_log2(Fraction(fmt.max))
+    if mode == "even":
+        step = Fraction(2) ** (floor_log2(amax) - fmt.mantissa_bits)
+        amax = round(amax / step) * step  # Python rounds a tie to even
+    k = {
+        "floor": lambda: floor_log2(amax) - emax,
+        "even": lambda: floor_log2(amax) - emax,
+        "ceil": lambda: ceil_log2(amax) - emax,
+        "rceil": lambda: ceil_log2(amax / Fraction(fmt.max)),
+    }[mode]()
+    return min(max(k, least), 127)
+
+
+def least_float32(q: Fraction) -> Fraction:
+    """The least normal float32 that is not below q; 1 for zero."""
+    if q == 0:
+        return Fraction(1)
+    if not TINY < q < HUGE:
+        return TINY if q <= TINY else HUGE
+    step = Fraction(2) ** (floor_log2(q) - 23)
+    return math.ceil(q / step) * step
+
+
+@cache
+def ladder(fmt):
+    """The values of the sign-less finite codes, as ml_dtypes reads them."""
+    return [Fraction(v) for v in ml_decode(all_codes(fmt)[: fmt.max_code + 1], fmt).tolist()]
+
+
+def nearest(size: Fraction, fmt) -> int:
+    """The sign-less code next to `size`, ties to even, saturating."""
+    steps = ladder(fmt)
+    above = min(bisect_left(steps, size), len(steps) - 1)
+    if above == 0 or steps[above] < size:
+        return above
+    low, high = size - steps[above - 1], steps[above] - size
+    return above if high < low or (high == low and above % 2 == 0) else above - 1
+
+
+def code(value: float, scale: Fraction, fmt) -> int | None:
+    """The saturating code of a number that is not NaN; None for NaN."""
+    if math.isnan(value):
+        return None
+    found = fmt.max_code if math.isinf(value) else nearest(abs(Fraction(value)) / scale, fmt)
+    negative = math.copysign(1, value) < 0 and (fmt.has_signed_zero or found > 0)
+    return found | int(negative) << (fmt.bits - 1)
+
+
+def scales(blocks, fmt, scale_format, mode):
+    """The scale of each list of numbers, and that of the tensor; NaN policy left out."""
+    amax = [
+        max((abs(Fraction(v)) for v in values if math.isfinite(v)), default=Fraction(0))
+        for values in blocks
+    ]
+    if scale_format == "fp32":
+        return [least_float32(a / Fraction(fmt.max)) for a in amax], None
+    if scale_format == "nvfp4":
+        top = max(amax, default=Fraction(0))
+        tensor = least_float32(top / Fraction(fmt.max * E4M3FN.max))
+        steps = ladder(E4M3FN)
+        ratio = [a / (tensor * Fraction(fmt.max)) if a else Fraction(1) for a in amax]
+        return [steps[max(nearest(r, E4M3FN), 1)] for r in ratio], tensor
+    least = -127 if scale_format == "e8m0" else -126
+    return [Fraction(2) ** exponent(a, fmt, mode, least) for a in amax], None
+
+
+def rounded(q: Fraction, precision: int, least: int, largest: Fraction) -> float:
+    """q rounded once to a binary type of that precision, least exponent of a step, and maximum."""
+    if q == 0:
+        return 0.0
+    step = Fraction(2) ** max(floor_log2(abs(q)) - precision + 1, least)
+    near = round(q / step) * step
+    return float(near) if abs(near) <= largest else math.copysign(math.inf, q)
+
+
+def packed(codes, bits: int) -> list[int]:
+    """A row of codes as a little-endian stream of bits, in whole bytes."""
+    stream = sum((c & ((1 << bits) - 1)) << bits * i for i, c in enumerate(codes))
+    return list(stream.to_bytes(math.ceil(bits * len(codes) / 8), "little"))
