@@ -2,6 +2,7 @@
 
 from scaledtensor.formats import numpy as numpy  # not in __all__: a star import would shadow numpy
 from scaledtensor.formats.blocks import TwoLevelScale, dequantize_blocks, quantize_blocks
+from scaledtensor.formats.custom import custom
 from scaledtensor.formats.format import (
     BF16,
     E2M1FN,
@@ -18,13 +19,18 @@ from scaledtensor.formats.format import (
     FORMATS,
     FP16,
     FP32,
+    INT4,
+    INT8,
+    MXINT8,
     Format,
+    Specials,
     from_dtype,
     get,
 )
 from scaledtensor.formats.granularity import Granularity, PerAxis, PerBlock, PerTensor
 from scaledtensor.formats.packing import pack, unpack
 from scaledtensor.formats.rounding import decode, encode, fake_quantize
+from scaledtensor.formats.stochastic import random_key
 
 __all__ = [
     "BF16",
@@ -42,12 +48,17 @@ __all__ = [
     "FORMATS",
     "FP16",
     "FP32",
+    "INT4",
+    "INT8",
+    "MXINT8",
     "Format",
     "Granularity",
     "PerAxis",
     "PerBlock",
     "PerTensor",
+    "Specials",
     "TwoLevelScale",
+    "custom",
     "decode",
     "dequantize_blocks",
     "encode",
@@ -56,5 +67,6 @@ __all__ = [
     "get",
     "pack",
     "quantize_blocks",
+    "random_key",
     "unpack",
 ]

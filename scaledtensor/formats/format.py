@@ -6,14 +6,15 @@ value e, mantissa m, M mantissa bits and bias b its value is
     (-1)^sign * 2^(e - b) * (1 + m / 2^M)     for e > 0
     (-1)^sign * 2^(1 - b) * (m / 2^M)         for e = 0 (subnormals and zero)
 
-except for the codes that `Specials` sets apart. An unsigned format (E8M0) is a bare exponent: it
-has neither zero nor subnormals, so its field 0 is 2^-b.
+except for the codes that `Specials` sets apart. Two kinds read their codes otherwise. An unsigned
+format (E8M0) is a bare exponent: it has neither zero nor subnormals, so its field 0 is 2^-b. A
+format without exponent bits is an integer in two's complement that counts steps of 2^(1 - b - M):
+fixed point, the second line with the sign weighing -2^M.
 """
 
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import cached_property
 from math import inf, ldexp, nan
 from types import MappingProxyType
 from typing import Any
@@ -21,13 +22,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils._pytree import register_constant
 
-from scaledtensor.errors import FormatError
+from scaledtensor.errors import FormatError, UnsupportedError
 
 
 class Specials(enum.Enum):
-    """Which codes are not finite numbers."""
+    """Which codes are not finite numbers, and how a sign is written."""
 
     IEEE = "ieee"
     """The top exponent field holds infinity (mantissa 0) and NaNs (any other mantissa)."""
@@ -35,16 +37,34 @@ class Specials(enum.Enum):
     """No infinity; NaN is the code with every exponent and mantissa bit set ("fn")."""
     FNUZ = "fnuz"
     """No infinity and no -0; the code that would be -0 is the only NaN."""
+    P3109 = "p3109"
+    """No -0; the code that would be -0 is the only NaN; infinity is the code with every exponent
+    and mantissa bit set (IEEE P3109 working group, extended domain)."""
     NONE = "none"
     """Every code is a finite number."""
+    INTEGER = "integer"
+    """Every code is a finite number, in two's complement; no exponent field."""
+
+
+_NO_MINUS_ZERO = (Specials.FNUZ, Specials.P3109)
+_NAN_SENTENCES = {
+    Specials.IEEE: "NaN: the top exponent field with a non-zero mantissa.",
+    Specials.NAN_ONLY: "NaN: every exponent and mantissa bit set, nothing else.",
+    Specials.FNUZ: "NaN: the code that would be -0, the only one.",
+    Specials.P3109: "NaN: the code that would be -0, the only one.",
+    Specials.NONE: "No NaN: a NaN becomes the zero of the opposite sign.",
+    Specials.INTEGER: "No NaN: a NaN becomes 0.",
+}
 
 
 @dataclass(frozen=True, repr=False)
 class Format:
-    """A binary floating-point format of at most 32 bits.
+    """A binary number format of at most 16 bits, or FP32.
 
-    `storage_dtype` is the torch dtype of its codes: the dtype that torch has for the format, or
-    uint8 with the code in the low bits. `ml_dtype` is the scalar type of its reference.
+    `storage_dtype` is the torch dtype of its codes: the dtype that torch has for the format, else
+    uint8 (up to 8 bits) or int16 (up to 16 bits) with the code in the low bits. `ml_dtype` is the
+    scalar type of its reference, None where there is none. Raises FormatError for facts that make
+    no format. `custom` is the short way to a format of one's own.
     """
 
     name: str
@@ -53,16 +73,23 @@ class Format:
     bias: int
     specials: Specials
     storage_dtype: torch.dtype
-    ml_dtype: type
+    ml_dtype: type | None = None
     signed: bool = True
 
     def __post_init__(self) -> None:
         if not self.name or self.name != self.name.lower():
             raise FormatError(f"a format's name is non-empty and lower case, got {self.name!r}")
-        if not 1 <= self.exponent_bits <= 8:
+        integer = self.specials is Specials.INTEGER
+        if integer and self.exponent_bits != 0:
+            raise FormatError(
+                f"{self.name}: an integer has no exponent_bits, got {self.exponent_bits}"
+            )
+        if not integer and not 1 <= self.exponent_bits <= 8:
             raise FormatError(f"{self.name}: exponent_bits is 1 to 8, got {self.exponent_bits}")
-        if not 0 <= self.mantissa_bits <= 23:
-            raise FormatError(f"{self.name}: mantissa_bits is 0 to 23, got {self.mantissa_bits}")
+        if not int(integer) <= self.mantissa_bits <= 23:
+            raise FormatError(
+                f"{self.name}: mantissa_bits is {int(integer)} to 23, got {self.mantissa_bits}"
+            )
         if not self.signed and (
             self.exponent_bits,
             self.mantissa_bits,
@@ -71,18 +98,41 @@ class Format:
             self.storage_dtype,
         ) != (8, 0, 127, Specials.NAN_ONLY, torch.float8_e8m0fnu):
             raise FormatError(f"{self.name}: the only unsigned format is E8M0, the scale of MX")
+        self._check_range()
+        self._check_storage()
+
+    def _check_range(self) -> None:
         if self.signed and self.mantissa_bits == 0 and self.specials is Specials.IEEE:
             raise FormatError(f"{self.name}: IEEE specials need a mantissa bit, for NaN")
-        # Every value must be a float32, the type that all arithmetic on codes runs in.
-        if self.bias > 127 or self.max_code >> self.mantissa_bits > 127 + self.bias:
-            raise FormatError(f"{self.name}: bias {self.bias} puts values outside float32")
+        if self.max_code < 1:
+            raise FormatError(
+                f"{self.name}: no code is left for a positive number; take more bits, or fewer"
+                f" special values than {self.specials.value}"
+            )
+        # Every value must be a float32, the type that arithmetic on codes runs in, and so must
+        # 2^24 steps of the smallest, which round to whole steps.
+        top = self.max_code >> self.mantissa_bits
+        low, high = max(-102 - self.mantissa_bits, top - 127), 127
+        if low > high:
+            raise FormatError(
+                f"{self.name}: {self.exponent_bits} exponent bits without a field for infinity"
+                " reach beyond float32; take at most 7, or IEEE specials"
+            )
+        if not low <= self.bias <= high:
+            raise FormatError(
+                f"{self.name}: bias {self.bias} puts values outside float32; here it is"
+                f" {low} to {high}"
+            )
+
+    def _check_storage(self) -> None:
         width = 8 * self.storage_dtype.itemsize
-        if width != self.bits and not (self.storage_dtype is torch.uint8 and self.bits < width):
+        spare = self.storage_dtype in _RAW_STORAGE and self.bits < width
+        if width != self.bits and not spare:
             raise FormatError(
                 f"{self.name}: codes of {self.bits} bits do not fit storage {self.storage_dtype}"
             )
-        # The first use of a cached property takes a lock, which torch.compile cannot trace.
-        _ = self.max, self.min_normal, self.min_subnormal
+        if self.bits > 16 and self.storage_dtype is not torch.float32:
+            raise FormatError(f"{self.name}: codes are at most 16 bits, got {self.bits}")
 
     def __repr__(self) -> str:
         return self.name.upper()
@@ -92,7 +142,10 @@ class Format:
             return get, (self.name,)  # so that identity survives pickle and deepcopy
         return Format, tuple(getattr(self, f.name) for f in fields(self))
 
-    @cached_property
+    # Plain properties of whole numbers: torch.compile folds those into constants, where it would
+    # make inputs of the graph out of stored floats, and cannot trace the lock of a cached property.
+
+    @property
     def bits(self) -> int:
         """Bits in a code."""
         return int(self.signed) + self.exponent_bits + self.mantissa_bits
@@ -102,12 +155,16 @@ class Format:
         return 1 << self.bits
 
     @property
+    def is_integer(self) -> bool:
+        return self.specials is Specials.INTEGER
+
+    @property
     def has_inf(self) -> bool:
-        return self.specials is Specials.IEEE
+        return self.specials in (Specials.IEEE, Specials.P3109)
 
     @property
     def has_nan(self) -> bool:
-        return self.specials is not Specials.NONE
+        return self.specials not in (Specials.NONE, Specials.INTEGER)
 
     @property
     def has_zero(self) -> bool:
@@ -115,7 +172,12 @@ class Format:
 
     @property
     def has_signed_zero(self) -> bool:
-        return self.signed and self.specials is not Specials.FNUZ
+        """Whether -0 has a code of its own."""
+        return self.signed and not self.is_integer and self.specials not in _NO_MINUS_ZERO
+
+    @property
+    def has_subnormals(self) -> bool:
+        return self.signed and not self.is_integer and self.mantissa_bits > 0
 
     @property
     def max_code(self) -> int:
@@ -123,20 +185,30 @@ class Format:
         top = 1 << (self.exponent_bits + self.mantissa_bits)
         if self.specials is Specials.IEEE:
             return top - (1 << self.mantissa_bits) - 1
-        return top - 2 if self.specials is Specials.NAN_ONLY else top - 1
+        return top - 2 if self.specials in (Specials.NAN_ONLY, Specials.P3109) else top - 1
 
     @property
     def nan_codes(self) -> tuple[range, ...]:
         """Every NaN code, as ranges because FP32 has 2^24 - 2 of them."""
         sign = 1 << (self.bits - 1)
-        if self.specials is Specials.NONE:
+        if not self.has_nan:
             return ()
-        if self.specials is Specials.FNUZ:
+        if self.specials in _NO_MINUS_ZERO:
             return (range(sign, sign + 1),)
         if not self.signed:
             return (range(self.max_code + 1, self.num_codes),)
         first = self.max_code + (2 if self.has_inf else 1)
         return range(first, sign), range(sign + first, 2 * sign)
+
+    @property
+    def nan_code(self) -> int | None:
+        """The code that a positive NaN becomes, None where there is no NaN."""
+        if not self.has_nan:
+            return None
+        first = self.nan_codes[0]
+        if self.specials is Specials.IEEE and self.storage_dtype is not torch.float8_e5m2:
+            return self.max_code + 1 + (1 << (self.mantissa_bits - 1))  # the quiet NaN
+        return first[-1]
 
     def value(self, code: int) -> float:
         """The value of one code; bits above `bits` are ignored."""
@@ -144,8 +216,22 @@ class Format:
         if any(code in codes for codes in self.nan_codes):
             return nan
         sign_bit = self.num_codes >> int(self.signed)
+        if self.is_integer:
+            return (code - self.num_codes * (code >= sign_bit)) * self.min_subnormal
         size = self._magnitude(code % sign_bit)
         return -size if code >= sign_bit else size
+
+    def values(self) -> Tensor:
+        """The value of every code in the order of the codes, float32 of shape [num_codes].
+
+        Raises UnsupportedError for FP32, whose 2^32 codes are its values.
+        """
+        if self.bits > 16:
+            raise UnsupportedError(
+                f"{self.name} has {self.num_codes} codes; values() is for formats of at most"
+                " 16 bits. value(code) gives one"
+            )
+        return torch.tensor([self.value(code) for code in range(self.num_codes)])
 
     def _magnitude(self, code: int) -> float:
         if code == self.max_code + 1 and self.has_inf:
@@ -156,25 +242,65 @@ class Format:
         significand = (1 << self.mantissa_bits) + mantissa
         return ldexp(significand, field - self.bias - self.mantissa_bits)
 
-    @cached_property
+    @property
     def max(self) -> float:
         """The largest finite value."""
-        return self._magnitude(self.max_code)
+        field = self.max_code >> self.mantissa_bits  # torch.compile cannot trace divmod
+        mantissa = self.max_code & ((1 << self.mantissa_bits) - 1)
+        if field == 0 and self.signed:
+            return mantissa * self.min_subnormal
+        significand = float((1 << self.mantissa_bits) + mantissa)
+        return significand * 2.0 ** (field - self.bias - self.mantissa_bits)
 
-    @cached_property
+    @property
+    def min(self) -> float:
+        """The most negative finite value: -max, one step further for integers, the smallest
+        value for E8M0."""
+        if not self.signed:
+            return self.min_normal
+        return -self.max - (self.min_subnormal if self.is_integer else 0.0)
+
+    @property
     def min_normal(self) -> float:
-        return ldexp(1.0, int(self.signed) - self.bias)
+        """The smallest positive value with an implicit bit (integers: where it would begin)."""
+        return 2.0 ** (int(self.signed) - self.bias)
 
-    @cached_property
+    @property
     def min_subnormal(self) -> float:
         """The smallest positive value (`min_normal` where there are no subnormals)."""
-        return ldexp(self.min_normal, -self.mantissa_bits)
+        return 2.0 ** (int(self.signed) - self.bias - self.mantissa_bits)
 
     @property
     def eps(self) -> float:
-        """The step from 1 to the next value."""
-        return ldexp(1.0, -self.mantissa_bits)
+        """The step from 1 to the next value (integers: their one step)."""
+        return self.min_subnormal if self.is_integer else 2.0**-self.mantissa_bits
 
+    @property
+    def policy(self) -> str:
+        """What becomes of NaN, infinity, overflow, -0 and small numbers, in sentences."""
+        if not self.signed:
+            return (
+                "NaN: 0xff. No zero and no sign: zero and negative numbers become NaN. No infinity:"
+                ' it becomes max ("saturate") or NaN ("ieee"). Positive numbers below min become'
+                " min; ties go up."
+            )
+        over = "infinity" if self.has_inf else "NaN" if self.has_nan else "the largest number"
+        infinite = "Infinity has a code." if self.has_inf else "No infinity."
+        zero = "-0 has a code." if self.has_signed_zero else "No -0: it becomes 0."
+        small = (
+            "Fixed point: one step everywhere."
+            if self.is_integer
+            else f"Subnormals down to {self.min_subnormal:g}."
+            if self.has_subnormals
+            else f"No subnormals: below {self.min_normal:g} there is only zero."
+        )
+        return (
+            f"{_NAN_SENTENCES[self.specials]} {infinite} Beyond the largest number: that number"
+            f' ("saturate") or {over} ("ieee"). {zero} {small}'
+        )
+
+
+_RAW_STORAGE = (torch.uint8, torch.int16)
 
 # To torch.compile a format is a constant, not a source of symbolic integers.
 register_constant(Format)
@@ -215,6 +341,11 @@ E3M2FN = Format("e3m2fn", 3, 2, 3, Specials.NONE, torch.uint8, ml_dtypes.float6_
 E2M3FN = Format("e2m3fn", 2, 3, 1, Specials.NONE, torch.uint8, ml_dtypes.float6_e2m3fn)
 E2M1FN = Format("e2m1fn", 2, 1, 1, Specials.NONE, torch.uint8, ml_dtypes.float4_e2m1fn)
 
+# Integers of OCP MX 1.0 (section 5.3.4: int8 elements count steps of 2^-6) and of plain int8, int4.
+MXINT8 = Format("mxint8", 0, 7, 0, Specials.INTEGER, torch.uint8)
+INT8 = Format("int8", 0, 7, -6, Specials.INTEGER, torch.uint8, np.int8)
+INT4 = Format("int4", 0, 3, -2, Specials.INTEGER, torch.uint8, ml_dtypes.int4)
+
 # The upper half of binary32 (Kalamkar et al., arXiv 1905.12322).
 BF16 = Format("bf16", 8, 7, 127, Specials.IEEE, torch.bfloat16, ml_dtypes.bfloat16)
 
@@ -237,13 +368,16 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
             E3M2FN,
             E2M3FN,
             E2M1FN,
+            MXINT8,
+            INT8,
+            INT4,
             BF16,
             FP16,
             FP32,
         )
     }
 )
-_BY_DTYPE = {f.storage_dtype: f for f in FORMATS.values() if f.storage_dtype is not torch.uint8}
+_BY_DTYPE = {f.storage_dtype: f for f in FORMATS.values() if f.storage_dtype not in _RAW_STORAGE}
 
 
 def get(name: "str | Format") -> Format:

@@ -1,80 +1,122 @@
-"""Three pure functions over a `Format`: encode, decode, and the two in a row.
+"""Three functions over a `Format`: encode, decode, and the two in a row.
 
-Each exists twice, bit for bit the same function. Eager calls lean on torch's own casts, which are
-one pass each; under `torch.compile` everything is 32-bit integer arithmetic, which Inductor fuses
-and vectorises where it would run the casts one element at a time.
+Every result is the exact value rounded once, float64 included (which torch and ml_dtypes round
+twice through float32); eager and compiled give the same bits. Of several exact ways each call
+takes the fastest that was measured: torch's own casts after a clamp, tables of 65,536 entries for
+16-bit floats, float32 sums, or the bits (`bits.py`), which serve everything and fuse.
 
-Both overflow modes follow ml_dtypes: "ieee" is its `astype`, "saturate" its `astype` after a clip
-to [-max, max]. Inputs are rounded once, float64 included (which ml_dtypes rounds twice). NaN
-becomes
-  - NAN_ONLY and FNUZ: the only NaN there is;
+Overflow. "saturate" takes numbers beyond ±max, and infinities, to ±max. "ieee" takes them to
+infinity, to NaN where there is no infinity, and to ±max where there is neither. What counts as
+beyond follows the rounding as in IEEE 754: to nearest, what would round past max; toward zero and
+to odd, infinities only; stochastic, what the draw rounds past max. To nearest even both follow
+ml_dtypes byte for byte: "ieee" is its `astype`, "saturate" its `astype` after a clip.
+
+NaN becomes
+  - NAN_ONLY, FNUZ, P3109: the only NaN there is;
   - IEEE: the quiet NaN, except in E5M2, where it is the all-ones code that torch's cast writes;
-  - NONE: the zero of the opposite sign, as in ml_dtypes;
-and its sign, where the format keeps one, is the only thing in which the two may differ.
+  - NONE: the zero of the opposite sign, as in ml_dtypes; INTEGER: zero;
+and its sign, where the format keeps one, is the only thing in which two ways may differ.
+-0 stays where it has a code. `Format.policy` says all of this for one format.
+
 E8M0 is a scale code: zero and negative values become NaN, positive ones the nearest power of two,
-ties up; between its two smallest codes, 2^-127 and 2^-126, everything rounds up, as in ml_dtypes.
+ties up; between its two smallest codes, 2^-127 and 2^-126, to nearest means up, as in ml_dtypes;
+below them there is only 2^-127.
 """
 
-import functools
-import sys
-from collections.abc import Callable
-from typing import Literal
-
-import numpy as np
 import torch
 from torch import Tensor
 
 from scaledtensor.errors import DTypeError, FormatError
-from scaledtensor.formats.format import FORMATS, Format, Specials
+from scaledtensor.formats import tables
+from scaledtensor.formats.arithmetic import (
+    fuse_rounding,
+    round_by_arithmetic,
+    round_piece,
+    rounds_in_float32,
+)
+from scaledtensor.formats.bits import (
+    Mode,
+    Overflow,
+    Rounding,
+    decode_bits,
+    encode_bits,
+    encode_exponent,
+)
+from scaledtensor.formats.format import FORMATS, Format
+from scaledtensor.formats.pieces import in_pieces
+from scaledtensor.formats.stochastic import Randomness, checked_random_bits, key_for
 
-Overflow = Literal["saturate", "ieee"]
-Rounding = Literal["nearest_even"]
+__all__ = [
+    "ROUNDINGS",
+    "Overflow",
+    "Rounding",
+    "decode",
+    "encode",
+    "fake_quantize",
+    "round_by_arithmetic",
+]
+
+ROUNDINGS = ("nearest_even", "nearest_away", "toward_zero", "to_odd", "stochastic")
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _WIDE = (torch.float32, torch.bfloat16, torch.float16)
 _HALVES = (torch.bfloat16, torch.float16)
-_MAGNITUDE = 0x7FFFFFFF
-_INF = 0x7F800000
-_NAN = 0x7FC00000
-_PIECE = 1 << 20
-_PAIR = {torch.float32: torch.int64, torch.bfloat16: torch.int32, torch.float16: torch.int32}
+_RAW = (torch.uint8, torch.int16)
 
 
 def encode(
-    x: Tensor, fmt: Format, *, rounding: Rounding = "nearest_even", overflow: Overflow = "saturate"
+    x: Tensor,
+    fmt: Format,
+    *,
+    rounding: Rounding = "nearest_even",
+    overflow: Overflow = "saturate",
+    generator: Randomness = None,
+    random_bits: int | None = None,
 ) -> Tensor:
     """The codes of `x` in `fmt`, a tensor of `fmt.storage_dtype` and of the shape of `x`.
 
-    "saturate" sends values beyond ±max, and infinities, to ±max. "ieee" sends them to infinity, to
-    NaN where there is no infinity, and to ±max where there is neither.
+    Args:
+        x: float64, float32, bfloat16 or float16, of any shape and strides. No gradient flows.
+        fmt: the format.
+        rounding: "nearest_even"; "nearest_away" (ties away from zero); "toward_zero"; "to_odd"
+            (of the two neighbours of an inexact number the one with the odd code, so that a later
+            rounding to fewer bits is as if it were the first); "stochastic" (up with a chance equal
+            to the distance from below in steps: unbiased).
+        overflow: "saturate" or "ieee", see above.
+        generator: for "stochastic", where its random numbers come from: a torch.Generator, a
+            `random_key`, or None for the device's default generator.
+        random_bits: for "stochastic", how many bits decide, 1 to 32; the distance from below is
+            then cut to that many bits, as hardware does. None takes all there are. The chance is
+            then exact for a number that is normal in `fmt`, and for subnormals within
+            2^(mantissa_bits - 30) of a step (exact unless the number has digits below that);
+            for float64 within 2^(mantissa_bits - 62).
+
+    Raises DTypeError for other tensors, FormatError for unknown names and for `generator` or
+    `random_bits` without "stochastic", UnsupportedError for "stochastic" on 2^31 elements or more.
     """
-    if x.dtype not in _FLOATS:
-        raise DTypeError(f"cannot encode a tensor of {x.dtype}; allowed are {_names(_FLOATS)}")
-    if rounding != "nearest_even":
-        raise FormatError(f"unknown rounding {rounding!r}; allowed is 'nearest_even'")
-    if overflow != "saturate" and overflow != "ieee":
-        raise FormatError(f"unknown overflow {overflow!r}; allowed are 'saturate', 'ieee'")
+    mode = _checked(x, rounding, overflow, generator, random_bits)
+    x = x.detach() if x.requires_grad else x
     storage = fmt.storage_dtype
-    if x.dtype is torch.float64 and storage is not torch.float32:
-        x = _round_to_odd(x)
-    if not fmt.signed:
-        return _encode_exponent(x.float(), fmt, overflow)
-    compiling = torch.compiler.is_compiling()
-    # Opaque where it pays: on 16-bit floats Inductor's C++ takes 2.3 ns per element for the integer
-    # arithmetic and 1.5 for torch's cast, which alone takes 0.6 (1024 x 1024, one thread).
-    if compiling and x.is_cpu and x.dtype in _HALVES and _is_native_8_bit(fmt, overflow):
-        codes: Tensor = torch.ops.scaledtensor.cast_in_range(x.clamp(-fmt.max, fmt.max), fmt.name)
-        return codes
-    native = storage is not torch.uint8 and not compiling
-    if storage is torch.float32 or (native and (overflow == "saturate" or storage in _WIDE)):
-        return _in_pieces(lambda t: _cast(t, fmt, overflow), x, storage)
-    return _in_pieces(lambda t: _encode_bits(t.float(), fmt, overflow), x, storage)
+    if x.dtype is torch.float64 and (not fmt.signed or rounding == "nearest_even"):
+        x = x if storage is torch.float32 else _round_to_odd(x)
+    if torch.compiler.is_compiling():
+        if storage is torch.float32 and rounding == "nearest_even":
+            return _cast(x, fmt, overflow)
+        return _by_bits(x, fmt, mode)
+    native = storage not in _RAW and rounding == "nearest_even" and fmt.signed
+    if native and (overflow == "saturate" or storage in _WIDE):
+        return in_pieces(lambda t, _: _cast(t, fmt, overflow), x, storage)
+    if tables.serves(x) and mode.key is None:
+        return tables.encode(x, fmt, mode, _by_bits)
+    return in_pieces(lambda t, start: _by_bits(t, fmt, mode, start), x, storage, mode.key is None)
 
 
 def decode(codes: Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> Tensor:
     """The values of `codes`, in `dtype`.
 
-    Exact where `dtype` holds every value of `fmt`, else rounded once to nearest even.
+    Exact where `dtype` holds every value of `fmt`, else rounded once to nearest even. Raises
+    DTypeError for codes of another dtype than `fmt.storage_dtype`, or another `dtype` than
+    float64, float32, bfloat16 and float16.
     """
     if codes.dtype is not fmt.storage_dtype:
         raise DTypeError(f"codes of {fmt!r} are {fmt.storage_dtype}, got {codes.dtype}")
@@ -84,8 +126,9 @@ def decode(codes: Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> Te
     if codes.dtype is torch.float32 or (codes.dtype in _WIDE and not compiling):
         return codes.to(dtype)
     # Other types (FakeTensor for one) stand for data that a table of real numbers cannot meet.
-    if not compiling and codes.is_cpu and type(codes) is Tensor:
-        return _in_pieces(lambda t: _look_up(t, fmt, dtype), codes, dtype)
+    real = not compiling and codes.is_cpu and type(codes) is Tensor
+    if real and codes.dtype.itemsize == 1:
+        return in_pieces(lambda t, _: tables.look_up(t, fmt, dtype), codes, dtype)
     # An opaque operator where it pays: decoding straight to 16-bit floats, Inductor's C++ takes
     # 2.7 ns per element and the table 0.4 (1024 x 1024, one thread).
     if (
@@ -96,45 +139,75 @@ def decode(codes: Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> Te
     ):
         values: Tensor = torch.ops.scaledtensor.look_up(codes, fmt.name, dtype)
         return values
-    return (_decode_bits(codes, fmt) if fmt.signed else codes.float()).to(dtype)
+    return (decode_bits(codes, fmt) if fmt.signed else codes.float()).to(dtype)
 
 
 def fake_quantize(
-    x: Tensor, fmt: Format, *, rounding: Rounding = "nearest_even", overflow: Overflow = "saturate"
+    x: Tensor,
+    fmt: Format,
+    *,
+    rounding: Rounding = "nearest_even",
+    overflow: Overflow = "saturate",
+    generator: Randomness = None,
+    random_bits: int | None = None,
 ) -> Tensor:
-    """`x` rounded to the values of `fmt`, in the dtype of `x`."""
-    return decode(encode(x, fmt, rounding=rounding, overflow=overflow), fmt, x.dtype)
+    """`x` rounded to the values of `fmt`, in the dtype of `x`: decode(encode(x, ...), x.dtype).
 
-
-def round_by_arithmetic(x: Tensor, fmt: Format) -> Tensor:
-    """`fake_quantize(x, fmt)` of a 16- or 32-bit float, saturating, up to the sign of zero.
-
-    Float32 sums and products alone, which Inductor's C++ vectorises where it would spill the
-    integer arithmetic of `encode` (0.2 against 0.8 ns per element). Normal numbers by Veltkamp's
-    splitting (Dekker 1971, Numerische Mathematik 18), which rounds to nearest even at every float32
-    here (tested); subnormals by adding a number whose last place is their step. Not for compilers
-    that contract a product and a sum into one rounding, as those for GPUs do.
+    Takes and raises what `encode` does. No gradient flows.
     """
-    wide = x.float().clamp(-fmt.max, fmt.max)
-    split = wide * (2.0 ** (23 - fmt.mantissa_bits) + 1)
-    normal = split - (split - wide)
-    step = 1.5 * 2.0**23 * fmt.min_subnormal
-    subnormal = (wide + step) - step
-    return torch.where(wide.abs() < fmt.min_normal, subnormal, normal)
+    if rounding == "nearest_even" and fmt.signed and fmt.storage_dtype not in _WIDE:
+        mode = _checked(x, rounding, overflow, generator, random_bits)
+        x = x.detach() if x.requires_grad else x
+        if torch.compiler.is_compiling():
+            # GPU compilers contract a product and a sum; there the bits are as fast.
+            if x.is_cpu and x.dtype is not torch.float64 and rounds_in_float32(fmt):
+                return fuse_rounding(x, fmt, overflow).to(x.dtype)
+        elif tables.serves(x):
+            return tables.fake_quantize(x, fmt, mode, lambda t: _rounded(t, fmt, overflow))
+        elif rounds_in_float32(fmt):
+            return in_pieces(lambda t, _: _rounded(t, fmt, overflow), x, x.dtype)
+    codes = encode(
+        x,
+        fmt,
+        rounding=rounding,
+        overflow=overflow,
+        generator=generator,
+        random_bits=random_bits,
+    )
+    return decode(codes, fmt, x.dtype)
 
 
-def _in_pieces(f: Callable[[Tensor], Tensor], x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`f(x)`, elementwise, of a large CPU tensor piece by piece.
+def _checked(
+    x: Tensor,
+    rounding: Rounding,
+    overflow: Overflow,
+    generator: Randomness,
+    random_bits: int | None,
+) -> Mode:
+    if x.dtype not in _FLOATS:
+        raise DTypeError(f"cannot encode a tensor of {x.dtype}; allowed are {_names(_FLOATS)}")
+    if rounding not in ROUNDINGS:
+        allowed = ", ".join(map(repr, ROUNDINGS))
+        raise FormatError(f"unknown rounding {rounding!r}; allowed are {allowed}")
+    if overflow not in ("saturate", "ieee"):
+        raise FormatError(f"unknown overflow {overflow!r}; allowed are 'saturate', 'ieee'")
+    if rounding == "stochastic":
+        kept = checked_random_bits(random_bits)
+        return Mode(rounding, overflow, key_for(x, generator), kept)
+    for name, given in (("generator", generator), ("random_bits", random_bits)):
+        if given is not None:
+            raise FormatError(f"{name} is for rounding 'stochastic' only, got it with {rounding!r}")
+    return Mode(rounding, overflow)
 
-    A large temporary is fresh memory, and the kernel takes longer to hand it out than `f` to run.
-    """
-    if x.numel() <= _PIECE or torch.compiler.is_compiling() or not (x.is_cpu and x.is_contiguous()):
-        return f(x)
-    out = torch.empty(x.shape, dtype=dtype)
-    source, target = x.view(-1), out.view(-1)
-    for start in range(0, x.numel(), _PIECE):
-        target[start : start + _PIECE] = f(source[start : start + _PIECE])
-    return out
+
+def _by_bits(x: Tensor, fmt: Format, mode: Mode, start: int = 0) -> Tensor:
+    wide = x if x.dtype is torch.float64 else x.float()
+    return (encode_bits if fmt.signed else encode_exponent)(wide, fmt, mode, start)
+
+
+def _rounded(x: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
+    wide = _round_to_odd(x) if x.dtype is torch.float64 else x.float()
+    return round_piece(wide, fmt, overflow).to(x.dtype)
 
 
 def _cast(x: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
@@ -144,11 +217,6 @@ def _cast(x: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
             x = x if x.dtype is torch.float64 else x.float()
         x = x.clamp(-fmt.max, fmt.max)
     return x.to(fmt.storage_dtype)
-
-
-def _is_native_8_bit(fmt: Format, overflow: Overflow) -> bool:
-    eight = fmt.storage_dtype.itemsize == 1 and fmt.storage_dtype is not torch.uint8
-    return eight and overflow == "saturate" and FORMATS.get(fmt.name) is fmt
 
 
 def _round_to_odd(x: Tensor) -> Tensor:
@@ -164,136 +232,21 @@ def _round_to_odd(x: Tensor) -> Tensor:
     return (bits | (back != x).int()).view(torch.float32)
 
 
-def _encode_bits(x: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
-    bits = x.view(torch.int32)
-    magnitude = bits & _MAGNITUDE
-    # Past `limit` all inputs share a code: that of max, or the next one, which is inf or NaN.
-    beyond = overflow == "ieee" and fmt.has_nan
-    shift = 23 - fmt.mantissa_bits
-    rebias = (127 - fmt.bias) << fmt.mantissa_bits
-    clipped = magnitude.clamp(max=(fmt.max_code + beyond + rebias) << shift)
-
-    half = (1 << (shift - 1)) - 1
-    rounded = (clipped + half + ((clipped >> shift) & 1)) >> shift
-    code = rounded - rebias
-    if fmt.bias < 127:  # with float32's own exponents the subnormals need no care
-        # Adding 2^23 steps lets the float adder round to a multiple of one step.
-        exponent = 24 - fmt.bias - fmt.mantissa_bits
-        subnormal = (clipped.view(torch.float32) + 2.0**exponent).view(torch.int32)
-        subnormal = subnormal - ((127 + exponent) << 23)
-        code = torch.where(clipped < (128 - fmt.bias) << 23, subnormal, code)
-
-    sign = (bits >> (32 - fmt.bits)) & (1 << (fmt.bits - 1))
-    nan = magnitude > _INF
-    if fmt.specials is Specials.FNUZ:
-        code = torch.where(code == 0, 0, code | sign)
-        code = torch.where(nan, 1 << (fmt.bits - 1), code)
-    else:
-        code = torch.where(nan, sign ^ _nan_code(fmt), code | sign)
-    return _store(code, fmt)
-
-
-def _decode_bits(codes: Tensor, fmt: Format) -> Tensor:
-    raw = _load(codes)
-    sign_bit = 1 << (fmt.bits - 1)
-    magnitude = raw & (sign_bit - 1)
-    bits = (magnitude << (23 - fmt.mantissa_bits)) + ((127 - fmt.bias) << 23)
-    value = bits.view(torch.float32)
-    if fmt.bias < 127:
-        # Field 0 means exponent 1 without the implicit bit: add it, take its value off again. No
-        # float32 subnormal is touched, so this holds with denormals flushed too.
-        subnormal = (bits + (1 << 23)).view(torch.float32) - fmt.min_normal
-        value = torch.where(magnitude < 1 << fmt.mantissa_bits, subnormal, value)
-    bits = value.view(torch.int32)
-    if fmt.specials is Specials.IEEE:
-        bits = torch.where(magnitude > fmt.max_code, bits | _INF, bits)
-    elif fmt.specials is Specials.NAN_ONLY:
-        bits = torch.where(magnitude > fmt.max_code, _NAN, bits)
-    elif fmt.specials is Specials.FNUZ:
-        bits = torch.where(raw == sign_bit, _NAN, bits)
-    return (bits | ((raw & sign_bit) << (32 - fmt.bits))).view(torch.float32)
-
-
-def _look_up(codes: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor:
-    flat = codes.contiguous().view(torch.uint8).view(-1)
-    pairs = flat.numel() % 2 == 0 and flat.storage_offset() % 2 == 0
-    index = (flat.view(torch.uint16) if pairs else flat).to(torch.int32)
-    return _table(fmt, dtype, pairs).index_select(0, index).view(dtype).view(codes.shape)
-
-
-@functools.cache
-def _table(fmt: Format, dtype: torch.dtype, pairs: bool) -> Tensor:
-    """The value of each code or, two for the price of one, of each two adjacent codes."""
-    values = torch.from_numpy(np.array([fmt.value(code) for code in range(256)])).to(dtype)
-    if not pairs:
-        return values
-    first = values.repeat(256)
-    second = values.repeat_interleave(256)
-    both = torch.stack((first, second) if sys.byteorder == "little" else (second, first), 1)
-    return both if dtype is torch.float64 else both.view(_PAIR[dtype]).view(-1)
-
-
-def _encode_exponent(x: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
-    bits = x.view(torch.int32)
-    tiny, half = 1 << 22, 1 << 22  # 2^-127, a float32 subnormal; half a binade
-    power = torch.where(bits <= tiny, tiny, (bits + half) & _INF)
-    if overflow == "saturate":
-        power = power.clamp(max=_INF - (1 << 23))
-    # As integers, zero and the negative floats are those below 1, the NaNs those above infinity.
-    power = torch.where((bits < 1) | (bits > _INF) | (power == _INF), _NAN, power)
-    # torch's cast is exact on powers of two, and all that Inductor can do with this dtype.
-    return power.view(torch.float32).to(fmt.storage_dtype)
-
-
-def _load(codes: Tensor) -> Tensor:
-    """Codes as int32, zero-extended."""
-    if codes.dtype.itemsize == 2:
-        return codes.view(torch.int16).int() & 0xFFFF
-    return codes.view(torch.uint8).int()
-
-
-def _store(code: Tensor, fmt: Format) -> Tensor:
-    raw = torch.int16 if fmt.storage_dtype.itemsize == 2 else torch.uint8
-    return code.to(raw).view(fmt.storage_dtype)
-
-
-def _nan_code(fmt: Format) -> int:
-    """The code that a positive NaN becomes, except in FNUZ formats."""
-    sign_bit = 1 << (fmt.bits - 1)
-    if fmt.specials is Specials.NONE:
-        return sign_bit
-    if fmt.specials is Specials.IEEE and fmt.storage_dtype is not torch.float8_e5m2:
-        return fmt.max_code + 1 + (1 << (fmt.mantissa_bits - 1))
-    return sign_bit - 1
-
-
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     return ", ".join(str(d).removeprefix("torch.") for d in dtypes)
 
 
-# The operators that stay opaque to Inductor, defined at the low level: `custom_op` costs 50 us a
-# call.
+# Opaque to Inductor, defined at the low level: `custom_op` costs 50 us a call.
 
 _LIBRARY = torch.library.Library("scaledtensor", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define("cast_in_range(Tensor x, str format) -> Tensor")  # type: ignore[no-untyped-call]
 _LIBRARY.define("look_up(Tensor codes, str format, ScalarType dtype) -> Tensor")  # type: ignore[no-untyped-call]
 
 
-def _cast_op(x: Tensor, name: str) -> Tensor:
-    return x.to(FORMATS[name].storage_dtype)
-
-
 def _look_up_op(codes: Tensor, name: str, dtype: torch.dtype) -> Tensor:
-    return _in_pieces(lambda t: _look_up(t, FORMATS[name], dtype), codes, dtype)
+    return in_pieces(lambda t, _: tables.look_up(t, FORMATS[name], dtype), codes, dtype)
 
 
-_LIBRARY.impl("cast_in_range", _cast_op, "CPU")  # type: ignore[no-untyped-call]
 _LIBRARY.impl("look_up", _look_up_op, "CPU")  # type: ignore[no-untyped-call]
-
-
-@torch.library.register_fake("scaledtensor::cast_in_range", lib=_LIBRARY)  # type: ignore[untyped-decorator]
-def _(x: Tensor, name: str) -> Tensor:
-    return torch.empty_like(x, dtype=FORMATS[name].storage_dtype)
 
 
 @torch.library.register_fake("scaledtensor::look_up", lib=_LIBRARY)  # type: ignore[untyped-decorator]

@@ -1,6 +1,7 @@
 """Two references: ml_dtypes, and exact rational arithmetic that shares nothing with the library."""
 
-from bisect import bisect_left
+import math
+from bisect import bisect_right
 from fractions import Fraction
 from functools import cache
 
@@ -8,12 +9,27 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from scaledtensor.formats import FORMATS, FP32, Format
+from scaledtensor.formats import FORMATS, FP32, Format, custom
+from scaledtensor.formats.format import Specials
 
 ALL = list(FORMATS.values())
 SIGNED = [fmt for fmt in ALL if fmt.signed]
 SHORT = [fmt for fmt in ALL if fmt.bits <= 16]
 BYTES = [fmt for fmt in SIGNED if fmt.bits <= 8]
+INTEGERS = [fmt for fmt in ALL if fmt.is_integer]
+REFERENCED = [fmt for fmt in ALL if fmt.ml_dtype is not None and not fmt.is_integer]
+ROUNDINGS = ("nearest_even", "nearest_away", "toward_zero", "to_odd")
+OWN = [
+    custom(5, 1),
+    custom(2, 4, bias=9, has_inf=False),
+    custom(4, 3, bias=8, signed_zero=False),
+    custom(3, 0, has_inf=False, has_nan=False),
+    custom(8, 3),
+    custom(1, 5, bias=-3, has_inf=False, has_nan=False),
+    custom(6, 9),
+    custom(7, 8, bias=126, has_inf=False, has_nan=False),
+    custom(4, 8, bias=100, has_inf=False),
+]
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -49,8 +65,28 @@ def ml_encode(x, fmt, overflow):
 
 
 def ml_decode(codes, fmt):
+    """The values by ml_dtypes, or numpy's for integers; by the definition where neither has any."""
+    if fmt.is_integer:
+        small = {4: ml_dtypes.int4, 8: np.int8}[fmt.bits]
+        numbers = raw(codes).numpy().astype(np.uint8).view(small).astype(np.float32)
+        return torch.from_numpy(numbers) * 2.0 ** (1 - fmt.bias - fmt.mantissa_bits)
+    if fmt.ml_dtype is None:
+        return _ladder_decode(codes, fmt)
     values = raw(codes).numpy().astype(f"u{codes.dtype.itemsize}").view(fmt.ml_dtype)
     return torch.from_numpy(values.astype(np.float32))
+
+
+def _ladder_decode(codes, fmt):
+    """Both signs of the ladder, and what lies past it by the kind of specials."""
+    top = 1 << (fmt.bits - 1)
+    finite = [float(v) for v in ladder(fmt)]
+    past = [math.inf] if fmt.specials in (Specials.IEEE, Specials.P3109) else []
+    half = finite + past
+    half += [math.nan] * (top - len(half))
+    other = [-v for v in half]
+    if fmt.specials in (Specials.FNUZ, Specials.P3109):
+        other[0] = math.nan
+    return torch.tensor(half + other)[raw(codes)]
 
 
 def same(a, b):
@@ -74,25 +110,121 @@ def assert_codes(got, want, fmt, x):
 
 
 @cache
-def _ladder(fmt: Format) -> list[Fraction]:
-    """The value of every sign-less finite code, from the ml_dtypes reading of the codes."""
-    codes = all_codes(fmt)[: fmt.max_code + 1]
-    return [Fraction(v) for v in ml_decode(codes, fmt).tolist()]
+def ladder(fmt: Format) -> tuple[Fraction, ...]:
+    """The values of the codes from 0 to that of max, from the facts alone, by the definition."""
+    two, bits, values = Fraction(2), fmt.mantissa_bits, []
+    for code in range(fmt.max_code + 1):
+        field, mantissa = divmod(code, 1 << bits)
+        lead = int(field > 0 or not fmt.signed)
+        exponent = (field if lead else 1) - fmt.bias - bits
+        values.append((lead * (1 << bits) + mantissa) * two**exponent)
+    return tuple(values)
 
 
-def exact_saturating_code(value: float, fmt: Format) -> int:
-    """Round-to-nearest-even of a finite number by comparison of fractions."""
-    ladder, size = _ladder(fmt), abs(Fraction(value))
-    above = bisect_left(ladder, size)
-    if above == len(ladder):
-        code = fmt.max_code
-    elif above == 0:
-        code = 0
+def _beyond(fmt: Format) -> Fraction:
+    """Where the value after max would be."""
+    values = ladder(fmt)
+    step = values[-1] - values[-2]
+    return 2 * values[-1] if not fmt.signed else values[-1] + step
+
+
+def _codes_beyond(fmt: Format, overflow: str) -> int:
+    """The sign-less code of what overflows; FNUZ reaches its NaN by the sign bit."""
+    return fmt.max_code + int(overflow == "ieee" and fmt.has_nan)
+
+
+def exact_code(
+    value: float, fmt: Format, rounding="nearest_even", overflow="saturate", draw=None
+) -> int | None:
+    """The code of one number by comparing fractions; None for a NaN that has no one code.
+
+    `draw` is the uniform fraction in [0, 1) of stochastic rounding: up where it and the distance
+    from below reach 1 together.
+    """
+    if math.isnan(value):
+        return None
+    if not fmt.signed and value <= 0:
+        return fmt.num_codes - 1
+    negative = math.copysign(1, value) < 0
+    code = _exact_magnitude(abs(value), fmt, rounding, overflow, negative, draw)
+    if fmt.is_integer:
+        return -code % fmt.num_codes if negative else code
+    top = 1 << (fmt.bits - 1)
+    if fmt.specials in (Specials.FNUZ, Specials.P3109):
+        return top if code == top else code | top * (negative and code > 0)
+    return code | top * negative
+
+
+def _exact_magnitude(value, fmt, rounding, overflow, negative, draw):
+    top = fmt.max_code + int(fmt.is_integer and negative)
+    finite_stay = rounding in ("toward_zero", "to_odd")
+    if math.isinf(value):
+        return _codes_beyond(fmt, overflow) if top == fmt.max_code else top
+    size, values = Fraction(value), ladder(fmt)
+    ends = (_beyond(fmt),)
+    below = bisect_right(values + ends, size) - 1
+    if below < 0:
+        return 0  # E8M0 has nothing below its smallest
+    if below > fmt.max_code:
+        over = top > fmt.max_code or finite_stay
+        return top if over else _codes_beyond(fmt, overflow)
+    low, high = values[below], (values + ends)[below + 1]
+    share = (size - low) / (high - low)
+    up = _goes_up(share, below, rounding, fmt, draw)
+    code = below + up
+    if code <= top:
+        return code
+    return top if finite_stay else _codes_beyond(fmt, overflow)
+
+
+def _goes_up(share, below, rounding, fmt, draw):
+    if share == 0 or rounding == "toward_zero":
+        return 0
+    if rounding == "to_odd":
+        return 1 - below % 2
+    if rounding == "stochastic":
+        return int(share + draw >= 1)
+    if not fmt.signed:  # as ml_dtypes: ties up, and all of the first gap
+        return int(share >= Fraction(1, 2) or below == 0)
+    if rounding == "nearest_away":
+        return int(share >= Fraction(1, 2))
+    return int(share > Fraction(1, 2) or (share == Fraction(1, 2) and below % 2 == 1))
+
+
+def grid_encode(x, fmt, rounding="nearest_even", overflow="saturate"):
+    """As `exact_code`, of a whole tensor, by comparing float64 numbers, which is exact."""
+    values = np.array([float(v) for v in (*ladder(fmt), _beyond(fmt))])
+    wide = x.double().numpy()
+    size = np.abs(wide)
+    below = np.clip(np.searchsorted(values, size, side="right") - 1, 0, fmt.max_code)
+    low, high = values[below], values[below + 1]
+    middle = (low + high) / 2
+    if rounding == "toward_zero":
+        up = np.zeros(size.shape, bool)
+    elif rounding == "to_odd":
+        up = (size > low) & (below % 2 == 0)
+    elif not fmt.signed:
+        up = (size >= middle) | ((below == 0) & (size > low))
+    elif rounding == "nearest_away":
+        up = size >= middle
     else:
-        low, high = size - ladder[above - 1], ladder[above] - size
-        code = above if high < low or (high == low and above % 2 == 0) else above - 1
-    negative = np.signbit(value) and (fmt.has_signed_zero or code > 0)
-    return code | int(negative) << (fmt.bits - 1)
+        up = (size > middle) | ((size == middle) & (below % 2 == 1))
+    negative = np.signbit(wide)
+    top = fmt.max_code + (fmt.is_integer & negative)
+    code = np.minimum(below + up, fmt.max_code + 1)
+    stay = rounding in ("toward_zero", "to_odd")
+    over = np.where((code > fmt.max_code) & ~stay | np.isinf(size), 1, 0)
+    beyond = np.where(top > fmt.max_code, top, _codes_beyond(fmt, overflow))
+    code = np.where(over == 1, beyond, np.minimum(code, top))
+    if fmt.is_integer:
+        code = np.where(negative, -code, code) % fmt.num_codes
+    elif not fmt.signed:
+        code = np.where(wide > 0, code, fmt.num_codes - 1)
+    else:
+        sign = 1 << (fmt.bits - 1)
+        keep = (code > 0) | (not fmt.specials.value.endswith(("fnuz", "p3109")))
+        code = np.where(code == sign, sign, code | sign * (negative & keep))
+    return torch.from_numpy(code.astype(np.int64))
 
 
 def near_ties(fmt, dtype):
@@ -102,8 +234,8 @@ def near_ties(fmt, dtype):
         step = torch.tensor([fmt.eps, fmt.eps, *[fmt.min_subnormal] * 2, fmt.max * fmt.eps / 4])
         middle = values + step.double() / 2
     else:
-        values = ml_decode(all_codes(fmt)[: fmt.max_code + 1], fmt).double()
-        overflow = 2 * values[-1] - values[-2]
+        values = torch.tensor([float(v) for v in ladder(fmt)]).double()
+        overflow = torch.tensor(float(_beyond(fmt))).double()
         middle = (values + torch.cat((values[1:], overflow[None]))) / 2
     points = torch.cat((values, middle)).to(dtype)
     if dtype is torch.float64:

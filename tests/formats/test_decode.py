@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from formats_oracle import ALL, BYTES, SHORT, all_codes, ml_decode, same
+from formats_oracle import ALL, BYTES, OWN, SHORT, all_codes, ladder, ml_decode, same
 
 from scaledtensor.errors import DTypeError
 from scaledtensor.formats import BF16, E4M3FN, E5M2, E8M0FNU, FP16, FP32, decode
@@ -11,7 +11,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("fmt", SHORT, ids=repr)
+@pytest.mark.parametrize("fmt", [*SHORT, *OWN], ids=repr)
 def test__every_code__decodes_as_ml_dtypes(fmt, dtype):
     codes = all_codes(fmt)
     got = decode(codes, fmt, dtype)
@@ -26,7 +26,13 @@ def test__bfloat16__holds_every_operand_of_the_gemm(fmt):
     assert same(decode(codes, fmt, torch.bfloat16).float(), decode(codes, fmt)).all()
 
 
-@pytest.mark.parametrize("fmt", ALL, ids=repr)
+@pytest.mark.parametrize("fmt", SHORT, ids=repr)
+def test__reference__is_the_definition(fmt):
+    values = torch.tensor([float(v) for v in ladder(fmt)])
+    assert torch.equal(ml_decode(all_codes(fmt)[: len(values)], fmt), values)
+
+
+@pytest.mark.parametrize("fmt", [*ALL, *OWN], ids=repr)
 def test__value__is_what_decode_gives(fmt):
     if fmt is FP32:
         values = [0.0, 1.0, -2.5, FP32.max, FP32.min_normal, FP32.min_subnormal]
@@ -36,9 +42,10 @@ def test__value__is_what_decode_gives(fmt):
     codes = all_codes(fmt)
     values = torch.tensor([fmt.value(c) for c in range(fmt.num_codes)])
     assert same(values, ml_decode(codes, fmt)).all()
+    assert same(values, fmt.values()).all()
 
 
-@pytest.mark.parametrize("fmt", [*BYTES, E8M0FNU], ids=repr)
+@pytest.mark.parametrize("fmt", [*BYTES, *OWN, E8M0FNU], ids=repr)
 def test__slices_and_strides__decode_alike(fmt):
     codes = all_codes(fmt)
     want = ml_decode(codes, fmt)

@@ -7,11 +7,12 @@ import torch
 from formats_oracle import (
     ALL,
     BYTES,
+    REFERENCED,
     SHORT,
     SIGNED,
     assert_codes,
     every_16_bit,
-    exact_saturating_code,
+    exact_code,
     is_nan_code,
     ml_encode,
     near_ties,
@@ -42,14 +43,14 @@ SPECIALS = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 3.4e38, -3.4e
 
 @pytest.mark.parametrize("overflow", OVERFLOWS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("fmt", ALL, ids=repr)
+@pytest.mark.parametrize("fmt", REFERENCED, ids=repr)
 def test__every_16_bit_input__encodes_as_ml_dtypes(fmt, dtype, overflow):
     x = every_16_bit(dtype)
     assert_codes(encode(x, fmt, overflow=overflow), ml_encode(x, fmt, overflow), fmt, x)
 
 
 @pytest.mark.parametrize("overflow", OVERFLOWS)
-@pytest.mark.parametrize("fmt", ALL, ids=repr)
+@pytest.mark.parametrize("fmt", REFERENCED, ids=repr)
 def test__float32_around_every_tie__encodes_as_ml_dtypes(fmt, overflow):
     x = torch.cat((near_ties(fmt, torch.float32), SPECIALS))
     assert_codes(encode(x, fmt, overflow=overflow), ml_encode(x, fmt, overflow), fmt, x)
@@ -59,7 +60,7 @@ def test__float32_around_every_tie__encodes_as_ml_dtypes(fmt, overflow):
 @given(st.lists(st.floats(width=32), min_size=1, max_size=64), st.sampled_from(OVERFLOWS))
 def test__any_float32__encodes_as_ml_dtypes(values, overflow):
     x = torch.tensor(values, dtype=torch.float32)
-    for fmt in ALL:
+    for fmt in REFERENCED:
         assert_codes(encode(x, fmt, overflow=overflow), ml_encode(x, fmt, overflow), fmt, x)
 
 
@@ -68,7 +69,7 @@ def test__float64__is_rounded_once(fmt):
     x = near_ties(fmt, torch.float64)
     if fmt is FP16:
         x = x[::37]
-    want = [exact_saturating_code(v, fmt) for v in x.tolist()]
+    want = [exact_code(v, fmt) for v in x.tolist()]
     assert raw(encode(x, fmt)).tolist() == want
 
 
@@ -76,7 +77,7 @@ def test__float64__is_rounded_once(fmt):
 def test__float64_beyond_float32__overflows_and_underflows(fmt):
     x = torch.tensor([1e300, -1e300, 1e-300, -1e-300, math.inf], dtype=torch.float64)
     back = decode(encode(x, fmt), fmt, torch.float64)
-    assert back.tolist() == [fmt.max, -fmt.max, 0.0, 0.0, fmt.max]
+    assert back.tolist() == [fmt.max, fmt.min, 0.0, 0.0, fmt.max]
 
 
 @pytest.mark.parametrize("fmt", [BF16, FP32], ids=repr)
@@ -106,13 +107,13 @@ def test__nan__stays_nan_or_is_the_documented_zero(fmt, dtype):
     if fmt.has_nan:
         assert is_nan_code(codes, fmt).all()
     else:
-        assert set(codes.tolist()) <= {0, 1 << (fmt.bits - 1)}
+        assert set(codes.tolist()) <= {0, *[1 << (fmt.bits - 1)] * fmt.has_signed_zero}
 
 
 def test__one_nan__leaves_its_neighbours_alone():
     x = torch.tensor([1.0, math.nan, 2.0])
     for fmt in SIGNED:
-        assert decode(encode(x, fmt), fmt)[::2].tolist() == [1.0, 2.0]
+        assert decode(encode(x, fmt), fmt)[::2].tolist() == [1.0, min(2.0, fmt.max)]
 
 
 def test__e8m0__takes_zero_and_negatives_to_nan():
@@ -159,14 +160,14 @@ def test__other_dtypes__are_refused(dtype):
 
 
 def test__unknown_names__are_refused():
-    with pytest.raises(FormatError, match=r"'up'; allowed is 'nearest_even'"):
+    with pytest.raises(FormatError, match=r"'up'; allowed are 'nearest_even', 'nearest_away'"):
         formats.encode(torch.zeros(2), E4M3FN, rounding="up")
     with pytest.raises(FormatError, match=r"'wrap'; allowed are 'saturate', 'ieee'"):
         formats.fake_quantize(torch.zeros(2), E4M3FN, overflow="wrap")
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("fmt", SHORT, ids=repr)
+@pytest.mark.parametrize("fmt", [f for f in REFERENCED if f in SHORT], ids=repr)
 def test__float32_slice_of_all_inputs__encodes_as_ml_dtypes(fmt):
     for start in range(0, 1 << 32, 1 << 22):
         bits = torch.arange(start + start // (1 << 22) % 64, start + (1 << 22), 64)

@@ -1,0 +1,129 @@
+"""Random bits for stochastic rounding: one 32-bit word an element, made where it is used.
+
+The generator is counter-based, so it needs no state in memory and fuses into the kernel that
+rounds: a keyed mixing of the element's index in int32 arithmetic, the same eager and compiled. The
+mixing is the three-round hash `triple32` of C. Wellons, "Prospecting for Hash Functions"
+(nullprogram.com/blog/2018/07/31), the one of least bias found there; a second key enters after its
+first round, so that two calls are not shifts of one sequence. For a fixed key it is a permutation
+of the 2^32 counters: each word appears exactly once in a period. It is no cipher.
+
+The 64-bit key is drawn once a call from the caller's `torch.Generator`, or from the default one of
+the device, and nothing else is: reproducible from the generator, whatever the shape and strides.
+"""
+
+import torch
+from torch import Tensor
+
+from scaledtensor.errors import DTypeError, FormatError, UnsupportedError
+
+Randomness = torch.Generator | Tensor | None
+
+# Shift and odd factor of each round, the factors as int32.
+_ROUNDS = ((17, 0xED5AD4BB - 2**32), (11, 0xAC4C1B51 - 2**32), (15, 0x31848BAB))
+_LAST_SHIFT = 14
+_SECOND_STREAM = 0x9E3779B9 - 2**32  # Weyl's constant: 2^32 / golden ratio
+
+
+def random_key(
+    generator: torch.Generator | None = None, device: torch.device | str = "cpu"
+) -> Tensor:
+    """What stochastic rounding draws for one call: two random int32 on `device`.
+
+    Pass it as `generator=` to round the same way again, or inside torch.compile, which cannot
+    trace a `torch.Generator`. Without `generator` it comes from the device's default one.
+    """
+    where = device if generator is None else generator.device
+    words = torch.randint(
+        -(2**31), 2**31, (2,), dtype=torch.int64, generator=generator, device=where
+    )
+    return words.to(device=device, dtype=torch.int32)
+
+
+def key_for(x: Tensor, source: Randomness) -> Tensor:
+    """The key for casting `x`: a new one, or the one that the caller drew."""
+    if isinstance(source, Tensor):
+        if source.dtype is not torch.int32 or source.shape != (2,):
+            raise DTypeError(
+                "generator is a torch.Generator or a random_key() (two int32), got a tensor of"
+                f" {source.dtype} of shape {tuple(source.shape)}"
+            )
+        return source
+    if source is None:
+        key: Tensor = torch.ops.scaledtensor.random_key(x)
+        return key
+    if torch.compiler.is_compiling():
+        raise UnsupportedError(
+            "torch.compile cannot trace a torch.Generator; pass generator=random_key(generator),"
+            " drawn outside the compiled function, or none to draw from the default generator"
+        )
+    return random_key(source, x.device)
+
+
+def checked_random_bits(count: int | None) -> int:
+    """How many bits of a word take part; None is all 32."""
+    if count is None:
+        return 32
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 32:
+        raise FormatError(f"random_bits is 1 to 32, or None for all of them; got {count!r}")
+    return count
+
+
+def random_words(key: Tensor, count: int, start: int, kept: int) -> Tensor:
+    """The words of elements `start` to `start` + `count`, int32 of shape [count].
+
+    Of each word the `kept` high bits are random and the rest is zero.
+    """
+    words = _mix(_counters(key, count, start), key[0], key[1])
+    return words if kept == 32 else words & -(1 << (32 - kept))
+
+
+def random_double_words(key: Tensor, count: int, start: int, kept: int) -> Tensor:
+    """As `random_words`, int64 with 64 random bits where all are kept."""
+    high = random_words(key, count, start, kept).long() << 32
+    if kept < 32:
+        return high
+    low = _mix(_counters(key, count, start), key[0], key[1] + _SECOND_STREAM)
+    return high | (low.long() & 0xFFFFFFFF)
+
+
+def _counters(key: Tensor, count: int, start: int) -> Tensor:
+    if start + count >= 1 << 31:
+        raise UnsupportedError(
+            f"stochastic rounding of {start + count} elements in one call; cast at most 2^31 - 1"
+            " at a time"
+        )
+    return torch.arange(start, start + count, dtype=torch.int32, device=key.device)
+
+
+def _mix(word: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    word = word + first
+    for number, (shift, factor) in enumerate(_ROUNDS):
+        word = (word ^ _shifted(word, shift)) * factor
+        if number == 0:
+            word = word + second
+    return word ^ _shifted(word, _LAST_SHIFT)
+
+
+def _shifted(word: Tensor, shift: int) -> Tensor:
+    """A logical shift to the right, which torch lacks for int32."""
+    return (word >> shift) & ((1 << (32 - shift)) - 1)
+
+
+# Opaque to torch.compile, so that compiled code draws from the same generator as eager code.
+
+_LIBRARY = torch.library.Library("scaledtensor", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "random_key(Tensor like) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,)
+)
+
+
+def _random_key_op(like: Tensor) -> Tensor:
+    return random_key(None, like.device)
+
+
+_LIBRARY.impl("random_key", _random_key_op, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+
+
+@torch.library.register_fake("scaledtensor::random_key", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+def _(like: Tensor) -> Tensor:
+    return torch.empty(2, dtype=torch.int32, device=like.device)

@@ -1,0 +1,78 @@
+"""Casts by table, for eager CPU tensors: one gather, whatever the format.
+
+A table costs 65,536 casts to make, is kept per format and mode, and serves what has few enough
+values to list: 8-bit codes, and 16-bit floats.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from scaledtensor.formats.bits import Mode
+from scaledtensor.formats.format import Format
+from scaledtensor.formats.pieces import in_pieces
+
+_HALVES = (torch.bfloat16, torch.float16)
+_PAIR = {torch.float32: torch.int64, torch.bfloat16: torch.int32, torch.float16: torch.int32}
+_RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_WORTH_IT = 1 << 16
+
+
+def serves(x: Tensor) -> bool:
+    """Whether the table of its dtype pays for `x`: real data of 16-bit floats, and enough of it."""
+    # Other types (FakeTensor for one) stand for data that a table of real numbers cannot meet.
+    return x.dtype in _HALVES and x.is_cpu and type(x) is Tensor and x.numel() >= _WORTH_IT
+
+
+def encode(
+    x: Tensor, fmt: Format, mode: Mode, cast: Callable[[Tensor, Format, Mode], Tensor]
+) -> Tensor:
+    """The codes of 16-bit floats; `cast` makes those of the table."""
+    key = ("encode", fmt, mode.rounding, mode.overflow, x.dtype)
+    return _gather(x, key, lambda every: cast(every, fmt, mode))
+
+
+def fake_quantize(x: Tensor, fmt: Format, mode: Mode, cast: Callable[[Tensor], Tensor]) -> Tensor:
+    """The rounded values of 16-bit floats; `cast` makes those of the table."""
+    return _gather(x, ("round", fmt, mode.rounding, mode.overflow, x.dtype), cast)
+
+
+def _gather(x: Tensor, key: tuple[object, ...], cast: Callable[[Tensor], Tensor]) -> Tensor:
+    table = _TABLES.get(key)
+    if table is None:
+        every = torch.arange(1 << 16).to(torch.int16).view(x.dtype)
+        table = _TABLES[key] = cast(every)
+    raw = table.view(_RAW[table.dtype.itemsize])
+
+    def gather(piece: Tensor, _: int) -> Tensor:
+        index = piece.contiguous().view(torch.uint16).view(-1).to(torch.int32)
+        return raw.index_select(0, index).view(table.dtype).view(piece.shape)
+
+    return in_pieces(gather, x, table.dtype)
+
+
+_TABLES: dict[tuple[object, ...], Tensor] = {}
+
+
+def look_up(codes: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor:
+    """The values of 8-bit codes: 256 entries, or 65,536 for two codes at once."""
+    flat = codes.contiguous().view(torch.uint8).view(-1)
+    pairs = flat.numel() % 2 == 0 and flat.storage_offset() % 2 == 0
+    index = (flat.view(torch.uint16) if pairs else flat).to(torch.int32)
+    return _table(fmt, dtype, pairs).index_select(0, index).view(dtype).view(codes.shape)
+
+
+@functools.cache
+def _table(fmt: Format, dtype: torch.dtype, pairs: bool) -> Tensor:
+    """The value of each code or, two for the price of one, of each two adjacent codes."""
+    values = torch.from_numpy(np.array([fmt.value(code) for code in range(256)])).to(dtype)
+    if not pairs:
+        return values
+    first = values.repeat(256)
+    second = values.repeat_interleave(256)
+    both = torch.stack((first, second) if sys.byteorder == "little" else (second, first), 1)
+    return both if dtype is torch.float64 else both.view(_PAIR[dtype]).view(-1)
