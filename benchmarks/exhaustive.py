@@ -3,10 +3,10 @@
     python -m benchmarks.exhaustive [--formats NAME ...] [--processes 2] [--slice 64 [--offset N]]
 
 All 2^32 inputs, to nearest even, in both overflow modes, through `encode` and `fake_quantize`,
-eager and compiled. The expected codes are those of `astype` (for "saturate", of the clipped input),
-the expected values what ml_dtypes reads in them. Compared byte for byte, except for NaN inputs:
-these must give a NaN, or one of the two zeros where a format has no NaN. Exits with 1 on any
-mismatch.
+eager and compiled. The expected codes are those of `astype` (for "saturate", of the clipped input;
+for integers, which `astype` does not round, of the rounded and clipped one), the expected values
+what ml_dtypes reads in them. Compared byte for byte, except for NaN inputs: these must give a NaN,
+or a zero where a format has no NaN. Exits with 1 on any mismatch.
 
 `--slice S` takes one of every S neighbouring inputs, at places that a hash scatters over low bits;
 the S offsets together are all inputs. Without `--offset` it is the number of the day, modulo S.
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    names = [fmt.name for fmt in FORMATS.values() if has_reference(fmt)]
+    names = [fmt.name for fmt in FORMATS.values() if fmt.ml_dtype]
     parser.add_argument("--formats", nargs="+", choices=names, default=names, metavar="NAME")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--slice", type=power_of_two, default=1, metavar="S")
@@ -85,11 +85,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         bad += sum(tally.mismatches.values())
     print(f"{len(jobs)} formats, {bad} mismatches, {time.time() - start:.0f} s")
     return int(bad > 0)
-
-
-def has_reference(fmt: Format) -> bool:
-    """ml_dtypes has the format, and rounds to it: its integer types cut off instead."""
-    return fmt.ml_dtype is not None and np.dtype(fmt.ml_dtype).kind not in "iu"
 
 
 def power_of_two(text: str) -> int:
@@ -186,13 +181,13 @@ class Reference:
 
     def __init__(self, fmt: Format) -> None:
         self.fmt = fmt
-        self.low, self.high = _as_codes(_ml_cast(np.array([-fmt.max, fmt.max], np.float32), fmt))
+        self.low, self.high = ml_codes(np.array([fmt.min, fmt.max], np.float32), fmt)
         if fmt.bits <= 16:
             raw = np.arange(fmt.num_codes).astype(_UNSIGNED[np.dtype(fmt.ml_dtype).itemsize])
             self.table = torch.from_numpy(raw.view(fmt.ml_dtype).astype(np.float32))
 
     def __call__(self, x: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        codes = _as_codes(_ml_cast(x.numpy(), self.fmt))
+        codes = ml_codes(x.numpy(), self.fmt)
         plain = codes, self._values(codes)
         # Magnitudes never fall along a block, so where its last input is in range, all are. (A NaN,
         # which sorts behind them, is not.)
@@ -200,7 +195,7 @@ class Reference:
             return {"saturate": plain, "ieee": plain}
         codes = torch.where(x > self.fmt.max, self.high, codes)
         if self.fmt.signed:
-            codes = torch.where(x < -self.fmt.max, self.low, codes)
+            codes = torch.where(x < self.fmt.min, self.low, codes)
         return {"saturate": (codes, self._values(codes)), "ieee": plain}
 
     def _values(self, codes: Tensor) -> Tensor:
@@ -229,13 +224,15 @@ def check_values(tally: Tally, call: str, x: Tensor, got: Tensor, want: Tensor) 
     tally.add(call, x, _bits(got), _bits(want), differ)
 
 
-def _as_codes(array: NDArray[Any]) -> Tensor:
-    return torch.from_numpy(array.view(_UNSIGNED[array.itemsize])).view(_SIGNED[array.itemsize])
-
-
-def _ml_cast(array: NDArray[Any], fmt: Format) -> NDArray[Any]:
+def ml_codes(array: NDArray[Any], fmt: Format) -> Tensor:
+    """The codes that ml_dtypes rounds float32 to, held in the torch integer of their width."""
     with np.errstate(all="ignore"):
-        return array.astype(fmt.ml_dtype)
+        if fmt.is_integer:
+            # The cast of an integer type cuts off, and what it makes of NaN is left open.
+            array = np.nan_to_num(np.rint(array).clip(fmt.min, fmt.max), nan=0.0)
+        codes = array.astype(fmt.ml_dtype)
+    raw = torch.from_numpy(codes.view(_UNSIGNED[codes.itemsize])).view(_SIGNED[codes.itemsize])
+    return raw & (fmt.num_codes - 1) if fmt.is_integer else raw
 
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:

@@ -49,8 +49,8 @@ Found = Iterator[tuple[str, str, Step, int]]
 
 
 def _ml_dtypes(fmt: Format, x: Tensor) -> Found:
-    """`astype`, which does not saturate; CPU only."""
-    if not x.is_cpu or fmt.ml_dtype is None:
+    """`astype`, which does not saturate, and does not round to integers; CPU only."""
+    if not x.is_cpu or fmt.ml_dtype is None or fmt.is_integer:
         return
     values = x.numpy()
     codes: NDArray[Any] = values.astype(fmt.ml_dtype)
@@ -80,7 +80,7 @@ def _torchao(fmt: Format, x: Tensor) -> Found:
         def decode(codes: Tensor) -> Any:
             return codes.float()
 
-    elif fmt.signed and fmt.bits <= 6:
+    elif fmt.exponent_bits and fmt.bits <= 6:
         utils = import_module("torchao.prototype.custom_fp_utils")
 
         def encode() -> Any:

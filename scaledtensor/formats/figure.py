@@ -52,13 +52,15 @@ def draw(fmt: Format, path: Path) -> None:
 def _values(axes: Any, fmt: Format) -> None:
     """A ruler: the fewer significant bits a value has, the longer its line."""
     low, high = _limits(fmt)
-    finest = min(fmt.mantissa_bits, int(math.log2(_RULER_LINES / (high - low))))
+    finest = fmt.mantissa_bits
+    if fmt.bits > 8:
+        finest = min(finest, int(math.log2(_RULER_LINES / (high - low))))
     for color, values in _shown_values(fmt, finest).items():
         lengths = [0.8 ** (_significant_bits(value) - 1) for value in values]
         axes.vlines(np.log2(values), 0, lengths, color=color, linewidth=1.3)
     _zones(axes, fmt)
     marks = [(fmt.max, "largest", "right"), (fmt.min_subnormal, "smallest", "right")]
-    if fmt.min_subnormal != fmt.min_normal:
+    if fmt.has_subnormals:
         marks.append((fmt.min_normal, "smallest normal", "left"))
     for value, words, side in marks:
         axes.annotate(
@@ -73,11 +75,9 @@ def _values(axes: Any, fmt: Format) -> None:
     axes.tick_params(bottom=False)
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
-    parts = (fmt.exponent_bits, "exponent"), (fmt.mantissa_bits, "mantissa")
-    bits = ", ".join(f"{n} {part} bit{'s' * (n != 1)}" for n, part in parts)
     axes.set_title(f"{fmt!r}", loc="left", fontsize=15, fontweight="bold", pad=26)
     axes.annotate(
-        f"{'sign, ' if fmt.signed else 'unsigned, '}{bits}, bias {fmt.bias}",
+        _layout(fmt),
         (0, 1),
         xytext=(0, 9),
         xycoords="axes fraction",
@@ -89,6 +89,14 @@ def _values(axes: Any, fmt: Format) -> None:
         drawn = f"{finest} of its {fmt.mantissa_bits} mantissa bits" if finest else "powers of two"
         words += f" (drawn to {drawn})"
     axes.set_xlabel(words, fontsize=9.5, color=MUTED)
+
+
+def _layout(fmt: Format) -> str:
+    if fmt.is_integer:
+        return f"two's complement, {fmt.bits} bits, in steps of {number(fmt.eps)}"
+    parts = (fmt.exponent_bits, "exponent"), (fmt.mantissa_bits, "mantissa")
+    bits = ", ".join(f"{n} {part} bit{'s' * (n != 1)}" for n, part in parts)
+    return f"{'sign, ' if fmt.signed else 'unsigned, '}{bits}, bias {fmt.bias}"
 
 
 def _shown_values(fmt: Format, finest: int) -> dict[str, list[float]]:
@@ -119,15 +127,8 @@ def _errors(axes: Any, fmt: Format) -> None:
     axes.plot(middle, largest, color=NORMAL, linewidth=1.2)
     _zones(axes, fmt)
 
-    bound = fmt.eps / 2
-    axes.axhline(bound, color=INK, linewidth=1, linestyle=(0, (4, 3)))
-    axes.annotate(
-        f"eps / 2 = {_mathematics(bound)}",
-        ((math.log2(fmt.min_normal) + math.log2(fmt.max)) / 2, bound),
-        xytext=(0, 6),
-        textcoords="offset points",
-        ha="center",
-    )
+    if not fmt.is_integer:
+        _bound(axes, fmt)
     axes.set_yscale("log", base=2)
     axes.set_ylim(floor, 4)
     axes.set_xlim(low, high)
@@ -153,6 +154,19 @@ def _errors(axes: Any, fmt: Format) -> None:
             va="top",
             color=LOST,
         )
+
+
+def _bound(axes: Any, fmt: Format) -> None:
+    """What the relative error of a normal number stays within."""
+    bound = fmt.eps / 2
+    axes.axhline(bound, color=INK, linewidth=1, linestyle=(0, (4, 3)))
+    axes.annotate(
+        f"eps / 2 = {_mathematics(bound)}",
+        ((math.log2(fmt.min_normal) + math.log2(fmt.max)) / 2, bound),
+        xytext=(0, 6),
+        textcoords="offset points",
+        ha="center",
+    )
 
 
 def _zones(axes: Any, fmt: Format) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ def one(fmt: Format) -> str:
     lines = [f"{key:24}{fact}" for key, fact in record.items()]
     lines += ["", "encode, to nearest even, makes of"]
     lines += [f"  {key:30}{made}" for key, made in policy.items() if key != "name"]
-    lines += ["", "codes and values"]
+    lines += ["", *textwrap.wrap(fmt.policy, 96), "", "codes and values"]
     lines += [f"  {line}" for line in describe.values(fmt)]
     return "\n".join(lines)
 

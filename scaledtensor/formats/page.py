@@ -40,7 +40,7 @@ input. `scaledtensor formats NAME` prints every value of one; `--plot FILE.png` 
 
 {facts}
 
-All numbers on this page are exact. A format whose codes are `uint8` is one that torch has no dtype
+All numbers in tables are exact. A format whose codes are `uint8` is one that torch has no dtype
 for: the code is in the low bits of a byte.
 
 ## How a code is read
@@ -55,7 +55,10 @@ except for the codes that are not finite numbers:
 {specials}
 
 Every format has all its subnormals; no cast flushes them to zero. E8M0, the scale of block formats,
-is a bare unsigned exponent, 2^(e - bias), with neither zero nor subnormals.
+is a bare unsigned exponent, 2^(e - bias), with neither zero nor subnormals. An integer format is
+two's complement that counts steps of its eps, from -max - eps to max.
+
+`formats.custom` makes a format of one's own, of up to 16 bits, for the same casts.
 
 ## What has no nearest value
 
@@ -65,7 +68,9 @@ half and three quarters of the smallest positive value:
 {policies}
 
 A NaN may lose its sign; all else here is one code, the same in eager and compiled code, and the one
-that ml_dtypes gives. Where a format has no NaN, a NaN becomes a zero, as in ml_dtypes.
+that ml_dtypes gives (for integers, that of the number after rounding). In words:
+
+{words}
 
 `overflow`:
 
@@ -94,6 +99,7 @@ def page() -> str:
         facts=describe.markdown([describe.facts(fmt) for fmt in formats]),
         specials=describe.markdown([describe.specials(fmt) for fmt in formats]),
         policies=describe.markdown([describe.policies(fmt) for fmt in formats]),
+        words=_list({fmt.name: fmt.policy for fmt in formats}),
         overflows=_list({name: OVERFLOWS[name] for name in typing.get_args(Overflow)}),
         roundings=_list({name: ROUNDINGS[name] for name in typing.get_args(Rounding)}),
         examples=describe.markdown([_example(name) for name in typing.get_args(Rounding)]),
