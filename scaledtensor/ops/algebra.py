@@ -20,6 +20,7 @@ __all__ = [
     "elements",
     "first_scaled",
     "gaussian_moment",
+    "measured",
     "operand",
     "plain",
     "quadrature",
@@ -91,6 +92,18 @@ def operand(x: Any, like: ScaledTensor) -> Operand:
 def at_value(function: Callable[..., Tensor], x: ScaledTensor, rms: Tensor, **kwargs: Any) -> Raw:
     """A function that is not homogeneous, applied to the value."""
     return Raw(function(value(x)), None, rms, **kwargs)
+
+
+def measured(q: Tensor, scale: Tensor | None = None, **kwargs: Any) -> Raw:
+    """A result whose RMS is read from its own elements: the value is `q * scale`, None being 1.
+
+    For the few operators whose second moment has no closed form under Gaussian inputs: the entries
+    of a matrix inverse, an eigenvector, a Bessel function. A rule that calls this says so in its
+    docstring. It costs one pass over the result and synchronises nothing. A homogeneous operator
+    gives the elements and their scale, and so stays equivariant to the bit.
+    """
+    rms = measured_rms(q)
+    return Raw(q, scale, rms if scale is None else rms * scale, **kwargs)
 
 
 def bounded_square(rms: Tensor) -> Tensor:
