@@ -6,6 +6,7 @@ from scaledtensor.coded import CodedTensor
 from scaledtensor.formats import Format, PerAxis, PerBlock, PerTensor
 from scaledtensor.model import scale_model, unscale_model
 from scaledtensor.ops import on_missing
+from scaledtensor.report import report
 from scaledtensor.tensor import ScaledTensor
 from scaledtensor.verbs import drop
 from scaledtensor.wrap import scaled
@@ -24,6 +25,7 @@ __all__ = [
     "on_missing",
     "ops",
     "recipes",
+    "report",
     "scale_model",
     "scaled",
     "unscale_model",

@@ -16,7 +16,7 @@ FLOORS = [
     {"coded"},
     {"wrap"},
     {"ops"},
-    {"model"},
+    {"model", "report"},
     {"__init__"},
     {"demo", "__main__"},
 ]

@@ -22,6 +22,7 @@ PUBLIC = {
         "on_missing",
         "ops",
         "recipes",
+        "report",
         "scale_model",
         "scaled",
         "unscale_model",
@@ -62,6 +63,7 @@ PUBLIC = {
     "scaledtensor.model": ["scale_model", "unscale_model"],
     "scaledtensor.ops": ["RULES", "Raw", "Rule", "missing", "on_missing", "rule"],
     "scaledtensor.recipes": ["Recipe", "Unit", "get"],
+    "scaledtensor.report": ["Report", "Row", "report"],
     "scaledtensor.scale": [
         "MAX_SCALE",
         "MIN_SCALE",

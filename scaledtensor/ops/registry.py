@@ -35,10 +35,22 @@ from scaledtensor.errors import (
     ShapeError,
 )
 from scaledtensor.formats import BF16, FP32, Format, encode
+from scaledtensor.ops.observe import observers
 from scaledtensor.scale import settle, settle_in_place
 from scaledtensor.tensor import ScaledTensor, from_plain
 
-__all__ = ["RULES", "Raw", "Rule", "dispatch", "fingerprint", "missing", "on_missing", "rule"]
+__all__ = [
+    "RULES",
+    "Raw",
+    "Rule",
+    "dispatch",
+    "fingerprint",
+    "is_missing",
+    "missing",
+    "on_missing",
+    "rule",
+    "rule_of",
+]
 
 Overload = torch._ops.OpOverload
 F = TypeVar("F", bound=Callable[..., Any])
@@ -127,7 +139,21 @@ def dispatch(op: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     handler = _handlers.get(op)
     if handler is None:
         handler = _handlers[op] = _resolve(op)
-    return handler(*args, **kwargs)
+    result = handler(*args, **kwargs)
+    for observer in observers:
+        observer(op, args, result)
+    return result
+
+
+def rule_of(op: Overload) -> Rule | None:
+    """The rule that serves an overload, in its functional or another form; None without one."""
+    twin = _torch.functional_twin(op)
+    return RULES.get(op) or (RULES.get(twin) if twin is not None else None)
+
+
+def is_missing(op: Overload) -> bool:
+    """Whether an overload has neither a rule nor parts that have one: it runs by `on_missing`."""
+    return getattr(_resolve(op), "func", None) is _without_rule
 
 
 def _resolve(op: Overload) -> Callable[..., Any]:

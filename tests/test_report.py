@@ -1,0 +1,95 @@
+"""report: every operator by module, its rule, its range; nothing changed by looking."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import scaledtensor as sct
+from scaledtensor.errors import MissingRuleWarning, ModelError
+
+
+class Odd(nn.Module):
+    """An operator that has no rule between two that have."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.rfft(x.relu()).abs()
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return sct.scale_model(
+        nn.Sequential(
+            nn.Linear(16, 32), nn.GELU(), nn.Sequential(nn.LayerNorm(32)), nn.Linear(32, 8)
+        )
+    )
+
+
+def test__rows__name_module_operator_and_rule_in_both_passes():
+    found = sct.report(model(), torch.randn(64, 16))
+    rows = {(r.module, r.op, r.backward): r for r in found.rows}
+    assert rows["0", "aten.mm.default", False].rule == "matmul"
+    assert rows["1", "aten.gelu.default", False].hits == 1
+    assert rows["2.0", "aten.native_layer_norm.default", False].in_range
+    assert rows["1", "aten.gelu_backward.default", True].rule == "activation"
+    assert rows["0", "scaledtensor.to_format.default", False].elements == 64 * 16 + 16 * 32
+    assert found.missing == []
+    assert found.out_of_range == []
+
+
+def test__an_operator_without_a_rule__is_listed():
+    with pytest.warns(MissingRuleWarning):
+        found = sct.report(nn.Sequential(model(), Odd()), torch.randn(4, 16))
+    assert "aten._fft_r2c.default" in found.missing
+    assert "without a rule: " in str(found)
+    assert "NONE" in str(found)
+
+
+def test__range_and_shares__are_measured():
+    net = model()
+    with torch.no_grad():  # under a scale of 1: far out of range, and beyond E4M3
+        net[0].weight.qdata.mul_(2.0**12)
+        net[3].weight.qdata.mul_(2.0**-12)
+    found = sct.report(net, torch.randn(64, 16))
+    rows = {(r.module, r.op, r.backward): r for r in found.rows}
+    assert rows["0", "scaledtensor.to_format.default", False].saturated > 0.1
+    assert rows["3", "scaledtensor.to_format.default", False].underflowed > 0.1
+    assert rows["0", "aten.mm.default", False] in found.out_of_range
+    assert "*" in str(found)
+
+
+def test__looking__changes_nothing():
+    net = nn.Sequential(model(), nn.Dropout(0.5))
+    net.register_buffer("steps", torch.zeros(()))
+    net.register_forward_hook(lambda m, i, o: m.steps.add_(1) and None)
+    before = {k: v.clone() for k, v in net.state_dict().items()}
+    random = torch.random.get_rng_state()
+    sct.report(net, torch.randn(4, 16, generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(torch.random.get_rng_state(), random)
+    assert all(p.grad is None for p in net.parameters())
+    for name, value in net.state_dict().items():
+        assert torch.equal(torch.as_tensor(value.tolist()), torch.as_tensor(before[name].tolist()))
+    assert sct.ops.observe.observers == []
+
+
+class WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = model()
+
+    def forward(self, x: Tensor, kind: str) -> object:
+        y = self.inner(x)
+        loss = y.square().mean()
+        return {"tuple": (y, loss), "dict": {"out": y, "loss": loss}, "plain": y.detach()}[kind]
+
+
+@pytest.mark.parametrize("kind", ["tuple", "dict"])
+def test__the_backward_pass__starts_from_a_loss_where_there_is_one(kind):
+    found = sct.report(WithLoss(), torch.randn(4, 16), kind=kind)
+    assert any(r.backward and "mm" in r.op for r in found.rows)
+
+
+def test__models_that_cannot_be_looked_at__say_why():
+    with pytest.raises(ModelError, match="scale_model"):
+        sct.report(nn.Linear(2, 2), torch.randn(2, 2))
+    with pytest.raises(ModelError, match="requires a gradient"):
+        sct.report(WithLoss(), torch.randn(4, 16), kind="plain")
