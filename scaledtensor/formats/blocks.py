@@ -34,7 +34,7 @@ from math import frexp, nan
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from scaledtensor.errors import DTypeError, FormatError
 from scaledtensor.formats.format import E4M3FN, E8M0FNU, Format, from_dtype, get
@@ -50,6 +50,7 @@ from scaledtensor.formats.granularity import (
     to_blocks,
 )
 from scaledtensor.formats.rounding import Overflow, Rounding, decode, encode
+from scaledtensor.formats.stochastic import Randomness
 
 ScaleFormat = Literal["e8m0", "pow2", "fp32", "nvfp4"]
 Mode = Literal["floor", "rceil", "ceil", "even"]
@@ -85,7 +86,8 @@ def quantize_blocks(
     *,
     rounding: Rounding = "nearest_even",
     overflow: Overflow = "saturate",
-    generator: Generator | None = None,
+    generator: Randomness = None,
+    random_bits: int | None = None,
 ) -> tuple[Tensor, Scale]:
     """Codes and scales: codes * scale is `x` up to rounding. The module's docstring has the policy.
 
@@ -95,7 +97,7 @@ def quantize_blocks(
         block: a granularity, or a block size (32) or the sizes of a block ((1, 32)) for PerBlock.
         scale_format: "e8m0", "pow2", "fp32" or "nvfp4".
         mode: how e8m0 and pow2 round to a power of two. The other two know only "rceil".
-        rounding, overflow, generator: of the elements, as `encode` takes them.
+        rounding, overflow, generator, random_bits: of the elements, as `encode` takes them.
 
     Returns:
         Codes in `fmt.storage_dtype`, of the shape of `x`, and scales in the shape that
@@ -130,12 +132,25 @@ def quantize_blocks(
         scale = encode(power, E8M0FNU) if scale_format == "e8m0" else power
     by_product = scale_format in _LEAST_EXPONENT
 
-    def elements(part: Tensor, factor: Tensor) -> Tensor:
+    def divided(part: Tensor, factor: Tensor) -> Tensor:
         # A product where it is exact: compilers for GPUs round a float32 quotient wrongly.
-        quotient = part.to(work) * factor if by_product else part.to(work) / factor
-        return encode(quotient, fmt, rounding=rounding, overflow=overflow, **_seeded(generator))
+        return part.to(work) * factor if by_product else part.to(work) / factor
 
-    codes = _scaled(elements, blocks, factor, fmt.storage_dtype)
+    options: dict[str, Any] = {
+        "rounding": rounding,
+        "overflow": overflow,
+        "generator": generator,
+        "random_bits": random_bits,
+    }
+    if rounding == "stochastic":  # one draw for the tensor, counted by its own elements
+        quotient = from_blocks(_scaled(divided, blocks, factor, work), granularity, x.shape)
+        return encode(quotient, fmt, **options), scale
+    codes = _scaled(
+        lambda part, factor: encode(divided(part, factor), fmt, **options),
+        blocks,
+        factor,
+        fmt.storage_dtype,
+    )
     return from_blocks(codes, granularity, x.shape), scale
 
 
@@ -166,10 +181,7 @@ def dequantize_blocks(
         raise DTypeError(f"cannot dequantize to {dtype}; allowed are {_names(_FLOATS)}")
     outer, inner = _levels(scale)
     check_scale_shape(inner, granularity, codes.shape)
-    # A float32 product of a code and a power of two is exact, one of a code and any float32 rounded
-    # once: to shorten that would be to round twice.
-    exact = inner.dtype is torch.float8_e8m0fnu or dtype is torch.float32
-    work = torch.float32 if exact and dtype is not torch.float64 else torch.float64
+    work = _dtype_of_products(fmt, scale, dtype)
     factor = beside_blocks(_value(inner).to(work), granularity, codes.shape)
 
     def elements(part: Tensor, factor: Tensor) -> Tensor:
@@ -238,10 +250,17 @@ def _exponent(amax: Tensor, fmt: Format, mode: str, least: int) -> Tensor:
         "floor": 0,
         "rceil": ones - int((2 * significand - 1) * 2**_MANTISSA),
         "ceil": ones,
-        "even": 1 << (_MANTISSA - 1 - fmt.mantissa_bits),
+        "even": 1 << (_MANTISSA - 1 - _bits_of_max(fmt)),
     }[mode]
     exponent = ((amax.view(torch.int64) + carry) >> _MANTISSA) - (_BIAS + above - 1)
     return torch.where(amax == 0, 0, exponent.clamp(least, 127))
+
+
+def _bits_of_max(fmt: Format) -> int:
+    """Bits after the leading one in numbers of the size of max, which may be fixed point."""
+    if fmt.max_code >> fmt.mantissa_bits:
+        return fmt.mantissa_bits
+    return fmt.max_code.bit_length() - 1
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
@@ -298,6 +317,19 @@ def _needs_float64(x: Tensor, fmt: Format, rounding: str) -> bool:
     return x.dtype is torch.float64 or fmt.min_subnormal < 2.0**-125 or rounding == "to_odd"
 
 
+def _dtype_of_products(fmt: Format, scale: Scale, dtype: torch.dtype) -> torch.dtype:
+    """float32 where code * scale is then rounded no more than once on its way to `dtype`."""
+    if dtype is torch.float32:
+        if not isinstance(scale, TwoLevelScale):
+            return torch.float32
+        once = fmt.min_subnormal > 2.0**-100 and fmt.max < 2.0**100  # no product leaves the range
+    elif isinstance(scale, Tensor) and scale.dtype is torch.float8_e8m0fnu:
+        once = fmt.min_subnormal >= 2.0**-22  # times 2^-127 it is still a float32
+    else:
+        once = False
+    return torch.float32 if once and dtype is not torch.float64 else torch.float64
+
+
 def _levels(scale: Scale) -> tuple[Tensor | None, Tensor]:
     if isinstance(scale, TwoLevelScale):
         if scale.block.dtype is not torch.float8_e4m3fn or scale.tensor.dtype is not torch.float32:
@@ -317,10 +349,6 @@ def _levels(scale: Scale) -> tuple[Tensor | None, Tensor]:
 
 def _value(scale: Tensor) -> Tensor:
     return scale if scale.dtype is torch.float32 else decode(scale, from_dtype(scale.dtype))
-
-
-def _seeded(generator: Generator | None) -> dict[str, Any]:
-    return {} if generator is None else {"generator": generator}
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:

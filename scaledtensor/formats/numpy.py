@@ -72,6 +72,7 @@ def encode(
     rounding: casts.Rounding = "nearest_even",
     overflow: casts.Overflow = "saturate",
     generator: np.random.Generator | None = None,
+    random_bits: int | None = None,
 ) -> Array:
     """The codes of `x` in `fmt`, of the shape of `x`; `generator` drives stochastic rounding.
 
@@ -80,7 +81,12 @@ def encode(
     """
     fmt = get(fmt)
     codes = casts.encode(
-        _floats(x), fmt, rounding=rounding, overflow=overflow, **_seeded(generator)
+        _floats(x),
+        fmt,
+        rounding=rounding,
+        overflow=overflow,
+        generator=_torch_generator(generator),
+        random_bits=random_bits,
     )
     return _codes_out(codes, fmt)
 
@@ -102,6 +108,7 @@ def fake_quantize(
     rounding: casts.Rounding = "nearest_even",
     overflow: casts.Overflow = "saturate",
     generator: np.random.Generator | None = None,
+    random_bits: int | None = None,
 ) -> Array:
     """`x` rounded to the values of `fmt`, of the same shape and type.
 
@@ -110,7 +117,12 @@ def fake_quantize(
     """
     given = _floats(x)
     rounded = casts.fake_quantize(
-        given, get(fmt), rounding=rounding, overflow=overflow, **_seeded(generator)
+        given,
+        get(fmt),
+        rounding=rounding,
+        overflow=overflow,
+        generator=_torch_generator(generator),
+        random_bits=random_bits,
     )
     return _array(rounded, _NUMPY_FLOATS[given.dtype])
 
@@ -151,6 +163,7 @@ def quantize_blocks(
     rounding: casts.Rounding = "nearest_even",
     overflow: casts.Overflow = "saturate",
     generator: np.random.Generator | None = None,
+    random_bits: int | None = None,
 ) -> tuple[Array, Scale]:
     """Codes and scales; scales in `ml_dtypes.float8_e8m0fnu`, float32 or a `TwoLevelScale`.
 
@@ -168,6 +181,7 @@ def quantize_blocks(
         rounding=rounding,
         overflow=overflow,
         generator=_torch_generator(generator),
+        random_bits=random_bits,
     )
     return _codes_out(codes, fmt), _scale_out(scale)
 
@@ -273,10 +287,6 @@ def _torch_generator(generator: np.random.Generator | None) -> torch.Generator |
     if not isinstance(generator, np.random.Generator):
         raise DTypeError(f"generator is a numpy.random.Generator, got {type(generator).__name__}")
     return torch.Generator().manual_seed(int(generator.integers(2**63 - 1)))
-
-
-def _seeded(generator: np.random.Generator | None) -> dict[str, Any]:
-    return {} if generator is None else {"generator": _torch_generator(generator)}
 
 
 def _float_names() -> str:

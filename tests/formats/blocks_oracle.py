@@ -6,11 +6,10 @@ Shares nothing with the library but the names of the policies and the facts of a
 import math
 from bisect import bisect_left
 from fractions import Fraction
-from functools import cache
 from itertools import product
 
 import numpy as np
-from formats_oracle import all_codes, ml_decode
+from formats_oracle import ladder
 
 from scaledtensor.formats import E4M3FN, PerAxis, PerTensor
 
@@ -56,7 +55,8 @@ def exponent(amax: Fraction, fmt, mode: str, least: int) -> int:
         return 0
     emax = floor_log2(Fraction(fmt.max))
     if mode == "even":
-        step = Fraction(2) ** (floor_log2(amax) - fmt.mantissa_bits)
+        top, below = ladder(fmt)[-1], ladder(fmt)[-2]
+        step = (top - below) * Fraction(2) ** (floor_log2(amax) - emax)
         amax = round(amax / step) * step  # Python rounds a tie to even
     k = {
         "floor": lambda: floor_log2(amax) - emax,
@@ -77,15 +77,8 @@ def least_float32(q: Fraction) -> Fraction:
     return math.ceil(q / step) * step
 
 
-@cache
-def ladder(fmt):
-    """The values of the sign-less finite codes, as ml_dtypes reads them."""
-    return [Fraction(v) for v in ml_decode(all_codes(fmt)[: fmt.max_code + 1], fmt).tolist()]
-
-
-def nearest(size: Fraction, fmt) -> int:
-    """The sign-less code next to `size`, ties to even, saturating."""
-    steps = ladder(fmt)
+def nearest(size: Fraction, steps) -> int:
+    """The index of the number next to `size` among `steps`, ties to even, saturating."""
     above = min(bisect_left(steps, size), len(steps) - 1)
     if above == 0 or steps[above] < size:
         return above
@@ -93,13 +86,17 @@ def nearest(size: Fraction, fmt) -> int:
     return above if high < low or (high == low and above % 2 == 0) else above - 1
 
 
-def code(value: float, scale: Fraction, fmt) -> int | None:
-    """The saturating code of a number that is not NaN; None for NaN."""
-    if math.isnan(value):
-        return None
-    found = fmt.max_code if math.isinf(value) else nearest(abs(Fraction(value)) / scale, fmt)
-    negative = math.copysign(1, value) < 0 and (fmt.has_signed_zero or found > 0)
-    return found | int(negative) << (fmt.bits - 1)
+def code(value: float, scale: Fraction, fmt) -> int:
+    """The saturating code of a number that is not NaN."""
+    negative, steps = math.copysign(1, value) < 0, ladder(fmt)
+    if fmt.is_integer and negative:
+        steps = (*steps, steps[-1] + steps[1])
+    found = len(steps) - 1
+    if math.isfinite(value):
+        found = nearest(abs(Fraction(value)) / scale, steps)
+    if fmt.is_integer:
+        return -found % fmt.num_codes if negative else found
+    return found | int(negative and (fmt.has_signed_zero or found > 0)) << (fmt.bits - 1)
 
 
 def scales(blocks, fmt, scale_format, mode):
@@ -115,7 +112,7 @@ def scales(blocks, fmt, scale_format, mode):
         tensor = least_float32(top / Fraction(fmt.max * E4M3FN.max))
         steps = ladder(E4M3FN)
         ratio = [a / (tensor * Fraction(fmt.max)) if a else Fraction(1) for a in amax]
-        return [steps[max(nearest(r, E4M3FN), 1)] for r in ratio], tensor
+        return [steps[max(nearest(r, steps), 1)] for r in ratio], tensor
     least = -127 if scale_format == "e8m0" else -126
     return [Fraction(2) ** exponent(a, fmt, mode, least) for a in amax], None
 

@@ -6,8 +6,8 @@ from fractions import Fraction
 import pytest
 import torch
 from blocks_oracle import code, exponent, members, rounded, scales
-from formats_oracle import is_nan_code, ml_decode, raw, same
-from hypothesis import given, settings
+from formats_oracle import OWN, is_nan_code, ml_decode, raw, same
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from scaledtensor.errors import DTypeError, FormatError, ShapeError
@@ -24,6 +24,9 @@ from scaledtensor.formats import (
     FORMATS,
     FP16,
     FP32,
+    INT4,
+    INT8,
+    MXINT8,
     PerAxis,
     PerBlock,
     PerTensor,
@@ -32,10 +35,11 @@ from scaledtensor.formats import (
     dequantize_blocks,
     encode,
     quantize_blocks,
+    random_key,
 )
 from scaledtensor.formats.granularity import expand_scale, scale_shape
 
-FORMATS_OF_ELEMENTS = (E4M3FN, E5M2, E2M1FN, E3M2FN, E2M3FN, E4M3FNUZ, E3M4)
+FORMATS_OF_ELEMENTS = (E4M3FN, E5M2, E2M1FN, E3M2FN, E2M3FN, E4M3FNUZ, E3M4, INT8, INT4, MXINT8)
 SCALE_FORMATS = ("e8m0", "pow2", "fp32", "nvfp4")
 MODES = ("floor", "rceil", "ceil", "even")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -82,9 +86,10 @@ def tensors(draw):
 
 
 @settings(max_examples=150)
-@given(tensors(), st.sampled_from(FORMATS_OF_ELEMENTS), st.sampled_from(WAYS))
+@given(tensors(), st.sampled_from([*FORMATS_OF_ELEMENTS, *OWN]), st.sampled_from(WAYS))
 def test__codes_and_scales__are_those_of_exact_arithmetic(case, fmt, way):
     x, granularity = case
+    assume(way[0] != "nvfp4" or fmt.bits <= 8)
     codes, scale = quantize_blocks(x, fmt, granularity, *way)
     blocks = list(members(granularity, x.shape).values())
     values = [[x[i].item() for i in block] for block in blocks]
@@ -101,11 +106,10 @@ def test__codes_and_scales__are_those_of_exact_arithmetic(case, fmt, way):
 
 
 @settings(max_examples=100)
-@given(tensors(), st.sampled_from([*FORMATS_OF_ELEMENTS, BF16]), st.sampled_from(WAYS))
+@given(tensors(), st.sampled_from([*FORMATS_OF_ELEMENTS, *OWN, BF16]), st.sampled_from(WAYS))
 def test__dequantize__is_codes_times_scale_rounded_once(case, fmt, way):
     x, granularity = case
-    if way[0] == "nvfp4" and fmt is BF16:
-        return
+    assume(way[0] != "nvfp4" or fmt.bits <= 8)
     codes, scale = quantize_blocks(x, fmt, granularity, *way)
     exact = scale_values(scale)
     precision = {
@@ -269,6 +273,17 @@ def test__options_of_encode__reach_the_elements():
         quantize_blocks(x, E4M3FN, 4, rounding="up")
     with pytest.raises(FormatError, match="overflow"):
         quantize_blocks(x, E4M3FN, 4, overflow="wrap")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test__stochastic_rounding__draws_as_encode_does(way):
+    x = torch.randn(330, 410, generator=torch.manual_seed(0), dtype=torch.float64)
+    key = random_key(torch.manual_seed(1))
+    for granularity in GRANULARITIES:
+        options = {"rounding": "stochastic", "generator": key, "random_bits": 9}
+        codes, scale = quantize_blocks(x, E2M1FN, granularity, *way, **options)
+        wide = x / _wide(scale, granularity, x.shape)
+        assert torch.equal(codes, encode(wide, E2M1FN, **options))
 
 
 @pytest.mark.parametrize("way", WAYS)

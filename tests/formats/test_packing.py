@@ -8,10 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scaledtensor.errors import DTypeError, FormatError, ShapeError
-from scaledtensor.formats import E2M1FN, E2M3FN, E3M2FN, E4M3FN, FORMATS, pack, unpack
+from scaledtensor.formats import E2M1FN, E2M3FN, E3M2FN, E4M3FN, FORMATS, custom, pack, unpack
 from scaledtensor.formats.packing import packed_shape
 
-SHORT = [fmt for fmt in ALL if fmt.bits < 8]
+OF_EVERY_WIDTH = [
+    custom(1, 0, has_inf=False, has_nan=False),
+    custom(2, 0, has_inf=False),
+    custom(1, 2, has_inf=False, has_nan=False),
+    custom(2, 2),
+    custom(3, 3, signed_zero=False),
+]
+SHORT = [fmt for fmt in ALL if fmt.bits < 8] + OF_EVERY_WIDTH
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 
 
@@ -72,7 +79,11 @@ def test__formats_without_unused_bits__pass_as_they_are(fmt):
         unpack(codes, fmt, (5, 3))
 
 
-@pytest.mark.parametrize("fmt", SHORT, ids=repr)
+@pytest.mark.parametrize(
+    "fmt",
+    [E2M1FN, E3M2FN, *(pytest.param(fmt, marks=pytest.mark.slow) for fmt in OF_EVERY_WIDTH)],
+    ids=repr,
+)
 def test__pack_and_unpack__eager_equals_compiled(fmt):
     torch._dynamo.reset()
 
