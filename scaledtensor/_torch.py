@@ -16,6 +16,7 @@ __all__ = [
     "is_composite",
     "is_tracing",
     "make_wrapper",
+    "reshape_wrapper",
 ]
 
 # The public `torch.overrides` cannot run a function without re-entering `__torch_function__`;
@@ -41,6 +42,16 @@ def make_wrapper(
         dtype=dtype,
         device=like.device,
     )
+
+
+def reshape_wrapper(op: torch._ops.OpOverload, x: Tensor, *args: Any, **kwargs: Any) -> None:
+    """Change the geometry of the wrapper alone by an operator such as `squeeze_` or `resize_`.
+
+    A wrapper's sizes cannot be assigned. torch's own subclasses run the operator on the wrapper
+    with dispatch off in this way (`return_and_correct_aliasing`).
+    """
+    with torch._C._DisableTorchDispatch():
+        op(x, *args, **kwargs)
 
 
 def functional_twin(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:

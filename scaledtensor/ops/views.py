@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scaledtensor import _torch
 from scaledtensor.errors import DTypeError
 from scaledtensor.ops.algebra import Operand, elements, first_scaled, operand, quadrature
 from scaledtensor.ops.arithmetic import term, under
@@ -55,6 +56,31 @@ def view(op: Overload, x: ScaledTensor, *args: Any, **kwargs: Any) -> Any:
     if x.decoded is not None:
         out.decoded = op(x.decoded, *args, **kwargs)
     return out
+
+
+@rule(
+    aten.as_strided_.default,
+    aten.detach_.default,
+    aten.resize_.default,
+    aten.resize_as_.default,
+    aten.squeeze_.default,
+    aten.squeeze_.dim,
+    aten.squeeze_.dims,
+    aten.swapaxes_.default,
+    aten.swapdims_.default,
+    aten.t_.default,
+    aten.transpose_.default,
+    aten.unsqueeze_.default,
+    pass_op=True,
+)
+def reshaped_in_place(op: Overload, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """The same tensor, seen otherwise from now on: the very same scale."""
+    template = [a.qdata if isinstance(a, ScaledTensor) else a for a in args]
+    if not isinstance(x, ScaledTensor):
+        return op(x, *template, **kwargs)  # type: ignore[no-any-return]
+    x.qdata, x.decoded = op(x.qdata.detach(), *template, **kwargs), None
+    _torch.reshape_wrapper(op, x, *template, **kwargs)
+    return x
 
 
 @rule(aten.view.dtype)
