@@ -17,10 +17,11 @@ _SIGN = -0x80000000
 
 
 def rounds_in_float32(fmt: Format) -> bool:
-    """Whether the numbers that these functions add and multiply by are float32 for this format."""
+    """Whether these functions serve the format: what they add and multiply by has to be a float32,
+    and ties to go by the parity of a mantissa."""
     return (
         fmt.signed
-        and fmt.mantissa_bits <= 14
+        and 1 <= fmt.mantissa_bits <= 14
         and fmt.max * 2.0 ** (25 - fmt.mantissa_bits) < 2.0**128
         and fmt.min_subnormal > 2.0**-126
     )

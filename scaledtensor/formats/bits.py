@@ -85,13 +85,14 @@ def _as_normal(
         return clipped - rebias
     half = 1 << (shift - 1)
     if mode.rounding == "nearest_even":
-        clipped = clipped + ((clipped >> shift) & 1) + (half - 1)
+        # Without mantissa bits the exponent's parity counts, that of the code's field.
+        clipped = clipped + (((clipped >> shift) ^ (rebias & 1)) & 1) + (half - 1)
     elif mode.rounding == "nearest_away":
         clipped = clipped + half
     elif mode.rounding == "to_odd":
         lost = clipped & (2 * half - 1)
         odd = (-lost >> (carrier.width - 1)) & 1
-        return ((clipped >> shift) | odd) - rebias
+        return ((clipped >> shift) - rebias) | odd
     elif words is not None:
         clipped = clipped + ((words >> (carrier.width - shift)) & (2 * half - 1))
     return (clipped >> shift) - rebias
@@ -101,7 +102,10 @@ def _as_subnormal(
     x: Tensor, fmt: Format, mode: Mode, carrier: _Carrier, words: Tensor | None
 ) -> Tensor:
     """The number of smallest steps, for a number below `min_normal`; above it, as at it."""
-    size = x.abs().clamp(max=fmt.min_normal)
+    limit = fmt.min_normal
+    if not fmt.is_integer and _top_code(fmt, mode) == fmt.max_code:
+        limit = min(limit, fmt.max)  # in a format without normal numbers
+    size = x.abs().clamp(max=limit)
     exponent = fmt.mantissa_bits + fmt.bias - 1  # of 1 / min_subnormal
     if mode.rounding == "nearest_even":
         return _times_power(size, exponent).round().to(carrier.ints)
@@ -112,10 +116,10 @@ def _as_subnormal(
         fixed = _times_power(size, exponent + fraction).to(carrier.ints)
         chance = (words >> (carrier.width - fraction)) & ((1 << fraction) - 1)
         return (fixed + chance) >> fraction
-    steps = _times_power(size, exponent)
-    whole = steps.to(carrier.ints)
+    whole = _times_power(size, exponent).to(carrier.ints)
     if mode.rounding == "to_odd":
-        return whole | (steps.ceil().to(carrier.ints) - whole)
+        lost = size - whole.to(size.dtype) * fmt.min_subnormal  # exact, where steps may underflow
+        return whole | (lost > 0).to(carrier.ints)
     return whole
 
 

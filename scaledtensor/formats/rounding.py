@@ -155,16 +155,16 @@ def fake_quantize(
 
     Takes and raises what `encode` does. No gradient flows.
     """
-    if rounding == "nearest_even" and fmt.signed and fmt.storage_dtype not in _WIDE:
+    if rounding == "nearest_even" and fmt.storage_dtype not in _WIDE and rounds_in_float32(fmt):
         mode = _checked(x, rounding, overflow, generator, random_bits)
         x = x.detach() if x.requires_grad else x
         if torch.compiler.is_compiling():
             # GPU compilers contract a product and a sum; there the bits are as fast.
-            if x.is_cpu and x.dtype is not torch.float64 and rounds_in_float32(fmt):
+            if x.is_cpu and x.dtype is not torch.float64:
                 return fuse_rounding(x, fmt, overflow).to(x.dtype)
         elif tables.serves(x):
             return tables.fake_quantize(x, fmt, mode, lambda t: _rounded(t, fmt, overflow))
-        elif rounds_in_float32(fmt):
+        else:
             return in_pieces(lambda t, _: _rounded(t, fmt, overflow), x, x.dtype)
     codes = encode(
         x,

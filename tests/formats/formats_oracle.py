@@ -109,23 +109,26 @@ def assert_codes(got, want, fmt, x):
         assert is_nan_code(raw(got)[nan], fmt).all()
 
 
+def _definition(code: int, fmt: Format) -> Fraction:
+    """The value of a sign-less code by the facts alone, also past that of max."""
+    bits = fmt.mantissa_bits
+    field, mantissa = divmod(code, 1 << bits)
+    if fmt.is_integer:
+        field, mantissa = 0, code
+    lead = int(field > 0 or not fmt.signed)
+    exponent = (field if lead else 1) - fmt.bias - bits
+    return (lead * (1 << bits) + mantissa) * Fraction(2) ** exponent
+
+
 @cache
 def ladder(fmt: Format) -> tuple[Fraction, ...]:
-    """The values of the codes from 0 to that of max, from the facts alone, by the definition."""
-    two, bits, values = Fraction(2), fmt.mantissa_bits, []
-    for code in range(fmt.max_code + 1):
-        field, mantissa = divmod(code, 1 << bits)
-        lead = int(field > 0 or not fmt.signed)
-        exponent = (field if lead else 1) - fmt.bias - bits
-        values.append((lead * (1 << bits) + mantissa) * two**exponent)
-    return tuple(values)
+    """The values of the codes from 0 to that of max."""
+    return tuple(_definition(code, fmt) for code in range(fmt.max_code + 1))
 
 
 def _beyond(fmt: Format) -> Fraction:
     """Where the value after max would be."""
-    values = ladder(fmt)
-    step = values[-1] - values[-2]
-    return 2 * values[-1] if not fmt.signed else values[-1] + step
+    return _definition(fmt.max_code + 1, fmt)
 
 
 def _codes_beyond(fmt: Format, overflow: str) -> int:
@@ -196,13 +199,13 @@ def grid_encode(x, fmt, rounding="nearest_even", overflow="saturate"):
     values = np.array([float(v) for v in (*ladder(fmt), _beyond(fmt))])
     wide = x.double().numpy()
     size = np.abs(wide)
-    below = np.clip(np.searchsorted(values, size, side="right") - 1, 0, fmt.max_code)
-    low, high = values[below], values[below + 1]
+    below = np.maximum(np.searchsorted(values, size, side="right") - 1, 0)
+    low, high = values[below], np.append(values, np.inf)[below + 1]
     middle = (low + high) / 2
     if rounding == "toward_zero":
         up = np.zeros(size.shape, bool)
     elif rounding == "to_odd":
-        up = (size > low) & (below % 2 == 0)
+        up = (size > low) & (below % 2 == 0) & (below <= fmt.max_code)
     elif not fmt.signed:
         up = (size >= middle) | ((below == 0) & (size > low))
     elif rounding == "nearest_away":
