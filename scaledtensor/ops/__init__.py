@@ -7,17 +7,27 @@ from scaledtensor.ops import (  # noqa: F401 - imported for the rules that they 
     activation,
     arithmetic,
     attention,
+    batch_norm,
+    binary,
     casts,
     compare,
+    convolution,
     creation,
     derivatives,
+    elementary,
     embedding,
     functions,
+    linalg,
     loss,
     matmul,
     norm,
+    order,
+    pool,
     reduction,
+    scan,
+    scatter,
     softmax,
+    special,
     views,
 )
 from scaledtensor.ops.registry import (
@@ -34,4 +44,5 @@ from scaledtensor.tensor import Engine, ScaledTensor
 
 __all__ = ["RULES", "Raw", "Rule", "missing", "on_missing", "rule"]
 
-ScaledTensor._engine = Engine(dispatch, functions.FUNCTIONS | derivatives.FUNCTIONS, fingerprint)
+_FUNCTIONS = functions.FUNCTIONS | derivatives.FUNCTIONS | elementary.FUNCTIONS | binary.FUNCTIONS
+ScaledTensor._engine = Engine(dispatch, _FUNCTIONS, fingerprint)

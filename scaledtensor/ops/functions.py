@@ -111,6 +111,23 @@ def bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Any:
     return y if bias is None else y + bias
 
 
+def convolution(
+    function: Callable[..., Any], input: Any, weight: Any, *args: Any, **kw: Any
+) -> Any:
+    """As for linear, the bias is added outside: (input, weight, bias, stride, padding, ...)."""
+    bias, *rest = args or (kw.pop("bias", None),)
+    y = _product(lambda x, w: function(x, w, None, *rest, **kw), input, weight)
+    return y if bias is None else y + bias.view(-1, *[1] * (weight.dim() - 2))
+
+
+def conv_tbc(input: Any, weight: Any, bias: Any, pad: int = 0) -> Any:
+    """As the convolution that it is: of (time, batch, channel), by (tap, in, out)."""
+    y = _product(
+        partial(torch.conv1d, padding=pad), input.permute(1, 2, 0), weight.permute(2, 1, 0)
+    )
+    return y.permute(2, 0, 1) + bias
+
+
 def _refuse_out(function: Callable[..., Any], kwargs: dict[str, Any]) -> None:
     if kwargs.pop("out", None) is not None:
         raise UnsupportedError(
@@ -133,6 +150,14 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
         )
         for spelling in (getattr(torch, name), getattr(Tensor, name))
     },
+    **{
+        spelling: partial(convolution, spelling)
+        for spelling in (
+            *(torch.conv1d, torch.conv2d, torch.conv3d, torch.convolution),
+            *(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d),
+        )
+    },
+    torch.conv_tbc: conv_tbc,
     torch.einsum: einsum,
     torch.functional.einsum: einsum,
     Tensor.__matmul__: partial(binary, torch.matmul),

@@ -26,7 +26,14 @@ def _rms(x: Any, like: Tensor) -> Tensor:
     return x.rms if isinstance(x, ScaledTensor) else measured_rms(x)
 
 
-def _norm_operands(x: Any, *others: Any) -> list[Any]:
+def affine_rms(weight: Any, bias: Any, v: Tensor) -> Tensor:
+    """What a normalised `v` has after weight and bias: sqrt(r_gamma^2 + r_beta^2)."""
+    like = v.new_ones((), dtype=torch.float32)
+    rms = _rms(weight, like)
+    return rms if bias is None else quadrature(rms, _rms(bias, like))
+
+
+def norm_operands(x: Any, *others: Any) -> list[Any]:
     """Values for the kernel: the data as it is, the parameters in float32, which mixes with it."""
     v = plain(x)
     return [v, *(None if o is None else plain(o).float() for o in others)]
@@ -37,15 +44,11 @@ def layer_norm(
     x: ScaledTensor, shape: Sequence[int], weight: Any, bias: Any, eps: float
 ) -> tuple[Raw, Tensor, Tensor]:
     """r = sqrt(r_gamma^2 + r_beta^2). Mean and reciprocal deviation leave as plain float32."""
-    v, w, b = _norm_operands(x, weight, bias)
+    v, w, b = norm_operands(x, weight, bias)
     if w is None and v.dtype == torch.bfloat16:
         w = torch.ones(shape, device=v.device)  # float32 statistics need a float32 weight
     out, mean, rstd = aten.native_layer_norm.default(v, shape, w, b, eps)
-    like = v.new_ones((), dtype=torch.float32)
-    rms = _rms(weight, like)
-    if bias is not None:
-        rms = quadrature(rms, _rms(bias, like))
-    return Raw(out, None, rms), mean, rstd
+    return Raw(out, None, affine_rms(weight, bias, v)), mean, rstd
 
 
 @rule(aten.native_layer_norm_backward.default)
@@ -62,13 +65,13 @@ def layer_norm_backward(
     """dx: r_g r_gamma rms(rstd); d_gamma, d_beta: r_g sqrt(rows)."""
     like = first_scaled(g, x, weight)
     left = operand(g, like)
-    v, w, b = _norm_operands(x, weight, bias)
+    v, w, b = norm_operands(x, weight, bias)
     if w is None and v.dtype == torch.bfloat16:
         w = torch.ones(shape, device=v.device)
     dx, dw, db = aten.native_layer_norm_backward.default(
         left.q.to(v.dtype), v, shape, mean, rstd, w, b, mask
     )
-    return _norm_gradients((dx, dw, db), left, weight, rstd, math.prod(shape), v.numel())
+    return norm_gradients((dx, dw, db), left, weight, rstd, math.prod(shape), v.numel())
 
 
 @rule(aten._fused_rms_norm.default)
@@ -101,15 +104,16 @@ def rms_norm_backward(
     dx = (gw - normal * (gw * normal).mean(dims, keepdim=True)) * rstd if mask[0] else None
     rows = tuple(range(v.dim() - len(shape)))
     dw = (q * normal).sum(rows) if rows else q * normal
-    out = _norm_gradients(
+    out = norm_gradients(
         (dx, dw if mask[1] else None), left, weight, rstd, math.prod(shape), v.numel()
     )
     return out[0], out[1]
 
 
-def _norm_gradients(
+def norm_gradients(
     raw: Sequence[Tensor | None], g: Any, weight: Any, rstd: Tensor, width: int, numel: int
 ) -> Any:
+    """The gradients that a kernel gave for the elements of `g`; None for those not asked for."""
     rows = (numel / max(width, 1)) ** 0.5
     dx, *parameters = raw
     return (
