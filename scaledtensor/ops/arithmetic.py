@@ -178,7 +178,13 @@ def sign(x: ScaledTensor) -> Raw:
     return Raw(elements(x).sign(), None, torch.ones_like(x.rms), settled=True)
 
 
-@rule(aten.maximum.default, aten.minimum.default, pass_op=True)
+@rule(
+    aten.maximum.default,
+    aten.minimum.default,
+    aten.fmax.default,
+    aten.fmin.default,
+    pass_op=True,
+)
 def extremum(op: Overload, x: Any, y: Any) -> Raw:
     """Of two independent Gaussians: r = sqrt((rx^2 + ry^2) / 2)."""
     like = first_scaled(x, y)
@@ -298,11 +304,16 @@ def log1p(x: ScaledTensor) -> Raw:
     return at_value(torch.log1p, x, x.rms.log1p(), nonnegative=x.nonnegative)
 
 
+def log_rms(rms: Tensor) -> Tensor:
+    """RMS of ln|x|, x a Gaussian: its mean is ln r - (ln 2 + gamma) / 2, its variance pi^2 / 8."""
+    spread = torch.full_like(rms, math.pi / 8**0.5)
+    return quadrature(rms.clamp_min(2.0**-126).log() - 0.635, spread)
+
+
 @rule(aten.log.default, aten.log2.default, aten.log10.default, pass_op=True)
 def log(op: Overload, x: ScaledTensor) -> Raw:
     """r = sqrt((ln rx - 0.635)^2 + pi^2 / 8), the moments of ln|z| (times 1 / ln base)."""
-    spread = torch.full_like(x.rms, math.pi / 8**0.5)
-    natural = quadrature(x.rms.clamp_min(2.0**-126).log() - 0.635, spread)
+    natural = log_rms(x.rms)
     base = {aten.log2.default: math.log(2), aten.log10.default: math.log(10)}.get(op, 1.0)
     return at_value(op, x, natural / base)
 
