@@ -6,6 +6,7 @@ from scaledtensor.coded import CodedTensor
 from scaledtensor.formats import Format, PerAxis, PerBlock, PerTensor
 from scaledtensor.model import scale_model, unscale_model
 from scaledtensor.ops import on_missing
+from scaledtensor.rebalance import rebalance, rebalance_every, statistics
 from scaledtensor.report import report
 from scaledtensor.tensor import ScaledTensor
 from scaledtensor.verbs import drop
@@ -24,9 +25,12 @@ __all__ = [
     "formats",
     "on_missing",
     "ops",
+    "rebalance",
+    "rebalance_every",
     "recipes",
     "report",
     "scale_model",
     "scaled",
+    "statistics",
     "unscale_model",
 ]

@@ -16,7 +16,7 @@ FLOORS = [
     {"coded"},
     {"wrap"},
     {"ops"},
-    {"model", "report"},
+    {"model", "rebalance", "report"},
     {"__init__"},
     {"demo", "__main__"},
 ]

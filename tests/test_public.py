@@ -21,10 +21,13 @@ PUBLIC = {
         "formats",
         "on_missing",
         "ops",
+        "rebalance",
+        "rebalance_every",
         "recipes",
         "report",
         "scale_model",
         "scaled",
+        "statistics",
         "unscale_model",
     ],
     "scaledtensor.formats": [
@@ -62,6 +65,7 @@ PUBLIC = {
     "scaledtensor.coded": ["CodedTensor"],
     "scaledtensor.model": ["scale_model", "unscale_model"],
     "scaledtensor.ops": ["RULES", "Raw", "Rule", "missing", "on_missing", "rule"],
+    "scaledtensor.rebalance": ["Statistics", "rebalance", "rebalance_every", "statistics"],
     "scaledtensor.recipes": ["Recipe", "Unit", "get"],
     "scaledtensor.report": ["Report", "Row", "report"],
     "scaledtensor.scale": [

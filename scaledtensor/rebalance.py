@@ -1,0 +1,182 @@
+"""rebalance: new scales for tensors whose values have outgrown the ones they keep.
+
+What is written in place keeps its scale, as a parameter does through all of a training: rules that
+read it trust the RMS that was expected when it was made. Should a training drift from that,
+`statistics` says by how much, and `rebalance` measures and mends it. It reads every tensor once, so
+it belongs off the hot path: between steps, every hundred or so of them.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from scaledtensor.coded import CodedTensor
+from scaledtensor.errors import DTypeError, ScaleError, UnsupportedError
+from scaledtensor.formats import decode
+from scaledtensor.ops.registry import covers_storage, store
+from scaledtensor.scale import nearest_power_of_two
+from scaledtensor.tensor import ScaledTensor, measured_rms
+
+__all__ = ["Statistics", "rebalance", "rebalance_every", "statistics"]
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What one look at the elements of a ScaledTensor tells."""
+
+    rms: float
+    """RMS(qdata). The rules hold it near 1."""
+    amax: float
+    """The largest finite |qdata|."""
+    drift: float
+    """log2 of the measured RMS of the value over the one that rules count on; 0 for zeros. From 1
+    or -1 on, the scales of what is computed from this tensor are one power of two off."""
+    saturated: float
+    """Share of the elements at or beyond the largest value of the recipe's forward format, or, with
+    no recipe, of their own."""
+    underflowed: float
+    """Share of the elements that are not zero and under half the smallest value of that format."""
+
+
+def statistics(x: ScaledTensor) -> Statistics:
+    """Measure a ScaledTensor. Waits for its device.
+
+    Raises:
+        DTypeError: `x` is not a ScaledTensor.
+    """
+    if not isinstance(x, ScaledTensor):
+        raise DTypeError(f"statistics are of a ScaledTensor; got {type(x).__name__}")
+    held = x.widened() if isinstance(x, CodedTensor) else x
+    q = held.qdata.detach()
+    size = (decode(q, held.format) if q.dtype.itemsize == 1 else q).double().abs()
+    size = size[size.isfinite()]
+    n = max(size.numel(), 1)
+    fmt = x.format if x.recipe is None else x.recipe.forward
+    rms = float(size.square().sum().div(n).sqrt())
+    value, expected = rms * float(held.scale), float(held.rms)
+    return Statistics(
+        rms=rms,
+        amax=float(size.max()) if size.numel() else 0.0,
+        drift=math.log2(value / expected) if value and expected else 0.0,
+        saturated=float((size >= fmt.max).sum()) / n,
+        underflowed=float(((size > 0) & (size <= fmt.min_subnormal / 2)).sum()) / n,
+    )
+
+
+def rebalance(
+    target: ScaledTensor | nn.Module | Optimizer, by: Literal["rms", "amax"] = "rms"
+) -> int:
+    """Give tensors the scale that fits the values they have now; in place, exactly.
+
+    Args:
+        target: a ScaledTensor that is no part of a larger one; or a module, for its parameters and
+            buffers; or an optimizer, for its states.
+        by: "rms" makes RMS(qdata) the nearest to 1 that a power of two can; "amax" makes the
+            largest |qdata| at least half of the largest value of the recipe's forward format (of
+            an 8-bit tensor's own, without a recipe), and no larger than it.
+
+    Values stay what they are, to the bit wherever their format holds them under the new scale; the
+    expected RMS becomes the measured one. Views see the new scale. Tensors of zeros are left alone.
+
+    Returns:
+        How many scales changed.
+
+    Raises:
+        DTypeError: `target` is none of these.
+        ScaleError: `by` is neither.
+        UnsupportedError: `target` is a part of a tensor, whose scale is the whole's, or a
+            CodedTensor, whose codes and scales are made together; or "amax" has no 8-bit format to
+            fill.
+    """
+    if by not in ("rms", "amax"):
+        raise ScaleError(f"rebalance is by 'rms' or 'amax'; got {by!r}")
+    if isinstance(target, ScaledTensor):
+        if isinstance(target, CodedTensor) or not covers_storage(target.qdata):
+            raise UnsupportedError(
+                "rebalance changes the scale of a whole tensor: pass the one that this is a view of;"
+                " codes under block scales are made anew with scaledtensor.scaled()"
+            )
+        return _rebalanced(target, by)
+    return sum(_rebalanced(x, by) for x in _wholes(target))
+
+
+def rebalance_every(optimizer: Optimizer, steps: int, by: Literal["rms", "amax"] = "rms") -> Any:
+    """Rebalance the parameters and states of `optimizer` after every `steps` of its steps.
+
+    Returns:
+        The handle of the hook; its `remove()` ends it.
+
+    Raises:
+        ScaleError: `steps` is not a positive int, or `by` is unknown.
+    """
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise ScaleError(f"rebalance_every takes a positive number of steps; got {steps!r}")
+    if by not in ("rms", "amax"):
+        raise ScaleError(f"rebalance is by 'rms' or 'amax'; got {by!r}")
+    done = 0
+
+    def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        nonlocal done
+        done += 1
+        if done % steps == 0:
+            parameters = (p for group in optimizer.param_groups for p in group["params"])
+            for x in (*_whole(parameters), *_wholes(optimizer)):
+                _rebalanced(x, by)
+
+    hook: Callable[..., Any] = after_step
+    return optimizer.register_step_post_hook(hook)
+
+
+def _wholes(target: Any) -> Iterator[ScaledTensor]:
+    if isinstance(target, nn.Module):
+        yield from _whole((*target.parameters(), *target.buffers()))
+    elif isinstance(target, Optimizer):
+        yield from _whole(t for state in target.state.values() for t in state.values())
+    else:
+        raise DTypeError(
+            f"rebalance takes a ScaledTensor, a module or an optimizer; got {type(target).__name__}"
+        )
+
+
+def _whole(tensors: Iterable[Any]) -> Iterator[ScaledTensor]:
+    for x in tensors:
+        scaled = isinstance(x, ScaledTensor) and not isinstance(x, CodedTensor)
+        if scaled and covers_storage(x.qdata):
+            yield x
+
+
+@torch.no_grad()
+def _rebalanced(x: ScaledTensor, by: str) -> int:
+    q = x.qdata
+    wide = (decode(q, x.format) if q.dtype.itemsize == 1 else q).double()
+    value = wide * x.scale.double()
+    rms = measured_rms(value)
+    if not float(rms):
+        return 0
+    scale = nearest_power_of_two(rms) if by == "rms" else _filling(value, x)
+    changed = int(float(scale) != float(x.scale))
+    if changed:
+        q.copy_(store((value / scale.double()).float(), x.format))
+        x.scale.copy_(scale)
+    x.rms.copy_(rms)
+    return changed
+
+
+def _filling(value: torch.Tensor, x: ScaledTensor) -> torch.Tensor:
+    """The power of two under which the largest finite value is in (max / 2, max]."""
+    finite = value.abs()
+    amax = float(finite[finite.isfinite()].max())
+    fmt = x.format if x.recipe is None else x.recipe.forward
+    if fmt.bits > 8:
+        raise UnsupportedError(
+            f"by='amax' fills an 8-bit format, and this tensor is {fmt.name} and goes into no "
+            "other: use by='rms', or give it a recipe"
+        )
+    significand, exponent = math.frexp(amax / fmt.max)
+    power = math.ldexp(1.0, exponent - (significand == 0.5))
+    return torch.full_like(x.scale, min(max(power, 2.0**-126), 2.0**127))

@@ -1,0 +1,125 @@
+"""PyTorch's own samples of its operators, run on ScaledTensors."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._pytree import tree_leaves, tree_map
+
+import scaledtensor as sct
+
+SAMPLES = 4
+TOLERANCE = {"rtol": 2e-4, "atol": 2e-4, "equal_nan": True}
+
+
+def name_of(info: Any) -> str:
+    return info.name + (f".{info.variant_test_name}" if info.variant_test_name else "")
+
+
+OPS = {name_of(info): info for info in op_db}
+
+
+@dataclass
+class Sample:
+    """One call: its arguments, scaled and plain, of the same values."""
+
+    call: Callable[..., Any]
+    scaled: tuple[Any, Any]
+    plain: tuple[Any, Any]
+
+    def run(self, arguments: tuple[Any, Any]) -> Any:
+        torch.manual_seed(1)
+        args, kwargs = arguments
+        return self.call(*args, **kwargs)
+
+
+class NotApplicableError(Exception):
+    """There is nothing to compare: the reason is the message."""
+
+
+def samples(info: Any) -> Iterator[Sample]:
+    """The first few with a float32 tensor among the arguments.
+
+    Raises:
+        NotApplicableError: the operator has none.
+    """
+    if torch.float32 not in info.supported_dtypes("cpu"):
+        raise NotApplicableError("takes no float32")
+    torch.manual_seed(0)
+    drawn = info.sample_inputs("cpu", torch.float32, requires_grad=info.supports_autograd)
+    found = False
+    for s in itertools.islice(drawn, SAMPLES):
+        given = ((s.input, *s.args), s.kwargs)
+        scaled = tree_map(_scaled, given)
+        if any(isinstance(t, sct.ScaledTensor) for t in tree_leaves(scaled)):
+            found = True
+            yield Sample(info.op, scaled, tree_map(_plain, scaled))
+    if not found:
+        raise NotApplicableError("takes no float tensor")
+
+
+def _scaled(x: Any) -> Any:
+    if isinstance(x, Tensor) and x.dtype == torch.float32 and x.layout == torch.strided:
+        return sct.scaled(x.detach()).requires_grad_(x.requires_grad)
+    return x
+
+
+def _plain(x: Any) -> Any:
+    if isinstance(x, sct.ScaledTensor):
+        return x.detach().dequantize().requires_grad_(x.requires_grad)
+    return x.detach().clone() if isinstance(x, Tensor) else x
+
+
+def forward(sample: Sample) -> None:
+    """The same result, in inference mode too."""
+    with torch.no_grad():
+        assert_same(sample.run(sample.scaled), sample.run(sample.plain))
+    with torch.inference_mode():
+        assert_same(sample.run(sample.scaled), sample.run(sample.plain))
+
+
+def backward(sample: Sample, run: Callable[[Any], Any] | None = None) -> None:
+    """The same gradients, for a Gaussian gradient of every differentiable result."""
+    run = run or sample.run
+    outs, plain_outs = (_differentiable(f(a)) for f, a in ((run, sample.scaled), (sample.run, sample.plain)))
+    inputs, plain_inputs = (_differentiable(a) for a in (sample.scaled, sample.plain))
+    if not plain_outs:
+        return
+    assert len(outs) == len(plain_outs)
+    seeds = [sct.scaled(torch.randn(o.shape)) for o in plain_outs]
+    given = [
+        s if isinstance(o, sct.ScaledTensor) else s.dequantize().to(o.dtype)
+        for s, o in zip(seeds, outs, strict=True)
+    ]
+    got = torch.autograd.grad(outs, inputs, given, allow_unused=True)
+    want = torch.autograd.grad(
+        plain_outs,
+        plain_inputs,
+        [s.dequantize().to(o.dtype) for s, o in zip(seeds, plain_outs, strict=True)],
+        allow_unused=True,
+    )
+    for x, y in zip(got, want, strict=True):
+        if y is not None and (x is not None or y.abs().max() > 0):
+            assert_same(x, y)
+
+
+def _differentiable(tree: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(tree) if isinstance(t, Tensor) and t.requires_grad]
+
+
+def assert_same(got: Any, want: Any) -> None:
+    """Values as torch has them; what has no value of its own, by type and shape."""
+    for x, y in zip(tree_leaves(got), tree_leaves(want), strict=True):
+        if not isinstance(y, Tensor):
+            assert type(x) is type(y)
+            continue
+        x = x.detach().dequantize() if isinstance(x, sct.ScaledTensor) else x.detach()
+        assert x.shape == y.shape
+        if y.dtype.is_floating_point:
+            torch.testing.assert_close(x.double(), y.detach().double(), **TOLERANCE)
+        else:
+            assert torch.equal(x, y)
