@@ -49,11 +49,41 @@ def dot(a: Any, b: Any) -> Tensor:
     return torch.dot(x.q.float(), y.q.float()) * x.scale * y.scale
 
 
-@rule(aten.addmm.default, aten.baddbmm.default)
+@rule(aten.addmm.default, aten.baddbmm.default, aten.addmv.default)
 def addmm(c: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Raw:
     """r = sqrt((beta rc)^2 + (alpha ra rb)^2 K)."""
-    product = _product(torch.mm if a.dim() == 2 else torch.bmm, a, b)
+    matmul = torch.bmm if a.dim() == 3 else torch.mm if b.dim() == 2 else torch.mv
+    return _plus(c, _product(matmul, a, b), first_scaled(c, a, b), beta, alpha)
+
+
+@rule(aten.addbmm.default)
+def addbmm(c: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Raw:
+    """As addmm, with K products for each matrix of the batch."""
+    product = _product(torch.bmm, a, b)
+    batch = max(a.shape[0], 1)
+    total = product._replace(q=product.q.sum(0), rms=product.rms * batch**0.5)
+    return _plus(c, total, first_scaled(c, a, b), beta, alpha)
+
+
+@rule(aten.addr.default)
+def addr(c: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Raw:
+    """r = sqrt((beta rc)^2 + (alpha ra rb)^2)."""
     like = first_scaled(c, a, b)
+    x, y = operand(a, like), operand(b, like)
+    outer = Raw(torch.outer(*_same_dtype(x.q, y.q)), x.scale * y.scale, x.rms * y.rms)
+    return _plus(c, outer, like, beta, alpha)
+
+
+@rule(aten.linalg_cross.default)
+def cross(a: Any, b: Any, *, dim: int = -1) -> Raw:
+    """Two products to an element: r = ra rb sqrt(2)."""
+    like = first_scaled(a, b)
+    x, y = operand(a, like), operand(b, like)
+    q = torch.linalg.cross(*_same_dtype(x.q, y.q), dim=dim)
+    return Raw(q, x.scale * y.scale, x.rms * y.rms * 2**0.5)
+
+
+def _plus(c: Any, product: Raw, like: ScaledTensor, beta: float, alpha: float) -> Raw:
     base = operand(c, like)
     rms = quadrature(base.rms * abs(beta), product.rms * abs(alpha))
     scale, ratio, factor = settle(rms, base.scale, product.held)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from scaledtensor.formats import FP32
-from scaledtensor.ops.algebra import count, elements, value
+from scaledtensor.ops.algebra import count, elements, first_scaled, operand, plain, value
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.tensor import ScaledTensor
 
@@ -28,7 +28,7 @@ def _is_full(x: ScaledTensor, dims: Dims, keepdim: bool) -> bool:
     return dims is None or (not isinstance(dims, int) and len(dims) in (0, x.dim())) or x.dim() == 0
 
 
-def growth(n: int, nonnegative: bool) -> float:
+def growth(n: float, nonnegative: bool) -> float:
     """RMS of a sum of n terms of RMS 1. Non-negative ones have a mean: 1/sqrt(3) for squares of
     Gaussians, and between 0.56 (relu) and 1 (equal terms) for others."""
     return math.sqrt(n * 2 / 3 + n * n / 3) if nonnegative else math.sqrt(n)
@@ -72,13 +72,51 @@ def mean_all(x: ScaledTensor, *, dtype: Any = None) -> Any:
     return _sum(x, None, False, True, dtype)
 
 
-@rule(aten.cumsum.default)
-def cumsum(x: ScaledTensor, dim: int, *, dtype: Any = None) -> Raw:
-    """The mean square over i = 1..n of a sum of i terms: r sqrt((n + 1) / 2)."""
-    n = count(x.shape, dim)
-    factor = growth(n, x.nonnegative) / (3**0.5 if x.nonnegative else 2**0.5)
-    q = elements(x).cumsum(dim, dtype=torch.float32)
-    return Raw(q, x.scale, x.rms * max(factor, 1.0), format=FP32, nonnegative=x.nonnegative)
+@rule(aten.nansum.default)
+def nansum(x: ScaledTensor, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """As sum; NaNs count as zeros."""
+    q = aten.nansum.default(elements(x).float(), dim, keepdim)
+    if _is_full(x, dim, keepdim):
+        return q * x.scale
+    rms = x.rms * growth(count(x.shape, dim), x.nonnegative)
+    return Raw(q, x.scale, rms, format=FP32, nonnegative=x.nonnegative, dtype=dtype or x.dtype)
+
+
+@rule(aten.trace.default)
+def trace(x: ScaledTensor) -> Tensor:
+    """A statistic: plain float32."""
+    total: Tensor = elements(x).float().trace() * x.scale
+    return total
+
+
+@rule(aten.segment_reduce.default)
+def segment_reduce(x: ScaledTensor, reduce: str, **kwargs: Any) -> Raw:
+    """Over n elements a segment: r sqrt(n), r / sqrt(n), r sqrt(2 ln n) or r^n."""
+    q = aten.segment_reduce.default(value(x).float(), reduce, **kwargs)
+    n = max(x.numel() / max(q.numel(), 1), 1.0)
+    factor = growth(n, x.nonnegative)
+    rms = {
+        "sum": x.rms * factor,
+        "mean": x.rms * (factor / n),
+        "prod": x.rms.pow(n),
+    }.get(reduce, extreme_rms(x.rms, round(n)))
+    return Raw(q, None, rms, format=FP32, nonnegative=x.nonnegative)
+
+
+@rule(aten._segment_reduce_backward.default)
+def segment_reduce_backward(g: Any, y: Any, x: Any, reduce: str, **kwargs: Any) -> Raw:
+    """Each gradient to a segment's n elements: r; for a mean r / n; to one of them r / sqrt(n); for
+    a product what the others make, r ry / rx."""
+    like = first_scaled(g, y, x)
+    left = operand(g, like)
+    grad = left.q.float()
+    result, data = (plain(t).float() for t in (y, x))
+    q = aten._segment_reduce_backward.default(grad, result, data, reduce, **kwargs)
+    n = max(data.numel() / max(result.numel(), 1), 1.0)
+    rms = left.rms * {"sum": 1.0, "prod": 1.0, "mean": 1 / n}.get(reduce, n**-0.5)
+    if reduce == "prod":
+        rms = rms * operand(y, like).rms / operand(x, like).rms
+    return Raw(q, left.scale, rms)
 
 
 # --- extremes --------------------------------------------------------------------------------
@@ -112,12 +150,11 @@ def max_all(op: Overload, x: ScaledTensor) -> Tensor:
     return largest
 
 
-@rule(aten.topk.default, aten.sort.default, aten.sort.stable, pass_op=True)
-def ordered(op: Overload, x: ScaledTensor, *args: Any, **kwargs: Any) -> Any:
-    """A choice of the elements in order: the same scale; the indices are plain."""
-    q, index = op(elements(x), *args, **kwargs)
-    rms = extreme_rms(x.rms, x.numel() // max(q.numel(), 1)) if q.numel() < x.numel() else x.rms
-    return Raw(q, x.scale, rms), index
+@rule(aten.aminmax.default)
+def aminmax(x: ScaledTensor, *, dim: int | None = None, keepdim: bool = False) -> Any:
+    """As amin and amax."""
+    dims = () if dim is None else dim
+    return amax(aten.amin.default, x, dims, keepdim), amax(aten.amax.default, x, dims, keepdim)
 
 
 # --- moments ---------------------------------------------------------------------------------
@@ -172,6 +209,15 @@ def var_mean(
     return _variance(x, variance, dim, correction), Raw(mean, x.scale, x.rms * share, format=FP32)
 
 
+@rule(aten.std_mean.correction)
+def std_mean(
+    x: ScaledTensor, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False
+) -> Any:
+    """As std, and r / sqrt(n)."""
+    mean = mean_all(x) if dim is None and not keepdim else mean_dims(x, dim, keepdim)
+    return std(x, dim, correction=correction, keepdim=keepdim), mean
+
+
 @rule(aten.linalg_vector_norm.default)
 def vector_norm(
     x: ScaledTensor,
@@ -192,6 +238,30 @@ def vector_norm(
     infinite = math.isinf(ord)
     rms = extreme_rms(x.rms, n) if infinite else x.rms * n ** (1 / ord)
     return Raw(q, x.scale, rms, format=FP32, nonnegative=True)
+
+
+@rule(
+    aten.norm.Scalar,
+    aten.norm.ScalarOpt_dim,
+    aten.norm.ScalarOpt_dim_dtype,
+    aten.norm.ScalarOpt_dtype,
+)
+def norm(
+    x: ScaledTensor,
+    p: float | None = 2,
+    dim: Dims = None,
+    keepdim: bool = False,
+    *,
+    dtype: Any = None,
+) -> Any:
+    """The older spelling of linalg_vector_norm."""
+    return vector_norm(x, 2 if p is None else p, dim, keepdim, dtype=dtype)
+
+
+@rule(aten.dist.default)
+def dist(x: Any, y: Any, p: float = 2) -> Tensor:
+    """The norm of a difference is a statistic: plain float32."""
+    return aten.dist.default(plain(x).float(), plain(y).float(), p)  # type: ignore[no-any-return]
 
 
 @rule(aten.prod.default, aten.prod.dim_int, pass_op=True)

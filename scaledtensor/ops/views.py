@@ -93,23 +93,53 @@ def reinterpret(x: ScaledTensor, dtype: torch.dtype) -> Tensor:
 
 
 @rule(
+    aten.alias_copy.default,
+    aten.as_strided_copy.default,
     aten.clone.default,
+    aten.detach_copy.default,
+    aten.diagonal_copy.default,
+    aten.expand_copy.default,
     aten.flip.default,
     aten.gather.default,
     aten.index.Tensor,
     aten.index_select.default,
+    aten.lift_fresh_copy.default,
+    aten.masked_select.default,
+    aten.narrow_copy.default,
+    aten.permute_copy.default,
     aten.repeat.default,
+    aten._reshape_copy.default,
     aten.roll.default,
+    aten.rot90.default,
+    aten.select_copy.int,
+    aten.slice_copy.Tensor,
+    aten.split_copy.Tensor,
+    aten.split_with_sizes_copy.default,
+    aten.squeeze_copy.default,
+    aten.squeeze_copy.dim,
+    aten.squeeze_copy.dims,
+    aten.t_copy.default,
     aten.take.default,
+    aten.transpose_copy.int,
+    aten.unbind_copy.int,
+    aten.unfold_copy.default,
+    aten._unsafe_index.Tensor,
     aten.unsafe_split.Tensor,
     aten.unsafe_split_with_sizes.default,
+    aten.unsqueeze_copy.default,
+    aten.view_copy.default,
     pass_op=True,
 )
 def move(op: Overload, x: ScaledTensor, *args: Any, **kwargs: Any) -> Any:
     """A choice of the elements: the same scale and RMS."""
-    q = op(x.qdata, *args, **kwargs)
+    # torch moves bytes by every operator, and 8-bit floats by some.
+    narrow = x.qdata.dtype.itemsize == 1
+    q = op(x.qdata.view(torch.uint8) if narrow else x.qdata, *args, **kwargs)
     parts = q if isinstance(q, (list, tuple)) else [q]
-    out = [x.like(part, x.scale.clone(), x.rms.clone()) for part in parts]
+    out = [
+        x.like(p.view(x.qdata.dtype) if narrow else p, x.scale.clone(), x.rms.clone())
+        for p in parts
+    ]
     return out if isinstance(q, (list, tuple)) else out[0]
 
 
@@ -123,6 +153,22 @@ def zero_filled(op: Overload, g: ScaledTensor, sizes: Sequence[int], *args: Any)
     """The elements among zeros, which do not move the scale; the RMS over all is diluted."""
     share = (g.numel() / max(math.prod(sizes), 1)) ** 0.5
     return Raw(op(elements(g), sizes, *args), g.scale, g.rms * share, settled=True)
+
+
+@rule(aten.diag_embed.default)
+def diag_embed(x: ScaledTensor, *args: Any, **kwargs: Any) -> Raw:
+    """The elements among zeros, as the backward of a diagonal."""
+    q = aten.diag_embed.default(elements(x), *args, **kwargs)
+    share = (x.numel() / max(q.numel(), 1)) ** 0.5
+    return Raw(q, x.scale, x.rms * share, settled=True, nonnegative=x.nonnegative)
+
+
+@rule(aten.unfold_backward.default)
+def unfold_backward(g: ScaledTensor, sizes: Sequence[int], dim: int, size: int, step: int) -> Raw:
+    """The windows that overlap on an element add up: r sqrt(windows), counted."""
+    q = aten.unfold_backward.default(elements(g), sizes, dim, size, step)
+    share = (g.numel() / max(math.prod(sizes), 1)) ** 0.5
+    return Raw(q, g.scale, g.rms * share)
 
 
 @rule(aten.tril.default, aten.triu.default, pass_op=True)
@@ -159,6 +205,23 @@ def stack(tensors: Sequence[Tensor], dim: int = 0) -> Raw:
     """As cat."""
     q, scale, rms, nonnegative = _join(tensors)
     return Raw(torch.stack(q, dim), scale, rms, settled=True, nonnegative=nonnegative)
+
+
+@rule(aten.block_diag.default)
+def block_diag(tensors: Sequence[Tensor]) -> Raw:
+    """As cat; the zeros around the blocks fit any scale and dilute the RMS."""
+    q, scale, rms, nonnegative = _join(tensors)
+    out = aten.block_diag.default(q)
+    share = (sum(part.numel() for part in q) / max(out.numel(), 1)) ** 0.5
+    return Raw(out, scale, rms * share, settled=True, nonnegative=nonnegative)
+
+
+@rule(aten._chunk_cat.default)
+def chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int) -> Raw:
+    """As cat, of parts padded with zeros to a multiple of the chunks."""
+    q, scale, rms, nonnegative = _join(tensors)
+    out = aten._chunk_cat.default(q, dim, num_chunks)
+    return Raw(out, scale, rms, settled=True, nonnegative=nonnegative)
 
 
 def _join(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, Tensor, bool]:
@@ -237,40 +300,3 @@ def _aligned(x: Any, side: Operand, scale: Tensor, like: Tensor) -> Tensor:
     if not isinstance(x, Tensor):
         return fill_under(x, scale, like)
     return under(side, x, side.scale / scale)
-
-
-# --- scattered writes ------------------------------------------------------------------------
-
-
-@rule(aten.index_put.default, aten._unsafe_index_put.default)
-def index_put(
-    x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
-) -> Raw:
-    """Values join under one scale, as in an addition."""
-    base, new, scale, rms = _pair(x, values)
-    return Raw(
-        aten.index_put.default(base, indices, new.to(base.dtype), accumulate), scale, rms, True
-    )
-
-
-@rule(aten.scatter.src, aten.scatter_add.default, aten.index_add.default, pass_op=True)
-def scatter(op: Overload, x: Tensor, dim: int, index: Tensor, source: Tensor, **kwargs: Any) -> Raw:
-    """Values join under one scale, as in an addition."""
-    base, new, scale, rms = _pair(x, source)
-    return Raw(op(base, dim, index, new.to(base.dtype), **kwargs), scale, rms, settled=True)
-
-
-@rule(aten.slice_scatter.default, aten.select_scatter.default, pass_op=True)
-def scatter_view(op: Overload, x: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> Raw:
-    """A part is replaced under the joint scale."""
-    base, new, scale, rms = _pair(x, source)
-    return Raw(op(base, new.to(base.dtype), *args, **kwargs), scale, rms, settled=True)
-
-
-def _pair(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    like = first_scaled(x, y)
-    a, b = operand(x, like), operand(y, like)
-    rms = quadrature(a.rms, b.rms)
-    scale, ratio_a, ratio_b = settle(rms, a.scale, b.scale)
-    wide = torch.promote_types(a.q.dtype, b.q.dtype)
-    return (a.q * ratio_a).to(wide), b.q * ratio_b, scale, rms

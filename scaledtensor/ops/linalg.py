@@ -1,0 +1,168 @@
+"""Linear algebra: decompositions, inverses and solutions.
+
+Where the factors are orthonormal their RMS is a matter of counting, whatever the matrix: the
+columns have norm 1, and the other factor has the norm of the matrix. A determinant of Gaussians has
+E det^2 = n! r^(2n). Of an inverse or a solution no moment is finite: 1 / det of a Gaussian matrix
+has none. Those are computed on the value, in float32, and their RMS is read from the result.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaledtensor.errors import UnsupportedError
+from scaledtensor.formats import FP32
+from scaledtensor.ops.algebra import elements, measured, plain, quadrature
+from scaledtensor.ops.registry import Overload, Raw, rule
+from scaledtensor.scale import MAX_SCALE, MIN_SCALE
+from scaledtensor.tensor import ScaledTensor
+
+aten = torch.ops.aten
+
+
+@rule(
+    aten.cholesky.default,
+    aten.cholesky_inverse.default,
+    aten.cholesky_solve.default,
+    aten.geqrf.default,
+    aten.linalg_cholesky_ex.default,
+    aten.linalg_householder_product.default,
+    aten.linalg_inv_ex.default,
+    aten.linalg_ldl_factor_ex.default,
+    aten.linalg_ldl_solve.default,
+    aten.linalg_lstsq.default,
+    aten.linalg_lu.default,
+    aten.linalg_lu_factor_ex.default,
+    aten.linalg_lu_solve.default,
+    aten.linalg_matrix_exp.default,
+    aten.linalg_pinv.atol_rtol_tensor,
+    aten._linalg_solve_ex.default,
+    aten.linalg_solve_triangular.default,
+    aten.lu_unpack.default,
+    aten.ormqr.default,
+    aten.triangular_solve.default,
+    pass_op=True,
+)
+def solved(op: Overload, *args: Any, **kwargs: Any) -> Any:
+    """No closed form: the entries of an inverse, of a solution or of a triangular factor depend on
+    the conditioning, which is data, and have no finite variance for Gaussians. Measured."""
+    result = op(*map(_wide, args), **{k: _wide(v) for k, v in kwargs.items()})
+    return tuple(map(_read, result)) if isinstance(result, (tuple, list)) else _read(result)
+
+
+def _wide(x: Any) -> Any:
+    x = plain(x)
+    return x.float() if isinstance(x, Tensor) and x.dtype.is_floating_point else x
+
+
+def _read(x: Tensor) -> Any:
+    return measured(x, format=FP32) if x.dtype.is_floating_point and x.dim() > 0 else x
+
+
+# --- orthonormal factors ---------------------------------------------------------------------
+
+
+def _orthonormal(q: Tensor, length: int, like: ScaledTensor) -> Raw:
+    """Of columns, or rows, of norm 1."""
+    return Raw(q, None, torch.full_like(like.rms, max(length, 1) ** -0.5), format=FP32)
+
+
+def _shares_norm(q: Tensor, x: ScaledTensor, **kwargs: Any) -> Raw:
+    """Of the same Frobenius norm as x, spread over fewer or more elements."""
+    spread = (x.numel() / max(q.numel(), 1)) ** 0.5
+    return Raw(q, x.scale, x.rms * spread, format=FP32, **kwargs)
+
+
+@rule(aten.linalg_qr.default)
+def qr(x: ScaledTensor, mode: str = "reduced") -> Any:
+    """Q: 1 / sqrt(rows). R has the norm of the matrix: r sqrt(elements of it per element of R)."""
+    q, r = aten.linalg_qr.default(elements(x).float(), mode)
+    return _orthonormal(q, x.shape[-2], x), _shares_norm(r, x)
+
+
+@rule(aten._linalg_svd.default)
+def svd(
+    x: ScaledTensor,
+    full_matrices: bool = False,
+    compute_uv: bool = True,
+    *,
+    driver: str | None = None,
+) -> Any:
+    """U, V: 1 / sqrt(rows), 1 / sqrt(columns). The singular values have the norm of the matrix."""
+    u, s, v = aten._linalg_svd.default(
+        elements(x).float(), full_matrices, compute_uv, driver=driver
+    )
+    rows, columns = x.shape[-2:]
+    values = _shares_norm(s, x, nonnegative=True)
+    return _orthonormal(u, rows, x), values, _orthonormal(v, columns, x)
+
+
+@rule(aten._linalg_eigh.default)
+def eigh(x: ScaledTensor, UPLO: str = "L", compute_v: bool = True) -> Any:
+    """Vectors: 1 / sqrt(n). The eigenvalues have the norm of the matrix, r sqrt(n)."""
+    values, vectors = aten._linalg_eigh.default(elements(x).float(), UPLO, compute_v)
+    return _shares_norm(values, x), _orthonormal(vectors, x.shape[-1], x)
+
+
+# --- determinants ----------------------------------------------------------------------------
+
+
+@rule(aten._linalg_det.default)
+def det(x: ScaledTensor) -> Any:
+    """sqrt(n!) r^n: of the n! products only squares have a mean. One matrix's is a statistic."""
+    q, lu, pivots = aten._linalg_det.default(elements(x).float())
+    n = x.shape[-1]
+    factor = x.scale.pow(n).clamp(MIN_SCALE, MAX_SCALE)
+    result = q * factor
+    if q.dim() > 0:
+        rms = x.rms.pow(n) * math.exp(0.5 * math.lgamma(n + 1))
+        result = Raw(q, factor, rms, format=FP32)
+    return result, *_factors(lu, pivots, x)
+
+
+@rule(aten._linalg_slogdet.default)
+def slogdet(x: ScaledTensor) -> Any:
+    """ln|det| = n ln r plus a sum of ln chi_i, i = 1..n: its mean is 1/2 sum (ln 2 + psi(i/2)) and
+    its variance 1/4 sum psi'(i/2) (Goodman 1963). The sign is 1."""
+    sign, q, lu, pivots = aten._linalg_slogdet.default(elements(x).float())
+    n = x.shape[-1]
+    result = q + n * x.scale.log()
+    if q.dim() > 0:
+        halves = torch.arange(1, n + 1, dtype=torch.float64) / 2
+        mean = 0.5 * float((math.log(2) + torch.digamma(halves)).sum())
+        spread = 0.5 * float(torch.polygamma(1, halves).sum()) ** 0.5
+        rms = quadrature(
+            n * x.rms.clamp_min(MIN_SCALE).log() + mean, torch.full_like(x.rms, spread)
+        )
+        result = Raw(result, None, rms, format=FP32)
+        sign = Raw(sign, None, torch.ones_like(x.rms), settled=True, format=FP32)
+    return sign, result, *_factors(lu, pivots, x)
+
+
+def _factors(lu: Tensor, pivots: Tensor, x: ScaledTensor) -> tuple[Raw, Tensor]:
+    """What autograd saves: L and U in one, of the value."""
+    n = x.shape[-1]
+    upper = torch.ones(n, n, dtype=torch.bool, device=x.device).triu()
+    return measured(torch.where(upper, lu * x.scale, lu), format=FP32), pivots
+
+
+# --- out of scope ----------------------------------------------------------------------------
+
+
+@rule(
+    aten.complex.default,
+    aten._fft_r2c.default,
+    aten.linalg_eig.default,
+    aten.linalg_eigvals.default,
+    aten._linalg_eigvals.default,
+    aten.polar.default,
+    aten.view_as_complex.default,
+    pass_op=True,
+)
+def complex_result(op: Overload, *args: Any, **kwargs: Any) -> Tensor:
+    """Complex numbers have no scaled form here: UnsupportedError."""
+    raise UnsupportedError(
+        f"{op} has a complex result, and a ScaledTensor is real; call it on x.dequantize()"
+    )
