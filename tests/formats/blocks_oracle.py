@@ -55,8 +55,9 @@ def exponent(amax: Fraction, fmt, mode: str, least: int) -> int:
         return 0
     emax = floor_log2(Fraction(fmt.max))
     if mode == "even":
-        top, below = ladder(fmt)[-1], ladder(fmt)[-2]
-        step = (top - below) * Fraction(2) ** (floor_log2(amax) - emax)
+        fixed_point = fmt.max_code < 1 << fmt.mantissa_bits
+        at_max = ladder(fmt)[1] if fixed_point else Fraction(2) ** (emax - fmt.mantissa_bits)
+        step = at_max * Fraction(2) ** (floor_log2(amax) - emax)
         amax = round(amax / step) * step  # Python rounds a tie to even
     k = {
         "floor": lambda: floor_log2(amax) - emax,
