@@ -24,6 +24,7 @@ from scaledtensor.ops import (  # noqa: F401 - imported for the rules that they 
     order,
     pool,
     reduction,
+    resample,
     scan,
     scatter,
     softmax,
