@@ -98,7 +98,7 @@ def rebalance(
     if isinstance(target, ScaledTensor):
         if isinstance(target, CodedTensor) or not covers_storage(target.qdata):
             raise UnsupportedError(
-                "rebalance changes the scale of a whole tensor: pass the one that this is a view of;"
+                "rebalance changes the scale of a whole tensor: pass that of which this is a view;"
                 " codes under block scales are made anew with scaledtensor.scaled()"
             )
         return _rebalanced(target, by)
