@@ -37,7 +37,7 @@ class _Stream(NamedTuple):
         return _WORDS[self.codes]
 
 
-_PIECE = 1 << 15
+_PIECE = 1 << 18
 _BIG_ENDIAN = sys.byteorder == "big"
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -106,10 +106,10 @@ def unpack(packed: Tensor, fmt: Format, shape: Sequence[int]) -> Tensor:
 def _pack_groups(groups: Tensor, stream: _Stream) -> Tensor:
     """Of codes [groups, codes] the bytes [groups, bytes]."""
     if torch.compiler.is_compiling():
-        packed = _sum(
-            [groups[:, i] & stream.mask for i in range(stream.codes)], stream.bits, stream
-        )
-        return packed.to(torch.uint8) if stream.bytes == 1 else _bytes(packed, stream)
+        codes = [groups[:, i] & stream.mask for i in range(stream.codes)]
+        if stream.bytes == 1:
+            return _sum(codes, stream.bits, torch.uint8)
+        return _bytes(_sum(codes, stream.bits, stream.word), stream)
     words = _words(groups, stream)
     packed = words & stream.mask
     for i in range(1, stream.codes):
@@ -121,7 +121,7 @@ def _pack_groups(groups: Tensor, stream: _Stream) -> Tensor:
 def _unpack_groups(groups: Tensor, stream: _Stream) -> Tensor:
     """Of bytes [groups, bytes] the codes [groups, codes]."""
     if stream.bytes == 1 or torch.compiler.is_compiling():
-        words = _sum([groups[:, i] for i in range(stream.bytes)], 8, stream)
+        words = _sum([groups[:, i] for i in range(stream.bytes)], 8, stream.word)
     else:
         words = _words(F.pad(groups, (0, stream.codes - stream.bytes)), stream)
     codes = words & stream.mask
@@ -131,15 +131,15 @@ def _unpack_groups(groups: Tensor, stream: _Stream) -> Tensor:
     return _bytes(codes, stream)
 
 
-def _sum(parts: list[Tensor], width: int, stream: _Stream) -> Tensor:
-    """One number a group, with the i-th part at bit `width` i.
+def _sum(parts: list[Tensor], width: int, dtype: torch.dtype) -> Tensor:
+    """One number of `dtype` a group, with the i-th part at bit `width` i.
 
     For compiled code, which cannot see that the bytes of a group lie at a multiple of their number,
     as a view of them as one number wants it.
     """
-    total = parts[0].to(stream.word)
+    total = parts[0].to(dtype)
     for i, part in enumerate(parts[1:], 1):
-        total = total | part.to(stream.word) << width * i
+        total = total | part.to(dtype) << width * i
     return total.unsqueeze(-1)
 
 
