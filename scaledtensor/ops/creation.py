@@ -36,7 +36,8 @@ def _new(
     scale = nearest_power_of_two(rms)
     q = q if number in (0, 1) else q / scale
     scale = torch.ones_like(scale) if number in (0, 1) else scale
-    return ScaledTensor.make(q, scale, rms, fmt, dtype, x.recipe, number >= 0)
+    # Zeros are made to be written into, by views too, which cannot tell their base of a sign.
+    return ScaledTensor.make(q, scale, rms, fmt, dtype, x.recipe, number > 0)
 
 
 @rule(

@@ -105,11 +105,19 @@ def max_unpool(op: Overload, x: ScaledTensor, index: Tensor, *options: Any) -> R
 # --- means -----------------------------------------------------------------------------------
 
 
+def _computable(op: Overload, q: Tensor) -> Tensor:
+    """Means over volumes are not written for bfloat16 on a CPU."""
+    return q.float() if op in _WIDE and q.is_cpu else q
+
+
+_WIDE = (aten.avg_pool3d.default, aten.avg_pool3d_backward.default)
+
+
 @rule(aten.avg_pool2d.default, aten.avg_pool3d.default, pass_op=True)
 def avg_pool(op: Overload, x: ScaledTensor, *options: Any) -> Raw:
     """r sqrt(n) / divisor for windows of n elements that are no padding; of what is not negative
     r sqrt(2n/3 + n^2/3) / divisor."""
-    q = op(elements(x), *options)
+    q = op(_computable(op, elements(x)), *options)
     seen, divisor = _windows(op, x.shape, q.shape, options)
     terms = seen / sym_max(math.prod(q.shape[-_dims(op) :]), 1)
     factor = growth(terms, x.nonnegative) / (divisor or terms)
@@ -120,7 +128,8 @@ def avg_pool(op: Overload, x: ScaledTensor, *options: Any) -> Raw:
 def avg_pool_backward(op: Overload, g: Any, x: ScaledTensor, *options: Any) -> Raw:
     """r_g sqrt(windows that see an element) / divisor."""
     out = operand(g, x)
-    q = op(out.q, _like(x, out.q), *options)
+    source = _computable(op, out.q)
+    q = op(source, _like(x, source), *options)
     seen, divisor = _windows(op, x.shape, g.shape, options)
     divisor = divisor or seen / sym_max(math.prod(g.shape[-_dims(op) :]), 1)
     windows = seen / sym_max(math.prod(x.shape[-_dims(op) :]), 1)

@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from scaledtensor.ops.algebra import elements, first_scaled, operand, plain
 from scaledtensor.ops.registry import Overload, Raw, rule
@@ -109,7 +110,7 @@ _BACKWARDS = [getattr(aten, f"{name}_backward").default for name in _KERNELS]
 def interpolate(op: Overload, x: ScaledTensor, size: Sequence[int], *options: Any) -> Raw:
     """r times the root of the mean over the result of the sum of squared weights, from the sizes.
     Of what is not negative, a third of the mean square is that of a mean, which stays."""
-    q = op(elements(x), size, *options)
+    q = op(_computable(op, elements(x)), size, *options)
     square = _squares(op, x.shape, size, options) / max(math.prod(size), 1)
     positive = x.nonnegative and _KERNELS[_name(op)][0] == "linear"
     if x.nonnegative:
@@ -122,9 +123,14 @@ def interpolate_backward(
     op: Overload, g: ScaledTensor, size: Sequence[int], source: Sequence[int], *options: Any
 ) -> Raw:
     """r_g times the root of the sum of all squared weights over the number of elements."""
-    q = op(elements(g), size, source, *options)
+    q = op(_computable(op, elements(g)), size, source, *options)
     square = _squares(op, source, size, options) / max(math.prod(source[-len(size) :]), 1)
     return Raw(q, g.scale, g.rms * math.sqrt(square))
+
+
+def _computable(op: Overload, q: Tensor) -> Tensor:
+    """Antialiasing is not written for bfloat16 on a CPU."""
+    return q.float() if _KERNELS[_name(op)][1] and q.is_cpu else q
 
 
 def _name(op: Overload) -> str:
@@ -233,12 +239,11 @@ def _at_random(mode: int) -> tuple[float, float]:
 @rule(aten.grid_sampler_2d.default, aten.grid_sampler_3d.default, pass_op=True)
 def grid_sampler(op: Overload, x: Any, grid: Any, mode: int, *options: Any) -> Raw:
     """At a random point of the image, the mean sum of squared weights: (2/3)^(dims / 2) r if
-    linear. The grid counts by its value."""
+    linear. The grid counts by its value; in float32, for bfloat16 coordinates miss the pixel."""
     source = operand(x, first_scaled(x, grid))
-    where = plain(grid).to(source.q.dtype)
     square = _at_random(mode)[0] ** (x.dim() - 2)
     positive = source.nonnegative and _MODES[mode] != "cubic"
-    q = op(source.q, where, mode, *options)
+    q = op(source.q.float(), plain(grid).float(), mode, *options)
     return Raw(q, source.scale, source.rms * math.sqrt(square), nonnegative=positive)
 
 
@@ -250,9 +255,8 @@ def grid_sampler_backward(
     border to border: r_g r_x sqrt(channels) sqrt(slopes) size / 2."""
     like = first_scaled(g, x, grid)
     out, source = operand(g, like), operand(x, like)
-    v = plain(grid)
-    q, p, where = (t.to(source.q.dtype) for t in (out.q, source.q, v))
-    dx, dgrid = op(q, p, where, mode, padding, align, mask)
+    operands = (t.float() for t in (out.q, source.q, plain(grid)))
+    dx, dgrid = op(*operands, mode, padding, align, mask)
     square, slope = _at_random(mode)
     sizes = [int(n) - align for n in x.shape[2:]]
     dims = len(sizes)
