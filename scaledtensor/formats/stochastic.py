@@ -21,6 +21,8 @@ Randomness = torch.Generator | Tensor | None
 # Shift and odd factor of each round, the factors as int32.
 _ROUNDS = ((17, 0xED5AD4BB - 2**32), (11, 0xAC4C1B51 - 2**32), (15, 0x31848BAB))
 _LAST_SHIFT = 14
+_ROW = 1 << 14
+_COLUMNS = torch.arange(_ROW, dtype=torch.int32)
 _SECOND_STREAM = 0x9E3779B9 - 2**32  # Weyl's constant: 2^32 / golden ratio
 
 
@@ -68,31 +70,37 @@ def checked_random_bits(count: int | None) -> int:
     return count
 
 
-def random_words(key: Tensor, count: int, start: int, kept: int) -> Tensor:
-    """The words of elements `start` to `start` + `count`, int32 of shape [count].
+def random_words(key: Tensor, shape: torch.Size, start: int, kept: int) -> Tensor:
+    """One int32 word an element, of counters `start`, `start` + 1, ... in the order of `shape`.
 
     Of each word the `kept` high bits are random and the rest is zero.
     """
-    words = _mix(_counters(key, count, start), key[0], key[1])
+    words = _mix(_counters(key, shape, start), key[0], key[1])
     return words if kept == 32 else words & -(1 << (32 - kept))
 
 
-def random_double_words(key: Tensor, count: int, start: int, kept: int) -> Tensor:
+def random_double_words(key: Tensor, shape: torch.Size, start: int, kept: int) -> Tensor:
     """As `random_words`, int64 with 64 random bits where all are kept."""
-    high = random_words(key, count, start, kept).long() << 32
+    high = random_words(key, shape, start, kept).long() << 32
     if kept < 32:
         return high
-    low = _mix(_counters(key, count, start), key[0], key[1] + _SECOND_STREAM)
+    low = _mix(_counters(key, shape, start), key[0], key[1] + _SECOND_STREAM)
     return high | (low.long() & 0xFFFFFFFF)
 
 
-def _counters(key: Tensor, count: int, start: int) -> Tensor:
+def _counters(key: Tensor, shape: torch.Size, start: int) -> Tensor:
+    count = shape.numel()
     if start + count >= 1 << 31:
         raise UnsupportedError(
             f"stochastic rounding of {start + count} elements in one call; cast at most 2^31 - 1"
             " at a time"
         )
-    return torch.arange(start, start + count, dtype=torch.int32, device=key.device)
+    if torch.compiler.is_compiling() and key.is_cpu and len(shape) > 1 and shape[-1] <= _ROW:
+        # Inductor's C++ puts a vector of counters together element by element; from a row of
+        # them in the cache it is one load.
+        rows = torch.arange(start, start + count, shape[-1], dtype=torch.int32)
+        return (rows[:, None] + _COLUMNS[: shape[-1]]).view(shape)
+    return torch.arange(start, start + count, dtype=torch.int32, device=key.device).view(shape)
 
 
 def _mix(word: Tensor, first: Tensor, second: Tensor) -> Tensor:

@@ -36,10 +36,10 @@ def stochastic(x, fmt, seed=0, **options):
 def every_word(bits):
     """A stand-in for the generator: all words of that many random bits, in order."""
 
-    def words(key, count, start, kept):
+    def words(key, shape, start, kept):
         del key, kept
-        index = torch.arange(start, start + count, dtype=torch.int64)
-        return (index << (32 - bits)).to(torch.int32)
+        index = torch.arange(start, start + shape.numel(), dtype=torch.int64)
+        return (index << (32 - bits)).to(torch.int32).view(shape)
 
     return mock.patch("scaledtensor.formats.bits.random_words", words)
 
@@ -217,7 +217,7 @@ def test__two_draws_in_one_graph__differ():
 
 def words(seed, count, start=0):
     key = random_key(torch.Generator().manual_seed(seed))
-    return random_words(key, count, start, 32).long() & 0xFFFFFFFF
+    return random_words(key, torch.Size([count]), start, 32).long() & 0xFFFFFFFF
 
 
 def test__words__are_uniform_in_every_bit_and_byte():
@@ -247,7 +247,7 @@ def test__words__of_neighbours_and_of_other_keys_are_unrelated():
     assert chi < 255 + 5 * 510**0.5
     key = random_key(torch.Generator().manual_seed(7))
     for flip in (torch.tensor([1, 0]), torch.tensor([0, 1]), torch.tensor([1 << 30, 0])):
-        other = random_words(key ^ flip.int(), count, 0, 32).long() & 0xFFFFFFFF
+        other = random_words(key ^ flip.int(), torch.Size([count]), 0, 32).long() & 0xFFFFFFFF
         bits = (words(7, count) ^ other)[:, None] >> torch.arange(32) & 1
         share = bits.double().mean(0)
         assert (share - 0.5).abs().max() < 5 / (2 * count**0.5)
@@ -257,10 +257,11 @@ def test__words__of_neighbours_and_of_other_keys_are_unrelated():
 def test__a_flipped_counter_bit__flips_half_of_the_word():
     """Avalanche, over counters from all of the range."""
     key = random_key(torch.Generator().manual_seed(0))
+    one = torch.Size([1])
     base = torch.randint(0, 1 << 30, (256,), generator=torch.Generator().manual_seed(1))
     for bit in range(0, 31, 5):
         pairs = [
-            (random_words(key, 1, s, 32), random_words(key, 1, s ^ 1 << bit, 32))
+            (random_words(key, one, s, 32), random_words(key, one, s ^ 1 << bit, 32))
             for s in base.tolist()
         ]
         changed = torch.tensor([bin((a ^ b).item() & 0xFFFFFFFF).count("1") for a, b in pairs])
