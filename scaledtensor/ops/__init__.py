@@ -49,5 +49,11 @@ from scaledtensor.tensor import Engine, ScaledTensor
 
 __all__ = ["RULES", "Raw", "Rule", "missing", "on_missing", "rule"]
 
-_FUNCTIONS = functions.FUNCTIONS | derivatives.FUNCTIONS | elementary.FUNCTIONS | binary.FUNCTIONS
+_FUNCTIONS = {
+    **functions.FUNCTIONS,
+    **derivatives.FUNCTIONS,
+    **elementary.FUNCTIONS,
+    **binary.FUNCTIONS,
+    **loss.FUNCTIONS,
+}
 ScaledTensor._engine = Engine(dispatch, _FUNCTIONS, fingerprint)
