@@ -75,6 +75,7 @@ class TwoLevelScale(NamedTuple):
 
 
 Scale = Tensor | TwoLevelScale
+Shape = tuple[int, ...]
 
 
 def quantize_blocks(
@@ -114,26 +115,17 @@ def quantize_blocks(
     amax = _amax(blocks)
     lost = None if fmt.has_nan else _any_nan(blocks)
     shape = scale_shape(granularity, x.shape)
-    scale: Scale
-    work = torch.float64
-    if scale_format == "nvfp4":
-        tensor, of_block = _two_levels(amax, fmt)
-        factor = of_block.double() * tensor.double()
-        scale = TwoLevelScale(encode(_marked(of_block, lost).view(shape), E4M3FN), tensor)
-    elif scale_format == "fp32":
-        single = _least_above(amax, fmt.max)
-        factor = single.double()
-        scale = _marked(single, lost).view(shape)
+    by_product = scale_format == "e8m0" or scale_format == "pow2"
+    if by_product:
+        wide = _needs_float64(x, fmt, rounding)
+        scale, factor = _powers_of_two(amax, lost, fmt, scale_format, mode, shape)
     else:
-        exponent = _exponent(amax, fmt, mode, _LEAST_EXPONENT[scale_format])
-        work = torch.float64 if _needs_float64(x, fmt, rounding) else torch.float32
-        factor = _power_of_two(-exponent).to(work)
-        power = _marked(_power_of_two(exponent), lost).view(shape)
-        scale = encode(power, E8M0FNU) if scale_format == "e8m0" else power
-    by_product = scale_format in _LEAST_EXPONENT
+        wide = True
+        scale, factor = _ratios(amax, lost, fmt, scale_format, shape)
+    work = torch.float64 if wide else torch.float32
+    factor = factor.to(work)
 
     def divided(part: Tensor, factor: Tensor) -> Tensor:
-        # A product where it is exact: compilers for GPUs round a float32 quotient wrongly.
         return part.to(work) * factor if by_product else part.to(work) / factor
 
     options: dict[str, Any] = {
@@ -254,6 +246,33 @@ def _exponent(amax: Tensor, fmt: Format, mode: str, least: int) -> Tensor:
     }[mode]
     exponent = ((amax.view(torch.int64) + carry) >> _MANTISSA) - (_BIAS + above - 1)
     return torch.where(amax == 0, 0, exponent.clamp(least, 127))
+
+
+def _powers_of_two(
+    amax: Tensor, lost: Tensor | None, fmt: Format, scale_format: str, mode: str, shape: Shape
+) -> tuple[Scale, Tensor]:
+    """The scale of each block, and what to multiply its elements by: exact on every device."""
+    exponent = _exponent(amax, fmt, mode, _LEAST_EXPONENT[scale_format])
+    scale = _marked(_power_of_two(exponent), lost).view(shape)
+    scale = encode(scale, E8M0FNU) if scale_format == "e8m0" else scale
+    return scale, _power_of_two(-exponent)
+
+
+def _ratios(
+    amax: Tensor, lost: Tensor | None, fmt: Format, scale_format: str, shape: Shape
+) -> tuple[Scale, Tensor]:
+    """The scale of each block, and what to divide its elements by, in float64.
+
+    There a quotient rounds to a tie t between two codes only by being it: t times the scale has at
+    most 49 bits, so it is a float64, and the quotient of its neighbours is more than half a step
+    away from t.
+    """
+    if scale_format == "nvfp4":
+        tensor, of_block = _two_levels(amax, fmt)
+        block = encode(_marked(of_block, lost).view(shape), E4M3FN)
+        return TwoLevelScale(block, tensor), of_block.double() * tensor.double()
+    scale = _least_above(amax, fmt.max)
+    return _marked(scale, lost).view(shape), scale.double()
 
 
 def _bits_of_max(fmt: Format) -> int:
