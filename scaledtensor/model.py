@@ -121,7 +121,8 @@ def _replace_parameters(
         made[id(p)] = new
     for module, _, name, p in list(_parameters(model)):
         if id(p) in made:
-            module._parameters[name] = made[id(p)]
+            # As an assignment would: recurrent layers keep a list of their parameters beside it.
+            setattr(module, name, made[id(p)])
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:

@@ -26,6 +26,7 @@ from scaledtensor.ops import (  # noqa: F401 - imported for the rules that they 
     norm,
     order,
     pool,
+    recurrent,
     reduction,
     resample,
     sampling,
@@ -55,5 +56,6 @@ _FUNCTIONS = {
     **elementary.FUNCTIONS,
     **binary.FUNCTIONS,
     **loss.FUNCTIONS,
+    **recurrent.FUNCTIONS,
 }
 ScaledTensor._engine = Engine(dispatch, _FUNCTIONS, fingerprint)

@@ -19,7 +19,7 @@ from scaledtensor.ops.algebra import first_scaled
 from scaledtensor.recipes import Recipe
 from scaledtensor.tensor import ScaledTensor
 
-__all__ = ["FUNCTIONS"]
+__all__ = ["FUNCTIONS", "cast_once", "linear"]
 
 
 def _governing(*operands: Any) -> Recipe | None:
@@ -39,6 +39,8 @@ def _cast(x: Any, recipe: Recipe, like: ScaledTensor) -> Any:
     if not isinstance(x, ScaledTensor):
         # Detached: a product needs no gradient for the sake of what it is promoted by.
         x = verbs.promote(x, like.detach())
+    if x.format == recipe.forward:
+        return x
     return verbs.to_format(x, recipe.forward.name)
 
 
@@ -54,6 +56,12 @@ def _product(function: Callable[..., Any], *operands: Any, **kwargs: Any) -> Any
         if isinstance(out, ScaledTensor)
         else out
     )
+
+
+def cast_once(weight: Any, *others: Any) -> Any:
+    """A weight for many products with what `others` stand for: cast here, it is not again."""
+    recipe = _governing(weight, *others)
+    return weight if recipe is None else _cast(weight, recipe, first_scaled(weight, *others))
 
 
 def _reflected(function: Callable[..., Any], a: Any, b: Any) -> Any:
