@@ -30,7 +30,7 @@ rounded on the way to where it could change one.
 """
 
 from collections.abc import Callable
-from math import frexp, nan
+from math import frexp, inf, nan
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -208,7 +208,14 @@ def _check(x: Tensor, fmt: Format, scale_format: str, mode: str) -> None:
 
 def _amax(blocks: Tensor) -> Tensor:
     """The largest finite magnitude of each block, float64; 0 where there is none."""
-    return _maxima(blocks, lambda t: t.nan_to_num(0.0, 0.0, 0.0).abs_()).double()
+    return _maxima(blocks, _finite_size).double()
+
+
+def _finite_size(x: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():  # the same: a sixth of the time there, six times in eager
+        size = x.abs()
+        return torch.where(size < inf, size, 0.0)
+    return x.nan_to_num(0.0, 0.0, 0.0).abs_()
 
 
 def _any_nan(blocks: Tensor) -> Tensor:
