@@ -11,9 +11,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves, tree_map
 
 import scaledtensor as sct
-
-SAMPLES = 4
-TOLERANCE = {"rtol": 2e-4, "atol": 2e-4, "equal_nan": True}
+from scaledtensor.errors import MissingRuleError, UnsupportedError
 
 
 def name_of(info: Any) -> str:
@@ -21,6 +19,55 @@ def name_of(info: Any) -> str:
 
 
 OPS = {name_of(info): info for info in op_db}
+
+COMPLEX = (UnsupportedError, "complex")
+SPARSE = (MissingRuleError, "sparse")
+
+#: name -> the error, and words of it. What the library says it does not do.
+OUT_OF_SCOPE: dict[str, tuple[type[Exception], str]] = {
+    **dict.fromkeys(
+        (
+            *("view_as_complex", "complex", "stft", "polar", "linalg.eig", "linalg.eigvals"),
+            *("fft.fft", "fft.rfft", "fft.rfft2", "fft.rfftn", "fft.ifft", "fft.ihfft"),
+            *("fft.ihfft2", "fft.ihfftn"),
+        ),
+        COMPLEX,
+    ),
+    **dict.fromkeys(("sparse.sampled_addmm", "sparse.mm.reduce", "to_sparse"), SPARSE),
+    "hash_tensor": (MissingRuleError, "hash_tensor"),
+}
+
+#: Operators with no value to compare, or none here.
+NO_VALUE = {
+    **dict.fromkeys(
+        ("empty_like", "new_empty", "new_empty_strided"), "what is in fresh memory is no value"
+    ),
+    **dict.fromkeys((n for n in OPS if n.startswith("jiterator")), "compiled for CUDA only"),
+    **dict.fromkeys(("cfloat", "cdouble", "chalf"), "complex numbers"),
+    **dict.fromkeys((n for n in OPS if n.startswith("fft.")), "complex numbers"),
+    "as_strided.partial_views": "samples of memory outside the tensor, which a scaled one has not",
+}
+NO_VALUE = {name: why for name, why in NO_VALUE.items() if name not in OUT_OF_SCOPE}
+
+#: Compiled alone these fail or differ for reasons of their own.
+NOT_COMPILED: dict[str, str] = {}
+
+SAMPLES = 4
+TOLERANCE = {"rtol": 2e-4, "atol": 2e-4, "equal_nan": True}
+
+
+def in_scope() -> list[str]:
+    """Operators with a sample that has a float32 tensor in it, less those in the lists above."""
+    found = []
+    for name, info in OPS.items():
+        if name in OUT_OF_SCOPE or name in NO_VALUE:
+            continue
+        try:
+            next(samples(info))
+        except NotApplicableError:
+            continue
+        found.append(name)
+    return found
 
 
 @dataclass
@@ -85,7 +132,9 @@ def forward(sample: Sample) -> None:
 def backward(sample: Sample, run: Callable[[Any], Any] | None = None) -> None:
     """The same gradients, for a Gaussian gradient of every differentiable result."""
     run = run or sample.run
-    outs, plain_outs = (_differentiable(f(a)) for f, a in ((run, sample.scaled), (sample.run, sample.plain)))
+    outs, plain_outs = (
+        _differentiable(f(a)) for f, a in ((run, sample.scaled), (sample.run, sample.plain))
+    )
     inputs, plain_inputs = (_differentiable(a) for a in (sample.scaled, sample.plain))
     if not plain_outs:
         return
@@ -105,6 +154,31 @@ def backward(sample: Sample, run: Callable[[Any], Any] | None = None) -> None:
     for x, y in zip(got, want, strict=True):
         if y is not None and (x is not None or y.abs().max() > 0):
             assert_same(x, y)
+
+
+def compiled(sample: Sample, differentiable: bool) -> bool:
+    """The same in one graph, forward and backward. False where torch cannot do that to `call`."""
+
+    def build() -> Callable[[Any], Any]:
+        torch.compiler.reset()
+        run = torch.compile(
+            lambda args, kwargs: sample.call(*args, **kwargs), fullgraph=True, backend="aot_eager"
+        )
+
+        def seeded(arguments: tuple[Any, Any]) -> Any:
+            torch.manual_seed(1)
+            return run(*arguments)
+
+        return seeded
+
+    try:
+        build()(sample.plain)
+    except Exception:  # whatever Dynamo has against it
+        return False
+    assert_same(build()(sample.scaled), sample.run(sample.plain))
+    if differentiable:
+        backward(sample, build())
+    return True
 
 
 def _differentiable(tree: Any) -> list[Tensor]:

@@ -1,0 +1,74 @@
+"""Writes docs/ops.md from the registry of rules and the lists of tests/ops/opinfo.py.
+
+    python docs/write_ops.py > docs/ops.md
+
+A test fails when the page is not what this prints.
+"""
+
+import importlib
+import inspect
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "ops"))
+
+from opinfo import NO_VALUE, OUT_OF_SCOPE, in_scope
+
+from scaledtensor.ops import RULES
+
+HEAD = """\
+# Operators
+
+<!-- Written by `python docs/write_ops.py`; a test compares. Edit the docstrings of the rules. -->
+
+Every rule, by family: the operators it serves, and in words how the scale of the result follows.
+In the formulas r is the expected RMS of a value (rx, ra: of an operand; r_g: of a gradient), m the
+RMS of the input, n the number of elements folded into one. In-place, `out=` and foreach forms
+follow from the functional form that is listed; composites run as their parts. {rules} rules serve
+{overloads} overloads.
+
+**{passed} of PyTorch's operator samples pass**: of each operator that has them
+(`torch.testing._internal.common_methods_invocations`), values and gradients on ScaledTensors are
+those of the plain tensors, eager and in inference mode (`tests/ops/test_opinfo.py`; `-m slow`
+compiles each in one graph). Ranges and equivariance are tested by the case tables beside it.
+
+Out of scope, each with an error that says so: {refused}.
+
+Nothing to compare: {valueless}.
+"""
+
+
+def page() -> str:
+    names = sorted({r.family for r in RULES.values()})
+    functions = {r.function for r in RULES.values()}
+    refused = ", ".join(f"`{name}` ({words})" for name, (_, words) in OUT_OF_SCOPE.items())
+    reasons: dict[str, list[str]] = {}
+    for name, why in NO_VALUE.items():
+        reasons.setdefault(why, []).append(f"`{name}`")
+    valueless = "; ".join(f"{', '.join(ops)} ({why})" for why, ops in reasons.items())
+    head = HEAD.format(
+        rules=len(functions),
+        overloads=len(RULES),
+        passed=len(in_scope()),
+        refused=refused,
+        valueless=valueless,
+    )
+    return head + "".join(section(name) for name in names)
+
+
+def section(family: str) -> str:
+    module = importlib.import_module(f"scaledtensor.ops.{family}")
+    title = (module.__doc__ or "").strip().split("\n")[0]
+    lines = [f"\n## {family}\n\n{title}\n\n| operators | rule |\n| --- | --- |\n"]
+    rows: dict[object, list[str]] = {}
+    for op, rule in RULES.items():
+        if rule.family == family:
+            rows.setdefault(rule.function, []).append(f"`{str(op).removesuffix('.default')}`")
+    for function, ops in rows.items():
+        words = " ".join(inspect.cleandoc(function.__doc__ or "").split()).replace("|", "\\|")
+        lines.append(f"| {', '.join(ops)} | {words} |\n")
+    return "".join(lines)
+
+
+if __name__ == "__main__":
+    print(page(), end="")
