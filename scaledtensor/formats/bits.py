@@ -226,14 +226,14 @@ def decode_bits(codes: Tensor, fmt: Format) -> Tensor:
         subnormal = (bits + (1 << 23)).view(torch.float32) - fmt.min_normal
         value = torch.where(magnitude < 1 << fmt.mantissa_bits, subnormal, value)
     bits = value.view(torch.int32)
-    if fmt.specials is Specials.IEEE:
-        bits = torch.where(magnitude > fmt.max_code, bits | _INF, bits)
-    elif fmt.specials is Specials.NAN_ONLY:
-        bits = torch.where(magnitude > fmt.max_code, _NAN, bits)
-    elif fmt.specials is Specials.P3109:
-        bits = torch.where(magnitude > fmt.max_code, _INF, bits)
+    # All ones past the code of max, and at the code of -0.
+    special = (fmt.max_code - magnitude) >> 31
+    if fmt.specials is Specials.P3109:
+        bits = (bits & ~special) | (special & _INF)
+    elif fmt.has_nan:
+        bits = bits | (special & (_INF if fmt.has_inf else _NAN))
     if fmt.specials in (Specials.FNUZ, Specials.P3109):
-        bits = torch.where(raw == sign_bit, _NAN, bits)
+        bits = bits | ((((raw ^ sign_bit) - 1) >> 31) & _NAN)
     return (bits | ((raw & sign_bit) << (32 - fmt.bits))).view(torch.float32)
 
 

@@ -2,10 +2,23 @@
 
 import pytest
 import torch
-from formats_oracle import ALL, SHORT, all_codes, every_16_bit, raw, same
+from formats_oracle import ALL, OWN, ROUNDINGS, SHORT, all_codes, every_16_bit, raw, same
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from scaledtensor.formats import E4M3FN, E8M0FNU, FP32, decode, encode, fake_quantize
+from scaledtensor.errors import UnsupportedError
+from scaledtensor.formats import (
+    BF16,
+    E2M1FN,
+    E4M3FN,
+    E4M3FNUZ,
+    E5M2,
+    E8M0FNU,
+    FP32,
+    INT8,
+    decode,
+    encode,
+    fake_quantize,
+)
 
 MODES = ("saturate", "ieee")
 
@@ -15,21 +28,52 @@ def _fresh():
     torch._dynamo.reset()
 
 
-def _encode_all(x):
-    return [encode(x, fmt, overflow=mode) for fmt in ALL for mode in MODES]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test__encode__eager_equals_compiled(dtype):
-    x = every_16_bit(torch.bfloat16).to(dtype)
-    if dtype is torch.float64:
-        x = x * (1 + 2**-40)
-    real = ~x.isnan()
-    for got, want in zip(
-        torch.compile(_encode_all, fullgraph=True)(x), _encode_all(x), strict=True
-    ):
+def _assert_compiled_alike(run, x):
+    for got, want in zip(torch.compile(run, fullgraph=True)(x), run(x), strict=True):
         assert got.dtype is want.dtype
+        real = ~x.isnan()
         assert torch.equal(raw(got)[real], raw(want)[real])
+
+
+#: One of every kind of specials and of storage.
+KINDS = [E4M3FN, E5M2, E4M3FNUZ, E2M1FN, INT8, E8M0FNU, BF16, FP32, OWN[2], OWN[6], OWN[7]]
+
+
+def _every_encode(formats):
+    return lambda x: [encode(x, fmt, overflow=mode) for fmt in formats for mode in MODES]
+
+
+def test__encode__eager_equals_compiled():
+    _assert_compiled_alike(_every_encode(KINDS), every_16_bit(torch.bfloat16))
+
+
+@pytest.mark.slow
+def test__every_format__encodes_alike_compiled():
+    for x in (every_16_bit(torch.bfloat16), every_16_bit(torch.bfloat16).float()):
+        _assert_compiled_alike(_every_encode([*ALL, *OWN]), x)
+
+
+def test__every_rounding__eager_equals_compiled():
+    x = every_16_bit(torch.bfloat16).double() * (1 + 2**-40)
+
+    def run(x):
+        cases = [(x, E4M3FN), (x.float(), E5M2), (x.float(), INT8), (x.float(), E8M0FNU)]
+        return [encode(y, f, rounding=r, overflow="ieee") for y, f in cases for r in ROUNDINGS]
+
+    _assert_compiled_alike(run, x)
+
+
+@pytest.mark.parametrize("overflow", MODES)
+def test__fake_quantize__eager_equals_compiled(overflow):
+    x = every_16_bit(torch.bfloat16).float()
+    formats = [fmt for fmt in (*KINDS, *OWN) if fmt.bits <= 12]
+
+    def run(x):
+        return [fake_quantize(x, fmt, overflow=overflow) for fmt in formats]
+
+    for got, want, fmt in zip(torch.compile(run, fullgraph=True)(x), run(x), formats, strict=True):
+        alike = same(got, want) | (x.isnan() & (got == 0) & (want == 0))
+        assert alike.all(), fmt
 
 
 def test__decode__eager_equals_compiled():
@@ -61,6 +105,38 @@ def test__new_shapes_and_formats__compile_once_each():
     assert counter.frame_count == 1
     cast(torch.randn(8), FP32)
     assert counter.frame_count == 2
+
+
+def test__a_users_own_region__takes_any_shape_without_recompiling():
+    """Inside a compiled function, fused with what is around it, in one graph."""
+    counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def region(x, w):
+        y = fake_quantize(torch.nn.functional.gelu(x @ w), E4M3FN)
+        codes = encode(y * 2, E2M1FN, rounding="nearest_away")
+        noise = fake_quantize(y, OWN[0], rounding="stochastic")
+        return y, decode(codes, E2M1FN, y.dtype), noise.float().isfinite()
+
+    w = torch.randn(24, 40)
+    for rows in (3, 16, 33, 130):
+        x = torch.randn(rows, 24)
+        torch._dynamo.mark_dynamic(x, 0, min=2, max=1 << 20)
+        y, z, finite = region(x, w)
+        assert y.shape == z.shape == (rows, 40)
+        assert torch.equal(fake_quantize(y, E4M3FN), y)
+        assert torch.equal(z, fake_quantize(y * 2, E2M1FN, rounding="nearest_away"))
+        assert finite.all()
+    assert counter.frame_count == 1
+
+
+def test__a_generator__is_refused_with_the_way_around():
+    @torch.compile(fullgraph=True, backend="eager")
+    def run(x, generator):
+        return encode(x, E4M3FN, rounding="stochastic", generator=generator)
+
+    with pytest.raises(Exception, match=UnsupportedError.__name__):
+        run(torch.zeros(4), torch.Generator())
 
 
 @pytest.mark.parametrize("fmt", ALL, ids=repr)
