@@ -80,15 +80,15 @@ def _split(x: Tensor, fmt: Format) -> Tensor:
     return split - (split - x)
 
 
-def round_piece(x: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
-    """`fake_quantize(x, fmt, overflow=overflow)` of a float32 piece, eager.
+def round_piece(x: Tensor, fmt: Format, overflow: Overflow, out: Tensor | None = None) -> Tensor:
+    """`fake_quantize(x, fmt, overflow=overflow)` of a float32 piece, eager, into `out` if given.
 
     The number added is a multiple of the power of two below |x|, so its last place is the step
     between values there. Nine passes of a vectorised operator each.
     """
     saturate = overflow == "saturate" or not fmt.has_nan
     low, high = (fmt.min, fmt.max) if saturate else (-2 * fmt.max, 2 * fmt.max)
-    value = x.clamp(low, high)
+    value = x.clamp(low, high) if out is None else torch.clamp(x, low, high, out=out)
     if not fmt.has_nan:
         value.nan_to_num_(nan=0.0)
     if fmt.is_integer:

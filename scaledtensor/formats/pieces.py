@@ -12,20 +12,27 @@ _PIECE = 1 << 17
 
 
 def in_pieces(
-    f: Callable[[Tensor, int], Tensor], x: Tensor, dtype: torch.dtype, any_order: bool = True
+    f: Callable[[Tensor, int, Tensor | None], Tensor],
+    x: Tensor,
+    dtype: torch.dtype,
+    any_order: bool = True,
 ) -> Tensor:
-    """`f(x, 0)`, elementwise, in pieces `f(x[a:b], a)` of the elements in a row where x is large.
+    """`f(x, 0, None)`, elementwise; in pieces `f(x[a:b], a, out[a:b])` in a row where x is large.
 
-    With `any_order` the elements may be taken as they lie in memory, else as they are counted.
+    `f` may write into the third and return it, else that is done here. With `any_order` the
+    elements may be taken as they lie in memory, else as they are counted.
     """
     if x.numel() <= _PIECE or not x.is_cpu or type(x) is not Tensor:
-        return f(x, 0)
+        return f(x, 0, None)
     order = sorted(range(x.dim()), key=x.stride, reverse=True) if any_order else range(x.dim())
     rows = x.permute(*order)
     if not rows.is_contiguous():
-        return f(x, 0)
+        return f(x, 0, None)
     out = torch.empty(rows.shape, dtype=dtype)
     source, target = rows.view(-1), out.view(-1)
     for start in range(0, x.numel(), _PIECE):
-        target[start : start + _PIECE] = f(source[start : start + _PIECE], start)
+        place = target[start : start + _PIECE]
+        piece = f(source[start : start + _PIECE], start, place)
+        if piece is not place:
+            place.copy_(piece)
     return out.permute(*(order.index(d) for d in range(x.dim())))

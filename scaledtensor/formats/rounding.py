@@ -105,10 +105,12 @@ def encode(
         return _by_bits(x, fmt, mode)
     native = storage not in _RAW and rounding == "nearest_even" and fmt.signed
     if native and (overflow == "saturate" or storage in _WIDE):
-        return in_pieces(lambda t, _: _cast(t, fmt, overflow), x, storage)
+        return in_pieces(lambda t, *_: _cast(t, fmt, overflow), x, storage)
     if tables.serves(x) and mode.key is None:
         return tables.encode(x, fmt, mode, _by_bits)
-    return in_pieces(lambda t, start: _by_bits(t, fmt, mode, start), x, storage, mode.key is None)
+    return in_pieces(
+        lambda t, start, _: _by_bits(t, fmt, mode, start), x, storage, mode.key is None
+    )
 
 
 def decode(codes: Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -128,7 +130,7 @@ def decode(codes: Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> Te
     # Other types (FakeTensor for one) stand for data that a table of real numbers cannot meet.
     real = not compiling and codes.is_cpu and type(codes) is Tensor
     if real and codes.dtype.itemsize == 1:
-        return in_pieces(lambda t, _: tables.look_up(t, fmt, dtype), codes, dtype)
+        return in_pieces(lambda t, *_: tables.look_up(t, fmt, dtype), codes, dtype)
     # An opaque operator where it pays: decoding straight to 16-bit floats, Inductor's C++ takes
     # 2.7 ns per element and the table 0.4 (1024 x 1024, one thread).
     if (
@@ -165,7 +167,7 @@ def fake_quantize(
         elif tables.serves(x):
             return tables.fake_quantize(x, fmt, mode, lambda t: _rounded(t, fmt, overflow))
         else:
-            return in_pieces(lambda t, _: _rounded(t, fmt, overflow), x, x.dtype)
+            return in_pieces(lambda t, _, out: _rounded(t, fmt, overflow, out), x, x.dtype)
     codes = encode(
         x,
         fmt,
@@ -205,7 +207,9 @@ def _by_bits(x: Tensor, fmt: Format, mode: Mode, start: int = 0) -> Tensor:
     return (encode_bits if fmt.signed else encode_exponent)(wide, fmt, mode, start)
 
 
-def _rounded(x: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
+def _rounded(x: Tensor, fmt: Format, overflow: Overflow, out: Tensor | None = None) -> Tensor:
+    if x.dtype is torch.float32:
+        return round_piece(x, fmt, overflow, out)
     wide = _round_to_odd(x) if x.dtype is torch.float64 else x.float()
     return round_piece(wide, fmt, overflow).to(x.dtype)
 
@@ -243,7 +247,7 @@ _LIBRARY.define("look_up(Tensor codes, str format, ScalarType dtype) -> Tensor")
 
 
 def _look_up_op(codes: Tensor, name: str, dtype: torch.dtype) -> Tensor:
-    return in_pieces(lambda t, _: tables.look_up(t, FORMATS[name], dtype), codes, dtype)
+    return in_pieces(lambda t, *_: tables.look_up(t, FORMATS[name], dtype), codes, dtype)
 
 
 _LIBRARY.impl("look_up", _look_up_op, "CPU")  # type: ignore[no-untyped-call]

@@ -48,7 +48,7 @@ def _gather(x: Tensor, key: tuple[object, ...], cast: Callable[[Tensor], Tensor]
         table = _TABLES[key] = cast(every)
     raw = table.view(_RAW[table.dtype.itemsize])
 
-    def gather(piece: Tensor, _: int) -> Tensor:
+    def gather(piece: Tensor, *_: object) -> Tensor:
         index = piece.contiguous().view(torch.uint16).view(-1).to(torch.int32)
         return raw.index_select(0, index).view(table.dtype).view(piece.shape)
 
