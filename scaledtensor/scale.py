@@ -36,6 +36,8 @@ _MIN_BITS = 0x0080_0000  # 2**-126
 _MAX_BITS = 0x7F00_0000  # 2**127
 _ONE_BITS = 0x3F80_0000
 _LEAST = _SQRT2_MANTISSA * 2.0**-149  # what still rounds up to 2**-126
+#: An RMS this far from its scale leaves elements whose squares need not be float32 numbers.
+_FAR = 2.0**24
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
@@ -69,15 +71,25 @@ def settle(rms: Tensor, *scales: Tensor) -> list[Tensor]:
     return [scale, *((s / scale).clamp_max_(_FLOAT32_MAX) for s in scales)]
 
 
-def settle_in_place(kept: Tensor, was: Tensor, rms: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
+def settle_in_place(
+    kept: Tensor, was: Tensor, rms: Tensor, held: Tensor, whole: bool
+) -> tuple[Tensor, Tensor]:
     """As `settle`, for elements under `held` that go into a tensor of scale `kept` and RMS `was`.
 
-    Its scale stays, unless it is known to be zero: then it is the power of two next to `rms`.
+    Its scale stays, unless it is known to be zero, or all of it (`whole`) is replaced by values of
+    another order (`rsqrt_` of tiny squares): then it is the power of two next to `rms`.
     """
     if _is_number(was):
-        scale = kept.item() if was.item() else _nearest(rms.item())
+        scale, r = kept.item(), rms.item()
+        far = whole and r > 0 and not scale / _FAR <= r <= scale * _FAR
+        if far or not was.item():
+            scale = _nearest(r)
         return _tensor(scale), _tensor(min(held.item() / scale, _FLOAT32_MAX))
-    new = torch.where(was == 0, nearest_power_of_two(rms), kept)
+    free = was == 0
+    if whole:
+        value, unit = rms.double(), kept.double()
+        free = free | ((value > 0) & ((value > unit * _FAR) | (value < unit / _FAR)))
+    new = torch.where(free, nearest_power_of_two(rms), kept)
     return new, (held / new).clamp_max_(_FLOAT32_MAX)
 
 

@@ -42,8 +42,12 @@ def test__numbers_and_tensors__round_alike_at_every_edge() -> None:
 def test__numbers_and_tensors__settle_alike(rms: float, held: float, was: float) -> None:
     """The eager CPU path reads 0-dim tensors as numbers; tracing and devices keep them tensors."""
     r, s, w = (torch.tensor(v) for v in (rms, held, was))
-    numbers = [*scale.settle(r, s), *scale.settle_in_place(s, w, r, s), scale.quadrature(r, s, w)]
+
+    def in_place():
+        return [x for whole in (False, True) for x in scale.settle_in_place(s, w, r, s, whole)]
+
+    numbers = [*scale.settle(r, s), *in_place(), scale.quadrature(r, s, w)]
     r, s, w = (t.reshape(1) for t in (r, s, w))  # not 0-dim: no number
-    tensors = [*scale.settle(r, s), *scale.settle_in_place(s, w, r, s), scale.quadrature(r, s, w)]
+    tensors = [*scale.settle(r, s), *in_place(), scale.quadrature(r, s, w)]
     for a, b in zip(numbers, tensors, strict=True):
         torch.testing.assert_close(a.reshape(1), b, rtol=0, atol=0, equal_nan=True)

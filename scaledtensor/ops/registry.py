@@ -266,7 +266,7 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
 
     A scale is shared with every view of the tensor, so the value is rescaled into it. A tensor
     known to be zero has no scale to keep and takes the result's: optimizer states so start at the
-    scale of the first gradient.
+    scale of the first gradient. Nor has one that is replaced, whole, by values of another order.
     """
     shape = value.q.shape if isinstance(value, Raw) else value.shape
     if target.shape != shape:
@@ -280,7 +280,8 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
         target.copy_(dequantized(plain))
         return
     raw = value if isinstance(value, Raw) else _as_raw(value)
-    scale, ratio = settle_in_place(target.scale, target.rms, raw.rms, raw.held)
+    whole = covers_storage(target.qdata)
+    scale, ratio = settle_in_place(target.scale, target.rms, raw.rms, raw.held, whole)
     wide = raw.q if raw.q.dtype.itemsize > 1 else raw.q.float()
     q = wide * ratio
     if any(is_table(x) for x in operands):
@@ -288,7 +289,7 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
     target.qdata.copy_(q if target.qdata.dtype.itemsize > 1 else store(q, target.format))
     target.scale.copy_(scale)
     # A part that became zero does not make the whole known to be zero.
-    rms = raw.rms if covers_storage(target.qdata) else torch.maximum(target.rms, raw.rms)
+    rms = raw.rms if whole else torch.maximum(target.rms, raw.rms)
     target.rms.copy_(rms)
     target.nonnegative = raw.nonnegative
 

@@ -85,3 +85,16 @@ def test__out__is_written_and_returned(name):
     out = sct.scaled(torch.zeros(want.shape))
     assert OUT[name](x, y, out=out) is out
     assert_holds(out, want, 2.0**-18)
+
+
+def test__whole_tensor_of_another_order__takes_a_scale_that_fits():
+    """Its views see it: all of their elements were replaced too. A part has its base's scale."""
+    x = sct.scaled(gaussian(4, 6, power=-60).square())
+    view, plain = x.t(), dequantized(x)
+    x.rsqrt_()
+    assert_holds(x, plain.rsqrt(), 2.0**-18)
+    assert_holds(view, plain.rsqrt().t(), 2.0**-18)
+    assert float(x.qdata.square().mean()) < 2.0**20
+    base = sct.scaled(gaussian(4, 6))
+    base[0].mul_(2.0**-30)
+    assert float(base.scale) == 1
