@@ -24,6 +24,7 @@ from scaledtensor.ops import (  # noqa: F401 - imported for the rules that they 
     margin,
     matmul,
     norm,
+    optimizer,
     order,
     pool,
     recurrent,
@@ -57,5 +58,8 @@ _FUNCTIONS = {
     **binary.FUNCTIONS,
     **loss.FUNCTIONS,
     **recurrent.FUNCTIONS,
+    **resample.FUNCTIONS,
+    **scan.FUNCTIONS,
+    **linalg.FUNCTIONS,
 }
 ScaledTensor._engine = Engine(dispatch, _FUNCTIONS, fingerprint)

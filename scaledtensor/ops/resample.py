@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scaledtensor import verbs
 from scaledtensor.ops.algebra import elements, first_scaled, operand, plain
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.views import move
@@ -126,6 +127,105 @@ def interpolate_backward(
     q = op(_computable(op, elements(g)), size, source, *options)
     square = _squares(op, source, size, options) / max(math.prod(source[-len(size) :]), 1)
     return Raw(q, g.scale, g.rms * math.sqrt(square))
+
+
+# torch spells the interpolations of what it compiles, and of what it derives, in gathers and sums
+# of its own. So they have operators here, one rule for both, caught where Python calls them.
+
+
+def _save_upsample(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, size, *ctx.options = inputs
+    ctx.size, ctx.source = size, x.shape
+
+
+def _upsample_gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return _upsample_backward(grad, ctx.size, ctx.source, *ctx.options), None, None, None, None
+
+
+def _save_upsample_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.size, _, *ctx.options = inputs
+
+
+def _upsample_twice(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return _upsample(grad, ctx.size, *ctx.options), None, None, None, None, None
+
+
+_OPTIONS = "str name, bool align, float[] factors"
+_upsample = verbs.operator(
+    f"upsample(Tensor x, SymInt[] size, {_OPTIONS}) -> Tensor", _upsample_gradient, _save_upsample
+)
+_upsample_backward = verbs.operator(
+    f"upsample_backward(Tensor g, SymInt[] size, SymInt[] source, {_OPTIONS}) -> Tensor",
+    _upsample_twice,
+    _save_upsample_backward,
+)
+
+
+@rule(_upsample)
+def upsample(x: ScaledTensor, size: Any, name: str, align: bool, factors: Sequence[float]) -> Raw:
+    """As torch's interpolation of that name."""
+    op = getattr(aten, name).default
+    if name in _NEAREST:
+        return repeated(op, x, size, *factors)
+    return interpolate(op, x, size, align, *factors)
+
+
+@rule(_upsample_backward)
+def upsample_backward(
+    g: ScaledTensor, size: Any, source: Any, name: str, align: bool, factors: Sequence[float]
+) -> Raw:
+    """As torch's backward of that name."""
+    op = getattr(aten, f"{name}_backward").default
+    if name in _NEAREST:
+        return repeated_backward(op, g, size, source, *factors)
+    return interpolate_backward(op, g, size, source, align, *factors)
+
+
+_NEAREST = {
+    f"{name}{dims}d"
+    for name in ("upsample_nearest", "_upsample_nearest_exact")
+    for dims in (1, 2, 3)
+}
+
+#: (mode, dimensions, antialias) -> operator name.
+_MODE_NAMES = {
+    **{("nearest", dims, False): f"upsample_nearest{dims}d" for dims in (1, 2, 3)},
+    **{("nearest-exact", dims, False): f"_upsample_nearest_exact{dims}d" for dims in (1, 2, 3)},
+    ("linear", 1, False): "upsample_linear1d",
+    ("bilinear", 2, False): "upsample_bilinear2d",
+    ("bilinear", 2, True): "_upsample_bilinear2d_aa",
+    ("bicubic", 2, False): "upsample_bicubic2d",
+    ("bicubic", 2, True): "_upsample_bicubic2d_aa",
+    ("trilinear", 3, False): "upsample_trilinear3d",
+}
+
+
+def resized(
+    input: Any,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> Any:
+    """`F.interpolate`, whose other mode is a mean over areas."""
+    dims = input.dim() - 2
+    name = _MODE_NAMES.get((mode, dims, antialias))
+    given = scale_factor if size is None else size
+    fits = not isinstance(given, Sequence) or len(given) == dims
+    if name is None or not fits or (size is None) == (scale_factor is None):
+        options = (size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
+        return torch.nn.functional.interpolate(input, *options)
+    factors: list[float] = []
+    if size is None:
+        factors = [float(f) for f in expanded(given, dims)]
+        size = [int(n * f) for n, f in zip(input.shape[2:], factors, strict=True)]
+        factors = [] if recompute_scale_factor else factors
+    return _upsample(input, expanded(size, dims), name, bool(align_corners), factors)
+
+
+FUNCTIONS: dict[Any, Callable[..., Any]] = {torch.nn.functional.interpolate: resized}
 
 
 def _computable(op: Overload, q: Tensor) -> Tensor:

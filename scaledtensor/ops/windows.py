@@ -17,7 +17,7 @@ sym_max: Any = torch.sym_max
 sym_min: Any = torch.sym_min
 
 
-def expanded(sizes: int | Sequence[int], dims: int, default: Sequence[int] = ()) -> Sequence[int]:
+def expanded(sizes: Any, dims: int, default: Sequence[int] = ()) -> Sequence[Any]:
     """A size for each dimension, from one for all; an empty one stands for `default`."""
     if not isinstance(sizes, Sequence):
         return [sizes] * dims
