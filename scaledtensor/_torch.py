@@ -11,6 +11,7 @@ __all__ = [
     "disable_torch_function",
     "fp8_gemm",
     "functional_twin",
+    "grouped_mm",
     "has_fp8_gemm",
     "inlined",
     "is_composite",
@@ -22,6 +23,10 @@ __all__ = [
 # The public `torch.overrides` cannot run a function without re-entering `__torch_function__`;
 # every wrapper subclass in torch itself uses this guard, and Dynamo understands it.
 disable_torch_function = torch._C.DisableTorchFunctionSubclass
+
+
+# The spelling of `torch.nn.functional.grouped_mm` before it had one, which models still use.
+grouped_mm = torch._grouped_mm
 
 
 def make_wrapper(

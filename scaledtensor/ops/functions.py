@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scaledtensor import verbs
+from scaledtensor import _torch, verbs
 from scaledtensor.errors import UnsupportedError
 from scaledtensor.ops.algebra import first_scaled
 from scaledtensor.recipes import Recipe
@@ -74,9 +74,14 @@ def linear(input: Any, weight: Any, bias: Any = None) -> Any:
     return y if bias is None else y + bias
 
 
-def added(function: Callable[..., Any], input: Any, *args: Any, **kwargs: Any) -> Any:
-    """beta input + alpha function(a, b), as addmm and its kin. What is added stays uncast."""
+def added(
+    function: Callable[..., Any], whole: Callable[..., Any], input: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """beta input + alpha function(a, b), as addmm and its kin. What is added stays uncast. Where it
+    is a factor too, nothing is: that is a polynomial of one matrix, whose terms cancel."""
     _refuse_out(function, kwargs)
+    if any(x is input for x in args):
+        return whole(input, *args, **kwargs)
     beta, alpha = kwargs.pop("beta", 1), kwargs.pop("alpha", 1)
     y = _product(function, *args, *kwargs.values())  # mat1, mat2; batch1, batch2; mat, vec
     y = y if alpha == 1 else y * alpha
@@ -98,6 +103,12 @@ def einsum(equation: Any, *operands: Any) -> Any:
 def binary(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     _refuse_out(function, kwargs)
     return _product(function, *args, *kwargs.values())  # torch.matmul(input=a, other=b)
+
+
+def grouped(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The products of experts: one matrix to a group of rows."""
+    a, b, *rest = (*args, *(kwargs.pop(name) for name in ("mat_a", "mat_b") if name in kwargs))
+    return _product(lambda x, y: function(x, y, *rest, **kwargs), a, b)
 
 
 def tensordot(a: Any, b: Any, dims: Any = 2, **kwargs: Any) -> Any:
@@ -149,7 +160,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.nn.functional.linear: linear,
     torch.nn.functional.bilinear: bilinear,
     **{
-        spelling: partial(added, function)
+        spelling: partial(added, function, spelling)
         for name, function in (
             ("addmm", torch.mm),
             ("baddbmm", torch.bmm),
@@ -174,6 +185,10 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
         spelling: partial(binary, getattr(torch, name))
         for name in ("matmul", "mm", "bmm", "mv", "inner")
         for spelling in (getattr(torch, name), getattr(Tensor, name))
+    },
+    **{
+        spelling: partial(grouped, spelling)
+        for spelling in (torch.nn.functional.grouped_mm, _torch.grouped_mm)
     },
     torch.linalg.matmul: partial(binary, torch.matmul),
     torch.linalg.multi_dot: chain,

@@ -7,14 +7,16 @@ has none. Those are computed on the value, in float32, and their RMS is read fro
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from scaledtensor import verbs
 from scaledtensor.errors import UnsupportedError
 from scaledtensor.formats import FP32
-from scaledtensor.ops.algebra import elements, measured, plain, quadrature
+from scaledtensor.ops.algebra import elements, measured, operand, plain, quadrature
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.scale import MAX_SCALE, MIN_SCALE
 from scaledtensor.tensor import ScaledTensor
@@ -146,6 +148,61 @@ def _factors(lu: Tensor, pivots: Tensor, x: ScaledTensor) -> tuple[Raw, Tensor]:
     n = x.shape[-1]
     upper = torch.ones(n, n, dtype=torch.bool, device=x.device).triu()
     return measured(torch.where(upper, lu * x.scale, lu), format=FP32), pivots
+
+
+# --- the matrix exponential ------------------------------------------------------------------
+# Autograd reads its derivative off a larger exponential, in which the gradient is one block: where
+# the gradient is small or large, that is of another precision. Here it has elements near 1.
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _slope(ctx: Any, grad: Tensor) -> Tensor:
+    slope: Tensor = _matrix_exp_backward(grad, *ctx.saved_tensors)
+    return slope
+
+
+def _no_slope(ctx: Any, *grads: Tensor) -> Any:
+    raise UnsupportedError("matrix_exp of a ScaledTensor has no second derivative")
+
+
+_matrix_exp = verbs.operator("matrix_exp(Tensor x) -> Tensor", _slope, _save)
+_matrix_exp_backward = verbs.operator(
+    "matrix_exp_backward(Tensor grad, Tensor x) -> Tensor",
+    _no_slope,
+    lambda ctx, inputs, output: None,
+)
+
+
+@rule(_matrix_exp)
+def matrix_exp_rule(x: ScaledTensor) -> Any:
+    """No closed form for a matrix of any spectrum. Measured."""
+    return _read(torch.linalg.matrix_exp(_wide(x)))
+
+
+@rule(_matrix_exp_backward)
+def matrix_exp_backward(g: Any, x: ScaledTensor) -> Raw:
+    """The Frechet derivative at the transpose, the upper right block of exp([[A, G], [0, A]])
+    (Najfeld and Havel 1995). Linear in g, on whose elements it works. Measured."""
+    left, a = operand(g, x), _wide(x).mT
+    zero = torch.zeros_like(a)
+    n = a.shape[-1]
+    above, below = torch.cat((a, left.q.float()), -1), torch.cat((zero, a), -1)
+    whole = torch.linalg.matrix_exp(torch.cat((above, below), -2))
+    return measured(whole[..., :n, n:], left.scale, format=FP32)
+
+
+def matrix_exp(input: Tensor) -> Tensor:
+    result: Tensor = _matrix_exp(input)
+    return result
+
+
+#: function that a user may call -> the same with a derivative that has rules.
+FUNCTIONS: dict[Any, Callable[..., Tensor]] = dict.fromkeys(
+    (torch.linalg.matrix_exp, torch.matrix_exp, Tensor.matrix_exp), matrix_exp
+)
 
 
 # --- out of scope ----------------------------------------------------------------------------

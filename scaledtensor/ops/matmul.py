@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from scaledtensor import _torch
-from scaledtensor.ops.algebra import first_scaled, operand, quadrature
+from scaledtensor.ops.algebra import first_scaled, measured, operand, quadrature
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.scale import settle
 from scaledtensor.tensor import ScaledTensor
@@ -51,9 +51,15 @@ def dot(a: Any, b: Any) -> Tensor:
 
 @rule(aten.addmm.default, aten.baddbmm.default, aten.addmv.default)
 def addmm(c: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Raw:
-    """r = sqrt((beta rc)^2 + (alpha ra rb)^2 K)."""
+    """r = sqrt((beta rc)^2 + (alpha ra rb)^2 K). Of c = a or c = b, one term of a polynomial of a
+    matrix (Newton-Schulz), the parts cancel by its coefficients: measured."""
     matmul = torch.bmm if a.dim() == 3 else torch.mm if b.dim() == 2 else torch.mv
-    return _plus(c, _product(matmul, a, b), first_scaled(c, a, b), beta, alpha)
+    product = _product(matmul, a, b)
+    if c is a or c is b:
+        base = operand(c, c)
+        ratio = base.scale / product.held * beta
+        return measured(base.q.float() * ratio + product.q * alpha, product.held)
+    return _plus(c, product, first_scaled(c, a, b), beta, alpha)
 
 
 @rule(aten.addbmm.default)
@@ -81,6 +87,28 @@ def cross(a: Any, b: Any, *, dim: int = -1) -> Raw:
     x, y = operand(a, like), operand(b, like)
     q = torch.linalg.cross(*_same_dtype(x.q, y.q), dim=dim)
     return Raw(q, x.scale * y.scale, x.rms * y.rms * 2**0.5)
+
+
+@rule(aten._grouped_mm.default)
+def grouped_mm(
+    a: Any, b: Any, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
+) -> Raw:
+    """As mm within each group: r = ra rb sqrt(K), where K is shared out among the groups if it is
+    K that is grouped."""
+    like = first_scaled(a, b)
+    x, y = operand(a, like), operand(b, like)
+    left, right = _same_dtype(x.q, y.q)
+    if not (_is_aligned(left) and _is_aligned(right)):
+        left, right = left.float(), right.float()
+    groups = offs.shape[0] if a.dim() == b.dim() == 2 and offs is not None else 1
+    q = aten._grouped_mm.default(left, right, offs, bias)
+    rms = x.rms * y.rms * (a.shape[-1] / max(groups, 1)) ** 0.5
+    return Raw(q, x.scale * y.scale, rms, dtype=out_dtype)
+
+
+def _is_aligned(x: Tensor) -> bool:
+    """Whether rows or columns begin at multiples of 16 bytes, as the grouped kernels want."""
+    return all(stride * x.itemsize % 16 == 0 for stride in x.stride() if stride != 1)
 
 
 def _plus(c: Any, product: Raw, like: ScaledTensor, beta: float, alpha: float) -> Raw:

@@ -16,7 +16,7 @@ from torch import Tensor
 from scaledtensor.ops.algebra import Operand, elements, first_scaled, operand, quadrature
 from scaledtensor.ops.reduction import extreme_rms, growth
 from scaledtensor.ops.registry import Overload, Raw, rule
-from scaledtensor.ops.views import fill_under, masked_fill
+from scaledtensor.ops.views import fill_under, masked_fill, moves_scale
 from scaledtensor.scale import settle
 from scaledtensor.tensor import ScaledTensor
 
@@ -95,10 +95,22 @@ def masked_scatter_backward(g: ScaledTensor, mask: Tensor, sizes: Sequence[int])
 
 @rule(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, aten.scatter.value, pass_op=True)
 def fill_places(op: Overload, x: ScaledTensor, dim: int, index: Tensor, number: Any) -> Raw:
-    """As masked_fill: zeros, infinities and the fills of masks do not move the scale."""
+    """As a part that is replaced; zeros, infinities and mask fills do not move the scale."""
     nowhere = torch.zeros(x.shape, dtype=torch.bool, device=x.device)
-    write = aten.scatter.value if op is aten.scatter.value else aten.index_fill.int_Scalar
-    return masked_fill(x, write(nowhere, dim, index, True), number)
+    if op is aten.scatter.value:
+        mask, places = aten.scatter.value(nowhere, dim, index, True), index.numel()
+    else:
+        mask = aten.index_fill.int_Scalar(nowhere, dim, index, True)
+        places = index.numel() * x.numel() // max(x.shape[dim] if x.dim() else 1, 1)
+    if not isinstance(number, Tensor) and not moves_scale(number):
+        return masked_fill(x, mask, number)
+    a, b = operand(x, x), operand(number, x)
+    share = min(places / max(x.numel(), 1), 1.0)
+    rms = quadrature(a.rms * (1 - share) ** 0.5, b.rms * share**0.5)
+    scale, *ratios = settle(rms, a.scale, b.scale)
+    base, fill = _aligned(a, b, *ratios)
+    positive = a.nonnegative and b.nonnegative
+    return Raw(torch.where(mask, fill, base), scale, rms, settled=True, nonnegative=positive)
 
 
 # --- added -----------------------------------------------------------------------------------

@@ -1,0 +1,129 @@
+"""Fused optimizer steps: each is the for-loop's step in the operators that have rules.
+
+What is fused is the kernel, not the arithmetic: the three forms of an optimizer train alike. A
+gradient scaler hands these operators its scale and whether it found an infinity.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaledtensor.ops.registry import Overload, rule
+
+aten = torch.ops.aten
+
+Number = float | Tensor
+
+
+def _gradients(
+    parameters: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    *,
+    maximize: bool,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """(index, parameter, gradient to descend along), none at all where an infinity was found."""
+    if found_inf is not None and bool(found_inf):
+        return
+    for i, (p, g) in enumerate(zip(parameters, grads, strict=True)):
+        if grad_scale is not None:
+            g.div_(grad_scale)
+        yield i, p, -g if maximize else g
+
+
+def _minus(p: Tensor, direction: Tensor, rate: Number) -> None:
+    p.sub_(direction * rate)
+
+
+@rule(
+    aten._fused_adam_.default,
+    aten._fused_adam_.tensor_lr,
+    aten._fused_adamw_.default,
+    aten._fused_adamw_.tensor_lr,
+    pass_op=True,
+)
+def adam(
+    op: Overload,
+    parameters: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    firsts: Sequence[Tensor],
+    seconds: Sequence[Tensor],
+    largest: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    *,
+    lr: Number,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    amsgrad: bool,
+    **options: Any,
+) -> None:
+    """m, v as running means of g and g^2; p - lr m / (sqrt(v) + eps), both corrected for their
+    start (Kingma and Ba 2015; decoupled decay: Loshchilov and Hutter 2019)."""
+    decoupled = "adamw" in op._schema.name
+    for i, p, g in _gradients(parameters, grads, **options):
+        if weight_decay and decoupled:
+            _minus(p, p, lr * weight_decay)
+        elif weight_decay:
+            g = g.add(p, alpha=weight_decay)
+        first, second = firsts[i].lerp_(g, 1 - beta1), seconds[i]
+        second.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        if amsgrad:
+            second = largest[i].copy_(torch.maximum(largest[i], second))
+        step = steps[i].double()
+        start1, start2 = 1 - beta1**step, 1 - beta2**step
+        _minus(p, first / (second.sqrt() / start2.sqrt()).add_(eps), lr / start1)
+
+
+@rule(aten._fused_sgd_.default, aten._fused_sgd_.tensor_lr)
+def sgd(
+    parameters: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    buffers: Sequence[Tensor],
+    *,
+    weight_decay: float,
+    momentum: float,
+    lr: Number,
+    dampening: float,
+    nesterov: bool,
+    is_first_step: bool,
+    **options: Any,
+) -> None:
+    """b = mu b + (1 - d) g; p - lr b, or with Nesterov's g + mu b."""
+    for i, p, g in _gradients(parameters, grads, **options):
+        if weight_decay:
+            g = g.add(p, alpha=weight_decay)
+        if momentum:
+            buffer = buffers[i]
+            if is_first_step:
+                buffer.copy_(g)
+            else:
+                buffer.mul_(momentum).add_(g, alpha=1 - dampening)
+            g = g.add(buffer, alpha=momentum) if nesterov else buffer
+        _minus(p, g, lr)
+
+
+@rule(aten._fused_adagrad_.default, aten._fused_adagrad_.tensor_lr)
+def adagrad(
+    parameters: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    sums: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    *,
+    lr: Number,
+    lr_decay: float,
+    weight_decay: float,
+    eps: float,
+    **options: Any,
+) -> None:
+    """s += g^2; p - lr / (1 + (t - 1) decay) g / (sqrt(s) + eps) (Duchi et al. 2011)."""
+    for i, p, g in _gradients(parameters, grads, **options):
+        if weight_decay:
+            g = g.add(p, alpha=weight_decay)
+        total = sums[i].addcmul_(g, g)
+        rate = lr / (1 + (steps[i].double() - 1) * lr_decay)
+        _minus(p, g / total.sqrt().add_(eps), rate)
