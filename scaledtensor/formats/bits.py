@@ -250,14 +250,14 @@ def _store(code: Tensor, fmt: Format) -> Tensor:
         return code.to(torch.int16 if storage.itemsize == 2 else torch.int32).view(storage)
     # As int8, so that the result is a view: from 16-bit floats Inductor's C++ then works in
     # vectors of 16, else of 32, where most conversions go through memory: six times slower.
-    if storage in _SCALAR_IN_INDUCTOR:
+    if storage in SCALAR_IN_INDUCTOR:
         return _reinterpreted(code.to(torch.int8).view(torch.uint8), storage)
     return code.to(torch.int8).view(storage)
 
 
 def _reinterpreted(codes: Tensor, dtype: torch.dtype) -> Tensor:
     """`codes.view(dtype)`, kept out of Inductor's C++ kernels where it would slow them down."""
-    odd = codes.dtype in _SCALAR_IN_INDUCTOR or dtype in _SCALAR_IN_INDUCTOR
+    odd = codes.dtype in SCALAR_IN_INDUCTOR or dtype in SCALAR_IN_INDUCTOR
     if odd and codes.is_cpu and torch.compiler.is_compiling():
         copied: Tensor = torch.ops.scaledtensor.reinterpret(codes, dtype)
         return copied
@@ -266,7 +266,7 @@ def _reinterpreted(codes: Tensor, dtype: torch.dtype) -> Tensor:
 
 # A kernel in which one of these dtypes appears is not vectorised at all (torch 2.13: 4.8 ns per
 # element against 0.3), so an opaque operator copies the bytes from one dtype to the other.
-_SCALAR_IN_INDUCTOR = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu)
+SCALAR_IN_INDUCTOR = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu)
 
 _LIBRARY = torch.library.Library("scaledtensor", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("reinterpret(Tensor codes, ScalarType dtype) -> Tensor")  # type: ignore[no-untyped-call]

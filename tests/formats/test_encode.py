@@ -68,7 +68,7 @@ def test__any_float32__encodes_as_ml_dtypes(values, overflow):
 def test__float64__is_rounded_once(fmt):
     x = near_ties(fmt, torch.float64)
     if fmt is FP16:
-        x = x[::37]
+        x = x[::211]
     want = [exact_code(v, fmt) for v in x.tolist()]
     assert raw(encode(x, fmt)).tolist() == want
 

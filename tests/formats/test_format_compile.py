@@ -130,6 +130,20 @@ def test__a_users_own_region__takes_any_shape_without_recompiling():
     assert counter.frame_count == 1
 
 
+def test__large_tensors_of_any_strides__compile_to_the_same_values():
+    formats = (BF16, E4M3FNUZ)
+
+    def run(x):
+        codes = [encode(x, fmt) for fmt in formats]
+        pairs = zip(codes, formats, strict=True)
+        return [*codes, *(decode(c, fmt, torch.float16) for c, fmt in pairs)]
+
+    x = torch.randn(3, 300, 400).bfloat16()
+    for view in (x.permute(2, 0, 1), x[:, ::2].transpose(0, 1)):
+        for got, want in zip(torch.compile(run, fullgraph=True)(view), run(view), strict=True):
+            assert torch.equal(raw(got), raw(want))
+
+
 def test__a_generator__is_refused_with_the_way_around():
     @torch.compile(fullgraph=True, backend="eager")
     def run(x, generator):
