@@ -61,10 +61,14 @@ def relu(x: ScaledTensor) -> Raw:
 
 @rule(aten.threshold_backward.default)
 def threshold_backward(g: Any, x: ScaledTensor, threshold: float) -> Raw:
-    """Half of the gradients survive: r / sqrt(2)."""
+    """Half of the gradients survive: r / sqrt(2). With another threshold than 0, a share of
+    P(r z > t)."""
     left = operand(g, x)
     q = torch.where(value(x) > threshold, left.q, 0.0)
-    return Raw(q, left.scale, left.rms * 0.5**0.5, settled=True)
+    if threshold == 0:
+        return Raw(q, left.scale, left.rms * 0.5**0.5, settled=True)
+    share = gaussian_rms("above", x.rms, threshold, nonnegative=x.nonnegative)
+    return Raw(q, left.scale, left.rms * share)
 
 
 @rule(aten.leaky_relu.default)
@@ -388,6 +392,7 @@ def rrelu_backward(
 integrand("threshold", aten.threshold.default)
 integrand("hardshrink", aten.hardshrink.default)
 integrand("softshrink", aten.softshrink.default)
+integrand("above", lambda v, bound: (v > bound).double())
 integrand("outside", lambda v, bound: (v.abs() > bound).double())
 
 

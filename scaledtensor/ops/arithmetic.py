@@ -27,7 +27,8 @@ aten = torch.ops.aten
 # --- sums ------------------------------------------------------------------------------------
 
 
-@rule(aten.add.Tensor, aten.add.Scalar)
+# torch adds a derivative that is zero throughout (that of a sign) by its Python reference.
+@rule(aten.add.Tensor, aten.add.Scalar, torch.ops.prims.add.default)
 def add(x: Any, y: Any, alpha: float = 1) -> Raw:
     """Independent terms: r = sqrt(rx^2 + ry^2), which grows over depth; a constant by its value."""
     return _sum(x, y, alpha)

@@ -38,7 +38,8 @@ def div_rounded(x: Any, y: Any, *, rounding_mode: str | None) -> Raw:
         return div(x, y)
     a, b, left, right = _pair(x, y)
     q = torch.div(left, right, rounding_mode=rounding_mode)
-    return Raw(q, None, (a.rms / b.rms).clamp_min(0.25))
+    rms = (a.rms / b.rms.clamp_min(2.0**-126)).clamp(0.25, 2.0**126)
+    return Raw(q, None, rms)
 
 
 @rule(aten.floor_divide.default, aten.floor_divide.Scalar)
@@ -186,6 +187,10 @@ def hypot(x: Any, y: Any) -> Raw:
 
 @rule(aten.atan2.default)
 def atan2(x: Any, y: Any) -> Raw:
-    """Spread over the circle: r = pi / sqrt(3); from pi / 2 to pi / sqrt(2) for unequal sides."""
-    a, _, left, right = _pair(x, y)
-    return Raw(torch.atan2(left, right), None, torch.full_like(a.rms, math.pi / 3**0.5))
+    """Spread over the circle: r = pi / sqrt(3), from pi / 2 to pi / sqrt(2) for unequal sides. Over
+    half of it where y is known not to be negative: pi / 2 rx / (rx + ry)."""
+    a, b, left, right = _pair(x, y)
+    rms = torch.full_like(a.rms, math.pi / 3**0.5)
+    if b.nonnegative:
+        rms = math.pi / 2 * a.rms / (a.rms + b.rms).clamp_min(2.0**-126)
+    return Raw(torch.atan2(left, right), None, rms, nonnegative=a.nonnegative)

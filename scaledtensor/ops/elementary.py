@@ -39,10 +39,12 @@ def elementwise(
     integrand(name, call, heavy=heavy)
 
     def run(x: ScaledTensor) -> Raw:
-        return at_value(call, x, gaussian_rms(name, x.rms, nonnegative=x.nonnegative))
+        # In float32: torch has many of these in no narrower dtype.
+        rms = gaussian_rms(name, x.rms, nonnegative=x.nonnegative)
+        return Raw(call(value(x).float()), None, rms)
 
     run.__doc__ = (
-        f"exp E ln|{name}(rx z)|: no second moment." if heavy else f"sqrt(E {name}(rx z)^2)."
+        f"median |{name}(rx z)|: no second moment." if heavy else f"sqrt(E {name}(rx z)^2)."
     )
     rule(*ops)(run)
 
@@ -55,13 +57,14 @@ def with_slope(
     words: str,
     caught: Iterable[Any] = (),
     heavy: bool = False,
+    heavy_slope: bool = False,
 ) -> None:
     """An elementwise function with a backward operator of its own.
 
     `slope` is f' in torch's operators, on plain and on scaled tensors; `words` is its formula;
     `caught` are the functions that users call.
     """
-    key = integrand(f"{name}_slope", slope, heavy=heavy)
+    key = integrand(f"{name}_slope", slope, heavy=heavy_slope)
 
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
@@ -81,9 +84,10 @@ def with_slope(
         rms = left.rms * gaussian_rms(key, x.rms, nonnegative=x.nonnegative)
         return Raw(left.q.float() * slope(value(x).float()), left.scale, rms)
 
-    run_backward.__doc__ = f"g f', f' = {words}: rg sqrt(E f'(rx z)^2)."
+    mean = "median |f'(rx z)|" if heavy_slope else "sqrt(E f'(rx z)^2)"
+    run_backward.__doc__ = f"g f', f' = {words}: rg {mean}."
     rule(times_slope)(run_backward)
-    elementwise(name, *ops, own, function=function)
+    elementwise(name, *ops, own, function=function, heavy=heavy)
 
     def call(input: Tensor, **kwargs: Any) -> Tensor:
         result: Tensor = function(input, **kwargs) if kwargs else own(input)
@@ -221,35 +225,33 @@ with_slope(
     function=torch.erfinv,
     slope=lambda x: (math.pi**0.5 / 2) * torch.exp(torch.erfinv(x).square()),
     words="sqrt(pi) / 2 exp(erfinv(x)^2)",
+    heavy_slope=True,
     caught=spellings("erfinv"),
 )
 
 
+def _logit_square(rms: Tensor) -> Tensor:
+    """E z^2 of the logits z, by the RMS of sigmoid(z): the rule of sigmoid, inverted. Evenly spread
+    shares have 2 by this (and pi^2 / 3 in truth); those all near zero (ln r)^2."""
+    share = (4 * rms.square() - 1).clamp(2.0**-5, 1 - 2.0**-10)
+    return 4 * share / (1 - share) + (2 * rms).clamp(2.0**-126, 1.0).log().square()
+
+
 @rule(aten.logit.default)
 def logit(x: ScaledTensor, eps: float | None = None) -> Raw:
-    """sqrt(E logit(rx z)^2) over 0 < rx z < 1."""
-    rms = gaussian_rms(_LOGIT, x.rms, _nan(eps), nonnegative=x.nonnegative)
-    return at_value(lambda v: torch.logit(v, eps), x, rms)
+    """The RMS of what sigmoid would give this from: 4 s / (1 - s), s = 4 r^2 - 1."""
+    return Raw(torch.logit(value(x).float(), eps), None, _logit_square(x.rms).sqrt())
 
 
 @rule(aten.logit_backward.default)
 def logit_backward(g: Any, x: ScaledTensor, eps: float | None = None) -> Raw:
-    """g / (x (1 - x)): rg exp E ln|slope|, for it has no second moment."""
-    left, v = operand(g, x), value(x).float()
-    slope = gaussian_rms(_LOGIT_SLOPE, x.rms, nonnegative=x.nonnegative)
-    q = aten.logit_backward.default(left.q.float(), v, eps)
+    """g / (x (1 - x)) = g (2 + 2 cosh z) for logits z: r_g (2 + 2 exp(E z^2 / 2)), bounded, for
+    evenly spread shares have no second moment of this."""
+    left = operand(g, x)
+    q = aten.logit_backward.default(left.q.float(), value(x).float(), eps)
+    slope = 2 + 2 * (_logit_square(x.rms).clamp_max(2.0) / 2).exp()
     return Raw(q, left.scale, left.rms * slope)
 
-
-def _nan(eps: float | None) -> float:
-    """A number where an operator takes None."""
-    return math.nan if eps is None else eps
-
-
-_LOGIT = integrand("logit", lambda v, eps: torch.logit(v, None if math.isnan(eps) else eps))
-_LOGIT_SLOPE = integrand(
-    "logit_slope", lambda v: torch.where((v > 0) & (v < 1), 1 / (v * (1 - v)), math.nan), heavy=True
-)
 
 # --- rounding --------------------------------------------------------------------------------
 

@@ -67,8 +67,7 @@ def unreduced(loss: Tensor, rms: Tensor, reduction: int) -> Any:
 @rule(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default, pass_op=True)
 def nll_loss(op: Overload, x: ScaledTensor, target: Tensor, weight: Any, *args: Any) -> Any:
     """A statistic: plain float32."""
-    w = plain(weight)
-    return op(value(x).float(), target, w, *args)
+    return op(value(x).float(), target, wide(weight), *args)
 
 
 @rule(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default, pass_op=True)
@@ -85,7 +84,7 @@ def nll_loss_backward(
     """One entry of g w / B in each row of V: r = r_g rw / (B sqrt V), B the total weight of the
     tokens that count (those not ignored)."""
     left = operand(g, x)
-    w = plain(weight)
+    w = wide(weight)
     classes = x.shape[1] if x.dim() > 1 else x.shape[0]
     rms = left.rms / math.sqrt(max(classes, 1))
     if weight is not None:

@@ -33,7 +33,7 @@ class Integrand(NamedTuple):
     function: Callable[..., Tensor]
     """Elementwise, (v, *parameters). NaN marks what is outside its domain, which is left out."""
     heavy: bool
-    """Without a second moment (1 / z): the geometric mean of |f| stands for it."""
+    """Without a second moment (1 / z): the median of |f| stands for its root."""
 
 
 _INTEGRANDS: dict[str, Integrand] = {}
@@ -84,14 +84,16 @@ def _integral(rms: Tensor, name: str, parameters: list[float], nonnegative: bool
     if not nonnegative:
         v, weight = torch.cat((v, -v)), torch.cat((weight, weight))
     f = function(v, *parameters).double().abs()
-    counted = f.isfinite() & ((f > 0) if heavy else torch.ones_like(f, dtype=torch.bool))
+    counted = f.isfinite()
     weight = torch.where(counted, weight, 0.0)
-    f = torch.where(counted, f, 1.0)
+    f = torch.where(counted, f, 0.0).clamp_max(_LARGEST)
     total = weight.sum().clamp_min(1e-300)
     if heavy:
-        result = ((weight * f.log()).sum() / total).exp()
+        ordered, index = f.sort()
+        half = (weight[index].cumsum(0) < total / 2).sum().clamp_max(f.numel() - 1)
+        result = ordered.index_select(0, half.view(1))[0]
     else:
-        result = ((weight * f.clamp_max(_LARGEST).square()).sum() / total).sqrt()
+        result = ((weight * f.square()).sum() / total).sqrt()
     floor = torch.where(rms > 0, _LEAST, 0.0)
     return torch.maximum(result.clamp_max(_LARGEST), floor).float()
 

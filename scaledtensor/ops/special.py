@@ -28,7 +28,7 @@ _POLYGAMMA = integrand("polygamma", lambda v, n: torch.polygamma(int(n), v), hea
 
 @rule(aten.polygamma.default)
 def polygamma(n: int, x: ScaledTensor) -> Raw:
-    """exp E ln|polygamma(n, rx z)|: no second moment, by the poles at 0, -1, -2, .."""
+    """median |polygamma(n, rx z)|: no second moment, by the poles at 0, -1, -2, .."""
     rms = gaussian_rms(_POLYGAMMA, x.rms, n, nonnegative=x.nonnegative)
     return at_value(lambda v: torch.polygamma(n, v.float()), x, rms)
 
@@ -55,6 +55,7 @@ with_slope(
     function=torch.special.ndtri,
     slope=lambda x: (2 * math.pi) ** 0.5 * torch.exp(torch.special.ndtri(x).square() / 2),
     words="sqrt(2 pi) exp(ndtri(x)^2 / 2)",
+    heavy_slope=True,
     caught=spellings("ndtri"),
 )
 
@@ -70,9 +71,18 @@ with_slope(
     function=torch.special.erfcx,
     slope=_erfcx_slope,
     words="2 x erfcx(x) - 2 / sqrt(pi)",
+    heavy=True,  # 2 exp(x^2) on the left
+    heavy_slope=True,
     caught=spellings("erfcx"),
 )
-elementwise("entr", aten.special_entr.default)
+with_slope(
+    "entr",
+    aten.special_entr.default,
+    function=torch.special.entr,
+    slope=lambda x: -1 - x.log(),
+    words="-1 - ln x",
+    caught=spellings("entr"),
+)
 
 # --- Bessel and Airy -------------------------------------------------------------------------
 
@@ -91,8 +101,36 @@ with_slope(
     caught=spellings("i0e"),
 )
 elementwise("i0", aten.i0.default)
-elementwise("i1", aten.special_i1.default)
-elementwise("i1e", aten.special_i1e.default)
+
+
+def _i1_slope(x: Tensor) -> Tensor:
+    near = x.abs() < 2.0**-10
+    rest = torch.special.i1(x) / torch.where(near, 1.0, x)
+    return torch.where(near, 0.5, torch.special.i0(x) - rest)
+
+
+def _i1e_slope(x: Tensor) -> Tensor:
+    near = x.abs() < 2.0**-10
+    share = x.sign() + 1 / torch.where(near, 1.0, x)
+    return torch.where(near, 0.5 - x.abs(), torch.special.i0e(x) - torch.special.i1e(x) * share)
+
+
+with_slope(
+    "i1",
+    aten.special_i1.default,
+    function=torch.special.i1,
+    slope=_i1_slope,
+    words="i0(x) - i1(x) / x",
+    caught=spellings("i1"),
+)
+with_slope(
+    "i1e",
+    aten.special_i1e.default,
+    function=torch.special.i1e,
+    slope=_i1e_slope,
+    words="i0e(x) - i1e(x) (sign(x) + 1 / x)",
+    caught=spellings("i1e"),
+)
 
 for _name in (
     "airy_ai",
