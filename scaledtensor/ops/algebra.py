@@ -47,6 +47,9 @@ def elements(x: ScaledTensor) -> Tensor:
     if q.dim() > 1 and not q.is_contiguous() and q.mT.is_contiguous():
         # A transposed operand of a product: read in memory order, and once for both its uses.
         return decode(q.mT, x.format, torch.bfloat16).mT
+    if q.dim() > 3 and q.movedim(1, -1).is_contiguous():
+        # An image with its channels last, which they stay for the convolution.
+        return decode(q.movedim(1, -1), x.format, torch.bfloat16).movedim(-1, 1)
     return decode(q, x.format, torch.bfloat16)
 
 

@@ -121,7 +121,11 @@ def _batch_norm(
     return Raw(out, None, rms), mean, rstd
 
 
-@rule(aten.native_batch_norm.default, aten._native_batch_norm_legit.default)
+@rule(
+    aten.native_batch_norm.default,
+    aten._native_batch_norm_legit.default,
+    aten.miopen_batch_norm.default,
+)
 def batch_norm(
     x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, *options: float
 ) -> tuple[Raw, Tensor, Tensor]:
@@ -185,8 +189,8 @@ def batch_norm_no_update(
     return *batch_norm_in_evaluation(x, weight, bias, mean, var, *options), _reserve(x)
 
 
-@rule(aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default)
-def batch_norm_of_vendor(
+@rule(aten.cudnn_batch_norm.default)
+def batch_norm_of_cudnn(
     x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, *options: float
 ) -> tuple[Any, ...]:
     """As batch_norm, by torch's own kernel; nothing is reserved."""
