@@ -35,6 +35,7 @@ from scaledtensor.ops import (  # noqa: F401 - imported for the rules that they 
     scatter,
     softmax,
     special,
+    unsupported,
     views,
 )
 from scaledtensor.ops.registry import (

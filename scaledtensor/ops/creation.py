@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from scaledtensor.formats import from_dtype
-from scaledtensor.ops.algebra import elements, operand
+from scaledtensor.ops.algebra import elements, operand, plain
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.scale import nearest_power_of_two
 from scaledtensor.tensor import ScaledTensor
@@ -127,6 +127,23 @@ def uniform(x: ScaledTensor, low: float = 0, high: float = 1, *, generator: Any 
     q = torch.empty(x.shape, device=x.device).uniform_(low, high, generator=generator)
     rms = math.sqrt((low * low + low * high + high * high) / 3)
     return Raw(q, None, torch.full_like(x.rms, rms))
+
+
+# --- between scaled ends ---------------------------------------------------------------------
+
+
+@rule(
+    *(
+        getattr(packet, overload)
+        for packet in (aten.linspace, aten.logspace)
+        for overload in ("Tensor_Tensor", "Tensor_Scalar", "Scalar_Tensor")
+    ),
+    pass_op=True,
+)
+def spaced(op: Overload, start: Any, end: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """A table of numbers: plain."""
+    made: Tensor = op(plain(start), plain(end), *args, **kwargs)
+    return made
 
 
 # --- dropout ---------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from scaledtensor.formats import FP32
-from scaledtensor.ops.algebra import elements, operand
+from scaledtensor.ops.algebra import elements, operand, value
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.tensor import ScaledTensor
 
@@ -36,3 +36,12 @@ def embedding_backward(
     )
     hits = max(1.0, indices.numel() / max(num_weights, 1))
     return Raw(q, left.scale, left.rms * hits**0.5, format=FP32)
+
+
+@rule(aten.embedding_renorm.default)
+def embedding_renorm(
+    weight: ScaledTensor, indices: Tensor, max_norm: float, norm_type: float
+) -> Raw:
+    """Rows in use come down to a norm; the table's RMS is that of all rows."""
+    table = value(weight).float()
+    return Raw(aten.embedding_renorm.default(table, indices, max_norm, norm_type), None, weight.rms)

@@ -203,23 +203,3 @@ def matrix_exp(input: Tensor) -> Tensor:
 FUNCTIONS: dict[Any, Callable[..., Tensor]] = dict.fromkeys(
     (torch.linalg.matrix_exp, torch.matrix_exp, Tensor.matrix_exp), matrix_exp
 )
-
-
-# --- out of scope ----------------------------------------------------------------------------
-
-
-@rule(
-    aten.complex.default,
-    aten._fft_r2c.default,
-    aten.linalg_eig.default,
-    aten.linalg_eigvals.default,
-    aten._linalg_eigvals.default,
-    aten.polar.default,
-    aten.view_as_complex.default,
-    pass_op=True,
-)
-def complex_result(op: Overload, *args: Any, **kwargs: Any) -> Tensor:
-    """Complex numbers have no scaled form here: UnsupportedError."""
-    raise UnsupportedError(
-        f"{op} has a complex result, and a ScaledTensor is real; call it on x.dequantize()"
-    )

@@ -258,6 +258,15 @@ def norm(
     return vector_norm(x, 2 if p is None else p, dim, keepdim, dtype=dtype)
 
 
+@rule(aten.renorm.default)
+def renorm(x: ScaledTensor, p: float, dim: int, maxnorm: float) -> Raw:
+    """Slices of n elements whose norm, r n^(1/p), is over a bound come down to it."""
+    n = max(x.numel() // max(x.shape[dim], 1), 1)
+    bound = float(maxnorm) / (n ** (1 / p) if p > 0 else 1)
+    q = aten.renorm.default(value(x), p, dim, maxnorm)
+    return Raw(q, None, x.rms.clamp_max(bound), nonnegative=x.nonnegative)
+
+
 @rule(aten.dist.default)
 def dist(x: Any, y: Any, p: float = 2) -> Tensor:
     """The norm of a difference is a statistic: plain float32."""

@@ -230,6 +230,15 @@ case("nansum", lambda x: x.nansum(-1), ROWS, LINEAR)
 case("nanmean", lambda x: x.nanmean(-1), ROWS, LINEAR)
 case("std_mean", lambda x: torch.std_mean(x, -1)[1], ROWS, LINEAR)
 case("norm_old", lambda x: torch.norm(x, 2, -1), ROWS, LINEAR, tolerance=2)
+case(
+    "renorm",
+    lambda x: x.renorm(2, 0, 2.0),
+    each((3, 8), (64, 16)),
+    tolerance=8,
+    scales=2,
+    backward={0: (0.05, 2)},
+    reason="how many slices are over the bound is data",
+)
 case("trace", torch.trace, each((3, 5), (64, 64)), LINEAR, tolerance=4, plain_gradients=(0,))
 case("dist", torch.dist, each((3, 5), of=2), SUMMED, tolerance=4, plain_gradients=(0, 1))
 
