@@ -10,7 +10,6 @@ It is an operator of its own, so that eager and compiled code get the same bits:
 look inside. On a CPU each answer is remembered by its r.
 """
 
-import math
 from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
@@ -23,8 +22,7 @@ from scaledtensor.verbs import LIBRARY
 __all__ = ["gaussian_rms", "integrand"]
 
 _STEP = 1 / 8
-_NODES = [2.0 ** (-40 + i * _STEP) for i in range(339)]  # to 2^2.25
-_WEIGHTS = [z * math.exp(-z * z / 2) for z in _NODES]
+_FIRST, _COUNT = -40, 339  # of |z|, up to 2^2.25
 _LARGEST = 2.0**100
 _LEAST = 2.0**-60
 
@@ -78,8 +76,10 @@ def _remembered(rms: float, name: str, parameters: tuple[float, ...], nonnegativ
 
 def _integral(rms: Tensor, name: str, parameters: list[float], nonnegative: bool) -> Tensor:
     function, heavy = _INTEGRANDS[name]
-    z = torch.tensor(_NODES, dtype=torch.float64, device=rms.device)
-    weight = torch.tensor(_WEIGHTS, dtype=torch.float64, device=rms.device)
+    # Made on the device: a copy from the host cannot be captured in a CUDA graph.
+    t = torch.arange(_COUNT, dtype=torch.float64, device=rms.device) * _STEP + _FIRST
+    z = torch.exp2(t)
+    weight = z * torch.exp(-z.square() / 2)
     v = z * rms
     if not nonnegative:
         v, weight = torch.cat((v, -v)), torch.cat((weight, weight))
