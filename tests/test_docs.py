@@ -2,10 +2,14 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from assertions import assert_holds, assert_in_range
 
 import scaledtensor as sct
+from scaledtensor.ops import RULES, registry
 
 ROOT = Path(__file__).parent.parent
 
@@ -17,6 +21,23 @@ def test__the_ten_lines_of_the_readme_run(capsys: pytest.CaptureFixture[str]) ->
     assert "ScaledTensor(" in capsys.readouterr().out
     model = scope["model"]
     assert not any(isinstance(p, sct.ScaledTensor) for p in model.parameters())  # type: ignore[attr-defined]
+
+
+def test__the_steps_of_contributing_add_an_operator() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    x = sct.scaled(torch.randn(4096, generator=torch.Generator().manual_seed(0)) * 8)
+    before = dict(RULES)
+    try:
+        scope: dict[str, Any] = {}
+        exec(code, scope)
+        y = scope["squareplus"](x)
+        plain = scope["squareplus"](x.dequantize())
+    finally:
+        RULES.clear()
+        RULES.update(before)
+        registry._handlers.clear()
+    assert_holds(y, plain, 2.0**-17)
+    assert_in_range([y])
 
 
 def test__every_relative_link_leads_somewhere() -> None:
