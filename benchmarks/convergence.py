@@ -8,13 +8,13 @@ d = 128, 4 layers, context 64, batch 16, AdamW at 1e-3, no knob touched. Rows:
   fp32            float32
   unit            recipe Unit: E4M3 operands, E5M2 gradients
   unit-e4m3       the same with E4M3 gradients
-  tensorwise, rowwise   torchao.float8, emulated, float32 between the products; skipped by name where
-                  torchao is not installed
+  tensorwise, rowwise   torchao.float8, emulated, float32 between the products; skipped by name
+                  where torchao is not installed
 
 Forward and backward are compiled in all rows. The loss of a run is the mean of its last 100 steps;
-held out is a tenth of the text that no step sees. Every 100 steps `sct.report` measures each operand
-of each product: RMS of its elements, and the shares that saturated or underflowed in the cast. The
-picture shows them over the steps.
+held out is a tenth of the text that no step sees. Every 100 steps `sct.report` measures each
+operand of each product: RMS of its elements, and the shares that saturated or underflowed in the
+cast. The picture shows them over the steps.
 """
 
 import argparse

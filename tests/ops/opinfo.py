@@ -33,8 +33,8 @@ OUT_OF_SCOPE: dict[str, tuple[type[Exception], str]] = {
         ),
         COMPLEX,
     ),
-    **dict.fromkeys(("sparse.sampled_addmm", "sparse.mm.reduce", "to_sparse"), SPARSE),
-    "hash_tensor": (MissingRuleError, "hash_tensor"),
+    **dict.fromkeys(("sparse.sampled_addmm", "sparse.mm.reduce"), SPARSE),
+    "to_sparse": (UnsupportedError, "dense"),
 }
 
 #: Operators with no value to compare, or none here.
