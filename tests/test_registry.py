@@ -65,7 +65,11 @@ def test__a_second_rule__is_an_error_and_changes_nothing(restored):
     assert sinh not in RULES
 
 
-@pytest.mark.parametrize("given", [torch.add, aten.add, "aten.add.Tensor", None], ids=str)
+@pytest.mark.parametrize(
+    "given",
+    [torch.add, aten.add, "aten.add.Tensor", None],
+    ids=["function", "packet", "name", "none"],
+)
 def test__a_rule_for_something_else__is_an_error(given, restored):
     with pytest.raises(RegistryError, match=r"torch\.ops\.aten\.add\.Tensor"):
         rule(sinh, given)(lambda x: x)
