@@ -21,10 +21,10 @@ demo: venv
 	$(BIN)/python -m scaledtensor demo
 
 test: venv
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 test-all: venv
-	$(BIN)/python -m pytest -m ""
+	$(BIN)/python -m pytest -n auto -m ""
 
 check: venv
 	$(BIN)/ruff check .

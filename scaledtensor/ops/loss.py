@@ -29,7 +29,8 @@ __all__ = ["FUNCTIONS", "Incoming", "incoming", "unreduced", "wide"]
 
 aten = torch.ops.aten
 
-_NONE, _MEAN, _SUM = 0, 1, 2  # at::Reduction
+_REDUCTIONS = ("none", "mean", "sum")  # in the order of at::Reduction
+_NONE, _MEAN, _SUM = range(3)
 
 
 class Incoming(NamedTuple):
@@ -292,8 +293,9 @@ def binary_cross_entropy_with_logits(
         return torch.nn.functional.binary_cross_entropy_with_logits(
             input, target, weight, size_average, reduce, reduction, pos_weight
         )
-    code = torch.nn._reduction.get_enum(reduction)
-    loss: Tensor = _bce(input, target, weight, pos_weight, code)
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"reduction is one of {', '.join(_REDUCTIONS)}; got {reduction!r}")
+    loss: Tensor = _bce(input, target, weight, pos_weight, _REDUCTIONS.index(reduction))
     return loss
 
 

@@ -3,11 +3,13 @@
 An operator passes, or is out of scope, by name with the reason, or has nothing to compare.
 """
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 pytest.importorskip("expecttest")  # torch's samples need it
 
@@ -20,9 +22,10 @@ from opinfo import (
     backward,
     compiled,
     forward,
-    in_scope,
     samples,
 )
+
+settings.load_profile("scaledtensor")  # torch's samples load one of their own
 
 PAGE = Path(__file__).parents[2] / "docs" / "ops.md"
 OURS = [name for name in OPS if name not in OUT_OF_SCOPE and name not in NO_VALUE]
@@ -79,12 +82,10 @@ def test__compiled__is_as_plain(name):
             pytest.skip("torch does not compile the plain operator in one graph")
 
 
-def test__at_least_300_operators__are_in_scope():
-    assert len(in_scope()) >= 300
-
-
 def test__the_page_of_operators__is_what_the_registry_says():
     written = subprocess.run(
         [sys.executable, PAGE.with_name("write_ops.py")], capture_output=True, text=True, check=True
     ).stdout
+    (passed,) = re.findall(r"(\d+) of PyTorch's operator samples pass", written)
+    assert int(passed) >= 300
     assert PAGE.read_text() == written, "python docs/write_ops.py > docs/ops.md"
