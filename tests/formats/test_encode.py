@@ -164,13 +164,3 @@ def test__unknown_names__are_refused():
         formats.encode(torch.zeros(2), E4M3FN, rounding="up")
     with pytest.raises(FormatError, match=r"'wrap'; allowed are 'saturate', 'ieee'"):
         formats.fake_quantize(torch.zeros(2), E4M3FN, overflow="wrap")
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("fmt", [f for f in REFERENCED if f in SHORT], ids=repr)
-def test__float32_slice_of_all_inputs__encodes_as_ml_dtypes(fmt):
-    for start in range(0, 1 << 32, 1 << 22):
-        bits = torch.arange(start + start // (1 << 22) % 64, start + (1 << 22), 64)
-        x = bits.to(torch.int32).view(torch.float32)
-        for overflow in OVERFLOWS:
-            assert_codes(encode(x, fmt, overflow=overflow), ml_encode(x, fmt, overflow), fmt, x)
