@@ -116,6 +116,8 @@ def _is_number(x: Tensor) -> bool:
 
 
 def _tensor(number: float) -> Tensor:
+    if number > _FLOAT32_MAX:  # an error for a float32, where a cast rounds to max or infinity
+        return torch.scalar_tensor(number, dtype=torch.float64).float()
     return torch.scalar_tensor(number, dtype=torch.float32)
 
 

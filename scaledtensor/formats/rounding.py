@@ -269,7 +269,9 @@ def _look_up_op(codes: Tensor, name: str, dtype: torch.dtype) -> Tensor:
 
 
 def _encode_op(x: Tensor, name: str, overflow: Overflow) -> Tensor:
-    return encode(x, FORMATS[name], overflow=overflow).contiguous()  # as it is promised below
+    codes = encode(x, FORMATS[name], overflow=overflow)
+    # A cast to the dtype that `x` has is `x`; an operator's result is memory of its own.
+    return codes.clone() if codes is x else codes.contiguous()
 
 
 @torch.library.register_fake("scaledtensor::encode", lib=_LIBRARY)  # type: ignore[untyped-decorator]
