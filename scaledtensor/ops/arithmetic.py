@@ -281,14 +281,14 @@ def reciprocal(x: ScaledTensor) -> Raw:
 
 
 def _exp_rms(rms: Tensor) -> Tensor:
-    # sqrt(E exp(2x)) = exp(r^2) for a Gaussian; bounded, since a large r is a shifted one.
-    return rms.square().clamp_max(4.0).exp()
+    # sqrt(E exp(2x)) = exp(r^2) for a Gaussian; a large r is a shifted one.
+    return torch.where(rms > 2, 1.0, rms.square().clamp_max(4.0).exp())
 
 
 @rule(aten.exp.default)
 def exp(x: ScaledTensor) -> Raw:
-    """Log-normal: r = exp(rx^2), bounded at exp(4), beyond which few elements make the moment and
-    the argument is likelier a log-probability, whose exp is at most 1."""
+    """Log-normal: r = exp(rx^2). Beyond rx = 2, where few elements make the moment, the argument is
+    likelier a log-probability or a decay, whose exp is at most 1: r = 1."""
     return at_value(torch.exp, x, _exp_rms(x.rms), nonnegative=True)
 
 
