@@ -105,20 +105,21 @@ SIZES: dict[str, Any] = {
 }
 GROUPED = {"num_key_value_heads": 2}
 UNDROPPED = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+OF_GPT2 = {
+    "vocab_size": VOCABULARY,
+    "n_positions": 64,
+    "n_embd": 64,
+    "n_layer": 3,
+    "n_head": 4,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
 OF_ENCODER = {"vocab_size": VOCABULARY, "d_model": 64, "pad_token_id": 0, "eos_token_id": 1}
 
 #: Transformers class -> options of its configuration.
 MODELS: dict[str, dict[str, Any]] = {
-    "GPT2LMHeadModel": {
-        "vocab_size": VOCABULARY,
-        "n_positions": 64,
-        "n_embd": 64,
-        "n_layer": 3,
-        "n_head": 4,
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-    },
+    "GPT2LMHeadModel": OF_GPT2,
     "LlamaForCausalLM": SIZES | GROUPED,
     "MistralForCausalLM": SIZES | GROUPED,
     "Qwen2ForCausalLM": SIZES | GROUPED,
@@ -152,27 +153,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "dropout": 0.0,
         "max_position_embeddings": 64,
     },
-    "GPTJForCausalLM": {
-        "vocab_size": VOCABULARY,
-        "n_positions": 64,
-        "n_embd": 64,
-        "n_layer": 3,
-        "n_head": 4,
-        "rotary_dim": 8,
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-    },
-    "GPTBigCodeForCausalLM": {
-        "vocab_size": VOCABULARY,
-        "n_positions": 64,
-        "n_embd": 64,
-        "n_layer": 3,
-        "n_head": 4,
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-    },
+    "GPTJForCausalLM": OF_GPT2 | {"rotary_dim": 8},
+    "GPTBigCodeForCausalLM": OF_GPT2,
     "BertForMaskedLM": SIZES | UNDROPPED,
     "RobertaForMaskedLM": SIZES | UNDROPPED | {"max_position_embeddings": 64},
     "ElectraForMaskedLM": SIZES | UNDROPPED | {"embedding_size": 64},

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from scaledtensor.coded import CodedTensor
 from scaledtensor.errors import DTypeError, ScaleError, UnsupportedError
-from scaledtensor.formats import decode
+from scaledtensor.ops.algebra import elements
 from scaledtensor.ops.registry import covers_storage, store
 from scaledtensor.scale import nearest_power_of_two
 from scaledtensor.tensor import ScaledTensor, measured_rms
@@ -52,8 +52,7 @@ def statistics(x: ScaledTensor) -> Statistics:
     if not isinstance(x, ScaledTensor):
         raise DTypeError(f"statistics are of a ScaledTensor; got {type(x).__name__}")
     held = x.widened() if isinstance(x, CodedTensor) else x
-    q = held.qdata.detach()
-    size = (decode(q, held.format) if q.dtype.itemsize == 1 else q).double().abs()
+    size = elements(held).detach().double().abs()
     size = size[size.isfinite()]
     n = max(size.numel(), 1)
     fmt = x.format if x.recipe is None else x.recipe.forward
@@ -152,16 +151,14 @@ def _whole(tensors: Iterable[Any]) -> Iterator[ScaledTensor]:
 
 @torch.no_grad()
 def _rebalanced(x: ScaledTensor, by: str) -> int:
-    q = x.qdata
-    wide = (decode(q, x.format) if q.dtype.itemsize == 1 else q).double()
-    value = wide * x.scale.double()
+    value = elements(x).double() * x.scale.double()
     rms = measured_rms(value)
     if not float(rms):
         return 0
     scale = nearest_power_of_two(rms) if by == "rms" else _filling(value, x)
     changed = int(float(scale) != float(x.scale))
     if changed:
-        q.copy_(store((value / scale.double()).float(), x.format))
+        x.qdata.copy_(store((value / scale.double()).float(), x.format))
         x.scale.copy_(scale)
     x.rms.copy_(rms)
     return changed

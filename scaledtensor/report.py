@@ -12,7 +12,7 @@ from torch.utils.module_tracker import ModuleTracker
 
 from scaledtensor import verbs
 from scaledtensor.errors import ModelError
-from scaledtensor.formats import decode
+from scaledtensor.ops.algebra import elements
 from scaledtensor.ops.observe import observed
 from scaledtensor.ops.registry import is_missing, on_missing, rule_of
 from scaledtensor.tensor import ScaledTensor
@@ -153,8 +153,7 @@ def _family(op: Any) -> str | None:
 
 
 def _values(x: ScaledTensor) -> Tensor:
-    q = x.qdata.detach()
-    return (decode(q, x.format) if q.dtype.itemsize == 1 else q).double()
+    return elements(x).detach().double()
 
 
 def report(model: nn.Module, *inputs: Any, **options: Any) -> Report:
