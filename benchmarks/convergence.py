@@ -21,7 +21,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
@@ -145,10 +145,17 @@ def main() -> None:
             print(f"{name}: skipped, torchao is not installed")
     tasks = [(r, s, options.steps, str(options.text)) for s in range(options.seeds) for r in rows]
     with ProcessPoolExecutor(options.processes, get_context("spawn")) as pool:
-        runs = list(pool.map(run, tasks))
+        runs = []
+        for done in as_completed(pool.submit(run, task) for task in tasks):
+            runs.append(done.result())
+            print(
+                "{row}, seed {seed}: {last:.4f}, held out {held_out:.4f}".format(**runs[-1]),
+                flush=True,
+            )
+            if options.json:  # hours of work: what is done is kept
+                options.json.write_text(json.dumps(runs))
+    runs.sort(key=lambda r: (r["seed"], rows.index(r["row"])))
     show(runs, rows)
-    if options.json:
-        options.json.write_text(json.dumps(runs))
     if options.plot:
         plot([r for r in runs if r["seed"] == 0 and r["operands"]], options.plot)
 
