@@ -1,30 +1,36 @@
-"""Rounding to nearest even in float32 arithmetic alone, without making codes.
+"""Rounding to nearest even in float32, without making codes.
 
 Two forms of the same function, each the fastest in its place: sums and products for Inductor's
 C++, which vectorises them where a change between float and integer bits costs it a trip through
 memory; and, eager, a sum with a number whose last place is the wanted step, in a few passes over
-pieces that stay in the cache.
+pieces that stay in the cache. E8M0, whose values are powers of two, is an integer sum in both.
 """
 
 import torch
 from torch import Tensor
 
-from scaledtensor.formats.bits import Overflow
-from scaledtensor.formats.format import Format, Specials
+from scaledtensor.formats.bits import Overflow, times_power
+from scaledtensor.formats.format import BF16, FP32, Format, Specials
 
 _EXPONENT = 0x7F800000
 _SIGN = -0x80000000
+_MIN_NORMAL = 1 << 23
+_HALF = 1 << 22  # of a float32's mantissa, and the bits of 2^-127
 
 
 def rounds_in_float32(fmt: Format) -> bool:
-    """Whether these functions serve the format: what they add and multiply by has to be a float32,
-    and ties to go by the parity of a mantissa."""
-    return (
-        fmt.signed
-        and 1 <= fmt.mantissa_bits <= 14
+    """Whether these functions serve the format: E8M0, or what they add and multiply by has to be a
+    float32, and ties to go by the parity of a mantissa."""
+    return not fmt.signed or (
+        1 <= fmt.mantissa_bits <= 14
         and fmt.max * 2.0 ** (25 - fmt.mantissa_bits) < 2.0**128
         and fmt.min_subnormal > 2.0**-126
     )
+
+
+def fuses(fmt: Format) -> bool:
+    """Whether `fuse_rounding` serves the format."""
+    return rounds_in_float32(fmt) or fmt == BF16
 
 
 def round_by_arithmetic(x: Tensor, fmt: Format) -> Tensor:
@@ -51,15 +57,22 @@ def fuse_rounding(x: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
     the largest number.
     """
     wide = x.float()
+    if not fmt.signed:
+        value = _nearest_power(wide).view(torch.float32)
+        if overflow == "saturate":
+            value = value.clamp(max=fmt.max)
+        value = torch.where(wide > 0, value, torch.nan)
+        return torch.where(value > fmt.max, torch.nan, value)
     if not fmt.has_nan:
         wide = torch.where(wide == wide, wide, 0.0)
     saturate = overflow == "saturate" or not fmt.has_nan
     # Past 2 max everything overflows alike, and the splitting stays finite.
-    low, high = (fmt.min, fmt.max) if saturate else (-2 * fmt.max, 2 * fmt.max)
-    wide = wide.clamp(low, high)
+    past = min(2 * fmt.max, FP32.max)
+    wide = wide.clamp(fmt.min, fmt.max) if saturate else wide.clamp(-past, past)
     if fmt.has_signed_zero:
         # `round` keeps the sign of what it rounds to zero.
-        subnormal = (wide * (1 / fmt.min_subnormal)).round() * fmt.min_subnormal
+        steps = times_power(wide, fmt.mantissa_bits + fmt.bias - 1)
+        subnormal = steps.round() * fmt.min_subnormal
     else:
         step = 1.5 * 2.0**23 * fmt.min_subnormal
         subnormal = (wide + step) - step
@@ -76,16 +89,35 @@ def fuse_rounding(x: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
 
 def _split(x: Tensor, fmt: Format) -> Tensor:
     """The leading digits of normal numbers, by Veltkamp's splitting."""
-    split = x * (2.0 ** (23 - fmt.mantissa_bits) + 1)
-    return split - (split - x)
+    factor = 2.0 ** (23 - fmt.mantissa_bits) + 1
+    if fmt.max * factor < 2.0**127:
+        split = x * factor
+        return split - (split - x)
+    large = x.abs() > 1
+    small = torch.where(large, x * 2.0**-32, x)  # exact, and the product stays finite
+    split = small * factor
+    leading = split - (split - small)
+    return torch.where(large, leading * 2.0**32, leading)
+
+
+def _nearest_power(x: Tensor) -> Tensor:
+    """As float32 bits, the power of two nearest to x > 0 that E8M0 has, or infinity.
+
+    Ties go up, and so does everything between 2^-127, a float32 subnormal, and 2^-126.
+    """
+    size = x.view(torch.int32).clamp(_HALF, _EXPONENT)
+    down = (size - _MIN_NORMAL) >> 31  # takes 2^-127 itself below 2^-126
+    return ((size + down + _HALF) & _EXPONENT).clamp_(min=_HALF)
 
 
 def round_piece(x: Tensor, fmt: Format, overflow: Overflow, out: Tensor | None = None) -> Tensor:
     """`fake_quantize(x, fmt, overflow=overflow)` of a float32 piece, eager, into `out` if given.
 
     The number added is a multiple of the power of two below |x|, so its last place is the step
-    between values there. Nine passes of a vectorised operator each.
+    between values there. Seven passes of a vectorised operator each.
     """
+    if not fmt.signed:
+        return _round_to_power(x, fmt, overflow, torch.empty_like(x) if out is None else out)
     saturate = overflow == "saturate" or not fmt.has_nan
     low, high = (fmt.min, fmt.max) if saturate else (-2 * fmt.max, 2 * fmt.max)
     value = x.clamp(low, high) if out is None else torch.clamp(x, low, high, out=out)
@@ -94,9 +126,9 @@ def round_piece(x: Tensor, fmt: Format, overflow: Overflow, out: Tensor | None =
     if fmt.is_integer:
         magic = 1.5 * 2.0**23 * fmt.min_subnormal
         return value.add_(magic).sub_(magic)
-    power = (value.view(torch.int32) & _EXPONENT).view(torch.float32)
-    power.clamp_(min=fmt.min_normal).mul_(1.5 * 2.0 ** (23 - fmt.mantissa_bits))
-    value.add_(power).sub_(power)
+    power = (value.view(torch.int32) & _EXPONENT).view(torch.float32).clamp_(min=fmt.min_normal)
+    steps = 1.5 * 2.0 ** (23 - fmt.mantissa_bits)
+    value.add_(power, alpha=steps).sub_(power, alpha=steps)
     if not saturate:
         _overflow_(value, fmt)
     if fmt.specials in (Specials.FNUZ, Specials.P3109):
@@ -108,9 +140,20 @@ def round_piece(x: Tensor, fmt: Format, overflow: Overflow, out: Tensor | None =
 
 def _overflow_(value: Tensor, fmt: Format) -> None:
     """Numbers beyond max, in place: to infinity, or to NaN where there is none."""
-    if fmt.has_inf:
-        # Times 2^127 the excess over max is past float32, or, within the range, exactly nothing.
-        excess = value - value.clamp(-fmt.max, fmt.max)
-        value.add_(excess.mul_(2.0**127).mul_(2.0**127))
-        return
-    value.masked_fill_(value.abs() > fmt.max, torch.nan)
+    # Times 2^127 twice the excess over max is past float32, or, within the range, exactly nothing.
+    excess = value - value.clamp(-fmt.max, fmt.max)
+    excess.mul_(2.0**127).mul_(2.0**127)
+    value.add_(excess if fmt.has_inf else excess.mul_(0.0))
+
+
+def _round_to_power(x: Tensor, fmt: Format, overflow: Overflow, out: Tensor) -> Tensor:
+    """To E8M0, in place in `out`: the steps of `_nearest_power`."""
+    size = torch.clamp(x.view(torch.int32), _HALF, _EXPONENT, out=out.view(torch.int32))
+    down = (size - _MIN_NORMAL).bitwise_right_shift_(31)
+    size.add_(down).add_(_HALF).bitwise_and_(_EXPONENT).clamp_(min=_HALF)
+    if overflow == "saturate":
+        out.clamp_(max=fmt.max)
+    else:
+        out.add_(out * 0.0)  # infinity to NaN
+    valid = x.sign().relu_()
+    return out.mul_(valid).div_(valid)  # 0 / 0 where x is not above zero

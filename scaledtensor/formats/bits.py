@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from scaledtensor.formats.format import Format, Specials
 from scaledtensor.formats.stochastic import random_double_words, random_words
@@ -52,10 +53,38 @@ _DOUBLE = _Carrier(torch.int64, 64, 52, 1023)
 
 
 def encode_bits(x: Tensor, fmt: Format, mode: Mode, start: int = 0) -> Tensor:
-    """The codes of float32 or float64 numbers, in `fmt.storage_dtype`. Not for E8M0.
+    """The codes of float32 or float64 numbers, in `fmt.storage_dtype`.
 
     `start` counts the elements before `x`, of which this is a piece.
     """
+    code = (_code if fmt.signed else _exponent)(x, fmt, mode, start)
+    storage = fmt.storage_dtype
+    if torch.compiler.is_compiling():
+        # Inductor's C++ has no vectors of 16-bit integers, and elsewhere Inductor knows E8M0 by
+        # casts alone. The cast of a value is exact.
+        halves = (torch.bfloat16, torch.float16)
+        if storage in (halves if x.is_cpu else (torch.float8_e8m0fnu,)):
+            return _value(code.int(), fmt).to(storage)
+    narrow = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[storage.itemsize]
+    return loop_of_its_own(loop_of_its_own(code).to(narrow)).view(storage)
+
+
+def round_bits(x: Tensor, fmt: Format, mode: Mode) -> Tensor:
+    """`decode_bits(encode_bits(x, fmt, mode), fmt)`, without storing codes in between."""
+    code = (_code if fmt.signed else _exponent)(x, fmt, mode, 0)
+    return _value(code.int(), fmt)
+
+
+def decode_bits(codes: Tensor, fmt: Format) -> Tensor:
+    """The float32 values of codes."""
+    if not (fmt.signed or codes.is_cpu):
+        return codes.float()
+    if codes.dtype.itemsize == 2:
+        return _value(codes.view(torch.int16).int() & 0xFFFF, fmt)
+    return _value(_bytes(codes).int(), fmt)
+
+
+def _code(x: Tensor, fmt: Format, mode: Mode, start: int) -> Tensor:
     carrier = _DOUBLE if x.dtype is torch.float64 else _SINGLE
     bits = x.view(carrier.ints)
     magnitude = bits & ((1 << (carrier.width - 1)) - 1)
@@ -71,7 +100,7 @@ def encode_bits(x: Tensor, fmt: Format, mode: Mode, start: int = 0) -> Tensor:
     nan = (carrier.infinity - magnitude) >> (carrier.width - 1)
     if fmt.has_inf or fmt.has_nan:
         code = _with_infinity(code, magnitude, fmt, mode, carrier)
-    return _store(_with_sign(code, bits, nan, fmt, carrier), fmt)
+    return _with_sign(code, bits, nan, fmt, carrier)
 
 
 def _as_normal(
@@ -110,14 +139,14 @@ def _as_subnormal(
     size = x.abs().clamp(max=limit)
     exponent = fmt.mantissa_bits + fmt.bias - 1  # of 1 / min_subnormal
     if mode.rounding == "nearest_even":
-        return _times_power(size, exponent).round().to(carrier.ints)
+        return times_power(size, exponent).round().to(carrier.ints)
     if mode.rounding == "nearest_away":
-        return (_times_power(size, exponent + 1).to(carrier.ints) + 1) >> 1
+        return (times_power(size, exponent + 1).to(carrier.ints) + 1) >> 1
     if chance is not None:
         fraction = carrier.width - 2 - fmt.mantissa_bits
-        fixed = _times_power(size, exponent + fraction).to(carrier.ints)
+        fixed = times_power(size, exponent + fraction).to(carrier.ints)
         return (fixed + chance) >> fraction
-    whole = _times_power(size, exponent).to(carrier.ints)
+    whole = times_power(size, exponent).to(carrier.ints)
     if mode.rounding == "to_odd":
         lost = size - whole.to(size.dtype) * fmt.min_subnormal  # exact, where steps may underflow
         return whole | (lost > 0).to(carrier.ints)
@@ -161,7 +190,7 @@ def _with_sign(code: Tensor, bits: Tensor, nan: Tensor, fmt: Format, carrier: _C
     return torch.maximum(code, nan & fmt.nan_code) | sign
 
 
-def _times_power(x: Tensor, exponent: int) -> Tensor:
+def times_power(x: Tensor, exponent: int) -> Tensor:
     """x * 2^exponent, in two factors where that power is no float32."""
     if exponent <= 127:
         return x * 2.0**exponent
@@ -179,8 +208,8 @@ def _chance(x: Tensor, fmt: Format, mode: Mode, carrier: _Carrier, start: int) -
     return (words >> (carrier.width - fraction)) & ((1 << fraction) - 1)
 
 
-def encode_exponent(x: Tensor, fmt: Format, mode: Mode, start: int = 0) -> Tensor:
-    """The E8M0 codes of float32 numbers: their exponents, rounded."""
+def _exponent(x: Tensor, fmt: Format, mode: Mode, start: int) -> Tensor:
+    """The E8M0 code of a float32 number: its exponent, rounded."""
     bits = x.view(torch.int32)
     half, one = 1 << 22, 1 << 23
     size = bits.clamp(half, _INF)  # half: 2^-127, the smallest code, is a float32 subnormal
@@ -201,18 +230,15 @@ def encode_exponent(x: Tensor, fmt: Format, mode: Mode, start: int = 0) -> Tenso
     code = _with_infinity(code.clamp(max=top), size, fmt, mode, _SINGLE)
     # As integers, zero and the negative floats are those below 1, the NaNs those above infinity.
     invalid = (bits >> 31) | ((bits - 1) >> 31) | ((_INF - bits) >> 31)
-    code = code | (invalid & (fmt.num_codes - 1))
-    if x.is_cpu or not torch.compiler.is_compiling():
-        return _store(code, fmt)
-    # Inductor knows this dtype by casts alone; they are exact on powers of two, and take NaN to
-    # NaN. The bit in the middle makes 2^-127 out of code 0, and a NaN of what were infinity.
-    middle = (((code - 1) | (fmt.num_codes - 2 - code)) >> 31) & half
-    return ((code << 23) | middle).view(torch.float32).to(fmt.storage_dtype)
+    return code | (invalid & (fmt.num_codes - 1))
 
 
-def decode_bits(codes: Tensor, fmt: Format) -> Tensor:
-    """The float32 values of codes. Not for E8M0."""
-    raw = _load(codes)
+def _value(raw: Tensor, fmt: Format) -> Tensor:
+    """The float32 value of a code."""
+    if not fmt.signed:
+        # The bit in the middle makes 2^-127 out of code 0, and a NaN of what were infinity.
+        middle = (((raw - 1) | (fmt.num_codes - 2 - raw)) >> 31) & (1 << 22)
+        return ((raw << 23) | middle).view(torch.float32)
     if fmt.is_integer:
         number = (raw << (32 - fmt.bits)) >> (32 - fmt.bits)
         return number.float() * fmt.min_subnormal
@@ -237,48 +263,33 @@ def decode_bits(codes: Tensor, fmt: Format) -> Tensor:
     return (bits | ((raw & sign_bit) << (32 - fmt.bits))).view(torch.float32)
 
 
-def _load(codes: Tensor) -> Tensor:
-    """Codes as int32, zero-extended."""
-    if codes.dtype.itemsize == 2:
-        return codes.view(torch.int16).int() & 0xFFFF
-    return _reinterpreted(codes, torch.uint8).int()
+def compiled_for_cpu(x: Tensor) -> bool:
+    return torch.compiler.is_compiling() and x.is_cpu
 
 
-def _store(code: Tensor, fmt: Format) -> Tensor:
-    storage = fmt.storage_dtype
-    if storage.itemsize > 1:
-        return code.to(torch.int16 if storage.itemsize == 2 else torch.int32).view(storage)
-    # As int8, so that the result is a view: from 16-bit floats Inductor's C++ then works in
-    # vectors of 16, else of 32, where most conversions go through memory: six times slower.
-    if storage in SCALAR_IN_INDUCTOR:
-        return _reinterpreted(code.to(torch.int8).view(torch.uint8), storage)
-    return code.to(torch.int8).view(storage)
+def _bytes(codes: Tensor) -> Tensor:
+    """8-bit codes as uint8."""
+    if not compiled_for_cpu(codes) or codes.dtype not in SCALAR_IN_INDUCTOR:
+        return codes.view(torch.uint8)
+    # A kernel that reads one of these dtypes is not vectorised, and a view between dtypes of one
+    # width is part of the kernel; between widths it is not.
+    if codes.is_contiguous() and statically_known_true(codes.numel() % 2 == 0):
+        return codes.view(-1).view(torch.int16).view(torch.uint8).view(codes.shape)
+    return codes.view(torch.uint8)
 
 
-def _reinterpreted(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """`codes.view(dtype)`, kept out of Inductor's C++ kernels where it would slow them down."""
-    odd = codes.dtype in SCALAR_IN_INDUCTOR or dtype in SCALAR_IN_INDUCTOR
-    if odd and codes.is_cpu and torch.compiler.is_compiling():
-        copied: Tensor = torch.ops.scaledtensor.reinterpret(codes, dtype)
-        return copied
-    return codes.view(dtype)
+def loop_of_its_own(x: Tensor) -> Tensor:
+    """`x`, in a graph that is compiled for a CPU as the result of a loop of its own.
+
+    Two things hang on that in Inductor's C++ (torch 2.13), which still writes one kernel where the
+    loops fuse. A kernel has as many lanes as its first loop's 16-bit floats fit into a register,
+    and with more than the 32-bit ones do, conversions between integers, or from 8 bits to 16, go
+    one element at a time (1.9 against 0.4 ns per element); two loops that differ keep it at those.
+    And where a kernel's own result is viewed as one of the dtypes that Inductor has no vectors of
+    (FNUZ, E8M0), nothing of it is vectorised (4.8 ns); the view of a buffer is no kernel.
+    """
+    return x.as_strided(x.shape, x.stride()) if compiled_for_cpu(x) else x
 
 
-# A kernel in which one of these dtypes appears is not vectorised at all (torch 2.13: 4.8 ns per
-# element against 0.3), so an opaque operator copies the bytes from one dtype to the other.
+#: Of these dtypes Inductor has no vectors.
 SCALAR_IN_INDUCTOR = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu)
-
-_LIBRARY = torch.library.Library("scaledtensor", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define("reinterpret(Tensor codes, ScalarType dtype) -> Tensor")  # type: ignore[no-untyped-call]
-
-
-def _reinterpret_op(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    return codes.view(dtype).clone(memory_format=torch.contiguous_format)
-
-
-_LIBRARY.impl("reinterpret", _reinterpret_op, "CPU")  # type: ignore[no-untyped-call]
-
-
-@torch.library.register_fake("scaledtensor::reinterpret", lib=_LIBRARY)  # type: ignore[untyped-decorator]
-def _(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty(codes.shape, dtype=dtype, device=codes.device)

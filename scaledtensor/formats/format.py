@@ -205,10 +205,9 @@ class Format:
         """The code that a positive NaN becomes, None where there is no NaN."""
         if not self.has_nan:
             return None
-        first = self.nan_codes[0]
-        if self.specials is Specials.IEEE and self.storage_dtype is not torch.float8_e5m2:
+        if self.specials is Specials.IEEE:
             return self.max_code + 1 + (1 << (self.mantissa_bits - 1))  # the quiet NaN
-        return first[-1]
+        return self.nan_codes[0][-1]
 
     def value(self, code: int) -> float:
         """The value of one code; bits above `bits` are ignored."""

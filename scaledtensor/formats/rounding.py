@@ -13,9 +13,11 @@ ml_dtypes byte for byte: "ieee" is its `astype`, "saturate" its `astype` after a
 
 NaN becomes
   - NAN_ONLY, FNUZ, P3109: the only NaN there is;
-  - IEEE: the quiet NaN, except in E5M2, where it is the all-ones code that torch's cast writes;
-  - NONE: the zero of the opposite sign, as in ml_dtypes; INTEGER: zero;
-and its sign, where the format keeps one, is the only thing in which two ways may differ.
+  - IEEE: the quiet NaN;
+  - NONE: the zero of the opposite sign; INTEGER: zero;
+and keeps its sign where the format has one, byte for byte as in ml_dtypes. Two things are left
+open: what remains of a NaN in BF16, FP16 and FP32 (sign, payload), which torch's own casts decide,
+and which zero `fake_quantize` makes of a NaN.
 -0 stays where it has a code. `Format.policy` says all of this for one format.
 
 E8M0 is a scale code: zero and negative values become NaN, positive ones the nearest power of two,
@@ -30,20 +32,21 @@ from scaledtensor.errors import DTypeError, FormatError
 from scaledtensor.formats import tables
 from scaledtensor.formats.arithmetic import (
     fuse_rounding,
+    fuses,
     round_by_arithmetic,
     round_piece,
     rounds_in_float32,
 )
 from scaledtensor.formats.bits import (
-    SCALAR_IN_INDUCTOR,
     Mode,
     Overflow,
     Rounding,
     decode_bits,
     encode_bits,
-    encode_exponent,
+    loop_of_its_own,
+    round_bits,
 )
-from scaledtensor.formats.format import FORMATS, Format
+from scaledtensor.formats.format import Format
 from scaledtensor.formats.pieces import in_pieces
 from scaledtensor.formats.stochastic import Randomness, checked_random_bits, key_for
 
@@ -96,25 +99,7 @@ def encode(
     `random_bits` without "stochastic", UnsupportedError for "stochastic" on 2^31 elements or more.
     """
     mode = _checked(x, rounding, overflow, generator, random_bits)
-    x = x.detach() if x.requires_grad else x
-    storage = fmt.storage_dtype
-    if x.dtype is torch.float64 and (not fmt.signed or rounding == "nearest_even"):
-        x = x if storage is torch.float32 else _round_to_odd(x)
-    if torch.compiler.is_compiling():
-        if storage is torch.float32 and rounding == "nearest_even":
-            return _cast(x, fmt, overflow)
-        if rounding == "nearest_even" and _is_better_opaque(x, fmt):
-            codes: Tensor = torch.ops.scaledtensor.encode(x, fmt.name, overflow)
-            return codes
-        return _by_bits(x, fmt, mode)
-    native = storage not in _RAW and rounding == "nearest_even" and fmt.signed
-    if native and (overflow == "saturate" or storage in _WIDE):
-        return in_pieces(lambda t, *_: _cast(t, fmt, overflow), x, storage)
-    if tables.serves(x) and mode.key is None:
-        return tables.encode(x, fmt, mode, _by_bits)
-    return in_pieces(
-        lambda t, start, _: _by_bits(t, fmt, mode, start), x, storage, mode.key is None
-    )
+    return _encode(x.detach() if x.requires_grad else x, fmt, mode)
 
 
 def decode(codes: Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -134,17 +119,7 @@ def decode(codes: Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> Te
     real = not torch.compiler.is_compiling() and codes.is_cpu and type(codes) is Tensor
     if real and codes.dtype.itemsize == 1:
         return in_pieces(lambda t, *_: tables.look_up(t, fmt, dtype), codes, dtype)
-    # An opaque operator where it pays: decoding straight to 16-bit floats, Inductor's C++ takes
-    # 2.7 ns per element and the table 0.4 (1024 x 1024, one thread).
-    if (
-        codes.dtype.itemsize == 1
-        and codes.is_cpu
-        and dtype in _HALVES
-        and FORMATS.get(fmt.name) is fmt
-    ):
-        values: Tensor = torch.ops.scaledtensor.look_up(codes, fmt.name, dtype)
-        return values
-    return (decode_bits(codes, fmt) if fmt.signed else codes.float()).to(dtype)
+    return loop_of_its_own(decode_bits(codes, fmt)).to(dtype)
 
 
 def fake_quantize(
@@ -160,26 +135,47 @@ def fake_quantize(
 
     Takes and raises what `encode` does. No gradient flows.
     """
-    if rounding == "nearest_even" and fmt.storage_dtype not in _WIDE and rounds_in_float32(fmt):
-        mode = _checked(x, rounding, overflow, generator, random_bits)
-        x = x.detach() if x.requires_grad else x
-        if torch.compiler.is_compiling():
-            # GPU compilers contract a product and a sum; there the bits are as fast.
-            if x.is_cpu and x.dtype is not torch.float64:
-                return fuse_rounding(x, fmt, overflow).to(x.dtype)
-        elif tables.serves(x):
+    mode = _checked(x, rounding, overflow, generator, random_bits)
+    x = x.detach() if x.requires_grad else x
+    nearest, storage = rounding == "nearest_even", fmt.storage_dtype
+    if torch.compiler.is_compiling():
+        # GPU compilers contract a product and a sum; there the bits are as fast.
+        if nearest and x.is_cpu and x.dtype not in (torch.float64, storage) and fuses(fmt):
+            return fuse_rounding(x, fmt, overflow).to(x.dtype)
+        if storage is not torch.float32 and x.dtype is not storage:
+            return round_bits(_carried(x, fmt, mode), fmt, mode).to(x.dtype)
+    elif nearest and storage not in _WIDE and rounds_in_float32(fmt):
+        if tables.serves(x):
             return tables.fake_quantize(x, fmt, mode, lambda t: _rounded(t, fmt, overflow))
-        else:
-            return in_pieces(lambda t, _, out: _rounded(t, fmt, overflow, out), x, x.dtype)
-    codes = encode(
-        x,
-        fmt,
-        rounding=rounding,
-        overflow=overflow,
-        generator=generator,
-        random_bits=random_bits,
+        return in_pieces(lambda t, _, out: _rounded(t, fmt, overflow, out), x, x.dtype)
+    return decode(_encode(x, fmt, mode), fmt, x.dtype)
+
+
+def _encode(x: Tensor, fmt: Format, mode: Mode) -> Tensor:
+    storage, nearest = fmt.storage_dtype, mode.rounding == "nearest_even"
+    if torch.compiler.is_compiling():
+        if nearest and (storage is torch.float32 or x.dtype is storage):
+            return _cast(x, fmt, mode.overflow)
+        if nearest and storage in _HALVES and x.is_cpu and x.dtype is not torch.float64:
+            # Inductor drops a cast to 16 bits that is undone in the same kernel, so the rounding
+            # is done before it.
+            return fuse_rounding(x, fmt, mode.overflow).to(storage)
+        return _by_bits(x, fmt, mode)
+    native = nearest and storage not in _RAW and fmt.signed
+    if native and (mode.overflow == "saturate" or storage in _WIDE):
+        return in_pieces(lambda t, *_: _cast(t, fmt, mode.overflow), x, storage)
+    if tables.serves(x) and mode.key is None:
+        return tables.encode(x, fmt, mode, _by_bits)
+    return in_pieces(
+        lambda t, start, _: _by_bits(t, fmt, mode, start), x, storage, mode.key is None
     )
-    return decode(codes, fmt, x.dtype)
+
+
+def _carried(x: Tensor, fmt: Format, mode: Mode) -> Tensor:
+    """`x` as what `encode_bits` takes: float32, or float64 where one rounding has to see it all."""
+    if x.dtype is not torch.float64:
+        return x.float()
+    return x if fmt.signed and mode.rounding != "nearest_even" else _round_to_odd(x)
 
 
 def _checked(
@@ -205,22 +201,8 @@ def _checked(
     return Mode(rounding, overflow)
 
 
-def _is_better_opaque(x: Tensor, fmt: Format) -> bool:
-    """Whether Inductor's C++ is slower on the bits than an eager cast between two kernels.
-
-    It converts int32 to 16 bits, and codes of the dtypes that it knows no vectors of from 16-bit
-    floats, one element at a time: 1.6 to 2 ns per element against 0.5 to 0.8 (4096 x 4096).
-    """
-    if not x.is_cpu or FORMATS.get(fmt.name) is not fmt:
-        return False
-    return fmt.storage_dtype in _HALVES or (
-        x.dtype in _HALVES and fmt.storage_dtype in SCALAR_IN_INDUCTOR
-    )
-
-
 def _by_bits(x: Tensor, fmt: Format, mode: Mode, start: int = 0) -> Tensor:
-    wide = x if x.dtype is torch.float64 else x.float()
-    return (encode_bits if fmt.signed else encode_exponent)(wide, fmt, mode, start)
+    return encode_bits(_carried(x, fmt, mode), fmt, mode, start)
 
 
 def _rounded(x: Tensor, fmt: Format, overflow: Overflow, out: Tensor | None = None) -> Tensor:
@@ -231,12 +213,21 @@ def _rounded(x: Tensor, fmt: Format, overflow: Overflow, out: Tensor | None = No
 
 
 def _cast(x: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
+    storage = fmt.storage_dtype
+    if x.dtype is torch.float64 and storage is not torch.float32:
+        x = _round_to_odd(x)
     if overflow == "saturate":
-        # The maxima of the wide formats are not values of the other 16-bit dtype.
-        if fmt.storage_dtype in _WIDE and x.dtype is not fmt.storage_dtype:
-            x = x if x.dtype is torch.float64 else x.float()
+        # Other 16-bit floats lack the maxima of the wide formats; and their clamp, by way of
+        # float32 itself, drops the sign of a NaN.
+        if x.dtype in _HALVES and x.dtype is not storage:
+            x = x.float()
         x = x.clamp(-fmt.max, fmt.max)
-    return x.to(fmt.storage_dtype)
+    codes = x.to(storage)
+    if storage is torch.float8_e5m2:
+        raw = codes.view(torch.uint8)
+        nan = raw & 0x7F
+        raw.sub_(torch.eq(nan, 0x7F, out=nan))  # torch writes NaN as all ones; see `nan_code`
+    return codes
 
 
 def _round_to_odd(x: Tensor) -> Tensor:
@@ -254,35 +245,3 @@ def _round_to_odd(x: Tensor) -> Tensor:
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     return ", ".join(str(d).removeprefix("torch.") for d in dtypes)
-
-
-# Opaque to Inductor, defined at the low level: `custom_op` costs 50 us a call.
-
-_LIBRARY = torch.library.Library("scaledtensor", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define("encode(Tensor x, str format, str overflow) -> Tensor")  # type: ignore[no-untyped-call]
-_LIBRARY.define("look_up(Tensor codes, str format, ScalarType dtype) -> Tensor")  # type: ignore[no-untyped-call]
-
-
-def _look_up_op(codes: Tensor, name: str, dtype: torch.dtype) -> Tensor:
-    values = in_pieces(lambda t, *_: tables.look_up(t, FORMATS[name], dtype), codes, dtype)
-    return values.contiguous()
-
-
-def _encode_op(x: Tensor, name: str, overflow: Overflow) -> Tensor:
-    codes = encode(x, FORMATS[name], overflow=overflow)
-    # A cast to the dtype that `x` has is `x`; an operator's result is memory of its own.
-    return codes.clone() if codes is x else codes.contiguous()
-
-
-@torch.library.register_fake("scaledtensor::encode", lib=_LIBRARY)  # type: ignore[untyped-decorator]
-def _(x: Tensor, name: str, overflow: str) -> Tensor:
-    return torch.empty(x.shape, dtype=FORMATS[name].storage_dtype, device=x.device)
-
-
-_LIBRARY.impl("encode", _encode_op, "CPU")  # type: ignore[no-untyped-call]
-_LIBRARY.impl("look_up", _look_up_op, "CPU")  # type: ignore[no-untyped-call]
-
-
-@torch.library.register_fake("scaledtensor::look_up", lib=_LIBRARY)  # type: ignore[untyped-decorator]
-def _(codes: Tensor, name: str, dtype: torch.dtype) -> Tensor:
-    return torch.empty(codes.shape, dtype=dtype, device=codes.device)
