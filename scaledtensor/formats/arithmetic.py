@@ -9,7 +9,7 @@ pieces that stay in the cache. E8M0, whose values are powers of two, is an integ
 import torch
 from torch import Tensor
 
-from scaledtensor.formats.bits import Overflow, times_power
+from scaledtensor.formats.bits import Overflow
 from scaledtensor.formats.format import BF16, FP32, Format, Specials
 
 _EXPONENT = 0x7F800000
@@ -28,8 +28,10 @@ def rounds_in_float32(fmt: Format) -> bool:
     )
 
 
-def fuses(fmt: Format) -> bool:
-    """Whether `fuse_rounding` serves the format."""
+def fuses(fmt: Format, dtype: torch.dtype) -> bool:
+    """Whether `fuse_rounding` is the fastest for the format and numbers of `dtype`."""
+    if not fmt.signed:
+        return dtype is torch.float32  # bits, which Inductor's C++ takes one by one beside halves
     return rounds_in_float32(fmt) or fmt == BF16
 
 
@@ -70,9 +72,7 @@ def fuse_rounding(x: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
     past = min(2 * fmt.max, FP32.max)
     wide = wide.clamp(fmt.min, fmt.max) if saturate else wide.clamp(-past, past)
     if fmt.has_signed_zero:
-        # `round` keeps the sign of what it rounds to zero.
-        steps = times_power(wide, fmt.mantissa_bits + fmt.bias - 1)
-        subnormal = steps.round() * fmt.min_subnormal
+        subnormal = _multiple(wide, fmt)
     else:
         step = 1.5 * 2.0**23 * fmt.min_subnormal
         subnormal = (wide + step) - step
@@ -85,6 +85,14 @@ def fuse_rounding(x: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
         value = torch.where(value > fmt.max, torch.inf, value)
         return torch.where(value < -fmt.max, -torch.inf, value)
     return torch.where(value.abs() > fmt.max, torch.nan, value)
+
+
+def _multiple(x: Tensor, fmt: Format) -> Tensor:
+    """The nearest multiple of `min_subnormal`, with the sign of `x` where that is zero."""
+    if fmt.min_normal == FP32.min_normal:
+        step = fmt.min_subnormal / FP32.min_subnormal
+        return x * (1 / step) * step  # float32 rounds to its own subnormals
+    return (x * (1 / fmt.min_subnormal)).round() * fmt.min_subnormal
 
 
 def _split(x: Tensor, fmt: Format) -> Tensor:

@@ -64,7 +64,7 @@ def encode_bits(x: Tensor, fmt: Format, mode: Mode, start: int = 0) -> Tensor:
         # casts alone. The cast of a value is exact.
         halves = (torch.bfloat16, torch.float16)
         if storage in (halves if x.is_cpu else (torch.float8_e8m0fnu,)):
-            return _value(code.int(), fmt).to(storage)
+            return loop_of_its_own(_value(loop_of_its_own(code).int(), fmt)).to(storage)
     narrow = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[storage.itemsize]
     return loop_of_its_own(loop_of_its_own(code).to(narrow)).view(storage)
 

@@ -114,7 +114,8 @@ def decode(codes: Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> Te
     if dtype not in _FLOATS:
         raise DTypeError(f"cannot decode to {dtype}; allowed are {_names(_FLOATS)}")
     if codes.dtype in _WIDE:
-        return codes.to(dtype)
+        mixed = {codes.dtype, dtype} == {*_HALVES}  # which Inductor's C++ would not vectorise well
+        return (loop_of_its_own(codes.float()) if mixed else codes).to(dtype)
     # Other types (FakeTensor for one) stand for data that a table of real numbers cannot meet.
     real = not torch.compiler.is_compiling() and codes.is_cpu and type(codes) is Tensor
     if real and codes.dtype.itemsize == 1:
@@ -140,10 +141,11 @@ def fake_quantize(
     nearest, storage = rounding == "nearest_even", fmt.storage_dtype
     if torch.compiler.is_compiling():
         # GPU compilers contract a product and a sum; there the bits are as fast.
-        if nearest and x.is_cpu and x.dtype not in (torch.float64, storage) and fuses(fmt):
+        if nearest and x.is_cpu and x.dtype not in (torch.float64, storage) and fuses(fmt, x.dtype):
             return fuse_rounding(x, fmt, overflow).to(x.dtype)
         if storage is not torch.float32 and x.dtype is not storage:
-            return round_bits(_carried(x, fmt, mode), fmt, mode).to(x.dtype)
+            wide = loop_of_its_own(_carried(x, fmt, mode))
+            return loop_of_its_own(round_bits(wide, fmt, mode)).to(x.dtype)
     elif nearest and storage not in _WIDE and rounds_in_float32(fmt):
         if tables.serves(x):
             return tables.fake_quantize(x, fmt, mode, lambda t: _rounded(t, fmt, overflow))
@@ -159,7 +161,7 @@ def _encode(x: Tensor, fmt: Format, mode: Mode) -> Tensor:
         if nearest and storage in _HALVES and x.is_cpu and x.dtype is not torch.float64:
             # Inductor drops a cast to 16 bits that is undone in the same kernel, so the rounding
             # is done before it.
-            return fuse_rounding(x, fmt, mode.overflow).to(storage)
+            return loop_of_its_own(fuse_rounding(x, fmt, mode.overflow)).to(storage)
         return _by_bits(x, fmt, mode)
     native = nearest and storage not in _RAW and fmt.signed
     if native and (mode.overflow == "saturate" or storage in _WIDE):
