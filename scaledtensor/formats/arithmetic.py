@@ -134,7 +134,8 @@ def round_piece(x: Tensor, fmt: Format, overflow: Overflow, out: Tensor | None =
     if fmt.is_integer:
         magic = 1.5 * 2.0**23 * fmt.min_subnormal
         return value.add_(magic).sub_(magic)
-    power = (value.view(torch.int32) & _EXPONENT).view(torch.float32).clamp_(min=fmt.min_normal)
+    bits = value.view(torch.int32)
+    power = (bits & _EXPONENT).view(torch.float32).clamp_(min=fmt.min_normal)
     steps = 1.5 * 2.0 ** (23 - fmt.mantissa_bits)
     value.add_(power, alpha=steps).sub_(power, alpha=steps)
     if not saturate:
@@ -142,7 +143,7 @@ def round_piece(x: Tensor, fmt: Format, overflow: Overflow, out: Tensor | None =
     if fmt.specials in (Specials.FNUZ, Specials.P3109):
         return value
     # The sum takes -0, and what rounds to it, to +0.
-    value.view(torch.int32).bitwise_or_(x.view(torch.int32) & _SIGN)
+    bits.bitwise_or_(x.view(torch.int32) & _SIGN)
     return value
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-_PIECE = 1 << 17
+_PIECE = 1 << 18
 
 
 def in_pieces(
@@ -30,9 +30,9 @@ def in_pieces(
         return f(x, 0, None)
     out = torch.empty(rows.shape, dtype=dtype)
     source, target = rows.view(-1), out.view(-1)
-    for start in range(0, x.numel(), _PIECE):
-        place = target[start : start + _PIECE]
-        piece = f(source[start : start + _PIECE], start, place)
-        if piece is not place:
-            place.copy_(piece)
+    pieces = zip(source.split(_PIECE), target.split(_PIECE), strict=True)
+    for i, (piece, place) in enumerate(pieces):
+        result = f(piece, i * _PIECE, place)
+        if result is not place:
+            place.copy_(result)
     return out.permute(*(order.index(d) for d in range(x.dim())))
