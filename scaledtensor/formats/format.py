@@ -15,7 +15,7 @@ fixed point, the second line with the sign weighing -2^M.
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from math import inf, ldexp, nan
+from math import frexp, inf, ldexp, nan
 from types import MappingProxyType
 from typing import Any
 
@@ -289,14 +289,24 @@ class Format:
         small = (
             "Fixed point: one step everywhere."
             if self.is_integer
-            else f"Subnormals down to {self.min_subnormal:g}."
+            else f"Subnormals down to {_power(self.min_subnormal)}."
             if self.has_subnormals
-            else f"No subnormals: below {self.min_normal:g} there is only zero."
+            else f"No subnormals: below {_power(self.min_normal)} there is only zero."
         )
+        written = ""
+        if self.storage_dtype in (torch.bfloat16, torch.float16, torch.float32):
+            written = " Which one is written, torch's casts decide."
+        elif self.nan_code is not None and self.specials not in _NO_MINUS_ZERO:
+            written = f" A NaN becomes 0x{self.nan_code:02x} and keeps its sign."
         return (
-            f"{_NAN_SENTENCES[self.specials]} {infinite} Beyond the largest number: that number"
-            f' ("saturate") or {over} ("ieee"). {zero} {small}'
+            f"{_NAN_SENTENCES[self.specials]}{written} {infinite} Beyond the largest number:"
+            f' that number ("saturate") or {over} ("ieee"). {zero} {small}'
         )
+
+
+def _power(value: float) -> str:
+    """A power of two, in full."""
+    return f"2^{frexp(value)[1] - 1}"
 
 
 _RAW_STORAGE = (torch.uint8, torch.int16)

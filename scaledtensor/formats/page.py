@@ -67,8 +67,9 @@ half and three quarters of the smallest positive value:
 
 {policies}
 
-A NaN may lose its sign; all else here is one code, the same in eager and compiled code, and the one
-that ml_dtypes gives (for integers, that of the number after rounding). In words:
+Each is one code, the same in eager and compiled code, and the one that ml_dtypes gives (for
+integers, that of the number after rounding); but which NaN of BF16, FP16 or FP32 a NaN becomes,
+torch's casts choose. In words:
 
 {words}
 

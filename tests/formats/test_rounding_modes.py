@@ -10,10 +10,10 @@ from formats_oracle import (
     ROUNDINGS,
     SHORT,
     all_codes,
+    assert_nan_codes,
     every_16_bit,
     exact_code,
     grid_encode,
-    is_nan_code,
     ml_decode,
     near_ties,
     raw,
@@ -55,7 +55,7 @@ def assert_rounded(x, fmt, rounding, overflow):
     assert values.dtype is x.dtype
     assert same(values, decode(codes, fmt, x.dtype))[real].all()
     if fmt.has_nan:
-        assert is_nan_code(raw(codes)[~real], fmt).all()
+        assert_nan_codes(raw(codes)[~real], fmt, x[~real])
         assert values[~real].isnan().all()
     else:
         assert not values[~real].any()
