@@ -30,7 +30,7 @@ def in_pieces(
         return f(x, 0, None)
     out = torch.empty(rows.shape, dtype=dtype)
     source, target = rows.view(-1), out.view(-1)
-    pieces = zip(source.split(_PIECE), target.split(_PIECE), strict=True)
+    pieces = zip(torch.split(source, _PIECE), torch.split(target, _PIECE), strict=True)
     for i, (piece, place) in enumerate(pieces):
         result = f(piece, i * _PIECE, place)
         if result is not place:
