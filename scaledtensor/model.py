@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from scaledtensor.coded import CodedTensor
 from scaledtensor.errors import ModelError
 from scaledtensor.recipes import Recipe, Unit
 from scaledtensor.recipes import get as get_recipe
@@ -20,7 +21,10 @@ M = TypeVar("M", bound=nn.Module)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 #: Attributes that make a ScaledTensor parameter one. Every other is a tag of the user's, and stays.
-_OWN = {*ScaledTensor.INNER, "format", "recipe", "nonnegative", "decoded", "_is_param"}
+_OWN = {
+    *CodedTensor.INNER,
+    *("format", "granularity", "recipe", "nonnegative", "decoded", "_is_param"),
+}
 
 
 def scale_model(
