@@ -4,11 +4,16 @@ What torch has no dtype for (FP6, FP4, E3M4) and what has a scale for each row o
 can compute on: a product of block scales is no block scale. So a CodedTensor is for keeping weights
 and states: a copy, a device, a file. Any other operator reads it as an ordinary ScaledTensor of the
 same value, float32 elements under one power of two, and its result is one; that reading is exact
-wherever code * scale is a float32. Nothing is written into codes: in-place operators are refused.
+wherever the value is a float32, and else its nearest one. Nothing is written into codes: in-place
+operators are refused.
+
+NVFP4's scales have two levels, an E4M3FN number for each block times one float32 for the tensor,
+and both are kept: their product has up to 28 bits, and a value of E2M1FN codes up to 30. Where that
+is more than the 24 of a float32, `x.to(torch.float64).dequantize()` is exact.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +27,7 @@ from scaledtensor.formats import (
     Granularity,
     PerAxis,
     PerTensor,
+    TwoLevelScale,
     decode,
     dequantize_blocks,
     from_dtype,
@@ -51,12 +57,14 @@ CodedContext = tuple[Format, torch.dtype, Recipe | None, bool, Granularity]
 
 
 class CodedTensor(ScaledTensor):
-    """Codes in `format` and the scales of their blocks: the value is exactly `codes * scale`.
+    """Codes in `format` and the scales of their blocks: the value is exactly
+    `codes * scale * tensor_scale`.
 
     Args:
         codes: in `format.storage_dtype`, of any shape.
-        scale: one positive number for each block, of the shape that `granularity` gives; float32,
-            or float8_e8m0fnu as `formats.quantize_blocks` returns them.
+        scale: as `formats.quantize_blocks` returns it: one positive number for each block, of the
+            shape that `granularity` gives, in float32 or float8_e8m0fnu; or a
+            `formats.TwoLevelScale`, for a format of 8 bits or fewer.
         format: the number format of the codes, or its name. Any with a sign.
         granularity: which elements share a scale.
         dtype: what autograd sees as `.dtype`; by default float32.
@@ -65,7 +73,8 @@ class CodedTensor(ScaledTensor):
     Attributes:
         qdata: the codes, contiguous, those under 8 bits packed (`formats.pack`).
         codes: the codes, one an element.
-        scale: float32, one for each block.
+        scale: one for each block: float32, or float8_e4m3fn where there is a second level.
+        tensor_scale: the second level, 0-dim float32; 1 where there is none.
 
     Raises:
         DTypeError, FormatError, ScaleError, ShapeError, RecipeError: an argument is outside what is
@@ -73,12 +82,15 @@ class CodedTensor(ScaledTensor):
     """
 
     granularity: Granularity
+    tensor_scale: Tensor
+
+    INNER: ClassVar[tuple[str, ...]] = (*ScaledTensor.INNER, "tensor_scale")
 
     @staticmethod
     def __new__(
         cls,
         codes: Tensor,
-        scale: Tensor,
+        scale: Tensor | TwoLevelScale,
         format: Format | str,
         granularity: Granularity = PerTensor(),  # noqa: B008 - frozen
         *,
@@ -96,12 +108,12 @@ class CodedTensor(ScaledTensor):
         if not fmt.has_zero:
             raise FormatError(f"{fmt.name} is a format of scales; elements need a sign and a zero")
         check_strided(codes)
-        held = _checked_scales(scale, cut, codes)
+        held, whole = _checked_levels(scale, fmt, cut, codes)
         chosen = None if recipe is None else get_recipe(recipe)
         context = (fmt, appearance(dtype), chosen, False, cut)
         packed = pack(codes.detach(), fmt).contiguous()
-        values = dequantize_blocks(codes.detach(), held, fmt, cut)
-        return cls.keep(packed, held, measured_rms(values), codes.shape, *context)
+        values = dequantize_blocks(codes.detach(), _levels(held, whole), fmt, cut)
+        return cls.keep(packed, held, measured_rms(values), whole, codes.shape, *context)
 
     @classmethod
     def keep(
@@ -109,6 +121,7 @@ class CodedTensor(ScaledTensor):
         qdata: Tensor,
         scale: Tensor,
         rms: Tensor,
+        tensor_scale: Tensor,
         shape: Sequence[int],
         format: Format,
         dtype: torch.dtype,
@@ -118,23 +131,29 @@ class CodedTensor(ScaledTensor):
     ) -> Self:
         """The one constructor path, unchecked: `qdata` is packed, `shape` that of the tensor."""
         self = cast(Self, _torch.make_wrapper(cls, qdata, dtype, shape))
-        self.qdata, self.scale, self.rms = qdata, scale, rms
+        self.qdata, self.scale, self.rms, self.tensor_scale = qdata, scale, rms, tensor_scale
         self.format, self.recipe, self.nonnegative = format, recipe, nonnegative
         self.granularity = granularity
         return self
 
-    def like(self, qdata: Tensor, scale: Tensor, rms: Tensor) -> Self:
-        return self.keep(qdata, scale, rms, self.shape, *self.__tensor_flatten__()[1])
+    def like(
+        self, qdata: Tensor, scale: Tensor, rms: Tensor, tensor_scale: Tensor | None = None
+    ) -> Self:
+        whole = self.tensor_scale if tensor_scale is None else tensor_scale
+        return self.keep(qdata, scale, rms, whole, self.shape, *self.__tensor_flatten__()[1])
 
     @property
     def codes(self) -> Tensor:
         return unpack(self.qdata, self.format, self.shape)
 
     def widened(self) -> ScaledTensor:
-        """The ordinary ScaledTensor of the same value: float32 elements under one power of two."""
+        """The ordinary ScaledTensor of the same value: float32 elements under one power of two.
+
+        A value that is no float32 is rounded to the nearest, once.
+        """
         # As views are: made outside inference mode, where this tensor was.
         with torch.inference_mode(torch.is_inference_mode_enabled() and self.is_inference()):
-            values = dequantize_blocks(self.codes, self.scale, self.format, self.granularity)
+            values = _values(self, torch.float32)
             return from_plain(values, FP32, self.dtype, self.recipe)
 
     # --- what torch asks of a wrapper subclass -----------------------------------------------
@@ -147,8 +166,8 @@ class CodedTensor(ScaledTensor):
     def __tensor_unflatten__(
         cls, inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
     ) -> Self:
-        qdata, scale, rms = (inner[name] for name in cls.INNER)
-        return cls.keep(qdata, scale, rms, outer_size, *context)
+        qdata, scale, rms, whole = (inner[name] for name in cls.INNER)
+        return cls.keep(qdata, scale, rms, whole, outer_size, *context)
 
     def __coerce_tangent_metadata__(self) -> ScaledTensor:  # type: ignore[override]
         # The gradient of what is kept in codes is none of that kind.
@@ -174,13 +193,18 @@ class CodedTensor(ScaledTensor):
 
     def _spelled_scale(self) -> str:
         if isinstance(self.granularity, PerTensor):
-            return super()._spelled_scale()
-        return f"{tuple(self.scale.shape)} {self.granularity}"
+            spelled = super()._spelled_scale()
+        else:
+            spelled = f"{tuple(self.scale.shape)} {self.granularity}"
+        return f"{spelled} * {self.tensor_scale:.6g}" if _is_two_level(self.scale) else spelled
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copy = super().__deepcopy__(memo)
+        copy.tensor_scale = self.tensor_scale.clone()
+        return copy
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # As bytes: torch cannot read back the 8-bit floats that plain pickle writes.
-        narrow = self.qdata.dtype.itemsize == 1
-        inner = (self.qdata.view(torch.uint8) if narrow else self.qdata, self.scale, self.rms)
+        inner = tuple(_as_bytes(getattr(self, name)) for name in self.INNER)
         named = FORMATS.get(self.format.name) is self.format
         fmt = self.format.name if named else self.format
         context = (fmt, self.dtype, self.recipe, _spelled(self.granularity))
@@ -188,41 +212,96 @@ class CodedTensor(ScaledTensor):
         return _rebuild, (inner, tuple(self.shape), context, *flags)
 
 
-def _checked_scales(scale: Any, granularity: Granularity, codes: Tensor) -> Tensor:
-    """`scale` in float32, of its own. Looks at the numbers, where they are real."""
+# --- scales ----------------------------------------------------------------------------------
+
+
+def _is_two_level(scale: Tensor) -> bool:
+    """Told by the dtype, which does not change: the number of the second level may be 1 as well."""
+    return scale.dtype == torch.float8_e4m3fn
+
+
+def _levels(scale: Tensor, tensor_scale: Tensor) -> Tensor | TwoLevelScale:
+    """Inner tensors as `dequantize_blocks` takes them."""
+    return TwoLevelScale(scale, tensor_scale) if _is_two_level(scale) else scale
+
+
+def _values(x: CodedTensor, dtype: torch.dtype) -> Tensor:
+    levels = _levels(x.scale, x.tensor_scale)
+    return dequantize_blocks(x.codes, levels, x.format, x.granularity, dtype)
+
+
+def _checked_levels(
+    given: Any, fmt: Format, granularity: Granularity, codes: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The inner tensors `scale` and `tensor_scale` of what the constructor was given."""
+    if not isinstance(given, TwoLevelScale):
+        if isinstance(given, Tensor) and given.dtype == torch.float8_e8m0fnu:
+            given = decode(given, from_dtype(given.dtype))
+        scale = _checked_scales(given, torch.float32, granularity, codes)
+        return scale, torch.ones((), device=scale.device)
+    if fmt.bits > 8:
+        raise FormatError(f"two-level scales are for elements of 8 bits or fewer, not {fmt!r}")
+    block = _checked_scales(given.block, torch.float8_e4m3fn, granularity, codes)
+    whole = _checked_scales(given.tensor, torch.float32, PerTensor(), codes)
+    if not whole.is_meta and whole.isnan():
+        raise ScaleError("the scale of the tensor is positive and finite; got nan")
+    return block, whole
+
+
+def _checked_scales(
+    scale: Any, dtype: torch.dtype, granularity: Granularity, codes: Tensor
+) -> Tensor:
+    """A copy of `scale`. Looks at the numbers, where they are real."""
     if not isinstance(scale, Tensor) or isinstance(scale, ScaledTensor):
-        raise ScaleError(f"scales are a plain tensor; got {type(scale).__name__}")
-    if scale.dtype == torch.float8_e8m0fnu:
-        scale = decode(scale, from_dtype(scale.dtype))
-    if scale.dtype != torch.float32:
-        raise ScaleError(f"scales are float32 or float8_e8m0fnu; got {scale.dtype}")
+        raise ScaleError(
+            "scales are a plain torch.Tensor or a TwoLevelScale of them; got "
+            f"{type(scale).__name__}"
+        )
+    if scale.dtype != dtype:
+        raise ScaleError(
+            "scales are float32 or float8_e8m0fnu, or a TwoLevelScale of float8_e4m3fn for the "
+            f"blocks and float32 for the tensor; got {scale.dtype} in place of {dtype}"
+        )
     check_scale_shape(scale, granularity, codes.shape)
     if scale.device != codes.device:
         raise ScaleError(f"codes are on {codes.device}, their scales on {scale.device}")
-    # NaN marks a block that held one, as in OCP MX; 2**-127 is the least scale of E8M0.
-    usable = (scale >= MIN_SCALE / 2) & (scale < float("inf")) | scale.isnan()
-    if not (scale.is_meta or usable.all()):
-        raise ScaleError(f"scales are positive and finite; got {scale[~usable][0].item()}")
+    if not scale.is_meta:
+        numbers = scale.detach().float()
+        # NaN marks a block that held one, as in OCP MX; 2**-127 is the least scale of E8M0.
+        usable = (numbers >= MIN_SCALE / 2) & (numbers < float("inf")) | numbers.isnan()
+        if not usable.all():
+            raise ScaleError(f"scales are positive and finite; got {numbers[~usable][0].item()}")
     held: Tensor = scale.detach().clone()
     return held
 
 
+# --- files -----------------------------------------------------------------------------------
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    """torch cannot read back the 8-bit floats that plain pickle writes."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
+
+
 def _rebuild(
-    inner: tuple[Tensor, Tensor, Tensor],
+    inner: tuple[Tensor, Tensor, Tensor, Tensor],
     shape: tuple[int, ...],
     context: tuple[str | Format, torch.dtype, Recipe | None, Any],
     requires_grad: bool,
     is_param: bool,
 ) -> CodedTensor:
     """Unpickle. A module-level function, so that `weights_only` loading can allow it by name."""
-    (qdata, scale, rms), (name, dtype, recipe, spelled) = inner, context
+    (qdata, scale, rms, whole), (name, dtype, recipe, spelled) = inner, context
     fmt, granularity = get_format(name), _granularity(spelled)
     if fmt.bits >= 8:
         qdata = qdata.view(fmt.storage_dtype)
+    if scale.dtype == torch.uint8:
+        scale = scale.view(torch.float8_e4m3fn)
     if tuple(qdata.shape) != packed_shape(fmt, shape):
         raise ShapeError(f"codes of {fmt.name} for {shape} do not have shape {tuple(qdata.shape)}")
     check_scale_shape(scale, granularity, shape)
-    made = CodedTensor.keep(qdata, scale, rms, shape, fmt, dtype, recipe, False, granularity)
+    check_scale_shape(whole, PerTensor(), shape)
+    made = CodedTensor.keep(qdata, scale, rms, whole, shape, fmt, dtype, recipe, False, granularity)
     return with_autograd(made, requires_grad, is_param)
 
 
@@ -264,15 +343,14 @@ def _to(
     if not kept.is_floating_point:
         return x.widened().to(dtype=kept, device=device)
     move = {"device": device, "non_blocking": non_blocking, "copy": True}
-    inner = (getattr(x, name).to(**move) for name in x.INNER)
-    qdata, scale, rms = inner
+    qdata, scale, rms, whole = (getattr(x, name).to(**move) for name in x.INNER)
     fmt, _, *rest = x.__tensor_flatten__()[1]
     context: Any = (fmt, appearance(kept), *rest)
-    return x.keep(qdata, scale, rms, x.shape, *context)
+    return x.keep(qdata, scale, rms, whole, x.shape, *context)
 
 
 def _dequantize(x: CodedTensor) -> Tensor:
-    return dequantize_blocks(x.codes, x.scale, x.format, x.granularity, x.dtype)
+    return _values(x, x.dtype)
 
 
 def _refuse(x: CodedTensor, *args: Any) -> Any:

@@ -11,6 +11,7 @@ from scaledtensor.formats import (
     Format,
     Granularity,
     PerTensor,
+    TwoLevelScale,
     encode,
     from_dtype,
     quantize_blocks,
@@ -46,8 +47,8 @@ from scaledtensor.tensor import (
 
 __all__ = ["scaled"]
 
-#: "rms", "amax", "one", or a mode of OCP MX.
-Choice = Literal["rms", "amax", "one", "floor", "rceil", "ceil", "even"]
+#: "rms", "amax", "one", a mode of OCP MX, or NVFP4's two levels.
+Choice = Literal["rms", "amax", "one", "floor", "rceil", "ceil", "even", "nvfp4"]
 
 
 def scaled(
@@ -65,9 +66,10 @@ def scaled(
         x: float16, bfloat16, float32 or float64, of any shape.
         format: of the elements; by default the one that stores `x.dtype` exactly.
         scale: how a scale is chosen for the elements that share it. "rms", the power of two nearest
-            to their RMS; "amax", max|x| / format.max, which fills the format and is the one choice
-            that is not a power of two; "floor", "rceil", "ceil", "even", the power of two by their
-            amax as in OCP MX (`formats.quantize_blocks`); "one"; or powers of two of your own: a
+            to their RMS; "amax", max|x| / format.max, which fills the format and is no power of
+            two; "floor", "rceil", "ceil", "even", the power of two by their amax as in OCP MX
+            (`formats.quantize_blocks`); "nvfp4", an E4M3FN number for each block times a float32
+            for the tensor, for formats of 8 bits or fewer; "one"; or powers of two of your own: a
             number, or a tensor of the shape that `granularity` gives. Infinities and NaNs count in
             neither the RMS nor the maximum.
         granularity: which elements share a scale: `PerTensor()`, `PerAxis(dim)`, `PerBlock(sizes)`.
@@ -76,11 +78,12 @@ def scaled(
 
     Returns:
         A ScaledTensor. One that operators do not compute on as it is, because it has more than one
-        scale or a format that torch has no dtype for, is a `CodedTensor`.
+        scale, a scale of two levels (even of a single block, `PerTensor()`) or a format that torch
+        has no dtype for, is a `CodedTensor`.
 
     Raises:
         DTypeError: `x` is not a real floating-point tensor.
-        FormatError: unknown format, or one of scales.
+        FormatError: unknown format, one of scales, or one of more than 8 bits for "nvfp4".
         ScaleError: unknown choice, or not positive finite powers of two.
         ShapeError: `granularity` or a tensor of scales does not fit the shape of `x`.
         RecipeError: no recipe has that name.
@@ -103,7 +106,8 @@ def scaled(
         raise ScaleError(
             f"scale is {', '.join(map(repr, get_args(Choice)))}, or a power of two; got {scale!r}"
         )
-    if not isinstance(cut, PerTensor) or not is_storable(fmt):
+    single = isinstance(cut, PerTensor) and scale != "nvfp4"
+    if not single or not is_storable(fmt):
         return _coded(x, fmt, scale, cut, seen, chosen)
     if scale == "rms":
         return from_plain(x, fmt, seen, chosen)
@@ -117,7 +121,7 @@ def _one_scale(x: Tensor, fmt: Format, scale: str | float | Tensor) -> Tensor:
         return torch.ones((), device=x.device)
     if scale == "amax":
         return _filling(x, fmt)
-    return _by_blocks(x, fmt, scale, PerTensor())[1]
+    return cast(Tensor, _by_blocks(x, fmt, scale, PerTensor())[1])
 
 
 def _filling(x: Tensor, fmt: Format) -> Tensor:
@@ -141,6 +145,7 @@ def _coded(
     dtype: torch.dtype,
     recipe: Recipe | None,
 ) -> CodedTensor:
+    scales: Tensor | TwoLevelScale
     if isinstance(scale, str) and scale not in ("rms", "one"):
         codes, scales = _by_blocks(x, fmt, scale, granularity)
     else:
@@ -152,9 +157,9 @@ def _coded(
 
 def _by_blocks(
     x: Tensor, fmt: Format, choice: str, granularity: Granularity
-) -> tuple[Tensor, Tensor]:
-    how: Any = ("fp32",) if choice == "amax" else ("pow2", choice)
-    return cast(tuple[Tensor, Tensor], quantize_blocks(x, fmt, granularity, *how))
+) -> tuple[Tensor, Tensor | TwoLevelScale]:
+    how: Any = {"amax": ("fp32",), "nvfp4": ("nvfp4",)}.get(choice, ("pow2", choice))
+    return quantize_blocks(x, fmt, granularity, *how)
 
 
 def _chosen(x: Tensor, scale: str | float | Tensor, granularity: Granularity) -> Tensor:

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from fractions import Fraction
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from scaledtensor import PerAxis, PerBlock, PerTensor, formats
 from scaledtensor.errors import (
     DTypeError,
     FormatError,
+    ModelError,
     ScaleError,
     ShapeError,
     UnsupportedError,
@@ -25,7 +27,8 @@ from scaledtensor.scale import is_power_of_two
 
 NAMES = ["e2m1fn", "e2m3fn", "e3m4", "e4m3fn", "e5m2", "mxint8", "bf16"]
 CUTS = [PerTensor(), PerAxis(0), PerAxis(-1), PerBlock((32,)), PerBlock((1, 16)), PerBlock((4, 8))]
-SCALES = ["rms", "amax", "one", "floor", "rceil", "ceil", "even"]
+SCALES = ["rms", "amax", "one", "floor", "rceil", "ceil", "even", "nvfp4"]
+WAYS = [(n, s) for n in NAMES for s in SCALES if (n, s) != ("bf16", "nvfp4")]  # of 8 bits or fewer
 
 
 def gaussian(*shape: int, seed: int = 0) -> Tensor:
@@ -38,25 +41,41 @@ def mx(*shape: int, fmt: str = "e2m1fn") -> sct.CodedTensor:
     return x
 
 
-@pytest.mark.parametrize("scale", SCALES)
+def nv(*shape: int, fmt: str = "e2m1fn") -> sct.CodedTensor:
+    x = sct.scaled(gaussian(*shape), fmt, "nvfp4", PerBlock((1, 16)))
+    assert isinstance(x, sct.CodedTensor)
+    return x
+
+
+def exact(x: sct.CodedTensor) -> Tensor:
+    """codes * scale * tensor_scale, whose bits a float64 has room for."""
+    values = formats.decode(x.codes, x.format, torch.float64)
+    blocks = formats.granularity.expand_scale(x.scale.double(), x.granularity, x.shape)
+    return values * blocks * x.tensor_scale.double()
+
+
 @pytest.mark.parametrize("cut", CUTS, ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "scale"), WAYS)
 def test__value__is_codes_times_scale_to_the_bit(name, cut, scale):
     plain = gaussian(6, 70) * 2.0 ** torch.arange(-3, 3)[:, None]
     x = sct.scaled(plain, name, scale, cut)
     if not isinstance(x, sct.CodedTensor):
         assert isinstance(cut, PerTensor)
+        assert scale != "nvfp4"
         return
-    values = formats.decode(x.codes, x.format, torch.float64)
-    whole = formats.granularity.expand_scale(x.scale, cut, x.shape).double()
-    assert torch.equal(x.dequantize().double(), (values * whole).float().double())
+    assert torch.equal(x.dequantize(), exact(x).float())
     assert torch.equal(x.widened().dequantize(), x.dequantize())
-    assert scale == "amax" or is_power_of_two(x.scale).all()
+    assert torch.equal(x.to(torch.float64).dequantize(), exact(x))
+    if scale == "nvfp4":
+        assert x.scale.dtype is torch.float8_e4m3fn
+    else:
+        assert scale == "amax" or is_power_of_two(x.scale).all()
+        assert x.tensor_scale == 1
     assert x.shape == plain.shape
     assert x.dtype is torch.float32
 
 
-@pytest.mark.parametrize("scale", ["rms", "amax", "rceil"])
+@pytest.mark.parametrize("scale", ["rms", "amax", "rceil", "nvfp4"])
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 def test__error__is_that_of_the_format(cut, scale):
     """Blocks differ by 2^12 in size: only their own scales keep the small ones."""
@@ -70,9 +89,14 @@ def test__error__is_that_of_the_format(cut, scale):
 
 
 @settings(max_examples=30)
-@given(st.integers(0, 5), st.integers(1, 70), st.sampled_from(NAMES), st.sampled_from(CUTS))
-def test__any_shape__comes_back(rows, columns, name, cut):
-    x = sct.scaled(gaussian(rows, columns), name, "rceil", cut)
+@given(
+    st.integers(0, 5),
+    st.integers(1, 70),
+    st.sampled_from(CUTS),
+    st.sampled_from([way for way in WAYS if way[1] in ("rceil", "nvfp4")]),
+)
+def test__any_shape__comes_back(rows, columns, cut, way):
+    x = sct.scaled(gaussian(rows, columns), *way, cut)
     assert x.dequantize().shape == (rows, columns)
     again = pickle.loads(pickle.dumps(x))
     assert torch.equal(again.dequantize(), x.dequantize())
@@ -102,6 +126,58 @@ def test__codes_and_scales_of_quantize_blocks__are_taken_as_they_are():
     assert torch.equal(x.codes, codes)
 
 
+def test__two_levels__are_kept_and_read_by_exact_arithmetic():
+    codes, scale = formats.quantize_blocks(gaussian(4, 40), formats.E2M1FN, (1, 16), "nvfp4")
+    x = sct.CodedTensor(codes, scale, "e2m1fn", PerBlock((1, 16)), dtype=torch.float64)
+    assert torch.equal(x.codes, codes)
+    for held, level in ((x.scale, scale.block), (x.tensor_scale, scale.tensor)):
+        assert torch.equal(held.float(), level.float())
+        assert held.dtype is level.dtype
+        assert held.data_ptr() != level.data_ptr()
+    tensor = Fraction(scale.tensor.item())
+    values = formats.decode(codes, formats.E2M1FN).tolist()
+    for row, got, blocks in zip(values, x.tolist(), scale.block.tolist(), strict=True):
+        for i, (value, read) in enumerate(zip(row, got, strict=True)):
+            assert Fraction(read) == Fraction(value) * Fraction(blocks[i // 16]) * tensor
+
+
+def test__a_value_of_30_bits__is_rounded_once_where_it_is_read_as_float32():
+    """3 * 15 * (1 + 2^-23) is 45 + 45 2^-23, where float32 steps by 32 2^-23."""
+    codes = formats.encode(torch.tensor([3.0, 1.0]), formats.E2M1FN)
+    block = torch.tensor(15.0).to(torch.float8_e4m3fn)
+    scale = formats.TwoLevelScale(block, torch.tensor(1 + 2.0**-23))
+    x = sct.CodedTensor(codes, scale, "e2m1fn")
+    assert x.to(torch.float64).tolist() == [45 + 45 * 2.0**-23, 15 + 15 * 2.0**-23]
+    for read in (x.dequantize(), x.widened().dequantize(), (x * 1).dequantize()):
+        assert read.tolist() == [45 + 32 * 2.0**-23, 15 + 16 * 2.0**-23]
+    y = sct.CodedTensor(codes, scale._replace(tensor=torch.tensor(2.0**-100)), "e2m1fn")
+    assert y.widened().to(torch.float64).tolist() == [45 * 2.0**-100, 15 * 2.0**-100]
+
+
+@pytest.mark.parametrize("fmt", ["e4m3fn", "e2m1fn"])
+def test__two_levels_of_one_block__are_both_kept(fmt):
+    plain = gaussian(8, 32)
+    x = sct.scaled(plain, fmt, "nvfp4")
+    assert isinstance(x, sct.CodedTensor)
+    assert x.scale.shape == x.tensor_scale.shape == ()
+    assert x.scale.float() == 448
+    assert torch.equal(x.to(torch.float64).dequantize(), exact(x))
+    torch.testing.assert_close(x.dequantize().abs().max(), plain.abs().max(), rtol=2**-22, atol=0)
+
+
+def test__two_levels__cost_one_byte_a_block():
+    x = nv(16, 64)
+    assert x.qdata.nbytes + x.scale.nbytes == 16 * 64 * 4.5 / 8
+
+
+def test__a_nan__marks_its_block_where_the_format_has_none():
+    plain = gaussian(4, 64)
+    plain[2, 20] = float("nan")
+    back = sct.scaled(plain, "e2m1fn", "nvfp4", PerBlock((1, 16))).dequantize()
+    assert back[2, 16:32].isnan().all()
+    assert back.isnan().sum() == 16
+
+
 def test__zero_and_nan_blocks__stay_by_themselves():
     plain = gaussian(4, 64)
     plain[1], plain[2, 5], plain[3, 40] = 0, float("nan"), float("inf")
@@ -116,9 +192,10 @@ def test__zero_and_nan_blocks__stay_by_themselves():
 # --- operators -------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("scale", ["rceil", "nvfp4"])
 @pytest.mark.parametrize("cut", CUTS, ids=str)
-def test__a_product__is_that_of_the_value_and_has_gradients(cut):
-    w = nn.Parameter(sct.scaled(gaussian(24, 32), "e2m1fn", "rceil", cut))
+def test__a_product__is_that_of_the_value_and_has_gradients(cut, scale):
+    w = nn.Parameter(sct.scaled(gaussian(24, 32), "e2m1fn", scale, cut))
     x = sct.scaled(gaussian(4, 32, seed=1)).requires_grad_()
     plain_w = w.detach().dequantize().requires_grad_()
     plain_x = x.detach().dequantize().requires_grad_()
@@ -132,9 +209,10 @@ def test__a_product__is_that_of_the_value_and_has_gradients(cut):
         torch.testing.assert_close(got.dequantize(), expected)
 
 
+@pytest.mark.parametrize("make", [mx, nv])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test__any_operator__reads_the_value(mode):
-    x = mx(8, 40)
+def test__any_operator__reads_the_value(mode, make):
+    x = make(8, 40)
     plain = x.dequantize()
     with mode():
         for f in (torch.relu, lambda t: t[2:, ::3], lambda t: t.sum(-1), lambda t: t * t + 1):
@@ -143,8 +221,9 @@ def test__any_operator__reads_the_value(mode):
     assert torch.equal(torch.empty(8, 40).copy_(x), plain)
 
 
-def test__compiled__is_as_eager():
-    w, x = nn.Parameter(mx(24, 32)), sct.scaled(gaussian(4, 32, seed=1))
+@pytest.mark.parametrize("make", [mx, nv])
+def test__compiled__is_as_eager(make):
+    w, x = nn.Parameter(make(24, 32)), sct.scaled(gaussian(4, 32, seed=1))
 
     def loss(x: Tensor, w: Tensor) -> Tensor:
         return F.gelu(F.linear(x, w)).square().sum()
@@ -160,8 +239,9 @@ def test__compiled__is_as_eager():
         assert torch.equal(eager, compiled)
 
 
-def test__writing_into_codes__is_refused_and_changes_nothing():
-    x = mx(4, 32)
+@pytest.mark.parametrize("make", [mx, nv])
+def test__writing_into_codes__is_refused_and_changes_nothing(make):
+    x = make(4, 32)
     before = x.dequantize()
     with torch.no_grad():
         for write in (
@@ -194,6 +274,8 @@ FORM = custom(exponent_bits=3, mantissa_bits=1)
 COPIES = {
     "clone": torch.clone,
     "detach": lambda x: x.detach(),
+    "data": lambda x: x.data,
+    "copy": copy.copy,
     "deepcopy": copy.deepcopy,
     "pickle": lambda x: pickle.loads(pickle.dumps(x)),
     "to": lambda x: x.to("cpu", copy=True),
@@ -208,9 +290,14 @@ def saved(x: object) -> object:
 
 
 @pytest.mark.parametrize("again", [*COPIES.values(), saved], ids=[*COPIES, "save"])
-@pytest.mark.parametrize("fmt", ["e2m1fn", "e4m3fn", "fp16", FORM], ids=str)
-def test__a_copy__is_the_same_bit_for_bit(fmt, again):
-    x = sct.scaled(gaussian(4, 33), fmt, "amax", PerBlock((1, 32)), recipe="unit")
+@pytest.mark.parametrize(
+    ("fmt", "scale"),
+    [(fmt, scale) for fmt in ("e2m1fn", "e4m3fn", FORM) for scale in ("amax", "nvfp4")]
+    + [("fp16", "amax")],
+    ids=str,
+)
+def test__a_copy__is_the_same_bit_for_bit(fmt, scale, again):
+    x = sct.scaled(gaussian(4, 33), fmt, scale, PerBlock((1, 32)), recipe="unit")
     y = again(x)
     assert type(y) is sct.CodedTensor
     assert (y.format, y.granularity, y.dtype, y.shape) == (
@@ -221,12 +308,50 @@ def test__a_copy__is_the_same_bit_for_bit(fmt, again):
     )
     assert y.recipe == x.recipe
     for name in x.INNER:
-        assert torch.equal(*(getattr(t, name).flatten().view(torch.uint8) for t in (x, y)))
+        before, after = (getattr(t, name) for t in (x, y))
+        assert before.dtype is after.dtype
+        assert torch.equal(*(t.flatten().view(torch.uint8) for t in (before, after)))
 
 
-def test__a_module__moves_saves_and_loads_its_codes():
+@pytest.mark.parametrize("again", [copy.deepcopy, torch.clone, COPIES["to"], saved])
+def test__a_copy__shares_no_memory(again):
+    x = nn.Parameter(nv(4, 32))
+    y = again(x)
+    for name in x.INNER:
+        assert getattr(x, name).data_ptr() != getattr(y, name).data_ptr()
+
+
+def test__assigned_data__brings_both_levels():
+    x, y = nv(4, 32), sct.scaled(8 * gaussian(4, 32, seed=1), "e2m1fn", "nvfp4", PerBlock((1, 16)))
+    assert x.tensor_scale != y.tensor_scale
+    x.data = y
+    assert torch.equal(exact(x), exact(y))
+    assert torch.equal(x.dequantize(), y.dequantize())
+
+
+def test__a_plain_parameter__keeps_nothing_of_its_codes():
     model = nn.Linear(32, 8, bias=False)
-    model.weight = nn.Parameter(mx(8, 32), requires_grad=False)
+    model.weight = nn.Parameter(nv(8, 32))
+    model.weight.mine = "tag"
+    want = model.weight.detach().dequantize()
+    with pytest.raises(ModelError, match="ScaledTensor already"):
+        sct.scale_model(model)
+    sct.unscale_model(model)
+    assert vars(model.weight) == {"mine": "tag"}
+    assert torch.equal(model.weight, want)
+
+
+def test__rebalance__is_refused():
+    x = nv(4, 32)
+    with pytest.raises(UnsupportedError, match="block scales"):
+        sct.rebalance(x)
+    assert sct.statistics(x).rms == pytest.approx(1, abs=0.5)
+
+
+@pytest.mark.parametrize("make", [mx, nv])
+def test__a_module__moves_saves_and_loads_its_codes(make):
+    model = nn.Linear(32, 8, bias=False)
+    model.weight = nn.Parameter(make(8, 32), requires_grad=False)
     state = saved(model.state_dict())
     other = nn.Linear(32, 8, bias=False)
     other.load_state_dict(state, assign=True)
@@ -253,11 +378,26 @@ def test__repr__shows_format_and_granularity():
     text = repr(mx(2, 32))
     assert "format=e2m1fn" in text
     assert "PerBlock(block=(1, 32))" in text
+    assert " * " not in text
+
+
+def test__repr__shows_both_levels():
+    x = nv(2, 32)
+    assert f"PerBlock(block=(1, 16)) * {x.tensor_scale:.6g}, dtype" in repr(x)
+    assert "scale=448 * " in repr(sct.scaled(gaussian(4), "e2m1fn", "nvfp4"))
 
 
 # --- bad input -------------------------------------------------------------------------------
 
 CODES = torch.zeros(4, 32, dtype=torch.uint8)
+
+
+def two_level(block: Tensor, tensor: Tensor, fmt: str = "e2m1fn") -> sct.CodedTensor:
+    codes = CODES if fmt == "e2m1fn" else CODES.to(formats.get(fmt).storage_dtype)
+    return sct.CodedTensor(codes, formats.TwoLevelScale(block, tensor), fmt, PerAxis(0))
+
+
+BLOCK, ONE = torch.ones(4, 1).to(torch.float8_e4m3fn), torch.ones(())
 
 
 @pytest.mark.parametrize(
@@ -283,7 +423,30 @@ CODES = torch.zeros(4, 32, dtype=torch.uint8)
             FormatError,
             "scales",
         ),
-        (lambda: sct.scaled(gaussian(4, 8), "e2m1fn", "best"), ScaleError, "rceil"),
+        (lambda: two_level(BLOCK.float(), ONE), ScaleError, "float32 in place of"),
+        (lambda: two_level(BLOCK, ONE.double()), ScaleError, "float64 in place of"),
+        (lambda: two_level(BLOCK, 1.0), ScaleError, "float"),
+        (lambda: two_level((0 * BLOCK.float()).to(BLOCK.dtype), ONE), ScaleError, "got 0.0"),
+        (lambda: two_level((-BLOCK.float()).to(BLOCK.dtype), ONE), ScaleError, "got -1.0"),
+        (lambda: two_level(BLOCK, 0 * ONE), ScaleError, "got 0.0"),
+        (lambda: two_level(BLOCK, ONE / 0), ScaleError, "got inf"),
+        (lambda: two_level(BLOCK, float("nan") * ONE), ScaleError, "got nan"),
+        (lambda: two_level(BLOCK[:3], ONE), ShapeError, "4, 1"),
+        (lambda: two_level(BLOCK, ONE[None]), ShapeError, "1,"),
+        (lambda: two_level(BLOCK, ONE, "bf16"), FormatError, "8 bits or fewer"),
+        (lambda: two_level(BLOCK.to("meta"), ONE), ScaleError, "meta"),
+        (
+            lambda: sct.CodedTensor(CODES, BLOCK, "e2m1fn", PerAxis(0)),
+            ScaleError,
+            "TwoLevelScale",
+        ),
+        (lambda: sct.scaled(gaussian(4, 8), None, "nvfp4"), FormatError, "8 bits or fewer"),
+        (
+            lambda: sct.scaled(gaussian(4, 8), "bf16", "nvfp4", PerBlock((1, 4))),
+            FormatError,
+            "8 bits or fewer",
+        ),
+        (lambda: sct.scaled(gaussian(4, 8), "e2m1fn", "best"), ScaleError, "rceil.*nvfp4"),
         (lambda: sct.scaled(gaussian(4, 8), "e2m1fn", 3.0, PerAxis(0)), ScaleError, "power of two"),
         (
             lambda: sct.scaled(gaussian(4, 8), "e2m1fn", torch.full((4, 1), 3.0), PerAxis(0)),
