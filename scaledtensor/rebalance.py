@@ -1,9 +1,10 @@
 """rebalance: new scales for tensors whose values have outgrown the ones they keep.
 
-What is written in place keeps its scale, as a parameter does through all of a training: rules that
-read it trust the RMS that was expected when it was made. Should a training drift from that,
-`statistics` says by how much, and `rebalance` measures and mends it. It reads every tensor once, so
-it belongs off the hot path: between steps, every hundred or so of them.
+What is written in place keeps its scale, as a parameter does from one step to the next: rules that
+read it trust the RMS that was expected when it was made. Training drifts from that; `statistics`
+says by how much, and `rebalance` measures and mends it. A recipe has it done to the parameters
+every few optimizer steps, and that waits for no device. It reads every element, so more often than
+that it does not pay.
 """
 
 import math
@@ -12,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from scaledtensor.coded import CodedTensor
 from scaledtensor.errors import DTypeError, ScaleError, UnsupportedError
@@ -100,8 +102,8 @@ def rebalance(
                 "rebalance changes the scale of a whole tensor: pass that of which this is a view;"
                 " codes under block scales are made anew with scaledtensor.scaled()"
             )
-        return _rebalanced(target, by)
-    return sum(_rebalanced(x, by) for x in _wholes(target))
+        return int(_rebalanced(target, by))
+    return sum(int(_rebalanced(x, by)) for x in _wholes(target))
 
 
 def rebalance_every(optimizer: Optimizer, steps: int, by: Literal["rms", "amax"] = "rms") -> Any:
@@ -149,25 +151,47 @@ def _whole(tensors: Iterable[Any]) -> Iterator[ScaledTensor]:
             yield x
 
 
+#: Where a group of parameters counts its steps: a checkpoint of the optimizer holds it then.
+_COUNT = "steps_for_rebalance"
+
+
+@torch.compiler.disable(reason="a graph cannot count its calls")  # type: ignore[no-untyped-call, untyped-decorator]
+def _after_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """What `Recipe.rebalance` says, for each optimizer that there is."""
+    for group in optimizer.param_groups:
+        periods = {
+            p: p.recipe.rebalance
+            for p in group["params"]
+            if isinstance(p, ScaledTensor) and p.recipe is not None and p.recipe.rebalance
+        }
+        if not periods:
+            continue
+        group[_COUNT] = done = group.get(_COUNT, 0) + 1
+        for x in _whole(p for p, every in periods.items() if done % every == 0):
+            _rebalanced(x, "rms")
+
+
+register_optimizer_step_post_hook(_after_any_step)
+
+
 @torch.no_grad()
-def _rebalanced(x: ScaledTensor, by: str) -> int:
+def _rebalanced(x: ScaledTensor, by: str) -> Tensor:
+    """Whether the scale changed, on the device of `x`."""
     value = elements(x).double() * x.scale.double()
     rms = measured_rms(value)
-    if not float(rms):
-        return 0
     scale = nearest_power_of_two(rms) if by == "rms" else _filling(value, x)
-    changed = int(float(scale) != float(x.scale))
-    if changed:
-        x.qdata.copy_(store((value / scale.double()).float(), x.format))
-        x.scale.copy_(scale)
-    x.rms.copy_(rms)
+    scale = torch.where(rms > 0, scale, x.scale)
+    changed = scale != x.scale
+    x.qdata.copy_(store((value / scale.double()).float(), x.format))
+    x.scale.copy_(scale)
+    x.rms.copy_(torch.where(rms > 0, rms, x.rms))
     return changed
 
 
-def _filling(value: torch.Tensor, x: ScaledTensor) -> torch.Tensor:
+def _filling(value: Tensor, x: ScaledTensor) -> Tensor:
     """The power of two under which the largest finite value is in (max / 2, max]."""
-    finite = value.abs()
-    amax = float(finite[finite.isfinite()].max())
+    finite = value.abs().nan_to_num(0.0, 0.0, 0.0)
+    amax = float(finite.max()) if value.numel() else 0.0
     fmt = x.format if x.recipe is None else x.recipe.forward
     if fmt.bits > 8:
         raise UnsupportedError(

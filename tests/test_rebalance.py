@@ -144,3 +144,66 @@ def test__rebalance_every__ends_with_its_handle():
     sct.rebalance_every(optimizer, 1)
     optimizer.step()
     assert float(p.scale) == pytest.approx(64, rel=0.5)
+
+
+def grown(every: int, **adam: float) -> tuple[nn.Linear, torch.optim.Optimizer]:
+    """A layer whose weight steps away from what its scale was made for."""
+    torch.manual_seed(0)
+    model = sct.scale_model(nn.Linear(8, 8), sct.recipes.Unit(rebalance=every))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.5, **adam)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    (model(torch.ones(4, 8)) - 100).square().mean().backward()
+    optimizer.step()
+
+
+def test__a_recipe__rebalances_parameters_every_few_steps():
+    (never, a), (third, b) = grown(0), grown(3)
+    for count in range(1, 8):
+        step(never, a)
+        step(third, b)
+        drift = sct.statistics(third.weight).drift
+        assert abs(drift) < 1e-3 if count % 3 == 0 else abs(drift) > 0.1
+    assert sct.statistics(never.weight).drift > 2
+    assert float(third.weight.scale) > float(never.weight.scale)
+    assert torch.allclose(third.weight.dequantize(), never.weight.dequantize(), rtol=0.05)
+
+
+def test__a_recipe__counts_on_where_a_checkpoint_ended():
+    def finish(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+        for _ in range(steps):
+            step(model, optimizer)
+        return [float(model.weight.scale), float(model.weight.rms), *model.weight.tolist()[0]]
+
+    straight = finish(*grown(3), 8)
+    model, optimizer = grown(3)
+    finish(model, optimizer, 4)
+    saved, states = model.state_dict(), optimizer.state_dict()
+    again, other = grown(3)
+    again.load_state_dict(saved)
+    other.load_state_dict(states)
+    again.weight.scale.copy_(model.weight.scale)
+    assert finish(again, other, 4) == straight
+
+
+def test__a_recipe__works_beside_a_compiled_step():
+    models = [grown(2)[0] for _ in range(2)]
+    eager, compiled = (torch.optim.SGD(m.parameters(), 0.5, momentum=0.9) for m in models)
+    compiled.step = torch.compile(compiled.step)
+    before = float(models[0].weight.scale)
+    for _ in range(4):
+        step(models[0], eager)
+        step(models[1], compiled)
+    assert torch.equal(models[0].weight.scale, models[1].weight.scale)
+    assert float(models[0].weight.scale) != before
+
+
+def test__plain_parameters__are_none_of_its_business():
+    p = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    before = set(optimizer.param_groups[0])
+    p.grad = torch.ones(2)
+    optimizer.step()
+    assert set(optimizer.param_groups[0]) == before

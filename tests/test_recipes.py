@@ -18,7 +18,9 @@ from scaledtensor.recipes.base import RECIPES, register
 def test__unit__has_the_formats_of_the_papers():
     r = Unit()
     assert (r.forward, r.gradient, r.activation, r.master) == (E4M3FN, E5M2, BF16, FP32)
-    assert str(r) == "Unit(forward=e4m3fn, gradient=e5m2, activation=bf16, master=fp32)"
+    assert str(r) == (
+        "Unit(forward=e4m3fn, gradient=e5m2, activation=bf16, master=fp32, rebalance=10)"
+    )
 
 
 def test__recipes__are_frozen_hashable_values():

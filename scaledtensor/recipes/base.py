@@ -38,6 +38,10 @@ class Recipe:
     """What flows between the matrix products."""
     master: Format
     """What the parameters are stored in; their gradients arrive in it too."""
+    rebalance: int = 10
+    """Every how many optimizer steps parameters get the scale of the values that they have by then
+    (`scaledtensor.rebalance`); 0 for never. Training moves weights away from what their scale was
+    made for, and in the backward pass that adds up over the layers."""
 
     def __post_init__(self) -> None:
         for role in ROLES:
@@ -45,6 +49,11 @@ class Recipe:
                 object.__setattr__(self, role, get_format(getattr(self, role)))
             except FormatError as error:
                 raise RecipeError(f"{type(self).__name__}.{role}: {error}") from error
+        every = self.rebalance
+        if not isinstance(every, int) or isinstance(every, bool) or every < 0:
+            raise RecipeError(
+                f"{type(self).__name__}.rebalance is a number of steps, or 0; got {every!r}"
+            )
         for role in ("activation", "master"):
             if getattr(self, role) not in COMPUTE_FORMATS:
                 raise RecipeError(
