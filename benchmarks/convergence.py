@@ -8,6 +8,7 @@ d = 128, 4 layers, context 64, batch 16, AdamW at 1e-3, no knob touched. Rows:
   fp32            float32
   unit            recipe Unit: E4M3 operands, E5M2 gradients
   unit-e4m3       the same with E4M3 gradients
+  unit-fixed, unit-e4m3-fixed   the same with rebalance=0: parameters keep their first scales
   tensorwise, rowwise   torchao.float8, emulated, float32 between the products; skipped by name
                   where torchao is not installed
 
@@ -79,6 +80,10 @@ ROWS: dict[str, Callable[[nn.Module], object]] = {
     "fp32": lambda model: None,
     "unit": sct.scale_model,
     "unit-e4m3": lambda model: sct.scale_model(model, sct.recipes.Unit(gradient="e4m3fn")),
+    "unit-fixed": lambda model: sct.scale_model(model, sct.recipes.Unit(rebalance=0)),
+    "unit-e4m3-fixed": lambda model: sct.scale_model(
+        model, sct.recipes.Unit(gradient="e4m3fn", rebalance=0)
+    ),
     "tensorwise": _torchao("tensorwise"),
     "rowwise": _torchao("rowwise"),
 }
@@ -135,7 +140,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
-    parser.add_argument("--json", type=Path, help="write every loss and operand there")
+    parser.add_argument(
+        "--json", type=Path, help="write every loss and operand there; runs that it has are not run"
+    )
     parser.add_argument("--plot", type=Path, help="draw the operands of the first seed there")
     options = parser.parse_args()
     rows = list(options.rows)
@@ -143,21 +150,37 @@ def main() -> None:
         for name in {"tensorwise", "rowwise"} & set(rows):
             rows.remove(name)
             print(f"{name}: skipped, torchao is not installed")
-    tasks = [(r, s, options.steps, str(options.text)) for s in range(options.seeds) for r in rows]
-    with ProcessPoolExecutor(options.processes, get_context("spawn")) as pool:
-        runs = []
-        for done in as_completed(pool.submit(run, task) for task in tasks):
-            runs.append(done.result())
-            print(
-                "{row}, seed {seed}: {last:.4f}, held out {held_out:.4f}".format(**runs[-1]),
-                flush=True,
-            )
+    runs = kept(options.json, rows, options.seeds, options.steps)
+    done = {(r["row"], r["seed"]) for r in runs}
+    tasks = [
+        (row, seed, options.steps, str(options.text))
+        for seed in range(options.seeds)
+        for row in rows
+        if (row, seed) not in done
+    ]
+    # A process for each, or one would use up the recompilations that torch.compile allows.
+    pool = ProcessPoolExecutor(options.processes, get_context("spawn"), max_tasks_per_child=1)
+    with pool:
+        for future in as_completed(pool.submit(run, task) for task in tasks):
+            runs.append(future.result())
+            print("{row}, seed {seed}: {last:.4f}, held out {held_out:.4f}".format(**runs[-1]))
             if options.json:  # hours of work: what is done is kept
                 options.json.write_text(json.dumps(runs))
     runs.sort(key=lambda r: (r["seed"], rows.index(r["row"])))
     show(runs, rows)
     if options.plot:
         plot([r for r in runs if r["seed"] == 0 and r["operands"]], options.plot)
+
+
+def kept(file: Path | None, rows: list[str], seeds: int, steps: int) -> list[dict[str, Any]]:
+    """Runs of an earlier call that are wanted again."""
+    if file is None or not file.exists():
+        return []
+    return [
+        r
+        for r in json.loads(file.read_text())
+        if r["row"] in rows and r["seed"] < seeds and len(r["losses"]) == steps
+    ]
 
 
 def show(runs: list[dict[str, Any]], rows: list[str]) -> None:
