@@ -43,6 +43,9 @@ LAST, EVERY = 100, 100
 BARS = {"unit": 0.012, "unit-e4m3": 0.007}
 
 
+Runs = list[dict[str, Any]]
+
+
 class Loss(nn.Module):
     """Model and loss in one graph."""
 
@@ -150,7 +153,7 @@ def main() -> None:
         for name in {"tensorwise", "rowwise"} & set(rows):
             rows.remove(name)
             print(f"{name}: skipped, torchao is not installed")
-    runs = kept(options.json, rows, options.seeds, options.steps)
+    runs, others = kept(options.json, rows, options.seeds, options.steps)
     done = {(r["row"], r["seed"]) for r in runs}
     tasks = [
         (row, seed, options.steps, str(options.text))
@@ -163,33 +166,35 @@ def main() -> None:
     with pool:
         for future in as_completed(pool.submit(run, task) for task in tasks):
             runs.append(future.result())
-            print("{row}, seed {seed}: {last:.4f}, held out {held_out:.4f}".format(**runs[-1]))
+            print(
+                "{row}, seed {seed}: {last:.4f}, held out {held_out:.4f}".format(**runs[-1]),
+                flush=True,
+            )
             if options.json:  # hours of work: what is done is kept
-                options.json.write_text(json.dumps(runs))
+                options.json.write_text(json.dumps(others + runs))
     runs.sort(key=lambda r: (r["seed"], rows.index(r["row"])))
     show(runs, rows)
     if options.plot:
         plot([r for r in runs if r["seed"] == 0 and r["operands"]], options.plot)
 
 
-def kept(file: Path | None, rows: list[str], seeds: int, steps: int) -> list[dict[str, Any]]:
-    """Runs of an earlier call that are wanted again."""
-    if file is None or not file.exists():
-        return []
-    return [
-        r
-        for r in json.loads(file.read_text())
-        if r["row"] in rows and r["seed"] < seeds and len(r["losses"]) == steps
-    ]
+def kept(file: Path | None, rows: list[str], seeds: int, steps: int) -> tuple[Runs, Runs]:
+    """Of earlier calls, the runs that are wanted again, and the others."""
+    found: tuple[Runs, Runs] = [], []
+    if file is not None and file.exists():
+        for r in json.loads(file.read_text()):
+            wanted = r["row"] in rows and r["seed"] < seeds and len(r["losses"]) == steps
+            found[not wanted].append(r)
+    return found
 
 
-def show(runs: list[dict[str, Any]], rows: list[str]) -> None:
+def show(runs: Runs, rows: list[str]) -> None:
     def mean(row: str, figure: str) -> float:
         return statistics.mean(r[figure] for r in runs if r["row"] == row)
 
     steps, seeds = len(runs[0]["losses"]), len({r["seed"] for r in runs})
     print(f"torch {torch.__version__}, {steps} steps, mean over {seeds} seeds\n")
-    print(f"{'':12}{'last 100':>10}{'- fp32':>9}{'held out':>10}{'- fp32':>9}")
+    print(f"{'':16}{'last 100':>10}{'- fp32':>9}{'held out':>10}{'- fp32':>9}")
     for row in rows:
         cells = ""
         for figure in ("last", "held_out"):
@@ -199,7 +204,7 @@ def show(runs: list[dict[str, Any]], rows: list[str]) -> None:
         if bar is not None and "fp32" in rows:
             met = all(mean(row, f) - mean("fp32", f) <= bar for f in ("last", "held_out"))
             cells += f"   (bar {bar}: {'met' if met else 'NOT met'})"
-        print(f"{row:12}{cells}")
+        print(f"{row:16}{cells}")
     for r in runs:
         if r["operands"]:
             low, high = min(o["low"] for o in r["operands"]), max(o["high"] for o in r["operands"])
@@ -210,7 +215,7 @@ def show(runs: list[dict[str, Any]], rows: list[str]) -> None:
             )
 
 
-def plot(runs: list[dict[str, Any]], path: Path) -> None:
+def plot(runs: Runs, path: Path) -> None:
     from matplotlib.figure import Figure
 
     figures = ("RMS(qdata)", "saturated", "underflowed")
