@@ -17,7 +17,7 @@ from scaledtensor.ops.algebra import (
     quadrature,
     value,
 )
-from scaledtensor.ops.registry import FILL, LARGEST, Overload, Raw, is_table, rule, saturated
+from scaledtensor.ops.registry import FILL, HUGE, LARGEST, Overload, Raw, is_table, rule, saturated
 from scaledtensor.scale import settle
 from scaledtensor.tensor import ScaledTensor, measured_rms
 
@@ -71,8 +71,8 @@ def _table_rms(x: Tensor) -> Tensor:
         return measured_rms(x)
     least = x.amin()
     fills = (x == least) & (least <= FILL)
-    rms = measured_rms(x.masked_fill(fills, 0.0), below=2.0**63)
-    return torch.where(fills.all(), least.abs().clamp_max(2.0**63), rms)
+    rms = measured_rms(x.masked_fill(fills, 0.0), below=HUGE)
+    return torch.where(fills.all(), least.abs().clamp_max(HUGE), rms)
 
 
 def under(term: Operand, x: Any, ratio: Tensor) -> Tensor:
@@ -187,12 +187,15 @@ def sign(x: ScaledTensor) -> Raw:
     pass_op=True,
 )
 def extremum(op: Overload, x: Any, y: Any) -> Raw:
-    """Of two independent Gaussians: r = sqrt((rx^2 + ry^2) / 2)."""
+    """Of two independent Gaussians: r = sqrt((rx^2 + ry^2) / 2). The huge number that a running
+    maximum starts from has no say."""
     like = first_scaled(x, y)
     a, b = operand(x, like), operand(y, like)
-    rms = quadrature(a.rms, b.rms) * 0.5**0.5
+    rms = quadrature(a.rms, b.rms)
+    seen = quadrature(*(torch.where(p.rms < HUGE, p.rms, 0.0) for p in (a, b)))
+    rms = torch.where(seen > 0, seen, rms) * 0.5**0.5
     scale, ratio_a, ratio_b = settle(rms, a.scale, b.scale)
-    left, right = a.q * ratio_a, b.q * ratio_b
+    left, right = (saturated(p.q, p.q * ratio) for p, ratio in ((a, ratio_a), (b, ratio_b)))
     wide = torch.promote_types(left.dtype, right.dtype)
     positive = a.nonnegative and b.nonnegative
     return Raw(op(left.to(wide), right.to(wide)), scale, rms, settled=True, nonnegative=positive)
@@ -241,9 +244,10 @@ def power(x: ScaledTensor, exponent: float) -> Raw:
 
 @rule(aten.pow.Scalar)
 def exponential_of(base: float, x: ScaledTensor) -> Raw:
-    """base^x = exp(x ln base)."""
-    rms = _exp_rms(x.rms * abs(math.log(base)) if base > 0 else x.rms)
-    return at_value(lambda v: torch.pow(base, v), x, rms, nonnegative=base > 0)
+    """Measured, as exp."""
+    rate = abs(math.log(base)) if base > 0 else 1.0
+    raw = exponential(x, lambda v: torch.pow(base, v), rate)
+    return raw._replace(nonnegative=base > 0)
 
 
 def _power(x: ScaledTensor, p: float) -> Raw:
@@ -280,16 +284,22 @@ def reciprocal(x: ScaledTensor) -> Raw:
 # --- transcendental --------------------------------------------------------------------------
 
 
-def _exp_rms(rms: Tensor) -> Tensor:
-    # sqrt(E exp(2x)) = exp(r^2) for a Gaussian; a large r is a shifted one.
-    return torch.where(rms > 2, 1.0, rms.square().clamp_max(4.0).exp())
+def exponential(x: ScaledTensor, function: Any, rate: float) -> Raw:
+    """RMS as measured. Of a Gaussian it is exp(r^2), but what exp is taken of in models is seldom
+    one: log-probabilities and decays are never positive, and where the results are multiplied over
+    a recurrence a wrong moment grows with the steps. Where elements overflow: the Gaussian's."""
+    q = function(value(x))
+    norm = torch.linalg.vector_norm(q, dtype=torch.float64)
+    seen = (norm / max(q.numel(), 1) ** 0.5).float()
+    gaussian = (x.rms * rate).square().clamp_max(4.0).exp()
+    return Raw(q, None, torch.where(seen.isfinite() & (seen > 0), seen, gaussian), nonnegative=True)
 
 
 @rule(aten.exp.default)
 def exp(x: ScaledTensor) -> Raw:
-    """Log-normal: r = exp(rx^2). Beyond rx = 2, where few elements make the moment, the argument is
-    likelier a log-probability or a decay, whose exp is at most 1: r = 1."""
-    return at_value(torch.exp, x, _exp_rms(x.rms), nonnegative=True)
+    """Measured: decays and log-probabilities are never positive, and a Gaussian's moment is far
+    from theirs."""
+    return exponential(x, torch.exp, 1.0)
 
 
 @rule(aten.expm1.default)

@@ -10,6 +10,7 @@ from torch import Tensor
 from scaledtensor.formats import from_dtype
 from scaledtensor.ops.algebra import elements, operand, plain
 from scaledtensor.ops.registry import Overload, Raw, rule
+from scaledtensor.ops.views import fill_under, moves_scale
 from scaledtensor.scale import nearest_power_of_two
 from scaledtensor.tensor import ScaledTensor
 
@@ -32,12 +33,22 @@ def _new(
     store = torch.float32 if fmt.storage_dtype.itemsize == 1 else fmt.storage_dtype
     q = op(x.qdata, *args, dtype=store, **options)
     fmt = from_dtype(store)
+    if number and not moves_scale(number):
+        rms = _rms_beside_fills(x)
+        scale = nearest_power_of_two(rms)
+        q.fill_(fill_under(number, scale, q))
+        return ScaledTensor.make(q, scale, rms, fmt, dtype, x.recipe, number > 0)
     rms = torch.full((), abs(number), device=q.device)
     scale = nearest_power_of_two(rms)
     q = q if number in (0, 1) else q / scale
     scale = torch.ones_like(scale) if number in (0, 1) else scale
     # Zeros are made to be written into, by views too, which cannot tell their base of a sign.
     return ScaledTensor.make(q, scale, rms, fmt, dtype, x.recipe, number > 0)
+
+
+def _rms_beside_fills(x: ScaledTensor) -> Tensor:
+    """That of `x`, which a mask will be joined with: an infinity fits any scale. 1 beside zeros."""
+    return torch.where(x.rms > 0, x.rms, 1.0)
 
 
 @rule(
@@ -61,13 +72,13 @@ def ones(op: Overload, x: ScaledTensor, *args: Any, **options: Any) -> Tensor:
 
 @rule(aten.full_like.default)
 def full_like(x: ScaledTensor, number: float, **options: Any) -> Tensor:
-    """r = |c|."""
+    """r = |c|; the fill of a mask takes the RMS of x."""
     return _new(aten.full_like.default, x, float(number), (number,), options)
 
 
 @rule(aten.new_full.default)
 def new_full(x: ScaledTensor, size: Sequence[int], number: float, **options: Any) -> Tensor:
-    """r = |c|."""
+    """As full_like."""
     return _new(aten.new_full.default, x, float(number), (size, number), options)
 
 
@@ -79,7 +90,11 @@ def zero(x: ScaledTensor) -> Raw:
 
 @rule(aten.fill.Scalar, aten.fill.Tensor)
 def fill(x: ScaledTensor, number: Any) -> Raw:
-    """r = |c|."""
+    """As full_like."""
+    if not isinstance(number, Tensor) and number and not moves_scale(number):
+        rms = _rms_beside_fills(x)
+        q = fill_under(number, nearest_power_of_two(rms), elements(x))
+        return Raw(q.expand(x.shape), nearest_power_of_two(rms), rms, settled=True)
     c = operand(number, x)
     return Raw((c.q * 1.0).expand(x.shape), c.scale, c.rms)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from scaledtensor import verbs
 from scaledtensor.ops.algebra import at_value, elements, operand, value
+from scaledtensor.ops.arithmetic import exponential
 from scaledtensor.ops.moments import gaussian_rms, integrand
 from scaledtensor.ops.registry import LARGEST, Overload, Raw, rule, saturated
 from scaledtensor.scale import settle
@@ -206,9 +207,8 @@ with_slope(
 
 @rule(aten.exp2.default)
 def exp2(x: ScaledTensor) -> Raw:
-    """As exp(x ln 2), bounded at exp(4)."""
-    rms = (x.rms * math.log(2)).square().clamp_max(4.0).exp()
-    return at_value(torch.exp2, x, rms, nonnegative=True)
+    """Measured, as exp."""
+    return exponential(x, torch.exp2, math.log(2))
 
 
 with_slope(

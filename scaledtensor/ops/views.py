@@ -15,7 +15,7 @@ from scaledtensor import _torch
 from scaledtensor.errors import DTypeError
 from scaledtensor.ops.algebra import Operand, elements, first_scaled, operand, quadrature
 from scaledtensor.ops.arithmetic import term, under
-from scaledtensor.ops.registry import FILL, LARGEST, Overload, Raw, rule
+from scaledtensor.ops.registry import FILL, HUGE, LARGEST, Overload, Raw, rule
 from scaledtensor.scale import settle
 from scaledtensor.tensor import ScaledTensor
 
@@ -254,7 +254,7 @@ def fill_under(number: float, scale: Tensor, like: Tensor) -> Tensor:
 
 def moves_scale(number: float) -> bool:
     """Zeros, infinities and the fills of masks do not move a scale."""
-    return number != 0 and FILL < number < 2.0**63
+    return number != 0 and FILL < number < HUGE
 
 
 @rule(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
