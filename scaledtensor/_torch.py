@@ -1,5 +1,6 @@
 """The one module that touches private torch names, each with the reason it cannot be avoided."""
 
+import math
 from collections.abc import Sequence
 from types import FunctionType
 from typing import Any
@@ -16,6 +17,8 @@ __all__ = [
     "inlined",
     "is_composite",
     "is_tracing",
+    "is_transforming",
+    "log",
     "make_wrapper",
     "reshape_wrapper",
 ]
@@ -109,6 +112,32 @@ def inlined(function: Any) -> Any:
     body = FunctionType(function.__code__, world, function.__name__, function.__defaults__)
     body.__kwdefaults__ = function.__kwdefaults__
     return body
+
+
+def log(n: float) -> float:
+    """Natural logarithm of a number, or of a size that a compiler keeps symbolic.
+
+    `math.log` would ask for the number and so fix the size: a graph for every length of a sequence.
+    `_sym_log2` is the only logarithm of such a size that torch has.
+    """
+    if isinstance(n, (torch.SymInt, torch.SymFloat)):
+        return torch._sym_log2(n) * math.log(2)
+    return math.log(n)
+
+
+def is_transforming() -> bool:
+    """Whether this runs inside a transform of torch.func (grad, vjp, jvp, vmap), or in a level of
+    forward-mode derivatives.
+
+    The transforms' wrappers hide the class of a tensor from Python, so that `__torch_function__`
+    sees some operands and not others; only below them does a ScaledTensor come out again. And an
+    operator from Python has no forward-mode derivative: torch would drop the tangent in silence.
+    torch asks both questions itself, under these names alone.
+    """
+    if torch.compiler.is_compiling():  # Dynamo knows no spelling of them
+        return False
+    levels: int = torch.autograd.forward_ad._current_level
+    return levels >= 0 or torch._C._are_functorch_transforms_active()
 
 
 def is_tracing(x: Tensor) -> bool:

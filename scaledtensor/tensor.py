@@ -226,11 +226,13 @@ class ScaledTensor(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         body = _BODIES.get(func)
-        if body is not None:
+        if body is not None and not _torch.is_transforming():
             return body(*args, **(kwargs or {}))
         with _torch.disable_torch_function():
             replacement = cls._engine.functions.get(func)
-            return (replacement or func)(*args, **(kwargs or {}))
+            if replacement is None or _torch.is_transforming():
+                return func(*args, **(kwargs or {}))
+            return replacement(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

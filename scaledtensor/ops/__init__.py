@@ -54,6 +54,7 @@ __all__ = ["RULES", "Raw", "Rule", "missing", "on_missing", "rule"]
 
 _FUNCTIONS = {
     **functions.FUNCTIONS,
+    **attention.FUNCTIONS,
     **derivatives.FUNCTIONS,
     **elementary.FUNCTIONS,
     **binary.FUNCTIONS,

@@ -17,6 +17,7 @@ representation depends on the number of keys, never the value, so a KV cache dec
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,7 +36,20 @@ from scaledtensor.ops.softmax import (
 )
 from scaledtensor.tensor import ScaledTensor
 
+__all__ = ["FUNCTIONS"]
+
 aten = torch.ops.aten
+
+
+def attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    """Where there is nothing to attend with or to, torch's answer is plain zeros, as is then every
+    gradient; the same zeros spelled out are scaled."""
+    if query.numel() and key.numel() and value.numel():
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, *args, **kwargs)
+    if query.dim() > 2:  # grouped queries
+        group = query.shape[-3] // max(key.shape[-3], 1)
+        key, value = (x.repeat_interleave(group, -3) for x in (key, value))
+    return torch.softmax(query @ key.mT, -1) @ value
 
 
 def _scale(scale: float | None, q: ScaledTensor) -> float:
@@ -153,3 +167,9 @@ def _gradients(
         Raw(dk, g.scale * c.scale / b.scale, score * a.rms * shared**0.5),
         Raw(dv, g.scale, g.rms * root * shared**0.5),
     )
+
+
+#: function that a user may call -> the same with a scaled result.
+FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    torch.nn.functional.scaled_dot_product_attention: attention,
+}

@@ -58,7 +58,7 @@ def drop(x: ScaledTensor) -> ScaledTensor:
     return x.like(x.qdata.clone(), torch.ones_like(x.scale), x.rms / x.scale)
 
 
-@rule(verbs.dequantize)
+@rule(verbs.dequantize, aten.dequantize.self)
 def dequantize(x: ScaledTensor) -> Tensor:
     """The plain value in the dtype that the tensor appears in."""
     wide = elements(x).to(torch.promote_types(x.dtype, torch.float32))

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scaledtensor.errors import DTypeError
 from scaledtensor.ops.algebra import value
 from scaledtensor.ops.registry import Overload, rule
 from scaledtensor.tensor import ScaledTensor
@@ -58,3 +59,39 @@ def plain(op: Overload, *args: Any, **kwargs: Any) -> Any:
         return x.float() if isinstance(x, Tensor) and x.dtype.is_floating_point else x
 
     return op(*map(exact, args), **{k: exact(v) for k, v in kwargs.items()})
+
+
+@rule(aten.is_same_size.default)
+def is_same_size(x: Tensor, y: Tensor) -> bool:
+    """A question about shapes."""
+    return x.shape == y.shape
+
+
+@rule(aten._has_same_storage_numel.default)
+def has_same_storage_numel(x: Tensor, y: Tensor) -> bool:
+    """A question about memory, of forward-mode derivatives: the elements' answers."""
+    found = [t.qdata if isinstance(t, ScaledTensor) else t for t in (x, y)]
+    first, second = (t.untyped_storage().nbytes() // t.itemsize for t in found)
+    return first == second
+
+
+@rule(aten._assert_tensor_metadata.default)
+def assert_metadata(
+    x: ScaledTensor,
+    size: Any = None,
+    stride: Any = None,
+    dtype: torch.dtype | None = None,
+    *,
+    device: torch.device | None = None,
+    layout: torch.layout | None = None,
+) -> None:
+    """What torch.export asserts at run time: it is that of the appearance. Nothing is computed."""
+    for name, wanted, found in (
+        ("size", size, list(x.shape)),
+        ("stride", stride, list(x.stride())),
+        ("dtype", dtype, x.dtype),
+        ("device", device, x.device),
+        ("layout", layout, x.layout),
+    ):
+        if wanted is not None and wanted != found:
+            raise DTypeError(f"the program was exported for {name} {wanted}; got {found}")

@@ -87,7 +87,7 @@ def nll_loss_backward(
     left = operand(g, x)
     w = wide(weight)
     classes = x.shape[1] if x.dim() > 1 else x.shape[0]
-    rms = left.rms / math.sqrt(max(classes, 1))
+    rms = left.rms / max(classes, 1) ** 0.5
     if weight is not None:
         rms = rms * operand(weight, x).rms
     scale = left.scale

@@ -110,6 +110,33 @@ def rms_norm_backward(
     return out[0], out[1]
 
 
+@rule(aten._weight_norm_interface.default)
+def weight_norm(v: Any, g: Any, dim: int = 0) -> tuple[Raw, Tensor]:
+    """g v / |v| for each of the slices along `dim`: a direction of n elements has r = 1 / sqrt(n),
+    so r = r_g / sqrt(n). The norms leave as plain float32."""
+    left, right = plain(v).float(), plain(g).float()
+    w, norms = aten._weight_norm_interface.default(left, right, dim)
+    return Raw(w, None, _rms(g, left.new_ones(())) * _slice(v, dim) ** -0.5), norms
+
+
+@rule(aten._weight_norm_interface_backward.default)
+def weight_norm_backward(grad: Any, v: Any, g: Any, norms: Tensor, dim: int) -> tuple[Raw, Raw]:
+    """dv: r_w r_g rms(1 / |v|); dg, a product with a direction: r_w."""
+    upstream = operand(grad, first_scaled(grad, v, g))
+    left, right = plain(v).float(), plain(g).float()
+    dv, dg = aten._weight_norm_interface_backward.default(
+        upstream.q.float(), left, right, norms, dim
+    )
+    rms = upstream.rms * _rms(g, upstream.rms) * measured_rms(norms.reciprocal())
+    return Raw(dv, upstream.scale, rms, format=FP32), Raw(
+        dg, upstream.scale, upstream.rms, format=FP32
+    )
+
+
+def _slice(v: Tensor, dim: int) -> int:
+    return max(v.numel() // max(v.shape[dim], 1), 1)
+
+
 def norm_gradients(
     raw: Sequence[Tensor | None], g: Any, weight: Any, rstd: Tensor, width: int, numel: int
 ) -> Any:

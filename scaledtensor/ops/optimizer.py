@@ -10,7 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scaledtensor.ops.registry import Overload, rule
+from scaledtensor.ops.algebra import elements
+from scaledtensor.ops.registry import Overload, covers_storage, rule
+from scaledtensor.scale import MAX_SCALE, MIN_SCALE, nearest_power_of_two
+from scaledtensor.tensor import ScaledTensor
 
 aten = torch.ops.aten
 
@@ -32,6 +35,26 @@ def _gradients(
         if grad_scale is not None:
             g.div_(grad_scale)
         yield i, p, -g if maximize else g
+
+
+@rule(aten._amp_foreach_non_finite_check_and_unscale_.default)
+def unscale(grads: Sequence[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
+    """g times the inverse of a gradient scaler's factor. Its power of two goes into the scale, so a
+    factor that is one changes no element."""
+    for g in grads:
+        if not isinstance(g, ScaledTensor):
+            aten._amp_foreach_non_finite_check_and_unscale_.default([g], found_inf, inverse)
+            continue
+        finite = elements(g).isfinite().all()
+        found_inf.copy_(torch.where(finite, found_inf, torch.ones_like(found_inf)))
+        if covers_storage(g.qdata):
+            moved = (g.scale * nearest_power_of_two(inverse.float())).clamp(MIN_SCALE, MAX_SCALE)
+            ratio = moved.double() / g.scale
+            g.scale.copy_(moved)
+            g.rms.copy_(g.rms * ratio)
+            g.mul_((inverse / ratio).float())
+        else:  # a scale that is shared with what lies around
+            g.mul_(inverse)
 
 
 def _minus(p: Tensor, direction: Tensor, rate: Number) -> None:

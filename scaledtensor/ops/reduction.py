@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scaledtensor._torch import log
 from scaledtensor.formats import FP32
 from scaledtensor.ops.algebra import count, elements, first_scaled, operand, plain, value
 from scaledtensor.ops.registry import Overload, Raw, rule
@@ -31,7 +32,8 @@ def _is_full(x: ScaledTensor, dims: Dims, keepdim: bool) -> bool:
 def growth(n: float, nonnegative: bool) -> float:
     """RMS of a sum of n terms of RMS 1. Non-negative ones have a mean: 1/sqrt(3) for squares of
     Gaussians, and between 0.56 (relu) and 1 (equal terms) for others."""
-    return math.sqrt(n * 2 / 3 + n * n / 3) if nonnegative else math.sqrt(n)
+    root: float = (n * 2 / 3 + n * n / 3 if nonnegative else n) ** 0.5
+    return root
 
 
 def _sum(x: ScaledTensor, dims: Dims, keepdim: bool, divide: bool, dtype: Any) -> Any:
@@ -124,7 +126,8 @@ def segment_reduce_backward(g: Any, y: Any, x: Any, reduce: str, **kwargs: Any) 
 
 def extreme_rms(rms: Tensor, n: int) -> Tensor:
     """The largest of n Gaussians: r sqrt(2 ln n)."""
-    return rms * math.sqrt(max(2 * math.log(max(n, 1)), 1.0))
+    root: float = max(2 * log(max(n, 1)), 1.0) ** 0.5
+    return rms * root
 
 
 @rule(aten.amax.default, aten.amin.default, pass_op=True)

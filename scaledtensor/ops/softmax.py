@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from scaledtensor._torch import log
 from scaledtensor.formats import FP32
 from scaledtensor.ops.algebra import at_value, bounded_square, count, operand, quadrature, value
 from scaledtensor.ops.registry import FILL, Raw, rule
@@ -35,18 +36,18 @@ class Visible(NamedTuple):
 
 def all_visible(n: int) -> Visible:
     n = max(n, 1)
-    return Visible(-math.log(n), 1 / n)
+    return Visible(-log(n), 1 / n)
 
 
 def causally_visible(rows: int, n: int) -> Visible:
     """Row i of `rows` sees the first min(i, n): sums over 1/i and 1/i^2 by their asymptotics."""
     rows, n = max(rows, 1), max(n, 1)
     steps = min(rows, n)
-    first = math.log(steps) + 0.5772 + 0.5 / steps - 1 / (12 * steps**2)
+    first = log(steps) + 0.5772 + 0.5 / steps - 1 / (12 * steps**2)
     second = math.pi**2 / 6 - 1 / steps + 0.5 / steps**2 - 1 / (6 * steps**3)
     mean = (first + (rows - steps) / n) / rows
     square = (second + (rows - steps) / n**2) / rows
-    return Visible(math.log(mean), square / mean)
+    return Visible(log(mean), square / mean)
 
 
 def visible(seen: Tensor, dim: int) -> Visible:
@@ -117,7 +118,7 @@ def softmax_backward(g: Any, y: ScaledTensor, dim: int, input_dtype: torch.dtype
 def logsumexp_rms(m: Tensor, n: int) -> Tensor:
     """ln N + m^2 / 2 up to m = sqrt(2 ln N), from there m sqrt(2 ln N): the free energy of N
     independent Gaussian levels (Derrida's random energy model, 1981)."""
-    log_n = math.log(n)
+    log_n = log(n)
     edge = (2 * log_n) ** 0.5
     low = m.clamp_max(edge)
     free: Tensor = low.square() / 2 + (m - low) * edge + log_n
