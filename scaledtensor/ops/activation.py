@@ -24,6 +24,7 @@ from scaledtensor.ops.algebra import (
     elements,
     first_scaled,
     operand,
+    rms_seen,
     value,
 )
 from scaledtensor.ops.moments import gaussian_rms, integrand
@@ -224,31 +225,40 @@ def elu_backward(
 
 @rule(aten.softplus.default)
 def softplus(x: ScaledTensor, beta: float = 1, threshold: float = 20) -> Raw:
-    """sqrt((ln 2 / beta)^2 + r^2 / 2): ln 2 at zero, relu far out."""
-    rms = ((math.log(2) / beta) ** 2 + bounded_square(x.rms) / 2).sqrt()
-    return at_value(lambda v: aten.softplus.default(v, beta, threshold), x, rms, nonnegative=True)
+    """Measured: a time step is softplus of a biased argument, and small."""
+    q = aten.softplus.default(value(x), beta, threshold)
+    return Raw(q, None, rms_seen(q, _softplus_rms(x, beta)), nonnegative=True)
+
+
+def _softplus_rms(x: ScaledTensor, beta: float) -> Tensor:
+    """Of a Gaussian: ln 2 at zero, relu far out."""
+    return ((math.log(2) / beta) ** 2 + bounded_square(x.rms) / 2).sqrt()
 
 
 @rule(aten.softplus_backward.default)
 def softplus_backward(g: Any, x: ScaledTensor, beta: float, threshold: float) -> Raw:
-    """r_g sqrt(1/4 (1 + u^2 / (u^2 + 7.4))), u = beta r: a sigmoid."""
-    slope = _between_half_and_root_half(x.rms * abs(beta), 7.4)
+    """r_g times the measured RMS of a sigmoid."""
+    slope = _sigmoid_seen(x, beta)
     kernel = partial(aten.softplus_backward.default, beta=beta, threshold=threshold)
     return _backward(g, x, slope, kernel)
 
 
+def _sigmoid_seen(x: ScaledTensor, beta: float) -> Tensor:
+    slope = torch.sigmoid(value(x) * beta)
+    return rms_seen(slope, _between_half_and_root_half(x.rms * abs(beta), 7.4))
+
+
 @rule(aten.log_sigmoid_forward.default)
 def log_sigmoid(x: ScaledTensor) -> tuple[Raw, Tensor]:
-    """-softplus(-x): sqrt(ln(2)^2 + r^2 / 2). The buffer for the derivative is plain."""
+    """-softplus(-x), measured. The buffer for the derivative is plain."""
     q, buffer = aten.log_sigmoid_forward.default(value(x))
-    rms = (math.log(2) ** 2 + bounded_square(x.rms) / 2).sqrt()
-    return Raw(q, None, rms), buffer
+    return Raw(q, None, rms_seen(q, _softplus_rms(x, 1.0))), buffer
 
 
 @rule(aten.log_sigmoid_backward.default)
 def log_sigmoid_backward(g: Any, x: ScaledTensor, buffer: Tensor) -> Raw:
-    """r_g sqrt(1/4 (1 + r^2 / (r^2 + 7.4))): the sigmoid of -x."""
-    slope = _between_half_and_root_half(x.rms, 7.4)
+    """As softplus_backward, the sigmoid of -x."""
+    slope = _sigmoid_seen(x, -1.0)
     return _backward(g, x, slope, partial(aten.log_sigmoid_backward.default, buffer=buffer))
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "operand",
     "plain",
     "quadrature",
+    "rms_seen",
     "value",
 ]
 
@@ -107,6 +108,18 @@ def measured(q: Tensor, scale: Tensor | None = None, **kwargs: Any) -> Raw:
     """
     rms = measured_rms(q)
     return Raw(q, scale, rms if scale is None else rms * scale, **kwargs)
+
+
+def rms_seen(q: Tensor, otherwise: Tensor) -> Tensor:
+    """RMS of `q`, a function's plain values; `otherwise` where some overflow or all are zero.
+
+    For functions of a wide range (exp, softplus): their moment under a Gaussian lies in the tail on
+    one side, and models feed them the other: log-probabilities, decays, time steps. Where such
+    results are multiplied over a recurrence, a wrong moment grows with the steps.
+    """
+    norm = torch.linalg.vector_norm(q.detach(), dtype=torch.float64)
+    seen = (norm / max(q.numel(), 1) ** 0.5).float()
+    return torch.where(seen.isfinite() & (seen > 0), seen, otherwise)
 
 
 def bounded_square(rms: Tensor) -> Tensor:

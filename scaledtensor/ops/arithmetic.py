@@ -15,6 +15,7 @@ from scaledtensor.ops.algebra import (
     operand,
     plain,
     quadrature,
+    rms_seen,
     value,
 )
 from scaledtensor.ops.registry import FILL, HUGE, LARGEST, Overload, Raw, is_table, rule, saturated
@@ -285,14 +286,10 @@ def reciprocal(x: ScaledTensor) -> Raw:
 
 
 def exponential(x: ScaledTensor, function: Any, rate: float) -> Raw:
-    """RMS as measured. Of a Gaussian it is exp(r^2), but what exp is taken of in models is seldom
-    one: log-probabilities and decays are never positive, and where the results are multiplied over
-    a recurrence a wrong moment grows with the steps. Where elements overflow: the Gaussian's."""
+    """Of a Gaussian r = exp(r^2); as it is, where that is a number."""
     q = function(value(x))
-    norm = torch.linalg.vector_norm(q, dtype=torch.float64)
-    seen = (norm / max(q.numel(), 1) ** 0.5).float()
     gaussian = (x.rms * rate).square().clamp_max(4.0).exp()
-    return Raw(q, None, torch.where(seen.isfinite() & (seen > 0), seen, gaussian), nonnegative=True)
+    return Raw(q, None, rms_seen(q, gaussian), nonnegative=True)
 
 
 @rule(aten.exp.default)

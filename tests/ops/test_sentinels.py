@@ -69,3 +69,13 @@ def test__exp__of_what_overflows_is_infinite_there_alone():
 
 def test__exp__of_what_underflows_is_zero():
     assert_holds(sct.scaled(torch.full((4,), -1e4)).exp(), torch.zeros(4), 0)
+
+
+@pytest.mark.parametrize("bias", [-5.0, 0.0, 5.0])
+@pytest.mark.parametrize("function", [F.softplus, lambda x: F.logsigmoid(-x)], ids=["+", "-"])
+def test__a_time_step__stays_in_range_whatever_its_bias(function, bias):
+    x = (gaussian(1024) + bias).detach().requires_grad_()
+    y = function(x)
+    grad = torch.autograd.grad(y, x, gaussian(1024, seed=1).detach())[0]
+    assert_in_range([y], 0.5, 2)
+    assert_in_range([grad], 0.5, 2)
