@@ -1,0 +1,114 @@
+"""Small models for the tests of modes, and what those tests assert of gradients."""
+
+import sys
+from pathlib import Path
+
+import torch
+from assertions import assert_in_range, assert_shifted, dequantized
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import scaledtensor as sct
+from scaledtensor.demo.model import GPT, GPTConfig
+
+sys.path.append(str(Path(__file__).parent.parent / "models"))
+from plain_models import STYLES
+
+__all__ = ["STYLES"]
+
+UNIT = sct.recipes.Unit()
+#: Nothing is rounded to fewer bits than float32 has: what differs is a mistake.
+EXACT = sct.recipes.Unit("fp32", "fp32", "fp32")
+
+Recipe = sct.recipes.Recipe
+Gradients = dict[str, Tensor]
+
+
+def plain_gpt(layers: int = 2, dropout: float = 0.0) -> GPT:
+    torch.manual_seed(0)
+    return GPT(
+        GPTConfig(vocab_size=16, block_size=8, n_layer=layers, n_head=2, n_embd=16, dropout=dropout)
+    )
+
+
+def gpt(recipe: Recipe = UNIT, layers: int = 2, dropout: float = 0.0) -> GPT:
+    return sct.scale_model(plain_gpt(layers, dropout), recipe)
+
+
+def tokens(batch: int = 4, length: int = 9, seed: int = 0) -> Tensor:
+    rng = torch.Generator().manual_seed(seed)
+    return torch.randint(16, (batch, length), generator=rng)
+
+
+def loss_of(model: nn.Module, t: Tensor) -> Tensor:
+    return model(t[:, :-1], t[:, 1:])[1]
+
+
+def gradients(model: nn.Module) -> Gradients:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def gradients_of(model: nn.Module, t: Tensor) -> Gradients:
+    """Of one batch alone."""
+    model.zero_grad()
+    loss_of(model, t).backward()
+    return gradients(model)
+
+
+class Checkpointed(nn.Module):
+    """A block whose activations are computed again in the backward pass."""
+
+    def __init__(self, block: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.block, self.reentrant = block, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=self.reentrant)
+
+
+class LoRA(nn.Module):
+    """A frozen linear layer beside a product of two thin ones (Hu et al. 2021)."""
+
+    def __init__(self, base: nn.Linear, rank: int = 4) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def lora_gpt(recipe: Recipe = UNIT, layers: int = 2) -> GPT:
+    model = plain_gpt(layers)
+    for block in model.blocks:
+        block.attention.qkv = LoRA(block.attention.qkv)
+        block.mlp[0] = LoRA(block.mlp[0])
+    return sct.scale_model(model, recipe)
+
+
+# --- assertions ------------------------------------------------------------------------------
+
+
+def assert_identical(got: Gradients, want: Gradients) -> None:
+    """Scaled, of the same scales, formats and bits."""
+    assert got.keys() == want.keys()
+    assert got
+    for name, g in got.items():
+        assert isinstance(g, sct.ScaledTensor), name
+        assert_shifted(g, want[name], 0)
+
+
+def assert_sane(found: Gradients) -> None:
+    """Scaled, under powers of two, with elements near 1. Few and correlated terms are not the
+    Gaussians of the promise, so these borders are wide."""
+    for name, g in found.items():
+        assert_in_range([g], 0.05, 20, what=name)
+
+
+def assert_near(got: Gradients, want: Gradients, tolerance: float) -> None:
+    """Each within a relative distance."""
+    assert got.keys() == want.keys()
+    for name, g in got.items():
+        distance = float((dequantized(g) - dequantized(want[name])).norm())
+        assert distance <= tolerance * float(dequantized(want[name]).norm()) + 1e-12, name

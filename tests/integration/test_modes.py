@@ -1,0 +1,386 @@
+"""The ways in which people train: each gives the run without it, to the bit where that can be.
+
+docs/modes.md is the table of these; torch.func, export and compile have files of their own.
+"""
+
+import copy
+import io
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from assertions import assert_holds, assert_in_range, assert_shifted, dequantized
+from modes_models import (
+    EXACT,
+    STYLES,
+    UNIT,
+    Checkpointed,
+    LoRA,
+    Recipe,
+    assert_identical,
+    assert_near,
+    assert_sane,
+    gpt,
+    gradients,
+    gradients_of,
+    lora_gpt,
+    loss_of,
+    plain_gpt,
+    tokens,
+)
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import scaledtensor as sct
+
+STYLED = pytest.mark.parametrize("style", [STYLES["unet"], STYLES["lstm"]], ids=["unet", "lstm"])
+
+
+# --- activation checkpointing ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test__checkpointing__changes_no_bit(reentrant: bool, dropout: float) -> None:
+    kept, again = gpt(dropout=dropout), gpt(dropout=dropout)
+    again.blocks = nn.ModuleList(Checkpointed(b, reentrant) for b in again.blocks)
+    losses = []
+    for model in (kept, again):
+        torch.manual_seed(1)
+        losses.append(loss_of(model, tokens()))
+        losses[-1].backward()
+    assert torch.equal(*losses)
+    found = {name.replace(".block.", "."): g for name, g in gradients(again).items()}
+    assert_identical(found, gradients(kept))
+    assert_sane(found)
+
+
+@STYLED
+def test__checkpointing_other_models__changes_no_bit(style: Any) -> None:
+    torch.manual_seed(0)
+    model = sct.scale_model(style.build())
+    style.loss(model).backward()
+    want = gradients(model)
+    model.zero_grad()
+    style.loss(lambda x: checkpoint(model, x, use_reentrant=False)).backward()
+    assert_identical(gradients(model), want)
+
+
+# --- autocast --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cached", [True, False], ids=["cached", "uncached"])
+def test__autocast__changes_the_appearance_alone(cached: bool) -> None:
+    """The elements are in the recipe's formats already: bfloat16 only shows in `.dtype`."""
+    model, t, outputs = gpt(), tokens(), []
+    want = loss_of(model, t)
+    want.backward()
+    expected = gradients(model)
+    model.zero_grad(set_to_none=True)
+    for module in model.modules():
+        module.register_forward_hook(lambda _, args, out: outputs.append(out))
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=cached):
+        logits, _ = model(t[:, :-1])
+        assert all(isinstance(x, sct.ScaledTensor) for x in outputs if isinstance(x, Tensor))
+        assert logits.dtype == torch.bfloat16
+        assert_in_range([logits], 0.1, 10)
+        loss = loss_of(model, t)
+    loss.backward()
+    assert torch.equal(loss, want)
+    assert_identical(gradients(model), expected)
+    assert all(g.dtype == torch.float32 for g in gradients(model).values())
+
+
+@STYLED
+def test__autocast_of_other_models__has_the_same_loss(style: Any) -> None:
+    torch.manual_seed(0)
+    model = sct.scale_model(style.build())
+    want = style.loss(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = style.loss(model)
+    loss.backward()
+    torch.testing.assert_close(loss, want, rtol=0.01, atol=0)
+    assert_sane(gradients(model))
+
+
+def test__autocast_to_float16__keeps_loss_and_range() -> None:
+    """Elements then are FP16, of which scales keep the range: no loss scaling is needed."""
+    model, t = gpt(), tokens()
+    want = loss_of(model, t)
+    with torch.autocast("cpu", torch.float16):
+        loss = loss_of(model, t)
+    loss.backward()
+    torch.testing.assert_close(loss, want, rtol=1e-3, atol=0)
+    assert_sane(gradients(model))
+
+
+# --- loss scaling ----------------------------------------------------------------------------
+
+
+def trained(
+    model: nn.Module, scaler: torch.amp.GradScaler | None, autocast: bool, clip: float, steps: int
+) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+    for step in range(steps):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = loss_of(model, tokens(seed=step))
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+        scaler.step(optimizer)
+        scaler.update()
+    return optimizer
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("clip", [0.5, math.inf])
+def test__a_grad_scaler__trains_to_the_same_bits(autocast: bool, clip: float) -> None:
+    first, second = gpt(), gpt()
+    scaler = torch.amp.GradScaler("cpu", growth_interval=2)
+    plain, scaled = trained(first, None, False, clip, 5), trained(second, scaler, autocast, clip, 5)
+    assert scaler.get_scale() == 2.0**18
+    for p, q in zip(first.parameters(), second.parameters(), strict=True):
+        assert_shifted(p, q, 0)
+        assert_shifted(p.grad, q.grad, 0)
+        for name, x in plain.state[p].items():
+            assert_shifted(x, scaled.state[q][name], 0)
+
+
+@pytest.mark.parametrize("factor", [2.0**16, 2.0**-100, 3.0, 1e-3])
+@pytest.mark.parametrize("part", [False, True])
+def test__unscaling__moves_the_scale(factor: float, part: bool) -> None:
+    p = nn.Parameter(sct.scaled(torch.randn(64, generator=torch.Generator().manual_seed(0))))
+    whole = sct.scaled(torch.randn(2, 64, generator=torch.Generator().manual_seed(1)))
+    p.grad = whole[0] if part else whole[0].clone()
+    before, elements = dequantized(p.grad).clone(), p.grad.qdata.clone()
+    scaler = torch.amp.GradScaler("cpu", init_scale=factor)
+    scaler.scale(torch.ones(()))  # a scaler exists from its first loss on
+    scaler.unscale_(torch.optim.SGD([p], lr=1.0))
+    assert_holds(p.grad, before / factor, 2.0**-22)
+    if not part:
+        assert_in_range([p.grad])
+        assert math.frexp(factor)[0] != 0.5 or torch.equal(p.grad.qdata, elements)
+        assert float(p.grad.rms) == pytest.approx(float(dequantized(p.grad).norm()) / 8, rel=0.5)
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test__an_infinite_gradient__skips_the_step_and_lowers_the_factor(bad: float) -> None:
+    model = gpt()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu")
+    before = copy.deepcopy(model)
+    scaler.scale(loss_of(model, tokens())).backward()
+    model.head.weight.grad[3, 4] = bad
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**15
+    for p, q in zip(model.parameters(), before.parameters(), strict=True):
+        assert_shifted(p, q, 0)
+
+
+# --- gradient accumulation -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pieces", [2, 8])
+@pytest.mark.parametrize(("recipe", "tolerance"), [(UNIT, 0.15), (EXACT, 1e-5)])
+def test__accumulating__is_one_batch(recipe: Recipe, tolerance: float, pieces: int) -> None:
+    model, t = gpt(recipe), tokens(8)
+    whole = gradients_of(model, t)
+    model.zero_grad()
+    for part in t.chunk(pieces):
+        (loss_of(model, part) / pieces).backward()
+    assert_near(gradients(model), whole, tolerance)
+    assert_sane(gradients(model))
+
+
+# --- empty batches ---------------------------------------------------------------------------
+
+
+def test__an_empty_batch__adds_zero() -> None:
+    model, t = gpt(), tokens()
+    want = gradients_of(model, t)
+    model.zero_grad()
+    logits, _ = model(t[:0, :-1])
+    assert isinstance(logits, sct.ScaledTensor)
+    assert logits.shape == (0, 8, 16)
+    logits.square().sum().backward()
+    for name, g in gradients(model).items():
+        assert isinstance(g, sct.ScaledTensor), name
+        assert_holds(g, torch.zeros(g.shape), 0)
+    loss_of(model, t).backward()
+    assert_identical(gradients(model), want)
+
+
+@STYLED
+def test__an_empty_batch_of_other_models__gives_zeros(style: Any) -> None:
+    torch.manual_seed(0)
+    model = sct.scale_model(style.build())
+    out = model(style.batch(0)[0][:0])
+    assert isinstance(out, sct.ScaledTensor)
+    out.square().sum().backward()
+    assert gradients(model).keys() == dict(model.named_parameters()).keys()
+    for name, g in gradients(model).items():
+        assert isinstance(g, sct.ScaledTensor), name
+        assert_holds(g, torch.zeros(g.shape), 0)
+
+
+# --- frozen weights --------------------------------------------------------------------------
+
+
+class Products(TorchDispatchMode):
+    """The formats of the operands of every product that runs on ScaledTensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, str]] = []
+        self.sizes: list[tuple[int, int, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default:
+            a, b = args
+            self.seen.append((a.format.name, b.format.name))
+            self.sizes.append((a.shape[0], a.shape[1], b.shape[1]))
+        return func(*args, **(kwargs or {}))
+
+
+def test__a_frozen_layer__runs_two_products() -> None:
+    torch.manual_seed(0)
+    layer = sct.scale_model(nn.Linear(32, 48).requires_grad_(False))
+    x = torch.randn(5, 32, requires_grad=True)
+    with Products() as products:
+        layer(x).square().sum().backward()
+    assert products.seen == [("e4m3fn", "e4m3fn"), ("e5m2", "e4m3fn")]
+    assert layer.weight.grad is None
+    assert x.grad is not None
+    with Products() as products:
+        layer(x.detach())
+    assert len(products.seen) == 1
+
+
+def test__lora__runs_two_products_on_the_base_and_three_on_each_side_branch() -> None:
+    torch.manual_seed(0)
+    layer = sct.scale_model(LoRA(nn.Linear(32, 48)))
+    x = sct.scaled(torch.randn(5, 32)).requires_grad_()
+    with Products() as products:
+        layer(x).square().sum().backward()
+    base = [(5, 32, 48), (5, 48, 32)]
+    down, up = [(5, 32, 4), (5, 4, 32), (4, 5, 32)], [(5, 4, 48), (5, 48, 4), (48, 5, 4)]
+    assert sorted(products.sizes) == sorted([*base, *down, *up])
+    assert_sane(gradients(layer))
+
+
+def test__lora__trains_what_is_not_frozen() -> None:
+    exact, reference = lora_gpt(EXACT), sct.unscale_model(lora_gpt())
+    assert_near(gradients_of(exact, tokens()), gradients_of(reference, tokens()), 1e-5)
+    model = lora_gpt()
+    frozen = {n: copy.deepcopy(p) for n, p in model.named_parameters() if not p.requires_grad}
+    assert len(frozen) == 8
+    assert_sane(gradients_of(model, tokens()))
+    trained(model, None, False, 1.0, 2)
+    for name, p in model.named_parameters():
+        assert (name in frozen) == (p.grad is None), name
+        if name in frozen:
+            assert_shifted(p, frozen[name], 0)
+
+
+# --- no gradients ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test__without_gradients__the_forward_pass_is_the_same(mode: Any) -> None:
+    model, t = gpt(), tokens()
+    want, _ = model(t[:, :-1])
+    with mode():
+        got, _ = model(t[:, :-1])
+    assert_shifted(got, want, 0)
+    assert not got.requires_grad
+    assert got.is_inference() == (mode is torch.inference_mode)
+    assert_identical(gradients_of(model, t), gradients_of(gpt(), t))
+
+
+# --- copies ----------------------------------------------------------------------------------
+
+
+def saved_and_loaded(x: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize(
+    "again",
+    [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), saved_and_loaded],
+    ids=["deepcopy", "pickle", "save"],
+)
+def test__a_copy_of_model_and_optimizer__goes_on_to_the_same_bits(again: Any) -> None:
+    model = gpt()
+    optimizer = trained(model, None, False, 1.0, 2)
+    pair = again((model, optimizer))
+    for m, o in ((model, optimizer), pair):
+        o.zero_grad()
+        loss_of(m, tokens(seed=7)).backward()
+        o.step()
+    for p, q in zip(model.parameters(), pair[0].parameters(), strict=True):
+        assert isinstance(q, nn.Parameter)
+        assert p.qdata.data_ptr() != q.qdata.data_ptr()
+        assert_shifted(p, q, 0)
+        for name, x in optimizer.state[p].items():
+            assert_shifted(x, pair[1].state[q][name], 0)
+
+
+# --- double backward -------------------------------------------------------------------------
+
+
+def penalised(model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """A gradient penalty (Gulrajani et al. 2017) and its gradients."""
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    penalty = (slope.norm(dim=-1) - 1).square().mean()
+    penalty.backward()
+    return penalty.detach(), gradients(model)
+
+
+@pytest.mark.parametrize(("recipe", "tolerance"), [(UNIT, 0.2), (EXACT, 1e-5)])
+@pytest.mark.parametrize("entry", ["plain", "scaled"])
+def test__a_gradient_penalty__is_that_of_float32(
+    recipe: Recipe, tolerance: float, entry: str
+) -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(
+        *(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16), nn.Softmax(-1), nn.Linear(16, 8)),
+        *(nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 1)),
+    )
+    model, x = sct.scale_model(copy.deepcopy(reference), recipe), torch.randn(16, 16)
+    held = sct.scaled(x, recipe=recipe) if entry == "scaled" else x.clone()
+    penalty, got = penalised(model, held.requires_grad_())
+    exact, want = penalised(reference, x.requires_grad_())
+    torch.testing.assert_close(penalty, exact, rtol=tolerance, atol=0)
+    assert_near(got, want, tolerance)
+    assert_sane({name: g for name, g in got.items() if want[name].any()})
+
+
+def curvature(model: nn.Module, t: Tensor) -> dict[str, Tensor]:
+    """Gradients of half the squared norm of the gradient."""
+    first = torch.autograd.grad(loss_of(model, t), list(model.parameters()), create_graph=True)
+    (sum(g.square().sum() for g in first) / 2).backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize(("recipe", "tolerance"), [(UNIT, 0.35), (EXACT, 1e-4)])
+def test__a_transformer__is_differentiated_twice(recipe: Recipe, tolerance: float) -> None:
+    """By the spelled-out attention; the fused kernels of torch have no second derivative."""
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        got, want = curvature(gpt(recipe), tokens()), curvature(plain_gpt(), tokens())
+    assert_near(got, want, tolerance)
+    assert_sane(got)
+
+
+@pytest.mark.parametrize("make", [gpt, plain_gpt], ids=["scaled", "plain"])
+def test__fused_attention__has_no_second_derivative_in_torch(make: Any) -> None:
+    with pytest.raises(RuntimeError, match="derivative for aten::_scaled_dot_product_flash"):
+        curvature(make(), tokens())
