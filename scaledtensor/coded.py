@@ -136,11 +136,10 @@ class CodedTensor(ScaledTensor):
         self.granularity = granularity
         return self
 
-    def like(
-        self, qdata: Tensor, scale: Tensor, rms: Tensor, tensor_scale: Tensor | None = None
-    ) -> Self:
-        whole = self.tensor_scale if tensor_scale is None else tensor_scale
-        return self.keep(qdata, scale, rms, whole, self.shape, *self.__tensor_flatten__()[1])
+    def like(self, *inner: Tensor) -> Self:
+        qdata, scale, rms, tensor_scale = inner
+        context = self.__tensor_flatten__()[1]
+        return self.keep(qdata, scale, rms, tensor_scale, self.shape, *context)
 
     @property
     def codes(self) -> Tensor:
@@ -197,11 +196,6 @@ class CodedTensor(ScaledTensor):
         else:
             spelled = f"{tuple(self.scale.shape)} {self.granularity}"
         return f"{spelled} * {self.tensor_scale:.6g}" if _is_two_level(self.scale) else spelled
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        copy = super().__deepcopy__(memo)
-        copy.tensor_scale = self.tensor_scale.clone()
-        return copy
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         inner = tuple(_as_bytes(getattr(self, name)) for name in self.INNER)

@@ -142,17 +142,19 @@ class ScaledTensor(Tensor):
         self.format, self.recipe, self.nonnegative = format, recipe, nonnegative
         return self
 
-    def like(self, qdata: Tensor, scale: Tensor, rms: Tensor) -> Self:
-        """A tensor with this one's format, dtype and recipe around other inner tensors."""
+    def like(self, *inner: Tensor) -> Self:
+        """A tensor with this one's format, dtype and recipe around other tensors for `INNER`."""
+        qdata, scale, rms = inner
         return self.make(qdata, scale, rms, *self.__tensor_flatten__()[1])
 
     def viewed(self, qdata: Tensor) -> Self:
         """A view of this tensor, around a view of its elements: the very same scale."""
+        _, *others = (getattr(self, name) for name in self.INNER)
         if torch.is_inference_mode_enabled() and not self.is_inference():
             # A view of a tensor from outside inference mode is one itself: torch sees to it.
             with torch.inference_mode(False):
-                return self.like(qdata, self.scale, self.rms)
-        return self.like(qdata, self.scale, self.rms)
+                return self.like(qdata, *others)
+        return self.like(qdata, *others)
 
     # --- the verbs ---------------------------------------------------------------------------
 
@@ -324,7 +326,7 @@ class ScaledTensor(Tensor):
             return cast(Self, memo[id(self)])
         if not self.is_leaf:
             raise RuntimeError("only leaf tensors can be deep-copied; use .detach() first")
-        copy = self.like(self.qdata.clone(), self.scale.clone(), self.rms.clone())
+        copy = self.like(*(getattr(self, name).clone() for name in self.INNER))
         memo[id(self)] = copy = with_autograd(copy, self.requires_grad, is_parameter(self))
         if self.grad is not None:
             with torch.no_grad():
