@@ -1,5 +1,6 @@
 """Small models for the tests of modes, and what those tests assert of gradients."""
 
+import math
 import sys
 from pathlib import Path
 
@@ -112,3 +113,9 @@ def assert_near(got: Gradients, want: Gradients, tolerance: float) -> None:
     for name, g in got.items():
         distance = float((dequantized(g) - dequantized(want[name])).norm())
         assert distance <= tolerance * float(dequantized(want[name]).norm()) + 1e-12, name
+
+
+def distance(got: Gradients, want: Gradients) -> float:
+    """Of all as one vector, relative."""
+    off = [float((dequantized(g) - dequantized(want[name])).norm()) for name, g in got.items()]
+    return math.hypot(*off) / math.hypot(*(float(dequantized(g).norm()) for g in want.values()))

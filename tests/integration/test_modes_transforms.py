@@ -5,14 +5,13 @@ are, uncast; everything else is as outside. See docs/modes.md.
 """
 
 import copy
-import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from assertions import assert_holds, assert_in_range, assert_shifted, dequantized
+from assertions import assert_holds, assert_in_range, assert_shifted
 from modes_models import (
     EXACT,
     STYLES,
@@ -22,6 +21,7 @@ from modes_models import (
     assert_identical,
     assert_near,
     assert_sane,
+    distance,
     gpt,
     gradients,
     gradients_of,
@@ -91,12 +91,8 @@ def test__inside_a_transform__products_are_not_cast() -> None:
     model, reference, t = gpt(), plain_gpt(), tokens()
     want = gradients_of(reference, t)
 
-    def distance(found: Gradients) -> float:
-        off = [dequantized(found[n]) - dequantized(g) for n, g in want.items()]
-        return math.hypot(*(float(x.norm()) for x in off))
-
     inside = grad(loss_by(model))(detached(model), t)
-    assert distance(inside) < distance(gradients_of(model, t)) / 4
+    assert distance(inside, want) < distance(gradients_of(model, t), want) / 4
 
 
 @pytest.mark.parametrize(("recipe", "tolerance"), [(UNIT, 0.05), (EXACT, 1e-5)])
