@@ -7,12 +7,14 @@ parameter's gradient, and the relative error of the loss:
 
   ours      `scale_model` with the default recipe: E4M3 operands, E5M2 gradients, BF16 between.
   ours fwd16  the same with BF16 forward operands: what is left when E4M3 is taken away.
-  current   a float32 model that rounds the operands of every matrix product to E4M3 under a scale
-            of amax / 448 measured per tensor, and its gradient to E5M2 under amax / 57344. All else
-            is float32: no library that keeps one scale a tensor rounds less.
+  current   a float32 model that rounds the operands of every matrix product and convolution to
+            E4M3 under a scale of amax / 448 measured per tensor, and its gradient to E5M2 under
+            amax / 57344. All else is float32: no library that keeps one scale a tensor rounds less.
 
 Where `ours` is no more than `current`, the error is that of the formats, and not of the rules.
-Parameters whose true gradient is zero by symmetry (key biases) are left out.
+Parameters whose true gradient is zero by symmetry (key biases) are left out. A router's choice of
+experts is no continuous function of its operands: where rounding flips a choice, the gradients of
+whole rows go elsewhere, also in `current`, and also in BF16.
 """
 
 import argparse
@@ -29,12 +31,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import scaledtensor as sct
+from benchmarks.zoo import MODELS, ZERO_BY_SYMMETRY, Batch, batch, build
+from scaledtensor import _torch
 from scaledtensor.formats import E4M3FN, E5M2, Format, fake_quantize
-
-VOCABULARY = 128
-
-#: A key's bias shifts all logits of a query alike, so its true gradient is zero.
-ZERO_BY_SYMMETRY = ("key.bias", "k_proj.bias", "k_lin.bias")
 
 
 class Rounded(torch.autograd.Function):
@@ -57,14 +56,19 @@ def filled(x: Tensor, fmt: Format) -> Tensor:
 
 
 class CurrentScaling(TorchFunctionMode):
-    """Every matrix product of floats, in every spelling that these models have, on rounded
-    operands."""
+    """Every matrix product and convolution of floats, in every spelling that these models have, on
+    rounded operands."""
 
     products = (
         *(torch.matmul, torch.bmm, torch.mm, torch.einsum, nn.functional.linear),
         *(Tensor.matmul, Tensor.__matmul__, Tensor.bmm, Tensor.mm),
     )
     added = (torch.addmm, torch.baddbmm, Tensor.addmm, Tensor.baddbmm)
+    grouped = (nn.functional.grouped_mm, _torch.grouped_mm)
+    convolutions = (
+        *(torch.conv1d, torch.conv2d, torch.conv3d),
+        *(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d),
+    )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -76,9 +80,24 @@ class CurrentScaling(TorchFunctionMode):
             alpha, beta = kwargs.pop("alpha", 1), kwargs.pop("beta", 1)
             base, *factors = (*args, *kwargs.values())  # mat1, mat2 or batch1, batch2
             return self.rounded(torch.matmul, factors, {}) * alpha + base * beta
-        if func in self.products:
+        if func is torch.einsum and isinstance(args[1], (list, tuple)):
+            args = args[0], *args[1]
+        if func in self.convolutions:
+            return self.convolution(func, args, kwargs)
+        if func in self.products or func in self.grouped:
             return self.rounded(func, args, kwargs)
         return func(*args, **kwargs)
+
+    def convolution(self, func: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
+        options = dict(zip(("input", "weight", "bias", "stride"), args, strict=False)) | kwargs
+        x, weight, bias = (options.pop(name, None) for name in ("input", "weight", "bias"))
+        stride, rest = options.pop("stride", 1), args[4:]
+
+        def unbiased(x: Tensor, w: Tensor) -> Tensor:
+            return func(x, w, None, stride, *rest, **options)
+
+        out = self.rounded(unbiased, (x, weight), {})
+        return out if bias is None else out + bias.view(-1, *[1] * (weight.dim() - 2))
 
     def rounded(self, func: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
         floats = [isinstance(a, Tensor) and a.is_floating_point() for a in args]
@@ -89,109 +108,6 @@ class CurrentScaling(TorchFunctionMode):
             for a, is_float in zip(args, floats, strict=True)
         ]
         return Rounded.apply(func(*cast, **kwargs), None, E5M2)
-
-
-# --- models ----------------------------------------------------------------------------------
-
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
-}
-GROUPED = {"num_key_value_heads": 2}
-UNDROPPED = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-OF_GPT2 = {
-    "vocab_size": VOCABULARY,
-    "n_positions": 64,
-    "n_embd": 64,
-    "n_layer": 3,
-    "n_head": 4,
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
-}
-OF_ENCODER = {"vocab_size": VOCABULARY, "d_model": 64, "pad_token_id": 0, "eos_token_id": 1}
-
-#: Transformers class -> options of its configuration.
-MODELS: dict[str, dict[str, Any]] = {
-    "GPT2LMHeadModel": OF_GPT2,
-    "LlamaForCausalLM": SIZES | GROUPED,
-    "MistralForCausalLM": SIZES | GROUPED,
-    "Qwen2ForCausalLM": SIZES | GROUPED,
-    "Qwen3ForCausalLM": SIZES | GROUPED | {"head_dim": 16},
-    "GemmaForCausalLM": SIZES | GROUPED | {"head_dim": 16},
-    "Gemma2ForCausalLM": SIZES | GROUPED | {"head_dim": 16},
-    "Gemma3ForCausalLM": SIZES | GROUPED | {"head_dim": 16},
-    "OlmoForCausalLM": SIZES | GROUPED,
-    "Olmo2ForCausalLM": SIZES | GROUPED,
-    "PhiForCausalLM": SIZES | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attention_dropout": 0.0},
-    "Phi3ForCausalLM": SIZES | GROUPED,
-    "StableLmForCausalLM": SIZES | GROUPED,
-    "CohereForCausalLM": SIZES | GROUPED,
-    "GPTNeoXForCausalLM": SIZES,
-    "FalconForCausalLM": SIZES | {"hidden_dropout": 0.0, "attention_dropout": 0.0},
-    "BloomForCausalLM": {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 64,
-        "n_layer": 3,
-        "n_head": 4,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-    },
-    "OPTForCausalLM": {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 64,
-        "num_hidden_layers": 3,
-        "ffn_dim": 128,
-        "num_attention_heads": 4,
-        "word_embed_proj_dim": 64,
-        "dropout": 0.0,
-        "max_position_embeddings": 64,
-    },
-    "GPTJForCausalLM": OF_GPT2 | {"rotary_dim": 8},
-    "GPTBigCodeForCausalLM": OF_GPT2,
-    "BertForMaskedLM": SIZES | UNDROPPED,
-    "RobertaForMaskedLM": SIZES | UNDROPPED | {"max_position_embeddings": 64},
-    "ElectraForMaskedLM": SIZES | UNDROPPED | {"embedding_size": 64},
-    "DistilBertForMaskedLM": {
-        "vocab_size": VOCABULARY,
-        "dim": 64,
-        "hidden_dim": 128,
-        "n_layers": 3,
-        "n_heads": 4,
-        "dropout": 0.0,
-        "attention_dropout": 0.0,
-    },
-    "T5ForConditionalGeneration": OF_ENCODER
-    | {"d_kv": 16, "d_ff": 128, "num_layers": 3, "num_heads": 4, "dropout_rate": 0.0}
-    | {"decoder_start_token_id": 0},
-    "BartForConditionalGeneration": OF_ENCODER
-    | {
-        f"{side}_{what}": n
-        for side in ("encoder", "decoder")
-        for what, n in (("layers", 3), ("attention_heads", 4), ("ffn_dim", 128))
-    }
-    | {"dropout": 0.0, "max_position_embeddings": 64, "decoder_start_token_id": 1},
-}
-
-
-def build(name: str, **options: Any) -> nn.Module:
-    kind = getattr(transformers, name)
-    model: nn.Module = kind(kind.config_class(**MODELS[name] | options))
-    return model.train()
-
-
-def batch(seed: int, padded: bool = False) -> dict[str, Tensor]:
-    """Four sequences of 32 tokens; padded, the first starts with 5 that count for nothing."""
-    ids = torch.randint(2, VOCABULARY, (4, 32), generator=torch.Generator().manual_seed(seed))
-    mask = torch.ones_like(ids)
-    mask[0, : 5 * padded] = 0
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
 # --- errors ----------------------------------------------------------------------------------
@@ -220,7 +136,7 @@ class Errors:
 Results = tuple[float, dict[str, Tensor]]
 
 
-def results(model: nn.Module, inputs: dict[str, Tensor]) -> Results:
+def results(model: nn.Module, inputs: Batch) -> Results:
     """Loss and gradients."""
     loss = model(**inputs).loss
     loss.backward()
@@ -236,7 +152,7 @@ def errors(got: Results, truth: Results) -> Errors:
     return Errors(abs(got[0] / truth[0] - 1), gradients)
 
 
-def compare(reference: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Errors]:
+def compare(reference: nn.Module, inputs: Batch) -> dict[str, Errors]:
     """Of each way to run the model, in the order of the module's docstring."""
     ours, fwd16 = (
         sct.scale_model(copy.deepcopy(reference), recipe)
@@ -257,7 +173,7 @@ def row(name: str, seeds: int) -> dict[str, Any]:
     runs = []
     for seed in range(seeds):
         torch.manual_seed(seed)
-        runs.append(compare(build(name), batch(seed)))
+        runs.append(compare(build(name), batch(name, seed)))
     found: dict[str, Any] = {"model": name, "of": runs[0]["ours"].of}
     for way in runs[0]:
         for figure in ("loss", "worst", "median"):

@@ -51,19 +51,13 @@ class Errors:
 
 
 class RoundedOperands(CurrentScaling):
-    """Also those of convolutions and recurrent networks."""
-
-    convolutions = (torch.conv1d, torch.conv2d, torch.conv_transpose2d)
+    """Also those of recurrent networks."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in RECURRENT:
             with self:
                 return RECURRENT[func](*args, **kwargs)
-        if func in self.convolutions:
-            x, w, bias, *rest = args
-            y = self.rounded(lambda x, w: func(x, w, None, *rest, **kwargs), (x, w), {})
-            return y if bias is None else y + bias.view(-1, *[1] * (w.dim() - 2))
         return super().__torch_function__(func, types, args, kwargs)
 
 
