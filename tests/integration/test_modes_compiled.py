@@ -1,0 +1,114 @@
+"""Checkpointed and LoRA models in one graph: the eager bits, sizes that stay free, two products."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from assertions import assert_shifted
+from modes_models import (
+    Checkpointed,
+    LoRA,
+    assert_identical,
+    assert_sane,
+    gpt,
+    gradients,
+    lora_gpt,
+    loss_of,
+    tokens,
+)
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+import scaledtensor as sct
+
+
+def test__a_checkpointed_model__compiles_to_the_eager_bits() -> None:
+    model, eager, t = gpt(layers=1), gpt(layers=1), tokens()
+    model.blocks = nn.ModuleList(Checkpointed(b, reentrant=True) for b in model.blocks)
+    loss = torch.compile(loss_of, fullgraph=True, backend="aot_eager")(model, t)
+    loss.backward()
+    want = loss_of(eager, t)
+    want.backward()
+    assert torch.equal(loss, want)
+    got = {name.replace(".block.", "."): g for name, g in gradients(model).items()}
+    assert_identical(got, gradients(eager))
+    assert_sane(got)
+
+
+def attention(x: Tensor, block: nn.Module) -> Tensor:
+    return block.attention(block.norm1(x))
+
+
+def checkpointed_mlp_with_lora(x: Tensor, block: nn.Module) -> Tensor:
+    return checkpoint(block.mlp, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("part", [attention, checkpointed_mlp_with_lora])
+def test__sizes_that_change__are_one_graph(part: Callable[[Tensor, nn.Module], Tensor]) -> None:
+    """Rules compute with sizes and never ask for their numbers."""
+    make = gpt if part is attention else lora_gpt
+    model, eager = (make(layers=1).blocks[0] for _ in range(2))
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(
+        lambda x, block: part(x, block).square().mean(),
+        fullgraph=True,
+        dynamic=True,
+        backend=counter,
+    )
+    graphs = []
+    for batch, length in ((4, 9), (3, 7), (6, 4)):
+        x = torch.randn(batch, length, 16, generator=torch.Generator().manual_seed(batch))
+        model.zero_grad()
+        eager.zero_grad()
+        loss, want = compiled(x, model), part(x, eager).square().mean()
+        loss.backward()
+        want.backward()
+        assert torch.equal(loss, want)
+        assert_identical(gradients(model), gradients(eager))
+        assert_sane(gradients(model))
+        graphs.append(counter.frame_count)
+    assert graphs == graphs[:1] * 3
+
+
+def products_in(graphs: Counter[str], kind: str) -> Any:
+    """A compiler that counts matrix products and leaves the graph as it is."""
+
+    def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        called = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+        graphs[kind] += called.count(torch.ops.aten.mm.default)
+        return graph.forward
+
+    return count
+
+
+@pytest.mark.parametrize(
+    ("make", "forward", "backward"),
+    [
+        (lambda: nn.Linear(16, 32), 1, 2),
+        (lambda: nn.Linear(16, 32).requires_grad_(False), 1, 1),
+        (lambda: LoRA(nn.Linear(16, 32)), 3, 5),
+    ],
+    ids=["trained", "frozen", "LoRA"],
+)
+def test__a_frozen_layer_compiled__has_two_products(make: Any, forward: int, backward: int) -> None:
+    torch.manual_seed(0)
+    layer, x = sct.scale_model(make()), torch.randn(8, 16, requires_grad=True)
+    layer(x).square().sum().backward()
+    want, x_grad = gradients(layer), x.grad
+    layer.zero_grad()
+    x.grad = None
+    found: Counter[str] = Counter()
+    backend = aot_autograd(
+        fw_compiler=products_in(found, "forward"), bw_compiler=products_in(found, "backward")
+    )
+    compiled = torch.compile(lambda x: layer(x).square().sum(), fullgraph=True, backend=backend)
+    compiled(x).backward()
+    assert dict(found) == {"forward": forward, "backward": backward}
+    assert torch.equal(x.grad, x_grad)
+    assert gradients(layer).keys() == want.keys()
+    for name, g in gradients(layer).items():
+        assert_shifted(g, want[name], 0)
