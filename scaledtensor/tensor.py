@@ -237,7 +237,9 @@ class ScaledTensor(Tensor):
             return replacement(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    # Beside a graph that broke, dynamo would compile the Python of rules.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __torch_dispatch__(
         cls,
         func: Any,
         types: Any,

@@ -288,6 +288,28 @@ def test__accumulated_gradients__are_the_sum():
         assert_holds(p.grad, t, 2.0**-5)
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test__a_compiled_step__is_the_eager_one(name):
+    """Without fullgraph, which torch's own optimizers refuse."""
+    make, options = OPTIMIZERS[name]
+
+    def train(compiled: bool) -> list[nn.Parameter]:
+        parameters = [nn.Parameter(sct.scaled(p)) for p in plain_parameters(torch.float32)]
+        parameters = parameters[: 1 if make is optim.Muon else None]
+        optimizer = make(parameters, **options)
+        step = torch.compile(optimizer.step, backend="aot_eager") if compiled else optimizer.step
+        rng = torch.Generator().manual_seed(1)
+        for _ in range(3):
+            for p in parameters:
+                p.grad = sct.scaled(torch.randn(p.shape, generator=rng) * 2.0**-20)
+            step()
+        return parameters
+
+    for eager, compiled in zip(train(False), train(True), strict=True):
+        assert torch.equal(eager.scale, compiled.scale)
+        assert torch.allclose(eager.dequantize(), compiled.dequantize(), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("to_none", [True, False])
 def test__zero_grad__leaves_nothing_behind(to_none):
     model, (x, *_) = model_and_batches()
