@@ -299,8 +299,7 @@ LARGEST = torch.finfo(torch.bfloat16).max
 
 #: The mildest fill that masks in use have (BERT's -10000): at or under it a logit is masked.
 FILL = -1e4
-#: A magnitude that no data have: the start of a running extremum, or a fill that lets through.
-HUGE = 2.0**63
+HUGE = 2.0**63  # no datum: a running extremum starts there, or a fill lets through
 
 
 def is_table(x: Any) -> bool:
