@@ -124,6 +124,8 @@ def interpolate_backward(
     op: Overload, g: ScaledTensor, size: Sequence[int], source: Sequence[int], *options: Any
 ) -> Raw:
     """r_g times the root of the sum of all squared weights over the number of elements."""
+    # The weights are counted, so a compiler fixes the sizes; its own kernel takes no free ones.
+    size, source = [int(n) for n in size], [int(n) for n in source]
     q = op(_computable(op, elements(g)), size, source, *options)
     square = _squares(op, source, size, options) / max(math.prod(source[-len(size) :]), 1)
     return Raw(q, g.scale, g.rms * math.sqrt(square))

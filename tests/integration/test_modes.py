@@ -7,6 +7,8 @@ import copy
 import io
 import math
 import pickle
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,6 +117,18 @@ def test__autocast_to_float16__keeps_loss_and_range() -> None:
     loss.backward()
     torch.testing.assert_close(loss, want, rtol=1e-3, atol=0)
     assert_sane(gradients(model))
+
+
+def test__autocast__keeps_operands_of_two_bytes() -> None:
+    """Its own copies of the FP8 operands, which is why leaving it out saves memory."""
+    model, kept = sct.scale_model(nn.Linear(8, 8)), []
+    x = torch.randn(4, 8)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        model(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            model(x)
+    assert [t.format.name for t in kept] == ["e4m3fn", "bf16"]
+    assert_holds(kept[1], kept[0].dequantize(), 0)
 
 
 # --- loss scaling ----------------------------------------------------------------------------
@@ -384,3 +398,39 @@ def test__a_transformer__is_differentiated_twice(recipe: Recipe, tolerance: floa
 def test__fused_attention__has_no_second_derivative_in_torch(make: Any) -> None:
     with pytest.raises(RuntimeError, match="derivative for aten::_scaled_dot_product_flash"):
         curvature(make(), tokens())
+
+
+# --- what leaves as a plain tensor -----------------------------------------------------------
+
+
+def test__sums_over_everything__are_plain_and_so_is_what_only_adds() -> None:
+    torch.manual_seed(0)
+    layer = sct.scale_model(nn.Linear(8, 4))
+    factor = nn.Parameter(sct.scaled(torch.tensor(2.0)))
+    out = layer(torch.randn(3, 8)) * factor
+    for total in (out.sum(), out.mean(), out.norm(), out.square().mean()):
+        assert type(total) is Tensor
+        assert total.dtype == torch.float32
+    out.square().sum().backward()
+    assert type(factor.grad) is Tensor
+    assert_sane(gradients(layer))
+    layer.zero_grad()
+    layer(torch.randn(3, 8)).sum().backward()
+    assert_sane({"weight": layer.weight.grad})
+    assert type(layer.bias.grad) is Tensor
+    assert torch.equal(layer.bias.grad, torch.full((4,), 3.0))
+    torch.optim.AdamW([*layer.parameters(), factor], lr=0.1).step()
+    assert_in_range([layer.weight, layer.bias], 0.25, 4)
+
+
+def test__the_page_of_modes__names_tests_that_exist() -> None:
+    here = Path(__file__).parent
+    rows = (
+        (here / "../../docs/modes.md").read_text().split("|---")[-1].split("\n\n")[0].splitlines()
+    )
+    tests = {path.name for path in here.parent.rglob("test_*.py")}
+    for row in rows[1:]:
+        named = re.findall(r"`(\w+\.py)`", row.split("|")[-2])
+        assert named, row
+        assert tests.issuperset(named), row
+    assert len(rows) > 15

@@ -1,11 +1,13 @@
 """Checkpointed and LoRA models in one graph: the eager bits, sizes that stay free, two products."""
 
+import copy
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from assertions import assert_shifted
 from modes_models import (
     Checkpointed,
@@ -72,6 +74,37 @@ def test__sizes_that_change__are_one_graph(part: Callable[[Tensor, nn.Module], T
         assert_sane(gradients(model))
         graphs.append(counter.frame_count)
     assert graphs == graphs[:1] * 3
+
+
+@pytest.mark.parametrize(
+    ("part", "free"),
+    [
+        (lambda x: F.max_pool2d(x, 2), True),
+        (lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear"), False),
+        (lambda x: F.adaptive_avg_pool2d(x, 3), False),
+    ],
+    ids=["pooling", "interpolation", "adaptive pooling"],
+)
+def test__images_that_change__are_the_eager_bits(part: Any, free: bool) -> None:
+    """The rules of interpolation and adaptive pooling count windows, which fixes the sizes."""
+    torch.manual_seed(0)
+    model = sct.scale_model(nn.Conv2d(3, 4, 3, padding=1))
+    eager, counter = copy.deepcopy(model), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(
+        lambda m, x: part(m(x)).square().mean(), fullgraph=True, dynamic=True, backend=counter
+    )
+    graphs = []
+    for batch, size in ((4, 8), (3, 12)):
+        x = torch.randn(batch, 3, size, size + 2)
+        model.zero_grad()
+        eager.zero_grad()
+        loss, want = compiled(model, x), part(eager(x)).square().mean()
+        loss.backward()
+        want.backward()
+        assert torch.equal(loss, want)
+        assert_identical(gradients(model), gradients(eager))
+        graphs.append(counter.frame_count)
+    assert (graphs[0] == graphs[1]) == free
 
 
 def products_in(graphs: Counter[str], kind: str) -> Any:
