@@ -134,8 +134,6 @@ def is_transforming() -> bool:
     operator from Python has no forward-mode derivative: torch would drop the tangent in silence.
     torch asks both questions itself, under these names alone.
     """
-    if torch.compiler.is_compiling():  # Dynamo knows no spelling of them
-        return False
     levels: int = torch.autograd.forward_ad._current_level
     return levels >= 0 or torch._C._are_functorch_transforms_active()
 

@@ -238,3 +238,25 @@ def test__transforms__leave_nothing_behind() -> None:
     got = gradients_of(model, t)
     for name, g in got.items():
         assert_shifted(g, want[name], 0)
+
+
+@pytest.mark.parametrize(
+    ("transform", "tolerance"),
+    [
+        (lambda f: grad(f), 0.0),
+        # torch's own decomposition of a batched product multiplies below the transform, where
+        # operands are seen and cast, gradients too.
+        (lambda f: vmap(grad(f), in_dims=(None, 0)), 0.2),
+    ],
+    ids=["grad", "per sample"],
+)
+def test__a_compiled_transform__is_the_eager_one(transform: Any, tolerance: float) -> None:
+    reference, x = mlp(), torch.randn(5, 8)
+    for recipe in (EXACT, UNIT):
+        torch._dynamo.reset()
+        model = sct.scale_model(copy.deepcopy(reference), recipe)
+        f = transform(lambda p, x, m=model: functional_call(m, p, (x,)).square().sum())
+        want = f(detached(model), x)
+        got = torch.compile(f, fullgraph=True, backend="aot_eager")(detached(model), x)
+        assert_sane(got)
+        assert_near(got, want, 1e-6 if recipe is EXACT else tolerance)
