@@ -176,10 +176,26 @@ def report(model: nn.Module, *inputs: Any, **options: Any) -> Report:
     tracker = ModuleTracker()
     recorder = _Recorder(tracker)
     with _untouched(model), tracker, observed(recorder), on_missing("warn"):
-        out, seed = _start(model(*inputs, **options))
-        wanted = [p for p in model.parameters() if p.requires_grad]
-        torch.autograd.grad(out, wanted, seed, allow_unused=True)
+        _differentiate(*_start(model(*inputs, **options)), model)
     return Report(list(recorder.rows.values()))
+
+
+def _differentiate(out: Tensor, seed: Tensor | None, model: nn.Module) -> None:
+    wanted = [p for p in model.parameters() if p.requires_grad]
+    if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in wanted):
+        # Such hooks step optimizers. They run when gradients are accumulated, which this does not.
+        torch.autograd.grad(out, wanted, seed, allow_unused=True)
+        return
+    # It also serves where a module is given a parameter as its input, which torch's tracker of
+    # modules does not do within autograd.grad.
+    held = [p.grad for p in wanted]
+    for p in wanted:
+        p.grad = None
+    try:
+        torch.autograd.backward(out, seed, inputs=wanted)
+    finally:
+        for p, grad in zip(wanted, held, strict=True):
+            p.grad = grad
 
 
 @contextmanager

@@ -87,6 +87,41 @@ class WithLoss(nn.Module):
         return {"tuple": (y, loss), "dict": {"out": y, "loss": loss}, "plain": y.detach()}[kind]
 
 
+class GivesItsParameter(nn.Module):
+    """As DeBERTa gives its layers a table of positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(16))
+        self.norm = nn.LayerNorm(16)
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.norm(self.table)
+
+
+def test__a_parameter_given_to_a_module__is_no_obstacle():
+    net = sct.scale_model(GivesItsParameter())
+    kept = net.table.grad = sct.scaled(torch.ones(16))
+    x = torch.randn(4, 16, requires_grad=True)
+    rows = sct.report(net, x).rows
+    assert any(r.op == "aten.native_layer_norm_backward.default" and r.backward for r in rows)
+    assert net.table.grad is kept
+    assert x.grad is None
+
+
+def test__an_optimizer_in_the_backward_pass__does_not_step():
+    net = model()
+    before = net[0].weight.dequantize()
+
+    def step(p: Tensor) -> None:
+        raise AssertionError("accumulated")
+
+    net[0].weight.register_post_accumulate_grad_hook(step)
+    assert sct.report(net, torch.randn(4, 16)).rows
+    assert torch.equal(net[0].weight.dequantize(), before)
+
+
 @pytest.mark.parametrize("kind", ["tuple", "dict"])
 def test__the_backward_pass__starts_from_a_loss_where_there_is_one(kind):
     found = sct.report(WithLoss(), torch.randn(4, 16), kind=kind)
