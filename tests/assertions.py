@@ -1,11 +1,12 @@
 """The test vocabulary: each function states one promise, on the value and on the scale."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from scaledtensor import ScaledTensor
+from scaledtensor import ScaledTensor, scaled
 from scaledtensor.scale import is_power_of_two
 
 #: Rounding of one operation in the compute format, relative to the RMS of the result.
@@ -64,3 +65,21 @@ def assert_in_range(x: "list[Tensor]", low: float = 0.5, high: float = 2.0, what
     assert all(is_power_of_two(s.scale) for s in x), what  # type: ignore[attr-defined]
     measured = rms(*(s.qdata.detach() for s in x))  # type: ignore[attr-defined]
     assert low <= measured <= high, f"{what}: RMS(qdata) = {measured:.3f}, not in [{low}, {high}]"
+
+
+def gradient(f: Callable[[Tensor], Tensor], x: Tensor, create_graph: bool = False) -> Tensor:
+    """That of `f` at `x`, from a Gaussian gradient of its result."""
+    out = f(x)
+    seed = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    seed = scaled(seed) if isinstance(out, ScaledTensor) else seed.to(out.dtype)
+    return torch.autograd.grad(out, x, seed, create_graph=create_graph)[0]
+
+
+def assert_second_derivative(f: Callable[[Tensor], Tensor], x: Tensor, tolerance: float) -> None:
+    """Of `f` at a ScaledTensor, both derivatives are those at the plain tensor of its value."""
+    x, plain = x.requires_grad_(), dequantized(x).requires_grad_()
+    first, reference = gradient(f, x, True), gradient(f, plain, True)
+    assert_holds(first, reference, 2.0**-15)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    (expected,) = torch.autograd.grad(reference.sum(), plain)
+    torch.testing.assert_close(dequantized(second), expected, rtol=tolerance, atol=tolerance)

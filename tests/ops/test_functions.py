@@ -5,7 +5,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from assertions import assert_holds, assert_in_range, dequantized
+from assertions import (
+    assert_holds,
+    assert_in_range,
+    assert_second_derivative,
+    dequantized,
+    gradient,
+)
 from torch import Tensor
 
 import scaledtensor as sct
@@ -74,22 +80,9 @@ TWICE = {k: v for k, v in SPELLINGS.items() if k not in ("i0e", "i1", "i1e")}
 """torch differentiates i0 and i1, not all of what their derivatives are written in."""
 
 
-def gradient(f, x: Tensor, create_graph: bool = False) -> Tensor:
-    out = f(x)
-    seed = gaussian(*out.shape, seed=1)
-    seed = sct.scaled(seed) if isinstance(out, sct.ScaledTensor) else seed.to(out.dtype)
-    return torch.autograd.grad(out, x, seed, create_graph=create_graph)[0]
-
-
 @pytest.mark.parametrize("f", TWICE.values(), ids=TWICE)
 def test__second_derivative__is_that_of_the_plain_function(f):
-    x = sct.scaled(gaussian(4, 6)).requires_grad_()
-    plain = dequantized(x).requires_grad_()
-    first, reference = gradient(f, x, True), gradient(f, plain, True)
-    assert_holds(first, reference, 2.0**-15)
-    (second,) = torch.autograd.grad(first.sum(), x)
-    (expected,) = torch.autograd.grad(reference.sum(), plain)
-    torch.testing.assert_close(dequantized(second), expected, rtol=2.0**-10, atol=2.0**-10)
+    assert_second_derivative(f, sct.scaled(gaussian(4, 6)), 2.0**-10)
 
 
 COMPILED = SPELLINGS | {
