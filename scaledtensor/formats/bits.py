@@ -22,6 +22,8 @@ from scaledtensor.formats.stochastic import random_double_words, random_words
 Overflow = Literal["saturate", "ieee"]
 Rounding = Literal["nearest_even", "nearest_away", "toward_zero", "to_odd", "stochastic"]
 
+#: Of these dtypes Inductor has no vectors.
+_SCALAR_IN_INDUCTOR = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu)
 _INF = 0x7F800000
 _NAN = 0x7FC00000
 
@@ -57,7 +59,7 @@ def encode_bits(x: Tensor, fmt: Format, mode: Mode, start: int = 0) -> Tensor:
 
     `start` counts the elements before `x`, of which this is a piece.
     """
-    code = (_code if fmt.signed else _exponent)(x, fmt, mode, start)
+    code = _code(x, fmt, mode, start)
     storage = fmt.storage_dtype
     if torch.compiler.is_compiling():
         # Inductor's C++ has no vectors of 16-bit integers, and elsewhere Inductor knows E8M0 by
@@ -71,8 +73,7 @@ def encode_bits(x: Tensor, fmt: Format, mode: Mode, start: int = 0) -> Tensor:
 
 def round_bits(x: Tensor, fmt: Format, mode: Mode) -> Tensor:
     """`decode_bits(encode_bits(x, fmt, mode), fmt)`, without storing codes in between."""
-    code = (_code if fmt.signed else _exponent)(x, fmt, mode, 0)
-    return _value(code.int(), fmt)
+    return _value(_code(x, fmt, mode, 0).int(), fmt)
 
 
 def decode_bits(codes: Tensor, fmt: Format) -> Tensor:
@@ -85,6 +86,8 @@ def decode_bits(codes: Tensor, fmt: Format) -> Tensor:
 
 
 def _code(x: Tensor, fmt: Format, mode: Mode, start: int) -> Tensor:
+    if not fmt.signed:
+        return _exponent(x, fmt, mode, start)
     carrier = _DOUBLE if x.dtype is torch.float64 else _SINGLE
     bits = x.view(carrier.ints)
     magnitude = bits & ((1 << (carrier.width - 1)) - 1)
@@ -139,14 +142,14 @@ def _as_subnormal(
     size = x.abs().clamp(max=limit)
     exponent = fmt.mantissa_bits + fmt.bias - 1  # of 1 / min_subnormal
     if mode.rounding == "nearest_even":
-        return times_power(size, exponent).round().to(carrier.ints)
+        return _times_power(size, exponent).round().to(carrier.ints)
     if mode.rounding == "nearest_away":
-        return (times_power(size, exponent + 1).to(carrier.ints) + 1) >> 1
+        return (_times_power(size, exponent + 1).to(carrier.ints) + 1) >> 1
     if chance is not None:
         fraction = carrier.width - 2 - fmt.mantissa_bits
-        fixed = times_power(size, exponent + fraction).to(carrier.ints)
+        fixed = _times_power(size, exponent + fraction).to(carrier.ints)
         return (fixed + chance) >> fraction
-    whole = times_power(size, exponent).to(carrier.ints)
+    whole = _times_power(size, exponent).to(carrier.ints)
     if mode.rounding == "to_odd":
         lost = size - whole.to(size.dtype) * fmt.min_subnormal  # exact, where steps may underflow
         return whole | (lost > 0).to(carrier.ints)
@@ -190,7 +193,7 @@ def _with_sign(code: Tensor, bits: Tensor, nan: Tensor, fmt: Format, carrier: _C
     return torch.maximum(code, nan & fmt.nan_code) | sign
 
 
-def times_power(x: Tensor, exponent: int) -> Tensor:
+def _times_power(x: Tensor, exponent: int) -> Tensor:
     """x * 2^exponent, in two factors where that power is no float32."""
     if exponent <= 127:
         return x * 2.0**exponent
@@ -263,13 +266,13 @@ def _value(raw: Tensor, fmt: Format) -> Tensor:
     return (bits | ((raw & sign_bit) << (32 - fmt.bits))).view(torch.float32)
 
 
-def compiled_for_cpu(x: Tensor) -> bool:
+def _compiled_for_cpu(x: Tensor) -> bool:
     return torch.compiler.is_compiling() and x.is_cpu
 
 
 def _bytes(codes: Tensor) -> Tensor:
     """8-bit codes as uint8."""
-    if not compiled_for_cpu(codes) or codes.dtype not in SCALAR_IN_INDUCTOR:
+    if not _compiled_for_cpu(codes) or codes.dtype not in _SCALAR_IN_INDUCTOR:
         return codes.view(torch.uint8)
     # A kernel that reads one of these dtypes is not vectorised, and a view between dtypes of one
     # width is part of the kernel; between widths it is not.
@@ -288,8 +291,4 @@ def loop_of_its_own(x: Tensor) -> Tensor:
     And where a kernel's own result is viewed as one of the dtypes that Inductor has no vectors of
     (FNUZ, E8M0), nothing of it is vectorised (4.8 ns); the view of a buffer is no kernel.
     """
-    return x.as_strided(x.shape, x.stride()) if compiled_for_cpu(x) else x
-
-
-#: Of these dtypes Inductor has no vectors.
-SCALAR_IN_INDUCTOR = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu)
+    return x.as_strided(x.shape, x.stride()) if _compiled_for_cpu(x) else x

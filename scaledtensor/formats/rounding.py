@@ -175,9 +175,13 @@ def _encode(x: Tensor, fmt: Format, mode: Mode) -> Tensor:
 
 def _carried(x: Tensor, fmt: Format, mode: Mode) -> Tensor:
     """`x` as what `encode_bits` takes: float32, or float64 where one rounding has to see it all."""
-    if x.dtype is not torch.float64:
-        return x.float()
-    return x if fmt.signed and mode.rounding != "nearest_even" else _round_to_odd(x)
+    by_its_own_digits = fmt.signed and mode.rounding != "nearest_even"
+    return x if x.dtype is torch.float64 and by_its_own_digits else _single(x)
+
+
+def _single(x: Tensor) -> Tensor:
+    """`x` in float32, such that rounding to nearest even from there is rounding from `x`."""
+    return _round_to_odd(x) if x.dtype is torch.float64 else x.float()
 
 
 def _checked(
@@ -210,8 +214,7 @@ def _by_bits(x: Tensor, fmt: Format, mode: Mode, start: int = 0) -> Tensor:
 def _rounded(x: Tensor, fmt: Format, overflow: Overflow, out: Tensor | None = None) -> Tensor:
     if x.dtype is torch.float32:
         return round_piece(x, fmt, overflow, out)
-    wide = _round_to_odd(x) if x.dtype is torch.float64 else x.float()
-    return round_piece(wide, fmt, overflow).to(x.dtype)
+    return round_piece(_single(x), fmt, overflow).to(x.dtype)
 
 
 def _cast(x: Tensor, fmt: Format, overflow: Overflow) -> Tensor:

@@ -93,8 +93,9 @@ def fill(x: ScaledTensor, number: Any) -> Raw:
     """As full_like."""
     if not isinstance(number, Tensor) and number and not moves_scale(number):
         rms = _rms_beside_fills(x)
-        q = fill_under(number, nearest_power_of_two(rms), elements(x))
-        return Raw(q.expand(x.shape), nearest_power_of_two(rms), rms, settled=True)
+        scale = nearest_power_of_two(rms)
+        q = fill_under(number, scale, elements(x))
+        return Raw(q.expand(x.shape), scale, rms, settled=True)
     c = operand(number, x)
     return Raw((c.q * 1.0).expand(x.shape), c.scale, c.rms)
 
