@@ -9,8 +9,8 @@ pieces that stay in the cache. E8M0, whose values are powers of two, is an integ
 import torch
 from torch import Tensor
 
-from scaledtensor.formats.bits import Overflow
-from scaledtensor.formats.format import BF16, FP32, Format, Specials
+from scaledtensor.formats.bits import Overflow, rounds_in_float32
+from scaledtensor.formats.format import Format, Specials
 
 _EXPONENT = 0x7F800000
 _SIGN = -0x80000000
@@ -18,21 +18,11 @@ _MIN_NORMAL = 1 << 23
 _HALF = 1 << 22  # of a float32's mantissa, and the bits of 2^-127
 
 
-def rounds_in_float32(fmt: Format) -> bool:
-    """Whether these functions serve the format: E8M0, or what they add and multiply by has to be a
-    float32, and ties to go by the parity of a mantissa."""
-    return not fmt.signed or (
-        1 <= fmt.mantissa_bits <= 14
-        and fmt.max * 2.0 ** (25 - fmt.mantissa_bits) < 2.0**128
-        and fmt.min_subnormal > 2.0**-126
-    )
-
-
 def fuses(fmt: Format, dtype: torch.dtype) -> bool:
     """Whether `fuse_rounding` is the fastest for the format and numbers of `dtype`."""
     if not fmt.signed:
         return dtype is torch.float32  # bits, which Inductor's C++ takes one by one beside halves
-    return rounds_in_float32(fmt) or fmt == BF16
+    return rounds_in_float32(fmt)
 
 
 def round_by_arithmetic(x: Tensor, fmt: Format) -> Tensor:
@@ -69,10 +59,11 @@ def fuse_rounding(x: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
         wide = torch.where(wide == wide, wide, 0.0)
     saturate = overflow == "saturate" or not fmt.has_nan
     # Past 2 max everything overflows alike, and the splitting stays finite.
-    past = min(2 * fmt.max, FP32.max)
-    wide = wide.clamp(fmt.min, fmt.max) if saturate else wide.clamp(-past, past)
+    low, high = (fmt.min, fmt.max) if saturate else (-2 * fmt.max, 2 * fmt.max)
+    wide = wide.clamp(low, high)
     if fmt.has_signed_zero:
-        subnormal = _multiple(wide, fmt)
+        # The nearest multiple, with the sign of `x` where that is zero.
+        subnormal = (wide * (1 / fmt.min_subnormal)).round() * fmt.min_subnormal
     else:
         step = 1.5 * 2.0**23 * fmt.min_subnormal
         subnormal = (wide + step) - step
@@ -87,25 +78,10 @@ def fuse_rounding(x: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
     return torch.where(value.abs() > fmt.max, torch.nan, value)
 
 
-def _multiple(x: Tensor, fmt: Format) -> Tensor:
-    """The nearest multiple of `min_subnormal`, with the sign of `x` where that is zero."""
-    if fmt.min_normal == FP32.min_normal:
-        step = fmt.min_subnormal / FP32.min_subnormal
-        return x * (1 / step) * step  # float32 rounds to its own subnormals
-    return (x * (1 / fmt.min_subnormal)).round() * fmt.min_subnormal
-
-
 def _split(x: Tensor, fmt: Format) -> Tensor:
     """The leading digits of normal numbers, by Veltkamp's splitting."""
-    factor = 2.0 ** (23 - fmt.mantissa_bits) + 1
-    if fmt.max * factor < 2.0**127:
-        split = x * factor
-        return split - (split - x)
-    large = x.abs() > 1
-    small = torch.where(large, x * 2.0**-32, x)  # exact, and the product stays finite
-    split = small * factor
-    leading = split - (split - small)
-    return torch.where(large, leading * 2.0**32, leading)
+    split = x * (2.0 ** (23 - fmt.mantissa_bits) + 1)
+    return split - (split - x)
 
 
 def _nearest_power(x: Tensor) -> Tensor:

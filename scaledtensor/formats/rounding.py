@@ -35,7 +35,6 @@ from scaledtensor.formats.arithmetic import (
     fuses,
     round_by_arithmetic,
     round_piece,
-    rounds_in_float32,
 )
 from scaledtensor.formats.bits import (
     Mode,
@@ -45,6 +44,7 @@ from scaledtensor.formats.bits import (
     encode_bits,
     loop_of_its_own,
     round_bits,
+    rounds_in_float32,
 )
 from scaledtensor.formats.format import Format
 from scaledtensor.formats.pieces import in_pieces
@@ -158,7 +158,7 @@ def _encode(x: Tensor, fmt: Format, mode: Mode) -> Tensor:
     if torch.compiler.is_compiling():
         if nearest and (storage is torch.float32 or x.dtype is storage):
             return _cast(x, fmt, mode.overflow)
-        if nearest and storage in _HALVES and x.is_cpu and x.dtype is not torch.float64:
+        if nearest and storage is torch.float16 and x.is_cpu and x.dtype is not torch.float64:
             # Inductor drops a cast to 16 bits that is undone in the same kernel, so the rounding
             # is done before it.
             return loop_of_its_own(fuse_rounding(x, fmt, mode.overflow)).to(storage)

@@ -5,6 +5,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+import torch._dynamo.testing
 from blocks_oracle import code, exponent, members, rounded, scales
 from formats_oracle import OWN, is_nan_code, ml_decode, raw, same
 from hypothesis import assume, given, settings

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch._dynamo.testing
 from formats_oracle import ALL, OWN, ROUNDINGS, SHORT, all_codes, every_16_bit, raw, same
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch._dynamo.testing
 from blocks_oracle import packed as stream
 from formats_oracle import ALL, all_codes, raw
 from hypothesis import given
