@@ -6,6 +6,8 @@
 d = 128, 4 layers, context 64, batch 16, AdamW at 1e-3, no knob touched. Rows:
 
   fp32            float32
+  fp32-ulp        float32 from parameters of which one differs in its last bit: how far two runs of
+                  the same arithmetic part, and so what a difference between rows means
   unit            recipe Unit: E4M3 operands, E5M2 gradients
   unit-e4m3       the same with E4M3 gradients
   unit-fixed, unit-e4m3-fixed   the same with rebalance=0: parameters keep their first scales
@@ -79,8 +81,15 @@ def _torchao(recipe: str) -> Callable[[nn.Module], object]:
     return convert
 
 
+@torch.no_grad()
+def _nudge(model: nn.Module) -> None:
+    first = next(model.parameters()).view(-1)
+    first[0] = torch.nextafter(first[0], torch.tensor(torch.inf))
+
+
 ROWS: dict[str, Callable[[nn.Module], object]] = {
     "fp32": lambda model: None,
+    "fp32-ulp": _nudge,
     "unit": sct.scale_model,
     "unit-e4m3": lambda model: sct.scale_model(model, sct.recipes.Unit(gradient="e4m3fn")),
     "unit-fixed": lambda model: sct.scale_model(model, sct.recipes.Unit(rebalance=0)),
