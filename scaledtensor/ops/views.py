@@ -16,6 +16,7 @@ from scaledtensor.errors import DTypeError
 from scaledtensor.ops.algebra import Operand, elements, first_scaled, operand, quadrature
 from scaledtensor.ops.arithmetic import term, under
 from scaledtensor.ops.registry import FILL, HUGE, LARGEST, Overload, Raw, rule
+from scaledtensor.ops.windows import sym_max
 from scaledtensor.scale import settle
 from scaledtensor.tensor import ScaledTensor
 
@@ -227,7 +228,7 @@ def chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int) -> Raw:
 def _join(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, Tensor, bool]:
     like = first_scaled(*tensors)
     parts = [operand(t, like) for t in tensors]
-    total = max(sum(t.numel() for t in tensors), 1)
+    total = sym_max(sum(t.numel() for t in tensors), 1)
     rms = quadrature(
         *(p.rms * (t.numel() / total) ** 0.5 for p, t in zip(parts, tensors, strict=True))
     )

@@ -1,0 +1,98 @@
+"""What an operator on a small ScaledTensor costs beyond the plain operator, eager.
+
+    python -m benchmarks.overhead [--rounds 25]
+
+Microseconds a call over the plain tensor's of the same dtype, of 32 x 32 elements, beside those of
+a wrapper subclass that does nothing but unwrap and wrap: what is left of ours when that is taken
+away is the rule. Without gradients, on one thread; medians of interleaved CPU times of 200 calls.
+"""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import scaledtensor as sct
+from benchmarks.timing import interleaved
+
+CALLS = 200
+#: operator -> the most microseconds over the plain one
+BARS = {"view": 5.0, "mm": 12.0}
+
+CASES: dict[str, Callable[[Tensor], Tensor]] = {
+    "view": lambda x: x.view(1024),
+    "t": lambda x: x.t(),
+    "slice": lambda x: x[1:],
+    "add": lambda x: x + x,
+    "gelu": torch.nn.functional.gelu,
+    "mm": lambda x: torch.mm(x, x),
+}
+
+
+class Wrapper(Tensor):
+    """The least that a wrapper subclass can do, in the fewest lines of Python."""
+
+    inner: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> "Wrapper":
+        self: Wrapper = Tensor._make_wrapper_subclass(
+            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device
+        )
+        self.inner = inner
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = [a.inner if isinstance(a, Wrapper) else a for a in args]
+        return Wrapper(op(*plain, **(kwargs or {})))
+
+
+def repeated(function: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], None]:
+    def run() -> None:
+        for _ in range(CALLS):
+            function(x)
+
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
+    parser.add_argument("--rounds", type=int, default=25)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    plain = {"fp32": torch.randn(32, 32), "bf16": torch.randn(32, 32, dtype=torch.bfloat16)}
+    subjects = {
+        (fmt, kind): build(x)
+        for fmt, x in plain.items()
+        for kind, build in (("plain", lambda x: x), ("wrapper", Wrapper), ("ours", sct.scaled))
+    }
+    steps = {
+        (name, *which): repeated(function, x)
+        for name, function in CASES.items()
+        for which, x in subjects.items()
+    }
+    with torch.no_grad():
+        spent = interleaved(steps, options.rounds, torch.device("cpu"))
+    print(f"torch {torch.__version__}, 32 x 32, one thread, medians of {options.rounds} rounds\n")
+    print(f"{'microseconds':14}{'plain':>8}{'+ wrapper':>11}{'+ ours':>9}{'ours/wrapper':>14}")
+    for name in CASES:
+        for fmt in plain:
+            base, wrapper, ours = (
+                spent[name, fmt, kind] * 1e3 / CALLS for kind in ("plain", "wrapper", "ours")
+            )
+            limit = BARS.get(name)
+            verdict = "" if limit is None else f"   <= {limit}: "
+            if limit is not None:
+                verdict += "met" if ours - base <= limit else "NOT met"
+            print(
+                f"{name:6}{fmt:8}{base:8.1f}{wrapper - base:11.1f}{ours - base:9.1f}"
+                f"{(ours - base) / (wrapper - base):14.2f}{verdict}"
+            )
+
+
+if __name__ == "__main__":
+    main()
