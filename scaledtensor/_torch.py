@@ -21,11 +21,16 @@ __all__ = [
     "log",
     "make_wrapper",
     "reshape_wrapper",
+    "without_torch_function",
 ]
 
 # The public `torch.overrides` cannot run a function without re-entering `__torch_function__`;
 # every wrapper subclass in torch itself uses this guard, and Dynamo understands it.
 disable_torch_function = torch._C.DisableTorchFunctionSubclass
+
+# The same around one call, (func, types, args, kwargs), without the context manager's 2 us: what
+# torch's own subclasses have as their `__torch_function__`.
+without_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
 # The spelling of `torch.nn.functional.grouped_mm` before it had one, which models still use.

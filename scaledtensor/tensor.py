@@ -149,7 +149,7 @@ class ScaledTensor(Tensor):
 
     def viewed(self, qdata: Tensor) -> Self:
         """A view of this tensor, around a view of its elements: the very same scale."""
-        _, *others = (getattr(self, name) for name in self.INNER)
+        others = [getattr(self, name) for name in self.INNER[1:]]
         if torch.is_inference_mode_enabled() and not self.is_inference():
             # A view of a tensor from outside inference mode is one itself: torch sees to it.
             with torch.inference_mode(False):
@@ -227,13 +227,12 @@ class ScaledTensor(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        body = _BODIES.get(func)
-        if body is not None and not _torch.is_transforming():
-            return body(*args, **(kwargs or {}))
+        if func in _BODIES and not _torch.is_transforming():
+            return _BODIES[func](*args, **(kwargs or {}))
+        replacement = cls._engine.functions.get(func)
+        if replacement is None or _torch.is_transforming():
+            return _torch.without_torch_function(func, types, args, kwargs or {})
         with _torch.disable_torch_function():
-            replacement = cls._engine.functions.get(func)
-            if replacement is None or _torch.is_transforming():
-                return func(*args, **(kwargs or {}))
             return replacement(*args, **(kwargs or {}))
 
     @classmethod

@@ -50,7 +50,7 @@ def rsub(x: Any, y: Any, alpha: float = 1) -> Raw:
 def _sum(x: Any, y: Any, alpha: float) -> Raw:
     like = first_scaled(x, y)
     a, b = term(x, like), term(y, like)
-    rms = quadrature(a.rms, b.rms * abs(alpha))
+    rms = quadrature(a.rms, b.rms if abs(alpha) == 1 else b.rms * abs(alpha))
     scale, ratio_a, ratio_b = settle(rms, a.scale, b.scale)
     q = torch.add(under(a, x, ratio_a), under(b, y, ratio_b), alpha=alpha)
     positive = a.nonnegative and b.nonnegative and alpha > 0
