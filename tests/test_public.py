@@ -83,6 +83,7 @@ PUBLIC = {
         "quadrature",
         "settle",
         "settle_in_place",
+        "settle_product",
     ],
     "scaledtensor.tensor": [
         "APPEARANCES",

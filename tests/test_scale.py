@@ -35,7 +35,7 @@ def test__nearest__gives_a_usable_scale_to_zero_subnormals_infinity_and_nan() ->
 
 def test__numbers_and_tensors__round_alike_at_every_edge() -> None:
     x = EDGES.view(torch.float32)
-    assert nearest_power_of_two(x).tolist() == [scale.nearest(v) for v in x.tolist()]
+    assert nearest_power_of_two(x).tolist() == [scale._nearest(v) for v in x.tolist()]
 
 
 @given(floats, scales, floats)
@@ -46,8 +46,12 @@ def test__numbers_and_tensors__settle_alike(rms: float, held: float, was: float)
     def in_place():
         return [x for whole in (False, True) for x in scale.settle_in_place(s, w, r, s, whole)]
 
-    numbers = [*scale.settle(r, s), *in_place(), scale.quadrature(r, s, w)]
+    def all_of():
+        product = scale.settle_product(12, (s, r), (s, w))
+        return [*scale.settle(r, s), *in_place(), scale.quadrature(r, s, w), *product]
+
+    numbers = all_of()
     r, s, w = (t.reshape(1) for t in (r, s, w))  # not 0-dim: no number
-    tensors = [*scale.settle(r, s), *in_place(), scale.quadrature(r, s, w)]
+    tensors = all_of()
     for a, b in zip(numbers, tensors, strict=True):
         torch.testing.assert_close(a.reshape(1), b, rtol=0, atol=0, equal_nan=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from scaledtensor import _torch
 from scaledtensor.ops.algebra import first_scaled, measured, operand, quadrature
 from scaledtensor.ops.registry import Raw, rule
-from scaledtensor.scale import nearest, numbers, ratio_of, settle, single, tensor_of
+from scaledtensor.scale import settle, settle_product
 from scaledtensor.tensor import ScaledTensor
 
 aten = torch.ops.aten
@@ -126,25 +126,13 @@ def _product(matmul: Any, a: Any, b: Any) -> Raw:
         and isinstance(b, ScaledTensor)
         and _torch.has_fp8_gemm(a.qdata, b.qdata)
     ):
-        rms = a.rms * b.rms * k**0.5
-        scale, ratio = settle(rms, a.scale * b.scale)
-        q = _torch.fp8_gemm(a.qdata, b.qdata, ratio)
-        return Raw(q, scale, rms, settled=True)
+        scale, ratio, rms = settle_product(k, (a.scale, a.rms), (b.scale, b.rms))
+        return Raw(_torch.fp8_gemm(a.qdata, b.qdata, ratio), scale, rms, settled=True)
     like = first_scaled(a, b)
     x, y = operand(a, like), operand(b, like)
     q = matmul(*_same_dtype(x.q, y.q))
-    known = numbers(x.scale, y.scale, x.rms, y.rms)
-    return (
-        Raw(q, x.scale * y.scale, x.rms * y.rms * k**0.5) if known is None else _held(q, k, *known)
-    )
-
-
-def _held(q: Tensor, k: int, scale_a: float, scale_b: float, rms_a: float, rms_b: float) -> Raw:
-    """A product under its own scale: what `_wrap` does, without a tensor for each step."""
-    rms = single(single(rms_a * rms_b) * single(k**0.5))
-    scale = nearest(rms)
-    ratio = ratio_of(single(scale_a * scale_b), scale)
-    return Raw(q.mul_(tensor_of(ratio)), tensor_of(scale), tensor_of(rms), settled=True)
+    scale, ratio, rms = settle_product(k, (x.scale, x.rms), (y.scale, y.rms))
+    return Raw(q.mul_(ratio), scale, rms, settled=True)
 
 
 def _same_dtype(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
