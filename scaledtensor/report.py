@@ -126,6 +126,8 @@ class _Recorder:
         return deepest.partition(".")[2], bool(self.tracker.is_bw)
 
     def measure(self, row: Row, x: ScaledTensor) -> None:
+        if not x.rms:
+            return  # zeros, or memory that nothing was written to yet
         q = _values(x)
         finite = q[q.isfinite()]
         rms = float(finite.square().mean().sqrt()) if finite.numel() else 0.0

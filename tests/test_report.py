@@ -62,6 +62,19 @@ def test__range_and_shares__are_measured():
     assert "*" in str(found)
 
 
+def test__memory_that_nothing_was_written_to__has_no_range():
+    class Padded(nn.Module):
+        def forward(self, x):
+            room = x.new_empty(x.shape[0], x.shape[1] + 1)
+            room.qdata.fill_(1e6)  # as fresh memory may be
+            return torch.cat((x, room.zero_()), 1)
+
+    found = sct.report(nn.Sequential(model(), Padded()), torch.randn(4, 16))
+    (row,) = (r for r in found.rows if r.op == "aten.new_empty.default")
+    assert row.hits == 1
+    assert row.in_range
+
+
 def test__looking__changes_nothing():
     net = nn.Sequential(model(), nn.Dropout(0.5))
     net.register_buffer("steps", torch.zeros(()))
