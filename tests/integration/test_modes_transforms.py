@@ -198,6 +198,7 @@ DERIVATIVES: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor, Tensor], An
     "grad of grad": lambda f, x, v: grad(
         lambda x: grad(lambda y: f(y).square().sum())(x).square().sum()
     )(x),
+    "hessian": lambda f, x, v: hessian(lambda y: f(y).square().sum())(x),
     "jacrev of jacrev": lambda f, x, v: jacrev(jacrev(lambda y: f(y).square().sum()))(x),
 }
 
@@ -212,14 +213,7 @@ def test__derivatives__are_those_of_float32(name: str, entry: str) -> None:
     got = DERIVATIVES[name](model, *given)
     assert isinstance(got, sct.ScaledTensor)
     assert_holds(got, want, 1e-4)
-    assert_in_range([got], 0.05, 20)
-
-
-def test__hessian__names_the_operator_and_has_another_spelling() -> None:
-    """Forward over reverse mode takes derivatives apart into operators of torch's below ATen."""
-    model, x = sct.scale_model(mlp()), torch.randn(8)
-    with pytest.raises(MissingRuleError, match=r"prims\.mul"):
-        hessian(lambda y: model(y).square().sum())(x)
+    assert_in_range([got], 2.0**-5, 2.0**5)
 
 
 def test__linearize__is_refused_by_torch() -> None:
