@@ -102,8 +102,9 @@ def settle_in_place(
     if known is not None:
         scale, before, r, given = known
         far = whole and r > 0 and not scale / _FAR <= r <= scale * _FAR
-        if far or not before:
-            scale = _nearest(r)
+        if before and not far:
+            return kept, _tensor_of(_ratio_of(given, scale))
+        scale = _nearest(r)
         return _tensor_of(scale), _tensor_of(_ratio_of(given, scale))
     free = was == 0
     if whole:

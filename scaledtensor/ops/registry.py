@@ -268,11 +268,9 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
     known to be zero has no scale to keep and takes the result's: optimizer states so start at the
     scale of the first gradient. Nor has one that is replaced, whole, by values of another order.
     """
-    shape = value.q.shape if isinstance(value, Raw) else value.shape
+    shape = tuple(value.q.shape if isinstance(value, Raw) else value.shape)
     if target.shape != shape:
-        raise ShapeError(
-            f"cannot write a result of shape {tuple(shape)} into {tuple(target.shape)}"
-        )
+        raise ShapeError(f"cannot write a result of shape {shape} into {tuple(target.shape)}")
     if not target.dtype.is_floating_point:
         raise DTypeError(f"a scaled result does not fit into a tensor of {target.dtype}")
     if not isinstance(target, ScaledTensor):
@@ -283,14 +281,16 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
     whole = covers_storage(target.qdata)
     scale, ratio = settle_in_place(target.scale, target.rms, raw.rms, raw.held, whole)
     wide = raw.q if raw.q.dtype.itemsize > 1 else raw.q.float()
-    q = wide * ratio
     if any(is_table(x) for x in operands):
-        q = saturated(wide, q)
-    target.qdata.copy_(q if target.qdata.dtype.itemsize > 1 else store(q, target.format))
-    target.scale.copy_(scale)
+        target.qdata.copy_(store(saturated(wide, wide * ratio), target.format))
+    elif target.qdata.dtype.itemsize == 1:
+        target.qdata.copy_(store(wide * ratio, target.format))
+    else:
+        torch.mul(wide, ratio, out=target.qdata)
+    if scale is not target.scale:
+        target.scale.copy_(scale)
     # A part that became zero does not make the whole known to be zero.
-    rms = raw.rms if whole else torch.maximum(target.rms, raw.rms)
-    target.rms.copy_(rms)
+    target.rms.copy_(raw.rms if whole else torch.maximum(target.rms, raw.rms))
     target.nonnegative = raw.nonnegative
 
 
