@@ -22,7 +22,6 @@ Randomness = torch.Generator | Tensor | None
 _ROUNDS = ((17, 0xED5AD4BB - 2**32), (11, 0xAC4C1B51 - 2**32), (15, 0x31848BAB))
 _LAST_SHIFT = 14
 _ROW = 1 << 14
-_COLUMNS = torch.arange(_ROW, dtype=torch.int32)
 _SECOND_STREAM = 0x9E3779B9 - 2**32  # Weyl's constant: 2^32 / golden ratio
 
 
@@ -97,9 +96,10 @@ def _counters(key: Tensor, shape: torch.Size, start: int) -> Tensor:
         )
     if torch.compiler.is_compiling() and key.is_cpu and len(shape) > 1 and shape[-1] <= _ROW:
         # Inductor's C++ puts a vector of counters together element by element; from a row of
-        # them in the cache it is one load.
+        # them in the cache, which `as_strided` makes it write first, it is one load.
         rows = torch.arange(start, start + count, shape[-1], dtype=torch.int32)
-        return (rows[:, None] + _COLUMNS[: shape[-1]]).view(shape)
+        columns = torch.arange(shape[-1], dtype=torch.int32)
+        return (rows[:, None] + columns.as_strided(columns.shape, (1,))).view(shape)
     return torch.arange(start, start + count, dtype=torch.int32, device=key.device).view(shape)
 
 
