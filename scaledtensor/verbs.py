@@ -51,22 +51,22 @@ def _remember_format(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.source = inputs[0].format
 
 
-def _to_source_format(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+def _to_source_format(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     # As torch's own casts do: the gradient arrives in the format of what was cast. A gradient of
     # an FP8 source stays in the wider format it came in.
     narrow = ctx.source.storage_dtype.itemsize == 1
     if isinstance(grad, ScaledTensor) and grad.format != ctx.source and not narrow:
         grad = to_format(grad, ctx.source.name)
-    return grad, None
+    return grad, None, None
 
 
 def _remember_target(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.target = inputs[1]
+    ctx.target, ctx.rounding = inputs[1:]
     _remember_scale(ctx, inputs, output)
 
 
-def _round_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    return to_format(_as_scaled(ctx, grad), ctx.target), None
+def _round_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return to_format(_as_scaled(ctx, grad), ctx.target, ctx.rounding), None, None
 
 
 def _nothing(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -99,14 +99,18 @@ def _as_scaled(ctx: Any, grad: Tensor) -> ScaledTensor:
     return cast(ScaledTensor, promote(grad, like))
 
 
-#: (x, format name) -> x with its elements rounded into `format` (saturating, nearest even).
+#: (x, format name, rounding) -> x with its elements rounded into `format`, saturating.
 to_format = operator(
-    "to_format(Tensor x, str format) -> Tensor", _to_source_format, _remember_format
+    'to_format(Tensor x, str format, str rounding="nearest_even") -> Tensor',
+    _to_source_format,
+    _remember_format,
 )
 
-#: (x, format name) -> x itself; its gradient is rounded into `format` on the way back.
+#: (x, format name, rounding) -> x itself; its gradient is rounded into `format` on the way back.
 gradient_to_format = operator(
-    "gradient_to_format(Tensor x, str format) -> Tensor", _round_gradient, _remember_target
+    'gradient_to_format(Tensor x, str format, str rounding="nearest_even") -> Tensor',
+    _round_gradient,
+    _remember_target,
 )
 
 #: (x, 0-dim power of two) -> the same value held under another scale.

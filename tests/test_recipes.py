@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
+import torch
 
 import scaledtensor as sct
 from scaledtensor.errors import RecipeError
@@ -19,7 +20,8 @@ def test__unit__has_the_formats_of_the_papers():
     r = Unit()
     assert (r.forward, r.gradient, r.activation, r.master) == (E4M3FN, E5M2, BF16, FP32)
     assert str(r) == (
-        "Unit(forward=e4m3fn, gradient=e5m2, activation=bf16, master=fp32, rebalance=10)"
+        "Unit(forward=e4m3fn, gradient=e5m2, activation=bf16, master=fp32, rebalance=10, "
+        "gradient_rounding=nearest_even)"
     )
 
 
@@ -88,3 +90,40 @@ def test__a_recipe_name__is_lower_case():
 
     with pytest.raises(RecipeError, match="lower case"):
         register(Loud)
+
+
+# --- gradients rounded stochastically --------------------------------------------------------
+
+ROWS, SIZE = 4096, 19 / 64  # which E5M2 has not: 16 / 64 and 20 / 64 are next to it
+
+
+def of_one_size(rounding: str, compiled: bool, factor: float = 1.0) -> torch.Tensor:
+    """The weight's gradient, of `ROWS` times `SIZE` each."""
+    torch.manual_seed(0)
+    recipe = Unit(gradient_rounding=rounding)
+    model = sct.scale_model(torch.nn.Linear(4, 4, bias=False), recipe)
+    run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    y = run(torch.ones(ROWS, 4))
+    y.backward(sct.scaled(torch.full((ROWS, 4), SIZE * factor)))
+    return model.weight.grad
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test__stochastic_gradients__are_right_on_average_where_nearest_is_off(compiled):
+    exact = torch.full((4, 4), ROWS * SIZE)
+    nearest = of_one_size("nearest_even", compiled).dequantize() / exact - 1
+    assert nearest.abs().min() > 0.03
+    stochastic = of_one_size("stochastic", compiled).dequantize() / exact - 1
+    assert stochastic.abs().max() < 0.01
+    assert stochastic.unique().numel() > 1
+
+
+def test__stochastic_gradients__are_moved_by_no_power_of_two():
+    one, tiny = (of_one_size("stochastic", False, factor) for factor in (1.0, 2.0**-40))
+    assert torch.equal(one.qdata, tiny.qdata)
+    assert torch.equal(one.scale, tiny.scale * 2.0**40)
+
+
+def test__a_rounding_that_gradients_have_not__is_refused():
+    with pytest.raises(RecipeError, match="gradient_rounding is one of 'nearest_even', 'stoch"):
+        Unit(gradient_rounding="up")

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from scaledtensor import verbs
-from scaledtensor.formats import FP32, from_dtype
+from scaledtensor.formats import FP32, encode, fake_quantize, from_dtype
 from scaledtensor.formats import get as get_format
-from scaledtensor.formats.rounding import round_by_arithmetic
+from scaledtensor.formats.rounding import Rounding, round_by_arithmetic
 from scaledtensor.ops.algebra import elements, value
 from scaledtensor.ops.registry import covers_storage, rule, store, write
 from scaledtensor.scale import MAX_SCALE, MIN_SCALE
@@ -18,12 +18,18 @@ aten = torch.ops.aten
 
 
 @rule(verbs.to_format)
-def to_format(x: ScaledTensor, format: str) -> ScaledTensor:
-    """A cast: the elements are rounded to nearest even; the scale never changes. 8-bit formats
-    saturate; compute formats keep infinities."""
+def to_format(x: ScaledTensor, format: str, rounding: Rounding = "nearest_even") -> ScaledTensor:
+    """A cast: the elements are rounded; the scale never changes. 8-bit formats saturate and take
+    any rounding, stochastic from torch's default generator; compute formats keep infinities and
+    round to nearest even."""
     fmt = get_format(format)
     source = elements(x)
-    q = store(source, fmt)
+    how: dict[str, Any] = {}
+    if rounding != "nearest_even" and fmt.storage_dtype.itemsize == 1:
+        how = {"rounding": rounding}
+        if rounding == "stochastic":  # drawn once, for both spellings of the result below
+            how["generator"] = torch.ops.scaledtensor.random_key(source)
+    q = encode(source, fmt, **how) if how else store(source, fmt)
     if q is x.qdata:
         q = q.clone()
     out = ScaledTensor.make(
@@ -32,12 +38,15 @@ def to_format(x: ScaledTensor, format: str) -> ScaledTensor:
     if q.dtype.itemsize == 1 and q.is_cpu and torch.compiler.is_compiling():
         # What the emulated product multiplies, from the same registers; codes that nobody reads
         # are then never made.
-        out.decoded = round_by_arithmetic(source, fmt).to(torch.bfloat16)
+        near = fake_quantize(source, fmt, **how) if how else round_by_arithmetic(source, fmt)
+        out.decoded = near.to(torch.bfloat16)
     return out
 
 
 @rule(verbs.gradient_to_format)
-def gradient_to_format(x: ScaledTensor, format: str) -> ScaledTensor:
+def gradient_to_format(
+    x: ScaledTensor, format: str, rounding: Rounding = "nearest_even"
+) -> ScaledTensor:
     """The identity forward; the cast happens to the gradient."""
     return x.like(x.qdata, x.scale, x.rms)
 

@@ -52,7 +52,7 @@ def _product(function: Callable[..., Any], *operands: Any, **kwargs: Any) -> Any
     like = first_scaled(*operands)
     out = function(*(_cast(x, recipe, like) for x in operands), **kwargs)
     return (
-        verbs.gradient_to_format(out, recipe.gradient.name)
+        verbs.gradient_to_format(out, recipe.gradient.name, recipe.gradient_rounding)
         if isinstance(out, ScaledTensor)
         else out
     )
