@@ -124,7 +124,7 @@ def _code(x: Tensor, fmt: Format, mode: Mode, start: int) -> Tensor:
     if mode.rounding == "nearest_even" and rounds_in_float32(fmt) and _has_normals(fmt):
         code = _nearest(magnitude, fmt, mode)
     else:
-        code = _to_a_side(x, magnitude, fmt, mode, carrier, start)
+        code = _side_by_side(x, magnitude, fmt, mode, carrier, start)
     # All ones where x is NaN, else zero; likewise where it is negative.
     nan = (carrier.infinity - magnitude) >> (carrier.width - 1)
     if fmt.has_inf or fmt.has_nan:
@@ -151,7 +151,7 @@ def _nearest(magnitude: Tensor, fmt: Format, mode: Mode) -> Tensor:
     return (total.view(torch.int32) - addend) + ((power - lowest) >> shift)
 
 
-def _to_a_side(
+def _side_by_side(
     x: Tensor, magnitude: Tensor, fmt: Format, mode: Mode, carrier: _Carrier, start: int
 ) -> Tensor:
     """The code of a magnitude, in any rounding."""
