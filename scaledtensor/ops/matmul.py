@@ -132,7 +132,9 @@ def _product(matmul: Any, a: Any, b: Any) -> Raw:
     x, y = operand(a, like), operand(b, like)
     q = matmul(*_same_dtype(x.q, y.q))
     scale, ratio, rms = settle_product(k, (x.scale, x.rms), (y.scale, y.rms))
-    return Raw(q.mul_(ratio), scale, rms, settled=True)
+    # In place where it is a tensor of its own; export loses track of a traced one.
+    q = q * ratio if _torch.is_tracing(q) else q.mul_(ratio)
+    return Raw(q, scale, rms, settled=True)
 
 
 def _same_dtype(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -283,7 +283,7 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
     wide = raw.q if raw.q.dtype.itemsize > 1 else raw.q.float()
     if any(is_table(x) for x in operands):
         target.qdata.copy_(store(saturated(wide, wide * ratio), target.format))
-    elif target.qdata.dtype.itemsize == 1:
+    elif target.qdata.dtype.itemsize == 1 or _torch.is_tracing(wide):
         target.qdata.copy_(store(wide * ratio, target.format))
     else:
         torch.mul(wide, ratio, out=target.qdata)
