@@ -195,17 +195,17 @@ def _operands(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Any]:
 def _wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
     scaled = [x for x in operands if isinstance(x, ScaledTensor)]
     fmt = raw.format or narrowest(scaled)
-    q, scale, rms = raw.q, raw.held, raw.rms
-    if not raw.settled:
-        scale, ratio = settle(rms, scale)
-        q = q * ratio
+    if raw.settled:
+        # Only views share a scale object with another tensor: writing in place changes it.
+        scale, q = raw.held.clone(), raw.q
+    else:
+        scale, ratio = settle(raw.rms, raw.held)
+        q = raw.q * ratio
     if q.dtype != fmt.storage_dtype:
         q = store(q, fmt)
     recipe = next((x.recipe for x in scaled if x.recipe is not None), None)
-    for x in scaled:
-        scale = scale.clone() if scale is x.scale else scale  # only views share: see `write`
-        rms = rms.clone() if rms is x.rms else rms
     dtype = raw.dtype or _appearance(operands)
+    rms = raw.rms.clone() if any(raw.rms is x.rms for x in scaled) else raw.rms
     return ScaledTensor.make(q, scale, rms, fmt, dtype, recipe, raw.nonnegative)
 
 
