@@ -254,7 +254,8 @@ def exponential_of(base: float, x: ScaledTensor) -> Raw:
 def _power(x: ScaledTensor, p: float) -> Raw:
     p = float(p)
     if p == 1:
-        return Raw(elements(x), x.scale, x.rms, settled=True, nonnegative=x.nonnegative)
+        q = elements(x).clone()  # no view: writing to it must not reach `x`
+        return Raw(q, x.scale, x.rms, settled=True, nonnegative=x.nonnegative)
     positive = x.nonnegative or p % 2 == 0
     if p == 2:
         q = elements(x)

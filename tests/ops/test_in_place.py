@@ -98,3 +98,11 @@ def test__whole_tensor_of_another_order__takes_a_scale_that_fits():
     base = sct.scaled(gaussian(4, 6))
     base[0].mul_(2.0**-30)
     assert float(base.scale) == 1
+
+
+@pytest.mark.parametrize("p", [1, 1.0])
+def test__a_power_of_one__is_a_tensor_of_its_own(p):
+    x = sct.scaled(torch.randn(4))
+    before = x.dequantize()
+    x.pow(p).mul_(3.0)
+    assert torch.equal(x.dequantize(), before)
