@@ -16,9 +16,11 @@ FLOORS = [
     {"coded"},
     {"wrap"},
     {"ops"},
-    {"model", "rebalance", "report"},
+    {"functional", "mup"},
+    {"nn", "optim"},
+    {"inspect", "model", "rebalance", "report", "simulate", "unit_scale"},
     {"__init__"},
-    {"demo", "__main__"},
+    {"compat", "demo", "__main__"},
 ]
 FILES = sorted(PACKAGE.rglob("*.py"))
 ids = [str(f.relative_to(PACKAGE)) for f in FILES]
