@@ -32,6 +32,10 @@ class ModelError(ScaledTensorError, ValueError):
     """A model that cannot be converted, or that was not converted."""
 
 
+class MupError(ScaledTensorError, ValueError):
+    """A parameter without u-muP tags, a tag that cannot be, or a learning-rate rule's option."""
+
+
 class RegistryError(ScaledTensorError, ValueError):
     """A rule registered twice, or for something that is not an ATen operator."""
 

@@ -1,0 +1,24 @@
+"""torch.optim's optimizers with u-muP's learning rates, read from the tags of the parameters."""
+
+from scaledtensor.optim.groups import scaled_parameters
+from scaledtensor.optim.optimizers import SGD, Adam, AdamW, Muon
+from scaledtensor.optim.rules import (
+    lr_scale_for_depth,
+    lr_scale_func_adam,
+    lr_scale_func_muon,
+    lr_scale_func_sgd,
+    lr_scale_func_spectral,
+)
+
+__all__ = [
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Muon",
+    "lr_scale_for_depth",
+    "lr_scale_func_adam",
+    "lr_scale_func_muon",
+    "lr_scale_func_sgd",
+    "lr_scale_func_spectral",
+    "scaled_parameters",
+]

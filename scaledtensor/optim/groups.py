@@ -1,0 +1,120 @@
+"""Parameter groups with the learning rates that a rule gives each parameter."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from scaledtensor.errors import MupError
+from scaledtensor.mup import has_parameter_data
+from scaledtensor.optim.rules import LRScale
+
+__all__ = ["GroupRule", "scaled_parameters"]
+
+Group = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class GroupRule:
+    """How one parameter group becomes several, one for each learning rate in it."""
+
+    lr_scale: LRScale
+    independent_weight_decay: bool = True
+    allow_non_unit_scaling_params: bool = False
+
+    def split(self, group: Group) -> Iterator[Group]:
+        """Groups that hold the parameters of `group`, which has an `lr` and a `weight_decay`.
+
+        Parameters whose learning rates are equal stay together, so that fused and foreach forms
+        work on as many at once as they can. All other options are passed on.
+        """
+        by_scale: dict[float, list[Any]] = {}
+        for entry in _entries(group["params"]):
+            by_scale.setdefault(self._scale(entry), []).append(entry)
+        for scale, members in by_scale.items():
+            lr = group["lr"] * scale  # a tensor of its own for every group
+            decay = group["weight_decay"]
+            yield group | {"params": members, "lr": lr, "weight_decay": self._decay(decay, lr)}
+
+    def _scale(self, entry: Any) -> float:
+        parameter = entry[1] if isinstance(entry, tuple) else entry
+        if has_parameter_data(parameter):
+            return float(self.lr_scale(parameter))
+        if self.allow_non_unit_scaling_params:
+            return 1.0
+        name = f"{entry[0]}, " if isinstance(entry, tuple) else "a parameter "
+        shape = tuple(getattr(parameter, "shape", ()))
+        raise MupError(
+            f"{name}of shape {shape} has no u-muP tags; see scaledtensor.mup, or pass "
+            "allow_non_unit_scaling_params=True to train it at the plain learning rate"
+        )
+
+    def _decay(self, decay: float, lr: float | Tensor) -> float:
+        """torch decays by lr * weight_decay: independent of the learning rate, divided by it."""
+        if not self.independent_weight_decay or decay == 0:
+            return decay
+        if float(lr) == 0:
+            raise MupError(
+                "no weight decay is independent of a learning rate of 0; pass the peak learning "
+                "rate and warm up by a scheduler, or independent_weight_decay=False"
+            )
+        return decay / float(lr)
+
+
+def scaled_parameters(
+    params: Iterable[Any],
+    lr_scale_func: LRScale,
+    lr: float | Tensor | None = None,
+    weight_decay: float = 0,
+    independent_weight_decay: bool = True,
+    allow_non_unit_scaling_params: bool = False,
+) -> list[Group]:
+    """Parameter groups with scaled learning rates, for any optimizer of the form of torch.optim's.
+
+        torch.optim.RAdam(scaled_parameters(model.parameters(), lr_scale_func_adam, lr=1.0))
+
+    Args:
+        params: what torch's optimizers take: parameters, pairs of name and parameter, or groups.
+        lr_scale_func: takes a tagged parameter, returns a factor of its learning rate.
+        lr: of parameters in groups that have none of their own.
+        weight_decay: likewise.
+        independent_weight_decay: divide the weight decay by the learning rate, so that a step at
+            the given learning rate decays by `weight_decay` itself. A scheduler of the learning
+            rate changes both.
+        allow_non_unit_scaling_params: leave parameters without tags at the plain learning rate.
+
+    Returns:
+        One group for each learning rate in each given group, in the order of first parameters.
+
+    Raises:
+        MupError: no learning rate, a parameter without tags, or an independent weight decay at
+            learning rate 0.
+    """
+    rule = GroupRule(lr_scale_func, independent_weight_decay, allow_non_unit_scaling_params)
+    found: list[Group] = []
+    for group in _groups(params):
+        full = {"lr": lr, "weight_decay": weight_decay} | group
+        if full["lr"] is None:
+            raise MupError("no learning rate: pass lr, or groups that each have an lr")
+        found.extend(rule.split(full))
+    return found
+
+
+def _groups(params: Iterable[Any]) -> Iterator[Group]:
+    """Groups in their order; parameters outside of any go together, where the first one was."""
+    if isinstance(params, Tensor):
+        raise MupError("params is an iterable of parameters; got one tensor. Put it in a list")
+    entries = list(params)
+    loose = [entry for entry in entries if not isinstance(entry, dict)]
+    for entry in entries:
+        if isinstance(entry, dict):
+            yield entry
+        elif entry is loose[0]:
+            yield {"params": loose}
+
+
+def _entries(params: Any) -> list[Any]:
+    if isinstance(params, set):
+        raise MupError("params has an order; got a set. Put the parameters in a list")
+    return [params] if isinstance(params, Tensor) else list(params)

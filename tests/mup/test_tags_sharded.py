@@ -1,0 +1,52 @@
+"""FSDP2 puts DTensors in the place of parameters; their tags, and the steps they steer, stay."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from scaledtensor import mup
+from scaledtensor.optim import AdamW
+
+
+@pytest.fixture
+def one_process():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def tagged_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
+    for layer, mup_type in ((model[0], "weight"), (model[2], "output")):
+        mup.tag(layer.weight, mup_type, 2)
+        mup.tag(layer.bias, "bias")
+    return mup.keep_tags(model)
+
+
+def train(model: nn.Module) -> list[torch.Tensor]:
+    optimizer = AdamW(model.parameters(), lr=0.1, weight_decay=0.01)
+    for seed in range(3):
+        optimizer.zero_grad()
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(seed))
+        model(x).square().mean().backward()
+        optimizer.step()
+    return [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+
+
+def test__tags__survive_fully_shard_and_training(one_process):
+    plain = tagged_model()
+    model = copy.deepcopy(plain)
+    for layer in (model[0], model[2], model):
+        fully_shard(layer)
+    expected = [mup.tags(p) for p in plain.parameters()]
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    assert [mup.tags(p) for p in model.parameters()] == expected
+    for got, want in zip(train(model), train(plain), strict=True):
+        torch.testing.assert_close(got, want)
+    assert [mup.tags(p) for p in model.parameters()] == expected
