@@ -10,7 +10,7 @@ from scaledtensor.errors import MupError
 from scaledtensor.mup import has_parameter_data
 from scaledtensor.optim.rules import LRScale
 
-__all__ = ["GroupRule", "scaled_parameters"]
+__all__ = ["GroupRule", "groups_of", "scaled_parameters"]
 
 Group = dict[str, Any]
 
@@ -93,7 +93,7 @@ def scaled_parameters(
     """
     rule = GroupRule(lr_scale_func, independent_weight_decay, allow_non_unit_scaling_params)
     found: list[Group] = []
-    for group in _groups(params):
+    for group in groups_of(params):
         full = {"lr": lr, "weight_decay": weight_decay} | group
         if full["lr"] is None:
             raise MupError("no learning rate: pass lr, or groups that each have an lr")
@@ -101,17 +101,26 @@ def scaled_parameters(
     return found
 
 
-def _groups(params: Iterable[Any]) -> Iterator[Group]:
-    """Groups in their order; parameters outside of any go together, where the first one was."""
+def groups_of(params: Iterable[Any]) -> list[Group]:
+    """Groups in their order; parameters outside of any go together, where the first one was.
+
+    torch takes either groups or parameters. The published library takes a mixture, as this does.
+
+    Raises:
+        MupError: `params` is one tensor.
+    """
     if isinstance(params, Tensor):
         raise MupError("params is an iterable of parameters; got one tensor. Put it in a list")
-    entries = list(params)
-    loose = [entry for entry in entries if not isinstance(entry, dict)]
-    for entry in entries:
+    found: list[Group] = []
+    loose: list[Any] = []
+    for entry in _entries(params):
         if isinstance(entry, dict):
-            yield entry
-        elif entry is loose[0]:
-            yield {"params": loose}
+            found.append(entry)
+        else:
+            if not loose:
+                found.append({"params": loose})
+            loose.append(entry)
+    return found
 
 
 def _entries(params: Any) -> list[Any]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from scaledtensor.optim.groups import GroupRule
+from scaledtensor.optim.groups import GroupRule, groups_of
 from scaledtensor.optim.rules import lr_scale_func_adam, lr_scale_func_muon, lr_scale_func_sgd
 
 __all__ = ["SGD", "Adam", "AdamW", "Muon"]
@@ -65,7 +65,9 @@ class SGD(_Scaled, torch.optim.SGD):
             independent_weight_decay,
             allow_non_unit_scaling_params,
         )
-        super().__init__(params, lr, momentum, dampening, weight_decay=weight_decay, **options)
+        super().__init__(
+            groups_of(params), lr, momentum, dampening, weight_decay=weight_decay, **options
+        )
 
 
 class Adam(_Scaled, torch.optim.Adam):
@@ -100,7 +102,7 @@ class Adam(_Scaled, torch.optim.Adam):
         self._rule = GroupRule(
             lr_scale_func_adam, independent_weight_decay, allow_non_unit_scaling_params
         )
-        super().__init__(params, lr, betas, eps, weight_decay=weight_decay, **options)
+        super().__init__(groups_of(params), lr, betas, eps, weight_decay=weight_decay, **options)
 
 
 class AdamW(_Scaled, torch.optim.AdamW):
@@ -135,7 +137,7 @@ class AdamW(_Scaled, torch.optim.AdamW):
         self._rule = GroupRule(
             lr_scale_func_adam, independent_weight_decay, allow_non_unit_scaling_params
         )
-        super().__init__(params, lr, betas, eps, weight_decay=weight_decay, **options)
+        super().__init__(groups_of(params), lr, betas, eps, weight_decay=weight_decay, **options)
 
 
 class Muon(_Scaled, torch.optim.Muon):
@@ -170,4 +172,4 @@ class Muon(_Scaled, torch.optim.Muon):
             independent_weight_decay,
             allow_non_unit_scaling_params,
         )
-        super().__init__(params, lr, weight_decay, adjust_lr_fn=adjust_lr_fn, **options)
+        super().__init__(groups_of(params), lr, weight_decay, adjust_lr_fn=adjust_lr_fn, **options)

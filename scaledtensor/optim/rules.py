@@ -123,8 +123,8 @@ def lr_scale_func_muon(adjust_lr_fn: str | None = None) -> LRScale:
     All singular values of such an update are 1 (Bernstein and Newhouse, "Old optimizer, new norm",
     arXiv 2409.20325), and torch multiplies it by a factor of the shape: max(1, out / in)^1/2 for
     "original" and 0.2 max(out, in)^1/2 for "match_rms_adamw". The rule is that of
-    `lr_scale_func_spectral` for the product, so a hidden layer gets min(out, in)^1/2 of "original":
-    the two choices train alike, up to the 0.2 that a learning rate absorbs.
+    `lr_scale_func_spectral` for the product, so a hidden layer gets min(out, in)^1/2 with
+    "original", and the two choices train alike.
 
     Muon is for matrices between hidden layers; give embeddings and vectors to Adam.
 

@@ -1,0 +1,194 @@
+"""Optimizers read the tags, keep groups few, and respect what the user set."""
+
+import copy
+import itertools
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import scaledtensor as sct
+from scaledtensor import mup, optim
+from scaledtensor.errors import MupError
+
+OPTIMIZERS = [optim.SGD, optim.Adam, optim.AdamW]
+every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS, ids=lambda c: c.__name__)
+
+
+def parameters(depth=4):
+    return [
+        mup.Parameter(torch.randn(6, 16), "weight"),
+        mup.Parameter(torch.randn(5, 16), "weight"),
+        mup.Parameter(torch.randn(6, 16), "weight", depth),
+        mup.Parameter(torch.randn(6), "bias"),
+        mup.Parameter(torch.randn(6), "norm"),
+        mup.Parameter(torch.randn(9, 16), "output"),
+    ]
+
+
+def rates(optimizer):
+    return [(float(g["lr"]), len(g["params"])) for g in optimizer.param_groups]
+
+
+def step(optimizer, ps):
+    for p in ps:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+
+
+@every_optimizer
+def test__parameters_of_one_learning_rate__share_a_group(make):
+    assert rates(make(parameters(), lr=0.5)) == [(0.125, 2), (0.0625, 1), (0.5, 3)]
+
+
+@every_optimizer
+def test__groups_of_the_user__keep_their_options_and_order(make):
+    a, b, c, d, e, f = parameters()
+    optimizer = make([{"params": [c, d], "lr": 0.25}, {"params": (p for p in (a, b))}, e, f], lr=2)
+    assert rates(optimizer) == [(0.03125, 1), (0.25, 1), (0.5, 2), (2.0, 2)]
+    optimizer = make([{"params": a, "weight_decay": 0.5}, {"params": [b], "foreach": True}], lr=2.0)
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [1.0, 0]
+    assert [g["foreach"] for g in optimizer.param_groups] == [None, True]
+
+
+@every_optimizer
+def test__a_group_that_is_added_later__is_scaled_too(make):
+    a, b, *_ = parameters()
+    optimizer = make([a], lr=0.5, weight_decay=0.25)
+    optimizer.add_param_group({"params": [b]})
+    optimizer.add_param_group({"params": parameters(), "lr": 1.0})
+    assert rates(optimizer) == [(0.125, 1), (0.125, 1), (0.25, 2), (0.125, 1), (1.0, 3)]
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [2, 2, 1, 2, 0.25]
+
+
+@every_optimizer
+def test__named_parameters__keep_their_names(make):
+    names = "abcdef"
+    optimizer = make(list(zip(names, parameters(), strict=True)), lr=0.5)
+    assert [g["param_names"] for g in optimizer.param_groups] == [
+        ["a", "b"],
+        ["c"],
+        ["d", "e", "f"],
+    ]
+
+
+@pytest.mark.parametrize("make", [optim.SGD, optim.AdamW])
+def test__independent_weight_decay__decays_by_itself_at_every_learning_rate(make):
+    """With no gradient, a step multiplies by 1 - weight_decay."""
+    for lr, p in itertools.product((0.1, 0.5), parameters()):
+        before = p.detach().clone()
+        optimizer = make([p], lr=lr, weight_decay=0.125)
+        p.grad = torch.zeros_like(p)
+        optimizer.step()
+        torch.testing.assert_close(p.detach(), before * 0.875)
+
+
+@every_optimizer
+def test__dependent_weight_decay__is_passed_on(make):
+    optimizer = make(parameters(), lr=0.5, weight_decay=0.25, independent_weight_decay=False)
+    assert {g["weight_decay"] for g in optimizer.param_groups} == {0.25}
+
+
+@every_optimizer
+def test__schedulers__scale_every_group(make):
+    ps = parameters()
+    optimizer = make(ps, lr=0.5)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.5**n)
+    for k in range(3):
+        assert rates(optimizer) == [(0.125 / 2**k, 2), (0.0625 / 2**k, 1), (0.5 / 2**k, 3)]
+        step(optimizer, ps)
+        scheduler.step()
+
+
+@every_optimizer
+def test__a_tensor_learning_rate__steps_as_a_number_does(make):
+    one, other = parameters(), parameters()
+    for p, q in zip(one, other, strict=True):
+        q.data.copy_(p)
+    lr = torch.tensor(0.25)
+    options = {"foreach": False, "weight_decay": 0.125}
+    step(make(one, lr=0.25, **options), one)
+    optimizer = make(other, lr=lr, **options)
+    step(optimizer, other)
+    torch.testing.assert_close(other, one)
+    held = [g["lr"] for g in optimizer.param_groups]
+    assert all(isinstance(x, torch.Tensor) for x in held)
+    assert len({id(x) for x in (*held, lr)}) == len(held) + 1
+    assert float(lr) == 0.25
+
+
+@every_optimizer
+@pytest.mark.parametrize("restore", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+def test__a_copied_optimizer__still_scales_new_groups(make, restore):
+    optimizer = restore(make(parameters(), lr=0.5))
+    optimizer.add_param_group({"params": parameters()})
+    assert rates(optimizer)[3:] == rates(optimizer)[:3]
+
+
+@every_optimizer
+def test__a_state_dict__resumes(make):
+    ps = parameters()
+    optimizer = make(ps, lr=0.5, weight_decay=0.01)
+    step(optimizer, ps)
+    clones = [mup.copy_tags(p, nn.Parameter(p.detach().clone())) for p in ps]
+    resumed = make(clones, lr=0.125)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    step(optimizer, ps)
+    step(resumed, clones)
+    torch.testing.assert_close(clones, ps, rtol=0, atol=0)
+
+
+@every_optimizer
+def test__parameters_without_tags__are_an_error_unless_allowed(make):
+    plain = nn.Parameter(torch.ones(2, 3))
+    with pytest.raises(MupError, match=r"a parameter of shape \(2, 3\) has no u-muP tags"):
+        make([*parameters(), plain])
+    with pytest.raises(MupError, match=r"encoder.weight, of shape \(2, 3\)"):
+        make([("encoder.weight", plain)])
+    optimizer = make([*parameters(), plain], lr=0.5, allow_non_unit_scaling_params=True)
+    assert rates(optimizer)[-1] == (0.5, 4)
+
+
+def test__scaled_parameters__serve_any_optimizer():
+    ps = parameters()
+    groups = optim.scaled_parameters(ps, optim.lr_scale_func_adam, lr=0.5, weight_decay=0.25)
+    assert [g["weight_decay"] for g in groups] == [2, 4, 0.5]
+    optimizer = torch.optim.RAdam(groups)
+    assert rates(optimizer) == [(0.125, 2), (0.0625, 1), (0.5, 3)]
+    step(optimizer, ps)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: optim.scaled_parameters(parameters(), lambda p: 1.0), "no learning rate"),
+        (lambda: optim.AdamW(parameters(), lr=0.0, weight_decay=0.1), "warm up by a scheduler"),
+        (lambda: optim.AdamW([{"params": set(parameters())}]), "got a set"),
+        (
+            lambda: optim.scaled_parameters(torch.ones(2), optim.lr_scale_func_adam, lr=1.0),
+            "got one tensor",
+        ),
+        (lambda: optim.SGD(parameters(), readout_constraint="gmean"), "readout_constraint"),
+    ],
+)
+def test__a_wrong_call__is_an_error_that_says_what_to_do(call, message):
+    with pytest.raises(MupError, match=message):
+        call()
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@every_optimizer
+def test__scaled_tensors__step_as_plain_parameters(make, foreach):
+    plain = parameters()
+    held = [mup.copy_tags(p, nn.Parameter(sct.scaled(p.detach()))) for p in plain]
+    pair = [make(ps, lr=0.1, weight_decay=0.01, foreach=foreach) for ps in (plain, held)]
+    for _ in range(3):
+        for p, q in zip(plain, held, strict=True):
+            g = torch.randn_like(p)
+            p.grad, q.grad = g, sct.scaled(g)
+        for optimizer in pair:
+            optimizer.step()
+    for p, q in zip(plain, held, strict=True):
+        assert isinstance(q, sct.ScaledTensor)
+        torch.testing.assert_close(q.detach().dequantize(), p.detach(), rtol=1e-5, atol=1e-5)
