@@ -1,0 +1,99 @@
+"""Unit-scaled functions. `import scaledtensor.functional as U`, and U.linear for F.linear.
+
+Each is torch's function with a constant forward and another backward, in closed form from shapes,
+that hold the result and every gradient at unit scale when inputs and weights have it (Blake et al.
+2023, "Unit Scaling"; Blake et al. 2024, "u-muP"). Plain tensors in, plain tensors out;
+ScaledTensors in, ScaledTensors out, where a constant's power of two moves into the scale that they
+carry.
+"""
+
+from scaledtensor.functional.activations import (
+    dropout,
+    gelu,
+    leaky_relu,
+    log_softmax,
+    relu,
+    sigmoid,
+    silu,
+    silu_glu,
+    softmax,
+    tanh,
+)
+from scaledtensor.functional.attention import scaled_dot_product_attention
+from scaledtensor.functional.batch import global_batch
+from scaledtensor.functional.convolutions import (
+    conv1d,
+    conv2d,
+    conv3d,
+    conv_transpose1d,
+    conv_transpose2d,
+    conv_transpose3d,
+)
+from scaledtensor.functional.embeddings import apply_rotary, embedding
+from scaledtensor.functional.losses import (
+    binary_cross_entropy_with_logits,
+    cross_entropy,
+    kl_div,
+    l1_loss,
+    mse_loss,
+    nll_loss,
+    smooth_l1_loss,
+)
+from scaledtensor.functional.norms import batch_norm, group_norm, layer_norm, rms_norm
+from scaledtensor.functional.products import bmm, einsum, linear, linear_readout, matmul
+from scaledtensor.functional.residual import (
+    add,
+    mul,
+    residual_add,
+    residual_apply,
+    residual_split,
+    transformer_residual_scaling_rule,
+)
+from scaledtensor.functional.scaling import scale_bwd, scale_fwd
+
+__all__ = [
+    "add",
+    "apply_rotary",
+    "batch_norm",
+    "binary_cross_entropy_with_logits",
+    "bmm",
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "conv_transpose3d",
+    "cross_entropy",
+    "dropout",
+    "einsum",
+    "embedding",
+    "gelu",
+    "global_batch",
+    "group_norm",
+    "kl_div",
+    "l1_loss",
+    "layer_norm",
+    "leaky_relu",
+    "linear",
+    "linear_readout",
+    "log_softmax",
+    "matmul",
+    "mse_loss",
+    "mul",
+    "nll_loss",
+    "relu",
+    "residual_add",
+    "residual_apply",
+    "residual_split",
+    "rms_norm",
+    "scale_bwd",
+    "scale_fwd",
+    "scaled_dot_product_attention",
+    "sigmoid",
+    "silu",
+    "silu_glu",
+    "smooth_l1_loss",
+    "softmax",
+    "tanh",
+    "transformer_residual_scaling_rule",
+]

@@ -1,0 +1,89 @@
+"""Scaled dot-product attention.
+
+Logits are (mult / d) q'k, not (mult / sqrt d): queries and keys that learn are correlated, and d
+correlated terms add up to d (u-muP, Blake et al. 2024, section 2). At initialisation they have
+standard deviation m = mult / sqrt(d).
+
+Let E be the mean over queries of sum_j P_ij^2: 1/S where all S keys count alike, ln(S)/S where
+query i sees i of them, 1 where one wins. With a = m^2 / (m^2 + 4), E is interpolated in the log
+domain. For unit values and a unit incoming gradient
+
+    out = sqrt(E)                        dv = sqrt(E Sq/Sk)
+    dq  = (mult / sqrt d) h sqrt(E)      dk = (mult / sqrt d) h sqrt(E Sq/Sk)
+
+where h is what a softmax lets pass of a gradient, and Sq/Sk counts the query rows, in all heads
+that share it, for each key row. `scaledtensor.ops.attention` says the same of ScaledTensors.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from scaledtensor import _torch
+from scaledtensor.functional.constraints import Constraint, apply_constraint
+from scaledtensor.functional.laws import interpolate
+from scaledtensor.functional.scaling import scale_bwd, scale_fwd
+
+__all__ = ["scaled_dot_product_attention"]
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    mult: float = 1.0,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    constraint: Constraint = "to_output_scale",
+    context_length: int | None = None,
+) -> Tensor:
+    """softmax(mult / d query key') value at unit scale.
+
+    Args:
+        query: (..., Sq, d).
+        key, value: (..., Sk, d) and (..., Sk, dv).
+        attn_mask: boolean or additive. The closed form does not know what it hides: for causal
+            attention say `is_causal`.
+        dropout_p: probability of dropping an attention weight.
+        is_causal: whether query i sees the first i keys.
+        mult: how sharp: the logits are mult / d times the products.
+        scale: factor of the products instead of mult / d.
+        enable_gqa: several heads of queries to one of keys and values.
+        constraint: "to_output_scale" gives out and the three gradients the scale of out. None gives
+            each its own, so that dq and dk do not come out small.
+        context_length: the scale of causal attention over so many keys, whatever is given. With a
+            cache, a step that decodes one token then computes what training computed; otherwise the
+            scale depends on the number of keys.
+    """
+    d = query.shape[-1]
+    factor = mult / d if scale is None else scale * mult
+    logits = factor * d**0.5
+    keys = key.shape[-2] if context_length is None else context_length
+    causal = is_causal or context_length is not None
+    flat = ((_torch.log(keys) if causal else 1) / keys) ** 0.5 if keys > 1 else 1.0
+    # Unlike softmax's own fit this takes a at m^2 / (m^2 + 4) in sqrt(E).
+    seen = interpolate(1 / (1 + 4 / logits**2), flat, 1.0)
+    kept = (1 - dropout_p) ** 0.5
+    passed = _passed(logits, keys) * logits * seen / kept
+    rows = (query.numel() / max(key.numel(), 1)) ** 0.5
+    output_scale, dq, dk, dv = apply_constraint(
+        constraint, kept / seen, 1 / passed, 1 / (passed * rows), kept / (seen * rows)
+    )
+    query = scale_bwd(query, dq)
+    key = scale_bwd(key, dk)
+    value = scale_bwd(value, dv)
+    out = F.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=factor, enable_gqa=enable_gqa
+    )
+    return scale_fwd(out, output_scale)
+
+
+def _passed(logits: float, keys: int) -> float:
+    """h: y (g - sum y g) has RMS r_g r_y h. The fit of `scaledtensor.ops.softmax.selection`."""
+    lost = 1 / max(keys, 2)
+    log_n = _torch.log(max(keys, 2))
+    h: float = ((1 - lost) / (1 + 5 * logits**2 / (log_n + 0.3)) ** 0.5) ** 0.5
+    return h

@@ -1,0 +1,57 @@
+"""How large the batch is that gradients are summed over.
+
+The scale of a weight's gradient is one over the square root of the number of its terms. A process
+sees the terms of one micro-batch; data parallelism and accumulation add up more of them elsewhere.
+"""
+
+from types import TracebackType
+from typing import Self
+
+from scaledtensor.errors import ScaleError
+
+__all__ = ["batch_factor", "global_batch"]
+
+_factor: float = 1.0
+
+
+def batch_factor() -> float:
+    """Global over local batch size, as set by `global_batch`; 1 at first."""
+    return _factor
+
+
+class global_batch:  # noqa: N801 - called like a function
+    """From now on, or inside a `with` block, multiply every batch size in the closed forms.
+
+    >>> U.global_batch(world_size * accumulation_steps)
+
+    Gradients that are then summed over processes and micro-batches arrive at unit scale. Read when
+    a function runs forward; a compiled function is compiled anew for another factor.
+
+    Args:
+        factor: global over local batch size, positive.
+
+    Raises:
+        ScaleError: `factor` is not a positive finite number.
+    """
+
+    def __init__(self, factor: float) -> None:
+        global _factor
+        if isinstance(factor, bool) or not 0 < factor < float("inf"):
+            raise ScaleError(
+                f"global_batch takes world size times accumulation steps, a positive finite "
+                f"number; got {factor!r}"
+            )
+        self._before = _factor
+        _factor = float(factor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        global _factor
+        _factor = self._before

@@ -1,0 +1,255 @@
+"""Convolutions and transposed convolutions.
+
+An output sums over input channels of its group times the taps that reach it; the gradient of an
+input likewise over output channels; that of a weight over batch times positions (unit scaling,
+Blake et al. 2023, table A.2). Padding is counted as if it were data.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from scaledtensor.functional.batch import batch_factor
+from scaledtensor.functional.constraints import Constraint, apply_constraint, parameter_scale
+from scaledtensor.functional.laws import product, root
+from scaledtensor.functional.products import unshrunk
+from scaledtensor.functional.scaling import scale_bwd, scale_fwd
+
+__all__ = [
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "conv_transpose3d",
+]
+
+Sizes: TypeAlias = int | Sequence[int]
+Powers: TypeAlias = tuple[float, float, float]
+
+_HALF: Powers = (0.5, 0.5, 0.5)
+
+
+def conv1d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Sizes = 1,
+    padding: Sizes | str = 0,
+    dilation: Sizes = 1,
+    groups: int = 1,
+    constraint: Constraint = "to_output_scale",
+    scale_power: Powers = _HALF,
+) -> Tensor:
+    """A convolution at unit scale, plus the bias as it is.
+
+    Args:
+        input: (batch, channels, length), or without a batch.
+        weight: (channels out, channels / groups, taps), of unit variance.
+        bias: (channels out,), or None. It is added to the scaled result.
+        stride, padding, dilation, groups: as of torch.
+        constraint: of the output's scale and that of the input's gradient.
+        scale_power: of the scales forward, of the input's gradient, and of weight and bias.
+    """
+    shape = (stride, padding, dilation, groups)
+    return _convolution(F.conv1d, input, weight, bias, shape, constraint, scale_power)
+
+
+def conv2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Sizes = 1,
+    padding: Sizes | str = 0,
+    dilation: Sizes = 1,
+    groups: int = 1,
+    constraint: Constraint = "to_output_scale",
+    scale_power: Powers = _HALF,
+) -> Tensor:
+    """As conv1d, of (batch, channels, height, width)."""
+    shape = (stride, padding, dilation, groups)
+    return _convolution(F.conv2d, input, weight, bias, shape, constraint, scale_power)
+
+
+def conv3d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Sizes = 1,
+    padding: Sizes | str = 0,
+    dilation: Sizes = 1,
+    groups: int = 1,
+    constraint: Constraint = "to_output_scale",
+    scale_power: Powers = _HALF,
+) -> Tensor:
+    """As conv1d, of (batch, channels, depth, height, width)."""
+    shape = (stride, padding, dilation, groups)
+    return _convolution(F.conv3d, input, weight, bias, shape, constraint, scale_power)
+
+
+def conv_transpose1d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Sizes = 1,
+    padding: Sizes = 0,
+    output_padding: Sizes = 0,
+    groups: int = 1,
+    dilation: Sizes = 1,
+    constraint: Constraint = "to_output_scale",
+    scale_power: Powers = _HALF,
+) -> Tensor:
+    """The transpose of a convolution at unit scale, plus the bias as it is.
+
+    Args:
+        input: (batch, channels, length), or without a batch.
+        weight: (channels, channels out / groups, taps), of unit variance.
+        bias: (channels out,), or None. It is added to the scaled result.
+        stride, padding, output_padding, groups, dilation: as of torch.
+        constraint, scale_power: as of conv1d.
+    """
+    shape = (stride, padding, output_padding, groups, dilation)
+    return _transposed(F.conv_transpose1d, input, weight, bias, shape, constraint, scale_power)
+
+
+def conv_transpose2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Sizes = 1,
+    padding: Sizes = 0,
+    output_padding: Sizes = 0,
+    groups: int = 1,
+    dilation: Sizes = 1,
+    constraint: Constraint = "to_output_scale",
+    scale_power: Powers = _HALF,
+) -> Tensor:
+    """As conv_transpose1d, of (batch, channels, height, width)."""
+    shape = (stride, padding, output_padding, groups, dilation)
+    return _transposed(F.conv_transpose2d, input, weight, bias, shape, constraint, scale_power)
+
+
+def conv_transpose3d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Sizes = 1,
+    padding: Sizes = 0,
+    output_padding: Sizes = 0,
+    groups: int = 1,
+    dilation: Sizes = 1,
+    constraint: Constraint = "to_output_scale",
+    scale_power: Powers = _HALF,
+) -> Tensor:
+    """As conv_transpose1d, of (batch, channels, depth, height, width)."""
+    shape = (stride, padding, output_padding, groups, dilation)
+    return _transposed(F.conv_transpose3d, input, weight, bias, shape, constraint, scale_power)
+
+
+def _convolution(
+    function: Callable[..., Tensor],
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    shape: tuple[Any, ...],
+    constraint: str | None,
+    scale_power: Powers,
+) -> Tensor:
+    stride, padding, dilation, groups = shape
+    fan_out, fan_in, *taps = weight.shape
+    steps = _spread(stride, len(taps))
+    positions = _positions(input.shape[-len(taps) :], taps, steps, padding, dilation)
+    count = product(taps)
+    return _scaled(
+        function,
+        input,
+        weight,
+        bias,
+        shape,
+        terms=(
+            fan_in * count,
+            fan_out * count / (product(steps) * groups),
+            _batch(input, taps) * positions,
+        ),
+        constraint=constraint,
+        scale_power=scale_power,
+    )
+
+
+def _transposed(
+    function: Callable[..., Tensor],
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    shape: tuple[Any, ...],
+    constraint: str | None,
+    scale_power: Powers,
+) -> Tensor:
+    stride, *_, groups, _ = shape
+    fan_in, fan_out, *taps = weight.shape
+    count = product(taps)
+    # Only some taps of the kernel meet an input: one in stride, at least one in all.
+    reached = count / product(_spread(stride, len(taps)))
+    return _scaled(
+        function,
+        input,
+        weight,
+        bias,
+        shape,
+        terms=(
+            fan_in / groups * reached,
+            fan_out * count,
+            _batch(input, taps) * product(input.shape[-len(taps) :]),
+        ),
+        constraint=constraint,
+        scale_power=scale_power,
+    )
+
+
+def _scaled(
+    function: Callable[..., Tensor],
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    shape: tuple[Any, ...],
+    terms: tuple[float, float, float],
+    constraint: str | None,
+    scale_power: Powers,
+) -> Tensor:
+    """`terms` are those of a sum in the output, the input's gradient and the weight's."""
+    free = (root(n, power) for n, power in zip(terms[:2], scale_power, strict=False))
+    output_scale, input_scale = apply_constraint(constraint, *free)
+    over_batch = root(terms[2] * batch_factor(), scale_power[2])
+    input = scale_bwd(input, input_scale)
+    weight = scale_bwd(weight, parameter_scale(constraint, over_batch, output_scale))
+    bias = unshrunk(bias, output_scale, parameter_scale(constraint, over_batch))
+    return scale_fwd(function(input, weight, bias, *shape), output_scale)
+
+
+def _batch(input: Tensor, taps: Sequence[int]) -> int:
+    return input.shape[0] if input.dim() == len(taps) + 2 else 1
+
+
+def _positions(
+    sizes: Sequence[int], taps: Sequence[int], steps: Sequence[int], padding: Any, dilation: Any
+) -> int:
+    """How many elements a channel of the output has (torch.nn.Conv1d's formula)."""
+    if padding == "same":  # torch allows it at stride 1 only
+        return product(sizes)
+    pads = _spread(0 if padding == "valid" else padding, len(taps))
+    spread = _spread(dilation, len(taps))
+    return product(
+        [
+            (n + 2 * pad - gap * (tap - 1) - 1) // step + 1
+            for n, tap, step, pad, gap in zip(sizes, taps, steps, pads, spread, strict=True)
+        ]
+    )
+
+
+def _spread(sizes: Sizes, dims: int) -> Sequence[int]:
+    """One number for each dimension; torch also takes one for all, in a sequence or not."""
+    if isinstance(sizes, int):
+        return (sizes,) * dims
+    return tuple(sizes) * dims if len(sizes) == 1 else sizes

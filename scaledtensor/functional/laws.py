@@ -1,0 +1,62 @@
+"""What the closed forms are written in."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+__all__ = ["gaussian_rms", "gaussian_std", "interpolate", "product", "repeats", "root"]
+
+Array: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
+
+
+def interpolate(alpha: float, lower: float, upper: float) -> float:
+    """From `lower` (alpha = 0) to `upper` (alpha = 1) at a constant ratio."""
+    # As powers, which a size that a compiler keeps symbolic has too.
+    between: float = lower ** (1 - alpha) * upper**alpha
+    return between
+
+
+def root(terms: float, power: float = 0.5) -> float:
+    """terms^-power: what holds a sum of so many independent terms at unit scale; 1 for none."""
+    scale: float = terms**-power if terms else 1.0
+    return scale
+
+
+def product(sizes: Sequence[int]) -> int:
+    """Of sizes, of which a compiler may keep some symbolic."""
+    total = 1
+    for n in sizes:
+        total = total * n
+    return total
+
+
+def repeats(*shapes: Sequence[int]) -> tuple[int, ...]:
+    """How often an operand of each shape is used where all are broadcast against each other."""
+    result = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
+    return tuple(product(result) // max(product(shape), 1) for shape in shapes)
+
+
+@cache
+def _nodes() -> tuple[Array, Array]:
+    # Ten standard deviations to each side. A uniform grid rather than Hermite nodes: the integrands
+    # have kinks and, for a large mult, near steps.
+    z = np.linspace(-10, 10, 100_001)
+    weight = np.exp(-z * z / 2)
+    return z, weight / weight.sum()
+
+
+def gaussian_rms(function: Callable[[Array], Array]) -> float:
+    """sqrt(E f(z)^2) for z ~ N(0, 1)."""
+    z, weight = _nodes()
+    return math.sqrt(float((weight * function(z) ** 2).sum()))
+
+
+def gaussian_std(function: Callable[[Array], Array]) -> float:
+    """The standard deviation of f(z) for z ~ N(0, 1)."""
+    z, weight = _nodes()
+    y = function(z)
+    return math.sqrt(float((weight * (y - (weight * y).sum()) ** 2).sum()))

@@ -1,0 +1,152 @@
+"""Matrix products.
+
+K products of independent terms: the standard deviation grows by sqrt(K) (Blake et al. 2023,
+section 4.1). K is the contracted size forward; backward it is what the other operand and the output
+share. The operands of every product, forward and backward, stay at unit scale; constants come after
+them.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from scaledtensor.errors import ShapeError
+from scaledtensor.functional.batch import batch_factor
+from scaledtensor.functional.constraints import Constraint, apply_constraint, parameter_scale
+from scaledtensor.functional.laws import product, repeats, root
+from scaledtensor.functional.scaling import scale, scale_bwd, scale_fwd
+
+__all__ = ["bmm", "einsum", "linear", "linear_readout", "matmul"]
+
+
+def matmul(left: Tensor, right: Tensor, constraint: Constraint = "to_output_scale") -> Tensor:
+    """left @ right at unit scale, with torch.matmul's shapes.
+
+    (..., n, k) @ (..., k, m): k terms forward, m for the left gradient, n for the right one, and as
+    many times more as an operand is repeated over the other's leading dimensions.
+    """
+    inner = left.shape[-1]
+    # A vector is a matrix of one row, or of one column.
+    left_size = left.shape[-2] if left.dim() > 1 else 1
+    right_size = right.shape[-1] if right.dim() > 1 else 1
+    of_left, of_right = repeats(left.shape[:-2], right.shape[:-2])
+    output_scale, left_scale, right_scale = apply_constraint(
+        constraint,
+        root(inner),
+        root(right_size * of_left),
+        root(left_size * of_right),
+    )
+    left = scale_bwd(left, left_scale)
+    right = scale_bwd(right, right_scale)
+    return scale_fwd(torch.matmul(left, right), output_scale)
+
+
+def bmm(left: Tensor, right: Tensor, constraint: Constraint = "to_output_scale") -> Tensor:
+    """(b, n, k) @ (b, k, m) at unit scale.
+
+    Raises:
+        ShapeError: an operand does not have three dimensions.
+    """
+    if left.dim() != 3 or right.dim() != 3:
+        raise ShapeError(
+            f"bmm takes two tensors of three dimensions; got {tuple(left.shape)} and "
+            f"{tuple(right.shape)}. Use matmul for others"
+        )
+    return matmul(left, right, constraint)
+
+
+def einsum(
+    equation: str, left: Tensor, right: Tensor, constraint: Constraint = "to_output_scale"
+) -> Tensor:
+    """torch.einsum of two operands at unit scale. Each result, output or gradient, sums over the
+    indices that it lacks.
+
+    Raises:
+        ShapeError: the equation is not one of two operands, or repeats an index within one.
+    """
+    sizes, terms = _einsum_sizes(equation, left, right)
+    output_scale, left_scale, right_scale = apply_constraint(
+        constraint, *(root(_size(set(sizes) - set(own), sizes)) for own in terms)
+    )
+    left = scale_bwd(left, left_scale)
+    right = scale_bwd(right, right_scale)
+    return scale_fwd(torch.einsum(equation, left, right), output_scale)
+
+
+def linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    constraint: Constraint = "to_output_scale",
+    scale_power: tuple[float, float, float] = (0.5, 0.5, 0.5),
+) -> Tensor:
+    """input @ weight.T at unit scale, plus the bias as it is.
+
+    Args:
+        input: (..., fan_in).
+        weight: (fan_out, fan_in), of unit variance.
+        bias: (fan_out,), or None. It is added to the scaled product.
+        constraint: of the output's scale and that of the input's gradient.
+        scale_power: scales are fan_in^-p forward, fan_out^-p for the input's gradient, and
+            batch^-p for those of weight and bias. See `global_batch` for what counts as batch.
+    """
+    fan_out, fan_in = weight.shape
+    batch = input.numel() // max(fan_in, 1) * batch_factor()
+    output_scale, input_scale = apply_constraint(
+        constraint, root(fan_in, scale_power[0]), root(fan_out, scale_power[1])
+    )
+    over_batch = root(batch, scale_power[2])
+    input = scale_bwd(input, input_scale)
+    weight = scale_bwd(weight, parameter_scale(constraint, over_batch, output_scale))
+    bias = unshrunk(bias, output_scale, parameter_scale(constraint, over_batch))
+    return scale_fwd(F.linear(input, weight, bias), output_scale)
+
+
+def linear_readout(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    constraint: Constraint = None,
+) -> Tensor:
+    """`linear` for the last layer: 1 / fan_in forward, so that logits vanish with the width at
+    initialisation and learn at the rate of the others (u-muP, Blake et al. 2024, section 2)."""
+    return linear(input, weight, bias, constraint=constraint, scale_power=(1.0, 0.5, 0.5))
+
+
+def unshrunk(bias: Tensor | None, output_scale: float, grad_scale: float) -> Tensor | None:
+    """A bias that torch's operator adds, to a product that is then multiplied by `output_scale`."""
+    return None if bias is None else scale(bias, 1 / output_scale, grad_scale)
+
+
+def _size(indices: set[str], sizes: dict[str, int]) -> int:
+    return product([sizes[i] for i in indices])
+
+
+def _einsum_sizes(
+    equation: str, left: Tensor, right: Tensor
+) -> tuple[dict[str, int], tuple[str, str, str]]:
+    """The size of every index, and the indices of (output, left, right). Those that an ellipsis
+    stands for are named by numbers, from the last."""
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    operands = inputs.split(",")
+    if len(operands) != 2:
+        raise ShapeError(
+            f"einsum takes an equation of two operands, such as 'ij,jk->ik'; got {equation!r}"
+        )
+    sizes: dict[str, int] = {}
+    named = []
+    for spelled, x in zip(operands, (left, right), strict=True):
+        hidden = x.dim() - len(spelled.replace("...", ""))
+        own = spelled.replace("...", "".join(chr(0x100 + i) for i in reversed(range(hidden))))
+        if len(own) != x.dim() or len(set(own)) != len(own):
+            raise ShapeError(
+                f"einsum: {spelled!r} in {equation!r} does not name each dimension of a tensor of "
+                f"shape {tuple(x.shape)} once"
+            )
+        for index, n in zip(own, x.shape, strict=True):
+            sizes[index] = max(sizes.get(index, 1), n)
+        named.append(own)
+    letters = [i for i in sizes if ord(i) >= 0x100]
+    if not arrow:  # in the implicit form, what occurs once, in the order of the alphabet
+        output = "..." + "".join(sorted(i for i in sizes if (i in named[0]) != (i in named[1])))
+    return sizes, (output.replace("...", "".join(letters)), named[0], named[1])
