@@ -18,6 +18,7 @@ FLOORS = [
     {"ops"},
     {"functional", "mup"},
     {"nn", "optim"},
+    {"interpose"},
     {"inspect", "model", "rebalance", "report", "simulate", "unit_scale"},
     {"__init__"},
     {"compat", "demo", "__main__"},

@@ -1,0 +1,143 @@
+"""Models whose forward runs under torch function modes: the mechanism of whole-model transforms.
+
+A transform changes what a model computes without touching its code: every torch function that the
+forward calls, in whatever spelling, passes through the transform's mode. The model keeps its class,
+its parameters, its hooks and its name; only the instance's `forward` is another. So it pickles,
+deep-copies, generates and compiles (Dynamo traces modes) as before, and `remove` gives it back.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar, Protocol, TypeVar, cast
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from scaledtensor import _torch
+from scaledtensor.errors import ModelError
+from scaledtensor.ops import recurrent
+
+__all__ = ["ENTERED", "Transform", "interpose", "original", "remove", "transforms"]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+#: Functions whose own calls a mode must see: themselves, past their dispatch to modes.
+ENTERED: dict[Callable[..., Any], Callable[..., Any]] = {
+    nn.functional.multi_head_attention_forward: _torch.inlined(
+        nn.functional.multi_head_attention_forward
+    ),
+    **recurrent.FUNCTIONS,
+}
+
+
+class Transform(Protocol):
+    """What a model's forward is run under. Picklable, since it is kept in the model."""
+
+    #: Of several on one model those of a lower order see the model's functions first, and those of
+    #: a higher order see what the lower ones make of them.
+    order: ClassVar[int]
+
+    def mode(self, module: nn.Module, args: Any, kwargs: Any) -> TorchFunctionMode:
+        """A fresh mode for one call of `module`'s own forward."""
+
+
+class Interposed:
+    """A module's own forward, and the transforms that it runs under."""
+
+    def __init__(self, module: nn.Module, own: Callable[..., Any] | None) -> None:
+        self.module = module
+        self.own = own  # an instance's own forward, where it had one before
+        self.transforms: tuple[Transform, ...] = ()
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward that the module had."""
+        if self.own is not None:
+            return self.own(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def run(self, depth: int, args: Any, kwargs: Any) -> Any:
+        """Under the last `depth` transforms; the last one entered is the first to see a call."""
+        if depth == 0:
+            return self.original(*args, **kwargs)
+        transform = self.transforms[len(self.transforms) - depth]
+        with transform.mode(self.module, args, kwargs):
+            return self.run(depth - 1, args, kwargs)
+
+
+def _forward(interposed: Interposed, *args: Any, **kwargs: Any) -> Any:
+    return interposed.run(len(interposed.transforms), args, kwargs)
+
+
+def _made(interposed: Interposed) -> partial[Any]:
+    """The instance's `forward`. A partial: export reads through it, and pickle takes it."""
+    forward = partial(_forward, interposed)
+    own = interposed.own or type(interposed.module).forward.__get__(interposed.module)
+    with contextlib.suppress(ValueError, TypeError):  # of a forward written in C
+        signature = inspect.signature(own)
+        # Whoever asks which arguments a model takes (generation, trainers) sees its own. Without
+        # annotations: not all of them pickle.
+        bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+        forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=bare, return_annotation=signature.empty
+        )
+    return forward
+
+
+def _interposed(module: nn.Module) -> Interposed | None:
+    forward = module.__dict__.get("forward")
+    if isinstance(forward, partial) and forward.func is _forward:
+        return cast(Interposed, forward.args[0])
+    return None
+
+
+def interpose(module: M, transform: Transform) -> M:
+    """Run `module`'s forward under `transform`, beside those that it has, in place.
+
+    Raises:
+        ModelError: `module` is no nn.Module, is compiled, or has a transform of that kind.
+    """
+    if not isinstance(module, nn.Module):
+        raise ModelError(f"a transform takes an nn.Module; got {type(module).__name__}")
+    if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod"):
+        raise ModelError(
+            "this model is compiled already: transform it first, and compile the result"
+        )
+    interposed = _interposed(module)
+    if interposed is None:
+        interposed = Interposed(module, module.__dict__.get("forward"))
+        module.__dict__["forward"] = _made(interposed)
+    if any(type(t) is type(transform) for t in interposed.transforms):
+        raise ModelError(
+            f"the model has a {type(transform).__name__} already; "
+            "scaledtensor.interpose.remove(model) takes its transforms away"
+        )
+    # The lowest order is entered last.
+    every = (*interposed.transforms, transform)
+    interposed.transforms = tuple(sorted(every, key=lambda t: -t.order))
+    return module
+
+
+def transforms(module: nn.Module) -> tuple[Transform, ...]:
+    """The transforms of `module`, the outermost first."""
+    interposed = _interposed(module)
+    return () if interposed is None else interposed.transforms
+
+
+def original(module: nn.Module) -> Callable[..., Any]:
+    """The forward that `module` has without its transforms."""
+    interposed = _interposed(module)
+    return module.forward if interposed is None else interposed.original
+
+
+def remove(module: M) -> M:
+    """Give `module` its own forward back, in place; its parameters stay as they are."""
+    interposed = _interposed(module)
+    if interposed is not None:
+        del module.__dict__["forward"]
+        if interposed.own is not None:
+            module.__dict__["forward"] = interposed.own
+    return module
