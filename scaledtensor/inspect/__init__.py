@@ -1,0 +1,27 @@
+"""Scales of tensors while a model runs: recorded, pruned, listed beside the code, drawn."""
+
+from scaledtensor.inspect.listing import analyse_module
+from scaledtensor.inspect.metrics import Data, Metrics, measure
+from scaledtensor.inspect.plot import plot
+from scaledtensor.inspect.prune import (
+    prune_non_float_tensors,
+    prune_same_scale_tensors,
+    prune_selected_nodes,
+)
+from scaledtensor.inspect.scales import Scales
+from scaledtensor.inspect.tracking import TrackedModule, track_scales, tracking
+
+__all__ = [
+    "Data",
+    "Metrics",
+    "Scales",
+    "TrackedModule",
+    "analyse_module",
+    "measure",
+    "plot",
+    "prune_non_float_tensors",
+    "prune_same_scale_tensors",
+    "prune_selected_nodes",
+    "track_scales",
+    "tracking",
+]

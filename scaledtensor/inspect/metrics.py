@@ -1,0 +1,172 @@
+"""What is read off a tensor: a handful of numbers, of its values and of its gradient's."""
+
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaledtensor import _torch
+from scaledtensor.coded import CodedTensor
+from scaledtensor.errors import UnsupportedError
+from scaledtensor.formats import Format
+from scaledtensor.ops.algebra import elements
+from scaledtensor.tensor import ScaledTensor
+
+__all__ = ["Data", "Metrics", "is_readable", "measure"]
+
+FULL_NAMES = {
+    "mean_abs": "mean absolute value",
+    "abs_mean": "absolute mean value",
+    "std": "standard deviation",
+    "rms": "root mean square",
+    "abs_max": "absolute maximum",
+    "abs_min": "absolute minimum",
+    "abs_min_nonzero": "absolute minimum that is not zero",
+    "numel": "number of elements",
+    "saturated": "share beyond the largest value",
+    "underflowed": "share lost to zero",
+    "nans": "number of NaNs",
+    "infs": "number of infinities",
+}
+
+
+@dataclass(frozen=True)
+class Data:
+    """The numbers of one tensor. All but the last four counts and shares are over its finite
+    elements, and zero where it has none."""
+
+    mean_abs: float
+    abs_mean: float
+    std: float
+    """Unbiased, as `Tensor.std`; zero for a single element, whose spread is unknown."""
+    rms: float
+    abs_max: float
+    abs_min: float
+    """The smallest magnitude; zero as soon as one element is."""
+    abs_min_nonzero: float
+    numel: int
+    saturated: float
+    """Share of all elements that are finite and beyond the largest value of the format."""
+    underflowed: float
+    """Share of all elements that are not zero and that the format rounds to zero."""
+    nans: int
+    infs: int
+    scale: float | None = None
+    """That of a ScaledTensor; None of a plain tensor."""
+    qdata: "Data | None" = None
+    """The same numbers of the elements of a ScaledTensor, which is value / scale."""
+
+    @property
+    def held(self) -> "Data":
+        """What is stored, and so what the limits of a format apply to: qdata where there is one."""
+        return self if self.qdata is None else self.qdata
+
+    def to_dict(self) -> dict[str, Any]:
+        """Built-in types only; `scale` and `qdata` where the tensor has them."""
+        return {k: v for k, v in asdict(self).items() if v is not None}
+
+
+@dataclass
+class Metrics:
+    """The numbers of a tensor (`fwd`) and of its gradient (`bwd`), None until a backward pass."""
+
+    fwd: Data
+    bwd: Data | None = None
+
+    @staticmethod
+    def names() -> list[str]:
+        """What can be plotted, tabulated and compared: the numbers of `Data`."""
+        return [f.name for f in fields(Data) if f.name in FULL_NAMES]
+
+    @staticmethod
+    def full_names() -> list[str]:
+        return [FULL_NAMES[name] for name in Metrics.names()]
+
+    @staticmethod
+    def get_full_name(short_name: str) -> str:
+        """Raises KeyError for a name that `names()` does not have."""
+        return FULL_NAMES[short_name]
+
+
+def is_readable(x: Any) -> bool:
+    """Whether `measure` takes `x`: a strided float tensor with memory of its own kind.
+
+    Integers, complex and sparse tensors, those on the meta device and those of subclasses that
+    compute by rules of their own (FakeTensor, DTensor) are no such.
+    """
+    if not isinstance(x, Tensor) or not x.dtype.is_floating_point:
+        return False
+    if isinstance(x, ScaledTensor):
+        return is_readable(x.qdata) or x.qdata.dtype == torch.uint8
+    if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__ or x.is_nested:
+        return False
+    packed = x.dtype == torch.float4_e2m1fn_x2
+    return x.layout == torch.strided and x.device.type != "meta" and not packed
+
+
+def measure(x: Tensor, format: Format) -> Data:
+    """The numbers of `x`, in float64, with the shares that `format` would lose.
+
+    Args:
+        x: any shape and float dtype, a ScaledTensor included. It is only read; nothing is recorded
+            for autograd. Waits for its device, once.
+        format: what the elements are (or would be) cast to: those of a ScaledTensor for
+            `.qdata`, the values for the rest.
+
+    Raises:
+        UnsupportedError: `x` is no strided float tensor with data.
+    """
+    if not is_readable(x):
+        kind = f"{x.dtype}, {x.layout}, on {x.device}" if isinstance(x, Tensor) else repr(x)
+        raise UnsupportedError(f"measure() takes strided float tensors that hold data; got {kind}")
+    with torch.no_grad(), _torch.disable_torch_function():
+        if not isinstance(x, ScaledTensor):
+            return _numbers(x.detach(), format)
+        plain = x.widened() if isinstance(x, CodedTensor) else x
+        q, scale = elements(plain).detach(), float(plain.scale)
+        return replace(_numbers(q, format, scale), scale=scale, qdata=_numbers(q, format))
+
+
+def _numbers(x: Tensor, fmt: Format, factor: float = 1.0) -> Data:
+    """The numbers of `x * factor`."""
+    wide = (x if x.dtype.itemsize > 1 else x.float()).double().flatten() * factor
+    finite = wide[wide.isfinite()]
+    size = finite.abs()
+    n = finite.numel()
+    zero = wide.new_zeros(())
+    nonzero = size[size > 0]
+    # Halfway to the smallest value goes to zero, which is even. A format without a zero keeps all.
+    threshold = fmt.min_subnormal / 2 if fmt.has_zero else -1.0
+    found = torch.stack(
+        (
+            size.mean() if n else zero,
+            finite.mean().abs() if n else zero,
+            finite.std() if n > 1 else zero,
+            size.square().mean().sqrt() if n else zero,
+            size.max() if n else zero,
+            size.min() if n else zero,
+            nonzero.min() if nonzero.numel() else zero,
+            (size > fmt.max).sum(),
+            (nonzero <= threshold).sum(),
+            wide.isnan().sum(),
+            wide.isinf().sum(),
+        )
+    )
+    mean_abs, abs_mean, std, rms, largest, smallest, tiniest, *counts = found.tolist()
+    saturated, underflowed, nans, infs = counts
+    count = wide.numel()
+    return Data(
+        mean_abs=mean_abs,
+        abs_mean=abs_mean,
+        std=std,
+        rms=rms,
+        abs_max=largest,
+        abs_min=smallest,
+        abs_min_nonzero=tiniest,
+        numel=count,
+        saturated=saturated / max(count, 1),
+        underflowed=underflowed / max(count, 1),
+        nans=int(nans),
+        infs=int(infs),
+    )

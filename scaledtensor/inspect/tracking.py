@@ -1,0 +1,230 @@
+"""The doors: `track_scales(model)` and `with tracking(model)`."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
+
+from scaledtensor.errors import ModelError, UnsupportedError
+from scaledtensor.formats import E4M3FN, E5M2, Format
+from scaledtensor.inspect.metrics import is_readable
+from scaledtensor.inspect.mode import TrackingMode
+from scaledtensor.inspect.places import Places
+from scaledtensor.inspect.recorder import Recorder
+from scaledtensor.inspect.scales import Scales
+
+__all__ = ["TrackedModule", "track_scales", "tracking"]
+
+
+@contextmanager
+def tracking(
+    model: nn.Module,
+    forward: Format | str = E4M3FN,
+    backward: Format | str = E5M2,
+    *,
+    input_gradients: bool = False,
+) -> Iterator[Scales]:
+    """Within it, every call of `model` is recorded; of several, the last.
+
+        with tracking(model) as scales:
+            loss_function(model(x), y).backward()
+        print(scales)
+
+    What follows the call and needs a gradient, the loss, is recorded with it. Afterwards the model
+    is as it was, and what was recorded can still be read.
+
+    Args:
+        model: any module. A compiled one, and any compiled part, runs as eager code here: kernels
+            of a compiler have no operators left to look at.
+        forward, backward: the formats whose losses are counted, of values and of gradients.
+        input_gradients: have autograd find the gradients of float inputs too, which needs more
+            memory and forbids the model to write into them.
+
+    No number that the model computes is another for it, forward or backward; one choice of torch
+    is: the fused kernels by which `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` run in
+    eval mode without gradients make way for the operators they stand for.
+    """
+    scales = Scales(forward, backward)
+    try:
+        with _watching(scales, model, input_gradients):
+            yield scales
+    finally:
+        scales.close()
+
+
+def track_scales(
+    model: nn.Module,
+    forward: Format | str = E4M3FN,
+    backward: Format | str = E5M2,
+    *,
+    capture: Literal["eager", "dynamo"] = "eager",
+    input_gradients: bool = False,
+) -> "TrackedModule":
+    """A module that computes what `model` does and records every tensor of its last call.
+
+        tracked = track_scales(model)
+        tracked(x).sum().backward()
+        print(tracked.scales)
+        graph = tracked.scales_graph()
+
+    Args:
+        model: any module; it is used as it is, not copied, and nothing is left on it but hooks on
+            its parameters until the next call or `close()`.
+        forward, backward, input_gradients: as in `tracking`.
+        capture: "eager" sees the functions of torch as Python calls them. "dynamo" has
+            torch.compile capture the model and runs what it captured: the operators are those of
+            the graph, with everything that Dynamo inlined; what it left to Python is not seen.
+
+    Inside a torch.compile the tracked module is a graph break, an error under `fullgraph=True`.
+
+    Raises:
+        ModelError: `model` is no module, is tracked already, or `capture` is not one of the two.
+        UnsupportedError: (when called) Dynamo captured nothing.
+    """
+    return TrackedModule(model, Scales(forward, backward), capture, input_gradients)
+
+
+class TrackedModule(nn.Module):
+    """What `track_scales` makes. Parameters, buffers and the state dict are those of the model,
+    under the model's own names; attributes that this class has not are looked up in the model."""
+
+    def __init__(
+        self, model: nn.Module, scales: Scales, capture: str = "eager", gradients: bool = False
+    ) -> None:
+        super().__init__()
+        if not isinstance(model, nn.Module):
+            raise ModelError(f"a module can be tracked; got {type(model).__name__}")
+        if isinstance(model, TrackedModule):
+            raise ModelError("this model is tracked already: it is in the `module` attribute")
+        if capture not in ("eager", "dynamo"):
+            raise ModelError(f"capture is 'eager' or 'dynamo'; got {capture!r}")
+        self.module = model
+        self.scales = scales
+        self.capture, self.input_gradients = capture, gradients
+        self.training = model.training  # train() would set it in every part
+
+    # Dynamo would trace the bookkeeping, and then run the graph without it.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.capture == "eager":
+            with _watching(self.scales, self.module, self.input_gradients):
+                return self.module(*args, **kwargs)
+        root = original(self.module)
+        compiled = torch.compile(root, backend=self.scales.backend)
+        with _one_call(self.scales, root, args, kwargs, self.input_gradients) as recorder:
+            result = compiled(*args, **kwargs)
+            recorder.result(result)
+        if not recorder.calls:
+            raise UnsupportedError(
+                "Dynamo captured no operator of this model: it may have reached its limit of "
+                "recompilations (torch.compiler.reset() forgets them), or cannot trace the model; "
+                "capture='eager' sees every operator"
+            )
+        return result
+
+    def scales_graph(self) -> fx.Graph:
+        """`scales.scales_graph()`."""
+        return self.scales.scales_graph()
+
+    def close(self) -> nn.Module:
+        """Stop listening to gradients; returns the model itself."""
+        self.scales.close()
+        return self.module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        return self.module.named_buffers(*args, **kwargs)
+
+
+def original(model: nn.Module) -> nn.Module:
+    """The module inside one that `torch.compile` made."""
+    return cast(nn.Module, getattr(model, "_orig_mod", model))
+
+
+@contextmanager
+def _watching(scales: Scales, model: nn.Module, input_gradients: bool) -> Iterator[None]:
+    """Has the calls of `model` recorded as eager code."""
+    root = original(model)
+    if not isinstance(root, nn.Module):
+        raise ModelError(f"a module can be tracked; got {type(root).__name__}")
+    call = ExitStack()
+    mode = TrackingMode()
+
+    def entered(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        with mode.paused():
+            if module is root and len(places.stack) == 1:  # it may call itself
+                call.close()
+                mode.recorder = call.enter_context(
+                    _one_call(scales, root, args, kwargs, input_gradients)
+                )
+            if mode.recorder is not None:
+                mode.recorder.entered(name, _inputs(module, args, kwargs))
+
+    def left(name: str, result: Any) -> None:
+        if not places.stack and mode.recorder is not None:
+            with mode.paused():
+                mode.recorder.result(result)
+                call.close()
+
+    places = mode.places = Places(root, entered, left)
+    with ExitStack() as stack:
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(places.followed())
+        stack.callback(call.close)
+        stack.enter_context(mode)
+        yield
+
+
+@contextmanager
+def _one_call(
+    scales: Scales, root: nn.Module, args: Any, kwargs: Any, input_gradients: bool
+) -> Iterator[Recorder]:
+    """A new recording, with the inputs as its first nodes."""
+    named = list(_inputs(root, args, kwargs))
+    marked = [
+        x
+        for _, x in named
+        if input_gradients and is_readable(x) and x.is_leaf and not x.requires_grad
+    ]
+    recorder = scales.begin(root)
+    scales._within = True
+    try:
+        for x in marked:
+            x.requires_grad_(True)
+        for name, x in named:
+            recorder.input(name, x)
+        yield recorder
+    finally:
+        scales._within = False
+        for x in marked:
+            x.requires_grad_(False)
+
+
+def _inputs(model: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors among the arguments, each under the name of its parameter of `forward`."""
+    try:
+        bound = dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
+    except (TypeError, ValueError):  # the call itself will say so
+        bound = {f"arg_{i}": x for i, x in enumerate(args)} | kwargs
+    for name, value in bound.items():
+        found = [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+        for i, x in enumerate(found):
+            yield (name if isinstance(value, Tensor) else f"{name}_{i}"), x
