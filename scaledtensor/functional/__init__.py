@@ -49,6 +49,7 @@ from scaledtensor.functional.residual import (
     residual_split,
     transformer_residual_scaling_rule,
 )
+from scaledtensor.functional.routing import grouped_linear, moe_route
 from scaledtensor.functional.scaling import scale_bwd, scale_fwd
 
 __all__ = [
@@ -70,6 +71,7 @@ __all__ = [
     "gelu",
     "global_batch",
     "group_norm",
+    "grouped_linear",
     "kl_div",
     "l1_loss",
     "layer_norm",
@@ -78,6 +80,7 @@ __all__ = [
     "linear_readout",
     "log_softmax",
     "matmul",
+    "moe_route",
     "mse_loss",
     "mul",
     "nll_loss",

@@ -160,7 +160,8 @@ def _convolution(
     stride, padding, dilation, groups = shape
     fan_out, fan_in, *taps = weight.shape
     steps = _spread(stride, len(taps))
-    positions = _positions(input.shape[-len(taps) :], taps, steps, padding, dilation)
+    batch, sizes = _batch(input, taps), input.shape[-len(taps) :]
+    positions = _positions(sizes, taps, steps, padding, dilation)
     count = product(taps)
     return _scaled(
         function,
@@ -171,7 +172,8 @@ def _convolution(
         terms=(
             fan_in * count,
             fan_out * count / (product(steps) * groups),
-            _batch(input, taps) * positions,
+            batch * positions,
+            batch * positions,
         ),
         constraint=constraint,
         scale_power=scale_power,
@@ -187,11 +189,13 @@ def _transposed(
     constraint: str | None,
     scale_power: Powers,
 ) -> Tensor:
-    stride, *_, groups, _ = shape
+    stride, padding, output_padding, groups, dilation = shape
     fan_in, fan_out, *taps = weight.shape
     count = product(taps)
     # Only some taps of the kernel meet an input: one in stride, at least one in all.
     reached = count / product(_spread(stride, len(taps)))
+    batch, sizes = _batch(input, taps), input.shape[-len(taps) :]
+    positions = _transposed_positions(sizes, taps, stride, padding, output_padding, dilation)
     return _scaled(
         function,
         input,
@@ -201,7 +205,8 @@ def _transposed(
         terms=(
             fan_in / groups * reached,
             fan_out * count,
-            _batch(input, taps) * product(input.shape[-len(taps) :]),
+            batch * product(sizes),
+            batch * positions,
         ),
         constraint=constraint,
         scale_power=scale_power,
@@ -214,17 +219,17 @@ def _scaled(
     weight: Tensor,
     bias: Tensor | None,
     shape: tuple[Any, ...],
-    terms: tuple[float, float, float],
+    terms: tuple[float, float, float, float],
     constraint: str | None,
     scale_power: Powers,
 ) -> Tensor:
-    """`terms` are those of a sum in the output, the input's gradient and the weight's."""
+    """`terms` are those of a sum in the output and in the gradients of input, weight and bias."""
     free = (root(n, power) for n, power in zip(terms[:2], scale_power, strict=False))
     output_scale, input_scale = apply_constraint(constraint, *free)
-    over_batch = root(terms[2] * batch_factor(), scale_power[2])
+    of_weight, of_bias = (root(n * batch_factor(), scale_power[2]) for n in terms[2:])
     input = scale_bwd(input, input_scale)
-    weight = scale_bwd(weight, parameter_scale(constraint, over_batch, output_scale))
-    bias = unshrunk(bias, output_scale, parameter_scale(constraint, over_batch))
+    weight = scale_bwd(weight, parameter_scale(constraint, of_weight, output_scale))
+    bias = unshrunk(bias, output_scale, parameter_scale(constraint, of_bias))
     return scale_fwd(function(input, weight, bias, *shape), output_scale)
 
 
@@ -244,6 +249,28 @@ def _positions(
         [
             (n + 2 * pad - gap * (tap - 1) - 1) // step + 1
             for n, tap, step, pad, gap in zip(sizes, taps, steps, pads, spread, strict=True)
+        ]
+    )
+
+
+def _transposed_positions(
+    sizes: Sequence[int],
+    taps: Sequence[int],
+    stride: Sizes,
+    padding: Sizes,
+    output_padding: Sizes,
+    dilation: Sizes,
+) -> int:
+    """As above, by torch.nn.ConvTranspose1d's formula."""
+    steps, pads, more, gaps = (
+        _spread(x, len(taps)) for x in (stride, padding, output_padding, dilation)
+    )
+    return product(
+        [
+            (n - 1) * step - 2 * pad + gap * (tap - 1) + extra + 1
+            for n, tap, step, pad, extra, gap in zip(
+                sizes, taps, steps, pads, more, gaps, strict=True
+            )
         ]
     )
 
