@@ -1,0 +1,117 @@
+"""Every spelling that torch has for a function of this package.
+
+COUNTERPARTS maps what a model calls to a function of the same signature that is unit-scaled. Each
+also takes `constraint=` where its unit-scaled function does.
+
+What a spelling does not say is read from its operands: a matrix that is an `nn.Parameter`, or a
+view of one, is a weight, whose gradient no constraint reaches; as a factor or a term of an
+elementwise operator it is a gain or a bias. `inplace=True` is not taken literally: the result is a
+new tensor, which is what models go on with.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from scaledtensor.functional import convolutions, losses
+from scaledtensor.functional.spellings import arithmetic, elementwise, layers
+
+__all__ = ["COUNTERPARTS"]
+
+#: What a model may call -> the same at unit scale.
+COUNTERPARTS: dict[Callable[..., Any], Callable[..., Any]] = {
+    # products
+    F.linear: arithmetic.linear,
+    torch.matmul: arithmetic.matmul,
+    torch.linalg.matmul: arithmetic.matmul,
+    Tensor.matmul: arithmetic.matmul,
+    Tensor.__matmul__: arithmetic.matmul,
+    Tensor.__rmatmul__: arithmetic.reflected_matmul,
+    torch.mm: arithmetic.mm,
+    Tensor.mm: arithmetic.mm,
+    torch.mv: arithmetic.mv,
+    Tensor.mv: arithmetic.mv,
+    torch.bmm: arithmetic.bmm,
+    Tensor.bmm: arithmetic.bmm,
+    torch.einsum: arithmetic.einsum,
+    torch.functional.einsum: arithmetic.einsum,
+    torch.addmm: arithmetic.addmm,
+    Tensor.addmm: arithmetic.addmm,
+    torch.baddbmm: arithmetic.baddbmm,
+    Tensor.baddbmm: arithmetic.baddbmm,
+    F.grouped_mm: arithmetic.grouped_mm,
+    # sums and elementwise products
+    torch.add: arithmetic.add,
+    Tensor.add: arithmetic.add,
+    Tensor.__add__: arithmetic.add,
+    Tensor.__iadd__: arithmetic.add,
+    Tensor.__radd__: arithmetic.radd,
+    torch.sub: arithmetic.sub,
+    torch.subtract: arithmetic.sub,
+    Tensor.sub: arithmetic.sub,
+    Tensor.subtract: arithmetic.sub,
+    Tensor.__sub__: arithmetic.sub,
+    Tensor.__isub__: arithmetic.sub,
+    Tensor.__rsub__: arithmetic.rsub,
+    torch.mul: arithmetic.mul,
+    torch.multiply: arithmetic.mul,
+    Tensor.mul: arithmetic.mul,
+    Tensor.multiply: arithmetic.mul,
+    Tensor.__mul__: arithmetic.mul,
+    Tensor.__imul__: arithmetic.mul,
+    Tensor.__rmul__: arithmetic.mul,
+    # elementwise functions, softmax and dropout
+    F.gelu: elementwise.gelu,
+    F.silu: elementwise.silu,
+    F.relu: elementwise.relu,
+    torch.relu: elementwise.relu,
+    Tensor.relu: elementwise.relu,
+    F.leaky_relu: elementwise.leaky_relu,
+    torch.tanh: elementwise.tanh,
+    Tensor.tanh: elementwise.tanh,
+    F.tanh: elementwise.tanh,
+    torch.sigmoid: elementwise.sigmoid,
+    Tensor.sigmoid: elementwise.sigmoid,
+    F.sigmoid: elementwise.sigmoid,
+    torch.special.expit: elementwise.sigmoid,
+    F.softmax: elementwise.f_softmax,
+    torch.softmax: elementwise.softmax,
+    torch.special.softmax: elementwise.softmax,
+    Tensor.softmax: elementwise.softmax,
+    F.log_softmax: elementwise.f_log_softmax,
+    torch.log_softmax: elementwise.log_softmax,
+    torch.special.log_softmax: elementwise.log_softmax,
+    Tensor.log_softmax: elementwise.log_softmax,
+    F.dropout: elementwise.f_dropout,
+    torch.dropout: elementwise.dropout,
+    # convolutions
+    torch.conv1d: layers.convolution(convolutions.conv1d),
+    torch.conv2d: layers.convolution(convolutions.conv2d),
+    torch.conv3d: layers.convolution(convolutions.conv3d),
+    torch.conv_transpose1d: layers.transposed(convolutions.conv_transpose1d),
+    torch.conv_transpose2d: layers.transposed(convolutions.conv_transpose2d),
+    torch.conv_transpose3d: layers.transposed(convolutions.conv_transpose3d),
+    # norms
+    F.layer_norm: layers.f_layer_norm,
+    torch.layer_norm: layers.layer_norm,
+    F.rms_norm: layers.rms_norm,
+    torch.rms_norm: layers.rms_norm,
+    F.group_norm: layers.f_group_norm,
+    torch.group_norm: layers.group_norm,
+    F.batch_norm: layers.f_batch_norm,
+    torch.batch_norm: layers.batch_norm,
+    # look-ups, attention and losses
+    F.embedding: layers.f_embedding,
+    torch.embedding: layers.embedding,
+    F.scaled_dot_product_attention: layers.attention,
+    F.cross_entropy: losses.cross_entropy,
+    F.nll_loss: losses.nll_loss,
+    F.mse_loss: layers.mse_loss,
+    F.l1_loss: layers.l1_loss,
+    F.smooth_l1_loss: losses.smooth_l1_loss,
+    F.binary_cross_entropy_with_logits: losses.binary_cross_entropy_with_logits,
+    F.kl_div: losses.kl_div,
+}

@@ -1,0 +1,159 @@
+"""Matrix products, sums and elementwise products."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaledtensor.errors import UnsupportedError
+from scaledtensor.functional import products, residual, routing
+from scaledtensor.functional.batch import batch_factor
+from scaledtensor.functional.constraints import parameter_scale
+from scaledtensor.functional.laws import repeats, root
+from scaledtensor.functional.scaling import scale_bwd
+from scaledtensor.functional.spellings.operands import OUTPUT, is_weight, refuse_out
+
+
+def matmul(input: Any, other: Any, *, out: Any = None, constraint: Any = OUTPUT) -> Tensor:
+    refuse_out(out)
+    if is_weight(other) and other.dim() == 2:
+        return products.linear(input, other.mT, None, constraint)
+    return products.matmul(input, other, constraint)
+
+
+def reflected_matmul(self: Any, other: Any, *, constraint: Any = OUTPUT) -> Tensor:
+    return matmul(other, self, constraint=constraint)
+
+
+def mm(input: Any, mat2: Any, *, out: Any = None, constraint: Any = OUTPUT) -> Tensor:
+    return matmul(input, mat2, out=out, constraint=constraint)
+
+
+def mv(input: Any, vec: Any, *, out: Any = None, constraint: Any = OUTPUT) -> Tensor:
+    return matmul(input, vec, out=out, constraint=constraint)
+
+
+def bmm(input: Any, mat2: Any, *, out: Any = None, constraint: Any = OUTPUT) -> Tensor:
+    refuse_out(out)
+    return products.bmm(input, mat2, constraint)
+
+
+def einsum(equation: Any, *operands: Any, constraint: Any = OUTPUT) -> Tensor:
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = tuple(operands[0])
+    if not isinstance(equation, str) or len(operands) != 2:
+        raise UnsupportedError(
+            "a unit-scaled einsum takes an equation of two operands; split it into pairs"
+        )
+    return products.einsum(equation, *operands, constraint=constraint)
+
+
+def addmm(
+    input: Any,
+    mat1: Any,
+    mat2: Any,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+    out: Any = None,
+    constraint: Any = OUTPUT,
+) -> Tensor:
+    """A linear layer where `mat2` is a weight and `input` its bias (Conv1D of GPT-2)."""
+    refuse_out(out)
+    if is_weight(mat2) and input.dim() == 1 and beta == alpha == 1:
+        return products.linear(mat1, mat2.mT, input, constraint)
+    product = matmul(mat1, mat2, constraint=constraint)
+    return _added(input, product, beta, alpha, constraint)
+
+
+def baddbmm(
+    input: Any,
+    batch1: Any,
+    batch2: Any,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+    out: Any = None,
+    constraint: Any = OUTPUT,
+) -> Tensor:
+    refuse_out(out)
+    return _added(input, products.bmm(batch1, batch2, constraint), beta, alpha, constraint)
+
+
+def _added(input: Any, product: Tensor, beta: float, alpha: float, constraint: Any) -> Tensor:
+    """beta input + alpha product. With beta = 0, torch reads neither values nor NaNs of `input`."""
+    product = product if alpha == 1 else product * alpha
+    if not beta:
+        return product
+    total: Tensor = add(input if beta == 1 else input * beta, product, constraint=constraint)
+    return total
+
+
+def linear(input: Any, weight: Any, bias: Any = None, *, constraint: Any = OUTPUT) -> Tensor:
+    return products.linear(input, weight, bias, constraint)
+
+
+def grouped_mm(
+    mat_a: Any,
+    mat_b: Any,
+    *,
+    offs: Any = None,
+    bias: Any = None,
+    out_dtype: Any = None,
+    constraint: Any = OUTPUT,
+) -> Tensor:
+    if bias is not None or offs is None or mat_a.dim() != 2 or mat_b.dim() != 3:
+        raise UnsupportedError(
+            "a unit-scaled grouped_mm takes rows (n, k), experts (e, k, m) and offs, without a bias"
+        )
+    out = routing.grouped_linear(mat_a, mat_b, offs, constraint)
+    return out if out_dtype is None else out.to(out_dtype)
+
+
+# --- sums and elementwise products -----------------------------------------------------------
+
+
+def _free(x: Any, *others: Any, constraint: Any) -> Any:
+    """A parameter with a gradient over the root of how often it is used."""
+    (times, *_) = repeats(x.shape, *(y.shape for y in others))
+    return scale_bwd(x, parameter_scale(constraint, root(times * batch_factor())))
+
+
+def add(
+    input: Any, other: Any, *, alpha: float = 1, out: Any = None, constraint: Any = OUTPUT
+) -> Any:
+    """A bias, a parameter of one dimension, is added as it is; a table of positions is a term."""
+    refuse_out(out)
+    tensors = isinstance(input, Tensor) and isinstance(other, Tensor)
+    if tensors and is_weight(input) != is_weight(other):
+        parameter, rest = (input, other) if is_weight(input) else (other, input)
+        free = _free(parameter, rest, constraint=constraint)
+        x, y = (free, rest) if parameter is input else (rest, free)
+        if parameter.dim() <= 1:
+            return torch.add(x, y, alpha=alpha)
+        half = (1 + alpha**2) ** -0.5
+        return torch.add(x, y, alpha=alpha) * half
+    return residual.add(input, other, constraint, alpha)
+
+
+def radd(self: Any, other: Any, *, constraint: Any = OUTPUT) -> Any:
+    return add(other, self, constraint=constraint)
+
+
+def sub(
+    input: Any, other: Any, *, alpha: float = 1, out: Any = None, constraint: Any = OUTPUT
+) -> Any:
+    return add(input, other, alpha=-alpha, out=out, constraint=constraint)
+
+
+def rsub(self: Any, other: Any, *, constraint: Any = OUTPUT) -> Any:
+    return sub(other, self, constraint=constraint)
+
+
+def mul(input: Any, other: Any, *, out: Any = None, constraint: Any = OUTPUT) -> Any:
+    refuse_out(out)
+    tensors = isinstance(input, Tensor) and isinstance(other, Tensor)
+    if tensors and is_weight(input) != is_weight(other):
+        gain, rest = (input, other) if is_weight(input) else (other, input)
+        return _free(gain, rest, constraint=constraint) * rest
+    return residual.mul(input, other, constraint)
