@@ -178,3 +178,13 @@ def fp8_gemm(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
         rows, columns, scale_a=scale, scale_b=one, out_dtype=torch.bfloat16
     )
     return product
+
+
+def error_on_graph_break() -> Any:
+    """A context in which `torch.compile` fails, rather than go on, where it breaks the graph.
+
+    `fullgraph=True` is that of a whole compilation and the user's; this is of a region, and ours.
+    """
+    from torch._dynamo import error_on_graph_break as of
+
+    return of(True)

@@ -8,7 +8,7 @@ deep-copies, generates and compiles (Dynamo traces modes) as before, and `remove
 
 import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar, cast
 
@@ -59,17 +59,21 @@ class Interposed:
             return self.own(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
-    def run(self, depth: int, args: Any, kwargs: Any) -> Any:
-        """Under the last `depth` transforms; the last one entered is the first to see a call."""
-        if depth == 0:
+    def run(self, modes: Sequence[TorchFunctionMode], args: Any, kwargs: Any) -> Any:
+        """Under `modes`; the last one entered is the first to see a call."""
+        if not modes:
             return self.original(*args, **kwargs)
-        transform = self.transforms[len(self.transforms) - depth]
-        with transform.mode(self.module, args, kwargs):
-            return self.run(depth - 1, args, kwargs)
+        with modes[0]:
+            return self.run(modes[1:], args, kwargs)
 
 
 def _forward(interposed: Interposed, *args: Any, **kwargs: Any) -> Any:
-    return interposed.run(len(interposed.transforms), args, kwargs)
+    modes = [t.mode(interposed.module, args, kwargs) for t in interposed.transforms]
+    if not torch.compiler.is_compiling():
+        return interposed.run(modes, args, kwargs)
+    # Dynamo loses a mode where it breaks the graph inside of one: better no result than another.
+    with _torch.error_on_graph_break():
+        return interposed.run(modes, args, kwargs)
 
 
 def _made(interposed: Interposed) -> partial[Any]:

@@ -195,8 +195,10 @@ def attention(
     enable_gqa: bool = False,
     *,
     constraint: Any = OUTPUT,
+    context_length: int | None = None,
 ) -> Tensor:
-    """A scale of 1/sqrt(d), given or torch's own, becomes 1/d; any other is in that proportion."""
+    """A scale of 1/sqrt(d), given or torch's own, becomes 1/d; any other is in that proportion.
+    `context_length` says of a mask that it is causal."""
     mult = 1.0 if scale is None else scale * math.sqrt(query.shape[-1])
     return scaled_dot_product_attention(
         query,
@@ -208,6 +210,7 @@ def attention(
         mult,
         enable_gqa=enable_gqa,
         constraint=constraint,
+        context_length=context_length,
     )
 
 

@@ -1,0 +1,40 @@
+"""Parameters as unit scaling starts them: weights of unit variance, biases of zero."""
+
+import torch
+from torch import Tensor, nn
+
+from scaledtensor import mup
+
+__all__ = ["unit_parameters"]
+
+
+def unit_parameters(module: nn.Module) -> None:
+    """Scale every weight to unit RMS and set every bias to zero, in place; tag all for u-muP.
+
+    A weight has two or more dimensions; what is constant in it (zeros, a padding row) stays. Of one
+    dimension, biases become zero and gains stay what they are.
+    """
+    for _, owner in module.named_modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            if not parameter.is_floating_point():
+                continue
+            kind = _kind(name, parameter)
+            with torch.no_grad():
+                if kind == "bias":
+                    parameter.zero_()
+                elif kind == "weight":
+                    _to_unit(parameter)
+            if not mup.has_parameter_data(parameter):
+                mup.tag(parameter, kind)
+
+
+def _kind(name: str, parameter: Tensor) -> mup.MupType:
+    if "bias" in name and parameter.dim() <= 1:
+        return "bias"
+    return "weight" if parameter.dim() > 1 else "norm"
+
+
+def _to_unit(weight: Tensor) -> None:
+    rms = weight.float().square().mean().sqrt()
+    if torch.isfinite(rms) and rms > 0:
+        weight.div_(rms)

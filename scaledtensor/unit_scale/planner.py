@@ -1,0 +1,299 @@
+"""From a recording to a plan: which functions are replaced, which results scaled, which sums are
+residual.
+
+1. A product, norm, attention, embedding or loss becomes its unit-scaled counterpart
+   (scaledtensor.functional.spellings), whose closed form follows from the shapes of each call.
+2. What lies between those and depends on one tensor alone (an activation in any spelling, a rotary
+   embedding, a norm written by hand) is one function of it: where it ends, the result is divided by
+   the RMS that the recorded calls give Gaussians. Where it ends in a softmax or in attention's
+   logits, its constants are the model's temperature, and stay.
+3. A sum of x and of a branch with parameters that starts at x is residual. All such sums in order
+   get the weights of the residual rule, and the branch's gradient is delayed to where it starts.
+4. Any other function of several tensors is divided by its RMS for independent Gaussians.
+"""
+
+import inspect
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils import _pytree as pytree
+
+from scaledtensor.functional.spellings import COUNTERPARTS
+from scaledtensor.unit_scale.plan import Call, Plan, Split, Step
+from scaledtensor.unit_scale.record import PARAMETER, VARIABLE, Node, Recording
+
+__all__ = ["ResidualRule", "plan"]
+
+#: (index of the residual sum, how many there are) -> tau, the branch's weight beside the skip's.
+ResidualRule = Callable[[int, int], float]
+
+_ADDS = {"add", "add_", "__add__", "__radd__", "__iadd__"}
+#: Functions of one tensor or of few that are parts of larger formulas: borders of nothing.
+_SUMS = {"add", "radd", "sub", "rsub", "mul"}
+_PARTS = {
+    *_SUMS,
+    *("gelu", "silu", "relu", "leaky_relu", "tanh", "sigmoid"),
+}
+_POINTWISE = {
+    f for f, counterpart in COUNTERPARTS.items() if counterpart.__name__ in _PARTS - _SUMS
+}
+BORDERS = {f for f, counterpart in COUNTERPARTS.items() if counterpart.__name__ not in _PARTS}
+_LOGITS = {"softmax", "log_softmax", "scaled_dot_product_attention", "cross_entropy", "logsumexp"}
+#: A result within this of unit RMS, in log, needs no constant.
+_CLOSE = 0.08
+#: Magnitudes that are the fills of a mask, and no part of an RMS.
+_FILL = 1e30
+
+
+def plan(recording: Recording, rule: ResidualRule) -> Plan:
+    """The plan of a recorded run."""
+    return _Planner(recording, rule).plan()
+
+
+class _Planner:
+    def __init__(self, recording: Recording, rule: ResidualRule) -> None:
+        self.recording = recording
+        self.rule = rule
+        self.nodes = recording.nodes
+        self.residual: dict[Node, tuple[Node, bool]] = {}  # sum -> its skip, whether it may wait
+        self.roots: dict[Node, Node] = {}
+
+    def plan(self) -> Plan:
+        self.find_residuals()
+        for node in self.nodes:
+            self.roots[node] = self.root_of(node)
+        steps: dict[Call, Step] = {}
+        for node in self.nodes:
+            if node.call is None or node.kind != VARIABLE:
+                continue
+            step = self.step_of(node)
+            if step is not None:
+                steps[node.call] = step
+        self.add_splits(steps)
+        names = {name for name, _ in steps}
+        counts = {name: n for name, n in self.recording.counts.items() if name in names}
+        return Plan(steps, counts, [f"{s.name} of {tuple(s.shape)}" for s in self.residual])
+
+    # --- residual sums -----------------------------------------------------------------------
+
+    def find_residuals(self) -> None:
+        """x + branch(x), where the branch has parameters. A tensor that several sums skip from
+        waits for the first alone."""
+        waiting: set[Node] = set()
+        for node in self.nodes:
+            if not (node.name in _ADDS and node.kind == VARIABLE and len(node.operands) == 2):
+                continue
+            left, right = node.operands
+            if left.kind != VARIABLE or right.kind != VARIABLE or left.shape != right.shape:
+                continue
+            for skip, branch in ((left, right), (right, left)):
+                source = _moved_from(skip)
+                if _leads(source, branch):
+                    may_wait = source is skip and skip not in waiting and skip.call is not None
+                    if may_wait:
+                        waiting.add(skip)
+                    self.residual[node] = skip, may_wait
+                    break
+
+    def add_splits(self, steps: dict[Call, Step]) -> None:
+        total = len(self.residual)
+        for index, (node, (skip, waits)) in enumerate(self.residual.items()):
+            tau = self.rule(index, total)
+            position = node.operands.index(skip)
+            assert node.call is not None
+            steps[node.call] = Step(
+                add=index, skip=position, tau=tau, waiting=waits, in_place=_in_place(node)
+            )
+        for index, (_, (skip, waits)) in enumerate(self.residual.items()):
+            if waits and skip.call is not None:
+                tau = self.rule(index, total)
+                step = steps.get(skip.call, Step())
+                steps[skip.call] = Step(**{**vars(step), "split": Split(index, tau)})
+
+    # --- regions -----------------------------------------------------------------------------
+
+    def root_of(self, node: Node) -> Node:
+        """The tensor that a node is a function of; itself, where that is not one tensor."""
+        if node.kind != VARIABLE or self.is_border(node):
+            return node
+        roots = {self.roots.get(n, n) for n in node.variables}
+        return roots.pop() if len(roots) == 1 else node
+
+    def is_border(self, node: Node) -> bool:
+        return not node.operands or node.func in BORDERS or node in self.residual
+
+    def is_alone(self, node: Node) -> bool:
+        """Whether a function of one tensor is all that its region does, so that it is what its name
+        says: not the tanh of somebody's gelu."""
+        root = self.roots[node]
+        return root is not node and not any(
+            n is not node and n.name not in _MOVES and self.roots[n] is root and n is not root
+            for n in self.nodes
+        )
+
+    def step_of(self, node: Node) -> Step | None:
+        if node in self.residual:
+            return None  # add_splits
+        if node.func in BORDERS or (node.func in _POINTWISE and self.is_alone(node)):
+            causal = node.func is scaled_dot_product_attention and _is_causal(node)
+            return Step(counterpart=True, free=self.is_free(node), causal=causal)
+        parameters = tuple(i for i, a in enumerate(node.args) if self.is_broadcast(a, node))
+        scale = 1.0
+        root = self.roots[node]
+        if root is node:
+            scale = self.scale_of(node, node.variables)
+        elif self.ends(node) and not self.is_counterpart_alone(root):
+            scale = self.scale_of(node, (root,))
+        if scale == 1.0 and not parameters:
+            return None
+        return Step(scale=scale, parameters=parameters, in_place=_in_place(node))
+
+    def is_broadcast(self, x: Any, node: Node) -> bool:
+        """Whether `x` is a parameter, or rows chosen from one for this call alone, that is
+        broadcast: its gradient is a sum, and nothing else depends on its scale."""
+        if isinstance(x, Node):
+            chosen = x.name == "embedding" and len(x.users) == 1
+            return chosen and x.shape.numel() < node.shape.numel()
+        if not isinstance(x, Tensor) or x.numel() >= node.shape.numel():
+            return False
+        return any(n.kind == PARAMETER and n.tensor is x for n in node.operands)
+
+    def ends(self, node: Node) -> bool:
+        """Whether somebody outside of its region sees the result, other than as logits."""
+        if node.returned:
+            return True
+        for user in node.users:
+            if self.roots.get(user) is self.roots[node]:
+                continue
+            if user.name in _LOGITS:
+                continue
+            if user.func in BORDERS and len(user.variables) > 1:
+                continue  # query times key
+            if user.kind == VARIABLE:
+                return True
+        return False
+
+    def is_counterpart_alone(self, root: Node) -> bool:
+        return any(
+            self.roots[n] is root and n.func in _POINTWISE and self.is_alone(n) for n in self.nodes
+        )
+
+    def is_free(self, node: Node) -> bool:
+        """Whether no residual sum comes after, so that nothing is added to what its gradient
+        becomes: a cut edge."""
+        if "constraint" not in inspect.signature(COUNTERPARTS[node.func]).parameters:
+            return False
+        seen, todo = {node}, list(node.users)
+        while todo:
+            user = todo.pop()
+            if user in self.residual:
+                return False
+            if user not in seen:
+                seen.add(user)
+                todo += user.users
+        return True
+
+    # --- what Gaussians become ---------------------------------------------------------------
+
+    def scale_of(self, node: Node, sources: tuple[Node, ...]) -> float:
+        """1 / RMS of the result for independent Gaussian sources; 1 where that is near."""
+        rms = _replayed(node, sources)
+        if not math.isfinite(rms) or rms == 0:
+            if rms != 0:
+                warnings.warn(
+                    f"unit_scale: {node.name} of {tuple(node.shape)} has no finite RMS for "
+                    "Gaussian inputs; it is left unscaled",
+                    stacklevel=2,
+                )
+            return 1.0
+        return 1.0 if abs(math.log(rms)) < _CLOSE else 1.0 / rms
+
+
+def _is_causal(node: Node) -> bool:
+    """Whether no query of an attention sees a later key."""
+    given = dict(zip(("attn_mask", "dropout_p", "is_causal"), node.args[3:], strict=False))
+    given |= node.kwargs
+    mask = given.get("attn_mask")
+    if given.get("is_causal"):
+        return True
+    if not isinstance(mask, Tensor) or mask.shape[-2] < 2:
+        return False
+    hidden = ~mask if mask.dtype == torch.bool else mask < -_FILL
+    later = torch.ones(mask.shape[-2:]).tril(mask.shape[-1] - mask.shape[-2]) == 0
+    return bool(later.any() and hidden.cpu()[..., later].all())
+
+
+def _in_place(node: Node) -> bool:
+    return node.name.endswith("_") and not node.name.endswith("__")
+
+
+def _moved_from(node: Node) -> Node:
+    """What a view or a cast is of: the nearest node of another number of variable operands or
+    another function."""
+    while node.name in _MOVES and len(node.variables) == 1:
+        node = node.variables[0]
+    return node
+
+
+_MOVES = {
+    *("view", "reshape", "transpose", "permute", "contiguous", "to", "type_as", "float"),
+    *("flatten", "unflatten", "unsqueeze", "squeeze", "detach", "clone", "__get__"),
+}
+
+
+def _leads(source: Node, target: Node) -> bool:
+    """Whether `target` is made from `source` by way of a function of a parameter."""
+    if source is target:
+        return False
+    seen: set[tuple[Node, bool]] = set()
+    todo = [(target, False)]
+    while todo:
+        state = todo.pop()
+        if state in seen:
+            continue
+        seen.add(state)
+        node, has_parameter = state
+        if node is source:
+            if has_parameter:
+                return True
+            continue
+        has_parameter |= node.func in BORDERS and any(n.kind == PARAMETER for n in node.operands)
+        todo += [(n, has_parameter) for n in node.variables]
+    return False
+
+
+def _replayed(node: Node, sources: tuple[Node, ...]) -> float:
+    """RMS of `node` when each source is Gaussian: the recorded calls, made again."""
+    rng = torch.Generator().manual_seed(0)
+    known = {n: _typical(n, rng) for n in dict.fromkeys(sources)}
+
+    def value(n: Node) -> Tensor:
+        if n not in known:
+            args, kwargs = pytree.tree_map(
+                lambda a: value(a) if isinstance(a, Node) else a, (n.args, n.kwargs)
+            )
+            if _in_place(n) or n.name == "__setitem__":
+                args = (args[0].clone(), *args[1:])
+            result = n.func(*args, **kwargs)
+            result = args[0] if n.name == "__setitem__" else result
+            known[n] = result if n.output is None else result[n.output]
+        return known[n]
+
+    with torch.no_grad():
+        out = value(node).detach().double()
+    out = out[out.isfinite() & (out.abs() < _FILL)]
+    return float(out.square().mean().sqrt()) if out.numel() else 0.0
+
+
+def _typical(source: Node, rng: torch.Generator) -> Tensor:
+    """Unit RMS: Gaussian, or the shares of a softmax of Gaussians."""
+    x = torch.randn(source.shape, generator=rng)
+    if source.name != "softmax":
+        return x
+    shares = x.softmax(-1)
+    return shares / shares.square().mean().sqrt()
