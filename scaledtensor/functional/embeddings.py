@@ -50,8 +50,9 @@ def apply_rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[
 
     Args:
         query, key: (..., length, features), features even.
-        cos, sin: of the angles, broadcastable to them.
+        cos, sin: of the angles, broadcastable to them; they are cast to their dtype.
     """
+    cos, sin = cos.to(query.dtype), sin.to(query.dtype)
     return query * cos + _turned(query) * sin, key * cos + _turned(key) * sin
 
 

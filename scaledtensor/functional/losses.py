@@ -235,8 +235,9 @@ def _as_counted_sum(
     if reduction == "mean":
         factor = factor * weights.sum()
     # Numbers that only the data know. The value is that of `loss`, the gradient the product's.
-    scaled = loss * factor
-    return loss.detach() + (scaled - scaled.detach())
+    wide = loss.to(factor.dtype)
+    scaled = wide * factor
+    return (wide.detach() + (scaled - scaled.detach())).to(loss.dtype)
 
 
 def _unless_exact(reduction: str, constraint: str | None) -> str:

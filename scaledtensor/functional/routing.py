@@ -47,7 +47,7 @@ def moe_route(
     output_scale, grad_scale = apply_constraint(
         constraint, *_route_scales(int(experts), top_k, mult)
     )
-    chosen, indices = scale(logits, mult, grad_scale).topk(top_k, dim=-1)
+    chosen, indices = scale(logits, mult, mult * grad_scale).topk(top_k, dim=-1)
     return scale_fwd(F.softmax(chosen, dim=-1), output_scale), indices
 
 
@@ -94,5 +94,5 @@ def _route_scales(experts: int, top_k: int, mult: float) -> tuple[float, float]:
     energy = sum(x * x for x in p)
     # d logit_j = p_j (g_j - sum p g), for unit g, and zero for experts that were not chosen.
     moved = sum(x * x * (1 - 2 * x + energy) for x in p) / experts
-    # One expert is chosen alone with weight 1, whatever its logit: no gradient.
-    return energy**-0.5, (1.0 if moved < 1e-12 else moved**-0.5)
+    # One expert chosen alone has weight 1, whatever its logit: no gradient.
+    return energy**-0.5, (1.0 if moved < 1e-12 else moved**-0.5 / mult)
