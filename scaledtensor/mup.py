@@ -5,8 +5,8 @@ A tagged parameter is an ordinary `nn.Parameter` with three plain attributes: `m
 the object: `copy.deepcopy` of a module, `load_state_dict(assign=True)`, `to_empty()` from the meta
 device, and `fully_shard`, which puts a DTensor in its place. All of these put the new parameter
 under the old one's name in the module that owns it. So `keep_tags(model)` gives each module of a
-model a parameter table whose entries inherit the tags of the entry before, and that is copied and
-pickled with them. The modules of `scaledtensor.nn` do this themselves.
+model a parameter table that knows the tags by name, hands them to what takes the name, and is
+copied and pickled with them. The modules of `scaledtensor.nn` do this themselves.
 
 What has no module keeps no tags: `copy.deepcopy` of a single parameter drops every attribute of it.
 `copy_tags` restores them.
@@ -17,7 +17,7 @@ Types and rules are those of u-muP (Blake et al., arXiv 2407.17465, table 2).
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeGuard, TypeVar, cast, get_args
+from typing import Any, Literal, Protocol, TypeGuard, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -172,21 +172,52 @@ def keep_tags(model: M) -> M:
 
 
 class _Table(dict[str, nn.Parameter | None]):
-    """`nn.Module._parameters` in which a parameter inherits the tags of the one it replaces."""
+    """`nn.Module._parameters` that knows the tags of its entries.
+
+    A parameter that comes without tags gets those known of its name: when it is put here, and when
+    it is read, since `torch.utils.swap_tensors` (the way of `Module.to` with tensor subclasses)
+    exchanges all attributes of an object that is here already.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter | None], known: Mapping[str, Tags] | None = None
+    ) -> None:
+        self._known = dict(known or {})
+        super().__init__(parameters)
+        self._note()
 
     def __setitem__(self, name: str, parameter: nn.Parameter | None) -> None:
-        before = self.get(name)
-        if before is not None and parameter is not None and not has_parameter_data(parameter):
-            copy_tags(before, parameter)
+        self._note()
         super().__setitem__(name, parameter)
+        self._note()
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        parameter = dict.__getitem__(self, name)
+        if parameter is not None and not hasattr(parameter, "mup_type"):
+            self._restore(name, parameter)
+        return parameter
+
+    # Torch reads these before it changes parameters, and `model.parameters()` does.
+    def items(self) -> Any:
+        self._note()
+        return super().items()
+
+    def values(self) -> Any:
+        self._note()
+        return super().values()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """By copies of parameters and tags apart: copies of parameters lose their attributes."""
-        known = {name: tags(p) for name, p in self.items() if has_parameter_data(p)}
-        return _restore, (dict(self), known)
+        """Tags apart from the parameters: the copy of a parameter loses its attributes."""
+        self._note()
+        return _Table, (dict(self), self._known)
 
+    def _note(self) -> None:
+        for name, parameter in super().items():
+            if has_parameter_data(parameter):
+                self._known[name] = tags(parameter)
+            elif parameter is not None:
+                self._restore(name, parameter)
 
-def _restore(parameters: Mapping[str, nn.Parameter | None], known: Mapping[str, Tags]) -> _Table:
-    for name, its in known.items():
-        tag(cast(nn.Parameter, parameters[name]), **vars(its))
-    return _Table(parameters)
+    def _restore(self, name: str, parameter: nn.Parameter) -> None:
+        if name in self._known:
+            tag(parameter, **vars(self._known[name]))

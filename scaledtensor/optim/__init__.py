@@ -7,6 +7,7 @@ from scaledtensor.optim.rules import (
     lr_scale_func_adam,
     lr_scale_func_muon,
     lr_scale_func_sgd,
+    lr_scale_func_soap,
     lr_scale_func_spectral,
 )
 
@@ -19,6 +20,7 @@ __all__ = [
     "lr_scale_func_adam",
     "lr_scale_func_muon",
     "lr_scale_func_sgd",
+    "lr_scale_func_soap",
     "lr_scale_func_spectral",
     "scaled_parameters",
 ]

@@ -22,6 +22,7 @@ __all__ = [
     "lr_scale_func_adam",
     "lr_scale_func_muon",
     "lr_scale_func_sgd",
+    "lr_scale_func_soap",
     "lr_scale_func_spectral",
 ]
 
@@ -140,6 +141,27 @@ def lr_scale_func_muon(adjust_lr_fn: str | None = None) -> LRScale:
             f'adjust_lr_fn is None, "original" or "match_rms_adamw"; got {adjust_lr_fn!r}'
         )
     return partial(_muon, _MUON_NORMS[adjust_lr_fn])
+
+
+def lr_scale_func_soap(parameter: Any) -> float:
+    """The rule for optimizers that run Adam in the eigenbasis of the gradients, as SOAP does.
+
+    Adam's updates have entries of size 1 whose signs follow the few directions of the gradient, so
+    their spectral norm is of the order of (in * out)^1/2. In the eigenbasis these directions are
+    few of the entries (Vyas et al., arXiv 2409.11321), and the others, of size 1 too, are noise:
+    the spectral norm is that of a Gaussian matrix, in^1/2 + out^1/2. By `lr_scale_func_spectral` a
+    hidden layer gets out^1/2 / (in^1/2 + out^1/2), which between layers of one width does not
+    depend on it. Vectors, which SOAP leaves to Adam, get Adam's rule. Derived here, and measured:
+    in a test both norms grow with the width as said.
+
+    Raises:
+        MupError: the parameter has no tags.
+    """
+    return _spectral(_gaussian, parameter)
+
+
+def _gaussian(outputs: int, inputs: int) -> float:
+    return math.sqrt(outputs) + math.sqrt(inputs)
 
 
 def _muon(norm: Callable[[int, int], float], parameter: Any) -> float:

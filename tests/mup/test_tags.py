@@ -51,9 +51,24 @@ def materialize(model: nn.Module) -> nn.Module:
     return model.to("meta").to_empty(device="cpu")
 
 
+def loaded(model: nn.Module) -> nn.Module:
+    model.load_state_dict(copy.deepcopy(model).state_dict())
+    model.load_state_dict(copy.deepcopy(model).state_dict(), assign=True)
+    return model
+
+
 def replace(model: nn.Module) -> nn.Module:
     model[0].weight = nn.Parameter(torch.zeros(6, 4))
     return model
+
+
+def swap_on_conversion(model: nn.Module) -> nn.Module:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.load_state_dict(model.to(torch.bfloat16).state_dict())
+        return model
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
 
 
 def overwrite_on_conversion(model: nn.Module) -> nn.Module:
@@ -68,13 +83,18 @@ CHANGES = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda m: pickle.loads(pickle.dumps(m)),
     "save": reload,
+    "load_state_dict": loaded,
     "load_state_dict_assign": assign,
     "to_empty": materialize,
     "to_dtype": lambda m: m.to(torch.bfloat16),
     "new_parameters_on_conversion": overwrite_on_conversion,
+    "swapped_on_conversion": swap_on_conversion,
     "replaced": replace,
     "scale_model": sct.scale_model,
     "scaled_and_back": lambda m: sct.unscale_model(sct.scale_model(m)),
+    "scaled_to_dtype": lambda m: sct.scale_model(m).to(torch.bfloat16),
+    "scaled_load": lambda m: loaded(sct.scale_model(m)),
+    "scaled_to_empty": lambda m: materialize(sct.scale_model(m)),
     "scaled_deepcopy": lambda m: copy.deepcopy(sct.scale_model(m)),
     "scaled_pickle": lambda m: pickle.loads(pickle.dumps(sct.scale_model(m))),
     "frozen": lambda m: m.requires_grad_(False),

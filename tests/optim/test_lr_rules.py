@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import scaledtensor.nn as uu
 from scaledtensor import mup
 from scaledtensor.errors import MupError
 from scaledtensor.optim import (
@@ -15,6 +16,7 @@ from scaledtensor.optim import (
     lr_scale_func_adam,
     lr_scale_func_muon,
     lr_scale_func_sgd,
+    lr_scale_func_soap,
     lr_scale_func_spectral,
 )
 
@@ -69,9 +71,55 @@ def test__adams_rule__is_the_spectral_one_of_aligned_signs(shape, mup_type):
 
 
 @pytest.mark.parametrize("mup_type", ["bias", "norm"])
-def test__vectors__have_adams_rule_under_the_spectral_one(mup_type):
+@pytest.mark.parametrize("rule", [lr_scale_func_spectral(max), lr_scale_func_soap])
+def test__vectors__have_adams_rule_under_the_spectral_one(mup_type, rule):
     p = parameter(mup_type, 8, depth=4)
-    assert lr_scale_func_spectral(lambda outputs, inputs: 7.0)(p) == lr_scale_func_adam(p)
+    assert rule(p) == lr_scale_func_adam(p)
+
+
+def soap_update(grads):
+    """Adam's update in the eigenbasis of the gradients' second moments, after these gradients."""
+    left = torch.stack([g @ g.T for g in grads]).mean(0)
+    right = torch.stack([g.T @ g for g in grads]).mean(0)
+    (_, ql), (_, qr) = torch.linalg.eigh(left), torch.linalg.eigh(right)
+    turned = torch.stack([ql.T @ g @ qr for g in grads])
+    update = turned.mean(0) / turned.square().mean(0).sqrt()
+    return ql @ update @ qr.T
+
+
+def spectral_norms(width, seed):
+    """Of Adam's and SOAP's updates of a hidden layer, in a network that fits a teacher."""
+    torch.manual_seed(seed)
+    teacher = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+    hidden = uu.Linear(width, width)
+    model = nn.Sequential(
+        uu.Linear(16, width), uu.GELU(), hidden, uu.GELU(), uu.LinearReadout(width, 4)
+    )
+    grads = []
+    for _ in range(12):
+        x = torch.randn(128, 16)
+        loss = uu.MSELoss()(model(x), teacher(x).detach())
+        grads += torch.autograd.grad(loss, hidden.weight)
+    adam = torch.stack(grads).mean(0) / torch.stack(grads).square().mean(0).sqrt()
+    return torch.stack([torch.linalg.matrix_norm(u, 2) for u in (adam, soap_update(grads))])
+
+
+def test__spectral_norms_of_updates__grow_with_the_width_as_the_rules_say():
+    """Adam's as the width, SOAP's as its root."""
+    narrow, wide = (
+        torch.stack([spectral_norms(width, seed) for seed in range(4)]).log2().mean(0)
+        for width in (32, 256)
+    )
+    adam, soap = ((wide - narrow) / 3).tolist()
+    assert adam == pytest.approx(1, abs=0.2)
+    assert soap == pytest.approx(0.5, abs=0.2)
+
+
+@pytest.mark.parametrize("shape", SIZES)
+def test__soaps_rule__allows_for_gaussian_updates(shape):
+    p = parameter("weight", *shape)
+    update = torch.linalg.matrix_norm(torch.randn(shape), 2) * lr_scale_func_soap(p)
+    assert float(update) / shape[1] ** 0.5 == pytest.approx(math.sqrt(shape[0] / shape[1]), rel=0.2)
 
 
 @pytest.mark.parametrize("width", [16, 64, 256])
@@ -114,6 +162,7 @@ def test__muon_on_what_is_no_matrix__is_an_error(mup_type, shape):
         lr_scale_func_sgd("to_output_scale"),
         lr_scale_func_muon(),
         lr_scale_func_spectral(max),
+        lr_scale_func_soap,
     ],
 )
 def test__a_parameter_without_tags__is_an_error(rule):
