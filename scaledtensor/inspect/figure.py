@@ -235,13 +235,14 @@ def _arrow(
     if start[0] is None or end[0] is None:
         return
     rows = abs(start[1] - end[1])
+    # Over many rows, a residual's: past the dots between and not through them, nor off the figure.
+    bend = 0.0 if rows <= 1.5 else 0.18 if rows < 6 else min(0.3, 5 / rows)
     axes.add_patch(
         FancyArrowPatch(
             (start[0], start[1]),
             (end[0], end[1]),
             arrowstyle="-|>,head_length=3,head_width=1.5",
-            # Over many rows, a residual's: past the dots between and not through them.
-            connectionstyle=f"arc3,rad={0.0 if rows <= 1.5 else 0.18 if rows < 6 else 0.3}",
+            connectionstyle=f"arc3,rad={bend}",
             color=color,
             alpha=0.42 * strength / (1 + rows / 12),
             linewidth=0.8,

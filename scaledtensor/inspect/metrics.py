@@ -93,9 +93,10 @@ def is_readable(x: Any) -> bool:
     """Whether `measure` takes `x`: a strided float tensor with memory of its own kind.
 
     Integers, complex and sparse tensors, those on the meta device and those of subclasses that
-    compute by rules of their own (FakeTensor, DTensor) are no such.
+    compute by rules of their own (FakeTensor, DTensor) are no such; nor is any inside a transform
+    of torch.func.
     """
-    if not isinstance(x, Tensor) or not x.dtype.is_floating_point:
+    if not isinstance(x, Tensor) or not x.dtype.is_floating_point or _torch.is_transforming():
         return False
     if isinstance(x, ScaledTensor):
         return is_readable(x.qdata) or x.qdata.dtype == torch.uint8

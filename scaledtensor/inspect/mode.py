@@ -72,10 +72,15 @@ class TrackingMode(TorchFunctionMode):
         result = func(*args, **kwargs)
         written = func is Tensor.__setitem__
         told = args[0] if written else result
-        if self.places.stack or (isinstance(told, Tensor) and told.requires_grad):
+        if self.recorder.in_call or _is_differentiable(told):
             op, target, arguments = _spelled(func, args)
             self.recorder.call(op, target, arguments, kwargs, told, self.places.here())
         return result
+
+
+def _is_differentiable(result: Any) -> bool:
+    # What an optimizer writes requires gradients, too, but it writes where none are recorded.
+    return torch.is_grad_enabled() and isinstance(result, Tensor) and result.requires_grad
 
 
 def _spelled(func: Any, args: tuple[Any, ...]) -> tuple[str, Any, tuple[Any, ...]]:

@@ -29,7 +29,7 @@ def prune_non_float_tensors(graph: fx.Graph) -> fx.Graph:
             return None
         return inputs[0] if len(inputs) == 1 else tuple(inputs) or None
 
-    return _pruned(graph, lambda n: not n.meta["outputs_float_tensor"], bridge)
+    return _pruned(graph, lambda n: not _holds_floats(n), bridge)
 
 
 def prune_same_scale_tensors(graph: fx.Graph, rtol: float = 2**-16) -> fx.Graph:
@@ -43,10 +43,12 @@ def prune_same_scale_tensors(graph: fx.Graph, rtol: float = 2**-16) -> fx.Graph:
     """
 
     def keeps(node: fx.Node) -> bool:
-        inputs = float_inputs(node)
-        if len(inputs) != 1 or not node.meta["outputs_float_tensor"]:
+        used: list[fx.Node] = []
+        fx.map_arg((node.args, node.kwargs), used.append)  # x + x has two inputs
+        used = [n for n in used if _holds_floats(n)]
+        if len(used) != 1 or not _holds_floats(node):
             return False
-        before, after = inputs[0].meta["metrics"], node.meta["metrics"]
+        before, after = used[0].meta["metrics"], node.meta["metrics"]
         return _same_scale(before, after, rtol)
 
     return _pruned(graph, keeps, lambda n: float_inputs(n)[0])
@@ -77,7 +79,11 @@ def prune_selected_nodes(graph: fx.Graph, targets: Iterable[Any]) -> fx.Graph:
 
 def float_inputs(node: fx.Node) -> list[fx.Node]:
     """The inputs of a node that hold floats, each once."""
-    return [n for n in node.all_input_nodes if n.meta.get("outputs_float_tensor", False)]
+    return [n for n in node.all_input_nodes if _holds_floats(n)]
+
+
+def _holds_floats(node: fx.Node) -> bool:
+    return bool(node.meta["outputs_float_tensor"])
 
 
 def _pruned(

@@ -48,6 +48,8 @@ class Recorder:
         self._handles: list[RemovableHandle] = []
         self._results: list[fx.Node] = []
         self._names: dict[int, str] = {}
+        #: Whether the model runs now. It may have returned, and a loss still follow.
+        self.in_call = False
         #: How many operators were told.
         self.calls = 0
         #: The nodes that a module was given last, by its name and theirs in its `forward`.
@@ -194,7 +196,7 @@ class Recorder:
 def _reader(metrics: Metrics, fmt: Format) -> Callable[[Tensor], None]:
     # It holds no tensor, so that memory is freed as it is without tracking.
     def read(gradient: Tensor) -> None:
-        if is_readable(gradient) and not _torch.is_transforming():
+        if is_readable(gradient):
             metrics.bwd = measure(gradient, fmt)
 
     return read

@@ -32,10 +32,8 @@ class Scales:
 
     def __init__(self, forward: Format | str = E4M3FN, backward: Format | str = E5M2) -> None:
         self.forward, self.backward = get_format(forward), get_format(backward)
-        self._model: nn.Module | None = None
         self._recorder: Recorder | None = None
         self._ran: set[int] = set()
-        self._within = False
 
     # --- recording ---------------------------------------------------------------------------
 
@@ -43,7 +41,6 @@ class Scales:
         """A new recording in the place of the last one."""
         self.close()
         self._ran.clear()
-        self._model = model
         self._recorder = Recorder(model, self.forward, self.backward)
         return self._recorder
 
@@ -61,11 +58,11 @@ class Scales:
         index = id(module)
 
         def recorder() -> Recorder:
-            if self._recorder is None or (index in self._ran and not self._within):
-                self.begin(None)
+            current = self._recorder
+            if current is None or (index in self._ran and not current.in_call):
+                current = self.begin(None)
             self._ran.add(index)
-            assert self._recorder is not None
-            return self._recorder
+            return current
 
         return interpreter(module, recorder)
 

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -46,7 +46,9 @@ def tracking(
 
     No number that the model computes is another for it, forward or backward; one choice of torch
     is: the fused kernels by which `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` run in
-    eval mode without gradients make way for the operators they stand for.
+    eval mode without gradients make way for the operators they stand for. Of a checkpoint of the
+    reentrant kind the values are seen and the gradients inside are not; a parameter's is then the
+    part of it that came last.
     """
     scales = Scales(forward, backward)
     try:
@@ -79,7 +81,8 @@ def track_scales(
             torch.compile capture the model and runs what it captured: the operators are those of
             the graph, with everything that Dynamo inlined; what it left to Python is not seen.
 
-    Inside a torch.compile the tracked module is a graph break, an error under `fullgraph=True`.
+    Under torch.compile the tracked module runs as eager code; as part of a larger module that is
+    compiled it is a graph break, and so an error of Dynamo's with `fullgraph=True`.
 
     Raises:
         ModelError: `model` is no module, is tracked already, or `capture` is not one of the two.
@@ -89,8 +92,11 @@ def track_scales(
 
 
 class TrackedModule(nn.Module):
-    """What `track_scales` makes. Parameters, buffers and the state dict are those of the model,
-    under the model's own names; attributes that this class has not are looked up in the model."""
+    """What `track_scales` makes: another face of the same model. Parameters, buffers, parts and the
+    state dict are the model's own, under its own names; attributes that this class has not are
+    looked up in the model, which is `module`."""
+
+    module: nn.Module
 
     def __init__(
         self, model: nn.Module, scales: Scales, capture: str = "eager", gradients: bool = False
@@ -102,10 +108,13 @@ class TrackedModule(nn.Module):
             raise ModelError("this model is tracked already: it is in the `module` attribute")
         if capture not in ("eager", "dynamo"):
             raise ModelError(f"capture is 'eager' or 'dynamo'; got {capture!r}")
-        self.module = model
         self.scales = scales
         self.capture, self.input_gradients = capture, gradients
-        self.training = model.training  # train() would set it in every part
+        self.training = model.training
+        # As a submodule it would put its name in front of all others.
+        vars(self)["module"] = model
+        shared = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
+        vars(self).update({name: getattr(original(model), name) for name in shared})
 
     # Dynamo would trace the bookkeeping, and then run the graph without it.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -135,23 +144,24 @@ class TrackedModule(nn.Module):
         self.scales.close()
         return self.module
 
+    def train(self, mode: bool = True) -> Self:
+        self.module.train(mode)
+        self.training = mode
+        return self
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("module"), name)
+            if "module" not in vars(self):
+                raise
+            return getattr(self.module, name)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.state_dict(*args, **kwargs)
+        return original(self.module).state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.load_state_dict(*args, **kwargs)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        return self.module.named_parameters(*args, **kwargs)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        return self.module.named_buffers(*args, **kwargs)
+        return original(self.module).load_state_dict(*args, **kwargs)
 
 
 def original(model: nn.Module) -> nn.Module:
@@ -169,19 +179,21 @@ def _watching(scales: Scales, model: nn.Module, input_gradients: bool) -> Iterat
     mode = TrackingMode()
 
     def entered(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if mode.tracker.is_bw:
+            return  # a checkpoint, run again
         with mode.paused():
-            if module is root and len(places.stack) == 1:  # it may call itself
-                call.close()
+            if module is root and not (mode.recorder and mode.recorder.in_call):
                 mode.recorder = call.enter_context(
                     _one_call(scales, root, args, kwargs, input_gradients)
                 )
-            if mode.recorder is not None:
+            if mode.recorder is not None and mode.recorder.in_call:
                 mode.recorder.entered(name, _inputs(module, args, kwargs))
 
     def left(name: str, result: Any) -> None:
-        if not places.stack and mode.recorder is not None:
+        recorder = mode.recorder
+        if not mode.tracker.is_bw and not places.stack and recorder and recorder.in_call:
             with mode.paused():
-                mode.recorder.result(result)
+                recorder.result(result)
                 call.close()
 
     places = mode.places = Places(root, entered, left)
@@ -205,7 +217,7 @@ def _one_call(
         if input_gradients and is_readable(x) and x.is_leaf and not x.requires_grad
     ]
     recorder = scales.begin(root)
-    scales._within = True
+    recorder.in_call = True
     try:
         for x in marked:
             x.requires_grad_(True)
@@ -213,7 +225,7 @@ def _one_call(
             recorder.input(name, x)
         yield recorder
     finally:
-        scales._within = False
+        recorder.in_call = False
         for x in marked:
             x.requires_grad_(False)
 
