@@ -1,14 +1,17 @@
 """scaledtensor: tensors that carry their own power-of-two scale. `import scaledtensor as sct`."""
 
-from scaledtensor import errors, formats, ops, recipes
+from scaledtensor import errors, formats, functional, inspect, mup, nn, ops, optim, recipes
 from scaledtensor._version import __version__
 from scaledtensor.coded import CodedTensor
 from scaledtensor.formats import Format, PerAxis, PerBlock, PerTensor
+from scaledtensor.inspect import track_scales
 from scaledtensor.model import scale_model, unscale_model
 from scaledtensor.ops import on_missing
 from scaledtensor.rebalance import rebalance, rebalance_every, statistics
 from scaledtensor.report import report
+from scaledtensor.simulate import simulate_format, simulate_fp8
 from scaledtensor.tensor import ScaledTensor
+from scaledtensor.unit_scale import unit_scale
 from scaledtensor.verbs import drop
 from scaledtensor.wrap import scaled
 
@@ -23,14 +26,23 @@ __all__ = [
     "drop",
     "errors",
     "formats",
+    "functional",
+    "inspect",
+    "mup",
+    "nn",
     "on_missing",
     "ops",
+    "optim",
     "rebalance",
     "rebalance_every",
     "recipes",
     "report",
     "scale_model",
     "scaled",
+    "simulate_format",
+    "simulate_fp8",
     "statistics",
+    "track_scales",
+    "unit_scale",
     "unscale_model",
 ]

@@ -11,10 +11,13 @@ __all__ = ["unit_parameters"]
 def unit_parameters(module: nn.Module) -> None:
     """Scale every weight to unit RMS and set every bias to zero, in place; tag all for u-muP.
 
+    The depth that a tag tells is the length of the outermost `ModuleList` around a parameter.
+
     A weight has two or more dimensions; what is constant in it (zeros, a padding row) stays. Of one
     dimension, biases become zero and gains stay what they are.
     """
-    for _, owner in module.named_modules():
+    depths = _depths(module)
+    for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False):
             if not parameter.is_floating_point():
                 continue
@@ -25,7 +28,18 @@ def unit_parameters(module: nn.Module) -> None:
                 elif kind == "weight":
                     _to_unit(parameter)
             if not mup.has_parameter_data(parameter):
-                mup.tag(parameter, kind)
+                mup.tag(parameter, kind, depths.get(parameter))
+    mup.keep_tags(module)
+
+
+def _depths(module: nn.Module) -> dict[nn.Parameter, int]:
+    """Of the parameters of a stack, a `ModuleList` of several: how many layers it has."""
+    found: dict[nn.Parameter, int] = {}
+    for stack in module.modules():
+        if isinstance(stack, nn.ModuleList) and len(stack) > 1:
+            for parameter in stack.parameters():
+                found.setdefault(parameter, len(stack))
+    return found
 
 
 def _kind(name: str, parameter: Tensor) -> mup.MupType:

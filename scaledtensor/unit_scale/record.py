@@ -86,7 +86,7 @@ class _Recorder(TorchFunctionMode):
             several = isinstance(result, (tuple, list))
             outputs = tuple(result) if several else (result,)
         for i, out in enumerate(outputs):
-            # A cast to the dtype that a tensor has is that tensor; what writes into one ends in "_".
+            # A cast to the dtype that a tensor has is that tensor. In place, names end in "_".
             same = not name.endswith("_") and any(out is a for a in given)
             if isinstance(out, Tensor) and out.is_floating_point() and not same:
                 node = Node(

@@ -1,0 +1,142 @@
+"""Models of `transformers` trained in FP8 after `unit_scale`, beside the originals in float32.
+
+    python -m benchmarks.unit_scale_training [--text FILE] [--models GPT2LMHeadModel ...]
+        [--steps 300] [--seeds 1] [--json FILE]
+
+Character models, 4 layers, d = 128, context 64, batch 16; the demo's text, or FILE. Rows:
+
+  fp32           the original, torch.optim.AdamW
+  unit + fp8     unit_scale and simulate_fp8: FP8 without any scale, scaledtensor.optim.AdamW
+  unit + scaled  unit_scale and scale_model: FP8 under carried scales, the same optimizer
+
+Each at every learning rate of its grid, a factor of two apart; the loss of a run is the mean of its
+last 20 steps. The published library cannot transform these models.
+"""
+
+import argparse
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+import scaledtensor as sct
+from scaledtensor import optim
+from scaledtensor.demo.text import Corpus, draw_batch, load
+
+CONTEXT, BATCH, LAST = 64, 16, 20
+SIZES = {
+    "GPT2LMHeadModel": {
+        "n_embd": 128,
+        "n_layer": 4,
+        "n_head": 4,
+        "n_positions": CONTEXT,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    },
+    "LlamaForCausalLM": {
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "max_position_embeddings": CONTEXT,
+    },
+}
+#: Unit-scaled parameters are of unit size, so that a step is a larger number.
+GRIDS = {
+    "fp32": [2.0**k for k in range(-11, -5)],
+    "unit + fp8": [2.0**k for k in range(-5, 1)],
+    "unit + scaled": [2.0**k for k in range(-5, 1)],
+}
+
+
+def build(name: str, vocabulary: int, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    model_class = getattr(transformers, name)
+    config = model_class.config_class(
+        vocab_size=vocabulary, bos_token_id=0, eos_token_id=0, use_cache=False, **SIZES[name]
+    )
+    model: nn.Module = model_class(config)
+    return model
+
+
+def train(name: str, row: str, rate: float, corpus: Corpus, steps: int, seed: int) -> float:
+    """The mean of the last losses; infinite where it diverged."""
+    model = build(name, len(corpus.vocabulary), seed)
+    batches = torch.Generator().manual_seed(seed)
+    optimizer: torch.optim.Optimizer
+    if row == "fp32":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    else:
+        example = torch.zeros(2, CONTEXT, dtype=torch.long)
+        sct.unit_scale(model, {"input_ids": example})
+        if row == "unit + fp8":
+            sct.simulate_fp8(model)
+        else:
+            sct.scale_model(model)
+        optimizer = optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01 * 1e-3)
+    losses = []
+    for _ in range(steps):
+        x, y = draw_batch(corpus.train, CONTEXT, BATCH, batches)
+        logits: Tensor = model(input_ids=x).logits
+        loss = sct.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+        if not math.isfinite(losses[-1]):
+            return math.inf
+    return statistics.mean(losses[-LAST:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--models", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--rows", nargs="+", choices=GRIDS, default=list(GRIDS))
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="keeps the runs; those that it has are not run")
+    options = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    corpus = load(options.text, CONTEXT)
+    runs: list[dict[str, Any]] = []
+    if options.json is not None and options.json.exists():
+        runs = json.loads(options.json.read_text())
+    print(
+        f"torch {torch.__version__}, transformers {transformers.__version__}, {options.steps} steps"
+    )
+    for name in options.models:
+        for row in options.rows:
+            for rate in GRIDS[row]:
+                for seed in range(options.seeds):
+                    what = {"model": name, "row": row, "rate": rate, "seed": seed}
+                    what["steps"] = options.steps
+                    if any(what.items() <= run.items() for run in runs):
+                        continue
+                    loss = train(name, row, rate, corpus, options.steps, seed)
+                    runs.append(what | {"loss": loss})
+                    if options.json is not None:
+                        options.json.write_text(json.dumps(runs))
+            report(name, row, runs, options.steps)
+
+
+def report(name: str, row: str, runs: list[dict[str, Any]], steps: int) -> None:
+    of = [r for r in runs if (r["model"], r["row"], r["steps"]) == (name, row, steps)]
+    rates = sorted({r["rate"] for r in of})
+    means = {x: statistics.mean(r["loss"] for r in of if r["rate"] == x) for x in rates}
+    best = min(means, key=means.__getitem__)
+    line = "  ".join(f"2^{math.log2(x):.0f}: {means[x]:.4f}" for x in rates)
+    print(
+        f"{name:18} {row:14} best {means[best]:.4f} at 2^{math.log2(best):.0f}   {line}", flush=True
+    )
+
+
+if __name__ == "__main__":
+    main()
