@@ -11,7 +11,7 @@ copied and pickled with them. The modules of `scaledtensor.nn` do this themselve
 What has no module keeps no tags: `copy.deepcopy` of a single parameter drops every attribute of it.
 `copy_tags` restores them.
 
-Types and rules are those of u-muP (Blake et al., arXiv 2407.17465, table 2).
+Types and rules are those of u-muP (Blake et al., arXiv 2407.17465).
 """
 
 import math
@@ -145,7 +145,7 @@ def fan_in(parameter: Any) -> int:
     `mup_fan_in` where it is set: transposed convolutions, weights that are stored `[in, out]` and
     stacks of weights need it. Otherwise of a shape `[out, in, *kernel]` all but the first, and of
     a vector its length. Of an embedding, `[vocabulary, width]`, that is the width, as u-muP has it
-    (arXiv 2407.17465, section 4.4).
+    (arXiv 2407.17465).
     """
     explicit = getattr(parameter, "mup_fan_in", None)
     if explicit is not None:

@@ -33,7 +33,7 @@ LRScale = Callable[[Any], float]
 def lr_scale_for_depth(parameter: Any) -> float:
     """depth^-1/2 for a parameter in a residual stack of that many layers, 1 outside of one.
 
-    Source: u-muP (arXiv 2407.17465), table 2, after depth-muP (arXiv 2310.02244).
+    Source: u-muP (Blake et al., arXiv 2407.17465), after depth-muP (Yang et al., arXiv 2310.02244).
 
     Raises:
         MupError: the parameter has no tags.
@@ -45,7 +45,7 @@ def lr_scale_for_depth(parameter: Any) -> float:
 def lr_scale_func_adam(parameter: Any) -> float:
     """The rule for optimizers whose updates have entries of size 1, as Adam, AdamW and Lion do.
 
-    fan_in^-1/2 for a "weight", 1 for the rest, times the factor for depth. Source: u-muP, table 2.
+    fan_in^-1/2 for a "weight", 1 for the rest, times the factor for depth. Source: u-muP.
 
     Raises:
         MupError: the parameter has no tags.

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+import scaledtensor.nn as uu
 from scaledtensor import mup
 from scaledtensor.optim import AdamW
 
@@ -29,24 +30,33 @@ def tagged_model() -> nn.Sequential:
     return mup.keep_tags(model)
 
 
-def train(model: nn.Module) -> list[torch.Tensor]:
+def decoder() -> nn.Sequential:
+    torch.manual_seed(0)
+    return uu.TransformerDecoder(hidden_size=16, vocab_size=8, layers=2, heads=2)
+
+
+def train(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     optimizer = AdamW(model.parameters(), lr=0.1, weight_decay=0.01)
-    for seed in range(3):
+    for _ in range(3):
         optimizer.zero_grad()
-        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(seed))
         model(x).square().mean().backward()
         optimizer.step()
     return [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
 
 
-def test__tags__survive_fully_shard_and_training(one_process):
-    plain = tagged_model()
+@pytest.mark.parametrize(
+    ("make", "x"),
+    [(tagged_model, torch.randn(8, 4)), (decoder, torch.randint(0, 8, (2, 6)))],
+    ids=["tagged", "decoder"],
+)
+def test__tags__survive_fully_shard_and_training(one_process, make, x):
+    plain = make()
     model = copy.deepcopy(plain)
-    for layer in (model[0], model[2], model):
+    for layer in (*getattr(model, "layers", model[:1]), model):
         fully_shard(layer)
     expected = [mup.tags(p) for p in plain.parameters()]
     assert all(isinstance(p, DTensor) for p in model.parameters())
     assert [mup.tags(p) for p in model.parameters()] == expected
-    for got, want in zip(train(model), train(plain), strict=True):
+    for got, want in zip(train(model, x), train(plain, x), strict=True):
         torch.testing.assert_close(got, want)
     assert [mup.tags(p) for p in model.parameters()] == expected

@@ -11,7 +11,7 @@ import scaledtensor as sct
 import scaledtensor.nn as uu
 from scaledtensor import mup
 from scaledtensor.errors import MupError, ShapeError
-from scaledtensor.optim import AdamW
+from scaledtensor.optim import AdamW, Muon
 
 
 def decoder(**options):
@@ -173,6 +173,25 @@ def test__depth_of_untagged_or_twice_nested_parameters__is_an_error(make):
     assert mup.tags(made.weight).mup_scaling_depth is None
     with pytest.raises(MupError, match=r"0\.0\.weight is in a container of depth 2 already"):
         make(make(uu.Linear(2, 2), uu.Linear(2, 2)))
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test__muon__trains_the_hidden_matrices_beside_adam(scaled):
+    model = decoder()
+    if scaled:
+        sct.scale_model(model)
+    hidden = list(model.layers.parameters())
+    rest = [p for p in model.parameters() if all(p is not q for q in hidden)]
+    pair = [Muon(hidden, lr=0.1), AdamW(rest, lr=0.3)]
+    losses = []
+    for _ in range(8):
+        loss = model.loss(tokens())
+        loss.backward()
+        losses.append(loss.item())
+        for optimizer in pair:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert losses[-1] < losses[0] - 0.3
 
 
 def test__the_optimizer__sees_depth_and_type_of_a_decoder():

@@ -6,6 +6,8 @@ import pickle
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import scaledtensor as sct
@@ -40,6 +42,30 @@ def step(optimizer, ps):
 @every_optimizer
 def test__parameters_of_one_learning_rate__share_a_group(make):
     assert rates(make(parameters(), lr=0.5)) == [(0.125, 2), (0.0625, 1), (0.5, 3)]
+
+
+TAGS = st.builds(
+    mup.Tags,
+    st.sampled_from(["weight", "bias", "norm", "output"]),
+    st.none() | st.integers(1, 4),
+    st.none() | st.integers(1, 8),
+)
+
+
+@given(st.lists(TAGS, min_size=1, max_size=12), st.floats(1e-3, 10), st.floats(0, 1))
+def test__groups__part_the_parameters_by_learning_rate(all_tags, lr, decay):
+    """Each parameter is in one group, at its own learning rate and decay; no two groups are alike;
+    neither groups nor parameters in one change their order."""
+    ps = [mup.tag(nn.Parameter(torch.ones(3, 5)), *vars(its).values()) for its in all_tags]
+    groups = optim.scaled_parameters(ps, optim.lr_scale_func_adam, lr, decay)
+    where = {id(p): i for i, p in enumerate(ps)}
+    indices = [[where[id(p)] for p in g["params"]] for g in groups]
+    assert sorted(itertools.chain(*indices)) == list(range(len(ps)))
+    assert all(i == sorted(i) for i in [*indices, [i[0] for i in indices]])
+    assert len({g["lr"] for g in groups}) == len(groups)
+    for g in groups:
+        assert {lr * optim.lr_scale_func_adam(p) for p in g["params"]} == {g["lr"]}
+        assert g["lr"] * g["weight_decay"] == pytest.approx(decay)
 
 
 @every_optimizer
