@@ -15,8 +15,8 @@ from torch import Tensor
 
 from scaledtensor.errors import UnsupportedError
 from scaledtensor.functional.constraints import Constraint, apply_constraint, parameter_scale
-from scaledtensor.functional.laws import gaussian_rms, gaussian_std, interpolate
-from scaledtensor.functional.scaling import scale, scale_bwd, scale_fwd
+from scaledtensor.functional.laws import gaussian_rms, gaussian_std, interpolate, sharpness
+from scaledtensor.functional.scaling import positive, scale, scale_bwd, scale_fwd
 
 __all__ = [
     "dropout",
@@ -58,7 +58,7 @@ def gelu(
     From x/2 at a small mult to relu at a large one, whose standard deviation is
     sqrt((1 - 1/pi) / 2); between them a fit, in the log domain (Blake et al. 2023, appendix G).
     """
-    sharp = 1 / (1 + 0.25 / mult**2)
+    sharp = sharpness(mult, 0.25)
     return _elementwise(
         partial(F.gelu, approximate=approximate),
         input,
@@ -86,8 +86,8 @@ def silu(
         input,
         mult,
         constraint,
-        output_scale=interpolate(1 / (1 + 0.25 / mult**2), 2, _RELU),
-        grad_scale=interpolate(1 / (1 + 1 / mult**2), 2, 2**0.5),
+        output_scale=interpolate(sharpness(mult, 0.25), 2, _RELU),
+        grad_scale=interpolate(sharpness(mult, 1), 2, 2**0.5),
     )
 
 
@@ -98,7 +98,7 @@ def silu_glu(
 
     One scale for the output and both gradients: a gate's RMS from 1/2 to that of relu, 1/sqrt(2).
     """
-    both = interpolate(1 / (1 + 1 / mult**2), 2, 2**0.5)
+    both = interpolate(sharpness(mult, 1), 2, 2**0.5)
     output_scale, input_scale, gate_scale = apply_constraint(constraint, both, both, both)
     # As in `_elementwise`, 1 / mult is in the last constant; here one gradient has it to itself.
     input = scale_bwd(input, input_scale / mult)
@@ -173,7 +173,7 @@ def softmax(
         dtype: to cast `input` to first.
     """
     n = input.shape[dim]
-    sharp = 1 / (1 + 4 / mult**2)
+    sharp = sharpness(mult, 4)
     output_scale, grad_scale = apply_constraint(
         constraint, interpolate(sharp, n, n**0.5), interpolate(sharp, n / mult, (n / mult) ** 0.5)
     )
@@ -218,12 +218,14 @@ _RELU = (2 / (1 - 1 / math.pi)) ** 0.5
 
 @cache
 def _tanh_scales(mult: float) -> tuple[float, float]:
+    positive(mult, "mult")
     derivative = gaussian_rms(lambda z: 1 - np.tanh(mult * z) ** 2)
     return mult / gaussian_std(lambda z: np.tanh(mult * z)), 1 / derivative
 
 
 @cache
 def _sigmoid_scales(mult: float) -> tuple[float, float]:
+    positive(mult, "mult")
     # sigmoid(x) = (1 + tanh(x / 2)) / 2, which does not overflow.
     derivative = gaussian_rms(lambda z: (1 - np.tanh(mult * z / 2) ** 2) / 4)
     return mult / gaussian_rms(lambda z: (1 + np.tanh(mult * z / 2)) / 2), 1 / derivative

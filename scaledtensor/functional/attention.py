@@ -20,7 +20,7 @@ from torch import Tensor
 
 from scaledtensor import _torch
 from scaledtensor.functional.constraints import Constraint, apply_constraint
-from scaledtensor.functional.laws import interpolate
+from scaledtensor.functional.laws import interpolate, sharpness
 from scaledtensor.functional.scaling import scale_bwd, scale_fwd
 
 __all__ = ["scaled_dot_product_attention"]
@@ -65,7 +65,7 @@ def scaled_dot_product_attention(
     causal = is_causal or context_length is not None
     flat = ((_torch.log(keys) if causal else 1) / keys) ** 0.5 if keys > 1 else 1.0
     # Unlike softmax's own fit this takes a at m^2 / (m^2 + 4) in sqrt(E).
-    seen = interpolate(1 / (1 + 4 / logits**2), flat, 1.0)
+    seen = interpolate(sharpness(logits, 4), flat, 1.0)
     kept = (1 - dropout_p) ** 0.5
     passed = _passed(logits, keys) * logits * seen / kept
     rows = (query.numel() / max(key.numel(), 1)) ** 0.5

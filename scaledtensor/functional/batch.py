@@ -36,7 +36,8 @@ class global_batch:  # noqa: N801 - called like a function
 
     def __init__(self, factor: float) -> None:
         global _factor
-        if isinstance(factor, bool) or not 0 < factor < float("inf"):
+        number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
+        if not (number and 0 < factor < float("inf")):
             raise ScaleError(
                 f"global_batch takes world size times accumulation steps, a positive finite "
                 f"number; got {factor!r}"

@@ -8,7 +8,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-__all__ = ["gaussian_rms", "gaussian_std", "interpolate", "product", "repeats", "root"]
+from scaledtensor.functional.scaling import positive
+
+__all__ = ["gaussian_rms", "gaussian_std", "interpolate", "product", "repeats", "root", "sharpness"]
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
@@ -18,6 +20,16 @@ def interpolate(alpha: float, lower: float, upper: float) -> float:
     # As powers, which a size that a compiler keeps symbolic has too.
     between: float = lower ** (1 - alpha) * upper**alpha
     return between
+
+
+def sharpness(mult: float, middle: float) -> float:
+    """From 0 at a small mult to 1 at a large one, 1/2 where mult^2 = middle: the abscissa of the
+    fits in Blake et al. 2023, appendix G.
+
+    Raises:
+        ScaleError: `mult` is not a positive finite number.
+    """
+    return 1 / (1 + middle / positive(mult, "mult") ** 2)
 
 
 def root(terms: float, power: float = 0.5) -> float:

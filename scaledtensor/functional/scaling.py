@@ -18,7 +18,7 @@ from torch import Tensor
 from scaledtensor import _torch
 from scaledtensor.errors import ScaleError
 
-__all__ = ["scale", "scale_bwd", "scale_fwd"]
+__all__ = ["positive", "scale", "scale_bwd", "scale_fwd"]
 
 
 def scale_fwd(x: Tensor, c: float) -> Tensor:
@@ -49,27 +49,39 @@ def scale_bwd(x: Tensor, c: float) -> Tensor:
 
 def scale(x: Tensor, forward: float, backward: float) -> Tensor:
     """`x * forward`, whose gradient is multiplied by `backward`: both of the above in one step."""
-    for c in (forward, backward):
-        _check(c)
+    positive(forward, "a scale factor")
+    positive(backward, "a scale factor")
     if forward == 1 and backward == 1:
         return x
-    # Dynamo takes no function with a `jvp`, and needs none: it traces what transforms do.
-    plain = torch.compiler.is_compiling() or not _torch.is_transforming()
-    return cast(Tensor, (_Scaled if plain else _Transformed).apply(x, forward, backward))  # type: ignore[no-untyped-call]
+    if not _torch.is_transforming():
+        return cast(Tensor, _Scaled.apply(x, forward, backward))  # type: ignore[no-untyped-call]
+    if torch.compiler.is_compiling():
+        return _traced(x, forward, backward)
+    return cast(Tensor, _Transformed.apply(x, forward, backward))  # type: ignore[no-untyped-call]
 
 
-def _check(c: float) -> None:
-    if isinstance(c, torch.SymFloat):  # of sizes that a compiler keeps symbolic
-        return
-    if not (isinstance(c, (int, float)) and math.isfinite(c) and c > 0):
-        raise ScaleError(
-            f"a scale factor is a positive finite number; got {c!r}. "
-            "An empty dimension has no closed form: give the factor yourself"
-        )
+def positive(c: float, name: str) -> float:
+    """`c` itself.
+
+    Raises:
+        ScaleError: `c` is not a positive finite number.
+    """
+    # By comparison alone, which a compiler can guard on where the sizes behind `c` are symbolic.
+    if not (isinstance(c, (int, float, torch.SymFloat)) and 0 < c < math.inf):
+        raise ScaleError(f"{name} is a positive finite number; got {c!r}")
+    return c
 
 
 def _times(x: Tensor, c: float) -> Tensor:
     return x.view_as(x) if c == 1 else x * c
+
+
+def _traced(x: Tensor, forward: float, backward: float) -> Tensor:
+    """The same in terms of `detach`. Under a compiled transform of torch.func, Dynamo (torch 2.13)
+    leaves out the backward pass of an `autograd.Function`, without a word."""
+    value = x.detach()
+    nothing = torch.where(value.isfinite(), x - value, 0.0)  # but it has a gradient
+    return value * forward + nothing * backward
 
 
 class _Scaled(torch.autograd.Function):
