@@ -8,9 +8,9 @@ from torch import Tensor
 from scaledtensor.errors import UnsupportedError
 from scaledtensor.functional import products, residual, routing
 from scaledtensor.functional.batch import batch_factor
-from scaledtensor.functional.constraints import parameter_scale
+from scaledtensor.functional.constraints import apply_constraint, parameter_scale
 from scaledtensor.functional.laws import repeats, root
-from scaledtensor.functional.scaling import scale_bwd
+from scaledtensor.functional.scaling import scale_bwd, scale_fwd
 from scaledtensor.functional.spellings.operands import OUTPUT, is_weight, refuse_out
 
 
@@ -113,10 +113,10 @@ def grouped_mm(
 # --- sums and elementwise products -----------------------------------------------------------
 
 
-def _free(x: Any, *others: Any, constraint: Any) -> Any:
+def _free(x: Tensor, other: Tensor, constraint: Any, true: float = 1.0) -> Tensor:
     """A parameter with a gradient over the root of how often it is used."""
-    (times, *_) = repeats(x.shape, *(y.shape for y in others))
-    return scale_bwd(x, parameter_scale(constraint, root(times * batch_factor())))
+    times, _ = repeats(x.shape, other.shape)
+    return scale_bwd(x, parameter_scale(constraint, root(times * batch_factor()), true))
 
 
 def add(
@@ -127,12 +127,12 @@ def add(
     tensors = isinstance(input, Tensor) and isinstance(other, Tensor)
     if tensors and is_weight(input) != is_weight(other):
         parameter, rest = (input, other) if is_weight(input) else (other, input)
-        free = _free(parameter, rest, constraint=constraint)
-        x, y = (free, rest) if parameter is input else (rest, free)
-        if parameter.dim() <= 1:
-            return torch.add(x, y, alpha=alpha)
-        half = (1 + alpha**2) ** -0.5
-        return torch.add(x, y, alpha=alpha) * half
+        terms = 1.0 if parameter.dim() <= 1 else (1 + alpha**2) ** -0.5
+        output_scale, rest_scale = apply_constraint(constraint, terms, 1.0)
+        free = _free(parameter, rest, constraint, output_scale)
+        held = scale_bwd(rest, rest_scale)
+        x, y = (free, held) if parameter is input else (held, free)
+        return scale_fwd(torch.add(x, y, alpha=alpha), output_scale)
     return residual.add(input, other, constraint, alpha)
 
 
@@ -155,5 +155,5 @@ def mul(input: Any, other: Any, *, out: Any = None, constraint: Any = OUTPUT) ->
     tensors = isinstance(input, Tensor) and isinstance(other, Tensor)
     if tensors and is_weight(input) != is_weight(other):
         gain, rest = (input, other) if is_weight(input) else (other, input)
-        return _free(gain, rest, constraint=constraint) * rest
+        return _free(gain, rest, constraint) * rest
     return residual.mul(input, other, constraint)
