@@ -190,6 +190,9 @@ class Recorder:
         known.probed = True
         reader = _reader(known.node.meta["metrics"], self.backward)
         with _torch.disable_torch_function():
+            # A view whose base was written to has its history made anew when that is asked for.
+            # register_hook asks after it made room for the hook, and crashes: pytorch issue 196459.
+            _ = x.grad_fn
             self._handles.append(x.register_hook(reader))  # type: ignore[no-untyped-call]
 
 

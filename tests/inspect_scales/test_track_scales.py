@@ -210,6 +210,28 @@ def test__in_place_and_several_outputs__keep_the_flow_of_data():
     assert found["add"].meta["metrics"].bwd.numel == 12
 
 
+def test__a_view_that_is_written_to__is_followed():
+    """A hook on such a view ends the process unless its history was asked for before."""
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            whole = x * 1
+            flat, turned = whole.view(12), whole.view(3, 4)
+            flat[:3] = 0
+            turned[0, 0] = 1
+            flat[5:].mul_(2)
+            return flat.sum() + turned.sum() + whole.sum()
+
+    x = torch.randn(4, 3, requires_grad=True)
+    model = Model()
+    plain, _ = step(model, (x,))
+    for door in DOORS:
+        tracked, scales = step(model, (x,), door)
+        assert all(map(same, plain, tracked))
+        gradient = nodes(scales)["x"].meta["metrics"].bwd
+        assert gradient == measure(tracked[-1], scales.backward)
+
+
 def test__a_part_used_twice_and_tied_weights__are_one_parameter():
     model = Awkward()
     with tracking(model) as scales:
