@@ -172,7 +172,7 @@ def softmax(
         dim: over which probabilities sum to a constant.
         dtype: to cast `input` to first.
     """
-    n = input.shape[dim]
+    n = max(input.shape[dim], 1)
     sharp = sharpness(mult, 4)
     output_scale, grad_scale = apply_constraint(
         constraint, interpolate(sharp, n, n**0.5), interpolate(sharp, n / mult, (n / mult) ** 0.5)

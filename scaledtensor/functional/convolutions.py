@@ -240,14 +240,15 @@ def _batch(input: Tensor, taps: Sequence[int]) -> int:
 def _positions(
     sizes: Sequence[int], taps: Sequence[int], steps: Sequence[int], padding: Any, dilation: Any
 ) -> int:
-    """How many elements a channel of the output has (torch.nn.Conv1d's formula)."""
+    """How many elements a channel of the output has (torch.nn.Conv1d's formula). None where the
+    kernel does not fit, which torch says better."""
     if padding == "same":  # torch allows it at stride 1 only
         return product(sizes)
     pads = _spread(0 if padding == "valid" else padding, len(taps))
     spread = _spread(dilation, len(taps))
     return product(
         [
-            (n + 2 * pad - gap * (tap - 1) - 1) // step + 1
+            max((n + 2 * pad - gap * (tap - 1) - 1) // step + 1, 0)
             for n, tap, step, pad, gap in zip(sizes, taps, steps, pads, spread, strict=True)
         ]
     )
@@ -267,7 +268,7 @@ def _transposed_positions(
     )
     return product(
         [
-            (n - 1) * step - 2 * pad + gap * (tap - 1) + extra + 1
+            max((n - 1) * step - 2 * pad + gap * (tap - 1) + extra + 1, 0)
             for n, tap, step, pad, extra, gap in zip(
                 sizes, taps, steps, pads, more, gaps, strict=True
             )

@@ -180,7 +180,7 @@ def test__a_spelling__has_the_parameters_of_torch(spelling):
     kinds = [p for p in wanted.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     for own, theirs in zip(found.values(), kinds, strict=False):
         assert own.name == renamed.get(theirs.name, theirs.name) or own.name == theirs.name
-    assert {renamed.get(p.name, p.name) for p in kinds} <= {*found, "self"}
+    assert {renamed.get(p.name, p.name) for p in kinds} <= {*found, "self", "input"}
 
 
 @pytest.mark.parametrize(
