@@ -25,7 +25,7 @@ def prune_non_float_tensors(graph: fx.Graph) -> fx.Graph:
 
     def bridge(node: fx.Node) -> Any:
         inputs = float_inputs(node)
-        if len(inputs) > 1 and not node.meta["is_tuple"]:
+        if len(inputs) > 1 and not node.meta.get("is_tuple", False):
             return None
         return inputs[0] if len(inputs) == 1 else tuple(inputs) or None
 
@@ -83,7 +83,7 @@ def float_inputs(node: fx.Node) -> list[fx.Node]:
 
 
 def _holds_floats(node: fx.Node) -> bool:
-    return bool(node.meta["outputs_float_tensor"])
+    return bool(node.meta.get("outputs_float_tensor", False))
 
 
 def _pruned(

@@ -48,7 +48,7 @@ def tracking(
     is: the fused kernels by which `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` run in
     eval mode without gradients make way for the operators they stand for. Of a checkpoint of the
     reentrant kind the values are seen and the gradients inside are not; a parameter's is then the
-    part of it that came last.
+    part of it that came last. Nor is that of a view's elements before they were written to.
     """
     scales = Scales(forward, backward)
     try:
