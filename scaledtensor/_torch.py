@@ -10,6 +10,7 @@ from torch import Tensor
 
 __all__ = [
     "disable_torch_function",
+    "error_on_graph_break",
     "fp8_gemm",
     "functional_twin",
     "grouped_mm",
@@ -17,6 +18,8 @@ __all__ = [
     "inlined",
     "is_composite",
     "is_tracing",
+    "is_within_backward",
+    "mode_stack",
     "is_transforming",
     "log",
     "make_wrapper",
@@ -188,3 +191,14 @@ def error_on_graph_break() -> Any:
     from torch._dynamo import error_on_graph_break as of
 
     return of(True)
+
+
+def is_within_backward() -> bool:
+    """Whether autograd is walking a graph on this thread: what runs forward then is recomputed."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def mode_stack() -> Sequence[Any]:
+    """The function modes that are entered, of which there is no public list."""
+    stack: Sequence[Any] = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return stack

@@ -44,6 +44,9 @@ class Transform(Protocol):
     def mode(self, module: nn.Module, args: Any, kwargs: Any) -> TorchFunctionMode:
         """A fresh mode for one call of `module`'s own forward."""
 
+    def removed(self, module: nn.Module) -> None:
+        """`module` is itself again."""
+
 
 class Interposed:
     """A module's own forward, and the transforms that it runs under."""
@@ -141,6 +144,8 @@ def remove(module: M) -> M:
     """Give `module` its own forward back, in place; its parameters stay as they are."""
     interposed = _interposed(module)
     if interposed is not None:
+        for transform in interposed.transforms:
+            transform.removed(module)
         del module.__dict__["forward"]
         if interposed.own is not None:
             module.__dict__["forward"] = interposed.own

@@ -87,6 +87,9 @@ class SimulateFormat:
     def mode(self, module: nn.Module, args: Any, kwargs: Any) -> TorchFunctionMode:
         return _Simulation(self)
 
+    def removed(self, module: nn.Module) -> None:
+        pass
+
     def operand(self, x: Any) -> Any:
         """A product's operand: rounded, its gradient as it comes."""
         if isinstance(x, ScaledTensor):
@@ -96,13 +99,13 @@ class SimulateFormat:
             )
         if self.forward is None or not isinstance(x, Tensor) or not x.is_floating_point():
             return x
-        return _Rounded.apply(x, self.forward, self.rounding, self.overflow, None)  # type: ignore[no-untyped-call]
+        return _rounded(x, self.forward, self.rounding, self.overflow, None)
 
     def result(self, y: Any) -> Any:
         """A product's result: as it is, its gradient rounded."""
         if self.backward is None or not isinstance(y, Tensor) or not y.requires_grad:
             return y
-        return _Rounded.apply(y, None, self.backward_rounding, self.overflow, self.backward)  # type: ignore[no-untyped-call]
+        return _rounded(y, None, self.backward_rounding, self.overflow, self.backward)
 
 
 class _Rounded(torch.autograd.Function):
@@ -130,8 +133,12 @@ class _Rounded(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
         rounding, overflow, fmt = ctx.rest
         if fmt is not None:
-            grad = _Rounded.apply(grad, fmt, rounding, overflow, None)
+            grad = _rounded(grad, fmt, rounding, overflow, None)
         return grad, None, None, None, None
+
+
+#: (x, forward, rounding, overflow, backward)
+_rounded: Callable[..., Any] = _Rounded.apply
 
 
 class _Simulation(TorchFunctionMode):

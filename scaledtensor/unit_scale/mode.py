@@ -78,7 +78,7 @@ class UnitScaling(TorchFunctionMode):
         return args[0].copy_(result) if step.in_place else result
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        super().__exit__(kind, error, trace)
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         if kind is None and self.counts != self.plan.counts:
             off = ", ".join(
                 f"{name} {n} times instead of {self.plan.counts[name]}"

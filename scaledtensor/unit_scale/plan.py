@@ -1,20 +1,28 @@
 """What unit scaling does to each call of a model: made by a planner, followed by a mode."""
 
-from collections.abc import Callable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.overrides import get_overridable_functions
 
 __all__ = ["NAMES", "Plan", "Split", "Step", "is_counted"]
 
 #: Of every function that a mode sees, but for attributes of tensors, which compilers do not call.
 #: By object: Dynamo looks that up, and reads no name of a builtin.
-NAMES: dict[Callable[..., object], str] = {
-    function: function.__name__
-    for functions in get_overridable_functions().values()
+NAMES: dict[Any, str] = {
+    function: function.__name__  # type: ignore[attr-defined]
+    for functions in (
+        *get_overridable_functions().values(),
+        *([getattr(space, name) for name in dir(space)] for space in (torch, functional, Tensor)),
+    )
     for function in functions
-    if function.__name__ != "__get__"
+    if isinstance(function, Hashable)
+    and not isinstance(function, type)
+    and getattr(function, "__name__", "__get__") != "__get__"
 }
 
 #: A call: the name of the function, and how many of that name on float tensors came before.

@@ -5,9 +5,12 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
+from scaledtensor import _torch
+from scaledtensor.errors import UnsupportedError
 from scaledtensor.functional import transformer_residual_scaling_rule
-from scaledtensor.interpose import interpose, original, transforms
+from scaledtensor.interpose import interpose, original
 from scaledtensor.unit_scale.initialize import unit_parameters
 from scaledtensor.unit_scale.mode import UnitScaling
 from scaledtensor.unit_scale.plan import Plan
@@ -28,22 +31,49 @@ class UnitScale:
     def __init__(self, residual_rule: ResidualRule | None) -> None:
         self.residual_rule = residual_rule
         self.plans: dict[Key, Plan] = {}
+        self.guards: list[RemovableHandle] = []
+
+    def guard(self, module: nn.Module) -> None:
+        """Let no part of `module` run in the backward pass."""
+        self.guards = [
+            part.register_forward_pre_hook(_refuse_recomputation)
+            for part in module.modules()
+            if part is not module
+        ]
 
     def mode(self, module: nn.Module, args: Any, kwargs: Any) -> UnitScaling:
         key = _key(module, args, kwargs)
         if key not in self.plans:
-            self.make_plan(module, args, kwargs)
+            _plan_uncompiled(self, module, args, kwargs)
         return UnitScaling(self.plans[key])
 
-    @torch.compiler.disable(
-        recursive=True,
-        reason="unit_scale records a model's first call of a kind: give unit_scale() the inputs, "
-        "or call the model once before compiling it whole",
-    )
     def make_plan(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         recording = record(module, original(module), args, kwargs)
         rule = self.residual_rule or transformer_residual_scaling_rule()
         self.plans[_key(module, args, kwargs)] = plan(recording, rule)
+
+    def removed(self, module: nn.Module) -> None:
+        for guard in self.guards:
+            guard.remove()
+
+
+_plan_uncompiled = torch.compiler.disable(  # type: ignore[no-untyped-call]
+    UnitScale.make_plan,
+    reason="unit_scale records a model's first call of a kind: give unit_scale() the inputs, "
+    "or call the model once before compiling it whole",
+)
+
+
+def _refuse_recomputation(module: nn.Module, args: Any) -> None:
+    """What checkpointing runs again in the backward pass runs outside of the model's forward."""
+    if torch.compiler.is_compiling() or not _torch.is_within_backward():
+        return
+    if not any(isinstance(mode, UnitScaling) for mode in _torch.mode_stack()):
+        raise UnsupportedError(
+            f"{type(module).__name__} of a unit_scale()d model is run again in the backward pass, "
+            "where it would compute its original function. Activation checkpointing needs a model "
+            "written with scaledtensor.nn and scaledtensor.functional; turn it off here"
+        )
 
 
 def _key(module: nn.Module, args: Any, kwargs: Any) -> Key:
@@ -85,12 +115,14 @@ def unit_scale(
     Raises:
         ModelError: `model` is no module, is compiled, or is unit-scaled already. When called: it
             took another path than when it was recorded.
+        UnsupportedError: when called: a part of it is checkpointed.
     """
-    interpose(model, UnitScale(residual_rule))
+    transform = UnitScale(residual_rule)
+    interpose(model, transform)
+    transform.guard(model)
     if initialize:
         unit_parameters(model)
     if inputs is not None:
         args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (tuple(inputs), {})
-        (own,) = (t for t in transforms(model) if isinstance(t, UnitScale))
-        own.make_plan(model, args, kwargs)
+        transform.make_plan(model, args, kwargs)
     return model

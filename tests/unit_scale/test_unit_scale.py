@@ -1,0 +1,435 @@
+"""`unit_scale`: what it plans for a model, and that the model stays itself."""
+
+import copy
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import scaledtensor as sct
+import scaledtensor.functional as U
+from scaledtensor import errors, interpose, mup
+from scaledtensor.unit_scale.plan import Plan
+
+WIDTH = 32
+
+
+class Block(nn.Module):
+    def __init__(self, activation: Any = F.gelu, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.activation(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(WIDTH, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def built(model: nn.Module, x: Tensor) -> tuple[nn.Module, Plan]:
+    sct.unit_scale(model, (x,))
+    (transform,) = interpose.transforms(model)
+    (plan,) = transform.plans.values()
+    return model, plan
+
+
+def inputs(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def rms(x: Tensor) -> float:
+    return float(x.detach().double().square().mean().sqrt())
+
+
+def gelu_of_gpt2(x: Tensor) -> Tensor:
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * torch.pow(x, 3))))
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    return torch.relu(x).square()
+
+
+ACTIVATIONS = {
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "relu": F.relu,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "elu": F.elu,
+    "mish": F.mish,
+    "softplus": F.softplus,
+    "hardswish": F.hardswish,
+    "gpt2's": gelu_of_gpt2,
+    "quick": quick_gelu,
+    "squared": squared_relu,
+    "module": nn.GELU("tanh"),
+}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=list(ACTIVATIONS))
+def test__an_activation_in_any_spelling__is_of_unit_scale(activation: Any) -> None:
+    model, _ = built(nn.Sequential(nn.Linear(64, 512), _Called(activation)), inputs(64, 64))
+    # Those with a name have unit standard deviation, as published; others unit RMS.
+    assert 0.8 < rms(model(inputs(256, 64, seed=1))) < 1.25
+
+
+class _Called(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def test__a_model__is_the_one_written_by_hand() -> None:
+    torch.manual_seed(0)
+    model, _ = built(Stack(Block(), Block()), inputs(4, WIDTH))
+    rule = U.transformer_residual_scaling_rule()
+    x = inputs(16, WIDTH, seed=1).requires_grad_()
+    y = x
+    for i, block in enumerate(model.blocks):
+        tau = rule(i, 2)
+        # The first residual sum starts at the input, which no function of the model made.
+        branch, skip = (y, y) if i == 0 else U.residual_split(y, tau)
+        h = U.layer_norm(branch, (WIDTH,), block.norm.weight, block.norm.bias)
+        h = U.gelu(U.linear(h, block.up.weight, block.up.bias))
+        h = U.linear(h, block.down.weight, block.down.bias)
+        whole = math.sqrt(1 + tau**2)
+        y = h * (tau / whole) + skip / whole if i == 0 else U.residual_add(h, skip, tau)
+    y = U.linear(y, model.head.weight, model.head.bias, constraint=None)
+    grad = inputs(16, 8, seed=2)
+    expected = torch.autograd.grad(y, [x, *model.parameters()], grad)
+    got_y = model(x)
+    got = torch.autograd.grad(got_y, [x, *model.parameters()], grad)
+    torch.testing.assert_close(got_y, y)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test__residual_sums__are_those_of_a_branch_with_parameters() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x)
+            x = x + x.pow(3) * 0.1  # an activation
+            x = self.b(x) + x  # the only one
+            return self.a(x) + self.b(x)  # neither starts at the other
+
+    _, plan = built(Model(), inputs(8, WIDTH))
+    assert plan.residuals == [f"add of (8, {WIDTH})"]
+    (step,) = (s for s in plan.steps.values() if s.add is not None)
+    assert step.skip == 1
+
+
+def test__two_sums_from_one_tensor__both_keep_the_scale() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x)
+            return (x + self.b(x)) * (x + self.a(x))
+
+    model, plan = built(Model(), inputs(8, WIDTH))
+    assert sorted(s.waiting for s in plan.steps.values() if s.add is not None) == [False, True]
+    assert 0.7 < rms(model(inputs(512, WIDTH, seed=1))) < 3  # a product of two that share a term
+
+
+def test__an_in_place_sum__changes_what_it_is_called_on() -> None:
+    class Model(nn.Module):
+        def __init__(self, in_place: bool) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.in_place = in_place
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x)
+            y = self.b(x)
+            if self.in_place:
+                y.add_(x)
+                return y
+            return y + x
+
+    torch.manual_seed(0)
+    model = Model(False)
+    twin = copy.deepcopy(model)
+    twin.in_place = True
+    x = inputs(8, WIDTH)
+    a, b = (built(m, x)[0](x) for m in (model, twin))
+    torch.testing.assert_close(a, b)
+    a.sum().backward()
+    b.sum().backward()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test__logits_of_attention__keep_the_models_temperature() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x).chunk(3, dim=-1)
+            scores = (q @ k.mT) / math.sqrt(WIDTH)
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+            return scores.masked_fill(mask, -math.inf).softmax(-1) @ v
+
+    model, plan = built(Attention(), inputs(4, 64, WIDTH))
+    assert all(s.scale == 1.0 for s in plan.steps.values())
+    assert {name for name, _ in plan.steps} == {"linear", "matmul", "softmax"}
+    model(inputs(4, 64, WIDTH)).sum().backward()
+    assert model.qkv.weight.grad.isfinite().all()
+
+
+def test__a_causal_mask__has_the_scale_of_is_causal() -> None:
+    class Attention(nn.Module):
+        def __init__(self, masked: bool) -> None:
+            super().__init__()
+            self.qkv, self.masked = nn.Linear(WIDTH, 3 * WIDTH), masked
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x).chunk(3, dim=-1)
+            n = x.shape[-2]
+            if self.masked:
+                mask = torch.ones(n, n, dtype=torch.bool).tril()
+                return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    torch.manual_seed(0)
+    model = Attention(True)
+    twin = copy.deepcopy(model)
+    twin.masked = False
+    x = inputs(2, 16, WIDTH)
+    torch.testing.assert_close(built(model, x)[0](x), built(twin, x)[0](x))
+
+
+def test__a_rotary_embedding__keeps_its_scale() -> None:
+    class Rotary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q = nn.Linear(WIDTH, WIDTH)
+            angle = torch.arange(16)[:, None] * 10.0 ** -torch.linspace(0, 3, WIDTH // 2)
+            self.register_buffer("cos", angle.cos().repeat(1, 2))
+            self.register_buffer("sin", angle.sin().repeat(1, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            q = self.q(x)
+            a, b = q.chunk(2, dim=-1)
+            return q * self.cos + torch.cat((-b, a), dim=-1) * self.sin
+
+    model, plan = built(Rotary(), inputs(8, 16, WIDTH))
+    assert list(plan.steps) == [("linear", 0)]
+    assert 0.9 < rms(model(inputs(64, 16, WIDTH, seed=1))) < 1.1
+
+
+def test__parameters__are_of_unit_variance_and_tagged() -> None:
+    torch.manual_seed(0)
+    model, _ = built(Stack(Block(), Block(), Block()), inputs(4, WIDTH))
+    for name, p in model.named_parameters():
+        data = mup.tags(p)
+        kind = "bias" if "bias" in name else "norm" if "norm" in name else "weight"
+        assert data.mup_type == kind
+        assert data.mup_scaling_depth == (3 if "blocks" in name else None)
+        assert rms(p) == pytest.approx({"bias": 0.0, "norm": 1.0, "weight": 1.0}[kind])
+
+
+def test__the_given_parameters__stay_on_request() -> None:
+    model = Block()
+    before = copy.deepcopy(model.state_dict())
+    sct.unit_scale(model, initialize=False)
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert not any(mup.has_parameter_data(p) for p in model.parameters())
+
+
+def test__a_residual_rule__is_the_callers() -> None:
+    model = Stack(Block(), Block())
+    sct.unit_scale(model, (inputs(2, WIDTH),), residual_rule=_half)
+    (transform,) = interpose.transforms(model)
+    (plan,) = transform.plans.values()
+    assert [s.tau for s in plan.steps.values() if s.add is not None] == [0.5, 0.5]
+
+
+def _half(index: int, total: int) -> float:
+    return 0.5
+
+
+def test__recording__leaves_no_trace() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.dropout = nn.Dropout(0.5)
+
+        def forward(self, x: Tensor, cache: list[Tensor]) -> Tensor:
+            cache.append(x)
+            return self.dropout(self.linear(self.norm(x)))
+
+    model = Model()
+    buffers = copy.deepcopy(dict(model.named_buffers()))
+    x, cache = inputs(8, WIDTH), []
+    state = torch.get_rng_state()
+    sct.unit_scale(model, (x, cache))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert cache == []
+    assert all(torch.equal(buffers[k], v) for k, v in model.named_buffers())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test__copies__are_models_of_their_own() -> None:
+    model, _ = built(Stack(Block(), Block()), inputs(4, WIDTH))
+    x = inputs(4, WIDTH, seed=1)
+    y = model(x)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(x), y)
+        with torch.no_grad():
+            twin.head.weight.zero_()
+        assert torch.equal(model(x), y)
+        assert all(mup.has_parameter_data(p) for p in twin.parameters())
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["inputs given", "recorded when compiled"])
+def test__a_compiled_model__is_the_same(given: bool) -> None:
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    model = Stack(Block(gelu_of_gpt2), Block())
+    x = inputs(4, WIDTH)
+    sct.unit_scale(model, (x,) if given else None)
+    y = torch.compile(model, fullgraph=given, backend="aot_eager")(x)
+    grads = torch.autograd.grad(y.square().sum(), list(model.parameters()))
+    expected_y = model(x)
+    expected = torch.autograd.grad(expected_y.square().sum(), list(model.parameters()))
+    torch.testing.assert_close(y, expected_y)
+    for a, b in zip(grads, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test__a_graph_break_inside__is_an_error_and_no_other_result() -> None:
+    class Broken(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            torch._dynamo.graph_break()
+            return super().forward(x)
+
+    model, _ = built(nn.Sequential(Broken()), inputs(4, WIDTH))
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(model, backend="eager")(inputs(4, WIDTH))
+
+
+def test__an_exported_model__is_the_same() -> None:
+    model, _ = built(Stack(Block()).eval(), inputs(4, WIDTH))
+    x = inputs(4, WIDTH, seed=1)
+    torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), model(x))
+
+
+def test__other_shapes_and_modes__are_planned_when_they_come() -> None:
+    model, _ = built(Stack(Block()), inputs(4, WIDTH))
+    assert model(inputs(7, 3, WIDTH)).shape == (7, 3, 8)
+    model.eval()
+    with torch.inference_mode():
+        assert model(inputs(2, WIDTH)).shape == (2, 8)
+    (transform,) = interpose.transforms(model)
+    assert len(transform.plans) == 2
+
+
+def test__another_path__is_an_error() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(x.shape[0]):
+                x = self.linear(x)
+            return x
+
+    model, _ = built(Twice(), inputs(2, WIDTH))
+    model(inputs(2, WIDTH))
+    with pytest.raises(errors.ModelError, match="linear 3 times instead of 2"):
+        model(inputs(3, WIDTH))
+
+
+def test__in_low_precision__products_are_rounded_in_either_order() -> None:
+    torch.manual_seed(0)
+    model, twin = Stack(Block()), None
+    twin = copy.deepcopy(model)
+    sct.simulate_fp8(sct.unit_scale(model))
+    sct.unit_scale(sct.simulate_fp8(twin))
+    x = inputs(16, WIDTH)
+    y = model(x)
+    assert torch.equal(y, twin(x))
+    exact = interpose.remove(model)
+    off = rms(sct.unit_scale(exact, initialize=False)(x) - y) / rms(y)
+    assert 0.01 < off < 0.1
+
+
+def test__wrapped_parameters__keep_their_scales_near_one() -> None:
+    torch.manual_seed(0)
+    model = sct.scale_model(built(Stack(Block(), Block()), inputs(4, WIDTH))[0])
+    y = model(inputs(256, WIDTH))
+    (y * inputs(256, 8, seed=2)).sum().backward()
+    for name, p in model.named_parameters():
+        # The head's bias has the plain gradient of a plain sum.
+        grad = p.grad.qdata if isinstance(p.grad, sct.ScaledTensor) else p.grad
+        assert 0.25 < rms(grad) < 4, name
+        assert mup.has_parameter_data(p)
+
+
+def test__removing__gives_the_function_back() -> None:
+    model = Stack(Block())
+    x = inputs(4, WIDTH)
+    y = model(x)
+    sct.unit_scale(model, (x,), initialize=False)
+    assert not torch.allclose(model(x), y)
+    assert torch.equal(interpose.remove(model)(x), y)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test__checkpointing__is_an_error_and_no_other_gradient(reentrant: bool) -> None:
+    class Checkpointed(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=reentrant)
+            return self.head(x)
+
+    model, _ = built(Checkpointed(Block(), Block()), inputs(4, WIDTH))
+    x = inputs(4, WIDTH).requires_grad_()
+    y = model(x)
+    with pytest.raises(errors.UnsupportedError, match="Block of a unit_scale"):
+        y.sum().backward()
+    interpose.remove(model)(x).sum().backward()
+
+
+def test__bad_input__is_named() -> None:
+    with pytest.raises(errors.ModelError, match=r"nn\.Module"):
+        sct.unit_scale(lambda x: x)
+    model = sct.unit_scale(nn.Linear(2, 2))
+    with pytest.raises(errors.ModelError, match="already"):
+        sct.unit_scale(model)
+    with pytest.raises(errors.ModelError, match="compiled"):
+        sct.unit_scale(torch.compile(nn.Linear(2, 2)))
