@@ -40,9 +40,11 @@ class Place(NamedTuple):
 
 
 def forward_code(module: nn.Module) -> CodeType | None:
-    """The code of `forward` below its decorators; None where it is not written in Python."""
-    function = inspect.unwrap(module.forward)
-    return getattr(function, "__code__", None)
+    """The code of a class's `forward` below its decorators; None where it is not in Python.
+
+    What an instance has for a `forward` of its own (transforms, offloading) mostly calls that.
+    """
+    return getattr(inspect.unwrap(type(module).forward), "__code__", None)
 
 
 class Places:

@@ -86,6 +86,13 @@ def test__a_scaled_model__and_a_compiled_one_are_listed():
     assert listed(analyse_module(torch.compile(Block()), torch.ones(4, 8)), "h = self.fc(x)")
 
 
+def test__an_instance_that_wraps_its_forward__is_listed_by_its_class():
+    model = Block()
+    own = model.forward
+    model.forward = lambda x: own(x) + 0
+    assert listed(analyse_module(model, torch.randn(4, 8)), "return h.tanh() * 2")
+
+
 def test__a_result_without_gradients__is_refused():
     with pytest.raises(ModelError, match="requires a gradient"):
         analyse_module(nn.Flatten(), torch.randn(2, 3))

@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -95,6 +96,18 @@ def test__an_error_in_the_model__passes_through_and_leaves_it_usable(door):
         scales = tracked.scales
     assert nodes(scales)["cross_entropy"].meta["shape"] == ()
     assert not any(m._forward_hooks for m in model.modules())
+
+
+def test__no_tensor__is_kept_alive():
+    model, args = built("mlp")
+    alive: list[weakref.ref[Tensor]] = []
+    model.blocks[0].fc1.register_forward_hook(lambda m, a, r: alive.append(weakref.ref(r)))
+    with tracking(model), torch.no_grad():
+        model(*args)
+        assert alive[0]() is None
+    with tracking(model):
+        model(*args).backward()
+        assert alive[1]() is None
 
 
 # --- numbers ---------------------------------------------------------------------------------
