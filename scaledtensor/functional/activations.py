@@ -6,7 +6,7 @@ temperature would, since unit-scaled inputs have no scale of their own to do it 
 
 import math
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from scaledtensor.errors import UnsupportedError
 from scaledtensor.functional.constraints import Constraint, apply_constraint, parameter_scale
-from scaledtensor.functional.laws import gaussian_rms, gaussian_std, interpolate, sharpness
+from scaledtensor.functional.laws import gaussian_rms, gaussian_std, interpolate, kept, sharpness
 from scaledtensor.functional.scaling import positive, scale, scale_bwd, scale_fwd
 
 __all__ = [
@@ -142,7 +142,7 @@ def leaky_relu(
 
 def tanh(input: Tensor, mult: float = 1.0, constraint: Constraint = "to_output_scale") -> Tensor:
     """tanh(mult x) / mult at unit scale. Both moments by quadrature over a Gaussian."""
-    return _elementwise(torch.tanh, input, mult, constraint, *_tanh_scales(mult))
+    return _elementwise(torch.tanh, input, mult, constraint, *_tanh_scales(float(mult)))
 
 
 def sigmoid(input: Tensor, mult: float = 1.0, constraint: Constraint = "to_output_scale") -> Tensor:
@@ -151,7 +151,7 @@ def sigmoid(input: Tensor, mult: float = 1.0, constraint: Constraint = "to_outpu
     Of the RMS and not of the standard deviation, since a gate is multiplied: so that value and gate
     of unit RMS give a product of unit RMS.
     """
-    return _elementwise(torch.sigmoid, input, mult, constraint, *_sigmoid_scales(mult))
+    return _elementwise(torch.sigmoid, input, mult, constraint, *_sigmoid_scales(float(mult)))
 
 
 def softmax(
@@ -216,15 +216,15 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
 _RELU = (2 / (1 - 1 / math.pi)) ** 0.5
 
 
-@cache
-def _tanh_scales(mult: float) -> tuple[float, float]:
+@kept
+def _tanh_scales(mult: float) -> tuple[float, ...]:
     positive(mult, "mult")
     derivative = gaussian_rms(lambda z: 1 - np.tanh(mult * z) ** 2)
     return mult / gaussian_std(lambda z: np.tanh(mult * z)), 1 / derivative
 
 
-@cache
-def _sigmoid_scales(mult: float) -> tuple[float, float]:
+@kept
+def _sigmoid_scales(mult: float) -> tuple[float, ...]:
     positive(mult, "mult")
     # sigmoid(x) = (1 + tanh(x / 2)) / 2, which does not overflow.
     derivative = gaussian_rms(lambda z: (1 - np.tanh(mult * z / 2) ** 2) / 4)

@@ -10,7 +10,16 @@ import torch
 
 from scaledtensor.functional.scaling import positive
 
-__all__ = ["gaussian_rms", "gaussian_std", "interpolate", "product", "repeats", "root", "sharpness"]
+__all__ = [
+    "gaussian_rms",
+    "gaussian_std",
+    "interpolate",
+    "kept",
+    "product",
+    "repeats",
+    "root",
+    "sharpness",
+]
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
@@ -50,6 +59,18 @@ def repeats(*shapes: Sequence[int]) -> tuple[int, ...]:
     """How often an operand of each shape is used where all are broadcast against each other."""
     result = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
     return tuple(product(result) // max(product(shape), 1) for shape in shapes)
+
+
+def kept(function: Callable[..., tuple[float, ...]]) -> Callable[..., tuple[float, ...]]:
+    """A quadrature, done once for each arguments. In compiled code its result is a constant, and
+    nothing of it is traced."""
+    known = cache(function)
+
+    def look_up(*numbers: float) -> tuple[float, ...]:
+        return known(*numbers)
+
+    constant: Callable[..., tuple[float, ...]] = torch.compiler.assume_constant_result(look_up)  # type: ignore[no-untyped-call]
+    return constant
 
 
 @cache

@@ -3,7 +3,6 @@ are as of a sum whose gradient is at unit scale in every element of `input`: the
 the place of what "mean" would divide by (Blake et al. 2023, table A.2)."""
 
 import math
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,8 @@ from torch import Tensor
 
 from scaledtensor.errors import ShapeError, UnsupportedError
 from scaledtensor.functional.constraints import Constraint, parameter_scale
-from scaledtensor.functional.laws import gaussian_rms
-from scaledtensor.functional.scaling import scale, scale_bwd
+from scaledtensor.functional.laws import gaussian_rms, kept
+from scaledtensor.functional.scaling import positive, scale, scale_bwd
 
 __all__ = [
     "binary_cross_entropy_with_logits",
@@ -149,7 +148,8 @@ def smooth_l1_loss(
     """Huber's error over beta: the gradient is clamp((x - y) / beta, -1, 1), its RMS for x - y of
     variance 2 by quadrature. As mse_loss."""
     _refuse_former(size_average, reduce)
-    input, target = _both(input, target, "smooth_l1_loss", constraint, 1 / _clamped(beta))
+    (rms,) = _clamped(float(beta))
+    input, target = _both(input, target, "smooth_l1_loss", constraint, 1 / rms)
     loss = F.smooth_l1_loss(input, target, reduction=reduction, beta=beta)
     return _as_sum(loss, _unless_exact(reduction, constraint), input.numel())
 
@@ -177,7 +177,8 @@ def binary_cross_entropy_with_logits(
     """
     _refuse_former(size_average, reduce)
     _check_shapes("binary_cross_entropy_with_logits", input, target)
-    input = scale(input, mult, parameter_scale(constraint, 1 / _sigmoid_rms(mult), mult))
+    (rms,) = _sigmoid_rms(float(mult))
+    input = scale(input, mult, parameter_scale(constraint, 1 / rms, mult))
     loss = F.binary_cross_entropy_with_logits(
         input, target, weight, reduction=reduction, pos_weight=pos_weight
     )
@@ -274,13 +275,14 @@ def _onehot(classes: int) -> float:
     return inverse
 
 
-@cache
-def _clamped(beta: float) -> float:
+@kept
+def _clamped(beta: float) -> tuple[float, ...]:
     if beta == 0:
-        return 1.0
-    return gaussian_rms(lambda z: np.clip(2**0.5 * z / beta, -1, 1))
+        return (1.0,)
+    return (gaussian_rms(lambda z: np.clip(2**0.5 * z / beta, -1, 1)),)
 
 
-@cache
-def _sigmoid_rms(mult: float) -> float:
-    return gaussian_rms(lambda z: (1 + np.tanh(mult * z / 2)) / 2)
+@kept
+def _sigmoid_rms(mult: float) -> tuple[float, ...]:
+    positive(mult, "mult")
+    return (gaussian_rms(lambda z: (1 + np.tanh(mult * z / 2)) / 2),)

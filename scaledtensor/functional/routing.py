@@ -1,7 +1,6 @@
 """Mixtures of experts: which experts, at what weight, and their products."""
 
 import math
-from functools import cache
 from statistics import NormalDist
 
 import torch.nn.functional as F
@@ -10,7 +9,7 @@ from torch import Tensor
 from scaledtensor.errors import ShapeError
 from scaledtensor.functional.batch import batch_factor
 from scaledtensor.functional.constraints import Constraint, apply_constraint, parameter_scale
-from scaledtensor.functional.laws import root
+from scaledtensor.functional.laws import kept, root
 from scaledtensor.functional.scaling import scale, scale_bwd, scale_fwd
 
 __all__ = ["grouped_linear", "moe_route"]
@@ -45,7 +44,7 @@ def moe_route(
     if not 1 <= top_k <= experts:
         raise ShapeError(f"top_k is from 1 to the {experts} experts; got {top_k}")
     output_scale, grad_scale = apply_constraint(
-        constraint, *_route_scales(int(experts), top_k, mult)
+        constraint, *_route_scales(int(experts), int(top_k), float(mult))
     )
     chosen, indices = scale(logits, mult, mult * grad_scale).topk(top_k, dim=-1)
     return scale_fwd(F.softmax(chosen, dim=-1), output_scale), indices
@@ -85,8 +84,8 @@ def grouped_linear(
     return scale_fwd(F.grouped_mm(input, weight, offs=offsets), output_scale)
 
 
-@cache
-def _route_scales(experts: int, top_k: int, mult: float) -> tuple[float, float]:
+@kept
+def _route_scales(experts: int, top_k: int, mult: float) -> tuple[float, ...]:
     normal = NormalDist()
     z = [normal.inv_cdf((experts - i - 0.375) / (experts + 0.25)) for i in range(top_k)]
     raw = [math.exp(mult * (x - z[0])) for x in z]

@@ -85,6 +85,8 @@ def _traced(x: Tensor, forward: float, backward: float) -> Tensor:
 
 
 class _Scaled(torch.autograd.Function):
+    """As eager and compiled code run it."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
         ctx.factor = backward
