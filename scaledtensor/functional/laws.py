@@ -62,15 +62,25 @@ def repeats(*shapes: Sequence[int]) -> tuple[int, ...]:
 
 
 def kept(function: Callable[..., tuple[float, ...]]) -> Callable[..., tuple[float, ...]]:
-    """A quadrature, done once for each arguments. In compiled code its result is a constant, and
+    """A quadrature, done once for given arguments. In compiled code its result is a constant, and
     nothing of it is traced."""
     known = cache(function)
 
     def look_up(*numbers: float) -> tuple[float, ...]:
         return known(*numbers)
 
-    constant: Callable[..., tuple[float, ...]] = torch.compiler.assume_constant_result(look_up)  # type: ignore[no-untyped-call]
-    return constant
+    constant = torch.compiler.assume_constant_result(look_up)  # type: ignore[no-untyped-call]
+
+    def scales(*numbers: float) -> tuple[float, ...]:
+        if torch.compiler.is_compiling():
+            # Under dynamic=True even the default of an argument is a symbol.
+            from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+            numbers = tuple(guard_scalar(n) for n in numbers)
+        found: tuple[float, ...] = constant(*numbers)
+        return found
+
+    return scales
 
 
 @cache
