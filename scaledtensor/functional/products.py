@@ -6,6 +6,8 @@ share. The operands of every product, forward and backward, stay at unit scale; 
 them.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -55,22 +57,25 @@ def bmm(left: Tensor, right: Tensor, constraint: Constraint = "to_output_scale")
     return matmul(left, right, constraint)
 
 
-def einsum(
-    equation: str, left: Tensor, right: Tensor, constraint: Constraint = "to_output_scale"
-) -> Tensor:
-    """torch.einsum of two operands at unit scale. Each result, output or gradient, sums over the
-    indices that it lacks.
+def einsum(equation: str, *operands: Tensor, constraint: Constraint = "to_output_scale") -> Tensor:
+    """torch.einsum at unit scale. Each result, output or gradient, sums over the indices that it
+    lacks.
+
+    Args:
+        equation: as "bij,jk->bik"; "..." and the implicit form are torch's.
+        operands: one for each term of the equation.
+        constraint: of the output's scale and those of the gradients, in order.
 
     Raises:
-        ShapeError: the equation is not one of two operands, or repeats an index within one.
+        ShapeError: the equation is not one of these operands, or repeats an index within one.
     """
-    sizes, terms = _einsum_sizes(equation, left, right)
-    output_scale, left_scale, right_scale = apply_constraint(
-        constraint, *(root(_size(set(sizes) - set(own), sizes)) for own in terms)
+    sizes, output, terms = _einsum_sizes(equation, operands)
+    output_scale, *grad_scales = apply_constraint(
+        constraint,
+        *(root(product([sizes[i] for i in set(sizes) - set(own)])) for own in (output, *terms)),
     )
-    left = scale_bwd(left, left_scale)
-    right = scale_bwd(right, right_scale)
-    return scale_fwd(torch.einsum(equation, left, right), output_scale)
+    held = [scale_bwd(x, c) for x, c in zip(operands, grad_scales, strict=True)]
+    return scale_fwd(torch.einsum(equation, *held), output_scale)
 
 
 def linear(
@@ -118,35 +123,36 @@ def unshrunk(bias: Tensor | None, output_scale: float, grad_scale: float) -> Ten
     return None if bias is None else scale(bias, 1 / output_scale, grad_scale)
 
 
-def _size(indices: set[str], sizes: dict[str, int]) -> int:
-    return product([sizes[i] for i in indices])
-
-
 def _einsum_sizes(
-    equation: str, left: Tensor, right: Tensor
-) -> tuple[dict[str, int], tuple[str, str, str]]:
-    """The size of every index, and the indices of (output, left, right). Those that an ellipsis
-    stands for are named by numbers, from the last."""
+    equation: str, operands: Sequence[Tensor]
+) -> tuple[dict[str, int], str, list[str]]:
+    """The size of every index, the indices of the output, and those of each operand. What an
+    ellipsis stands for gets letters of its own, counted from the last dimension."""
     inputs, arrow, output = equation.replace(" ", "").partition("->")
-    operands = inputs.split(",")
-    if len(operands) != 2:
+    spelled = inputs.split(",")
+    if len(spelled) != len(operands):
         raise ShapeError(
-            f"einsum takes an equation of two operands, such as 'ij,jk->ik'; got {equation!r}"
+            f"einsum: {equation!r} has {len(spelled)} terms; got {len(operands)} operands"
         )
     sizes: dict[str, int] = {}
-    named = []
-    for spelled, x in zip(operands, (left, right), strict=True):
-        hidden = x.dim() - len(spelled.replace("...", ""))
-        own = spelled.replace("...", "".join(chr(0x100 + i) for i in reversed(range(hidden))))
+    terms = []
+    for term, x in zip(spelled, operands, strict=True):
+        hidden = x.dim() - len(term.replace("...", ""))
+        own = term.replace("...", "".join(chr(_HIDDEN + i) for i in reversed(range(hidden))))
         if len(own) != x.dim() or len(set(own)) != len(own):
             raise ShapeError(
-                f"einsum: {spelled!r} in {equation!r} does not name each dimension of a tensor of "
+                f"einsum: {term!r} in {equation!r} does not name each dimension of a tensor of "
                 f"shape {tuple(x.shape)} once"
             )
         for index, n in zip(own, x.shape, strict=True):
             sizes[index] = max(sizes.get(index, 1), n)
-        named.append(own)
-    letters = [i for i in sizes if ord(i) >= 0x100]
-    if not arrow:  # in the implicit form, what occurs once, in the order of the alphabet
-        output = "..." + "".join(sorted(i for i in sizes if (i in named[0]) != (i in named[1])))
-    return sizes, (output.replace("...", "".join(letters)), named[0], named[1])
+        terms.append(own)
+    if not arrow:  # the implicit form: what occurs once, in the order of the alphabet
+        once = (i for i in sizes if sum(i in own for own in terms) == 1 and ord(i) < _HIDDEN)
+        output = "..." + "".join(sorted(once))
+    hidden_letters = "".join(i for i in sizes if ord(i) >= _HIDDEN)
+    return sizes, output.replace("...", hidden_letters), terms
+
+
+#: Beyond the letters of an equation.
+_HIDDEN = 0x100

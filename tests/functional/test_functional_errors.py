@@ -30,7 +30,7 @@ REFUSED = {
     "dropout in place": (lambda: U.dropout(X, inplace=True), UnsupportedError, "assign"),
     "dropout p": (lambda: U.dropout(X, 1.5), ValueError, "probability"),
     "bmm": (lambda: U.bmm(X, W), ShapeError, "three dimensions"),
-    "einsum of one": (lambda: U.einsum("ij->ji", X, X), ShapeError, "two operands"),
+    "einsum of one": (lambda: U.einsum("ij->ji", X, X), ShapeError, "1 terms; got 2"),
     "einsum of a trace": (lambda: U.einsum("ii,ij->j", X, X), ShapeError, "once"),
     "embedding norm": (
         lambda: U.embedding(TOKENS, W, max_norm=1.0),

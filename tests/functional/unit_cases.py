@@ -129,6 +129,12 @@ CASES = [
     Case("bmm", U.bmm, (((8, 64, 32), (8, 32, 16)),), TERNARY),
     Case("einsum", partial(U.einsum, "bik, bkj -> bij"), (((8, 64, 32), (8, 32, 16)),), TERNARY),
     Case("einsum ...", partial(U.einsum, "...k,jk"), (((4, 64, 32), (128, 32)),), TERNARY),
+    Case(
+        "einsum chain",
+        partial(U.einsum, "ij,jk,kl->il"),
+        (((96, 64), (64, 96), (96, 64)),),
+        ("gmean", "to_output_scale", "exact"),
+    ),
     Case("linear", U.linear, (((4, 64, 256), (128, 256), (128,)),), BINARY, bias=True),
     Case("linear_readout", U.linear_readout, (((4, 64, 64), (128, 64)),), BINARY, unscaled=True),
     Case(

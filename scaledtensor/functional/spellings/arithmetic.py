@@ -41,10 +41,8 @@ def bmm(input: Any, mat2: Any, *, out: Any = None, constraint: Any = OUTPUT) -> 
 def einsum(equation: Any, *operands: Any, constraint: Any = OUTPUT) -> Tensor:
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = tuple(operands[0])
-    if not isinstance(equation, str) or len(operands) != 2:
-        raise UnsupportedError(
-            "a unit-scaled einsum takes an equation of two operands; split it into pairs"
-        )
+    if not isinstance(equation, str):
+        raise UnsupportedError("a unit-scaled einsum takes its equation as a string, 'ij,jk->ik'")
     return products.einsum(equation, *operands, constraint=constraint)
 
 
