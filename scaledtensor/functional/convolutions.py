@@ -192,7 +192,7 @@ def _transposed(
     stride, padding, output_padding, groups, dilation = shape
     fan_in, fan_out, *taps = weight.shape
     count = product(taps)
-    # Only some taps of the kernel meet an input: one in stride, at least one in all.
+    # Of the taps over a position, one in `stride` meets an input.
     reached = count / product(_spread(stride, len(taps)))
     batch, sizes = _batch(input, taps), input.shape[-len(taps) :]
     positions = _transposed_positions(sizes, taps, stride, padding, output_padding, dilation)

@@ -39,7 +39,7 @@ def scale_bwd(x: Tensor, c: float) -> Tensor:
 
     Args:
         x: plain or ScaledTensor, real floating point, of any shape. The result shares its elements.
-        c: positive and finite. 1 returns `x` itself.
+        c: positive and finite. 1 returns `x` itself, and so does any where no gradient is due.
 
     Raises:
         ScaleError: `c` is not a positive finite number.
@@ -53,11 +53,13 @@ def scale(x: Tensor, forward: float, backward: float) -> Tensor:
     positive(backward, "a scale factor")
     if forward == 1 and backward == 1:
         return x
-    if not _torch.is_transforming():
-        return cast(Tensor, _Scaled.apply(x, forward, backward))  # type: ignore[no-untyped-call]
-    if torch.compiler.is_compiling():
-        return _traced(x, forward, backward)
-    return cast(Tensor, _Transformed.apply(x, forward, backward))  # type: ignore[no-untyped-call]
+    if _torch.is_transforming():
+        if torch.compiler.is_compiling():
+            return _traced(x, forward, backward)
+        return cast(Tensor, _Transformed.apply(x, forward, backward))  # type: ignore[no-untyped-call]
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return x if forward == 1 else x * forward
+    return cast(Tensor, _Scaled.apply(x, forward, backward))  # type: ignore[no-untyped-call]
 
 
 def positive(c: float, name: str) -> float:

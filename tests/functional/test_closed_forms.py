@@ -33,7 +33,7 @@ def test__products__over_sizes(seed, n, k, m):
     x, w = leaves(seed, (n, k), (m, k))
     assert_unit(U.linear(x, w, constraint=None), (x, w), seed)
     assert_unit(U.matmul(x, w.mT, None), (x, w), seed)
-    assert_unit(U.einsum("nk,mk->nm", x, w, None), (x, w), seed)
+    assert_unit(U.einsum("nk,mk->nm", x, w, constraint=None), (x, w), seed)
 
 
 @few
