@@ -1,0 +1,112 @@
+"""The names of the `unit-scaling` library (Graphcore, 0.3.5), for programs that were written to it.
+
+    import scaledtensor.compat.unit_scaling as uu
+    from scaledtensor.compat.unit_scaling import functional as U
+    from scaledtensor.compat.unit_scaling.transforms import compile, simulate_fp8, unit_scale
+
+A change of the import is all that its documented examples need. What these modules hold is this
+library's: functions and modules from `scaledtensor.functional` and `scaledtensor.nn`, whose forward
+and gradients agree with the published ones to 1e-5, and adapters where a name is called otherwise.
+
+What differs, on purpose:
+
+=============================  ================================  =================================
+what                           published                         here
+=============================  ================================  =================================
+`FPFormat(4, 3)`, `(5, 2)`     no NaN, largest 240 and 57344,    OCP's E4M3FN (448) and E5M2;
+                               smallest normals 2^-7 and 2^-15   `FPFormat(5, 10)`, `(8, 7)` and
+                                                                 `(8, 23)` are FP16, BF16, FP32
+`rounding="nearest"`           ties toward zero                  ties to even
+`quantise` of 16-bit floats    another shape                     its shape and dtype
+`simulate_format`              always rounds stochastically,     rounds as the formats say, in
+                               in `linear` and attention alone   every product and convolution
+transforms                     graphs that Dynamo captures: a    modes around the model's own
+                               graph break is an error           code, eager or compiled
+`torch.compile(unit_scale(m))` fails                             works, after one call of the
+                                                                 model; `compile(unit_scale(m))`
+                                                                 makes that itself
+`unit_scale`: residual sums    tau = 0.01 for attention, 0.5     the transformer rule of u-muP
+`unit_scale`: `x * y`, tanh,   left as they are                  of unit scale
+`@`, a gelu written by hand
+`unit_scale`: parameters       of `Linear` and `Embedding`       all weights and biases, and
+                                                                 tagged for u-muP's optimizers
+`unit_scale(replace=)`         what replaces a function is       the same; a Python function is
+                               put in the graph                  made overridable where the model's
+                                                                 code finds it
+`track_scales`                 inputs keep `requires_grad`;      inputs stay as they were;
+                               an empty graph before a call      an error before a call
+`Metrics`                      made from a tensor by hand        made by `track_scales`, with more
+                                                                 numbers
+`prune_selected_nodes`         changes the graph it is given,    a copy, bridged; "add" and
+                               targets are Dynamo's              `operator.add` mean any addition
+`analyse_module`               traced code, a line per           the model's own source, class by
+                               operation                         class
+`plot`                         draws on pyplot's current figure  draws on a figure of its own
+`visualiser`, `example_batch`  download a data set               take a batch, or say so
+`scale_fwd`, `scale_bwd`       any factor                        a positive one
+`apply_constraint`             any name in the module            the names of a table, and "exact"
+`copy.deepcopy(parameter)`     keeps tags                        the copy of its *module* does;
+                                                                 see `scaledtensor.mup`
+biases, ignored tokens,        shrunk by 1/sqrt(fan_in),         not shrunk, not counted,
+dropout in evaluation          counted, scaled                   the identity
+=============================  ================================  =================================
+
+Errors are this library's (`scaledtensor.errors`); each is the ValueError or NotImplementedError
+that it takes the place of. Modules are those of the published package but for `docs` and
+`transforms.utils`, which hold what it is made with.
+"""
+
+from scaledtensor._version import __version__
+from scaledtensor.compat.unit_scaling import core, functional, optim, parameter
+from scaledtensor.functional import transformer_residual_scaling_rule
+from scaledtensor.nn import (
+    GELU,
+    MHSA,
+    MLP,
+    Conv1d,
+    CrossEntropyLoss,
+    DepthModuleList,
+    DepthSequential,
+    Dropout,
+    Embedding,
+    LayerNorm,
+    Linear,
+    LinearReadout,
+    MupType,
+    Parameter,
+    RMSNorm,
+    SiLU,
+    Softmax,
+    TransformerDecoder,
+    TransformerLayer,
+    TransformerStack,
+)
+
+__all__ = [
+    "GELU",
+    "MHSA",
+    "MLP",
+    "Conv1d",
+    "CrossEntropyLoss",
+    "DepthModuleList",
+    "DepthSequential",
+    "Dropout",
+    "Embedding",
+    "LayerNorm",
+    "Linear",
+    "LinearReadout",
+    "MupType",
+    "Parameter",
+    "RMSNorm",
+    "SiLU",
+    "Softmax",
+    "TransformerDecoder",
+    "TransformerLayer",
+    "TransformerStack",
+    "__version__",
+    "core",
+    "functional",
+    "optim",
+    "parameter",
+    "transformer_residual_scaling_rule",
+]

@@ -1,0 +1,61 @@
+"""`unit_scaling.core.functional`: to make unit-scaled functions of one's own."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from scaledtensor.errors import ScaleError
+from scaledtensor.functional import transformer_residual_scaling_rule
+from scaledtensor.functional.constraints import Constraint, apply_constraint
+from scaledtensor.functional.laws import interpolate
+from scaledtensor.functional.scaling import scale_bwd, scale_fwd
+
+__all__ = [
+    "logarithmic_interpolation",
+    "rms",
+    "scale_elementwise",
+    "transformer_residual_scaling_rule",
+]
+
+
+def scale_elementwise(
+    f: Callable[..., Tensor],
+    output_scale: float,
+    grad_input_scale: float,
+    constraint: Constraint = "to_output_scale",
+) -> Callable[..., Tensor]:
+    """`f` with its output times `output_scale` and its gradient times `grad_input_scale`.
+
+    Args:
+        f: takes a tensor first, and anything after it.
+        constraint: makes one of the two scales, see `scaledtensor.functional.constraints`.
+
+    Raises:
+        ScaleError: a constraint that is none for two scales; when called, a factor that is not
+            positive.
+    """
+    forward, backward = apply_constraint(constraint, output_scale, grad_input_scale)
+
+    def scaled(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return scale_fwd(f(scale_bwd(input, backward), *args, **kwargs), forward)
+
+    return scaled
+
+
+def logarithmic_interpolation(alpha: float, lower: float, upper: float) -> float:
+    """From `lower` (alpha = 0) to `upper` (alpha = 1) at a constant ratio.
+
+    Raises:
+        ScaleError: an end that is not positive.
+    """
+    if not (lower > 0 and upper > 0):
+        raise ScaleError(f"both ends are positive numbers; got {lower!r} and {upper!r}")
+    return interpolate(alpha, lower, upper)
+
+
+def rms(
+    x: Tensor, dims: tuple[int, ...] | None = None, keepdim: bool = False, eps: float = 0.0
+) -> Tensor:
+    """sqrt(mean(x^2) + eps) over `dims`, or over all; computed in float32, in the dtype of `x`."""
+    return (x.float().square().mean(dims, keepdim=keepdim) + eps).sqrt().to(x.dtype)

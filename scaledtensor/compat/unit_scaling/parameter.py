@@ -1,0 +1,5 @@
+"""`unit_scaling.parameter`: see `scaledtensor.mup`, which says what keeps tags."""
+
+from scaledtensor.mup import MupType, Parameter, ParameterData, has_parameter_data
+
+__all__ = ["MupType", "Parameter", "ParameterData", "has_parameter_data"]

@@ -1,0 +1,149 @@
+"""`unit_scaling.transforms`: each takes a model and returns a copy that computes otherwise.
+
+The copy is independent of the model. They nest in any order, `compile` and `track_scales` last.
+
+    model = compile(simulate_fp8(unit_scale(model)))
+    model = track_scales(unit_scale(simulate_fp8(model)))
+
+The transforms themselves are `scaledtensor.unit_scale`, `simulate_format` and `track_scales`, which
+work in place and say in full what they do.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+import scaledtensor as sct
+from scaledtensor.compat.unit_scaling.formats import FPFormat
+from scaledtensor.compat.unit_scaling.replacing import ReplacingUnitScale
+from scaledtensor.errors import FormatError, ModelError
+from scaledtensor.inspect import (
+    Metrics,
+    TrackedModule,
+    prune_non_float_tensors,
+    prune_same_scale_tensors,
+    prune_selected_nodes,
+)
+from scaledtensor.interpose import interpose
+from scaledtensor.interpose import transforms as transforms_of
+from scaledtensor.simulate import SimulateFormat
+from scaledtensor.tensor import ScaledTensor
+from scaledtensor.unit_scale.verb import UnitScale
+
+__all__ = [
+    "Metrics",
+    "compile",
+    "prune_non_float_tensors",
+    "prune_same_scale_tensors",
+    "prune_selected_nodes",
+    "simulate_format",
+    "simulate_fp8",
+    "track_scales",
+    "unit_scale",
+]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def unit_scale(
+    module: M, replace: Mapping[Callable[..., Any], Callable[..., Any]] | None = None
+) -> M:
+    """A copy of `module` at unit scale: see `scaledtensor.unit_scale`.
+
+    Args:
+        module: any module; it stays as it is.
+        replace: functions that the model calls -> what is called instead, which is not scaled
+            again: `{new_gelu: U.gelu}`. Most need none of this, since a formula written in torch's
+            functions is scaled as a whole. A key that is a plain Python function is made
+            overridable (`torch.overrides.wrap_torch_function`) where the code of the model finds
+            it, once and for all; nothing else about it changes.
+
+    Raises:
+        ModelError: `module` is no module, is compiled, or is unit-scaled already.
+        UnsupportedError: a key of `replace` that the model's code does not hold by a name.
+    """
+    scaled = _copied(module)
+    if not replace:
+        return sct.unit_scale(scaled)
+    return ReplacingUnitScale.apply(scaled, replace)
+
+
+def simulate_format(module: M, fwd_format: FPFormat, bwd_format: FPFormat) -> M:
+    """A copy of `module` whose matrix products, convolutions and attention see low precision.
+
+    Operands are rounded as `fwd_format` does it, gradients of results as `bwd_format`; otherwise it
+    is `scaledtensor.simulate_format`.
+
+    Raises:
+        FormatError: a format that is no `FPFormat`.
+        ModelError: `module` is no module, is compiled, or simulates a format already.
+    """
+    for fmt in (fwd_format, bwd_format):
+        if not isinstance(fmt, FPFormat):
+            raise FormatError(f"a format is an FPFormat here; got {fmt!r}")
+    return interpose(_copied(module), _Quantised(None, None, fwd=fwd_format, bwd=bwd_format))
+
+
+def simulate_fp8(module: M) -> M:
+    """`simulate_format` with E4M3 forward and E5M2 backward, rounding stochastically."""
+    return simulate_format(module, FPFormat(4, 3), FPFormat(5, 2))
+
+
+def compile(module: M) -> M:
+    """A copy of `module`, compiled by `torch.compile`.
+
+    Unit scaling records how a model runs before it is compiled: each way of calling it (train or
+    eval, which arguments are given) once, when it first comes.
+
+    Raises:
+        ModelError: `module` is no module or is compiled already.
+    """
+    own = _copied(module)
+    compiled = cast(nn.Module, torch.compile(own))
+
+    def planned(_: nn.Module, args: Any, kwargs: Any) -> None:
+        for transform in transforms_of(own):
+            if isinstance(transform, UnitScale):
+                transform.mode(own, args, kwargs)
+
+    compiled.register_forward_pre_hook(planned, with_kwargs=True)
+    return cast(M, compiled)
+
+
+def track_scales(module: nn.Module) -> TrackedModule:
+    """A copy of `module` that records the scale of every tensor of its last call.
+
+    `scales_graph()` of it has `node.meta["metrics"]`, the gradients of float inputs included; see
+    `scaledtensor.track_scales`.
+
+    Raises:
+        ModelError: `module` is no module or is tracked already.
+    """
+    return sct.track_scales(_copied(module), input_gradients=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Quantised(SimulateFormat):
+    """Rounding as two `FPFormat`s do it, with the number of random bits that they say."""
+
+    fwd: FPFormat
+    bwd: FPFormat
+
+    def operand(self, x: Any) -> Any:
+        x = super().operand(x)  # which refuses ScaledTensors
+        floats = isinstance(x, Tensor) and x.is_floating_point()
+        return self.fwd.quantise_fwd(x) if floats else x
+
+    def result(self, y: Any) -> Any:
+        floats = isinstance(y, Tensor) and not isinstance(y, ScaledTensor)
+        return self.bwd.quantise_bwd(y) if floats and y.requires_grad else y
+
+
+def _copied(module: M) -> M:
+    if not isinstance(module, nn.Module):
+        raise ModelError(f"a transform takes an nn.Module; got {type(module).__name__}")
+    return copy.deepcopy(module)

@@ -1,0 +1,81 @@
+"""`unit_scaling.utils`: a model's code beside its scales, and the scales of a single tensor."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from scaledtensor import inspect
+
+__all__ = ["ScalePair", "ScaleTracker", "analyse_module"]
+
+
+@dataclass
+class ScalePair:
+    """The standard deviations of a tensor and of its gradient; None until they are known."""
+
+    forward: float | None = None
+    backward: float | None = None
+
+    def __str__(self) -> str:
+        forward, backward = (
+            "n/a" if x is None else f"{x:.3}" for x in (self.forward, self.backward)
+        )
+        return f"(-> {forward}, <- {backward})"
+
+
+class ScaleTracker(torch.autograd.Function):
+    """Writes the standard deviation of a tensor, and later of its gradient, into a `ScalePair`."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, scale_tracker: ScalePair) -> Tensor:
+        scale_tracker.forward = float(t.std())
+        ctx.scale_tracker = scale_tracker
+        return t.view_as(t)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ctx.scale_tracker.backward = float(grad.std())
+        return grad, None
+
+    @staticmethod
+    def track(t: Tensor, scale_tracker: ScalePair) -> Tensor:
+        """`t`, whose scales `scale_tracker` is told."""
+        return cast(Tensor, ScaleTracker.apply(t, scale_tracker))  # type: ignore[no-untyped-call]
+
+
+def analyse_module(
+    module: nn.Module,
+    inputs: Tensor | tuple[Tensor, ...],
+    backward: Tensor | None = None,
+    recurse_modules: bool = True,
+    syntax_highlight: bool = True,
+    autowrap_modules: tuple[Any, ...] = (),
+    autowrap_functions: tuple[Callable[..., Any], ...] = (),
+) -> str:
+    """The source of a model's classes with the scale of each line's tensor and of its gradient.
+
+    See `scaledtensor.inspect.analyse_module`, which runs the model rather than tracing it.
+
+    Args:
+        module: any module; afterwards as before.
+        inputs: its input, or a tuple of them.
+        backward: the gradient of the result.
+        recurse_modules: list the classes of torch, such as `nn.Linear`, too.
+        syntax_highlight: colour the code for a terminal, where Pygments is installed.
+        autowrap_modules, autowrap_functions: have no effect; a model that runs needs no wrapping.
+
+    Raises:
+        ModelError: no result is differentiable.
+    """
+    code = inspect.analyse_module(module, inputs, backward, library=recurse_modules)
+    if not syntax_highlight or find_spec("pygments") is None:
+        return code
+    from pygments import highlight
+    from pygments.formatters import TerminalFormatter
+    from pygments.lexers import PythonLexer
+
+    return str(highlight(code, PythonLexer(), TerminalFormatter()))
