@@ -18,11 +18,11 @@ __all__ = [
     "inlined",
     "is_composite",
     "is_tracing",
-    "is_within_backward",
-    "mode_stack",
     "is_transforming",
+    "is_within_backward",
     "log",
     "make_wrapper",
+    "mode_stack",
     "reshape_wrapper",
     "without_torch_function",
 ]

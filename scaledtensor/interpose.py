@@ -70,10 +70,17 @@ class Interposed:
             return self.run(modes[1:], args, kwargs)
 
 
+# Where Dynamo could not trace the whole, it would go on to compile parts, which do not know how far
+# the modes around them have come.
+_run_uncompiled: Callable[..., Any] = torch.compiler.disable(  # type: ignore[no-untyped-call]
+    Interposed.run, reason="a transform of the model is entered"
+)
+
+
 def _forward(interposed: Interposed, *args: Any, **kwargs: Any) -> Any:
     modes = [t.mode(interposed.module, args, kwargs) for t in interposed.transforms]
     if not torch.compiler.is_compiling():
-        return interposed.run(modes, args, kwargs)
+        return _run_uncompiled(interposed, modes, args, kwargs)
     # Dynamo loses a mode where it breaks the graph inside of one: better no result than another.
     with _torch.error_on_graph_break():
         return interposed.run(modes, args, kwargs)

@@ -137,8 +137,8 @@ class _Planner:
         )
 
     def step_of(self, node: Node) -> Step | None:
-        if node in self.residual:
-            return None  # add_splits
+        if node in self.residual or node.name == "__setitem__":
+            return None  # add_splits; or no result to scale
         if node.func in BORDERS or (node.func in _POINTWISE and self.is_alone(node)):
             causal = node.func is scaled_dot_product_attention and _is_causal(node)
             return Step(counterpart=True, free=self.is_free(node), causal=causal)
