@@ -1,5 +1,6 @@
 """`unit_scaling.analysis`: the scales of a tracked model as a picture and as a data frame."""
 
+from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -69,8 +70,7 @@ def graph_to_dataframe(g: fx.Graph) -> Any:
             "graph_to_dataframe() needs pandas: pip install pandas; Scales.to_csv() and to_dict() "
             "of a tracked model's `scales` have the same numbers without it"
         )
-    import pandas
-
+    pandas: Any = import_module("pandas")  # an extra, without types
     heads = ["layer", "weight tensor", "direction", "tensor type", *Metrics.full_names()]
     return pandas.DataFrame(_rows(g), columns=heads)
 

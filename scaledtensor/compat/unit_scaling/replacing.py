@@ -39,24 +39,34 @@ class ReplacingUnitScale(UnitScale):
     def __init__(self, replace: Replacements) -> None:
         super().__init__(None)
         self.replace = dict(replace)
+        self.found = False
 
     @classmethod
     def apply(cls, module: M, replace: Replacements) -> M:
         """`scaledtensor.unit_scale(module)` with replacements, in place."""
-        ready = {}
         for function, other in replace.items():
             if not callable(function) or not callable(other):
                 raise ModelError(
                     f"replace maps functions to functions; got {function!r}: {other!r}"
                 )
-            ready[overridable(module, function)] = other
-        transform = cls(ready)
+        transform = cls(replace)
+        transform.find(module)
         interpose(module, transform)
         transform.guard(module)
         unit_parameters(module)
         return module
 
+    def find(self, module: nn.Module) -> None:
+        self.replace = {overridable(module, f): g for f, g in self.replace.items()}
+        self.found = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Another process has the functions under their names, and not the wrappers.
+        return vars(self) | {"found": False}
+
     def mode(self, module: nn.Module, args: Any, kwargs: Any) -> UnitScaling:
+        if not self.found:
+            self.find(module)
         with _Recording(self.replace):  # for the case that it has to be recorded
             plan = super().mode(module, args, kwargs).plan
         return _Running(plan, self.replace)

@@ -1,5 +1,25 @@
 """`unit_scaling.scale`: one factor forward and another backward."""
 
-from scaledtensor.functional.scaling import scale_bwd, scale_fwd
+from torch import Tensor
+
+from scaledtensor.functional import scaling
 
 __all__ = ["scale_bwd", "scale_fwd"]
+
+
+def scale_fwd(input: Tensor, scale: float) -> Tensor:
+    """`input * scale`, whose gradient passes as it is.
+
+    Raises:
+        ScaleError: `scale` is not a positive finite number.
+    """
+    return scaling.scale_fwd(input, scale)
+
+
+def scale_bwd(input: Tensor, scale: float) -> Tensor:
+    """`input` as it is, whose gradient is multiplied by `scale`.
+
+    Raises:
+        ScaleError: `scale` is not a positive finite number.
+    """
+    return scaling.scale_bwd(input, scale)

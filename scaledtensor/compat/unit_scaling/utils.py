@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, cast
 
@@ -37,7 +38,7 @@ class ScaleTracker(torch.autograd.Function):
         return t.view_as(t)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         ctx.scale_tracker.backward = float(grad.std())
         return grad, None
 
@@ -74,8 +75,7 @@ def analyse_module(
     code = inspect.analyse_module(module, inputs, backward, library=recurse_modules)
     if not syntax_highlight or find_spec("pygments") is None:
         return code
-    from pygments import highlight
-    from pygments.formatters import TerminalFormatter
-    from pygments.lexers import PythonLexer
-
-    return str(highlight(code, PythonLexer(), TerminalFormatter()))
+    pygments: Any = import_module("pygments")  # an extra, without types
+    lexer: Any = import_module("pygments.lexers").PythonLexer()
+    formatter: Any = import_module("pygments.formatters").TerminalFormatter()
+    return str(pygments.highlight(code, lexer, formatter))
