@@ -1,7 +1,8 @@
 """The one module that touches private torch names, each with the reason it cannot be avoided."""
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -24,6 +25,7 @@ __all__ = [
     "make_wrapper",
     "mode_stack",
     "reshape_wrapper",
+    "without_function_modes",
     "without_torch_function",
 ]
 
@@ -202,3 +204,17 @@ def mode_stack() -> Sequence[Any]:
     """The function modes that are entered, of which there is no public list."""
     stack: Sequence[Any] = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return stack
+
+
+@contextlib.contextmanager
+def without_function_modes() -> Iterator[None]:
+    """No function mode sees what runs here. Torch has a public way to enter modes, and none to
+    leave those of others for a while."""
+    modes = [
+        torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())
+    ]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            torch._C._push_on_torch_function_stack(mode)

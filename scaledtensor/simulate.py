@@ -130,7 +130,7 @@ class _Rounded(torch.autograd.Function):
         ctx.rest = inputs[2:]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         rounding, overflow, fmt = ctx.rest
         if fmt is not None:
             grad = _rounded(grad, fmt, rounding, overflow, None)

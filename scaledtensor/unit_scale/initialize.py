@@ -28,7 +28,7 @@ def unit_parameters(module: nn.Module) -> None:
                 elif kind == "weight":
                     _to_unit(parameter)
             if not mup.has_parameter_data(parameter):
-                mup.tag(parameter, kind, depths.get(parameter))
+                mup.tag(parameter, kind, depths.get(parameter), _fan_in(owner, parameter))
     mup.keep_tags(module)
 
 
@@ -40,6 +40,14 @@ def _depths(module: nn.Module) -> dict[nn.Parameter, int]:
             for parameter in stack.parameters():
                 found.setdefault(parameter, len(stack))
     return found
+
+
+def _fan_in(owner: nn.Module, weight: Tensor) -> int | None:
+    """The inputs of a matrix that is kept as (in, out): its bias is as long as its rows."""
+    bias = getattr(owner, "bias", None)
+    if weight.dim() != 2 or not isinstance(bias, Tensor) or len(bias) == weight.shape[0]:
+        return None
+    return weight.shape[0] if len(bias) == weight.shape[1] else None
 
 
 def _kind(name: str, parameter: Tensor) -> mup.MupType:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from scaledtensor import _torch
 from scaledtensor.interpose import ENTERED
 from scaledtensor.unit_scale.plan import NAMES, is_counted
 
@@ -152,7 +153,7 @@ def record(module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Recording
     for leaf in pytree.tree_leaves((args, kwargs)):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             recorder.know(leaf, Node(VARIABLE, "input"))
-    with _left_alone(module), recorder:
+    with _torch.without_function_modes(), _left_alone(module), recorder:
         result = forward(*args, **kwargs)
     for leaf in pytree.tree_leaves(_plain(result)):
         node = recorder.nodes.get(id(leaf)) if isinstance(leaf, Tensor) else None

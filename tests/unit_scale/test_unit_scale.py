@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import scaledtensor as sct
@@ -259,6 +260,19 @@ def test__parameters__are_of_unit_variance_and_tagged() -> None:
         assert rms(p) == pytest.approx({"bias": 0.0, "norm": 1.0, "weight": 1.0}[kind])
 
 
+def test__a_matrix_kept_as_in_by_out__has_the_learning_rate_of_its_inputs() -> None:
+    class Transposed(nn.Module):  # as GPT-2's
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.randn(8, 32)), nn.Parameter(torch.ones(32))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.addmm(self.bias, x, self.weight)
+
+    assert mup.fan_in(sct.unit_scale(Transposed()).weight) == 8
+    assert mup.fan_in(sct.unit_scale(nn.Linear(8, 32)).weight) == 8
+
+
 def test__the_given_parameters__stay_on_request() -> None:
     model = Block()
     before = copy.deepcopy(model.state_dict())
@@ -299,6 +313,22 @@ def test__recording__leaves_no_trace() -> None:
     assert cache == []
     assert all(torch.equal(buffers[k], v) for k, v in model.named_buffers())
     assert all(p.grad is None for p in model.parameters())
+
+
+def test__recording_within_a_mode__is_not_seen_by_it() -> None:
+    class Counting(TorchFunctionMode):
+        calls = 0
+
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            Counting.calls += func is F.linear
+            return func(*args, **(kwargs or {}))
+
+    model = sct.unit_scale(nn.Linear(WIDTH, WIDTH))
+    with Counting():
+        model(inputs(2, WIDTH))
+    assert Counting.calls == 1
 
 
 def test__copies__are_models_of_their_own() -> None:
