@@ -177,8 +177,8 @@ def report(model: nn.Module, *inputs: Any, **options: Any) -> Report:
         raise ModelError("no parameter of this model is a ScaledTensor; scale_model(model) first")
     tracker = ModuleTracker()
     recorder = _Recorder(tracker)
-    with _untouched(model), tracker, observed(recorder), on_missing("warn"):
-        _differentiate(*_start(model(*inputs, **options)), model)
+    with left_untouched(model), tracker, observed(recorder), on_missing("warn"):
+        _differentiate(*start_of_backward(model(*inputs, **options)), model)
     return Report(list(recorder.rows.values()))
 
 
@@ -201,7 +201,7 @@ def _differentiate(out: Tensor, seed: Tensor | None, model: nn.Module) -> None:
 
 
 @contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
+def left_untouched(model: nn.Module) -> Iterator[None]:
     """What a forward pass changes, changed back: buffers and random numbers."""
     before = {name: b.detach().clone() for name, b in model.named_buffers()}
     devices = list(range(torch.cuda.device_count()))
@@ -215,7 +215,7 @@ def _untouched(model: nn.Module) -> Iterator[None]:
                         b.copy_(before[name])
 
 
-def _start(result: Any) -> tuple[Tensor, Tensor | None]:
+def start_of_backward(result: Any) -> tuple[Tensor, Tensor | None]:
     """Where the backward pass begins, and with which gradient."""
     loss = getattr(result, "loss", None)
     found = [loss] if isinstance(loss, Tensor) else list(_tensors(result))

@@ -16,7 +16,7 @@ from scaledtensor.inspect.metrics import Data, Metrics
 from scaledtensor.inspect.places import Line, forward_code
 from scaledtensor.inspect.scales import Scales
 from scaledtensor.inspect.tracking import original, tracking
-from scaledtensor.report import _start, _untouched
+from scaledtensor.report import start_of_backward, left_untouched
 
 __all__ = ["analyse_module"]
 
@@ -80,9 +80,9 @@ def analyse_module(
         raise ModelError(f"metric is one of {', '.join(Metrics.names())}; got {metric!r}")
     root = original(model)
     args = inputs if isinstance(inputs, tuple) else (inputs,)
-    with _untouched(root), tracking(root) as scales:
+    with left_untouched(root), tracking(root) as scales:
         result = root(*args, **options)
-        out, seed = _start(result)
+        out, seed = start_of_backward(result)
         if backward is not None:
             seed = backward
         leaves = [*root.parameters(), *tree_leaves((args, options))]

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils.module_tracker import ModuleTracker
 
 from scaledtensor import _torch
 from scaledtensor.inspect.places import Places
@@ -46,8 +45,6 @@ class TrackingMode(TorchFunctionMode):
         self.recorder: Recorder | None = None
         self.places: Places | None = None
         self.busy = False
-        # What it tells of backward passes needs no entering.
-        self.tracker = ModuleTracker()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -64,7 +61,7 @@ class TrackingMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.busy or self.recorder is None or self.places is None:
             return func(*args, **kwargs)
-        if self.tracker.is_bw or func in _NO_OPERATORS:
+        if _torch.is_within_backward() or func in _NO_OPERATORS:
             return func(*args, **kwargs)
         if func in _ENTERED:
             with self:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
+from scaledtensor import _torch
 from scaledtensor.errors import ModelError, UnsupportedError
 from scaledtensor.formats import E4M3FN, E5M2, Format
 from scaledtensor.inspect.metrics import is_readable
@@ -179,7 +180,7 @@ def _watching(scales: Scales, model: nn.Module, input_gradients: bool) -> Iterat
     mode = TrackingMode()
 
     def entered(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if mode.tracker.is_bw:
+        if _torch.is_within_backward():
             return  # a checkpoint, run again
         with mode.paused():
             if module is root and not (mode.recorder and mode.recorder.in_call):
@@ -191,7 +192,7 @@ def _watching(scales: Scales, model: nn.Module, input_gradients: bool) -> Iterat
 
     def left(name: str, result: Any) -> None:
         recorder = mode.recorder
-        if not mode.tracker.is_bw and not places.stack and recorder and recorder.in_call:
+        if not _torch.is_within_backward() and not places.stack and recorder and recorder.in_call:
             with mode.paused():
                 recorder.result(result)
                 call.close()
