@@ -49,9 +49,9 @@ SIZES = {
 }
 #: Unit-scaled parameters are of unit size, so that a step is a larger number.
 GRIDS = {
-    "fp32": [2.0**k for k in range(-11, -5)],
-    "unit + fp8": [2.0**k for k in range(-5, 1)],
-    "unit + scaled": [2.0**k for k in range(-5, 1)],
+    "fp32": [2.0**k for k in range(-11, -7)],
+    "unit + fp8": [2.0**k for k in range(-4, 0)],
+    "unit + scaled": [2.0**k for k in range(-4, 0)],
 }
 
 

@@ -48,6 +48,10 @@ class UnitScaling(TorchFunctionMode):
         if step.counterpart:
             if step.free:
                 kwargs = {**kwargs, "constraint": None}
+            if step.tied:
+                rows, weight, *rest = args
+                of_rows, of_columns = weight.shape
+                args = (rows, U.scale_bwd(weight, (of_columns / of_rows) ** 0.5), *rest)
             if step.causal:
                 key = args[1] if len(args) > 1 else kwargs["key"]
                 kwargs = {**kwargs, "context_length": key.shape[-2]}

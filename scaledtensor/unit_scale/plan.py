@@ -51,6 +51,9 @@ class Step:
     counterpart: bool = False
     #: Whether its gradient then has a scale of its own: no residual sum comes after it.
     free: bool = False
+    #: Whether it looks up rows of a matrix that a product also multiplies by. That is no cut edge:
+    #: both parts of its gradient have the product's scale.
+    tied: bool = False
     #: Whether its mask is causal. The law then is that of causal attention, however it is spelled:
     #: models give a mask in one mode of execution, and say `is_causal` in another.
     causal: bool = False

@@ -141,7 +141,8 @@ class _Planner:
             return None  # add_splits; or no result to scale
         if node.func in BORDERS or (node.func in _POINTWISE and self.is_alone(node)):
             causal = node.func is scaled_dot_product_attention and _is_causal(node)
-            return Step(counterpart=True, free=self.is_free(node), causal=causal)
+            tied = node.name == "embedding" and any(map(self.is_tied, node.operands))
+            return Step(counterpart=True, free=self.is_free(node), causal=causal, tied=tied)
         parameters = tuple(i for i, a in enumerate(node.args) if self.is_broadcast(a, node))
         scale = 1.0
         root = self.roots[node]
@@ -183,15 +184,20 @@ class _Planner:
             self.roots[n] is root and n.func in _POINTWISE and self.is_alone(n) for n in self.nodes
         )
 
+    def is_tied(self, parameter: Node) -> bool:
+        """Whether a parameter is both looked up and multiplied by."""
+        names = {user.name for user in _uses(parameter) if user.func in BORDERS}
+        return "embedding" in names and len(names) > 1
+
     def is_free(self, node: Node) -> bool:
-        """Whether no residual sum comes after, so that nothing is added to what its gradient
-        becomes: a cut edge."""
+        """Whether nothing is added to what its gradient becomes, so that it is a cut edge: neither
+        a residual sum comes after nor a product with a matrix that was also looked up."""
         if "constraint" not in inspect.signature(COUNTERPARTS[node.func]).parameters:
             return False
-        seen, todo = {node}, list(node.users)
+        seen, todo = set[Node](), [node]
         while todo:
             user = todo.pop()
-            if user in self.residual:
+            if user in self.residual or any(map(self.is_tied, user.operands)):
                 return False
             if user not in seen:
                 seen.add(user)
@@ -230,6 +236,14 @@ def _is_causal(node: Node) -> bool:
 
 def _in_place(node: Node) -> bool:
     return node.name.endswith("_") and not node.name.endswith("__")
+
+
+def _uses(parameter: Node) -> list[Node]:
+    """Calls on a parameter or on a view of it."""
+    found = []
+    for user in parameter.users:
+        found += _uses(user) if user.kind == PARAMETER else [user]
+    return found
 
 
 def _moved_from(node: Node) -> Node:
