@@ -69,6 +69,13 @@ def test__a_plot__has_a_title_and_ends(graph, metric):
     assert any("demo" in text.get_text() for text in axes.figure.texts)
 
 
+def test__metrics__have_the_published_numbers_and_more():
+    published = pytest.importorskip("unit_scaling.transforms").Metrics
+    assert set(published.names()) < set(Metrics.names())
+    for name in published.names():
+        assert Metrics.get_full_name(name) == published.get_full_name(name)
+
+
 def test__a_metric_that_is_none__is_named(graph):
     pytest.importorskip("matplotlib")
     with pytest.raises(errors.ModelError, match="mean_abs"):

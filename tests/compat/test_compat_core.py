@@ -127,6 +127,13 @@ def test__a_model_of_the_guide__trains():
     assert losses[-1] < 0.5 * losses[0]
 
 
+def test__any_optimizer__takes_scaled_parameters():
+    model = uu.Linear(16, 4, bias=True)
+    groups = optim.scaled_parameters(model.parameters(), optim.lr_scale_func_adam, lr=1.0)
+    optimizer = torch.optim.RAdam(groups)
+    assert [g["lr"] for g in optimizer.param_groups] == [1 / 4, 1.0]
+
+
 def test__a_function_written_by_hand__is_like_its_module():
     x = torch.randn(64, 32)
     layer = uu.Linear(32, 16)

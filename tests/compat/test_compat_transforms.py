@@ -1,6 +1,7 @@
 """Transforms of the published library: copies that compute otherwise, and nest."""
 
 import copy
+import importlib
 import pickle
 
 import pytest
@@ -101,6 +102,43 @@ def test__unit_scale__has_unit_scale_forward_and_backward():
     for tensor in [*tensors, layer.l1.weight, layer.l2.weight]:
         assert 0.5 < rms(tensor) < 2
     assert not layer.l1.bias.any()
+
+
+class Formula(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l1 = nn.Linear(64, 64)
+
+    def forward(self, x):
+        y = torch.tanh(self.l1(x))
+        y = y * y
+        return y, y.sum()
+
+
+def test__formulas_and_sums__are_of_unit_scale():
+    """In the published library they stay as they are."""
+    torch.manual_seed(0)
+    published = pytest.importorskip("unit_scaling.transforms")
+    model, x = Formula(), torch.randn(256, 64)
+    (ours, loss), (theirs, sum_of_theirs) = (
+        f(model)(x) for f in (unit_scale, published.unit_scale)
+    )
+    assert 0.8 < rms(ours) < 1.25
+    assert 0.1 < abs(float(loss.detach())) < 10
+    assert rms(theirs) < 0.6
+    torch.testing.assert_close(sum_of_theirs, theirs.sum())
+
+
+def test__a_unit_scaled_models_parameters__have_learning_rates():
+    """The published transform tags none, and its optimizers refuse them."""
+    torch.manual_seed(0)
+    published = pytest.importorskip("unit_scaling")
+    model = nn.Sequential(nn.Linear(64, 16), nn.Linear(16, 4))
+    optimizer = uu.optim.AdamW(unit_scale(model).parameters(), lr=1.0)
+    assert {g["lr"] for g in optimizer.param_groups} == {64**-0.5, 16**-0.5, 1.0}
+    theirs = importlib.import_module("unit_scaling.transforms").unit_scale(model)
+    with pytest.raises(ValueError, match="mup_type"):
+        published.optim.AdamW(theirs.parameters(), lr=1.0)
 
 
 def test__unit_scale__is_that_of_scaledtensor():
@@ -232,7 +270,7 @@ def test__compile_of_unit_scale__is_the_eager_model_and_plans_each_mode(monkeypa
 
 
 def test__torch_compile__takes_a_unit_scaled_model():
-    """The published one cannot be compiled by torch.compile."""
+    """The published one recurses without end."""
     torch.manual_seed(0)
     model, x = unit_scale(Residual(16)), torch.randn(8, 16)
     expected = model(x)

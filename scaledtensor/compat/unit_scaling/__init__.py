@@ -17,24 +17,24 @@ what                           published                         here
                                smallest normals 2^-7 and 2^-15   `FPFormat(5, 10)`, `(8, 7)` and
                                                                  `(8, 23)` are FP16, BF16, FP32
 `rounding="nearest"`           ties toward zero                  ties to even
-`quantise` of 16-bit floats    another shape                     its shape and dtype
+`quantise` of 16-bit floats    half of the last dimension        its shape and dtype
 `simulate_format`              always rounds stochastically,     rounds as the formats say, in
                                in `linear` and attention alone   every product and convolution
-transforms                     graphs that Dynamo captures: a    modes around the model's own
-                               graph break is an error           code, eager or compiled
-`torch.compile(unit_scale(m))` fails                             works, after one call of the
+transforms                     graphs that Dynamo captures       modes around the model's own
+                                                                 code, eager or compiled
+`torch.compile(unit_scale(m))` recurses without end              works, after one call of the
                                                                  model; `compile(unit_scale(m))`
                                                                  makes that itself
 `unit_scale`: residual sums    tau = 0.01 for attention, 0.5     the transformer rule of u-muP
-`unit_scale`: `x * y`, tanh,   left as they are                  of unit scale
-`@`, a gelu written by hand
+`unit_scale`: `x * y`, tanh,   left as they are                  of unit scale, and so is a loss
+`@`, `sum`, a gelu by hand                                       that is a sum
 `unit_scale`: parameters       of `Linear` and `Embedding`       all weights and biases, and
                                                                  tagged for u-muP's optimizers
-`unit_scale(replace=)`         what replaces a function is       the same; a Python function is
-                               put in the graph                  made overridable where the model's
-                                                                 code finds it
+`unit_scale(replace=)`         calls of Python functions are     a wrapper takes the place of the
+                               found in the graph                function where the model's code
+                                                                 finds it by a name
 `track_scales`                 inputs keep `requires_grad`;      inputs stay as they were;
-                               an empty graph before a call      an error before a call
+                               an empty graph before a call;     an error before a call;
 `Metrics`                      made from a tensor by hand        made by `track_scales`, with more
                                                                  numbers
 `prune_selected_nodes`         changes the graph it is given,    a copy, bridged; "add" and
@@ -57,7 +57,18 @@ that it takes the place of. Modules are those of the published package but for `
 """
 
 from scaledtensor._version import __version__
-from scaledtensor.compat.unit_scaling import core, functional, optim, parameter
+from scaledtensor.compat.unit_scaling import (
+    analysis,
+    constraints,
+    core,
+    formats,
+    functional,
+    optim,
+    parameter,
+    scale,
+    transforms,
+    utils,
+)
 from scaledtensor.functional import transformer_residual_scaling_rule
 from scaledtensor.nn import (
     GELU,
@@ -104,9 +115,15 @@ __all__ = [
     "TransformerLayer",
     "TransformerStack",
     "__version__",
+    "analysis",
+    "constraints",
     "core",
+    "formats",
     "functional",
     "optim",
     "parameter",
+    "scale",
     "transformer_residual_scaling_rule",
+    "transforms",
+    "utils",
 ]

@@ -246,7 +246,7 @@ def _names(caller: FunctionType) -> Iterator[tuple[Any, str, Any]]:
             inner = vars(space[name])
             yield from ((inner, n, inner[n]) for n in caller.__code__.co_names if n in inner)
     for name, cell in zip(caller.__code__.co_freevars, caller.__closure__ or (), strict=True):
-        if cell != CellType():
+        if cell != CellType():  # which is empty
             yield cell, name, cell.cell_contents
 
 
@@ -255,4 +255,4 @@ def _is_in(x: Any, either: tuple[Any, ...]) -> bool:
 
 
 def _is_torchs(function: FunctionType) -> bool:
-    return function.__module__.partition(".")[0] == "torch"
+    return str(function.__module__).partition(".")[0] == "torch"
