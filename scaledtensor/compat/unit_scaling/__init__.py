@@ -34,7 +34,7 @@ transforms                     graphs that Dynamo captures       modes around th
                                found in the graph                function where the model's code
                                                                  finds it by a name
 `track_scales`                 inputs keep `requires_grad`;      inputs stay as they were;
-                               an empty graph before a call;     an error before a call;
+                               an empty graph before a call      an error before a call
 `Metrics`                      made from a tensor by hand        made by `track_scales`, with more
                                                                  numbers
 `prune_selected_nodes`         changes the graph it is given,    a copy, bridged; "add" and
