@@ -2,12 +2,14 @@
 
 import contextlib
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import checkpoint
 
 __all__ = [
     "disable_torch_function",
@@ -17,13 +19,13 @@ __all__ = [
     "grouped_mm",
     "has_fp8_gemm",
     "inlined",
+    "innermost_checkpoint",
     "is_composite",
     "is_tracing",
     "is_transforming",
     "is_within_backward",
     "log",
     "make_wrapper",
-    "mode_stack",
     "reshape_wrapper",
     "without_function_modes",
     "without_torch_function",
@@ -200,10 +202,21 @@ def is_within_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def mode_stack() -> Sequence[Any]:
-    """The function modes that are entered, of which there is no public list."""
-    stack: Sequence[Any] = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return stack
+def innermost_checkpoint() -> Any:
+    """What identifies the activation checkpoint that the caller runs in; None outside of any.
+
+    A checkpoint says nothing of itself. One kind hooks the saving of tensors; the other, which
+    switches gradients off, shows in the stack alone.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is not None and hooks[0].__module__ == checkpoint.__name__:
+        return hooks[0]
+    if torch.is_grad_enabled():
+        return None
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_globals is not vars(checkpoint):
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame
 
 
 @contextlib.contextmanager

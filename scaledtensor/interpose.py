@@ -17,10 +17,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from scaledtensor import _torch
-from scaledtensor.errors import ModelError
+from scaledtensor.errors import ModelError, UnsupportedError
 from scaledtensor.ops import recurrent
 
-__all__ = ["ENTERED", "Transform", "interpose", "original", "remove", "transforms"]
+__all__ = ["ENTERED", "Mode", "Transform", "interpose", "original", "remove", "transforms"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -44,8 +44,32 @@ class Transform(Protocol):
     def mode(self, module: nn.Module, args: Any, kwargs: Any) -> TorchFunctionMode:
         """A fresh mode for one call of `module`'s own forward."""
 
-    def removed(self, module: nn.Module) -> None:
-        """`module` is itself again."""
+
+class Mode(TorchFunctionMode):
+    """A mode of a transform that changes what a model computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        compiling = torch.compiler.is_compiling()
+        self.gradients = torch.is_grad_enabled()
+        self.checkpoint = None if compiling else _torch.innermost_checkpoint()
+
+    def refuse_checkpoint(self) -> None:
+        """Parts of the model that are checkpointed run again in the backward pass, outside of its
+        forward and so of this mode. (A checkpoint around the model is none of its parts.)
+
+        Raises:
+            UnsupportedError: the caller runs in a checkpoint that began within this mode.
+        """
+        if torch.compiler.is_compiling() or not self.gradients:
+            return
+        inner = _torch.innermost_checkpoint()
+        if inner is not None and inner is not self.checkpoint:
+            raise UnsupportedError(
+                "a part of a transformed model is checkpointed: it would run again in the backward "
+                "pass, where no transform sees it. Checkpoint the whole model, write it with "
+                "scaledtensor.nn and scaledtensor.functional, or turn checkpointing off"
+            )
 
 
 class Interposed:
@@ -151,8 +175,6 @@ def remove(module: M) -> M:
     """Give `module` its own forward back, in place; its parameters stay as they are."""
     interposed = _interposed(module)
     if interposed is not None:
-        for transform in interposed.transforms:
-            transform.removed(module)
         del module.__dict__["forward"]
         if interposed.own is not None:
             module.__dict__["forward"] = interposed.own

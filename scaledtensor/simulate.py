@@ -12,13 +12,12 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from scaledtensor import _torch
 from scaledtensor.errors import FormatError, UnsupportedError
 from scaledtensor.formats import E4M3FN, E5M2, Format, fake_quantize, get
 from scaledtensor.formats.rounding import Overflow, Rounding
-from scaledtensor.interpose import ENTERED, interpose
+from scaledtensor.interpose import ENTERED, Mode, interpose
 from scaledtensor.tensor import ScaledTensor
 
 __all__ = ["SimulateFormat", "simulate_format", "simulate_fp8"]
@@ -84,11 +83,8 @@ class SimulateFormat:
     backward_rounding: Rounding = "nearest_even"
     overflow: Overflow = "saturate"
 
-    def mode(self, module: nn.Module, args: Any, kwargs: Any) -> TorchFunctionMode:
+    def mode(self, module: nn.Module, args: Any, kwargs: Any) -> Mode:
         return _Simulation(self)
-
-    def removed(self, module: nn.Module) -> None:
-        pass
 
     def operand(self, x: Any) -> Any:
         """A product's operand: rounded, its gradient as it comes."""
@@ -141,7 +137,7 @@ class _Rounded(torch.autograd.Function):
 _rounded: Callable[..., Any] = _Rounded.apply
 
 
-class _Simulation(TorchFunctionMode):
+class _Simulation(Mode):
     """Dynamo traces it."""
 
     def __init__(self, how: SimulateFormat) -> None:
@@ -155,6 +151,7 @@ class _Simulation(TorchFunctionMode):
                 return ENTERED[func](*args, **kwargs)
         start = OPERANDS_FROM.get(func)
         if start is not None:
+            self.refuse_checkpoint()
             listed = len(args) == start + 1
             matrices = [self.how.operand(x) for x in (args[start] if listed else args[start:])]
             call = (*args[:start], matrices) if listed else (*args[:start], *matrices)
@@ -162,6 +159,7 @@ class _Simulation(TorchFunctionMode):
         operands = OPERANDS.get(func)
         if operands is None:
             return func(*args, **kwargs)
+        self.refuse_checkpoint()
         args = list(args)
         for position, name in operands:
             if position < len(args):
@@ -186,7 +184,8 @@ def simulate_format(
     the gradient of its result to those of `bwd_format`, without scales and with the accumulation of
     the device; autograd saves the rounded operands. In any spelling (`@`, `bmm`, `einsum`, `addmm`,
     grouped, `nn.MultiheadAttention`, recurrent layers), eager and compiled. With `unit_scale`, in
-    either order, the products of the unit-scaled model are rounded.
+    either order, the products of the unit-scaled model are rounded. What no mode sees is not: under
+    `torch.compile`, the body of an activation checkpoint.
 
     Args:
         model: any module; compile it afterwards. `scaledtensor.interpose.remove` undoes it.
@@ -203,6 +202,8 @@ def simulate_format(
     Raises:
         FormatError: no format has that name.
         ModelError: `model` is no module, is compiled, or simulates a format already.
+        UnsupportedError: when called: a part of it is checkpointed, or its parameters are
+            ScaledTensors.
     """
     how = SimulateFormat(
         _format(fwd_format), _format(bwd_format), rounding, bwd_rounding or rounding, overflow

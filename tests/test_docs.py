@@ -15,12 +15,16 @@ ROOT = Path(__file__).parent.parent
 
 
 def test__the_ten_lines_of_the_readme_run(capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    scope: dict[str, object] = {}
+    code, unit = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    scope: dict[str, Any] = {}
     exec(code, scope)
     assert "ScaledTensor(" in capsys.readouterr().out
-    model = scope["model"]
-    assert not any(isinstance(p, sct.ScaledTensor) for p in model.parameters())  # type: ignore[attr-defined]
+    model, tokens = scope["model"], scope["tokens"]
+    assert not any(isinstance(p, sct.ScaledTensor) for p in model.parameters())
+    exec(unit, scope)
+    assert 0.8 < scope["model"](tokens).std() < 1.25
+    sct.functional.cross_entropy(scope["model"](tokens).flatten(0, 1), tokens.flatten()).backward()
+    scope["optimizer"].step()
 
 
 def test__the_steps_of_contributing_add_an_operator() -> None:

@@ -16,7 +16,7 @@ from scaledtensor.inspect.metrics import Data, Metrics
 from scaledtensor.inspect.places import Line, forward_code
 from scaledtensor.inspect.scales import Scales
 from scaledtensor.inspect.tracking import original, tracking
-from scaledtensor.report import start_of_backward, left_untouched
+from scaledtensor.report import left_untouched, start_of_backward
 
 __all__ = ["analyse_module"]
 

@@ -3,44 +3,57 @@
 from typing import Any
 
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 import scaledtensor.functional as U
 from scaledtensor.errors import ModelError
 from scaledtensor.functional.spellings import COUNTERPARTS
-from scaledtensor.interpose import ENTERED
+from scaledtensor.interpose import ENTERED, Mode
 from scaledtensor.unit_scale.plan import NAMES, Plan, Step, is_counted
 
 __all__ = ["UnitScaling"]
 
 
-class UnitScaling(TorchFunctionMode):
+class UnitScaling(Mode):
     """Changes the calls that the plan names; one use each. Dynamo traces it."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
         self.plan = plan
-        self.counts = dict.fromkeys(plan.counts, 0)
-        self.waiting: dict[int, Tensor] = {}
+        self.counts = dict.fromkeys(plan.calls, 0)
+        self.done = 0
+        #: By residual sum: what its branch starts from, and the skip connection that waits for it.
+        self.waiting: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in ENTERED:
             with self:
                 return ENTERED[func](*args, **kwargs)
-        name = NAMES.get(func)
-        if name is None or name not in self.counts or not is_counted(args):
-            return func(*args, **kwargs)
-        index = self.counts[name]
-        self.counts[name] = index + 1
-        step = self.plan.steps.get((name, index))
+        step = self.next_step(func, args)
         if step is None:
             return func(*args, **kwargs)
-        result = self.applied(step, func, args, kwargs)
-        if step.split is not None:
-            result, skip = U.residual_split(result, step.split.tau)
-            self.waiting[step.split.add] = skip
-        return result
+        self.refuse_checkpoint()
+        return self.split(step, self.applied(step, func, args, kwargs))
+
+    def next_step(self, func: Any, args: Any) -> Step | None:
+        """What the plan has for this call; the call then counts as done."""
+        name = NAMES.get(func)
+        if name is None or name not in self.counts or not is_counted(args):
+            return None
+        if self.done == len(self.plan.calls) or self.plan.calls[self.done] != name:
+            raise _other_path(f"it called {name} where it did not before")
+        self.done += 1
+        index = self.counts[name]
+        self.counts[name] = index + 1
+        return self.plan.steps.get((name, index))
+
+    def split(self, step: Step, result: Any) -> Any:
+        """Where a residual branch starts: what the branch goes on with."""
+        if step.split is None:
+            return result
+        branch, skip = U.residual_split(result, step.split.tau)
+        self.waiting[step.split.add] = branch, skip
+        return branch
 
     def applied(self, step: Step, func: Any, args: Any, kwargs: Any) -> Any:
         if step.add is not None:
@@ -74,7 +87,10 @@ class UnitScaling(TorchFunctionMode):
             raise ModelError("a residual sum with alpha: write x + alpha * y")
         skip, branch = args[step.skip], args[1 - step.skip]
         if step.waiting:
-            result = U.residual_add(branch, self.waiting.pop(step.add), step.tau)  # type: ignore[arg-type]
+            start, waited = self.waiting.pop(step.add)  # type: ignore[arg-type]
+            if skip is not start:
+                raise _other_path("a residual sum is of something else than what it started at")
+            result = U.residual_add(branch, waited, step.tau)
         else:
             whole = (1 + step.tau**2) ** 0.5
             result = branch * (step.tau / whole) + skip * (1 / whole)
@@ -83,13 +99,12 @@ class UnitScaling(TorchFunctionMode):
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        if kind is None and self.counts != self.plan.counts:
-            off = ", ".join(
-                f"{name} {n} times instead of {self.plan.counts[name]}"
-                for name, n in self.counts.items()
-                if n != self.plan.counts[name]
-            )
-            raise ModelError(
-                f"the model took another path than when unit scaling recorded it: it called {off}. "
-                "Record that path first: scaledtensor.unit_scale(model, *inputs, **kwargs)"
-            )
+        if kind is None and self.done != len(self.plan.calls):
+            raise _other_path(f"it did not call {self.plan.calls[self.done]}")
+
+
+def _other_path(what: str) -> ModelError:
+    return ModelError(
+        f"the model took another path than when unit scaling recorded it: {what}. Record that path "
+        "first: scaledtensor.unit_scale(model, inputs), of a model that always takes it"
+    )

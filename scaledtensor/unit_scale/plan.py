@@ -77,7 +77,7 @@ class Plan:
     """The calls of a model's forward that unit scaling changes."""
 
     steps: dict[Call, Step] = field(default_factory=dict)
-    #: Calls of each name that has a step: another number means another path through the model.
-    counts: dict[str, int] = field(default_factory=dict)
+    #: Calls of every name that has a step, in order: another order is another path.
+    calls: tuple[str, ...] = ()
     #: Residual sums, in order: how each is called in a listing.
     residuals: list[str] = field(default_factory=list)

@@ -76,8 +76,8 @@ class _Planner:
                 steps[node.call] = step
         self.add_splits(steps)
         names = {name for name, _ in steps}
-        counts = {name: n for name, n in self.recording.counts.items() if name in names}
-        return Plan(steps, counts, [f"{s.name} of {tuple(s.shape)}" for s in self.residual])
+        calls = tuple(name for name in self.recording.calls if name in names)
+        return Plan(steps, calls, [f"{s.name} of {tuple(s.shape)}" for s in self.residual])
 
     # --- residual sums -----------------------------------------------------------------------
 

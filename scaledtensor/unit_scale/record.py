@@ -45,10 +45,10 @@ class Node:
 
 @dataclass
 class Recording:
-    """The nodes of a run in order, and how many calls of each name were counted."""
+    """The nodes of a run, and the names of the calls that were counted, both in order."""
 
     nodes: list[Node] = field(default_factory=list)
-    counts: dict[str, int] = field(default_factory=dict)
+    calls: list[str] = field(default_factory=list)
 
 
 #: Results whose values do not depend on the values of what they are made from.
@@ -76,8 +76,8 @@ class _Recorder(TorchFunctionMode):
         name = NAMES.get(func, "__get__")
         call = None
         if name != "__get__" and is_counted(args):
-            call = name, self.recording.counts.get(name, 0)
-            self.recording.counts[name] = call[1] + 1
+            call = name, self.recording.calls.count(name)
+            self.recording.calls.append(name)
         given = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
         made_of = tuple(self.nodes[id(a)] for a in given if id(a) in self.nodes)
         result = func(*args, **kwargs)

@@ -5,10 +5,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from scaledtensor import _torch
-from scaledtensor.errors import UnsupportedError
 from scaledtensor.functional import transformer_residual_scaling_rule
 from scaledtensor.interpose import interpose, original
 from scaledtensor.unit_scale.initialize import unit_parameters
@@ -31,15 +28,6 @@ class UnitScale:
     def __init__(self, residual_rule: ResidualRule | None) -> None:
         self.residual_rule = residual_rule
         self.plans: dict[Key, Plan] = {}
-        self.guards: list[RemovableHandle] = []
-
-    def guard(self, module: nn.Module) -> None:
-        """Let no part of `module` run in the backward pass."""
-        self.guards = [
-            part.register_forward_pre_hook(_refuse_recomputation)
-            for part in module.modules()
-            if part is not module
-        ]
 
     def mode(self, module: nn.Module, args: Any, kwargs: Any) -> UnitScaling:
         key = _key(module, args, kwargs)
@@ -52,28 +40,12 @@ class UnitScale:
         rule = self.residual_rule or transformer_residual_scaling_rule()
         self.plans[_key(module, args, kwargs)] = plan(recording, rule)
 
-    def removed(self, module: nn.Module) -> None:
-        for guard in self.guards:
-            guard.remove()
-
 
 _plan_uncompiled = torch.compiler.disable(  # type: ignore[no-untyped-call]
     UnitScale.make_plan,
     reason="unit_scale records a model's first call of a kind: give unit_scale() the inputs, "
     "or call the model once before compiling it whole",
 )
-
-
-def _refuse_recomputation(module: nn.Module, args: Any) -> None:
-    """What checkpointing runs again in the backward pass runs outside of the model's forward."""
-    if torch.compiler.is_compiling() or not _torch.is_within_backward():
-        return
-    if not any(isinstance(mode, UnitScaling) for mode in _torch.mode_stack()):
-        raise UnsupportedError(
-            f"{type(module).__name__} of a unit_scale()d model is run again in the backward pass, "
-            "where it would compute its original function. Activation checkpointing needs a model "
-            "written with scaledtensor.nn and scaledtensor.functional; turn it off here"
-        )
 
 
 def _key(module: nn.Module, args: Any, kwargs: Any) -> Key:
@@ -119,7 +91,6 @@ def unit_scale(
     """
     transform = UnitScale(residual_rule)
     interpose(model, transform)
-    transform.guard(model)
     if initialize:
         unit_parameters(model)
     if inputs is not None:

@@ -400,8 +400,28 @@ def test__another_path__is_an_error() -> None:
 
     model, _ = built(Twice(), inputs(2, WIDTH))
     model(inputs(2, WIDTH))
-    with pytest.raises(errors.ModelError, match="linear 3 times instead of 2"):
+    with pytest.raises(errors.ModelError, match="it called linear where it did not"):
         model(inputs(3, WIDTH))
+    with pytest.raises(errors.ModelError, match="it did not call linear"):
+        model(inputs(1, WIDTH))
+
+
+def test__another_skip_of_the_same_calls__is_an_error() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.other = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.a(x)
+            z = self.b(y)
+            return z + y if self.other else y + z
+
+    model, _ = built(Model(), inputs(2, WIDTH))
+    model.other = True
+    with pytest.raises(errors.ModelError, match="something else than what it started at"):
+        model(inputs(2, WIDTH))
 
 
 def test__in_low_precision__products_are_rounded_in_either_order() -> None:
@@ -439,20 +459,39 @@ def test__removing__gives_the_function_back() -> None:
     assert torch.equal(interpose.remove(model)(x), y)
 
 
+def by_function(block: nn.Module) -> Any:
+    return lambda x: x + F.linear(F.gelu(x), block.down.weight[:, :WIDTH])
+
+
+@pytest.mark.parametrize("transform", [sct.unit_scale, sct.simulate_fp8])
+@pytest.mark.parametrize("call", [lambda block: block, by_function], ids=["module", "function"])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test__checkpointing__is_an_error_and_no_other_gradient(reentrant: bool) -> None:
+def test__checkpointing_a_part__is_an_error_and_no_other_gradient(
+    transform: Any, call: Any, reentrant: bool
+) -> None:
     class Checkpointed(Stack):
         def forward(self, x: Tensor) -> Tensor:
             for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=reentrant)
+                x = checkpoint(call(block), x, use_reentrant=reentrant)
             return self.head(x)
 
-    model, _ = built(Checkpointed(Block(), Block()), inputs(4, WIDTH))
+    model = transform(Checkpointed(Block(), Block()))
     x = inputs(4, WIDTH).requires_grad_()
-    y = model(x)
-    with pytest.raises(errors.UnsupportedError, match="Block of a unit_scale"):
-        y.sum().backward()
+    with pytest.raises(errors.UnsupportedError, match="checkpointed"):
+        model(x)
+    with torch.no_grad():
+        model(x)  # nothing is run again
     interpose.remove(model)(x).sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test__checkpointing_the_whole__gives_the_same_gradients(reentrant: bool) -> None:
+    model = sct.simulate_fp8(built(Stack(Block(), Block()), inputs(4, WIDTH))[0])
+    x = inputs(4, WIDTH).requires_grad_()
+    expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    checkpoint(model, x, use_reentrant=reentrant).square().sum().backward()
+    for parameter, grad in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad, grad)
 
 
 def test__bad_input__is_named() -> None:

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, wrap_torch_function
 from torch.utils import _pytree as pytree
 
-import scaledtensor.functional as U
 from scaledtensor.errors import ModelError, UnsupportedError
 from scaledtensor.interpose import interpose
 from scaledtensor.unit_scale.initialize import unit_parameters
 from scaledtensor.unit_scale.mode import UnitScaling
-from scaledtensor.unit_scale.plan import NAMES, Plan, is_counted
+from scaledtensor.unit_scale.plan import NAMES, Plan
 from scaledtensor.unit_scale.verb import UnitScale
 
 __all__ = ["ReplacingUnitScale", "overridable"]
@@ -52,7 +51,6 @@ class ReplacingUnitScale(UnitScale):
         transform = cls(replace)
         transform.find(module)
         interpose(module, transform)
-        transform.guard(module)
         unit_parameters(module)
         return module
 
@@ -141,18 +139,14 @@ class _Running(_Replacing, UnitScaling):
             return func(*args, **(kwargs or {}))
         if func not in self.replace:
             return super().__torch_function__(func, types, args, kwargs)
-        name = NAMES.get(func, "")
-        step = None
-        if name in self.counts and is_counted(args):
-            step = self.plan.steps.get((name, self.counts[name]))
-            if step is not None and step.add is not None:  # a residual sum is no function's
-                return super().__torch_function__(func, types, args, kwargs)
-            self.counts[name] += 1
-        result = self.replaced(func, args, kwargs or {})
-        if step is not None and step.split is not None:
-            result, skip = U.residual_split(result, step.split.tau)
-            self.waiting[step.split.add] = skip
-        return result
+        step = self.next_step(func, args)
+        if step is None:
+            return self.replaced(func, args, kwargs or {})
+        if step.add is None:
+            result = self.replaced(func, args, kwargs or {})
+        else:  # a residual sum is no function's
+            result = self.residual(step, args, kwargs or {})
+        return self.split(step, result)
 
 
 def _wrapper(function: Function) -> Function:
