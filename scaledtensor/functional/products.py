@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from scaledtensor.errors import ShapeError
 from scaledtensor.functional.batch import batch_factor
@@ -101,10 +101,25 @@ def linear(
         constraint, root(fan_in, scale_power[0]), root(fan_out, scale_power[1])
     )
     over_batch = root(batch, scale_power[2])
+    weight_scale = parameter_scale(constraint, over_batch, output_scale)
+    bias_scale = parameter_scale(constraint, over_batch)
+    if type(input) is Tensor and type(weight) in (Tensor, nn.Parameter) and output_scale > 0:
+        # The product scales its own result and, with it, both gradients: no pass over either.
+        input = scale_bwd(input, input_scale / output_scale)
+        weight = scale_bwd(weight, weight_scale / output_scale)
+        bias = None if bias is None else scale_bwd(bias, bias_scale)
+        return _scaled_linear(input, weight, bias, output_scale)
     input = scale_bwd(input, input_scale)
-    weight = scale_bwd(weight, parameter_scale(constraint, over_batch, output_scale))
-    bias = unshrunk(bias, output_scale, parameter_scale(constraint, over_batch))
+    weight = scale_bwd(weight, weight_scale)
+    bias = unshrunk(bias, output_scale, bias_scale)
     return scale_fwd(F.linear(input, weight, bias), output_scale)
+
+
+def _scaled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, factor: float) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    added, beta = (x.new_zeros(()), 0) if bias is None else (bias, 1)
+    y = torch.addmm(added, rows, weight.mT, beta=beta, alpha=factor)
+    return y.view(*x.shape[:-1], weight.shape[0])
 
 
 def linear_readout(
