@@ -1,6 +1,6 @@
 """Running a model by its plan."""
 
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -20,7 +20,7 @@ class UnitScaling(Mode):
         super().__init__()
         self.plan = plan
         self.counts = dict.fromkeys(plan.calls, 0)
-        self.done = 0
+        self.done = self.entered = 0
         #: By residual sum: what its branch starts from, and the skip connection that waits for it.
         self.waiting: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -80,6 +80,8 @@ class UnitScaling(Mode):
         result = func(*args, **kwargs)
         if step.scale == 1.0:
             return result
+        if isinstance(result, (tuple, list)):
+            return [part * step.scale for part in result]
         return result.mul_(step.scale) if step.in_place else result * step.scale
 
     def residual(self, step: Step, args: Any, kwargs: Any) -> Tensor:
@@ -97,9 +99,15 @@ class UnitScaling(Mode):
         # `x += y` and `x.add_(y)` arrive alike, and whoever wrote the second looks at x.
         return args[0].copy_(result) if step.in_place else result
 
+    def __enter__(self) -> Self:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self.entered += 1  # once for the forward, and again for functions that are entered
+        return self
+
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        if kind is None and self.done != len(self.plan.calls):
+        self.entered -= 1
+        if kind is None and self.entered == 0 and self.done != len(self.plan.calls):
             raise _other_path(f"it did not call {self.plan.calls[self.done]}")
 
 

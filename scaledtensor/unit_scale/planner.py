@@ -94,7 +94,8 @@ class _Planner:
             for skip, branch in ((left, right), (right, left)):
                 source = _moved_from(skip)
                 if _leads(source, branch):
-                    may_wait = source is skip and skip not in waiting and skip.call is not None
+                    alone = skip.call is not None and skip.output is None
+                    may_wait = source is skip and skip not in waiting and alone
                     if may_wait:
                         waiting.add(skip)
                     self.residual[node] = skip, may_wait
@@ -207,7 +208,10 @@ class _Planner:
     # --- what Gaussians become ---------------------------------------------------------------
 
     def scale_of(self, node: Node, sources: tuple[Node, ...]) -> float:
-        """1 / RMS of the result for independent Gaussian sources; 1 where that is near."""
+        """1 / RMS of the result for independent Gaussian sources; 1 where that is near. A single
+        number is a loss or a statistic: it stays what the model says."""
+        if node.shape.numel() == 1:
+            return 1.0
         rms = _replayed(node, sources)
         if not math.isfinite(rms) or rms == 0:
             if rms != 0:

@@ -73,9 +73,9 @@ class _Recorder(TorchFunctionMode):
         if func in ENTERED:
             with self:
                 return ENTERED[func](*args, **kwargs)
-        name = NAMES.get(func, "__get__")
+        name = getattr(func, "__name__", "")
         call = None
-        if name != "__get__" and is_counted(args):
+        if func in NAMES and is_counted(args):
             call = name, self.recording.calls.count(name)
             self.recording.calls.append(name)
         given = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
@@ -96,7 +96,8 @@ class _Recorder(TorchFunctionMode):
                     func,
                     self.symbolic(args),
                     self.symbolic(kwargs),
-                    call,
+                    # A result with names (values and indices) has no step: it is no plain list.
+                    call if not several or type(result) in (tuple, list) else None,
                     i if several else None,
                     made_of,
                 )

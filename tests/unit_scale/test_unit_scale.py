@@ -208,6 +208,32 @@ def test__logits_of_attention__keep_the_models_temperature() -> None:
     assert model.qkv.weight.grad.isfinite().all()
 
 
+def test__attention_and_recurrent_modules__are_entered() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+            self.recurrent, self.head = nn.GRU(WIDTH, WIDTH, batch_first=True), nn.Linear(WIDTH, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.attention(x, x, x, need_weights=False)[0]
+            return self.head(self.recurrent(x)[0])
+
+    model, plan = built(Model(), inputs(4, 16, WIDTH))
+    assert len(plan.residuals) == 1
+    assert ("scaled_dot_product_attention", 0) in plan.steps
+    y = model(inputs(4, 16, WIDTH))
+    y.sum().backward()
+    assert 0.2 < rms(y) < 2  # a GRU's states are within one
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test__a_single_number__is_what_the_model_says() -> None:
+    model = sct.unit_scale(_Called(lambda x: x.square().sum()))
+    x = inputs(8, 8)
+    assert model(x) == x.square().sum()
+
+
 def test__a_causal_mask__has_the_scale_of_is_causal() -> None:
     class Attention(nn.Module):
         def __init__(self, masked: bool) -> None:
@@ -322,7 +348,7 @@ def test__recording_within_a_mode__is_not_seen_by_it() -> None:
         def __torch_function__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            Counting.calls += func is F.linear
+            Counting.calls += func is torch.addmm
             return func(*args, **(kwargs or {}))
 
     model = sct.unit_scale(nn.Linear(WIDTH, WIDTH))

@@ -26,8 +26,8 @@ transforms                     graphs that Dynamo captures       modes around th
                                                                  model; `compile(unit_scale(m))`
                                                                  makes that itself
 `unit_scale`: residual sums    tau = 0.01 for attention, 0.5     the transformer rule of u-muP
-`unit_scale`: `x * y`, tanh,   left as they are                  of unit scale, and so is a loss
-`@`, `sum`, a gelu by hand                                       that is a sum
+`unit_scale`: `x * y`, tanh,   left as they are                  of unit scale; a single number
+`@`, a gelu by hand                                              stays what it is
 `unit_scale`: parameters       of `Linear` and `Embedding`       all weights and biases, and
                                                                  tagged for u-muP's optimizers
 `unit_scale(replace=)`         calls of Python functions are     a wrapper takes the place of the
