@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import scaledtensor as sct
 import scaledtensor.functional as U
 from scaledtensor import errors, interpose, mup
+from scaledtensor.demo.model import GPT, GPTConfig
 from scaledtensor.unit_scale.plan import Plan
 
 WIDTH = 32
@@ -367,6 +368,21 @@ def test__copies__are_models_of_their_own() -> None:
             twin.head.weight.zero_()
         assert torch.equal(model(x), y)
         assert all(mup.has_parameter_data(p) for p in twin.parameters())
+
+
+def test__compiled__the_demos_model_is_the_same() -> None:
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    model = GPT(GPTConfig(vocab_size=50, block_size=16, n_layer=2, n_head=2, n_embd=32))
+    tokens, targets = torch.randint(50, (2, 3, 16))
+    sct.unit_scale(model, (tokens, targets))
+    loss = torch.compile(model, fullgraph=True, backend="aot_eager")(tokens, targets)[1]
+    grads = torch.autograd.grad(loss, list(model.parameters()))
+    expected_loss = model(tokens, targets)[1]
+    expected = torch.autograd.grad(expected_loss, list(model.parameters()))
+    torch.testing.assert_close(loss, expected_loss)
+    for a, b in zip(grads, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["inputs given", "recorded when compiled"])
