@@ -30,16 +30,16 @@ class UnitScaling(Mode):
         if func in ENTERED:
             with self:
                 return ENTERED[func](*args, **kwargs)
-        step = self.next_step(func, args)
+        step = self.next_step(func, args, kwargs)
         if step is None:
             return func(*args, **kwargs)
         self.refuse_checkpoint()
         return self.split(step, self.applied(step, func, args, kwargs))
 
-    def next_step(self, func: Any, args: Any) -> Step | None:
+    def next_step(self, func: Any, args: Any, kwargs: Any) -> Step | None:
         """What the plan has for this call; the call then counts as done."""
         name = NAMES.get(func)
-        if name is None or name not in self.counts or not is_counted(args):
+        if name is None or name not in self.counts or not is_counted(args, kwargs):
             return None
         if self.done == len(self.plan.calls) or self.plan.calls[self.done] != name:
             raise _other_path(f"it called {name} where it did not before")
@@ -63,9 +63,8 @@ class UnitScaling(Mode):
             if step.free:
                 kwargs = {**kwargs, "constraint": None}
             if step.tied:
-                rows, weight, *rest = args
-                of_rows, of_columns = weight.shape
-                args = (rows, U.scale_bwd(weight, (of_columns / of_rows) ** 0.5), *rest)
+                args = tuple(map(_of_product, args))
+                kwargs = {name: _of_product(a) for name, a in kwargs.items()}
             if step.causal:
                 key = args[1] if len(args) > 1 else kwargs["key"]
                 kwargs = {**kwargs, "context_length": key.shape[-2]}
@@ -111,6 +110,13 @@ class UnitScaling(Mode):
         self.entered -= 1
         if kind is None and self.entered == 0 and self.done != len(self.plan.calls):
             raise _other_path(f"it did not call {self.plan.calls[self.done]}")
+
+
+def _of_product(x: Any) -> Any:
+    """A matrix (rows, columns) that is looked up: its gradient has the scale of a product's."""
+    if not (isinstance(x, Tensor) and x.is_floating_point()):
+        return x
+    return U.scale_bwd(x, (x.shape[1] / x.shape[0]) ** 0.5)
 
 
 def _other_path(what: str) -> ModelError:

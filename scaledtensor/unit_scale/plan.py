@@ -29,10 +29,11 @@ NAMES: dict[Any, str] = {
 Call = tuple[str, int]
 
 
-def is_counted(args: tuple[object, ...]) -> bool:
+def is_counted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call counts: masks and positions are made of integers, and not alike in every
     mode of execution."""
-    return any(isinstance(x, Tensor) and x.is_floating_point() for x in args)
+    given = (*args, *kwargs.values())
+    return any(isinstance(x, Tensor) and x.is_floating_point() for x in given)
 
 
 @dataclass(frozen=True)

@@ -62,11 +62,15 @@ class _Planner:
         self.nodes = recording.nodes
         self.residual: dict[Node, tuple[Node, bool]] = {}  # sum -> its skip, whether it may wait
         self.roots: dict[Node, Node] = {}
+        #: By root, what its region does to it, other than views.
+        self.done: dict[Node, list[Node]] = {}
 
     def plan(self) -> Plan:
         self.find_residuals()
         for node in self.nodes:
-            self.roots[node] = self.root_of(node)
+            root = self.roots[node] = self.root_of(node)
+            if root is not node and node.name not in _MOVES:
+                self.done.setdefault(root, []).append(node)
         steps: dict[Call, Step] = {}
         for node in self.nodes:
             if node.call is None or node.kind != VARIABLE:
@@ -86,7 +90,8 @@ class _Planner:
         waits for the first alone."""
         waiting: set[Node] = set()
         for node in self.nodes:
-            if not (node.name in _ADDS and node.kind == VARIABLE and len(node.operands) == 2):
+            plain = len(node.operands) == 2 == len(node.args) and not node.kwargs
+            if not (node.name in _ADDS and node.kind == VARIABLE and plain):
                 continue
             left, right = node.operands
             if left.kind != VARIABLE or right.kind != VARIABLE or left.shape != right.shape:
@@ -131,11 +136,7 @@ class _Planner:
     def is_alone(self, node: Node) -> bool:
         """Whether a function of one tensor is all that its region does, so that it is what its name
         says: not the tanh of somebody's gelu."""
-        root = self.roots[node]
-        return root is not node and not any(
-            n is not node and n.name not in _MOVES and self.roots[n] is root and n is not root
-            for n in self.nodes
-        )
+        return self.done.get(self.roots[node]) == [node]
 
     def step_of(self, node: Node) -> Step | None:
         if node in self.residual or node.name == "__setitem__":
@@ -181,9 +182,8 @@ class _Planner:
         return False
 
     def is_counterpart_alone(self, root: Node) -> bool:
-        return any(
-            self.roots[n] is root and n.func in _POINTWISE and self.is_alone(n) for n in self.nodes
-        )
+        done = self.done.get(root, [])
+        return len(done) == 1 and done[0].func in _POINTWISE
 
     def is_tied(self, parameter: Node) -> bool:
         """Whether a parameter is both looked up and multiplied by."""

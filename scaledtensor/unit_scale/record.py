@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,6 +60,7 @@ class _Recorder(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.recording = Recording()
+        self.counts = Counter[str]()
         self.nodes: dict[int, Node] = {}
         self.alive: list[Tensor] = []  # an id names a tensor only as long as that lives
 
@@ -75,8 +77,9 @@ class _Recorder(TorchFunctionMode):
                 return ENTERED[func](*args, **kwargs)
         name = getattr(func, "__name__", "")
         call = None
-        if func in NAMES and is_counted(args):
-            call = name, self.recording.calls.count(name)
+        if func in NAMES and is_counted(args, kwargs):
+            call = name, self.counts[name]
+            self.counts[name] += 1
             self.recording.calls.append(name)
         given = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
         made_of = tuple(self.nodes[id(a)] for a in given if id(a) in self.nodes)

@@ -162,6 +162,47 @@ def test__two_sums_from_one_tensor__both_keep_the_scale() -> None:
     assert 0.7 < rms(model(inputs(512, WIDTH, seed=1))) < 3  # a product of two that share a term
 
 
+def test__arguments_by_name__are_the_same_call() -> None:
+    class Model(nn.Module):
+        def __init__(self, by_name: bool) -> None:
+            super().__init__()
+            self.embedding, self.by_name = nn.Embedding(8, WIDTH), by_name
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            w = self.embedding.weight
+            if self.by_name:
+                x = F.embedding(input=tokens, weight=w)
+                return F.linear(input=torch.add(x, other=x.sin()), weight=w)
+            x = F.embedding(tokens, w)
+            return F.linear(torch.add(x, x.sin()), w)
+
+    torch.manual_seed(0)
+    model = Model(False)
+    twin = copy.deepcopy(model)
+    twin.by_name = True
+    tokens = torch.randint(8, (2, 16))
+    a, b = (built(m, tokens)[0](tokens) for m in (model, twin))
+    torch.testing.assert_close(a, b)
+    a.square().sum().backward()
+    b.square().sum().backward()
+    torch.testing.assert_close(model.embedding.weight.grad, twin.embedding.weight.grad)
+
+
+def test__a_sum_with_a_factor__is_no_residual_one() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x)
+            return torch.add(x, self.b(x), alpha=0.5)
+
+    model, plan = built(Model(), inputs(64, WIDTH))
+    assert not plan.residuals
+    assert 0.8 < rms(model(inputs(512, WIDTH, seed=1))) < 1.25
+
+
 def test__an_in_place_sum__changes_what_it_is_called_on() -> None:
     class Model(nn.Module):
         def __init__(self, in_place: bool) -> None:

@@ -139,7 +139,7 @@ class _Running(_Replacing, UnitScaling):
             return func(*args, **(kwargs or {}))
         if func not in self.replace:
             return super().__torch_function__(func, types, args, kwargs)
-        step = self.next_step(func, args)
+        step = self.next_step(func, args, kwargs or {})
         if step is None:
             return self.replaced(func, args, kwargs or {})
         if step.add is None:
