@@ -362,6 +362,9 @@ def _bytes(codes: Tensor) -> Tensor:
 def loop_of_its_own(x: Tensor) -> Tensor:
     """`x`, in a graph that is compiled for a CPU as the result of a loop of its own.
 
+    `x` is the result of arithmetic and no view: of a view of an intermediate, Inductor reads beyond
+    the copy that it makes (pytorch issue 197431).
+
     Two things hang on that in Inductor's C++ (torch 2.13), which still writes one kernel where the
     loops fuse. A kernel has as many lanes as its first loop's 16-bit floats fit into a register,
     and with more than the 32-bit ones do, conversions between integers, or from 8 bits to 16, go

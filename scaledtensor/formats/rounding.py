@@ -144,7 +144,9 @@ def fake_quantize(
         if nearest and x.is_cpu and x.dtype not in (torch.float64, storage) and fuses(fmt, x.dtype):
             return fuse_rounding(x, fmt, overflow).to(x.dtype)
         if storage is not torch.float32 and x.dtype is not storage:
-            wide = loop_of_its_own(_carried(x, fmt, mode))
+            wide = _carried(x, fmt, mode)
+            if wide.dtype is not x.dtype:  # and so no view of the caller's
+                wide = loop_of_its_own(wide)
             return loop_of_its_own(round_bits(wide, fmt, mode)).to(x.dtype)
     elif nearest and storage not in _WIDE and rounds_in_float32(fmt):
         if tables.serves(x):

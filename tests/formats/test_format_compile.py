@@ -163,3 +163,16 @@ def test__fake_and_meta_tensors__have_the_dtypes_of_real_ones(fmt):
     meta = torch.empty(3, 4, device="meta")
     assert fake_quantize(meta, fmt).device.type == "meta"
     assert decode(encode(torch.ones(2), fmt), fmt).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("fmt", [E4M3FN, BF16, E2M1FN], ids=lambda f: f.name)
+def test__part_of_an_intermediate__is_rounded_as_itself(fmt, rounding):
+    """Inductor may copy a view into a buffer of its own size: pytorch issue 197431."""
+    x = torch.arange(1.0, 65).view(8, 8)
+    key = torch.tensor([1, 2], dtype=torch.int32) if rounding == "stochastic" else None
+
+    def run(x):
+        return fake_quantize((x * 0.3)[:, :4], fmt, rounding=rounding, generator=key)
+
+    assert torch.equal(torch.compile(run, fullgraph=True)(x), run(x))
