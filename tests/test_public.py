@@ -141,6 +141,7 @@ PUBLIC = {
     ],
     "scaledtensor.interpose": [
         "ENTERED",
+        "Mode",
         "Transform",
         "interpose",
         "original",
