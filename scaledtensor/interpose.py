@@ -27,9 +27,7 @@ M = TypeVar("M", bound=nn.Module)
 
 #: Functions whose own calls a mode must see: themselves, past their dispatch to modes.
 ENTERED: dict[Callable[..., Any], Callable[..., Any]] = {
-    nn.functional.multi_head_attention_forward: _torch.inlined(
-        nn.functional.multi_head_attention_forward
-    ),
+    **_torch.BODIES,
     **recurrent.FUNCTIONS,
 }
 
@@ -38,7 +36,7 @@ class Transform(Protocol):
     """What a model's forward is run under. Picklable, since it is kept in the model."""
 
     #: Of several on one model those of a lower order see the model's functions first, and those of
-    #: a higher order see what the lower ones make of them.
+    #: a higher order see what the lower ones make of them. A model has one of an order.
     order: ClassVar[int]
 
     def mode(self, module: nn.Module, args: Any, kwargs: Any) -> TorchFunctionMode:
@@ -148,11 +146,12 @@ def interpose(module: M, transform: Transform) -> M:
     if interposed is None:
         interposed = Interposed(module, module.__dict__.get("forward"))
         module.__dict__["forward"] = _made(interposed)
-    if any(type(t) is type(transform) for t in interposed.transforms):
-        raise ModelError(
-            f"the model has a {type(transform).__name__} already; "
-            "scaledtensor.interpose.remove(model) takes its transforms away"
-        )
+    for t in interposed.transforms:
+        if t.order == transform.order:
+            raise ModelError(
+                f"the model has a {type(t).__name__} already; "
+                "scaledtensor.interpose.remove(model) takes its transforms away"
+            )
     # The lowest order is entered last.
     every = (*interposed.transforms, transform)
     interposed.transforms = tuple(sorted(every, key=lambda t: -t.order))

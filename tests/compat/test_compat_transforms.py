@@ -314,3 +314,12 @@ def test__bad_arguments__are_named():
         simulate_fp8(simulate_fp8(nn.Linear(2, 2)))
     with pytest.raises(errors.FormatError, match="FPFormat"):
         simulate_format(nn.Linear(2, 2), "e4m3fn", "e5m2")
+
+
+def test__a_model_transformed_by_either_library__is_not_transformed_again():
+    model = nn.Linear(4, 4)
+    once = unit_scale(model, replace={F.linear: U.linear})
+    with pytest.raises(errors.ModelError, match="already"):
+        sct.unit_scale(once)
+    with pytest.raises(errors.ModelError, match="already"):
+        sct.simulate_fp8(simulate_fp8(model))
