@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import checkpoint
 
 __all__ = [
+    "BODIES",
     "disable_torch_function",
     "error_on_graph_break",
     "fp8_gemm",
@@ -124,6 +125,12 @@ def inlined(function: Any) -> Any:
     body = FunctionType(function.__code__, world, function.__name__, function.__defaults__)
     body.__kwdefaults__ = function.__kwdefaults__
     return body
+
+
+# Python functions of torch that are built from matrix products.
+BODIES: dict[Any, Any] = {
+    function: inlined(function) for function in (torch.nn.functional.multi_head_attention_forward,)
+}
 
 
 def log(n: float) -> float:

@@ -227,8 +227,8 @@ class ScaledTensor(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func in _BODIES and not _torch.is_transforming():
-            return _BODIES[func](*args, **(kwargs or {}))
+        if func in _torch.BODIES and not _torch.is_transforming():
+            return _torch.BODIES[func](*args, **(kwargs or {}))
         replacement = cls._engine.functions.get(func)
         if replacement is None or _torch.is_transforming():
             return _torch.without_torch_function(func, types, args, kwargs or {})
@@ -362,11 +362,6 @@ def _rebuild(
     )
     return with_autograd(made, requires_grad, is_parameter)
 
-
-#: Python functions of torch that are built from matrix products.
-_BODIES: dict[Any, Callable[..., Any]] = {
-    f: _torch.inlined(f) for f in (torch.nn.functional.multi_head_attention_forward,)
-}
 
 T = TypeVar("T", bound=ScaledTensor)
 

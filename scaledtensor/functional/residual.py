@@ -90,13 +90,13 @@ def residual_split(input: Tensor, tau: float = 1.0) -> tuple[Tensor, Tensor]:
         input: of any shape.
         tau: scale of the residual branch over that of the skip connection.
     """
-    residual, skip = _weights(tau)
+    residual, skip = residual_weights(tau)
     return scale_bwd(input, residual), scale_bwd(input, skip)
 
 
 def residual_add(residual: Tensor, skip: Tensor, tau: float = 1.0) -> Tensor:
     """(tau residual + skip) / sqrt(1 + tau^2), for what `residual_split` has split."""
-    of_residual, of_skip = _weights(tau)
+    of_residual, of_skip = residual_weights(tau)
     return scale_fwd(residual, of_residual) + scale_fwd(skip, of_skip)
 
 
@@ -106,7 +106,8 @@ def residual_apply(fn: Callable[[Tensor], Tensor], input: Tensor, tau: float = 1
     return residual_add(fn(residual), skip, tau)
 
 
-def _weights(tau: float) -> tuple[float, float]:
+def residual_weights(tau: float) -> tuple[float, float]:
+    """Factors of the residual branch and of the skip connection, whose squares add up to 1."""
     skip = (1 + tau**2) ** -0.5
     return tau * skip, skip
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from scaledtensor import _torch
@@ -26,9 +25,6 @@ _NO_OPERATORS: set[Any] = {
     Tensor.retain_grad,
     vars(torch.Tensor.__base__)["grad"].__get__,
 }
-
-#: Python functions that are many operators: they are entered, where others are one node.
-_ENTERED = {F.multi_head_attention_forward: _torch.inlined(F.multi_head_attention_forward)}
 
 
 class TrackingMode(TorchFunctionMode):
@@ -63,9 +59,9 @@ class TrackingMode(TorchFunctionMode):
             return func(*args, **kwargs)
         if _torch.is_within_backward() or func in _NO_OPERATORS:
             return func(*args, **kwargs)
-        if func in _ENTERED:
+        if func in _torch.BODIES:  # many operators: entered, where others are one node
             with self:
-                return _ENTERED[func](*args, **kwargs)
+                return _torch.BODIES[func](*args, **kwargs)
         result = func(*args, **kwargs)
         written = func is Tensor.__setitem__
         told = args[0] if written else result

@@ -7,6 +7,7 @@ from torch import Tensor
 
 import scaledtensor.functional as U
 from scaledtensor.errors import ModelError
+from scaledtensor.functional.residual import residual_weights
 from scaledtensor.functional.spellings import COUNTERPARTS
 from scaledtensor.interpose import ENTERED, Mode
 from scaledtensor.unit_scale.plan import NAMES, Plan, Step, is_counted
@@ -95,8 +96,8 @@ class UnitScaling(Mode):
                 raise _other_path("a residual sum is of something else than what it started at")
             result = U.residual_add(branch, waited, step.tau)
         else:
-            whole = (1 + step.tau**2) ** 0.5
-            result = branch * (step.tau / whole) + skip * (1 / whole)
+            of_branch, of_skip = residual_weights(step.tau)
+            result = branch * of_branch + skip * of_skip
         # `x += y` and `x.add_(y)` arrive alike, and whoever wrote the second looks at x.
         return args[0].copy_(result) if step.in_place else result
 
