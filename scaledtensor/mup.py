@@ -1,12 +1,13 @@
 """u-muP tags: what a parameter is to the rules for learning rates.
 
-A tagged parameter is an ordinary `nn.Parameter` with three plain attributes: `mup_type`,
-`mup_scaling_depth` and `mup_fan_in`. Attributes belong to the object, and much of PyTorch replaces
-the object: `copy.deepcopy` of a module, `load_state_dict(assign=True)`, `to_empty()` from the meta
-device, and `fully_shard`, which puts a DTensor in its place. All of these put the new parameter
-under the old one's name in the module that owns it. So `keep_tags(model)` gives each module of a
-model a parameter table that knows the tags by name, hands them to what takes the name, and is
-copied and pickled with them. The modules of `scaledtensor.nn` do this themselves.
+A tagged parameter is an ordinary `nn.Parameter` with four plain attributes: `mup_type`,
+`mup_scaling_depth`, `mup_fan_in` and `mup_lr_mult`. Attributes belong to the object, and much of
+PyTorch replaces the object: `copy.deepcopy` of a module, `load_state_dict(assign=True)`,
+`to_empty()` from the meta device, and `fully_shard`, which puts a DTensor in its place. All of
+these put the new parameter under the old one's name in the module that owns it. So
+`keep_tags(model)` gives each module of a model a parameter table that knows the tags by name, hands
+them to what takes the name, and is copied and pickled with them. The modules of `scaledtensor.nn`
+do this themselves.
 
 What has no module keeps no tags: `copy.deepcopy` of a single parameter drops every attribute of it.
 `copy_tags` restores them.
@@ -55,6 +56,8 @@ class Tags:
     """Number of layers of the residual stack that it is in; None outside of one."""
     mup_fan_in: int | None = None
     """Inputs that one output sums over, where the shape does not tell; None where it does."""
+    mup_lr_mult: float = 1.0
+    """By what an optimizer's rule for the learning rate is multiplied: a hyperparameter."""
 
     def __post_init__(self) -> None:
         if self.mup_type not in _TYPES:
@@ -63,6 +66,9 @@ class Tags:
             n = getattr(self, name)
             if n is not None and (not isinstance(n, int) or isinstance(n, bool) or n < 1):
                 raise MupError(f"{name} is a positive int or None; got {n!r}")
+        mult = self.mup_lr_mult
+        if isinstance(mult, bool) or not isinstance(mult, (int, float)) or not 0 < mult < math.inf:
+            raise MupError(f"mup_lr_mult is a positive, finite number; got {mult!r}")
 
 
 class ParameterData(Protocol):
@@ -71,6 +77,7 @@ class ParameterData(Protocol):
     mup_type: MupType
     mup_scaling_depth: int | None
     mup_fan_in: int | None
+    mup_lr_mult: float
     shape: torch.Size
 
 
@@ -79,6 +86,7 @@ def Parameter(  # noqa: N802 - takes the place of the class of this name
     mup_type: MupType,
     mup_scaling_depth: int | None = None,
     mup_fan_in: int | None = None,
+    mup_lr_mult: float = 1.0,
 ) -> nn.Parameter:
     """An `nn.Parameter` of `data`, tagged.
 
@@ -88,11 +96,12 @@ def Parameter(  # noqa: N802 - takes the place of the class of this name
         mup_scaling_depth: layers of the residual stack that the parameter is in. The containers
             `scaledtensor.nn.DepthSequential` and `DepthModuleList` set it.
         mup_fan_in: see `fan_in`.
+        mup_lr_mult: by what the learning rate of `scaledtensor.optim` is multiplied.
 
     Raises:
         MupError: a tag that is none of these.
     """
-    return tag(nn.Parameter(data), mup_type, mup_scaling_depth, mup_fan_in)
+    return tag(nn.Parameter(data), mup_type, mup_scaling_depth, mup_fan_in, mup_lr_mult)
 
 
 def tag(
@@ -100,13 +109,15 @@ def tag(
     mup_type: MupType,
     mup_scaling_depth: int | None = None,
     mup_fan_in: int | None = None,
+    mup_lr_mult: float = 1.0,
 ) -> P:
     """Tag a parameter, in place of any tags it had, and return it.
 
     Raises:
         MupError: a tag that is none of those that `Parameter` lists.
     """
-    for name, value in vars(Tags(mup_type, mup_scaling_depth, mup_fan_in)).items():
+    its = Tags(mup_type, mup_scaling_depth, mup_fan_in, mup_lr_mult)
+    for name, value in vars(its).items():
         setattr(parameter, name, value)
     return parameter
 
@@ -131,6 +142,7 @@ def tags(parameter: Any) -> Tags:
         parameter.mup_type,
         getattr(parameter, "mup_scaling_depth", None),
         getattr(parameter, "mup_fan_in", None),
+        getattr(parameter, "mup_lr_mult", 1.0),
     )
 
 

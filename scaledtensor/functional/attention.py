@@ -15,15 +15,17 @@ where h is what a softmax lets pass of a gradient, and Sq/Sk counts the query ro
 that share it, for each key row. `scaledtensor.ops.attention` says the same of ScaledTensors.
 """
 
+from collections.abc import Sequence
+
 import torch.nn.functional as F
 from torch import Tensor
 
 from scaledtensor import _torch
 from scaledtensor.functional.constraints import Constraint, apply_constraint
-from scaledtensor.functional.laws import interpolate, sharpness
+from scaledtensor.functional.laws import interpolate, product, sharpness
 from scaledtensor.functional.scaling import scale_bwd, scale_fwd
 
-__all__ = ["scaled_dot_product_attention"]
+__all__ = ["attention_scales", "scaled_dot_product_attention"]
 
 
 def scaled_dot_product_attention(
@@ -58,20 +60,11 @@ def scaled_dot_product_attention(
             cache, a step that decodes one token then computes what training computed; otherwise the
             scale depends on the number of keys.
     """
-    d = query.shape[-1]
-    factor = mult / d if scale is None else scale * mult
-    logits = factor * d**0.5
-    keys = key.shape[-2] if context_length is None else context_length
-    causal = is_causal or context_length is not None
-    flat = ((_torch.log(keys) if causal else 1) / keys) ** 0.5 if keys > 1 else 1.0
-    # Unlike softmax's own fit this takes a at m^2 / (m^2 + 4) in sqrt(E).
-    seen = interpolate(sharpness(logits, 4), flat, 1.0)
-    kept = (1 - dropout_p) ** 0.5
-    passed = _passed(logits, keys) * logits * seen / kept
-    rows = (query.numel() / max(key.numel(), 1)) ** 0.5
-    output_scale, dq, dk, dv = apply_constraint(
-        constraint, kept / seen, 1 / passed, 1 / (passed * rows), kept / (seen * rows)
+    factor = mult / query.shape[-1] if scale is None else scale * mult
+    scales = attention_scales(
+        query.shape, key.shape, factor, dropout_p, is_causal, context_length=context_length
     )
+    output_scale, dq, dk, dv = apply_constraint(constraint, *scales)
     query = scale_bwd(query, dq)
     key = scale_bwd(key, dk)
     value = scale_bwd(value, dv)
@@ -79,6 +72,34 @@ def scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=factor, enable_gqa=enable_gqa
     )
     return scale_fwd(out, output_scale)
+
+
+def attention_scales(
+    query: Sequence[int],
+    key: Sequence[int],
+    factor: float,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    context_length: int | None = None,
+) -> tuple[float, float, float, float]:
+    """What out, dq, dk and dv are multiplied by for each to be at unit scale.
+
+    Args:
+        query, key: shapes.
+        factor: what the products are multiplied by.
+        dropout_p, is_causal, context_length: as of `scaled_dot_product_attention`.
+    """
+    logits = factor * query[-1] ** 0.5
+    keys = key[-2] if context_length is None else context_length
+    causal = is_causal or context_length is not None
+    flat = ((_torch.log(keys) if causal else 1) / keys) ** 0.5 if keys > 1 else 1.0
+    # Unlike softmax's own fit this takes a at m^2 / (m^2 + 4) in sqrt(E).
+    seen = interpolate(sharpness(logits, 4), flat, 1.0)
+    kept = (1 - dropout_p) ** 0.5
+    passed = _passed(logits, keys) * logits * seen / kept
+    rows = (product(query) / max(product(key), 1)) ** 0.5
+    return kept / seen, 1 / passed, 1 / (passed * rows), kept / (seen * rows)
 
 
 def _passed(logits: float, keys: int) -> float:

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -77,6 +78,5 @@ def _set_depth(container: nn.Module, depth: int) -> None:
                 "depth of one residual stack"
             )
     for parameter in found.values():
-        its = tags(parameter)
-        tag(parameter, its.mup_type, depth, its.mup_fan_in)
+        tag(parameter, **vars(replace(tags(parameter), mup_scaling_depth=depth)))
     keep_tags(container)

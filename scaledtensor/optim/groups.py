@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from scaledtensor.errors import MupError
-from scaledtensor.mup import has_parameter_data
+from scaledtensor.mup import has_parameter_data, tags
 from scaledtensor.optim.rules import LRScale
 
 __all__ = ["GroupRule", "groups_of", "scaled_parameters"]
@@ -40,7 +40,7 @@ class GroupRule:
     def _scale(self, entry: Any) -> float:
         parameter = entry[1] if isinstance(entry, tuple) else entry
         if has_parameter_data(parameter):
-            return float(self.lr_scale(parameter))
+            return float(self.lr_scale(parameter)) * tags(parameter).mup_lr_mult
         if self.allow_non_unit_scaling_params:
             return 1.0
         name = f"{entry[0]}, " if isinstance(entry, tuple) else "a parameter "

@@ -5,7 +5,13 @@ from torch import Tensor, nn
 
 from scaledtensor import mup
 
-__all__ = ["unit_parameters"]
+__all__ = ["VECTOR_LR_MULT", "unit_parameters"]
+
+#: By what the learning rate of gains and biases is multiplied. By the published rule a gain moves
+#: by the learning rate itself, and a weight by the learning rate over sqrt(fan_in): at the rates
+#: that are best for weights of unit variance, about 1/2, gains would change by half in one step.
+#: Of 1/16, 1/32 and 1/64 this served GPT-2 and Llama best (benchmarks/unit_scale_training.py).
+VECTOR_LR_MULT = 2.0**-5
 
 
 def unit_parameters(module: nn.Module) -> None:
@@ -28,7 +34,8 @@ def unit_parameters(module: nn.Module) -> None:
                 elif kind == "weight":
                     _to_unit(parameter)
             if not mup.has_parameter_data(parameter):
-                mup.tag(parameter, kind, depths.get(parameter), _fan_in(owner, parameter))
+                mult = 1.0 if kind == "weight" else VECTOR_LR_MULT
+                mup.tag(parameter, kind, depths.get(parameter), _fan_in(owner, parameter), mult)
     mup.keep_tags(module)
 
 

@@ -10,7 +10,7 @@ from scaledtensor.errors import ModelError
 from scaledtensor.functional.residual import residual_weights
 from scaledtensor.functional.spellings import COUNTERPARTS
 from scaledtensor.interpose import ENTERED, Mode
-from scaledtensor.unit_scale.plan import NAMES, Plan, Step, is_counted
+from scaledtensor.unit_scale.plan import NAMES, Plan, Step, given, is_counted
 
 __all__ = ["UnitScaling"]
 
@@ -25,6 +25,8 @@ class UnitScaling(Mode):
         self.done = self.entered = 0
         #: By residual sum: what its branch starts from, and the skip connection that waits for it.
         self.waiting: dict[int, tuple[Tensor, Tensor]] = {}
+        #: Of parameters that several calls use: how many rows the first had.
+        self.rows: dict[int, float] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -58,6 +60,38 @@ class UnitScaling(Mode):
         return branch
 
     def applied(self, step: Step, func: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = self.compensated(step, args, kwargs)
+        result = self.scaled(step, func, args, kwargs)
+        if step.choice:
+            result = U.scale_bwd(result, (args[0].numel() / max(result.numel(), 1)) ** 0.5)
+        for undo in step.undo:
+            if undo.of_input:
+                continue
+            if undo.output is None:
+                result = U.scale_bwd(result, undo.factor)
+            else:
+                result = list(result)
+                result[undo.output] = U.scale_bwd(result[undo.output], undo.factor)
+        return result
+
+    def compensated(self, step: Step, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Arguments whose gradients have factors."""
+        factors = [*step.delays, *(((0, None), u.factor) for u in step.undo if u.of_input)]
+        if not (factors or step.shared):
+            return args, kwargs
+        args, kwargs = list(args), dict(kwargs)
+        if step.shared:
+            places = [given(place, args, kwargs) for _, place in step.shared]
+            rows = _rows(args, kwargs, [key for _, key in places])
+            for which, place in step.shared:
+                first = self.rows.setdefault(which, rows)
+                factors.append((place, (rows / first) ** 0.5))
+        for place, factor in factors:
+            where, key = given(place, args, kwargs)
+            where[key] = U.scale_bwd(where[key], factor)
+        return args, kwargs
+
+    def scaled(self, step: Step, func: Any, args: Any, kwargs: Any) -> Any:
         if step.add is not None:
             return self.residual(step, args, kwargs)
         if step.counterpart:
@@ -111,6 +145,14 @@ class UnitScaling(Mode):
         self.entered -= 1
         if kind is None and self.entered == 0 and self.done != len(self.plan.calls):
             raise _other_path(f"it did not call {self.plan.calls[self.done]}")
+
+
+def _rows(args: Any, kwargs: Any, parameters: list[Any]) -> float:
+    """Over how many rows, or look-ups, the gradients of a call's parameters are sums."""
+    for place, a in (*enumerate(args), *kwargs.items()):
+        if isinstance(a, Tensor) and place not in parameters:
+            return max(a.numel() / (a.shape[-1] if a.is_floating_point() else 1), 1)
+    return 1
 
 
 def _of_product(x: Any) -> Any:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import get_overridable_functions
 
-__all__ = ["NAMES", "Plan", "Split", "Step", "is_counted"]
+__all__ = ["NAMES", "Place", "Plan", "Split", "Step", "Undo", "given", "is_counted"]
 
 #: Of every function that a mode sees, but for attributes of tensors, which compilers do not call.
 #: By object: Dynamo looks that up, and reads no name of a builtin.
@@ -25,6 +25,10 @@ NAMES: dict[Any, str] = {
     and getattr(function, "__name__", "__get__") != "__get__"
 }
 
+#: Where a call takes an argument: by position, by name, or by either: functions of torch that are
+#: written in Python hand on by name what they were given by position, and compilers see the former.
+Place = tuple[int | None, str | None]
+
 #: A call: the name of the function, and how many of that name on float tensors came before.
 Call = tuple[str, int]
 
@@ -36,6 +40,12 @@ def is_counted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return any(isinstance(x, Tensor) and x.is_floating_point() for x in given)
 
 
+def given(place: Place, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """The container in which a call has an argument, and its key there."""
+    position, name = place
+    return (kwargs, name) if name in kwargs else (args, position)
+
+
 @dataclass(frozen=True)
 class Split:
     """A result that a residual branch starts from: the branch's gradient is delayed to here."""
@@ -45,12 +55,21 @@ class Split:
 
 
 @dataclass(frozen=True)
+class Undo:
+    """Where a delayed gradient gets its scale back."""
+
+    factor: float
+    output: int | None  # which of several results
+    of_input: bool  # the gradient of the first argument, not that of the result
+
+
+@dataclass(frozen=True)
 class Step:
     """Of one call. What is not said stays as it is."""
 
     #: Whether the unit-scaled function takes the place of the call's.
     counterpart: bool = False
-    #: Whether its gradient then has a scale of its own: no residual sum comes after it.
+    #: Whether its gradients then have scales of their own: what it is made from has no other use.
     free: bool = False
     #: Whether it looks up rows of a matrix that a product also multiplies by. That is no cut edge:
     #: both parts of its gradient have the product's scale.
@@ -62,6 +81,16 @@ class Step:
     scale: float = 1.0
     #: Positions of parameters that are broadcast, whose gradients are sums over as many terms.
     parameters: tuple[int, ...] = ()
+    #: (which parameter, its place) of those that other calls use as well: the gradient is a
+    #: sum, of which all terms have the scale of the first, however many rows each call has.
+    shared: tuple[tuple[int, Place], ...] = ()
+    #: By place: what gradients of arguments are multiplied by. They are delayed, until
+    #: an undo; or they leave a branch whose gradients are.
+    delays: tuple[tuple[Place, float], ...] = ()
+    undo: tuple[Undo, ...] = ()
+    #: Whether it chooses some of the elements of a tensor that nothing else uses: the gradient of
+    #: the others is zero, and that of those is multiplied to make up for it.
+    choice: bool = False
     #: The residual sum that this call is, the position of its skip connection, and its weight.
     add: int | None = None
     skip: int = 0

@@ -16,6 +16,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,16 +24,19 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils import _pytree as pytree
 
+from scaledtensor.functional.residual import residual_weights
 from scaledtensor.functional.spellings import COUNTERPARTS
-from scaledtensor.unit_scale.plan import Call, Plan, Split, Step
+from scaledtensor.unit_scale.cuts import Cuts
+from scaledtensor.unit_scale.delays import delays
+from scaledtensor.unit_scale.plan import Call, Place, Plan, Split, Step
 from scaledtensor.unit_scale.record import PARAMETER, VARIABLE, Node, Recording
+from scaledtensor.unit_scale.residuals import MOVES, find_residuals, places_of
 
 __all__ = ["ResidualRule", "plan"]
 
 #: (index of the residual sum, how many there are) -> tau, the branch's weight beside the skip's.
 ResidualRule = Callable[[int, int], float]
 
-_ADDS = {"add", "add_", "__add__", "__radd__", "__iadd__"}
 #: Functions of one tensor or of few that are parts of larger formulas: borders of nothing.
 _SUMS = {"add", "radd", "sub", "rsub", "mul"}
 _PARTS = {
@@ -44,6 +48,7 @@ _POINTWISE = {
 }
 BORDERS = {f for f, counterpart in COUNTERPARTS.items() if counterpart.__name__ not in _PARTS}
 _LOGITS = {"softmax", "log_softmax", "scaled_dot_product_attention", "cross_entropy", "logsumexp"}
+_CHOICES = {"__getitem__", "select", "narrow", "index_select"}
 #: A result within this of unit RMS, in log, needs no constant.
 _CLOSE = 0.08
 #: Magnitudes that are the fills of a mask, and no part of an RMS.
@@ -60,16 +65,16 @@ class _Planner:
         self.recording = recording
         self.rule = rule
         self.nodes = recording.nodes
-        self.residual: dict[Node, tuple[Node, bool]] = {}  # sum -> its skip, whether it may wait
+        self.cuts = Cuts(recording.nodes)
+        self.residual = find_residuals(self.nodes, self.cuts, BORDERS)
         self.roots: dict[Node, Node] = {}
         #: By root, what its region does to it, other than views.
         self.done: dict[Node, list[Node]] = {}
 
     def plan(self) -> Plan:
-        self.find_residuals()
         for node in self.nodes:
             root = self.roots[node] = self.root_of(node)
-            if root is not node and node.name not in _MOVES:
+            if root is not node and node.name not in MOVES:
                 self.done.setdefault(root, []).append(node)
         steps: dict[Call, Step] = {}
         for node in self.nodes:
@@ -78,48 +83,61 @@ class _Planner:
             step = self.step_of(node)
             if step is not None:
                 steps[node.call] = step
-        self.add_splits(steps)
+        self.add_shared(steps)
+        self.add_delays(steps)
+        self.add_residuals(steps)
         names = {name for name, _ in steps}
         calls = tuple(name for name in self.recording.calls if name in names)
         return Plan(steps, calls, [f"{s.name} of {tuple(s.shape)}" for s in self.residual])
 
-    # --- residual sums -----------------------------------------------------------------------
+    # --- what is added to steps --------------------------------------------------------------
 
-    def find_residuals(self) -> None:
-        """x + branch(x), where the branch has parameters. A tensor that several sums skip from
-        waits for the first alone."""
-        waiting: set[Node] = set()
-        for node in self.nodes:
-            plain = len(node.operands) == 2 == len(node.args) and not node.kwargs
-            if not (node.name in _ADDS and node.kind == VARIABLE and plain):
-                continue
-            left, right = node.operands
-            if left.kind != VARIABLE or right.kind != VARIABLE or left.shape != right.shape:
-                continue
-            for skip, branch in ((left, right), (right, left)):
-                source = _moved_from(skip)
-                if _leads(source, branch):
-                    alone = skip.call is not None and skip.output is None
-                    may_wait = source is skip and skip not in waiting and alone
-                    if may_wait:
-                        waiting.add(skip)
-                    self.residual[node] = skip, may_wait
-                    break
-
-    def add_splits(self, steps: dict[Call, Step]) -> None:
+    def add_residuals(self, steps: dict[Call, Step]) -> None:
         total = len(self.residual)
-        for index, (node, (skip, waits)) in enumerate(self.residual.items()):
+        for index, residual in enumerate(self.residual.values()):
             tau = self.rule(index, total)
-            position = node.operands.index(skip)
-            assert node.call is not None
-            steps[node.call] = Step(
-                add=index, skip=position, tau=tau, waiting=waits, in_place=_in_place(node)
+            node, skip = residual.sum, residual.skip
+            _extend(
+                steps,
+                node,
+                add=index,
+                skip=node.operands.index(skip),
+                tau=tau,
+                waiting=residual.waits,
+                in_place=_in_place(node),
             )
-        for index, (_, (skip, waits)) in enumerate(self.residual.items()):
-            if waits and skip.call is not None:
-                tau = self.rule(index, total)
-                step = steps.get(skip.call, Step())
-                steps[skip.call] = Step(**{**vars(step), "split": Split(index, tau)})
+            if residual.waits:
+                _extend(steps, skip, split=Split(index, tau))
+            of_branch, _ = residual_weights(tau)
+            for user, place in residual.entries:
+                _extend(steps, user, delays=((place, of_branch),))
+
+    def add_shared(self, steps: dict[Call, Step]) -> None:
+        """Parameters of several calls."""
+        seen: dict[Node, list[tuple[Node, Place]]] = {}
+        for node in self.nodes:
+            step = steps.get(node.call) if node.call is not None else None
+            if step is None or node.output or not (step.counterpart or step.parameters):
+                continue
+            for operand in dict.fromkeys(node.operands):
+                owner = _owner(operand)
+                if owner is not None:
+                    places = places_of(operand, node)
+                    seen.setdefault(owner, []).extend((node, place) for place in places)
+        several = (uses for uses in seen.values() if len({n.call for n, _ in uses}) > 1)
+        for which, uses in enumerate(several):
+            for node, place in uses:
+                _extend(steps, node, shared=((which, place),))
+
+    def add_delays(self, steps: dict[Call, Step]) -> None:
+        for node in self.nodes:
+            step = steps.get(node.call) if node.call is not None else None
+            if step is None or not step.counterpart or step.free:
+                continue
+            for delay in delays(node, step.causal, self.cuts, BORDERS):
+                _extend(steps, node, delays=(((delay.position, None), delay.factor),))
+                for begin, undo in delay.begins:
+                    _extend(steps, begin, undo=(undo,))
 
     # --- regions -----------------------------------------------------------------------------
 
@@ -152,9 +170,18 @@ class _Planner:
             scale = self.scale_of(node, node.variables)
         elif self.ends(node) and not self.is_counterpart_alone(root):
             scale = self.scale_of(node, (root,))
-        if scale == 1.0 and not parameters:
+        choice = self.is_choice(node)
+        if scale == 1.0 and not parameters and not choice:
             return None
-        return Step(scale=scale, parameters=parameters, in_place=_in_place(node))
+        return Step(scale=scale, parameters=parameters, in_place=_in_place(node), choice=choice)
+
+    def is_choice(self, node: Node) -> bool:
+        """Whether it takes a part of a tensor, and the rest goes nowhere."""
+        if node.name not in _CHOICES or len(node.variables) != 1 or node.output is not None:
+            return False
+        (source,) = node.variables
+        fewer = node.shape.numel() < source.shape.numel()
+        return fewer and node.args[0] is source and self.cuts.is_cut(source, node)
 
     def is_broadcast(self, x: Any, node: Node) -> bool:
         """Whether `x` is a parameter, or rows chosen from one for this call alone, that is
@@ -191,19 +218,10 @@ class _Planner:
         return "embedding" in names and len(names) > 1
 
     def is_free(self, node: Node) -> bool:
-        """Whether nothing is added to what its gradient becomes, so that it is a cut edge: neither
-        a residual sum comes after nor a product with a matrix that was also looked up."""
+        """Whether the gradients of what a call is made from may each have a scale of their own."""
         if "constraint" not in inspect.signature(COUNTERPARTS[node.func]).parameters:
             return False
-        seen, todo = set[Node](), [node]
-        while todo:
-            user = todo.pop()
-            if user in self.residual or any(map(self.is_tied, user.operands)):
-                return False
-            if user not in seen:
-                seen.add(user)
-                todo += user.users
-        return True
+        return all(self.cuts.is_cut(operand, node) for operand in node.variables)
 
     # --- what Gaussians become ---------------------------------------------------------------
 
@@ -224,6 +242,16 @@ class _Planner:
         return 1.0 if abs(math.log(rms)) < _CLOSE else 1.0 / rms
 
 
+def _extend(steps: dict[Call, Step], node: Node, **fields: Any) -> None:
+    """Set fields of a call's step; a tuple is added to what is there."""
+    assert node.call is not None
+    step = steps.get(node.call, Step())
+    for name, value in fields.items():
+        before = getattr(step, name)
+        fields[name] = before + value if isinstance(value, tuple) else value
+    steps[node.call] = replace(step, **fields)
+
+
 def _is_causal(node: Node) -> bool:
     """Whether no query of an attention sees a later key."""
     given = dict(zip(("attn_mask", "dropout_p", "is_causal"), node.args[3:], strict=False))
@@ -242,47 +270,19 @@ def _in_place(node: Node) -> bool:
     return node.name.endswith("_") and not node.name.endswith("__")
 
 
+def _owner(node: Node) -> Node | None:
+    """The parameter that a node is, or is a view of."""
+    while node.kind == PARAMETER and len(node.operands) == 1:
+        (node,) = node.operands
+    return node if node.kind == PARAMETER and not node.operands else None
+
+
 def _uses(parameter: Node) -> list[Node]:
     """Calls on a parameter or on a view of it."""
     found = []
     for user in parameter.users:
         found += _uses(user) if user.kind == PARAMETER else [user]
     return found
-
-
-def _moved_from(node: Node) -> Node:
-    """What a view or a cast is of: the nearest node of another number of variable operands or
-    another function."""
-    while node.name in _MOVES and len(node.variables) == 1:
-        node = node.variables[0]
-    return node
-
-
-_MOVES = {
-    *("view", "reshape", "transpose", "permute", "contiguous", "to", "type_as", "float"),
-    *("flatten", "unflatten", "unsqueeze", "squeeze", "detach", "clone", "__get__"),
-}
-
-
-def _leads(source: Node, target: Node) -> bool:
-    """Whether `target` is made from `source` by way of a function of a parameter."""
-    if source is target:
-        return False
-    seen: set[tuple[Node, bool]] = set()
-    todo = [(target, False)]
-    while todo:
-        state = todo.pop()
-        if state in seen:
-            continue
-        seen.add(state)
-        node, has_parameter = state
-        if node is source:
-            if has_parameter:
-                return True
-            continue
-        has_parameter |= node.func in BORDERS and any(n.kind == PARAMETER for n in node.operands)
-        todo += [(n, has_parameter) for n in node.variables]
-    return False
 
 
 def _replayed(node: Node, sources: tuple[Node, ...]) -> float:

@@ -135,7 +135,7 @@ def test__a_unit_scaled_models_parameters__have_learning_rates():
     published = pytest.importorskip("unit_scaling")
     model = nn.Sequential(nn.Linear(64, 16), nn.Linear(16, 4))
     optimizer = uu.optim.AdamW(unit_scale(model).parameters(), lr=1.0)
-    assert {g["lr"] for g in optimizer.param_groups} == {64**-0.5, 16**-0.5, 1.0}
+    assert {g["lr"] for g in optimizer.param_groups} == {64**-0.5, 16**-0.5, 2.0**-5}
     theirs = importlib.import_module("unit_scaling.transforms").unit_scale(model)
     with pytest.raises(ValueError, match="mup_type"):
         published.optim.AdamW(theirs.parameters(), lr=1.0)

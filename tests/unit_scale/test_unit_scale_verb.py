@@ -148,6 +148,8 @@ def test__residual_sums__are_those_of_a_branch_with_parameters() -> None:
 
 
 def test__two_sums_from_one_tensor__both_keep_the_scale() -> None:
+    """Neither branch is compensated where it starts: the other starts there too."""
+
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -158,7 +160,7 @@ def test__two_sums_from_one_tensor__both_keep_the_scale() -> None:
             return (x + self.b(x)) * (x + self.a(x))
 
     model, plan = built(Model(), inputs(8, WIDTH))
-    assert sorted(s.waiting for s in plan.steps.values() if s.add is not None) == [False, True]
+    assert [s.waiting for s in plan.steps.values() if s.add is not None] == [False, False]
     assert 0.7 < rms(model(inputs(512, WIDTH, seed=1))) < 3  # a product of two that share a term
 
 
@@ -449,6 +451,7 @@ def test__a_graph_break_inside__is_an_error_and_no_other_result() -> None:
             torch._dynamo.graph_break()
             return super().forward(x)
 
+    torch.compiler.reset()  # at its limit of recompilations Dynamo runs the code as it is
     model, _ = built(nn.Sequential(Broken()), inputs(4, WIDTH))
     with pytest.raises(torch._dynamo.exc.Unsupported):
         torch.compile(model, backend="eager")(inputs(4, WIDTH))
@@ -585,49 +588,3 @@ def test__bad_input__is_named() -> None:
         sct.unit_scale(model)
     with pytest.raises(errors.ModelError, match="compiled"):
         sct.unit_scale(torch.compile(nn.Linear(2, 2)))
-
-
-class Language(nn.Module):
-    """Attention, an activation, residual sums and, tied, one matrix for embedding and logits."""
-
-    def __init__(self, tied: bool) -> None:
-        super().__init__()
-        self.embedding, self.qkv = nn.Embedding(11, 8), nn.Linear(8, 24)
-        self.block, self.norm = Block(gelu_of_gpt2, 8), nn.LayerNorm(8)
-        self.head = nn.Linear(8, 11, bias=False)
-        if tied:
-            self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        q, k, v = self.qkv(x).chunk(3, dim=-1)
-        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        logits = self.head(self.norm(self.block(x)))
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test__every_gradient__is_a_multiple_of_the_true_one(tied: bool) -> None:
-    """Of the function that is computed: along random directions, in float64."""
-    torch.manual_seed(0)
-    model = Language(tied).double()
-    tokens, targets = torch.randint(11, (2, 3, 6))
-    sct.unit_scale(model, (tokens, targets))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.3 * torch.randn_like(parameter)
-    model(tokens, targets).backward()
-    for name, parameter in model.named_parameters():
-        multiples = []
-        for _ in range(4):
-            direction = torch.randn_like(parameter)
-            direction += parameter.grad / parameter.grad.std()  # so that none is near zero
-            ends = []
-            for step in (1e-4, -1e-4):
-                with torch.no_grad():
-                    parameter += step * direction
-                    ends.append(model(tokens, targets))
-                    parameter -= step * direction
-            true = (ends[0] - ends[1]) / 2e-4
-            multiples.append(float((parameter.grad * direction).sum() / true))
-        assert max(multiples) == pytest.approx(min(multiples), rel=1e-3), name

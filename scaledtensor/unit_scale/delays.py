@@ -1,0 +1,108 @@
+"""Delayed compensation: gradients that are at unit scale on their way back to where they began.
+
+What a softmax lets pass of a gradient is small, so those of queries and keys come out of attention
+at 0.03 to 0.2 if they are to be summed with that of the values. But as long as nothing is added to
+such a gradient it may be larger by any power of two: from the attention back to the product that
+made the query, whose weights' gradient then is at unit scale too, and whose input's gradient is
+divided by that power again. The gradients that leave are the same.
+"""
+
+import math
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import Any
+
+from torch.nn.functional import scaled_dot_product_attention
+
+from scaledtensor.functional.attention import attention_scales
+from scaledtensor.unit_scale.cuts import Cuts
+from scaledtensor.unit_scale.plan import Undo
+from scaledtensor.unit_scale.record import VARIABLE, Node
+
+__all__ = ["Delay", "delays"]
+
+
+@dataclass(frozen=True)
+class Delay:
+    """Of one operand of one call."""
+
+    user: Node
+    position: int
+    factor: float
+    #: Where the operand begins, and the factor is taken back.
+    begins: tuple[tuple[Node, Undo], ...]
+
+
+def delays(user: Node, causal: bool, cuts: Cuts, borders: Set[Any]) -> list[Delay]:
+    """Of the queries and keys of an attention; none where their gradients are of other uses too.
+
+    Args:
+        user: a call of `scaled_dot_product_attention` whose gradients share one scale.
+        causal: whether its law is that of causal attention.
+        cuts: of the run.
+        borders: functions behind which a gradient is not followed.
+    """
+    if user.func is not scaled_dot_product_attention or len(user.args) < 3:
+        return []
+    found = []
+    for position, factor in enumerate(_factors(user, causal)):
+        operand = user.args[position]
+        if factor == 1 or not isinstance(operand, Node):
+            continue
+        inside = _inside(operand, user, cuts, borders)
+        begins = tuple(
+            (node, _undo(node, factor, borders))
+            for node in inside
+            if node.func in borders or any(n not in inside for n in node.variables)
+        )
+        if begins and all(node.call is not None for node, _ in begins):
+            found.append(Delay(user, position, factor, begins))
+    return found
+
+
+def _factors(user: Node, causal: bool) -> tuple[float, float]:
+    """By what powers of two the gradients of query and key are too small."""
+    query, key = user.args[:2]
+    names = ("attn_mask", "dropout_p", "is_causal", "scale")
+    given = dict(zip(names, user.args[3:], strict=False)) | user.kwargs
+    d = query.shape[-1]
+    scale = given.get("scale")
+    out, dq, dk, _ = attention_scales(
+        query.shape,
+        key.shape,
+        1 / d if scale is None else scale / math.sqrt(d),
+        given.get("dropout_p", 0.0),
+        causal or given.get("is_causal", False),
+    )
+    return _power_of_two(dq / out), _power_of_two(dk / out)
+
+
+def _power_of_two(x: float) -> float:
+    """The nearest in ratio."""
+    mantissa, exponent = math.frexp(x)
+    return math.ldexp(1.0, exponent - (mantissa < math.sqrt(0.5)))
+
+
+def _inside(operand: Node, user: Node, cuts: Cuts, borders: Set[Any]) -> dict[Node, None]:
+    """The tensors that have no effect but by being this operand, back to the borders."""
+    found: dict[Node, None] = {}
+    if not cuts.is_only_used_by(operand, {user}) or user.operands.count(operand) != 1:
+        return found
+    found[operand] = None
+    waiting = [operand]
+    while waiting:
+        node = waiting.pop()
+        if node.func in borders:
+            continue
+        for source in node.variables:
+            inside = source.kind == VARIABLE and source.func is not None and source not in found
+            if inside and cuts.is_only_used_by(source, found.keys()):
+                found[source] = None
+                waiting.append(source)
+    return found
+
+
+def _undo(node: Node, factor: float, borders: Set[Any]) -> Undo:
+    of_input = node.func in borders and len(node.variables) == 1
+    of_input = of_input and bool(node.args) and node.args[0] is node.variables[0]
+    return Undo(1 / factor, node.output, of_input)

@@ -1,0 +1,274 @@
+"""What `unit_scale` does to gradients: they stay multiples of the true ones, at unit scale."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import scaledtensor as sct
+from scaledtensor import interpose
+from scaledtensor.unit_scale.plan import Plan, Step
+
+CASES: dict[str, tuple[type[nn.Module], Any]] = {}
+TOKENS = (torch.arange(36).reshape(2, 3, 6) * 7) % 11
+
+
+def case(*inputs: Tensor) -> Any:
+    def register(cls: type[nn.Module]) -> type[nn.Module]:
+        CASES[cls.__name__] = cls, inputs
+        return cls
+
+    return register
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+@case(*TOKENS)
+class Language(nn.Module):
+    """Attention by one matrix, an activation, residual sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.qkv = nn.Embedding(11, 8), nn.Linear(8, 24)
+        self.block, self.norm = Block(), nn.LayerNorm(8)
+        self.head = nn.Linear(8, 11, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        logits = self.head(self.norm(self.block(x)))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@case(*TOKENS)
+class Tied(Language):
+    """One matrix for embedding and logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embedding.weight
+
+
+@case(*TOKENS)
+class Rotary(nn.Module):
+    """Matrices for queries, keys and values, two heads, and a rotary embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        angle = torch.arange(tokens.shape[1], dtype=x.dtype)[:, None] / torch.tensor([1.0, 3, 1, 3])
+        q, k, v = (f(x).view(*x.shape[:2], 2, 4).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k = (
+            y * angle.cos() + torch.cat((-y[..., 2:], y[..., :2]), -1) * angle.sin() for y in (q, k)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(y.transpose(1, 2).flatten(-2))
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+@case(numbers(16, 8), torch.arange(16) % 5)
+class Gated(nn.Module):
+    """Two uses of one tensor that meet again, and no residual sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.gate = nn.Linear(8, 16), nn.Linear(16, 32)
+        self.up, self.down = nn.Linear(16, 4), nn.Linear(4, 32)
+        self.head = nn.Linear(32, 5)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        x = self.first(x)
+        x = F.silu(self.gate(x)) * self.down(self.up(x))
+        return F.cross_entropy(self.head(x), targets)
+
+
+@case(numbers(16, 8), torch.arange(16) % 5)
+class Repeated(nn.Module):
+    """A matrix that is multiplied by twice, in a chain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.twice, self.head = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        x = F.relu(self.twice(F.relu(self.twice(self.first(x)))))
+        return F.cross_entropy(self.head(x), targets)
+
+
+@case(TOKENS[0], TOKENS[1, :, :2])
+class Pair(nn.Module):
+    """One table, norm and matrix for two sequences of unequal lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm, self.both = nn.Embedding(11, 8), nn.LayerNorm(8), nn.Linear(8, 8)
+        self.q = nn.Linear(8, 8)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        x, y = (self.both(self.norm(self.embedding(t))) for t in (source, target))
+        y = y + F.scaled_dot_product_attention(self.q(y), x, x)
+        return F.cross_entropy(F.linear(y, self.embedding.weight).flatten(0, 1), target.flatten())
+
+
+class Other(Block):
+    """Another branch that starts where the first one did."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y + torch.tanh(self.down(self.up(x)))
+
+
+class Masked(nn.Module):
+    """A learned bias of logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv = nn.Linear(8, 8), nn.Linear(8, 16)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        k, v = self.kv(x).chunk(2, -1)
+        return x + F.scaled_dot_product_attention(self.q(x), k, v, attn_mask=mask)
+
+
+@case(numbers(3, 5, 8), torch.arange(15) % 5)
+class Layers(nn.Module):
+    """A layer that is used twice, two branches of one start, and a bias that several layers use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.other, self.head = Block(), Other(), nn.Linear(8, 5)
+        self.mask, self.attentions = nn.Embedding(9, 1), nn.ModuleList((Masked(), Masked()))
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        distance = torch.arange(5) - torch.arange(5)[:, None] + 4
+        mask = self.mask(distance).squeeze(-1)
+        x = self.other(self.block(self.block(x)))
+        for attention in self.attentions:
+            x = attention(x, mask)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets)
+
+
+@case(numbers(3, 5, 8), torch.arange(3))
+class Pooled(nn.Module):
+    """A loss that reads one token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), Block())
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        x = self.norm(self.blocks(x))
+        return F.cross_entropy(self.head(x[:, 0]), targets)
+
+
+def built(name: str) -> tuple[nn.Module, Any, Plan]:
+    torch.manual_seed(0)
+    model_class, inputs = CASES[name]
+    model = model_class().double()
+    inputs = tuple(x.double() if x.is_floating_point() else x for x in inputs)
+    sct.unit_scale(model, inputs)
+    (transform,) = interpose.transforms(model)
+    (plan,) = transform.plans.values()
+    return model, inputs, plan
+
+
+@pytest.mark.parametrize("name", CASES)
+def test__every_gradient__is_a_multiple_of_the_true_one(name: str) -> None:
+    """Of the function that is computed: along random directions, in float64."""
+    model, inputs, _ = built(name)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)
+    model(*inputs).backward()
+    for fqn, parameter in model.named_parameters():
+        multiples = []
+        for _ in range(4):
+            direction = torch.randn_like(parameter)
+            direction += parameter.grad / parameter.grad.std()  # so that none is near zero
+            ends = []
+            for step in (1e-4, -1e-4):
+                with torch.no_grad():
+                    parameter += step * direction
+                    ends.append(model(*inputs))
+                    parameter -= step * direction
+            true = (ends[0] - ends[1]) / 2e-4
+            multiples.append(float((parameter.grad * direction).sum() / true))
+        assert max(multiples) == pytest.approx(min(multiples), rel=1e-3), fqn
+
+
+def steps(plan: Plan, name: str) -> list[Step]:
+    return [step for (called, _), step in plan.steps.items() if called == name]
+
+
+def test__gradients_of_queries_and_keys__are_delayed_up_to_their_matrices() -> None:
+    _, _, plan = built("Rotary")
+    (attention,) = steps(plan, "scaled_dot_product_attention")
+    (q, q_factor), (k, k_factor) = attention.delays
+    assert (q, k) == ((0, None), (1, None))
+    assert q_factor == k_factor > 1
+    undone = [step.undo for step in steps(plan, "linear")]
+    assert [[(u.factor, u.of_input) for u in undo] for undo in undone] == [
+        [(1 / q_factor, True)],
+        [(1 / k_factor, True)],
+        *([],) * 3,
+    ]
+
+
+def test__those_of_one_matrix__are_delayed_up_to_where_it_is_cut() -> None:
+    _, _, plan = built("Language")
+    (attention,) = steps(plan, "scaled_dot_product_attention")
+    factors = dict(attention.delays)
+    (chunk,) = steps(plan, "chunk")
+    assert {(u.output, None): 1 / u.factor for u in chunk.undo} == factors
+    assert not any(u.of_input for u in chunk.undo)
+
+
+def test__a_gradient_of_two_uses__has_one_scale() -> None:
+    """Only the ways into and out of the part with two uses are cut edges."""
+    _, _, plan = built("Gated")
+    assert [step.free for step in steps(plan, "linear")] == [True, False, False, False, True]
+    _, _, plan = built("Repeated")
+    assert [step.free for step in steps(plan, "linear")] == [True, True, False, True]
+
+
+def test__a_loss_of_one_token__has_gradients_of_unit_scale_before_it() -> None:
+    model, (x, targets), _ = built("Pooled")
+    x.requires_grad_()
+    seen = []
+    hook = model.norm.register_forward_hook(
+        lambda module, args, out: seen.append(args[0].register_hook(seen.append))
+    )
+    model(x, targets).backward()
+    hook.remove()
+    assert 0.8 < float(seen[-1].std()) < 1.25
+
+
+@pytest.mark.parametrize("name", CASES)
+def test__compiled__they_are_the_same(name: str) -> None:
+    torch.compiler.reset()
+    model, inputs, _ = built(name)
+    parameters = list(model.parameters())
+    expected = torch.autograd.grad(model(*inputs), parameters)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    got = torch.autograd.grad(compiled(*inputs), parameters)
+    torch.testing.assert_close(got, expected)
