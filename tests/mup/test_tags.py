@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 import pickle
 
 import pytest
@@ -13,13 +14,13 @@ from scaledtensor import mup
 from scaledtensor.errors import MupError
 
 WEIGHT = mup.Tags("weight", 3, None)
-BIAS = mup.Tags("bias", 3)
+BIAS = mup.Tags("bias", 3, mup_lr_mult=0.25)
 
 
 def tagged_linear() -> nn.Linear:
     layer = nn.Linear(4, 6)
     layer.weight = mup.Parameter(layer.weight.data, "weight", 3)
-    mup.tag(layer.bias, "bias", 3)
+    mup.tag(layer.bias, "bias", 3, mup_lr_mult=0.25)
     return layer
 
 
@@ -202,6 +203,11 @@ def test__fan_in__is_read_off_the_shape_unless_given(shape, explicit, expected):
         (("weight", 1.5), "mup_scaling_depth is a positive int"),
         (("weight", True), "mup_scaling_depth is a positive int"),
         (("weight", 2, -1), "mup_fan_in is a positive int"),
+        (("weight", 2, None, 0.0), "mup_lr_mult is a positive, finite number"),
+        (("weight", 2, None, True), "mup_lr_mult is a positive, finite number"),
+        (("weight", 2, None, math.inf), "mup_lr_mult is a positive, finite number"),
+        (("weight", 2, None, math.nan), "mup_lr_mult is a positive, finite number"),
+        (("weight", 2, None, None), "mup_lr_mult is a positive, finite number"),
     ],
 )
 def test__a_tag_that_cannot_be__is_an_error(arguments, message):

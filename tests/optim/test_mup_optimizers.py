@@ -49,6 +49,7 @@ TAGS = st.builds(
     st.sampled_from(["weight", "bias", "norm", "output"]),
     st.none() | st.integers(1, 4),
     st.none() | st.integers(1, 8),
+    st.just(1.0) | st.floats(2**-6, 2**6),
 )
 
 
@@ -64,7 +65,8 @@ def test__groups__part_the_parameters_by_learning_rate(all_tags, lr, decay):
     assert all(i == sorted(i) for i in [*indices, [i[0] for i in indices]])
     assert len({g["lr"] for g in groups}) == len(groups)
     for g in groups:
-        assert {lr * optim.lr_scale_func_adam(p) for p in g["params"]} == {g["lr"]}
+        own = {lr * (optim.lr_scale_func_adam(p) * p.mup_lr_mult) for p in g["params"]}
+        assert own == {g["lr"]}
         assert g["lr"] * g["weight_decay"] == pytest.approx(decay)
 
 

@@ -327,6 +327,7 @@ def test__parameters__are_of_unit_variance_and_tagged() -> None:
         kind = "bias" if "bias" in name else "norm" if "norm" in name else "weight"
         assert data.mup_type == kind
         assert data.mup_scaling_depth == (3 if "blocks" in name else None)
+        assert data.mup_lr_mult == (1.0 if kind == "weight" else 2**-5)
         assert rms(p) == pytest.approx({"bias": 0.0, "norm": 1.0, "weight": 1.0}[kind])
 
 
