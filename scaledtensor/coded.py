@@ -350,8 +350,8 @@ def _dequantize(x: CodedTensor) -> Tensor:
 
 def _refuse(x: CodedTensor, *args: Any) -> Any:
     raise UnsupportedError(
-        "rescale and drop move one scale, and a CodedTensor may have many: read it first, as "
-        "x.widened(), an ordinary ScaledTensor"
+        "rescale, expect and drop move one scale, and a CodedTensor may have many: read it first, "
+        "as x.widened(), an ordinary ScaledTensor"
     )
 
 
@@ -366,6 +366,7 @@ _OWN: dict[Any, Callable[..., Any]] = {
     _aten._to_copy.default: _to,
     verbs.dequantize: _dequantize,
     verbs.drop: _refuse,
+    verbs.expect: _refuse,
     verbs.rescale: _refuse,
 }
 

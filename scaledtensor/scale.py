@@ -21,6 +21,7 @@ __all__ = [
     "checked_scale",
     "is_power_of_two",
     "nearest_power_of_two",
+    "power_of_two_near",
     "quadrature",
     "settle",
     "settle_in_place",
@@ -85,7 +86,7 @@ def settle_product(
         return scale, ratio, rms
     scale_a, rms_a, scale_b, rms_b = known
     product = _single(_single(rms_a * rms_b) * _single(terms**0.5))
-    power = _nearest(product)
+    power = power_of_two_near(product)
     ratio = _tensor_of(_ratio_of(_single(scale_a * scale_b), power))
     return _tensor_of(power), ratio, _tensor_of(product)
 
@@ -104,7 +105,7 @@ def settle_in_place(
         far = whole and r > 0 and not scale / _FAR <= r <= scale * _FAR
         if before and not far:
             return kept, _tensor_of(_ratio_of(given, scale))
-        scale = _nearest(r)
+        scale = power_of_two_near(r)
         return _tensor_of(scale), _tensor_of(_ratio_of(given, scale))
     free = was == 0
     if whole:
@@ -160,7 +161,7 @@ def _tensor_of(number: float) -> Tensor:
     return torch.scalar_tensor(number, dtype=torch.float32)
 
 
-def _nearest(rms: float) -> float:
+def power_of_two_near(rms: float) -> float:
     """`nearest_power_of_two` of a float32 number."""
     if not MIN_SCALE < rms < MAX_SCALE:
         if rms <= MIN_SCALE:
@@ -176,7 +177,7 @@ def _ratio_of(held: float, scale: float) -> float:
 
 
 def _settle_numbers(rms: Tensor, scales: Sequence[Tensor]) -> list[Tensor]:
-    scale = _nearest(rms.item())
+    scale = power_of_two_near(rms.item())
     return [_tensor_of(scale), *(_tensor_of(_ratio_of(s.item(), scale)) for s in scales)]
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "LIBRARY",
     "dequantize",
     "drop",
+    "expect",
     "gradient_to_format",
     "operator",
     "promote",
@@ -115,6 +116,9 @@ gradient_to_format = operator(
 
 #: (x, 0-dim power of two) -> the same value held under another scale.
 rescale = operator("rescale(Tensor x, Tensor scale) -> Tensor", _pass, _nothing)
+
+#: (x, growth) -> the same value, whose RMS is known to be `growth` times what a rule said.
+expect = operator("expect(Tensor x, float growth) -> Tensor", _pass, _nothing)
 
 #: x -> the same qdata at scale 1, that is x / x.scale.
 drop = operator("drop(Tensor x) -> Tensor", _divide_by_scale, _remember_scale)

@@ -12,6 +12,7 @@ VERBS = {
     "dequantize": (lambda x: x.dequantize(), 1.0),
     "to_format": (lambda x: x.to_format("e4m3fn"), 1.0),
     "rescale": (lambda x: x.rescale(2.0**9), 1.0),
+    "expect": (lambda x: torch.ops.scaledtensor.expect(x, 8.0), 1.0),
     "drop": (sct.drop, 2.0**-3),
 }
 
@@ -63,6 +64,16 @@ def test__drop__never_writes_into_its_argument():
     assert_holds(x, before, 0)
 
 
+@pytest.mark.parametrize("growth", [2.0**-5, 0.6, 1.0, 6.0, 2.0**7])
+def test__expect__holds_the_value_under_the_scale_of_the_rms_that_is_known(growth):
+    x = source().detach()
+    y = torch.ops.scaledtensor.expect(x, growth)
+    assert_holds(y, dequantized(x), 0)
+    assert 2**-0.5 <= growth * float(x.rms) / float(y.scale) <= 2**0.5
+    # What is computed from it goes by that RMS.
+    assert float((y * 1.0).scale) == float(y.scale)
+
+
 @pytest.mark.parametrize("move", [-253, -200, -130, 130, 200, 253])
 def test__rescale__reaches_every_scale_from_every_other(move):
     low, high = sorted((2.0**-126, 2.0 ** (abs(move) - 126)))
@@ -76,8 +87,8 @@ def test__rescale__reaches_every_scale_from_every_other(move):
     assert float(y.qdata[1]) == float(expected.float())
 
 
-@pytest.mark.parametrize("verb", ["to_format", "rescale", "drop", "dequantize"])
+@pytest.mark.parametrize("verb", ["to_format", "rescale", "expect", "drop", "dequantize"])
 def test__verbs__answer_a_plain_tensor_by_name(verb):
-    more = {"to_format": ("bf16",), "rescale": (torch.tensor(2.0),)}.get(verb, ())
+    more = {"to_format": ("bf16",), "rescale": (torch.tensor(2.0),), "expect": (2.0,)}.get(verb, ())
     with pytest.raises(DTypeError, match=r"scaledtensor\.scaled"):
         getattr(torch.ops.scaledtensor, verb)(torch.ones(2), *more)

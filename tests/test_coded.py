@@ -256,7 +256,9 @@ def test__writing_into_codes__is_refused_and_changes_nothing(make):
     assert torch.equal(x.dequantize(), before)
 
 
-@pytest.mark.parametrize("verb", [sct.drop, lambda x: x.rescale(2.0)])
+@pytest.mark.parametrize(
+    "verb", [sct.drop, lambda x: x.rescale(2.0), lambda x: torch.ops.scaledtensor.expect(x, 2.0)]
+)
 def test__verbs_of_one_scale__are_refused(verb):
     with pytest.raises(UnsupportedError, match="widened"):
         verb(mx(4, 32))

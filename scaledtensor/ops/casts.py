@@ -11,7 +11,7 @@ from scaledtensor.formats import get as get_format
 from scaledtensor.formats.rounding import Rounding, round_by_arithmetic
 from scaledtensor.ops.algebra import elements, value
 from scaledtensor.ops.registry import covers_storage, rule, store, write
-from scaledtensor.scale import MAX_SCALE, MIN_SCALE
+from scaledtensor.scale import MAX_SCALE, MIN_SCALE, settle
 from scaledtensor.tensor import ScaledTensor, from_plain
 
 aten = torch.ops.aten
@@ -59,6 +59,15 @@ def rescale(x: ScaledTensor, scale: Tensor) -> ScaledTensor:
     first = ratio.clamp(MIN_SCALE, MAX_SCALE)
     q = elements(x) * first.float() * (ratio / first).float()
     return x.like(store(q, x.format), scale.clone(), x.rms.clone())
+
+
+@rule(verbs.expect)
+def expect(x: ScaledTensor, growth: float) -> ScaledTensor:
+    """The same value under the scale of another expected RMS, for who knows more than a rule does:
+    that its operands are correlated."""
+    rms = x.rms * growth
+    scale, ratio = settle(rms, x.scale)
+    return x.like(store(elements(x) * ratio, x.format), scale, rms)
 
 
 @rule(verbs.drop)

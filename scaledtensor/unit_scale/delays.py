@@ -15,8 +15,9 @@ from typing import Any
 from torch.nn.functional import scaled_dot_product_attention
 
 from scaledtensor.functional.attention import attention_scales
+from scaledtensor.scale import power_of_two_near
 from scaledtensor.unit_scale.cuts import Cuts
-from scaledtensor.unit_scale.plan import Undo
+from scaledtensor.unit_scale.plan import Step, Undo
 from scaledtensor.unit_scale.record import VARIABLE, Node
 
 __all__ = ["Delay", "delays"]
@@ -33,19 +34,19 @@ class Delay:
     begins: tuple[tuple[Node, Undo], ...]
 
 
-def delays(user: Node, causal: bool, cuts: Cuts, borders: Set[Any]) -> list[Delay]:
+def delays(user: Node, step: Step, cuts: Cuts, borders: Set[Any]) -> list[Delay]:
     """Of the queries and keys of an attention; none where their gradients are of other uses too.
 
     Args:
         user: a call of `scaled_dot_product_attention` whose gradients share one scale.
-        causal: whether its law is that of causal attention.
+        step: what becomes of it.
         cuts: of the run.
         borders: functions behind which a gradient is not followed.
     """
     if user.func is not scaled_dot_product_attention or len(user.args) < 3:
         return []
     found = []
-    for position, factor in enumerate(_factors(user, causal)):
+    for position, factor in enumerate(_factors(user, step)):
         operand = user.args[position]
         if factor == 1 or not isinstance(operand, Node):
             continue
@@ -60,7 +61,7 @@ def delays(user: Node, causal: bool, cuts: Cuts, borders: Set[Any]) -> list[Dela
     return found
 
 
-def _factors(user: Node, causal: bool) -> tuple[float, float]:
+def _factors(user: Node, step: Step) -> tuple[float, float]:
     """By what powers of two the gradients of query and key are too small."""
     query, key = user.args[:2]
     names = ("attn_mask", "dropout_p", "is_causal", "scale")
@@ -72,15 +73,10 @@ def _factors(user: Node, causal: bool) -> tuple[float, float]:
         key.shape,
         1 / d if scale is None else scale / math.sqrt(d),
         given.get("dropout_p", 0.0),
-        causal or given.get("is_causal", False),
+        step.causal or given.get("is_causal", False),
+        correlation=step.correlation,
     )
-    return _power_of_two(dq / out), _power_of_two(dk / out)
-
-
-def _power_of_two(x: float) -> float:
-    """The nearest in ratio."""
-    mantissa, exponent = math.frexp(x)
-    return math.ldexp(1.0, exponent - (mantissa < math.sqrt(0.5)))
+    return power_of_two_near(dq / out), power_of_two_near(dk / out)
 
 
 def _inside(operand: Node, user: Node, cuts: Cuts, borders: Set[Any]) -> dict[Node, None]:

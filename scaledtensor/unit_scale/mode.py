@@ -103,6 +103,8 @@ class UnitScaling(Mode):
             if step.causal:
                 key = args[1] if len(args) > 1 else kwargs["key"]
                 kwargs = {**kwargs, "context_length": key.shape[-2]}
+            if step.correlation:
+                kwargs = {**kwargs, "correlation": step.correlation}
             return COUNTERPARTS[func](*args, **kwargs)
         if step.parameters:
             whole = max(a.numel() for a in args if isinstance(a, Tensor))

@@ -77,6 +77,8 @@ class Step:
     #: Whether its mask is causal. The law then is that of causal attention, however it is spelled:
     #: models give a mask in one mode of execution, and say `is_causal` in another.
     causal: bool = False
+    #: Of attention without a causal mask: between the tokens that it reads.
+    correlation: float = 0.0
     #: What the result is multiplied by, forwards and backwards.
     scale: float = 1.0
     #: Positions of parameters that are broadcast, whose gradients are sums over as many terms.
@@ -111,3 +113,5 @@ class Plan:
     calls: tuple[str, ...] = ()
     #: Residual sums, in order: how each is called in a listing.
     residuals: list[str] = field(default_factory=list)
+    #: How many calls are attention without a causal mask.
+    reads_all: int = 0

@@ -15,7 +15,7 @@ residual.
 import inspect
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from scaledtensor.functional.residual import residual_weights
 from scaledtensor.functional.spellings import COUNTERPARTS
+from scaledtensor.unit_scale.correlation import reads_all
 from scaledtensor.unit_scale.cuts import Cuts
 from scaledtensor.unit_scale.delays import delays
 from scaledtensor.unit_scale.plan import Call, Place, Plan, Split, Step
@@ -55,13 +56,17 @@ _CLOSE = 0.08
 _FILL = 1e30
 
 
-def plan(recording: Recording, rule: ResidualRule) -> Plan:
-    """The plan of a recorded run."""
-    return _Planner(recording, rule).plan()
+def plan(recording: Recording, rule: ResidualRule, correlations: Iterable[float] = ()) -> Plan:
+    """The plan of a recorded run. `correlations` are those of the tokens that each attention
+    without a causal mask reads, in order; 0 where they end."""
+    return _Planner(recording, rule, correlations).plan()
 
 
 class _Planner:
-    def __init__(self, recording: Recording, rule: ResidualRule) -> None:
+    def __init__(
+        self, recording: Recording, rule: ResidualRule, correlations: Iterable[float]
+    ) -> None:
+        self.correlations = iter(correlations)
         self.recording = recording
         self.rule = rule
         self.nodes = recording.nodes
@@ -77,18 +82,22 @@ class _Planner:
             if root is not node and node.name not in MOVES:
                 self.done.setdefault(root, []).append(node)
         steps: dict[Call, Step] = {}
+        everywhere = 0
         for node in self.nodes:
             if node.call is None or node.kind != VARIABLE:
                 continue
             step = self.step_of(node)
             if step is not None:
                 steps[node.call] = step
+                everywhere += reads_all(node.func, step)
         self.add_shared(steps)
         self.add_delays(steps)
         self.add_residuals(steps)
         names = {name for name, _ in steps}
         calls = tuple(name for name in self.recording.calls if name in names)
-        return Plan(steps, calls, [f"{s.name} of {tuple(s.shape)}" for s in self.residual])
+        return Plan(
+            steps, calls, [f"{s.name} of {tuple(s.shape)}" for s in self.residual], everywhere
+        )
 
     # --- what is added to steps --------------------------------------------------------------
 
@@ -134,7 +143,7 @@ class _Planner:
             step = steps.get(node.call) if node.call is not None else None
             if step is None or not step.counterpart or step.free:
                 continue
-            for delay in delays(node, step.causal, self.cuts, BORDERS):
+            for delay in delays(node, step, self.cuts, BORDERS):
                 _extend(steps, node, delays=(((delay.position, None), delay.factor),))
                 for begin, undo in delay.begins:
                     _extend(steps, begin, undo=(undo,))
@@ -162,7 +171,10 @@ class _Planner:
         if node.func in BORDERS or (node.func in _POINTWISE and self.is_alone(node)):
             causal = node.func is scaled_dot_product_attention and _is_causal(node)
             tied = node.name == "embedding" and any(map(self.is_tied, node.operands))
-            return Step(counterpart=True, free=self.is_free(node), causal=causal, tied=tied)
+            step = Step(counterpart=True, free=self.is_free(node), causal=causal, tied=tied)
+            if reads_all(node.func, step):
+                step = replace(step, correlation=next(self.correlations, 0.0))
+            return step
         parameters = tuple(i for i, a in enumerate(node.args) if self.is_broadcast(a, node))
         scale = 1.0
         root = self.roots[node]

@@ -16,7 +16,7 @@ from scaledtensor import _torch
 from scaledtensor.interpose import ENTERED
 from scaledtensor.unit_scale.plan import NAMES, is_counted
 
-__all__ = ["Node", "Recording", "record"]
+__all__ = ["Node", "Recording", "copied", "left_alone", "record"]
 
 CONSTANT, PARAMETER, VARIABLE = "constant", "parameter", "variable"
 
@@ -131,7 +131,7 @@ class _Recorder(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _left_alone(module: nn.Module) -> Iterator[None]:
+def left_alone(module: nn.Module) -> Iterator[None]:
     """Running `module` here changes no buffer, no generator and no mode of autograd."""
     devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
     saved = [(b, b.detach().clone()) for b in module.buffers()]
@@ -143,6 +143,13 @@ def _left_alone(module: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
 
 
+def copied(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Arguments for one more run, which may write into a cache."""
+    detached = pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, (args, kwargs))
+    result: tuple[Any, Any] = copy.deepcopy(detached)
+    return result
+
+
 def record(module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Recording:
     """Run `forward` on copies of its inputs, without gradients, and write it down.
 
@@ -150,14 +157,13 @@ def record(module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Recording
     activations of the run live until it ends.
     """
     recorder = _Recorder()
-    detached = pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, (args, kwargs))
-    args, kwargs = copy.deepcopy(detached)  # a run may write into a cache
+    args, kwargs = copied(args, kwargs)
     for parameter in module.parameters():
         recorder.know(parameter, Node(PARAMETER, "parameter"))
     for leaf in pytree.tree_leaves((args, kwargs)):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             recorder.know(leaf, Node(VARIABLE, "input"))
-    with _torch.without_function_modes(), _left_alone(module), recorder:
+    with _torch.without_function_modes(), left_alone(module), recorder:
         result = forward(*args, **kwargs)
     for leaf in pytree.tree_leaves(_plain(result)):
         node = recorder.nodes.get(id(leaf)) if isinstance(leaf, Tensor) else None

@@ -8,6 +8,7 @@ from torch import nn
 
 from scaledtensor.functional import transformer_residual_scaling_rule
 from scaledtensor.interpose import interpose, original
+from scaledtensor.unit_scale.correlation import correlations
 from scaledtensor.unit_scale.initialize import unit_parameters
 from scaledtensor.unit_scale.mode import UnitScaling
 from scaledtensor.unit_scale.plan import Plan
@@ -28,6 +29,8 @@ class UnitScale:
     def __init__(self, residual_rule: ResidualRule | None) -> None:
         self.residual_rule = residual_rule
         self.plans: dict[Key, Plan] = {}
+        #: Of the tokens that attention reads, where that is not causal: one for all plans.
+        self.correlations: tuple[float, ...] = ()
 
     def mode(self, module: nn.Module, args: Any, kwargs: Any) -> UnitScaling:
         key = _key(module, args, kwargs)
@@ -38,7 +41,11 @@ class UnitScale:
     def make_plan(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         recording = record(module, original(module), args, kwargs)
         rule = self.residual_rule or transformer_residual_scaling_rule()
-        self.plans[_key(module, args, kwargs)] = plan(recording, rule)
+        made = plan(recording, rule, self.correlations)
+        if made.reads_all != len(self.correlations):
+            self.correlations = correlations(module, original(module), args, kwargs, made)
+            made = plan(recording, rule, self.correlations)
+        self.plans[_key(module, args, kwargs)] = made
 
 
 _plan_uncompiled = torch.compiler.disable(  # type: ignore[no-untyped-call]

@@ -196,6 +196,7 @@ def attention(
     *,
     constraint: Any = OUTPUT,
     context_length: int | None = None,
+    correlation: float = 0.0,
 ) -> Tensor:
     """A scale of 1/sqrt(d), given or torch's own, becomes 1/d; any other is in that proportion.
     `context_length` says of a mask that it is causal."""
@@ -211,6 +212,7 @@ def attention(
         enable_gqa=enable_gqa,
         constraint=constraint,
         context_length=context_length,
+        correlation=correlation,
     )
 
 
