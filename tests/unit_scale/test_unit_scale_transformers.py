@@ -126,6 +126,20 @@ def test__compiled__it_is_the_same(name: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4, msg=fqn)
 
 
+def test__compiled__bert_is_the_same_with_its_loss_outside() -> None:
+    torch.compiler.reset()
+    model, inputs = unit("BertForMaskedLM")
+    inputs = {name: x for name, x in inputs.items() if name != "labels"}
+    model(**inputs)  # another way of calling it: recorded now
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    parameters, target = list(model.parameters()), torch.randn(4, 32, 128)
+    found = []
+    for run in (model, compiled):
+        loss = (run(**inputs).logits * target).sum()
+        found.append((loss, torch.autograd.grad(loss, parameters, allow_unused=True)))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-3)
+
+
 def test__a_loss_module_made_in_forward__stays_out_of_the_graph() -> None:
     """Dynamo puts the function of `CrossEntropyLoss()` into a graph past every mode: such a model
     runs as it is, and not compiled, or says why."""
