@@ -18,7 +18,8 @@ from scaledtensor.functional.attention import attention_scales
 from scaledtensor.scale import power_of_two_near
 from scaledtensor.unit_scale.cuts import Cuts
 from scaledtensor.unit_scale.plan import Step, Undo
-from scaledtensor.unit_scale.record import VARIABLE, Node
+from scaledtensor.unit_scale.record import PARAMETER, VARIABLE, Node
+from scaledtensor.unit_scale.residuals import is_shared
 
 __all__ = ["Delay", "delays"]
 
@@ -35,7 +36,8 @@ class Delay:
 
 
 def delays(user: Node, step: Step, cuts: Cuts, borders: Set[Any]) -> list[Delay]:
-    """Of the queries and keys of an attention; none where their gradients are of other uses too.
+    """Of the queries and keys of an attention; none where their gradients, or those of what makes
+    them, are of other uses too.
 
     Args:
         user: a call of `scaled_dot_product_attention` whose gradients share one scale.
@@ -51,6 +53,9 @@ def delays(user: Node, step: Step, cuts: Cuts, borders: Set[Any]) -> list[Delay]
         if factor == 1 or not isinstance(operand, Node):
             continue
         inside = _inside(operand, user, cuts, borders)
+        parameters = (n for node in inside for n in node.operands if n.kind == PARAMETER)
+        if any(map(is_shared, parameters)):
+            continue
         begins = tuple(
             (node, _undo(node, factor, borders))
             for node in inside

@@ -25,8 +25,8 @@ class UnitScaling(Mode):
         self.done = self.entered = 0
         #: By residual sum: what its branch starts from, and the skip connection that waits for it.
         self.waiting: dict[int, tuple[Tensor, Tensor]] = {}
-        #: Of parameters that several calls use: how many rows the first had.
-        self.rows: dict[int, float] = {}
+        #: Of parameters that several calls use: over how many terms the first one sums.
+        self.terms: dict[int, float] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -60,7 +60,7 @@ class UnitScaling(Mode):
         return branch
 
     def applied(self, step: Step, func: Any, args: Any, kwargs: Any) -> Any:
-        args, kwargs = self.compensated(step, args, kwargs)
+        args, kwargs = self.compensated(step, func, args, kwargs)
         result = self.scaled(step, func, args, kwargs)
         if step.choice:
             result = U.scale_bwd(result, (args[0].numel() / max(result.numel(), 1)) ** 0.5)
@@ -74,7 +74,7 @@ class UnitScaling(Mode):
                 result[undo.output] = U.scale_bwd(result[undo.output], undo.factor)
         return result
 
-    def compensated(self, step: Step, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def compensated(self, step: Step, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Arguments whose gradients have factors."""
         factors = [*step.delays, *(((0, None), u.factor) for u in step.undo if u.of_input)]
         if not (factors or step.shared):
@@ -82,10 +82,10 @@ class UnitScaling(Mode):
         args, kwargs = list(args), dict(kwargs)
         if step.shared:
             places = [given(place, args, kwargs) for _, place in step.shared]
-            rows = _rows(args, kwargs, [key for _, key in places])
+            terms = _terms(func, args, kwargs, [key for _, key in places])
             for which, place in step.shared:
-                first = self.rows.setdefault(which, rows)
-                factors.append((place, (rows / first) ** 0.5))
+                first = self.terms.setdefault(which, terms)
+                factors.append((place, (terms / first) ** 0.5))
         for place, factor in factors:
             where, key = given(place, args, kwargs)
             where[key] = U.scale_bwd(where[key], factor)
@@ -149,12 +149,25 @@ class UnitScaling(Mode):
             raise _other_path(f"it did not call {self.plan.calls[self.done]}")
 
 
-def _rows(args: Any, kwargs: Any, parameters: list[Any]) -> float:
-    """Over how many rows, or look-ups, the gradients of a call's parameters are sums."""
-    for place, a in (*enumerate(args), *kwargs.items()):
-        if isinstance(a, Tensor) and place not in parameters:
-            return max(a.numel() / (a.shape[-1] if a.is_floating_point() else 1), 1)
-    return 1
+def _terms(func: Any, args: Any, kwargs: Any, parameters: list[Any]) -> float:
+    """Of how many terms the gradients of a call's parameters are sums, up to a factor that all
+    calls on one parameter have: elements of what it is multiplied by, of what is looked up, or of
+    what a convolution makes."""
+    if NAMES[func].startswith("conv"):
+        like = [a.to("meta") if isinstance(a, Tensor) else a for a in args]
+        named = {k: a.to("meta") if isinstance(a, Tensor) else a for k, a in kwargs.items()}
+        with torch.no_grad():
+            return max(float(func(*like, **named).numel()), 1)
+    found = [
+        (place, a) for place, a in (*enumerate(args), *kwargs.items()) if isinstance(a, Tensor)
+    ]
+    x = next((a for place, a in found if place not in parameters), None)
+    if x is None:
+        return 1
+    if x.is_floating_point():
+        return max(x.numel(), 1)
+    table = next(a for place, a in found if place in parameters)
+    return max(x.numel() * table.shape[-1], 1)
 
 
 def _of_product(x: Any) -> Any:

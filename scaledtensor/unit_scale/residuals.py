@@ -9,7 +9,7 @@ from scaledtensor.unit_scale.cuts import Cuts
 from scaledtensor.unit_scale.plan import Place
 from scaledtensor.unit_scale.record import CONSTANT, PARAMETER, VARIABLE, Node
 
-__all__ = ["MOVES", "Residual", "find_residuals", "places_of"]
+__all__ = ["MOVES", "Residual", "find_residuals", "is_shared", "places_of"]
 
 #: Functions whose result has the elements of one tensor.
 MOVES = {
@@ -64,7 +64,7 @@ def _waiting(residual: Residual, between: Sequence[Node]) -> Residual:
     entries = []
     for node in between:
         for operand in dict.fromkeys(node.operands):
-            if operand in inside or not _is_shared(operand):
+            if operand in inside or not is_shared(operand):
                 continue
             places = places_of(operand, node)
             if len(places) != node.operands.count(operand) or node.call is None or node.output:
@@ -73,7 +73,7 @@ def _waiting(residual: Residual, between: Sequence[Node]) -> Residual:
     return Residual(residual.sum, residual.skip, True, tuple(entries))
 
 
-def _is_shared(operand: Node) -> bool:
+def is_shared(operand: Node) -> bool:
     """Whether an operand from outside has gradients of other uses: not a parameter of one call."""
     if operand.kind == CONSTANT:
         return False

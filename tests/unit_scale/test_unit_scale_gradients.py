@@ -167,6 +167,39 @@ class Layers(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), targets)
 
 
+@case(numbers(2, 128, 8), torch.arange(8) % 5)
+class Looped(nn.Module):
+    """One attention that reads few tokens and then many: what its logits let pass differs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.v, self.head = (nn.Linear(8, n) for n in (8, 8, 5))
+        self.k, self.norm = nn.Linear(8, 8, bias=False), nn.LayerNorm(8)
+
+    def attend(self, x: Tensor, memory: Tensor) -> Tensor:
+        y = self.norm(x)
+        k, v = self.k(memory), self.v(memory)
+        return x + F.scaled_dot_product_attention(self.norm(self.q(y)), k, v)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        y = self.attend(x[:, :4], x[:, :4])
+        y = self.attend(y, x)
+        return F.cross_entropy(self.head(y).flatten(0, 1), targets)
+
+
+@case(numbers(2, 3, 16), torch.arange(2))
+class Convolved(nn.Module):
+    """One convolution of two lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.both, self.head = nn.Conv1d(3, 4, 3), nn.Conv1d(4, 4, 3), nn.Linear(4, 5)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        x = torch.tanh(self.both(F.avg_pool1d(torch.tanh(self.both(self.first(x))), 4)))
+        return F.cross_entropy(self.head(x[..., 0]), targets)
+
+
 @case(numbers(3, 5, 8), torch.arange(3))
 class Pooled(nn.Module):
     """A loss that reads one token."""
