@@ -132,6 +132,7 @@ PUBLIC = {
         "TrackedModule",
         "analyse_module",
         "measure",
+        "plans",
         "plot",
         "prune_non_float_tensors",
         "prune_same_scale_tensors",

@@ -2,6 +2,7 @@
 
 from scaledtensor.inspect.listing import analyse_module
 from scaledtensor.inspect.metrics import Data, Metrics, measure
+from scaledtensor.inspect.plans import plans
 from scaledtensor.inspect.plot import plot
 from scaledtensor.inspect.prune import (
     prune_non_float_tensors,
@@ -18,6 +19,7 @@ __all__ = [
     "TrackedModule",
     "analyse_module",
     "measure",
+    "plans",
     "plot",
     "prune_non_float_tensors",
     "prune_same_scale_tensors",

@@ -115,3 +115,40 @@ class Plan:
     residuals: list[str] = field(default_factory=list)
     #: How many calls are attention without a causal mask.
     reads_all: int = 0
+
+    def __str__(self) -> str:
+        lines = [f"{f'{name} {i}':34} {_words(step)}" for (name, i), step in self.steps.items()]
+        return "\n".join(lines)
+
+
+def _words(step: Step) -> str:
+    """What becomes of a call, in an order in which it could be done."""
+    said = []
+    if step.shared:
+        said.append("parameters of other calls")
+    said += [f"gradient of argument {_named(place)} x {x:.4g}" for place, x in step.delays]
+    for undo in step.undo:
+        result = "result" if undo.output is None else f"result {undo.output}"
+        said.append(f"gradient of {'argument 0' if undo.of_input else result} x {undo.factor:.4g}")
+    if step.counterpart:
+        said.append("unit-scaled" + (", every gradient by itself" if step.free else ""))
+    if step.tied:
+        said.append("tied to a product")
+    if step.correlation:
+        said.append(f"tokens correlated {step.correlation:.2f}")
+    if step.parameters:
+        said.append("parameters broadcast")
+    if step.scale != 1:
+        said.append(f"x {step.scale:.4g}")
+    if step.choice:
+        said.append("gradient of what it leaves out")
+    if step.add is not None:
+        said.append(f"residual sum {step.add}, tau {step.tau:.4g}")
+    if step.split is not None:
+        said.append(f"branch {step.split.add} starts")
+    return "; ".join(said)
+
+
+def _named(place: Place) -> str:
+    position, name = place
+    return name or str(position)

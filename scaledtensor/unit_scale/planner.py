@@ -15,6 +15,7 @@ residual.
 import inspect
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -95,8 +96,15 @@ class _Planner:
         self.add_residuals(steps)
         names = {name for name, _ in steps}
         calls = tuple(name for name in self.recording.calls if name in names)
+        counts = Counter[str]()
+        in_order = {}
+        for name in calls:
+            call = name, counts[name]
+            counts[name] += 1
+            if call in steps:
+                in_order[call] = steps[call]
         return Plan(
-            steps, calls, [f"{s.name} of {tuple(s.shape)}" for s in self.residual], everywhere
+            in_order, calls, [f"{s.name} of {tuple(s.shape)}" for s in self.residual], everywhere
         )
 
     # --- what is added to steps --------------------------------------------------------------

@@ -305,3 +305,26 @@ def test__compiled__they_are_the_same(name: str) -> None:
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     got = torch.autograd.grad(compiled(*inputs), parameters)
     torch.testing.assert_close(got, expected)
+
+
+def test__a_plan__is_listed_in_the_order_of_its_calls() -> None:
+    model, _, _ = built("Tied")
+    (plan,) = sct.inspect.plans(model)
+    lines = [line.split(maxsplit=2) for line in str(plan).splitlines()]
+    assert [name for name, _, _ in lines] == [
+        *("embedding", "linear", "chunk", "scaled_dot_product_attention", "add"),
+        *("layer_norm", "linear", "gelu", "linear", "add", "layer_norm", "linear", "cross_entropy"),
+    ]
+    said = dict(
+        zip(((n, int(i)) for n, i, _ in lines), (what for _, _, what in lines), strict=True)
+    )
+    assert said["embedding", 0].startswith("parameters of other calls; unit-scaled")
+    assert said["chunk", 0] == "gradient of result 0 x 0.25; gradient of result 1 x 0.25"
+    assert said["add", 0] == "residual sum 0, tau 1; branch 1 starts"
+    assert said["cross_entropy", 0] == "unit-scaled, every gradient by itself"
+
+
+def test__a_model_without_a_plan__has_none_to_list() -> None:
+    for model in (nn.Linear(2, 2), sct.unit_scale(nn.Linear(2, 2))):
+        with pytest.raises(sct.errors.ModelError, match="no plan of unit scaling"):
+            sct.inspect.plans(model)
