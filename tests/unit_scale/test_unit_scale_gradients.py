@@ -85,6 +85,24 @@ class Rotary(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
+@case(numbers(3, 5, 8), torch.arange(15) % 5)
+class Normed(nn.Module):
+    """Queries that are normalised and shifted, keys that are gated, a cross attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.head = (nn.Linear(8, n) for n in (8, 8, 8, 5))
+        self.norm, self.query_norm = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.gate, self.shift = nn.Linear(8, 8), nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        y = self.norm(x)
+        q = self.query_norm(self.q(y)) + self.shift
+        k = self.k(y) * torch.sigmoid(self.gate(y))
+        x = x + F.scaled_dot_product_attention(q, k, self.v(y))
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets)
+
+
 @case(numbers(16, 8), torch.arange(16) % 5)
 class Gated(nn.Module):
     """Two uses of one tensor that meet again, and no residual sum."""
