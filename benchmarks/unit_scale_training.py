@@ -61,8 +61,8 @@ MASKED, IGNORED = 0.15, -100
 #: Unit-scaled parameters are of unit size, so that a step is a larger number.
 GRIDS = {
     "fp32": [2.0**k for k in range(-12, -7)],
-    "unit + fp8": [2.0**k for k in range(-3, 1)],
-    "unit + scaled": [2.0**k for k in range(-3, 1)],
+    "unit + fp8": [2.0**k for k in range(-5, 1)],
+    "unit + scaled": [2.0**k for k in range(-5, 1)],
 }
 
 

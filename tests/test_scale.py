@@ -35,7 +35,7 @@ def test__nearest__gives_a_usable_scale_to_zero_subnormals_infinity_and_nan() ->
 
 def test__numbers_and_tensors__round_alike_at_every_edge() -> None:
     x = EDGES.view(torch.float32)
-    assert nearest_power_of_two(x).tolist() == [scale._nearest(v) for v in x.tolist()]
+    assert nearest_power_of_two(x).tolist() == [scale.power_of_two_near(v) for v in x.tolist()]
 
 
 @given(floats, scales, floats)
