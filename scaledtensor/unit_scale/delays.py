@@ -18,7 +18,7 @@ from scaledtensor.functional.attention import attention_scales
 from scaledtensor.scale import power_of_two_near
 from scaledtensor.unit_scale.cuts import Cuts
 from scaledtensor.unit_scale.plan import Step, Undo
-from scaledtensor.unit_scale.record import PARAMETER, VARIABLE, Node
+from scaledtensor.unit_scale.record import PARAMETER, VARIABLE, Node, is_in_place
 from scaledtensor.unit_scale.residuals import is_shared
 
 __all__ = ["Delay", "delays"]
@@ -61,7 +61,7 @@ def delays(user: Node, step: Step, cuts: Cuts, borders: Set[Any]) -> list[Delay]
             for node in inside
             if node.func in borders or any(n not in inside for n in node.variables)
         )
-        if begins and all(node.call is not None for node, _ in begins):
+        if begins and all(_can_undo(node, undo) for node, undo in begins):
             found.append(Delay(user, position, factor, begins))
     return found
 
@@ -101,6 +101,12 @@ def _inside(operand: Node, user: Node, cuts: Cuts, borders: Set[Any]) -> dict[No
                 found[source] = None
                 waiting.append(source)
     return found
+
+
+def _can_undo(node: Node, undo: Undo) -> bool:
+    """Whether it reaches what the model goes on with: not the result of a call that writes into
+    its argument, which a model need not look at."""
+    return node.call is not None and (undo.of_input or not is_in_place(node))
 
 
 def _undo(node: Node, factor: float, borders: Set[Any]) -> Undo:

@@ -31,7 +31,7 @@ from scaledtensor.unit_scale.correlation import reads_all
 from scaledtensor.unit_scale.cuts import Cuts
 from scaledtensor.unit_scale.delays import delays
 from scaledtensor.unit_scale.plan import Call, Place, Plan, Split, Step
-from scaledtensor.unit_scale.record import PARAMETER, VARIABLE, Node, Recording
+from scaledtensor.unit_scale.record import PARAMETER, VARIABLE, Node, Recording, is_in_place
 from scaledtensor.unit_scale.residuals import MOVES, find_residuals, places_of
 
 __all__ = ["ResidualRule", "plan"]
@@ -121,7 +121,7 @@ class _Planner:
                 skip=node.operands.index(skip),
                 tau=tau,
                 waiting=residual.waits,
-                in_place=_in_place(node),
+                in_place=is_in_place(node),
             )
             if residual.waits:
                 _extend(steps, skip, split=Split(index, tau))
@@ -193,7 +193,7 @@ class _Planner:
         choice = self.is_choice(node)
         if scale == 1.0 and not parameters and not choice:
             return None
-        return Step(scale=scale, parameters=parameters, in_place=_in_place(node), choice=choice)
+        return Step(scale=scale, parameters=parameters, in_place=is_in_place(node), choice=choice)
 
     def is_choice(self, node: Node) -> bool:
         """Whether it takes a part of a tensor, and the rest goes nowhere."""
@@ -286,10 +286,6 @@ def _is_causal(node: Node) -> bool:
     return bool(later.any() and hidden.cpu()[..., later].all())
 
 
-def _in_place(node: Node) -> bool:
-    return node.name.endswith("_") and not node.name.endswith("__")
-
-
 def _owner(node: Node) -> Node | None:
     """The parameter that a node is, or is a view of."""
     while node.kind == PARAMETER and len(node.operands) == 1:
@@ -315,7 +311,7 @@ def _replayed(node: Node, sources: tuple[Node, ...]) -> float:
             args, kwargs = pytree.tree_map(
                 lambda a: value(a) if isinstance(a, Node) else a, (n.args, n.kwargs)
             )
-            if _in_place(n) or n.name == "__setitem__":
+            if is_in_place(n) or n.name == "__setitem__":
                 args = (args[0].clone(), *args[1:])
             result = n.func(*args, **kwargs)
             result = args[0] if n.name == "__setitem__" else result

@@ -16,7 +16,7 @@ from scaledtensor import _torch
 from scaledtensor.interpose import ENTERED
 from scaledtensor.unit_scale.plan import NAMES, is_counted
 
-__all__ = ["Node", "Recording", "copied", "left_alone", "record"]
+__all__ = ["Node", "Recording", "copied", "is_in_place", "left_alone", "record"]
 
 CONSTANT, PARAMETER, VARIABLE = "constant", "parameter", "variable"
 
@@ -42,6 +42,11 @@ class Node:
     @property
     def variables(self) -> tuple["Node", ...]:
         return tuple(n for n in self.operands if n.kind == VARIABLE)
+
+
+def is_in_place(node: Node) -> bool:
+    """Whether the call writes into its first argument."""
+    return node.name.endswith("_") and not node.name.endswith("__")
 
 
 @dataclass

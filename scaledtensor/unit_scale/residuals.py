@@ -36,7 +36,7 @@ class Residual:
 def find_residuals(nodes: Sequence[Node], cuts: Cuts, borders: Set[Any]) -> dict[Node, Residual]:
     """All x + branch(x), where the branch has parameters of functions in `borders`, in order."""
     order = {node: i for i, node in enumerate(nodes)}
-    found = {}
+    found: dict[Node, Residual] = {}
     for node in nodes:
         plain = len(node.operands) == 2 == len(node.args) and not node.kwargs
         if not (node.name in _ADDS and node.kind == VARIABLE and plain):
@@ -52,14 +52,15 @@ def find_residuals(nodes: Sequence[Node], cuts: Cuts, borders: Set[Any]) -> dict
             if source is skip and skip.call is not None and skip.output is None:
                 between = _between(nodes[order[skip] + 1 : order[node]], skip, branch)
                 if cuts.is_only_used_by(skip, {*between, node}):
-                    residual = _waiting(residual, between)
+                    residual = _waiting(residual, between, found.keys())
             found[node] = residual
             break
     return found
 
 
-def _waiting(residual: Residual, between: Sequence[Node]) -> Residual:
-    """That residual sum with a branch that waits, if all entries can be compensated."""
+def _waiting(residual: Residual, between: Sequence[Node], sums: Set[Node]) -> Residual:
+    """That residual sum with a branch that waits, if all entries can be compensated; those into
+    another residual sum, whose terms have scales already, can not."""
     inside = {*between, residual.skip}
     entries = []
     for node in between:
@@ -68,6 +69,8 @@ def _waiting(residual: Residual, between: Sequence[Node]) -> Residual:
                 continue
             places = places_of(operand, node)
             if len(places) != node.operands.count(operand) or node.call is None or node.output:
+                return residual
+            if node in sums:
                 return residual
             entries += [(node, place) for place in places]
     return Residual(residual.sum, residual.skip, True, tuple(entries))

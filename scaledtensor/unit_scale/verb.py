@@ -74,11 +74,14 @@ def unit_scale(
     At initialisation activations, weights and gradients then have about unit variance, so that they
     fit FP8 without scales; on a `scale_model`led model the carried scales stay near 1. The function
     changes by constants: train it from scratch. Parameters are set to unit variance (biases to
-    zero) and tagged for u-muP, so `scaledtensor.optim` knows their learning rates.
+    zero) and tagged for u-muP, so `scaledtensor.optim` knows their learning rates; a learning rate
+    near 1/2 is where to begin.
 
     Nothing is replaced by name: the model runs once, on copies and without gradients, and what it
-    calls is written down (scaledtensor.unit_scale.planner says what becomes of it). It keeps its
-    class, methods and state_dict; it compiles, pickles, deep-copies and exports.
+    calls is written down (scaledtensor.unit_scale.planner says what becomes of it, and
+    `scaledtensor.inspect.plans(model)` what became of it). It keeps its class, methods and
+    state_dict; it compiles, pickles, deep-copies and exports. Every parameter's gradient is a
+    multiple of that of the function computed.
 
     Args:
         model: any module that calls torch functions; compile it afterwards.

@@ -103,6 +103,39 @@ class Normed(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), targets)
 
 
+@case(numbers(3, 5, 8), torch.arange(15) % 5)
+class InPlace(nn.Module):
+    """Queries that another tensor is written into, by a call whose result nobody looks at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.head = (nn.Linear(8, n, bias=n == 5) for n in (8, 8, 8, 5))
+        self.norm, self.gate = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        y = self.norm(x)
+        q = self.q(y)
+        q.add_(self.gate(y))
+        x = x + F.scaled_dot_product_attention(q, self.k(y), self.v(y))
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets)
+
+
+@case(numbers(3, 5, 8), torch.arange(15) % 5)
+class Nested(nn.Module):
+    """A residual sum in the branch of another, whose own start lies outside of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 5)
+        self.up, self.down, self.out = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        x, z = self.first(x), self.second(x)
+        inner = z + self.down(torch.tanh(self.up(z) * self.up(x)))
+        x = x + self.out(inner)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets)
+
+
 @case(numbers(16, 8), torch.arange(16) % 5)
 class Gated(nn.Module):
     """Two uses of one tensor that meet again, and no residual sum."""
