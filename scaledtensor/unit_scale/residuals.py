@@ -46,7 +46,7 @@ def find_residuals(nodes: Sequence[Node], cuts: Cuts, borders: Set[Any]) -> dict
             continue
         for skip, branch in ((left, right), (right, left)):
             source = _moved_from(skip)
-            if not _leads(source, branch, borders):
+            if not _leads(source, branch, borders, order):
                 continue
             residual = Residual(node, skip, False)
             if source is skip and skip.call is not None and skip.output is None:
@@ -126,8 +126,9 @@ def _moved_from(node: Node) -> Node:
     return node
 
 
-def _leads(source: Node, target: Node, borders: Set[Any]) -> bool:
+def _leads(source: Node, target: Node, borders: Set[Any], order: dict[Node, int]) -> bool:
     """Whether `target` is made from `source` by way of a function of a parameter."""
+    start = order.get(source, -1)
     if source is target:
         return False
     seen: set[tuple[Node, bool]] = set()
@@ -143,5 +144,5 @@ def _leads(source: Node, target: Node, borders: Set[Any]) -> bool:
                 return True
             continue
         has_parameter |= node.func in borders and any(n.kind == PARAMETER for n in node.operands)
-        todo += [(n, has_parameter) for n in node.variables]
+        todo += [(n, has_parameter) for n in node.variables if order.get(n, -1) >= start]
     return False
