@@ -29,7 +29,8 @@ transforms                     graphs that Dynamo captures       modes around th
 `unit_scale`: `x * y`, tanh,   left as they are                  of unit scale; a single number
 `@`, a gelu by hand                                              stays what it is
 `unit_scale`: parameters       of `Linear` and `Embedding`       all weights and biases, and
-                                                                 tagged for u-muP's optimizers
+                                                                 tagged for u-muP's optimizers,
+                                                                 vectors with 1/32 of the rate
 `unit_scale(replace=)`         calls of Python functions are     a wrapper takes the place of the
                                found in the graph                function where the model's code
                                                                  finds it by a name
