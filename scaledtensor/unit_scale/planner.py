@@ -32,7 +32,7 @@ from scaledtensor.unit_scale.cuts import Cuts
 from scaledtensor.unit_scale.delays import delays
 from scaledtensor.unit_scale.plan import Call, Place, Plan, Split, Step
 from scaledtensor.unit_scale.record import PARAMETER, VARIABLE, Node, Recording, is_in_place
-from scaledtensor.unit_scale.residuals import MOVES, find_residuals, places_of
+from scaledtensor.unit_scale.residuals import MOVES, find_residuals, is_shared, places_of
 
 __all__ = ["ResidualRule", "plan"]
 
@@ -204,10 +204,11 @@ class _Planner:
         return fewer and node.args[0] is source and self.cuts.is_cut(source, node)
 
     def is_broadcast(self, x: Any, node: Node) -> bool:
-        """Whether `x` is a parameter, or rows chosen from one for this call alone, that is
-        broadcast: its gradient is a sum, and nothing else depends on its scale."""
+        """Whether `x` is a parameter, or rows chosen for this call alone from one of no other use,
+        that is broadcast: its gradient is a sum, and nothing else depends on its scale."""
         if isinstance(x, Node):
             chosen = x.name == "embedding" and len(x.users) == 1
+            chosen &= not any(is_shared(n) for n in x.operands if n.kind == PARAMETER)
             return chosen and x.shape.numel() < node.shape.numel()
         if not isinstance(x, Tensor) or x.numel() >= node.shape.numel():
             return False

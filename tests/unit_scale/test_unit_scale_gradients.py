@@ -120,6 +120,22 @@ class InPlace(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), targets)
 
 
+@case(*TOKENS)
+class Positions(nn.Module):
+    """One table of positions for two batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(11, 8), nn.Embedding(6, 8)
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        place = torch.arange(tokens.shape[1])
+        x = self.token(tokens) + self.position(place)
+        y = self.token(targets[:1]) + self.position(place)
+        return F.cross_entropy(self.head(torch.tanh(x) * y).flatten(0, 1), targets.flatten())
+
+
 @case(numbers(3, 5, 8), torch.arange(15) % 5)
 class Nested(nn.Module):
     """A residual sum in the branch of another, whose own start lies outside of that."""
