@@ -95,9 +95,9 @@ class UnitScaling(Mode):
         if step.add is not None:
             return self.residual(step, args, kwargs)
         if step.counterpart:
-            if step.free:
-                kwargs = {**kwargs, "constraint": None}
-            if step.tied:
+            if step.free or step.exact:
+                kwargs = {**kwargs, "constraint": "exact" if step.exact else None}
+            if step.tied and not step.exact:
                 args = tuple(map(_of_product, args))
                 kwargs = {name: _of_product(a) for name, a in kwargs.items()}
             if step.causal:

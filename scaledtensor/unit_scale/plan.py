@@ -71,6 +71,8 @@ class Step:
     counterpart: bool = False
     #: Whether its gradients then have scales of their own: what it is made from has no other use.
     free: bool = False
+    #: Whether its gradients are the true ones: a parameter of it has uses that have no scale.
+    exact: bool = False
     #: Whether it looks up rows of a matrix that a product also multiplies by. That is no cut edge:
     #: both parts of its gradient have the product's scale.
     tied: bool = False
@@ -132,6 +134,8 @@ def _words(step: Step) -> str:
         said.append(f"gradient of {'argument 0' if undo.of_input else result} x {undo.factor:.4g}")
     if step.counterpart:
         said.append("unit-scaled" + (", every gradient by itself" if step.free else ""))
+    if step.exact:
+        said.append("true gradients")
     if step.tied:
         said.append("tied to a product")
     if step.correlation:

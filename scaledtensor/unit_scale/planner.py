@@ -130,21 +130,25 @@ class _Planner:
                 _extend(steps, user, delays=((place, of_branch),))
 
     def add_shared(self, steps: dict[Call, Step]) -> None:
-        """Parameters of several calls."""
+        """Parameters of several calls: of the same scale in all, or of none."""
         seen: dict[Node, list[tuple[Node, Place]]] = {}
         for node in self.nodes:
             step = steps.get(node.call) if node.call is not None else None
-            if step is None or node.output or not (step.counterpart or step.parameters):
+            if step is None or node.output or not step.counterpart:
                 continue
             for operand in dict.fromkeys(node.operands):
                 owner = _owner(operand)
                 if owner is not None:
                     places = places_of(operand, node)
                     seen.setdefault(owner, []).extend((node, place) for place in places)
-        several = (uses for uses in seen.values() if len({n.call for n, _ in uses}) > 1)
-        for which, uses in enumerate(several):
+        for which, (owner, uses) in enumerate(seen.items()):
+            users = {node for node, _ in uses}
             for node, place in uses:
-                _extend(steps, node, shared=((which, place),))
+                if not set(_uses(owner)) <= users:
+                    if "constraint" in inspect.signature(COUNTERPARTS[node.func]).parameters:
+                        _extend(steps, node, exact=True)
+                elif len(users) > 1:
+                    _extend(steps, node, shared=((which, place),))
 
     def add_delays(self, steps: dict[Call, Step]) -> None:
         for node in self.nodes:
@@ -204,7 +208,7 @@ class _Planner:
         return fewer and node.args[0] is source and self.cuts.is_cut(source, node)
 
     def is_broadcast(self, x: Any, node: Node) -> bool:
-        """Whether `x` is a parameter, or rows chosen for this call alone from one of no other use,
+        """Whether `x` is a parameter of no other use, or rows chosen from one for this call alone,
         that is broadcast: its gradient is a sum, and nothing else depends on its scale."""
         if isinstance(x, Node):
             chosen = x.name == "embedding" and len(x.users) == 1
@@ -212,7 +216,8 @@ class _Planner:
             return chosen and x.shape.numel() < node.shape.numel()
         if not isinstance(x, Tensor) or x.numel() >= node.shape.numel():
             return False
-        return any(n.kind == PARAMETER and n.tensor is x for n in node.operands)
+        found = [n for n in node.operands if n.kind == PARAMETER and n.tensor is x]
+        return bool(found) and not any(map(is_shared, found))
 
     def ends(self, node: Node) -> bool:
         """Whether somebody outside of its region sees the result, other than as logits."""

@@ -81,7 +81,7 @@ def unit_scale(
     calls is written down (scaledtensor.unit_scale.planner says what becomes of it, and
     `scaledtensor.inspect.plans(model)` what became of it). It keeps its class, methods and
     state_dict; it compiles, pickles, deep-copies and exports. Every parameter's gradient is a
-    multiple of that of the function computed.
+    multiple of that of the function computed, if this ends in one loss.
 
     Args:
         model: any module that calls torch functions; compile it afterwards.

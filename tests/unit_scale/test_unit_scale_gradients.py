@@ -136,6 +136,23 @@ class Positions(nn.Module):
         return F.cross_entropy(self.head(torch.tanh(x) * y).flatten(0, 1), targets.flatten())
 
 
+@case(numbers(3, 6, 8), TOKENS[0])
+class Indexed(nn.Module):
+    """Rows of the matrix of the logits, which is no call of a function of torch's for that; and a
+    parameter that is broadcast over one batch and not over the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.head = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 11)
+        self.position = nn.Parameter(torch.randn(6, 8))
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+        x = self.first(x)
+        y = torch.tanh(x[:1] + self.position)
+        x = torch.tanh(x + self.head.weight[tokens] + self.position)
+        return F.cross_entropy(self.head(self.norm(x * y)).flatten(0, 1), tokens.flatten())
+
+
 @case(numbers(3, 5, 8), torch.arange(15) % 5)
 class Nested(nn.Module):
     """A residual sum in the branch of another, whose own start lies outside of that."""
