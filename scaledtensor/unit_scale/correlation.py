@@ -13,19 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from scaledtensor import _torch
 from scaledtensor.unit_scale.mode import UnitScaling
 from scaledtensor.unit_scale.plan import Plan, Step
 from scaledtensor.unit_scale.record import copied, left_alone
 
-__all__ = ["correlations", "reads_all"]
-
-
-def reads_all(func: Any, step: Step) -> bool:
-    """Whether a call is attention that is not causal."""
-    return func is scaled_dot_product_attention and step.counterpart and not step.causal
+__all__ = ["correlations"]
 
 
 def correlations(
@@ -62,7 +56,7 @@ class _Measuring(UnitScaling):
         self.found: list[float] = []
 
     def scaled(self, step: Step, func: Any, args: Any, kwargs: Any) -> Any:
-        if reads_all(func, step):
+        if step.correlation is not None:
             value = args[2] if len(args) > 2 else kwargs["value"]
             self.found.append(_between_rows(value))
             step = replace(step, correlation=self.found[-1])
@@ -73,12 +67,12 @@ def _fresh(parameter: nn.Parameter, seed: int) -> Tensor:
     """As at initialisation, whatever was learned since: plans of later calls agree with the first.
     Gains stay: norms hide their scale from what comes after."""
     kind = getattr(parameter, "mup_type", None)
+    if kind not in ("weight", "bias"):
+        return parameter.detach()
     fresh = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-    if kind == "bias":
-        return fresh
     if kind == "weight":
-        return fresh.normal_(generator=torch.Generator(parameter.device).manual_seed(seed))
-    return parameter.detach()
+        fresh.normal_(generator=torch.Generator(parameter.device).manual_seed(seed))
+    return fresh
 
 
 def _between_rows(x: Tensor) -> float:

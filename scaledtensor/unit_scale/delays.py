@@ -8,8 +8,7 @@ divided by that power again. The gradients that leave are the same.
 """
 
 import math
-from collections.abc import Set
-from dataclasses import dataclass
+from collections.abc import Iterator, Set
 from typing import Any
 
 from torch.nn.functional import scaled_dot_product_attention
@@ -18,24 +17,15 @@ from scaledtensor.functional.attention import attention_scales
 from scaledtensor.scale import power_of_two_near
 from scaledtensor.unit_scale.cuts import Cuts
 from scaledtensor.unit_scale.plan import Step, Undo
-from scaledtensor.unit_scale.record import PARAMETER, VARIABLE, Node, is_in_place
+from scaledtensor.unit_scale.record import PARAMETER, VARIABLE, Node, attention_options, is_in_place
 from scaledtensor.unit_scale.residuals import is_shared
 
-__all__ = ["Delay", "delays"]
+__all__ = ["delays"]
 
 
-@dataclass(frozen=True)
-class Delay:
-    """Of one operand of one call."""
-
-    user: Node
-    position: int
-    factor: float
-    #: Where the operand begins, and the factor is taken back.
-    begins: tuple[tuple[Node, Undo], ...]
-
-
-def delays(user: Node, step: Step, cuts: Cuts, borders: Set[Any]) -> list[Delay]:
+def delays(
+    user: Node, step: Step, cuts: Cuts, borders: Set[Any]
+) -> Iterator[tuple[Node, dict[str, Any]]]:
     """Of the queries and keys of an attention; none where their gradients, or those of what makes
     them, are of other uses too.
 
@@ -44,10 +34,13 @@ def delays(user: Node, step: Step, cuts: Cuts, borders: Set[Any]) -> list[Delay]
         step: what becomes of it.
         cuts: of the run.
         borders: functions behind which a gradient is not followed.
+
+    Returns:
+        Calls, and what is added to their steps: where a gradient gets its factor, and where that is
+        taken back.
     """
     if user.func is not scaled_dot_product_attention or len(user.args) < 3:
-        return []
-    found = []
+        return
     for position, factor in enumerate(_factors(user, step)):
         operand = user.args[position]
         if factor == 1 or not isinstance(operand, Node):
@@ -56,21 +49,20 @@ def delays(user: Node, step: Step, cuts: Cuts, borders: Set[Any]) -> list[Delay]
         parameters = (n for node in inside for n in node.operands if n.kind == PARAMETER)
         if any(map(is_shared, parameters)):
             continue
-        begins = tuple(
-            (node, _undo(node, factor, borders))
+        begins = [
+            (node, _undo(node, 1 / factor, borders))
             for node in inside
             if node.func in borders or any(n not in inside for n in node.variables)
-        )
-        if begins and all(_can_undo(node, undo) for node, undo in begins):
-            found.append(Delay(user, position, factor, begins))
-    return found
+        ]
+        if begins and all(undo is not None for _, undo in begins):
+            yield user, {"delays": (((position, None), factor),)}
+            yield from ((node, undo) for node, undo in begins if undo is not None)
 
 
 def _factors(user: Node, step: Step) -> tuple[float, float]:
     """By what powers of two the gradients of query and key are too small."""
     query, key = user.args[:2]
-    names = ("attn_mask", "dropout_p", "is_causal", "scale")
-    given = dict(zip(names, user.args[3:], strict=False)) | user.kwargs
+    given = attention_options(user)
     d = query.shape[-1]
     scale = given.get("scale")
     out, dq, dk, _ = attention_scales(
@@ -78,8 +70,8 @@ def _factors(user: Node, step: Step) -> tuple[float, float]:
         key.shape,
         1 / d if scale is None else scale / math.sqrt(d),
         given.get("dropout_p", 0.0),
-        step.causal or given.get("is_causal", False),
-        correlation=step.correlation,
+        step.causal,
+        correlation=step.correlation or 0.0,
     )
     return power_of_two_near(dq / out), power_of_two_near(dk / out)
 
@@ -103,13 +95,13 @@ def _inside(operand: Node, user: Node, cuts: Cuts, borders: Set[Any]) -> dict[No
     return found
 
 
-def _can_undo(node: Node, undo: Undo) -> bool:
-    """Whether it reaches what the model goes on with: not the result of a call that writes into
-    its argument, which a model need not look at."""
-    return node.call is not None and (undo.of_input or not is_in_place(node))
-
-
-def _undo(node: Node, factor: float, borders: Set[Any]) -> Undo:
-    of_input = node.func in borders and len(node.variables) == 1
-    of_input = of_input and bool(node.args) and node.args[0] is node.variables[0]
-    return Undo(1 / factor, node.output, of_input)
+def _undo(node: Node, factor: float, borders: Set[Any]) -> dict[str, Any] | None:
+    """The gradient of a border's one operand gets the factor, or that of the result. None where it
+    would not reach what the model goes on with: the result of a call that writes into its argument,
+    which a model need not look at."""
+    if node.call is None:
+        return None
+    alone = len(node.variables) == 1 and bool(node.args) and node.args[0] is node.variables[0]
+    if node.func in borders and alone:
+        return {"delays": (((0, None), factor),)}
+    return None if is_in_place(node) else {"undo": (Undo(factor, node.output),)}

@@ -65,8 +65,6 @@ class UnitScaling(Mode):
         if step.choice:
             result = U.scale_bwd(result, (args[0].numel() / max(result.numel(), 1)) ** 0.5)
         for undo in step.undo:
-            if undo.of_input:
-                continue
             if undo.output is None:
                 result = U.scale_bwd(result, undo.factor)
             else:
@@ -76,10 +74,9 @@ class UnitScaling(Mode):
 
     def compensated(self, step: Step, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Arguments whose gradients have factors."""
-        factors = [*step.delays, *(((0, None), u.factor) for u in step.undo if u.of_input)]
-        if not (factors or step.shared):
+        if not (step.delays or step.shared):
             return args, kwargs
-        args, kwargs = list(args), dict(kwargs)
+        factors, args, kwargs = [*step.delays], list(args), dict(kwargs)
         if step.shared:
             places = [given(place, args, kwargs) for _, place in step.shared]
             terms = _terms(func, args, kwargs, [key for _, key in places])

@@ -56,11 +56,10 @@ class Split:
 
 @dataclass(frozen=True)
 class Undo:
-    """Where a delayed gradient gets its scale back."""
+    """Of a result whose gradient is delayed: by what that is multiplied for the call."""
 
     factor: float
     output: int | None  # which of several results
-    of_input: bool  # the gradient of the first argument, not that of the result
 
 
 @dataclass(frozen=True)
@@ -79,8 +78,8 @@ class Step:
     #: Whether its mask is causal. The law then is that of causal attention, however it is spelled:
     #: models give a mask in one mode of execution, and say `is_causal` in another.
     causal: bool = False
-    #: Of attention without a causal mask: between the tokens that it reads.
-    correlation: float = 0.0
+    #: Of attention without a causal mask: between the tokens that it reads. None of all else.
+    correlation: float | None = None
     #: What the result is multiplied by, forwards and backwards.
     scale: float = 1.0
     #: Positions of parameters that are broadcast, whose gradients are sums over as many terms.
@@ -88,8 +87,8 @@ class Step:
     #: (which parameter, its place) of those that other calls use as well: the gradient is a
     #: sum, of which all terms have the scale of the first, however many rows each call has.
     shared: tuple[tuple[int, Place], ...] = ()
-    #: By place: what gradients of arguments are multiplied by. They are delayed, until
-    #: an undo; or they leave a branch whose gradients are.
+    #: By place: what gradients of arguments are multiplied by. They are delayed from here on, or
+    #: have been up to here; or they leave a branch whose gradients are.
     delays: tuple[tuple[Place, float], ...] = ()
     undo: tuple[Undo, ...] = ()
     #: Whether it chooses some of the elements of a tensor that nothing else uses: the gradient of
@@ -115,8 +114,11 @@ class Plan:
     calls: tuple[str, ...] = ()
     #: Residual sums, in order: how each is called in a listing.
     residuals: list[str] = field(default_factory=list)
-    #: How many calls are attention without a causal mask.
-    reads_all: int = 0
+
+    @property
+    def correlations(self) -> list[float]:
+        """Those of its steps, in order."""
+        return [s.correlation for s in self.steps.values() if s.correlation is not None]
 
     def __str__(self) -> str:
         lines = [f"{f'{name} {i}':34} {_words(step)}" for (name, i), step in self.steps.items()]
@@ -131,7 +133,7 @@ def _words(step: Step) -> str:
     said += [f"gradient of argument {_named(place)} x {x:.4g}" for place, x in step.delays]
     for undo in step.undo:
         result = "result" if undo.output is None else f"result {undo.output}"
-        said.append(f"gradient of {'argument 0' if undo.of_input else result} x {undo.factor:.4g}")
+        said.append(f"gradient of {result} x {undo.factor:.4g}")
     if step.counterpart:
         said.append("unit-scaled" + (", every gradient by itself" if step.free else ""))
     if step.exact:
@@ -145,7 +147,7 @@ def _words(step: Step) -> str:
     if step.scale != 1:
         said.append(f"x {step.scale:.4g}")
     if step.choice:
-        said.append("gradient of what it leaves out")
+        said.append("gradient makes up for what it leaves out")
     if step.add is not None:
         said.append(f"residual sum {step.add}, tau {step.tau:.4g}")
     if step.split is not None:

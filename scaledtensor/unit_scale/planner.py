@@ -15,7 +15,6 @@ residual.
 import inspect
 import math
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -27,11 +26,17 @@ from torch.utils import _pytree as pytree
 
 from scaledtensor.functional.residual import residual_weights
 from scaledtensor.functional.spellings import COUNTERPARTS
-from scaledtensor.unit_scale.correlation import reads_all
 from scaledtensor.unit_scale.cuts import Cuts
 from scaledtensor.unit_scale.delays import delays
 from scaledtensor.unit_scale.plan import Call, Place, Plan, Split, Step
-from scaledtensor.unit_scale.record import PARAMETER, VARIABLE, Node, Recording, is_in_place
+from scaledtensor.unit_scale.record import (
+    PARAMETER,
+    VARIABLE,
+    Node,
+    Recording,
+    attention_options,
+    is_in_place,
+)
 from scaledtensor.unit_scale.residuals import MOVES, find_residuals, is_shared, places_of
 
 __all__ = ["ResidualRule", "plan"]
@@ -83,29 +88,19 @@ class _Planner:
             if root is not node and node.name not in MOVES:
                 self.done.setdefault(root, []).append(node)
         steps: dict[Call, Step] = {}
-        everywhere = 0
         for node in self.nodes:
             if node.call is None or node.kind != VARIABLE:
                 continue
             step = self.step_of(node)
             if step is not None:
                 steps[node.call] = step
-                everywhere += reads_all(node.func, step)
         self.add_shared(steps)
         self.add_delays(steps)
         self.add_residuals(steps)
         names = {name for name, _ in steps}
         calls = tuple(name for name in self.recording.calls if name in names)
-        counts = Counter[str]()
-        in_order = {}
-        for name in calls:
-            call = name, counts[name]
-            counts[name] += 1
-            if call in steps:
-                in_order[call] = steps[call]
-        return Plan(
-            in_order, calls, [f"{s.name} of {tuple(s.shape)}" for s in self.residual], everywhere
-        )
+        in_order = {n.call: steps[n.call] for n in self.nodes if n.call in steps}
+        return Plan(in_order, calls, [f"{s.name} of {tuple(s.shape)}" for s in self.residual])
 
     # --- what is added to steps --------------------------------------------------------------
 
@@ -155,10 +150,8 @@ class _Planner:
             step = steps.get(node.call) if node.call is not None else None
             if step is None or not step.counterpart or step.free:
                 continue
-            for delay in delays(node, step, self.cuts, BORDERS):
-                _extend(steps, node, delays=(((delay.position, None), delay.factor),))
-                for begin, undo in delay.begins:
-                    _extend(steps, begin, undo=(undo,))
+            for changed, fields in delays(node, step, self.cuts, BORDERS):
+                _extend(steps, changed, **fields)
 
     # --- regions -----------------------------------------------------------------------------
 
@@ -179,14 +172,18 @@ class _Planner:
 
     def step_of(self, node: Node) -> Step | None:
         if node in self.residual or node.name == "__setitem__":
-            return None  # add_splits; or no result to scale
+            return None  # add_residuals; or no result to scale
         if node.func in BORDERS or (node.func in _POINTWISE and self.is_alone(node)):
             causal = node.func is scaled_dot_product_attention and _is_causal(node)
             tied = node.name == "embedding" and any(map(self.is_tied, node.operands))
-            step = Step(counterpart=True, free=self.is_free(node), causal=causal, tied=tied)
-            if reads_all(node.func, step):
-                step = replace(step, correlation=next(self.correlations, 0.0))
-            return step
+            reads_all = node.func is scaled_dot_product_attention and not causal
+            return Step(
+                counterpart=True,
+                free=self.is_free(node),
+                causal=causal,
+                tied=tied,
+                correlation=next(self.correlations, 0.0) if reads_all else None,
+            )
         parameters = tuple(i for i, a in enumerate(node.args) if self.is_broadcast(a, node))
         scale = 1.0
         root = self.roots[node]
@@ -280,8 +277,7 @@ def _extend(steps: dict[Call, Step], node: Node, **fields: Any) -> None:
 
 def _is_causal(node: Node) -> bool:
     """Whether no query of an attention sees a later key."""
-    given = dict(zip(("attn_mask", "dropout_p", "is_causal"), node.args[3:], strict=False))
-    given |= node.kwargs
+    given = attention_options(node)
     mask = given.get("attn_mask")
     if given.get("is_causal"):
         return True

@@ -16,7 +16,15 @@ from scaledtensor import _torch
 from scaledtensor.interpose import ENTERED
 from scaledtensor.unit_scale.plan import NAMES, is_counted
 
-__all__ = ["Node", "Recording", "copied", "is_in_place", "left_alone", "record"]
+__all__ = [
+    "Node",
+    "Recording",
+    "attention_options",
+    "copied",
+    "is_in_place",
+    "left_alone",
+    "record",
+]
 
 CONSTANT, PARAMETER, VARIABLE = "constant", "parameter", "variable"
 
@@ -47,6 +55,12 @@ class Node:
 def is_in_place(node: Node) -> bool:
     """Whether the call writes into its first argument."""
     return node.name.endswith("_") and not node.name.endswith("__")
+
+
+def attention_options(node: Node) -> dict[str, Any]:
+    """What a call of `scaled_dot_product_attention` has beside query, key and value, by name."""
+    names = ("attn_mask", "dropout_p", "is_causal")
+    return dict(zip(names, node.args[3:], strict=False)) | node.kwargs
 
 
 @dataclass

@@ -42,7 +42,7 @@ class UnitScale:
         recording = record(module, original(module), args, kwargs)
         rule = self.residual_rule or transformer_residual_scaling_rule()
         made = plan(recording, rule, self.correlations)
-        if made.reads_all != len(self.correlations):
+        if len(made.correlations) != len(self.correlations):
             self.correlations = correlations(module, original(module), args, kwargs, made)
             made = plan(recording, rule, self.correlations)
         self.plans[_key(module, args, kwargs)] = made
