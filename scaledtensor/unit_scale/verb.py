@@ -29,8 +29,9 @@ class UnitScale:
     def __init__(self, residual_rule: ResidualRule | None) -> None:
         self.residual_rule = residual_rule
         self.plans: dict[Key, Plan] = {}
-        #: Of the tokens that attention reads, where that is not causal: one for all plans.
-        self.correlations: tuple[float, ...] = ()
+        #: Of the tokens that attention reads, where that is not causal, by how many there are in
+        #: a plan: what was measured for the first plan of so many holds for all.
+        self.correlations: dict[int, tuple[float, ...]] = {}
 
     def mode(self, module: nn.Module, args: Any, kwargs: Any) -> UnitScaling:
         key = _key(module, args, kwargs)
@@ -41,10 +42,12 @@ class UnitScale:
     def make_plan(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         recording = record(module, original(module), args, kwargs)
         rule = self.residual_rule or transformer_residual_scaling_rule()
-        made = plan(recording, rule, self.correlations)
-        if len(made.correlations) != len(self.correlations):
-            self.correlations = correlations(module, original(module), args, kwargs, made)
-            made = plan(recording, rule, self.correlations)
+        made = plan(recording, rule)
+        n = len(made.correlations)
+        if n:
+            if n not in self.correlations:
+                self.correlations[n] = correlations(module, original(module), args, kwargs, made)
+            made = plan(recording, rule, self.correlations[n])
         self.plans[_key(module, args, kwargs)] = made
 
 

@@ -90,6 +90,26 @@ def test__all_plans__have_the_correlations_of_initialisation() -> None:
     assert correlations(late) == [first]
 
 
+def test__a_plan_of_other_attentions__changes_those_of_none() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer(False) for _ in range(LAYERS))
+
+        def forward(self, x: Tensor, short: Tensor | None = None) -> Tensor:
+            for layer in self.layers if short is None else self.layers[:2]:
+                x = layer(x)
+            return x
+
+    torch.manual_seed(0)
+    model = sct.unit_scale(Model(), (tokens(16),))
+    model(tokens(16), tokens(1))
+    model.eval()(tokens(8))
+    first, other, last = correlations(model)
+    assert len(other) == 2
+    assert last == first
+
+
 def test__measuring__leaves_the_model_alone() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(16), *(Layer(False) for _ in range(2)))
