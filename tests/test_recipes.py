@@ -21,7 +21,7 @@ def test__unit__has_the_formats_of_the_papers():
     assert (r.forward, r.gradient, r.activation, r.master) == (E4M3FN, E5M2, BF16, FP32)
     assert str(r) == (
         "Unit(forward=e4m3fn, gradient=e5m2, activation=bf16, master=fp32, rebalance=10, "
-        "gradient_rounding=nearest_even)"
+        "gradient_rounding=nearest_even, saved=None)"
     )
 
 
@@ -49,6 +49,8 @@ def test__a_copy__is_equal(recipe, again):
         ({"gradient": "e8m0fnu"}, "gradient=e8m0fnu"),
         ({"forward": "e8m0fnu"}, "forward=e8m0fnu"),
         ({"activation": "e4m3fn"}, "activation is one of bf16, fp16, fp32; got e4m3fn"),
+        ({"saved": "fp5"}, "saved: unknown format 'fp5'"),
+        ({"saved": "bf16"}, "saved is None or a signed format of 8 bits or fewer; got bf16"),
         ({"master": "e5m2"}, "master is one of bf16, fp16, fp32; got e5m2"),
     ],
 )

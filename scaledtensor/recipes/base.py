@@ -48,6 +48,10 @@ class Recipe:
     """How gradients are cast to 8 bits: "nearest_even", or "stochastic", from torch's default
     generator. Rounding to nearest takes all gradients of one size to the same side: with E5M2 a
     rare token's, near p for every other token, off by up to 1/8. Stochastic is right on average."""
+    saved: Format | None = None
+    """What the inputs of norms, activations and products by element are kept in for the backward
+    pass, in groups of 1x16 with a scale each (COAT, arXiv 2410.19313); None keeps them as they
+    are. The operands of matrix products are kept as they were cast, in any case."""
 
     def __post_init__(self) -> None:
         for role in ROLES:
@@ -55,6 +59,7 @@ class Recipe:
                 object.__setattr__(self, role, get_format(getattr(self, role)))
             except FormatError as error:
                 raise RecipeError(f"{type(self).__name__}.{role}: {error}") from error
+        self._check_saved()
         every = self.rebalance
         if not isinstance(every, int) or isinstance(every, bool) or every < 0:
             raise RecipeError(
@@ -79,6 +84,19 @@ class Recipe:
                     f"{type(self).__name__}.{role}={fmt.name}: torch has no dtype for operands of "
                     "it; choose a signed 8-bit or wider format that has one, such as e4m3fn"
                 )
+
+    def _check_saved(self) -> None:
+        if self.saved is None:
+            return
+        try:
+            object.__setattr__(self, "saved", get_format(self.saved))
+        except FormatError as error:
+            raise RecipeError(f"{type(self).__name__}.saved: {error}") from error
+        if self.saved.bits > 8 or not self.saved.signed:
+            raise RecipeError(
+                f"{type(self).__name__}.saved is None or a signed format of 8 bits or fewer; got "
+                f"{self.saved.name}"
+            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         if RECIPES.get(self.name) is not type(self):
