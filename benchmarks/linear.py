@@ -1,0 +1,140 @@
+"""One linear layer, forward and backward: ours beside float32, bfloat16 and torchao's float8.
+
+    python -m benchmarks.linear [--sizes 1024 2048] [--recipes unit] [--rounds 9] [--json FILE]
+    python -m benchmarks.linear --sizes 1024 --profile "unit eager" [--lines 25]
+
+`nn.Linear(n, n)` on a batch of n rows that needs a gradient, with a Gaussian gradient coming in.
+All variants of a size run interleaved in one process; a figure is the median of their CPU times on
+one thread. Ours has float32 parameters, cast anew in each step, and gives them float32 gradients;
+between layers flow ScaledTensors of bfloat16 elements, so that is what a recipe's row is given.
+In "plain input" the row is given a bfloat16 tensor, whose RMS is measured, and whose gradient
+leaves as one: what the first layer of a model does. torchao's layer has bfloat16 parameters and
+scales tensor by tensor from each one's maximum (`convert_to_float8_training`); its products are
+emulated, as ours are, since no CPU multiplies FP8: `pip install --no-deps torchao`.
+"""
+
+import argparse
+import copy
+import json
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import version
+
+import torch
+from torch import Tensor, nn
+
+import scaledtensor as sct
+from benchmarks.peers import installed
+from benchmarks.timing import Step, interleaved
+from benchmarks.unit_scaling import profile
+
+PATHS = ("eager", "compiled")
+
+#: recipe -> the most that its ratio to bfloat16 may be, by path
+BARS = {"unit": {"eager": 1.5, "compiled": 1.3}}
+
+#: size -> variant -> milliseconds
+Times = dict[int, dict[str, float]]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
+    parser.add_argument("--sizes", type=int, nargs="+", default=(1024, 2048), metavar="N")
+    parser.add_argument("--recipes", nargs="+", default=("unit",), metavar="NAME")
+    parser.add_argument("--paths", nargs="+", choices=PATHS, default=PATHS)
+    parser.add_argument("--bias", action="store_true", help="the layers have one")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", help="write the figures there")
+    parser.add_argument(
+        "--profile", metavar="VARIANT", help="run this one alone, at the first size"
+    )
+    parser.add_argument("--lines", type=int, default=25, help="of the profile")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    sct.on_missing("error")
+    times: Times = {}
+    for n in options.sizes:
+        # Compiled anew for each size, which would otherwise become a symbol in the kernels.
+        torch.compiler.reset()
+        steps = variants(n, options.recipes, options.paths, options.bias)
+        if options.profile is not None:
+            if options.profile not in steps:
+                parser.error(f"--profile takes one of: {'; '.join(steps)}. Got {options.profile!r}")
+            profile(steps[options.profile], options.lines)
+            return
+        times[n] = interleaved(steps, options.rounds, torch.device("cpu"))
+    show(times)
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump({"versions": versions(), "milliseconds": times}, file, indent=2)
+
+
+def variants(
+    n: int, recipes: Sequence[str], paths: Sequence[str], bias: bool = False
+) -> dict[str, Step]:
+    """What is timed, by "row path"."""
+    x, grad = torch.randn(n, n), torch.randn(n, n)
+    half, half_grad = x.bfloat16(), grad.bfloat16()
+    layer = nn.Linear(n, n, bias=bias)
+    rows = {
+        "fp32": (layer, x, grad),
+        "bf16": (copy.deepcopy(layer).bfloat16(), half, half_grad),
+    }
+    if installed("torchao"):
+        rows["torchao float8"] = (torchao_layer(layer), half, half_grad)
+    for name in recipes:
+        ours = sct.scale_model(copy.deepcopy(layer), name)
+        scaled = sct.scaled(x, "bf16", recipe=name)
+        scaled_grad = sct.scaled(grad, "bf16", recipe=name)
+        rows[name] = (ours, scaled, scaled_grad)
+        rows[f"{name}, plain input"] = (ours, half, scaled_grad)
+    return {f"{row} {path}": step(path, *given) for row, given in rows.items() for path in paths}
+
+
+def step(path: str, layer: nn.Module, x: Tensor, grad: Tensor) -> Step:
+    run_layer = torch.compile(layer, fullgraph=True) if path == "compiled" else layer
+    x = x.detach().requires_grad_()
+
+    def run() -> None:
+        layer.zero_grad(set_to_none=True)
+        x.grad = None
+        run_layer(x).backward(grad)
+
+    return run
+
+
+def torchao_layer(layer: nn.Module) -> nn.Module:
+    float8 = import_module("torchao.float8")
+    model = nn.Sequential(copy.deepcopy(layer).bfloat16())  # what it converts are children
+    config = float8.Float8LinearConfig(emulate=True)
+    converted: nn.Module = float8.convert_to_float8_training(model, config=config)
+    return converted
+
+
+def versions() -> dict[str, str]:
+    names = ("torch", "scaledtensor", "torchao")
+    return {name: version(name) for name in names if installed(name)}
+
+
+def show(times: Times) -> None:
+    print(", ".join(f"{name} {number}" for name, number in versions().items()), end="")
+    print("; cpu, 1 thread; medians of CPU time")
+    if not installed("torchao"):
+        print("torchao is not installed: its row is left out")
+    for n, spent in times.items():
+        print(f"\n| {n} x {n} x {n} | path | ms | / fp32 | / bf16 | bar |")
+        print("|---|---|---|---|---|---|")
+        for variant, milliseconds in spent.items():
+            row, path = variant.rsplit(" ", 1)
+            ratios = {base: milliseconds / spent[f"{base} {path}"] for base in ("fp32", "bf16")}
+            bar = BARS.get(row, {}).get(path)
+            verdict = "met" if bar and ratios["bf16"] <= bar else "NOT met"
+            print(
+                f"| {row} | {path} | {milliseconds:.1f} | {ratios['fp32']:.2f} "
+                f"| {ratios['bf16']:.2f} | {f'{bar}: {verdict}' if bar else ''} |"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""The benchmark of one linear layer runs in a small form; no time is judged."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _from_the_root(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent.parent)
+
+
+@pytest.mark.parametrize("options", [["--paths", "eager"], ["--bias"]], ids=["eager", "bias"])
+@pytest.mark.parametrize("has_peer", [True, False])
+def test__linear__prints_every_row_with_its_ratios(
+    has_peer, options, tmp_path, capsys, monkeypatch
+):
+    from benchmarks import linear
+
+    if has_peer:
+        pytest.importorskip("torchao")
+    else:
+        monkeypatch.setattr(linear, "installed", lambda name: name != "torchao")
+    figures = tmp_path / "times.json"
+    linear.main(["--sizes", "16", "64", "--rounds", "1", *options, "--json", str(figures)])
+    printed = capsys.readouterr().out
+    paths = ["eager"] if "--paths" in options else ["eager", "compiled"]
+    rows = ["fp32", "bf16", "unit", "unit, plain input", *["torchao float8"] * has_peer]
+    wanted = {f"{row} {path}" for row in rows for path in paths}
+    found = json.loads(figures.read_text())
+    assert found["versions"].keys() == {"torch", "scaledtensor", *["torchao"] * has_peer}
+    assert ("not installed" in printed) is not has_peer
+    for n in (16, 64):
+        assert found["milliseconds"][str(n)].keys() == wanted
+        table = printed.partition(f"| {n} x {n} x {n} |")[2].partition("\n\n")[0]
+        cells = [[c.strip() for c in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+        assert {f"{row} {path}" for row, path, *_ in cells} == wanted
+        for row, path, milliseconds, *ratios, bar in cells:
+            assert all(0 < float(x) < math.inf for x in (milliseconds, *ratios))
+            assert bar.endswith("met") is (row == "unit"), path
+
+
+def test__linear__takes_any_recipe_and_no_unknown_one(capsys):
+    from benchmarks import linear
+    from scaledtensor.errors import RecipeError
+
+    small = ["--sizes", "16", "--rounds", "1", "--paths", "eager"]
+    linear.main([*small, "--recipes", "unit", "unit"])
+    assert capsys.readouterr().out.count("\n| unit | eager |") == 1
+    with pytest.raises(RecipeError, match="unknown recipe"):
+        linear.main([*small, "--recipes", "none"])
+
+
+def test__linear__profiles_one_variant_and_names_them_all(capsys):
+    from benchmarks.linear import main
+
+    small = ["--sizes", "16", "--paths", "eager"]
+    main([*small, "--profile", "unit eager", "--lines", "5"])
+    assert "Self CPU" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([*small, "--profile", "theirs"])
+    assert "bf16 eager" in capsys.readouterr().err
