@@ -13,6 +13,7 @@ from scaledtensor import _torch
 from scaledtensor.errors import DTypeError, FormatError, UnsupportedError
 from scaledtensor.formats import Format, Granularity, PerTensor, encode, from_dtype
 from scaledtensor.formats import get as get_format
+from scaledtensor.formats.pieces import in_pieces
 from scaledtensor.recipes import Recipe
 from scaledtensor.recipes import get as get_recipe
 from scaledtensor.scale import checked_scale, nearest_power_of_two
@@ -424,11 +425,23 @@ def measured_rms(x: Tensor, below: float = float("inf")) -> Tensor:
     Summed in float64, where no square of a float32 overflows. Infinities and NaNs are left out: one
     of them must not spoil the scale of all others.
     """
-    magnitude = x.detach().double().abs()
-    kept = torch.where(magnitude < below, magnitude, 0.0)
-    norm: Tensor = torch.linalg.vector_norm(kept)
+    x = x.detach()
+    norm = _finite_norm(x) if below == float("inf") else None
+    if norm is None:
+        magnitude = x.double().abs()
+        norm = torch.linalg.vector_norm(torch.where(magnitude < below, magnitude, 0.0))
     rms: Tensor = norm / max(x.numel(), 1) ** 0.5
     return rms.float()
+
+
+def _finite_norm(x: Tensor) -> Tensor | None:
+    """The norm in one pass, where that it is finite, as it nearly always is, costs nothing to see:
+    on a CPU, outside tracing and transforms. None elsewhere."""
+    real = type(x) is Tensor and x.is_cpu and not torch.compiler.is_compiling()
+    if not real or _torch.is_transforming():
+        return None
+    norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.float64)
+    return norm if math.isfinite(norm.item()) else None
 
 
 def under_scale(
@@ -440,12 +453,15 @@ def under_scale(
     recipe: Recipe | None,
 ) -> ScaledTensor:
     """Plain data under a scale that is chosen already. No gradient is recorded."""
-    elements = x.detach()
-    # In float32 at least, so that dividing by the scale rounds nothing.
-    wide = elements if elements.dtype == torch.float64 else elements.float()
     # Compute formats keep infinities: -inf in a mask means something. Storage formats saturate.
     overflow: Literal["ieee", "saturate"] = (
         "ieee" if fmt.storage_dtype in APPEARANCES else "saturate"
     )
-    qdata = encode(wide / scale, fmt, overflow=overflow)
+
+    def divided(t: Tensor, *_: object) -> Tensor:
+        # In float32 at least, so that dividing by the scale rounds nothing.
+        wide = t if t.dtype == torch.float64 else t.float()
+        return encode(wide / scale, fmt, overflow=overflow)
+
+    qdata = in_pieces(divided, x.detach(), fmt.storage_dtype)
     return ScaledTensor.make(qdata, scale, rms, fmt, dtype, recipe)

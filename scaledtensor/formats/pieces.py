@@ -20,9 +20,11 @@ def in_pieces(
     """`f(x, 0, None)`, elementwise; in pieces `f(x[a:b], a, out[a:b])` in a row where x is large.
 
     `f` may write into the third and return it, else that is done here. With `any_order` the
-    elements may be taken as they lie in memory, else as they are counted.
+    elements may be taken as they lie in memory, else as they are counted. Where it is traced, `x`
+    stays whole.
     """
-    if x.numel() <= _PIECE or not x.is_cpu or type(x) is not Tensor:
+    real = type(x) is Tensor and x.is_cpu and not torch.compiler.is_compiling()
+    if x.numel() <= _PIECE or not real:
         return f(x, 0, None)
     order = sorted(range(x.dim()), key=x.stride, reverse=True) if any_order else range(x.dim())
     rows = x.permute(*order)

@@ -8,6 +8,7 @@ from torch import Tensor
 from scaledtensor import verbs
 from scaledtensor.formats import FP32, encode, fake_quantize, from_dtype
 from scaledtensor.formats import get as get_format
+from scaledtensor.formats.pieces import in_pieces
 from scaledtensor.formats.rounding import Rounding, round_by_arithmetic
 from scaledtensor.ops.algebra import elements, value
 from scaledtensor.ops.registry import covers_storage, rule, store, write
@@ -79,8 +80,8 @@ def drop(x: ScaledTensor) -> ScaledTensor:
 @rule(verbs.dequantize, aten.dequantize.self)
 def dequantize(x: ScaledTensor) -> Tensor:
     """The plain value in the dtype that the tensor appears in."""
-    wide = elements(x).to(torch.promote_types(x.dtype, torch.float32))
-    return (wide * x.scale).to(x.dtype)
+    carrier = torch.promote_types(x.dtype, torch.float32)
+    return in_pieces(lambda q, *_: (q.to(carrier) * x.scale).to(x.dtype), elements(x), x.dtype)
 
 
 @rule(verbs.promote)
