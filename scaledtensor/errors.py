@@ -28,6 +28,10 @@ class RecipeError(ScaledTensorError, ValueError):
     """An unknown recipe name or a field outside what it allows."""
 
 
+class RecipeWarning(UserWarning):
+    """An operator that the recipe does not reach ran without its casts."""
+
+
 class ModelError(ScaledTensorError, ValueError):
     """A model that cannot be converted, or that was not converted."""
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from scaledtensor.errors import DTypeError
+from scaledtensor.errors import DTypeError, UnsupportedError
 from scaledtensor.formats import FP32
 from scaledtensor.tensor import ScaledTensor
 
@@ -21,9 +21,14 @@ __all__ = [
     "dequantize",
     "drop",
     "expect",
+    "gradient_quantize",
     "gradient_to_format",
+    "keep",
     "operator",
+    "product",
+    "product_gradient",
     "promote",
+    "quantize",
     "rescale",
     "to_format",
 ]
@@ -50,15 +55,16 @@ def operator(schema: str, backward: Callable[..., Any], setup: Callable[..., Non
 
 def _remember_format(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.source = inputs[0].format
+    ctx.others = (None,) * (len(inputs) - 1)
 
 
-def _to_source_format(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+def _to_source_format(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     # As torch's own casts do: the gradient arrives in the format of what was cast. A gradient of
     # an FP8 source stays in the wider format it came in.
     narrow = ctx.source.storage_dtype.itemsize == 1
     if isinstance(grad, ScaledTensor) and grad.format != ctx.source and not narrow:
         grad = to_format(grad, ctx.source.name)
-    return grad, None, None
+    return grad, *ctx.others
 
 
 def _remember_target(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -68,6 +74,15 @@ def _remember_target(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _round_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     return to_format(_as_scaled(ctx, grad), ctx.target, ctx.rounding), None, None
+
+
+def _remember_cast(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.cast = inputs[1]
+    _remember_scale(ctx, inputs, output)
+
+
+def _quantize_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return quantize(_as_scaled(ctx, grad), ctx.cast), None
 
 
 def _nothing(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -114,6 +129,14 @@ gradient_to_format = operator(
     _remember_target,
 )
 
+#: (x, cast) -> x with its elements rounded as a recipe's `Cast.spec` says, under another scale.
+quantize = operator("quantize(Tensor x, str cast) -> Tensor", _to_source_format, _remember_format)
+
+#: (x, cast) -> x itself; its gradient is rounded as the `Cast.spec` says on the way back.
+gradient_quantize = operator(
+    "gradient_quantize(Tensor x, str cast) -> Tensor", _quantize_gradient, _remember_cast
+)
+
 #: (x, 0-dim power of two) -> the same value held under another scale.
 rescale = operator("rescale(Tensor x, Tensor scale) -> Tensor", _pass, _nothing)
 
@@ -128,3 +151,68 @@ dequantize = operator("dequantize(Tensor x) -> Tensor", lambda ctx, grad: grad, 
 
 #: (plain or scaled, like) -> a ScaledTensor; a plain one gets the power of two next to its RMS.
 promote = operator("promote(Tensor x, Tensor like) -> Tensor", _restore_plain, _nothing)
+
+
+# --- products of which each casts its operands for itself ------------------------------------
+
+
+def _remember_operands(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    a, b, kept_a, kept_b, ctx.gemms = inputs
+    _remember_scale(ctx, (output,), output)
+    # What is kept of an operand stands for it; where nothing is, it is kept itself.
+    for side, x, kept in (("a", a, kept_a), ("b", b, kept_b)):
+        setattr(ctx, side, (x.scale, x.rms, x.shape, x.format))
+        setattr(ctx, f"kept_{side}", len(kept))
+    # Of a frozen weight, or an input without a gradient, one operand suffices.
+    of_a = (kept_a or (a,)) if b.requires_grad else ()
+    of_b = (kept_b or (b,)) if a.requires_grad else ()
+    ctx.count = len(of_a)
+    ctx.save_for_backward(*of_a, *of_b)
+
+
+def _product_gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    dy = _as_scaled(ctx, grad)
+    saved = list(ctx.saved_tensors)
+    parts = {"a": (saved[: ctx.count], ctx.kept_a), "b": (saved[ctx.count :], ctx.kept_b)}
+
+    def gradient(gemm: str, of: str, other: str) -> Tensor:
+        tensors, kept = parts[other]
+        scale, rms, shape, _ = getattr(ctx, other)
+        itself, coded = (None, tensors) if kept else (tensors[0], [])
+        found = product_gradient(dy, itself, coded, scale, rms, shape, gemm, ctx.gemms)
+        fmt = getattr(ctx, of)[3]
+        wide = fmt.storage_dtype.itemsize > 1 and found.format != fmt
+        return to_format(found, fmt.name) if wide else found
+
+    da = gradient("dgrad", "a", "b") if ctx.needs_input_grad[0] else None
+    db = gradient("wgrad", "b", "a") if ctx.needs_input_grad[1] else None
+    return da, db, [None] * ctx.kept_a, [None] * ctx.kept_b, None
+
+
+def _no_gradient(ctx: Any, *grads: Tensor) -> Any:
+    raise UnsupportedError(
+        "a product whose recipe casts the operands of each of its three products for themselves has"
+        " no second derivative; take a recipe of one scale for a tensor, such as Current()"
+    )
+
+
+#: (x, Cast.spec, the dimension that is summed, -1 or -2, whether mixed) -> codes and scales.
+keep = operator(
+    "keep(Tensor x, str cast, int dim, bool hadamard) -> Tensor[]", _no_gradient, _nothing
+)
+
+#: (a, b, what is kept of a for wgrad, of b for dgrad, Gemms.spec) -> a @ b, of matrices or batches.
+product = operator(
+    "product(Tensor a, Tensor b, Tensor[] kept_a, Tensor[] kept_b, str gemms) -> Tensor",
+    _product_gradients,
+    _remember_operands,
+)
+
+#: (dy; the other operand, or what is kept of it; its scale, RMS and shape; "dgrad" or "wgrad";
+#: Gemms.spec) -> the gradient of an operand of `product`.
+product_gradient = operator(
+    "product_gradient(Tensor grad, Tensor? other, Tensor[] kept, Tensor scale, Tensor rms, "
+    "SymInt[] shape, str gemm, str gemms) -> Tensor",
+    _no_gradient,
+    _nothing,
+)

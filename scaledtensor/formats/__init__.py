@@ -1,7 +1,12 @@
 """Number formats: what they are, and the casts between them and torch's own."""
 
 from scaledtensor.formats import numpy as numpy  # not in __all__: a star import would shadow numpy
-from scaledtensor.formats.blocks import TwoLevelScale, dequantize_blocks, quantize_blocks
+from scaledtensor.formats.blocks import (
+    TwoLevelScale,
+    dequantize_blocks,
+    encode_blocks,
+    quantize_blocks,
+)
 from scaledtensor.formats.custom import custom
 from scaledtensor.formats.format import (
     BF16,
@@ -62,6 +67,7 @@ __all__ = [
     "decode",
     "dequantize_blocks",
     "encode",
+    "encode_blocks",
     "fake_quantize",
     "from_dtype",
     "get",

@@ -29,7 +29,7 @@ The codes are those nearest to the exact quotient x / scale (or as `rounding` sa
 rounded on the way to where it could change one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import frexp, inf, nan
 from typing import Any, Literal, NamedTuple
 
@@ -55,7 +55,7 @@ from scaledtensor.formats.stochastic import Randomness
 ScaleFormat = Literal["e8m0", "pow2", "fp32", "nvfp4"]
 Mode = Literal["floor", "rceil", "ceil", "even"]
 
-_MODES = ("floor", "rceil", "ceil", "even")
+MODES = ("floor", "rceil", "ceil", "even")
 _LEAST_EXPONENT = {"e8m0": -127, "pow2": -126}
 _SCALE_FORMATS = (*_LEAST_EXPONENT, "fp32", "nvfp4")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -115,35 +115,86 @@ def quantize_blocks(
     amax = _amax(blocks)
     lost = None if fmt.has_nan else _any_nan(blocks)
     shape = scale_shape(granularity, x.shape)
-    by_product = scale_format == "e8m0" or scale_format == "pow2"
-    if by_product:
-        wide = _needs_float64(x, fmt, rounding)
-        scale, factor = _powers_of_two(amax, lost, fmt, scale_format, mode, shape)
-    else:
-        wide = True
-        scale, factor = _ratios(amax, lost, fmt, scale_format, shape)
-    work = torch.float64 if wide else torch.float32
-    factor = factor.to(work)
-
-    def divided(part: Tensor, factor: Tensor) -> Tensor:
-        return part.to(work) * factor if by_product else part.to(work) / factor
-
     options: dict[str, Any] = {
         "rounding": rounding,
         "overflow": overflow,
         "generator": generator,
         "random_bits": random_bits,
     }
-    if rounding == "stochastic":  # one draw for the tensor, counted by its own elements
-        quotient = from_blocks(_scaled(divided, blocks, factor, work), granularity, x.shape)
-        return encode(quotient, fmt, **options), scale
+    if scale_format == "e8m0" or scale_format == "pow2":
+        scale, factor = _powers_of_two(amax, lost, fmt, scale_format, mode, shape)
+        work = torch.float64 if _needs_float64(x, fmt, rounding) else torch.float32
+        divide = _multiplied
+    else:
+        scale, factor = _ratios(amax, lost, fmt, scale_format, shape)
+        work, divide = torch.float64, _divided
+    return _codes(divide, blocks, factor.to(work), fmt, granularity, x.shape, options), scale
+
+
+def encode_blocks(
+    x: Tensor,
+    fmt: Format,
+    block: Granularity | int | tuple[int, ...],
+    scale: Tensor,
+    *,
+    rounding: Rounding = "nearest_even",
+    overflow: Overflow = "saturate",
+    generator: Randomness = None,
+    random_bits: int | None = None,
+) -> Tensor:
+    """Codes of `x` under scales that are chosen already, nearest to the exact x / scale.
+
+    Args:
+        scale: float32, positive, in the shape that `scale_shape` gives.
+        x, fmt, block, rounding, overflow, generator, random_bits: as `quantize_blocks` has them.
+
+    Raises:
+        DTypeError, FormatError, ShapeError: an argument is outside what is allowed.
+    """
+    fmt, granularity = get(fmt), as_granularity(block)
+    _check(x, fmt, "fp32", "rceil")
+    if scale.dtype is not torch.float32:
+        raise DTypeError(f"scales that are given are float32; got {scale.dtype}")
+    check_scale_shape(scale, granularity, x.shape)
+    options: dict[str, Any] = {
+        "rounding": rounding,
+        "overflow": overflow,
+        "generator": generator,
+        "random_bits": random_bits,
+    }
+    factor = beside_blocks(scale.double(), granularity, x.shape)
+    blocks = to_blocks(x.detach(), granularity)
+    return _codes(_divided, blocks, factor, fmt, granularity, x.shape, options)
+
+
+def _multiplied(part: Tensor, factor: Tensor) -> Tensor:
+    return part.to(factor.dtype) * factor
+
+
+def _divided(part: Tensor, factor: Tensor) -> Tensor:
+    return part.to(factor.dtype) / factor
+
+
+def _codes(
+    divide: Callable[[Tensor, Tensor], Tensor],
+    blocks: Tensor,
+    factor: Tensor,
+    fmt: Format,
+    granularity: Granularity,
+    shape: Sequence[int],
+    options: dict[str, Any],
+) -> Tensor:
+    """`blocks` by `factor`, one a block, as codes of a tensor of `shape`."""
+    if options["rounding"] == "stochastic":  # one draw for the tensor, counted by its own elements
+        quotient = from_blocks(_scaled(divide, blocks, factor, factor.dtype), granularity, shape)
+        return encode(quotient, fmt, **options)
     codes = _scaled(
-        lambda part, factor: encode(divided(part, factor), fmt, **options),
+        lambda part, factor: encode(divide(part, factor), fmt, **options),
         blocks,
         factor,
         fmt.storage_dtype,
     )
-    return from_blocks(codes, granularity, x.shape), scale
+    return from_blocks(codes, granularity, shape)
 
 
 def dequantize_blocks(
@@ -195,8 +246,8 @@ def _check(x: Tensor, fmt: Format, scale_format: str, mode: str) -> None:
         raise FormatError(
             f"unknown scale_format {scale_format!r}; allowed are {', '.join(_SCALE_FORMATS)}"
         )
-    if mode not in _MODES:
-        raise FormatError(f"unknown mode {mode!r}; allowed are {', '.join(_MODES)}")
+    if mode not in MODES:
+        raise FormatError(f"unknown mode {mode!r}; allowed are {', '.join(MODES)}")
     if mode != "rceil" and scale_format not in _LEAST_EXPONENT:
         raise FormatError(
             f"mode {mode!r} is a way to round to a power of two, and scales in {scale_format} are"

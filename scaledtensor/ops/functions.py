@@ -6,7 +6,8 @@ called on cast operands. What the recipe does not govern (a tensor without a rec
 `nn.Parameter` that a filter left out) passes as it is.
 """
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,54 +15,97 @@ import torch
 from torch import Tensor
 
 from scaledtensor import _torch, verbs
-from scaledtensor.errors import UnsupportedError
+from scaledtensor.errors import RecipeWarning, UnsupportedError
+from scaledtensor.ops import by_gemm
 from scaledtensor.ops.algebra import first_scaled
 from scaledtensor.recipes import Recipe
-from scaledtensor.tensor import ScaledTensor
+from scaledtensor.recipes.casts import Cast
+from scaledtensor.recipes.scales import Carried
+from scaledtensor.tensor import ScaledTensor, is_parameter
 
 __all__ = ["FUNCTIONS", "cast_once", "linear"]
 
 
 def _governing(*operands: Any) -> Recipe | None:
-    """The recipe of a product: that of its scaled operands, none where one is kept out."""
+    """The recipe of a product: that of a parameter among its operands, else of the last that is
+    scaled, where a weight stands; none where one is kept out."""
     found: Recipe | None = None
+    of_parameter = False
     for x in operands:
         if isinstance(x, ScaledTensor):
             if x.recipe is None:
                 return None
-            found = found or x.recipe
+            if not of_parameter:
+                found, of_parameter = x.recipe, is_parameter(x)
         elif isinstance(x, torch.nn.Parameter):
             return None
     return found
 
 
-def _cast(x: Any, recipe: Recipe, like: ScaledTensor) -> Any:
-    if not isinstance(x, ScaledTensor):
-        # Detached: a product needs no gradient for the sake of what it is promoted by.
-        x = verbs.promote(x, like.detach())
-    if x.format == recipe.forward:
+def _promoted(operands: Sequence[Any]) -> list[ScaledTensor]:
+    # Detached: a product needs no gradient for the sake of what it is promoted by.
+    like = first_scaled(*operands).detach()
+    return [x if isinstance(x, ScaledTensor) else verbs.promote(x, like) for x in operands]
+
+
+def _cast(x: ScaledTensor, cast: Cast) -> Any:
+    if x.format == cast.format:
         return x
-    return verbs.to_format(x, recipe.forward.name)
+    if isinstance(cast.scale, Carried):
+        return verbs.to_format(x, cast.format.name)
+    return verbs.quantize(x, cast.spec)
+
+
+def _gradient_cast(y: Any, cast: Cast) -> Any:
+    if not isinstance(y, ScaledTensor):
+        return y
+    if isinstance(cast.scale, Carried):
+        return verbs.gradient_to_format(y, cast.format.name, cast.rounding)
+    return verbs.gradient_quantize(y, cast.spec)
 
 
 def _product(function: Callable[..., Any], *operands: Any, **kwargs: Any) -> Any:
-    """`function(*operands)` with every operand cast, and its gradient cast once on the way back."""
+    """`function(*operands)` with every operand cast, and its gradient cast once on the way back;
+    or, where the recipe casts for each product, that of `BY_GEMM`."""
     recipe = _governing(*operands)
     if recipe is None:
         return function(*operands, **kwargs)
-    like = first_scaled(*operands)
-    out = function(*(_cast(x, recipe, like) for x in operands), **kwargs)
-    return (
-        verbs.gradient_to_format(out, recipe.gradient.name, recipe.gradient_rounding)
-        if isinstance(out, ScaledTensor)
-        else out
-    )
+    scaled, once = _promoted(operands), recipe.gemms.once
+    if once is None:
+        by_gemm = BY_GEMM.get(function)
+        if by_gemm is None or kwargs:
+            return _uncast(function, recipe, scaled, kwargs)
+        return by_gemm(*scaled, recipe)
+    first, weight, gradient = once
+    cast = [_cast(x, weight if i == 1 else first) for i, x in enumerate(scaled)]
+    return _gradient_cast(function(*cast, **kwargs), gradient)
+
+
+def _uncast(function: Any, recipe: Recipe, operands: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What a recipe with a cast for each product does not reach: as it is, and said once."""
+    while isinstance(function, partial):
+        function = function.func
+    name = getattr(function, "__name__", str(function))
+    if not torch.compiler.is_compiling() and (recipe, name) not in _told:
+        _told.add((recipe, name))
+        warnings.warn(
+            f"{type(recipe).__name__} casts the operands of matrix products along what they sum "
+            f"over; {name} stays in {recipe.activation.name}",
+            RecipeWarning,
+            stacklevel=2,
+        )
+    return function(*operands, **kwargs)
+
+
+_told: set[tuple[Recipe, str]] = set()
 
 
 def cast_once(weight: Any, *others: Any) -> Any:
     """A weight for many products with what `others` stand for: cast here, it is not again."""
     recipe = _governing(weight, *others)
-    return weight if recipe is None else _cast(weight, recipe, first_scaled(weight, *others))
+    if recipe is None or recipe.gemms.once is None:
+        return weight
+    return _cast(_promoted([weight, *others])[0], recipe.gemms.once[1])
 
 
 def _reflected(function: Callable[..., Any], a: Any, b: Any) -> Any:
@@ -154,6 +198,22 @@ def _refuse_out(function: Callable[..., Any], kwargs: dict[str, Any]) -> None:
             "assign the result instead"
         )
 
+
+def _linear(x: Any, weight: Any, recipe: Recipe) -> Any:
+    return by_gemm.matmul(x, weight.t(), recipe)
+
+
+def _inner(a: Any, b: Any, recipe: Recipe) -> Any:
+    return by_gemm.matmul(a, b.mT if b.dim() > 1 else b, recipe)
+
+
+#: (operands, recipe) of what is called on cast operands -> the same by `by_gemm.matmul`.
+BY_GEMM: dict[Any, Callable[..., Any]] = {
+    torch.nn.functional.linear: _linear,
+    torch.inner: _inner,
+    _summed_bmm: lambda a, b, recipe: by_gemm.matmul(a, b, recipe).sum(0),
+    **dict.fromkeys((torch.matmul, torch.mm, torch.bmm, torch.mv), by_gemm.matmul),
+}
 
 #: function that a user may call -> the same on cast operands.
 FUNCTIONS: dict[Any, Callable[..., Any]] = {

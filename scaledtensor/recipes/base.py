@@ -1,7 +1,10 @@
 """What every recipe has, and the table of recipes by name."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+import fnmatch
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any, ClassVar, cast
 
 import torch
@@ -9,6 +12,15 @@ import torch
 from scaledtensor.errors import FormatError, RecipeError
 from scaledtensor.formats import BF16, FP16, FP32, Format
 from scaledtensor.formats import get as get_format
+from scaledtensor.recipes.casts import (
+    GEMMS,
+    Cast,
+    Gemm,
+    Gemms,
+    check_pairs,
+    kept_high,
+)
+from scaledtensor.recipes.scales import check_bool
 
 __all__ = ["RECIPES", "Recipe", "get", "register"]
 
@@ -19,15 +31,17 @@ GRADIENT_ROUNDINGS = ("nearest_even", "stochastic")
 
 ROLES = ("forward", "gradient", "activation", "master")
 
+Overrides = tuple[tuple[str, "Recipe | None"], ...]
+
 
 @dataclass(frozen=True)
 class Recipe:
-    """Formats by role. Subclasses add what they need to choose the scale.
+    """Formats by role, and what is left alone. Subclasses say how each operand is cast: `cast`.
 
     Every role takes a `Format` or the name of one.
 
     Raises:
-        RecipeError: a format is unknown, or cannot play its role.
+        RecipeError: a format is unknown, or cannot play its role; or fields contradict each other.
     """
 
     name: ClassVar[str] = ""
@@ -35,7 +49,7 @@ class Recipe:
     forward: Format
     """Both operands of a matrix product in the forward pass. Autograd saves them in this format."""
     gradient: Format
-    """The incoming gradient of a matrix product; cast once, for dgrad and wgrad."""
+    """The incoming gradient of a matrix product, for dgrad and wgrad."""
     activation: Format
     """What flows between the matrix products."""
     master: Format
@@ -52,78 +66,239 @@ class Recipe:
     """What the inputs of norms, activations and products by element are kept in for the backward
     pass, in groups of 1x16 with a scale each (COAT, arXiv 2410.19313); None keeps them as they
     are. The operands of matrix products are kept as they were cast, in any case."""
+    weight: Format | None = None
+    """Of weights, where it is not that of `forward`."""
+    keep: tuple[str, ...] = ()
+    """Products that are left in the activation format: of "forward", "dgrad" and "wgrad"."""
+    fast_accumulation: bool = True
+    """On a CUDA device, let forward products sum in fewer bits, as torchao does. Nothing elsewhere."""
+    min_size: int = 0
+    """A weight with a dimension under this stays plain: where matrices are small, the casts cost
+    more than the faster product gains. 0 leaves none out."""
+    overrides: Overrides = ()
+    """(pattern, recipe) for modules of that fully qualified name; * and ? are wildcards, the first
+    match decides. None leaves the parameters of such a module plain. A mapping is taken too."""
+    emulate: bool = False
+    """Allow pairs of formats that the FP8 units of no device multiply."""
 
     def __post_init__(self) -> None:
         for role in ROLES:
-            try:
-                object.__setattr__(self, role, get_format(getattr(self, role)))
-            except FormatError as error:
-                raise RecipeError(f"{type(self).__name__}.{role}: {error}") from error
-        self._check_saved()
-        every = self.rebalance
-        if not isinstance(every, int) or isinstance(every, bool) or every < 0:
-            raise RecipeError(
-                f"{type(self).__name__}.rebalance is a number of steps, or 0; got {every!r}"
-            )
+            object.__setattr__(self, role, self._format(role))
+        for role in ("weight", "saved"):
+            if getattr(self, role) is not None:
+                object.__setattr__(self, role, self._format(role))
+        what = type(self).__name__
         if self.gradient_rounding not in GRADIENT_ROUNDINGS:
             raise RecipeError(
-                f"{type(self).__name__}.gradient_rounding is one of "
+                f"{what}.gradient_rounding is one of "
                 f"{', '.join(map(repr, GRADIENT_ROUNDINGS))}; got {self.gradient_rounding!r}"
             )
-        for role in ("activation", "master"):
-            if getattr(self, role) not in COMPUTE_FORMATS:
-                raise RecipeError(
-                    f"{type(self).__name__}.{role} is one of "
-                    f"{', '.join(f.name for f in COMPUTE_FORMATS)}; "
-                    f"got {getattr(self, role).name}"
-                )
-        for role in ("forward", "gradient"):
-            fmt = getattr(self, role)
-            if not (fmt.storage_dtype.is_floating_point and fmt.signed):
-                raise RecipeError(
-                    f"{type(self).__name__}.{role}={fmt.name}: torch has no dtype for operands of "
-                    "it; choose a signed 8-bit or wider format that has one, such as e4m3fn"
-                )
+        for name in ("rebalance", "min_size"):
+            count = getattr(self, name)
+            if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+                meant = "a number of steps" if name == "rebalance" else "a number of elements"
+                raise RecipeError(f"{what}.{name} is {meant}, or 0; got {count!r}")
+        for name in ("fast_accumulation", "emulate"):
+            check_bool(self, name)
+        self._check_formats()
+        self._check_keep()
+        object.__setattr__(self, "overrides", self._checked_overrides())
+        # Built once: a contradiction between the casts shows here.
+        if not self.emulate:
+            check_pairs(self.gemms)
 
-    def _check_saved(self) -> None:
-        if self.saved is None:
-            return
+    # --- what the products read --------------------------------------------------------------
+
+    def cast(self, role: str, gemm: str) -> Cast | None:
+        """The cast of an operand: `role` is "input", "weight" or "gradient", `gemm` the product
+        that it goes into. None leaves it in the activation format."""
+        raise NotImplementedError
+
+    @property
+    def hadamard(self) -> tuple[str, ...]:
+        """Products whose operands are first mixed by a random Hadamard transform."""
+        return ()
+
+    @property
+    def gemms(self) -> Gemms:
+        """How the operands of the three products are cast."""
+        return _gemms(self)
+
+    def of_role(self, role: str) -> Format:
+        """The format of an operand by its role."""
+        if role == "gradient":
+            return self.gradient
+        return self.weight if role == "weight" and self.weight is not None else self.forward
+
+    def for_module(self, fqn: str) -> "Recipe | None":
+        """The recipe of the module of that name, without overrides; None leaves it plain."""
+        for pattern, other in self.overrides:
+            if fnmatch.fnmatchcase(fqn, pattern):
+                return other
+        return replace(self, overrides=()) if self.overrides else self
+
+    # --- files -------------------------------------------------------------------------------
+
+    def to_json(self) -> str:
+        """This recipe as JSON, which `from_json` reads. Raises RecipeError where it is of a class
+        that is not registered."""
+        return json.dumps(self._values())
+
+    @staticmethod
+    def from_json(text: str) -> "Recipe":
+        """The recipe that `to_json` wrote. Raises RecipeError for anything else."""
         try:
-            object.__setattr__(self, "saved", get_format(self.saved))
-        except FormatError as error:
-            raise RecipeError(f"{type(self).__name__}.saved: {error}") from error
-        if self.saved.bits > 8 or not self.saved.signed:
-            raise RecipeError(
-                f"{type(self).__name__}.saved is None or a signed format of 8 bits or fewer; got "
-                f"{self.saved.name}"
-            )
+            values = json.loads(text)
+        except (TypeError, ValueError) as error:
+            raise RecipeError(f"a recipe is written as JSON; got {text!r}: {error}") from error
+        return _from_values(values)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def _values(self) -> dict[str, Any]:
         if RECIPES.get(self.name) is not type(self):
             raise RecipeError(
                 f"{type(self).__name__} cannot be saved: loading finds a recipe by its name, and "
                 f"{self.name!r} is not registered as this class: scaledtensor.recipes.base.register"
             )
-        values = {f.name: _spelled(getattr(self, f.name)) for f in fields(self)}
-        return _restore, (self.name, values)
+        return {"recipe": self.name, **{f.name: _spelled(getattr(self, f.name)) for f in fields(self)}}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (self.name, self._values())
 
     def __str__(self) -> str:
-        roles = ", ".join(f"{f.name}={_spelled(getattr(self, f.name))}" for f in fields(self))
-        return f"{type(self).__name__}({roles})"
+        """The fields that are not their default."""
+        told = [
+            f"{f.name}={_told(getattr(self, f.name))}"
+            for f in fields(self)
+            if getattr(self, f.name) != f.default
+        ]
+        return f"{type(self).__name__}({', '.join(told)})"
+
+    # --- checks ------------------------------------------------------------------------------
+
+    def _format(self, role: str) -> Format:
+        try:
+            return get_format(getattr(self, role))
+        except FormatError as error:
+            raise RecipeError(f"{type(self).__name__}.{role}: {error}") from error
+
+    def _check_formats(self) -> None:
+        what = type(self).__name__
+        for role in ("activation", "master"):
+            if getattr(self, role) not in COMPUTE_FORMATS:
+                raise RecipeError(
+                    f"{what}.{role} is one of {', '.join(f.name for f in COMPUTE_FORMATS)}; "
+                    f"got {getattr(self, role).name}"
+                )
+        if self.saved is not None and (self.saved.bits > 8 or not self.saved.has_zero):
+            raise RecipeError(
+                f"{what}.saved is None or a signed format of 8 bits or fewer; got {self.saved.name}"
+            )
+        for role in ("forward", "weight", "gradient"):
+            fmt = getattr(self, role)
+            if fmt is not None and not fmt.has_zero:
+                raise RecipeError(
+                    f"{what}.{role}={fmt.name}: a format of scales; operands need a sign and a zero"
+                )
+
+    def _check_keep(self) -> None:
+        if isinstance(self.keep, list):
+            object.__setattr__(self, "keep", tuple(self.keep))
+        if not isinstance(self.keep, tuple) or not set(self.keep) <= set(GEMMS):
+            raise RecipeError(
+                f"{type(self).__name__}.keep is a tuple of {', '.join(map(repr, GEMMS))}; got "
+                f"{self.keep!r}"
+            )
+
+    def _checked_overrides(self) -> Overrides:
+        given = self.overrides
+        pairs = given.items() if isinstance(given, Mapping) else given
+        try:
+            made = tuple((pattern, None if r is None else get(r)) for pattern, r in pairs)
+        except (TypeError, ValueError) as error:
+            if isinstance(error, RecipeError):
+                raise
+            raise RecipeError(
+                f"{type(self).__name__}.overrides is a mapping from names of modules to recipes; "
+                f"got {given!r}"
+            ) from error
+        for pattern, other in made:
+            if not isinstance(pattern, str):
+                raise RecipeError(f"an override is for a name, as 'head' or 'blocks.*'; got {pattern!r}")
+            if other is not None and other.overrides:
+                raise RecipeError(f"the recipe that overrides {pattern!r} has overrides of its own")
+        return made
+
+
+@lru_cache(maxsize=256)
+def _gemms(recipe: Recipe) -> Gemms:
+    def gemm(name: str, left: str, right: str) -> Gemm:
+        return Gemm(
+            recipe.cast(left, name),
+            recipe.cast(right, name),
+            name in recipe.hadamard,
+            recipe.fast_accumulation and name == "forward",
+        )
+
+    made = Gemms(
+        gemm("forward", "input", "weight"),
+        gemm("dgrad", "gradient", "weight"),
+        gemm("wgrad", "input", "gradient"),
+    )
+    return kept_high(made, recipe.keep)
 
 
 RECIPES: dict[str, type[Recipe]] = {}
 
 
+def _told(value: Any) -> Any:
+    """A field's value as `str` shows it."""
+    if isinstance(value, Format):
+        return value.name
+    if isinstance(value, tuple) and value and isinstance(value[0], tuple):
+        return "{" + ", ".join(f"{k!r}: {v}" for k, v in value) + "}"
+    return value if not isinstance(value, str) else repr(value)
+
+
 def _spelled(value: Any) -> Any:
-    return value.name if isinstance(value, Format) else value
+    """A field's value as what JSON has."""
+    if isinstance(value, Format):
+        return value.name
+    if isinstance(value, Recipe):
+        return value._values()
+    if isinstance(value, Gemms):
+        return json.loads(value.spec)
+    if isinstance(value, tuple):
+        return [_spelled(v) for v in value]
+    return value
+
+
+def _from_values(values: Any) -> Recipe:
+    if not isinstance(values, dict) or "recipe" not in values:
+        raise RecipeError(f'a recipe in JSON has a "recipe", its name; got {values!r}')
+    given = {k: v for k, v in values.items() if k != "recipe"}
+    recipe = _registered(values["recipe"])
+    known = {f.name for f in fields(recipe)}
+    if unknown := sorted(set(given) - known):
+        raise RecipeError(
+            f"{recipe.__name__} has no {', '.join(unknown)}; it has {', '.join(sorted(known))}"
+        )
+    if "overrides" in given:
+        given["overrides"] = [
+            (pattern, None if r is None else _from_values(r)) for pattern, r in given["overrides"]
+        ]
+    return recipe(**given)
+
+
+def _registered(name: Any) -> type[Recipe]:
+    found = RECIPES.get(name.lower()) if isinstance(name, str) else None
+    if found is None:
+        raise RecipeError(f"unknown recipe {name!r}; known recipes: {', '.join(sorted(RECIPES))}")
+    return found
 
 
 def _restore(name: str, values: dict[str, Any]) -> Recipe:
     """Unpickle a recipe through its constructor, which validates it."""
-    if name not in RECIPES:
-        raise RecipeError(f"unknown recipe {name!r}; known recipes: {', '.join(sorted(RECIPES))}")
-    return RECIPES[name](**values)
+    return _from_values({"recipe": name, **values})
 
 
 torch.serialization.add_safe_globals([_restore])
@@ -154,9 +329,5 @@ def get(name: "str | Recipe") -> Recipe:
     if isinstance(name, Recipe):
         return name
     # Registered recipes have defaults for every field, which the base class has not.
-    make: Callable[[], Recipe] | None = None
-    if isinstance(name, str):
-        make = cast(Any, RECIPES.get(name.lower()))
-    if make is None:
-        raise RecipeError(f"unknown recipe {name!r}; known recipes: {', '.join(sorted(RECIPES))}")
+    make: Callable[[], Recipe] = cast(Any, _registered(name))
     return make()

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from scaledtensor.formats import BF16, E4M3FN, E5M2, FP32, Format
 from scaledtensor.recipes.base import Recipe, register
+from scaledtensor.recipes.casts import Cast
 
 __all__ = ["Unit"]
 
@@ -25,3 +26,7 @@ class Unit(Recipe):
     gradient: Format = E5M2
     activation: Format = BF16
     master: Format = FP32
+
+    def cast(self, role: str, gemm: str) -> Cast:
+        rounding = self.gradient_rounding if role == "gradient" else "nearest_even"
+        return Cast(self.of_role(role), rounding=rounding)

@@ -1,0 +1,178 @@
+"""Products of which each casts its operands for itself, because what shares a scale lies along what
+the product sums over: rows, blocks, MX, NVFP4; or because the recipe treats the three differently.
+
+    forward   y  = cast(a) @ cast(b)          over the columns of a
+    dgrad     da = cast(dy) @ cast(b)^T       over the columns of b
+    wgrad     db = cast(a)^T @ cast(dy)       over the rows of a
+
+A product is emulated by one of the same values, in bfloat16 where that is exact (`quantize.factors`)
+and else in float32, with the scales that all of a sum shares multiplied afterwards.
+
+For the backward pass an operand is kept as that pass will read it, in codes; a matrix, which is a
+weight, is kept itself and cast again.
+"""
+
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaledtensor import verbs
+from scaledtensor.formats import pack, unpack
+from scaledtensor.formats.format import Format
+from scaledtensor.ops.algebra import elements
+from scaledtensor.ops.quantize import Coded, factors, mixed, quantized
+from scaledtensor.ops.registry import Raw, rule
+from scaledtensor.recipes import Recipe
+from scaledtensor.recipes.casts import HADAMARD, Cast, Gemm, parsed_cast, parsed_gemms
+from scaledtensor.scale import settle_product
+from scaledtensor.tensor import ScaledTensor
+
+__all__ = ["matmul"]
+
+#: A side of a product: the matrices, and what to multiply their product by.
+Side = tuple[Tensor, Tensor | None]
+
+
+# --- as a function, above autograd -----------------------------------------------------------
+
+
+def matmul(a: ScaledTensor, b: ScaledTensor, recipe: Recipe) -> Tensor:
+    """`torch.matmul`, each product cast by the recipe."""
+    if a.dim() == 1:
+        return matmul(a.unsqueeze(0), b, recipe).squeeze(-2)
+    if b.dim() == 1:
+        return matmul(a, b.unsqueeze(1), recipe).squeeze(-1)
+    if b.dim() == 2:
+        rows = a if a.dim() == 2 else a.reshape(-1, a.shape[-1])
+        y = _product(rows, b, recipe)
+        return y if a.dim() == 2 else y.view(*a.shape[:-1], b.shape[-1])
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    left, right = (x.expand(*batch, *x.shape[-2:]).reshape(-1, *x.shape[-2:]) for x in (a, b))
+    return _product(left, right, recipe).view(*batch, a.shape[-2], b.shape[-1])
+
+
+def _product(a: Any, b: Any, recipe: Recipe) -> Tensor:
+    gemms = recipe.gemms
+    kept_a = _kept(a, gemms.wgrad.left, -2, gemms.wgrad.hadamard, b.requires_grad)
+    weight = b.dim() == 2
+    kept_b = _kept(b, gemms.dgrad.right, -1, gemms.dgrad.hadamard, a.requires_grad and not weight)
+    out: Tensor = verbs.product(a, b, kept_a, kept_b, gemms.spec)
+    return out
+
+
+def _kept(x: Any, cast: Cast | None, dim: int, hadamard: bool, needed: bool) -> Sequence[Tensor]:
+    if cast is None or not needed or not torch.is_grad_enabled():
+        return []
+    with torch.no_grad():
+        found: Sequence[Tensor] = verbs.keep(x.detach(), cast.spec, dim, hadamard)
+    return found
+
+
+# --- rules -----------------------------------------------------------------------------------
+
+
+@rule(verbs.keep)
+def keep(x: ScaledTensor, cast: str, dim: int, hadamard: bool) -> list[Tensor]:
+    """An operand as the backward pass will read it: codes, packed, and scales."""
+    coded = _coded(x, parsed_cast(cast), dim, hadamard)
+    packed = pack(coded.codes, parsed_cast(cast).format)
+    return [packed, coded.scale] if coded.whole is None else [packed, coded.scale, coded.whole]
+
+
+@rule(verbs.product)
+def product(
+    a: ScaledTensor, b: ScaledTensor, kept_a: Any, kept_b: Any, gemms: str
+) -> Raw:
+    """r = ra rb sqrt(K), of operands cast for this product."""
+    gemm = parsed_gemms(gemms).forward
+    left = _side(a, gemm.left, -1, gemm.hadamard)
+    right = _side(b, gemm.right, -2, gemm.hadamard)
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    return _raw(left, right, (a.scale, a.rms), (b.scale, b.rms), a.shape[-1], dtype)
+
+
+@rule(verbs.product_gradient)
+def product_gradient(
+    grad: ScaledTensor,
+    other: ScaledTensor | None,
+    kept: Sequence[Tensor],
+    scale: Tensor,
+    rms: Tensor,
+    shape: Sequence[int],
+    gemm: str,
+    gemms: str,
+) -> Raw:
+    """dgrad: r = rg rb sqrt(N). wgrad: r = ra rg sqrt(M). Of operands cast for this product."""
+    how: Gemm = getattr(parsed_gemms(gemms), gemm)
+    own = (grad.scale, grad.rms)
+    if gemm == "dgrad":
+        left = _side(grad, how.left, -1, how.hadamard)
+        right = _transposed(_other(other, kept, shape, how.right, -1, how.hadamard))
+        return _raw(left, right, own, (scale, rms), grad.shape[-1], grad.dtype)
+    left = _transposed(_other(other, kept, shape, how.left, -2, how.hadamard))
+    right = _side(grad, how.right, -2, how.hadamard)
+    return _raw(left, right, (scale, rms), own, grad.shape[-2], grad.dtype)
+
+
+def _coded(x: ScaledTensor, cast: Cast, dim: int, hadamard: bool) -> Coded:
+    q = elements(x)
+    return quantized(mixed(q, dim) if hadamard else q, x.scale, cast, dim)
+
+
+def _side(x: ScaledTensor, cast: Cast | None, dim: int, hadamard: bool) -> Side:
+    if cast is None:
+        return elements(x), None
+    return factors(_coded(x, cast, dim, hadamard), cast, dim)
+
+
+def _other(
+    x: ScaledTensor | None,
+    kept: Sequence[Tensor],
+    shape: Sequence[int],
+    cast: Cast | None,
+    dim: int,
+    hadamard: bool,
+) -> Side:
+    """An operand of the forward product, from itself or from what was kept of it."""
+    if x is not None or cast is None:  # without a cast nothing was kept but the operand itself
+        return _side(typing.cast(ScaledTensor, x), cast, dim, hadamard)
+    packed, *scales = kept
+    codes = _unpacked(packed, cast.format, shape, dim if hadamard else None)
+    return factors(Coded(codes, *scales), cast, dim)
+
+
+def _unpacked(packed: Tensor, fmt: Format, shape: Sequence[int], mixed_dim: int | None) -> Tensor:
+    full = list(shape)
+    if mixed_dim is not None:  # zeros filled the last group
+        full[mixed_dim] += -full[mixed_dim] % HADAMARD
+    return unpack(packed, fmt, full)
+
+
+def _transposed(side: Side) -> Side:
+    values, outer = side
+    return values.mT, outer if outer is None or outer.dim() == 0 else outer.mT
+
+
+def _raw(
+    left: Side,
+    right: Side,
+    a: tuple[Tensor, Tensor],
+    b: tuple[Tensor, Tensor],
+    terms: int,
+    dtype: torch.dtype,
+) -> Raw:
+    """The product of two sides; `a` and `b` are their scales and RMS, `terms` the length of a
+    sum."""
+    (x, of_x), (y, of_y) = left, right
+    if not x.dtype == y.dtype == torch.bfloat16:
+        x, y = x.float(), y.float()
+    q = torch.matmul(x, y)
+    scale, ratio, rms = settle_product(terms, a, b)
+    outer = ratio
+    for factor in (of_x, of_y):
+        if factor is not None:
+            outer = outer * factor
+    return Raw(q * outer, scale, rms, settled=True, dtype=dtype)

@@ -1,0 +1,199 @@
+"""Casts under a scale that a recipe chooses: `scaledtensor.recipes.scales` has the formulas.
+
+What is cast here are the elements of a ScaledTensor, which its own scale has near 1. So a scale that
+is found here is relative to that, and a tensor multiplied by a power of two has the same codes.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from scaledtensor import verbs
+from scaledtensor.formats import (
+    E8M0FNU,
+    Format,
+    PerBlock,
+    PerTensor,
+    TwoLevelScale,
+    decode,
+    dequantize_blocks,
+    encode,
+    encode_blocks,
+    fake_quantize,
+    quantize_blocks,
+)
+from scaledtensor.ops.algebra import elements
+from scaledtensor.ops.registry import rule, store
+from scaledtensor.recipes.casts import HADAMARD, Cast, parsed_cast
+from scaledtensor.recipes.scales import Amax, Fixed, LeastError, Microscale, TwoLevel
+from scaledtensor.scale import MAX_SCALE, MIN_SCALE
+from scaledtensor.tensor import ScaledTensor
+
+__all__ = ["Coded", "factors", "granularity", "mixed", "quantized"]
+
+
+class Coded(NamedTuple):
+    """Elements as codes, and their scales relative to the scale that the elements were under."""
+
+    codes: Tensor
+    scale: Tensor
+    """float32 or float8_e8m0fnu, or the float8_e4m3fn of blocks where there is a second level."""
+    whole: Tensor | None = None
+    """The second level, 0-dim float32."""
+
+
+@rule(verbs.quantize)
+def quantize(x: ScaledTensor, cast: str) -> ScaledTensor:
+    """The elements are cast under one scale that the recipe chooses (amax, least error, constant),
+    which then is the tensor's and need be no power of two."""
+    how = parsed_cast(cast)
+    source = elements(x)
+    coded = quantized(source, x.scale, how, -1)
+    out = ScaledTensor.make(
+        coded.codes,
+        coded.scale * x.scale,
+        x.rms.clone(),
+        how.format,
+        x.dtype,
+        x.recipe,
+        x.nonnegative,
+    )
+    if coded.codes.dtype.itemsize == 1 and source.is_cpu and torch.compiler.is_compiling():
+        out.decoded = decode(coded.codes, how.format, torch.bfloat16)
+    return out
+
+
+@rule(verbs.gradient_quantize)
+def gradient_quantize(x: ScaledTensor, cast: str) -> ScaledTensor:
+    """The identity forward; the cast happens to the gradient."""
+    return x.like(x.qdata, x.scale, x.rms)
+
+
+def quantized(q: Tensor, held: Tensor, cast: Cast, dim: int) -> Coded:
+    """`q`, elements held under the scale `held`, of which a product sums over dimension `dim`, -1
+    or -2."""
+    fmt, cut = cast.format, granularity(cast, q.shape, dim)
+    how: dict[str, Any] = {"rounding": cast.rounding}
+    if cast.rounding == "stochastic":
+        how["generator"] = torch.ops.scaledtensor.random_key(q)
+    match cast.scale:
+        case Amax(power_of_two, margin):
+            kind: Any = "pow2" if power_of_two else "fp32"
+            if margin == 0:
+                codes, scale = quantize_blocks(q, fmt, cut, kind, **how)
+                return Coded(codes, _single(scale))
+            # Of one element a block: what chooses the scale need not be cast.
+            scale = _single(quantize_blocks(q, fmt, cut, kind)[1])
+            scale = (scale * 2.0**margin).clamp_max(MAX_SCALE)
+            return Coded(encode_blocks(q, fmt, cut, scale, **how), scale)
+        case Microscale(mode):
+            codes, scale = quantize_blocks(q, fmt, cut, "e8m0", mode, **how)
+            return Coded(codes, _single(scale))
+        case TwoLevel():
+            codes, levels = quantize_blocks(q, fmt, cut, "nvfp4", **how)
+            return Coded(codes, *levels)
+        case Fixed(exponent):
+            relative = (2.0**exponent / held.double()).clamp(MIN_SCALE, MAX_SCALE).float()
+            return Coded(encode_blocks(q, fmt, cut, relative, **how), relative)
+        case LeastError(below):
+            scale = _least_error(q, fmt, below)
+            return Coded(encode_blocks(q, fmt, cut, scale, **how), scale)
+        case _:
+            one = torch.ones((), device=q.device)
+            if fmt.storage_dtype.itemsize > 1:  # a compute format, which keeps infinities
+                return Coded(store(q, fmt), one)
+            return Coded(encode(q, fmt, overflow="saturate", **how), one)
+
+
+def _single(scale: Any) -> Tensor:
+    found: Tensor = scale
+    return found
+
+
+def granularity(cast: Cast, shape: torch.Size, dim: int) -> PerTensor | PerBlock:
+    """What shares a scale in a matrix, or a batch of them, summed over dimension `dim`."""
+    across, along = cast.block
+    if (across, along) == (0, 0):
+        return PerTensor()
+    rows, columns = (across, along) if dim == -1 else (along, across)
+    return PerBlock((rows or max(shape[-2], 1), columns or max(shape[-1], 1)))
+
+
+def factors(coded: Coded, cast: Cast, dim: int) -> tuple[Tensor, Tensor | None]:
+    """Codes as matrices to multiply, and what to multiply their product by: a scale that everything
+    summed shares need not be in the sum.
+
+    The matrices are bfloat16 where that is exact: every code of 8 bits or fewer is one, also times a
+    power of two, and a code of 4 bits times an E4M3FN number.
+    """
+    codes, scale, whole = coded
+    fmt, shape = cast.format, codes.shape
+    if fmt.bits > 8:
+        return codes, None
+    cut = granularity(cast, shape, dim)
+    if whole is not None:
+        # Of the format's significant bits and the scale's 4, bfloat16 holds 8.
+        exact = fmt.mantissa_bits + 1 + 4 <= 8
+        dtype = torch.bfloat16 if exact else torch.float32
+        one = TwoLevelScale(scale, torch.ones_like(whole))
+        return dequantize_blocks(codes, one, fmt, cut, dtype), whole
+    values = decode(codes, fmt, torch.bfloat16)
+    if isinstance(cut, PerTensor):
+        return values, scale
+    if cut.block[dim] >= shape[dim]:
+        return values, _by_row(_numbers(scale), cut, shape, dim)
+    exact = scale.dtype != torch.float32 or isinstance(cast.scale, Amax) and cast.scale.power_of_two
+    dtype = torch.bfloat16 if exact else torch.float32
+    return dequantize_blocks(codes, scale, fmt, cut, dtype), None
+
+
+def _numbers(scale: Tensor) -> Tensor:
+    return scale if scale.dtype == torch.float32 else decode(scale, E8M0FNU)
+
+
+def _by_row(scale: Tensor, cut: PerBlock, shape: torch.Size, dim: int) -> Tensor:
+    """Scales of blocks that span what is summed, one for each index that is not."""
+    other = -3 - dim
+    if cut.block[other] == 1:
+        return scale
+    spread = scale.repeat_interleave(cut.block[other], other)
+    return spread.narrow(other, 0, shape[other])
+
+
+def _least_error(q: Tensor, fmt: Format, below: int) -> Tensor:
+    """The power of two under which the cast of `q` errs least, 0-dim float32."""
+    top = _single(quantize_blocks(q, fmt, PerTensor(), "pow2")[1])
+    scales = [(top * 2.0**-k).clamp_min(MIN_SCALE) for k in range(below + 1)]
+    finite = q.float().nan_to_num(0.0, 0.0, 0.0)
+    errors = []
+    for scale in scales:
+        error = fake_quantize(finite / scale, fmt) * scale - finite
+        errors.append(error.double().square().sum())
+    least = torch.stack(errors).argmin(0, keepdim=True)  # gathered: an index would be read
+    return torch.stack(scales).gather(0, least).squeeze(0)
+
+
+# --- the random Hadamard transform -----------------------------------------------------------
+
+#: One draw, the same for both operands of a product and for every product, as in arXiv 2509.25149.
+_SIGNS = (1, -1, 1, 1, 1, -1, -1, 1, -1, 1, -1, -1, -1, -1, 1, -1)
+
+
+def mixed(q: Tensor, dim: int) -> Tensor:
+    """`q` with each 16 elements along `dim`, -1 or -2, multiplied by an orthogonal matrix: Hadamard
+    (Sylvester's) times random signs. Zeros fill the last 16. float32."""
+    x = q.float() if dim == -1 else q.float().mT
+    n = x.shape[-1]
+    x = torch.nn.functional.pad(x, (0, -n % HADAMARD))
+    matrix = _hadamard(x.device)
+    y = (x.unflatten(-1, (-1, HADAMARD)) @ matrix).flatten(-2)
+    return y if dim == -1 else y.mT
+
+
+def _hadamard(device: torch.device) -> Tensor:
+    h = torch.ones(1, 1, device=device)
+    while h.shape[0] < HADAMARD:
+        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
+    signs = torch.tensor(_SIGNS, dtype=torch.float32, device=device)
+    return signs[:, None] * h / HADAMARD**0.5
