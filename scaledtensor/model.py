@@ -1,14 +1,16 @@
 """Whole-model verbs: wrap the parameters of an unchanged model, and unwrap them again."""
 
+import fnmatch
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from scaledtensor.coded import CodedTensor
-from scaledtensor.errors import ModelError
+from scaledtensor.errors import ModelError, RecipeError
 from scaledtensor.recipes import Recipe, Unit
 from scaledtensor.recipes import get as get_recipe
 from scaledtensor.tensor import ScaledTensor
@@ -38,9 +40,12 @@ def scale_model(
     parameters stay tied, frozen ones frozen. Buffers and integer parameters stay plain. Create the
     optimizer afterwards, since the parameters are new objects.
 
+    `print(model)` then shows the recipe of each module that has wrapped parameters.
+
     Args:
         model: any module.
-        recipe: formats by role, or the name of a recipe.
+        recipe: how products cast, or the name of a recipe. Its `overrides` and `min_size` choose
+            for each module by name and by the size of its weight.
         filter_fn: called as `filter_fn(module, fqn)` with the module that owns a parameter and its
             fully qualified name; False leaves that module's own parameters plain, and its matrix
             products in the activation format.
@@ -51,11 +56,13 @@ def scale_model(
     Raises:
         ModelError: a parameter is wrapped already, has no data yet, is of a dtype without a format,
             or carries hooks of its own. The model is then unchanged.
-        RecipeError: no recipe has that name.
+        RecipeError: no recipe has that name; a pattern of its overrides matches no module; or a
+            weight does not fit its blocks and the recipe has no padding.
     """
     chosen = get_recipe(recipe)
+    _check_patterns(model, chosen)
 
-    def wrap(p: nn.Parameter, name: str) -> Tensor | None:
+    def wrap(p: nn.Parameter, fqn: str, name: str) -> Tensor | None:
         if is_lazy(p):
             raise ModelError(f"{name} has no shape yet; run one batch through the model first")
         if isinstance(p, ScaledTensor):
@@ -65,9 +72,14 @@ def scale_model(
         if p.dtype not in _DTYPES:
             allowed = ", ".join(str(d) for d in _DTYPES)
             raise ModelError(f"{name} is {p.dtype}; parameters are one of {allowed}")
-        return scaled(p.detach(), chosen.master, recipe=chosen)
+        own = chosen.for_module(fqn)
+        if own is None or _is_small(p, own):
+            return None
+        own.check_shape(tuple(p.shape), name)
+        return scaled(p.detach(), own.master, recipe=own)
 
     _replace_parameters(model, wrap, scaled, filter_fn)
+    _show_recipes(model)
     return model
 
 
@@ -85,19 +97,62 @@ def unscale_model(model: M) -> M:
     if not any(isinstance(p, ScaledTensor) for p in model.parameters()):
         raise ModelError("no parameter of this model is a ScaledTensor")
 
-    def unwrap(p: nn.Parameter, name: str) -> Tensor | None:
+    def unwrap(p: nn.Parameter, fqn: str, name: str) -> Tensor | None:
         return p.detach().dequantize() if isinstance(p, ScaledTensor) else None
 
     def plain(g: Tensor) -> Tensor:
         return g.dequantize() if isinstance(g, ScaledTensor) else g
 
     _replace_parameters(model, unwrap, plain, None)
+    _show_recipes(model)
     return model
+
+
+def _check_patterns(model: nn.Module, recipe: Recipe) -> None:
+    names = [fqn for fqn, _ in model.named_modules()]
+    for pattern, _ in recipe.overrides:
+        if not fnmatch.filter(names, pattern):
+            raise RecipeError(
+                f"the recipe overrides {pattern!r}, and no module of this model has such a name: "
+                f"they are {', '.join(names[1:9])}{', ...' if len(names) > 9 else ''}"
+            )
+
+
+def _is_small(p: nn.Parameter, recipe: Recipe) -> bool:
+    return p.dim() > 1 and min(p.shape) < recipe.min_size
+
+
+# --- what print(model) shows -----------------------------------------------------------------
+
+
+def _shown(module: nn.Module, own: Callable[[], str] | None) -> str:
+    """A module's `extra_repr`, and the recipe of its parameters."""
+    usual = type(module).extra_repr(module) if own is None else own()
+    recipes = {
+        str(p.recipe)
+        for p in module.parameters(recurse=False)
+        if isinstance(p, ScaledTensor) and p.recipe is not None
+    }
+    return ", ".join(filter(None, (usual, *sorted(recipes))))
+
+
+def _show_recipes(model: nn.Module) -> None:
+    """Let `extra_repr` tell recipes where a module has any, and what it told before elsewhere."""
+    for module in model.modules():
+        present: Any = module.__dict__.get("extra_repr")
+        ours = isinstance(present, partial) and present.func is _shown
+        has_recipe = any(isinstance(p, ScaledTensor) for p in module.parameters(recurse=False))
+        if has_recipe and not ours:
+            module.__dict__["extra_repr"] = partial(_shown, module, present)
+        elif ours and not has_recipe:
+            del module.__dict__["extra_repr"]
+            if present.args[1] is not None:
+                module.__dict__["extra_repr"] = present.args[1]
 
 
 def _replace_parameters(
     model: nn.Module,
-    convert: Callable[[nn.Parameter, str], Tensor | None],
+    convert: Callable[[nn.Parameter, str, str], Tensor | None],
     convert_grad: Callable[[Tensor], Tensor],
     filter_fn: Callable[[nn.Module, str], bool] | None,
 ) -> None:
@@ -107,7 +162,7 @@ def _replace_parameters(
         if id(p) in made or (filter_fn is not None and not filter_fn(module, fqn)):
             continue
         full = f"{fqn}.{name}" if fqn else name
-        data = convert(p, full)
+        data = convert(p, fqn, full)
         if data is None:
             continue
         _check_hookless(p, full)

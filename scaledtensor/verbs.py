@@ -179,10 +179,10 @@ def _product_gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         tensors, kept = parts[other]
         scale, rms, shape, _ = getattr(ctx, other)
         itself, coded = (None, tensors) if kept else (tensors[0], [])
-        found = product_gradient(dy, itself, coded, scale, rms, shape, gemm, ctx.gemms)
+        found: Tensor = product_gradient(dy, itself, coded, scale, rms, shape, gemm, ctx.gemms)
         fmt = getattr(ctx, of)[3]
-        wide = fmt.storage_dtype.itemsize > 1 and found.format != fmt
-        return to_format(found, fmt.name) if wide else found
+        wide = fmt.storage_dtype.itemsize > 1 and cast(ScaledTensor, found).format != fmt
+        return cast(Tensor, to_format(found, fmt.name)) if wide else found
 
     da = gradient("dgrad", "a", "b") if ctx.needs_input_grad[0] else None
     db = gradient("wgrad", "b", "a") if ctx.needs_input_grad[1] else None

@@ -5,8 +5,8 @@ the product sums over: rows, blocks, MX, NVFP4; or because the recipe treats the
     dgrad     da = cast(dy) @ cast(b)^T       over the columns of b
     wgrad     db = cast(a)^T @ cast(dy)       over the rows of a
 
-A product is emulated by one of the same values, in bfloat16 where that is exact (`quantize.factors`)
-and else in float32, with the scales that all of a sum shares multiplied afterwards.
+A product is emulated by one of the same values, in bfloat16 where that is exact
+(`quantize.factors`) and else in float32; scales that all of a sum shares are multiplied afterwards.
 
 For the backward pass an operand is kept as that pass will read it, in codes; a matrix, which is a
 weight, is kept itself and cast again.
@@ -39,7 +39,7 @@ Side = tuple[Tensor, Tensor | None]
 # --- as a function, above autograd -----------------------------------------------------------
 
 
-def matmul(a: ScaledTensor, b: ScaledTensor, recipe: Recipe) -> Tensor:
+def matmul(a: Tensor, b: Tensor, recipe: Recipe) -> Tensor:
     """`torch.matmul`, each product cast by the recipe."""
     if a.dim() == 1:
         return matmul(a.unsqueeze(0), b, recipe).squeeze(-2)
@@ -49,7 +49,7 @@ def matmul(a: ScaledTensor, b: ScaledTensor, recipe: Recipe) -> Tensor:
         rows = a if a.dim() == 2 else a.reshape(-1, a.shape[-1])
         y = _product(rows, b, recipe)
         return y if a.dim() == 2 else y.view(*a.shape[:-1], b.shape[-1])
-    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
     left, right = (x.expand(*batch, *x.shape[-2:]).reshape(-1, *x.shape[-2:]) for x in (a, b))
     return _product(left, right, recipe).view(*batch, a.shape[-2], b.shape[-1])
 
@@ -83,9 +83,7 @@ def keep(x: ScaledTensor, cast: str, dim: int, hadamard: bool) -> list[Tensor]:
 
 
 @rule(verbs.product)
-def product(
-    a: ScaledTensor, b: ScaledTensor, kept_a: Any, kept_b: Any, gemms: str
-) -> Raw:
+def product(a: ScaledTensor, b: ScaledTensor, kept_a: Any, kept_b: Any, gemms: str) -> Raw:
     """r = ra rb sqrt(K), of operands cast for this product."""
     gemm = parsed_gemms(gemms).forward
     left = _side(a, gemm.left, -1, gemm.hadamard)

@@ -1,9 +1,10 @@
 """Casts under a scale that a recipe chooses: `scaledtensor.recipes.scales` has the formulas.
 
-What is cast here are the elements of a ScaledTensor, which its own scale has near 1. So a scale that
-is found here is relative to that, and a tensor multiplied by a power of two has the same codes.
+What is cast here are the elements of a ScaledTensor, which its own scale has near 1. So a scale
+that is found here is relative to that, and a tensor times a power of two has the same codes.
 """
 
+import typing
 from typing import Any, NamedTuple
 
 import torch
@@ -88,7 +89,7 @@ def quantized(q: Tensor, held: Tensor, cast: Cast, dim: int) -> Coded:
             scale = (scale * 2.0**margin).clamp_max(MAX_SCALE)
             return Coded(encode_blocks(q, fmt, cut, scale, **how), scale)
         case Microscale(mode):
-            codes, scale = quantize_blocks(q, fmt, cut, "e8m0", mode, **how)
+            codes, scale = quantize_blocks(q, fmt, cut, "e8m0", typing.cast(Any, mode), **how)
             return Coded(codes, _single(scale))
         case TwoLevel():
             codes, levels = quantize_blocks(q, fmt, cut, "nvfp4", **how)
@@ -124,8 +125,8 @@ def factors(coded: Coded, cast: Cast, dim: int) -> tuple[Tensor, Tensor | None]:
     """Codes as matrices to multiply, and what to multiply their product by: a scale that everything
     summed shares need not be in the sum.
 
-    The matrices are bfloat16 where that is exact: every code of 8 bits or fewer is one, also times a
-    power of two, and a code of 4 bits times an E4M3FN number.
+    The matrices are bfloat16 where that is exact: every code of 8 bits or fewer is one, also times
+    a power of two, and a code of 4 bits times an E4M3FN number.
     """
     codes, scale, whole = coded
     fmt, shape = cast.format, codes.shape
@@ -143,7 +144,8 @@ def factors(coded: Coded, cast: Cast, dim: int) -> tuple[Tensor, Tensor | None]:
         return values, scale
     if cut.block[dim] >= shape[dim]:
         return values, _by_row(_numbers(scale), cut, shape, dim)
-    exact = scale.dtype != torch.float32 or isinstance(cast.scale, Amax) and cast.scale.power_of_two
+    binary = isinstance(cast.scale, Amax) and cast.scale.power_of_two
+    exact = binary or scale.dtype != torch.float32
     dtype = torch.bfloat16 if exact else torch.float32
     return dequantize_blocks(codes, scale, fmt, cut, dtype), None
 
@@ -171,7 +173,8 @@ def _least_error(q: Tensor, fmt: Format, below: int) -> Tensor:
         error = fake_quantize(finite / scale, fmt) * scale - finite
         errors.append(error.double().square().sum())
     least = torch.stack(errors).argmin(0, keepdim=True)  # gathered: an index would be read
-    return torch.stack(scales).gather(0, least).squeeze(0)
+    found: Tensor = torch.stack(scales).gather(0, least).squeeze(0)
+    return found
 
 
 # --- the random Hadamard transform -----------------------------------------------------------
@@ -187,7 +190,8 @@ def mixed(q: Tensor, dim: int) -> Tensor:
     n = x.shape[-1]
     x = torch.nn.functional.pad(x, (0, -n % HADAMARD))
     matrix = _hadamard(x.device)
-    y = (x.unflatten(-1, (-1, HADAMARD)) @ matrix).flatten(-2)
+    groups = x.reshape(*x.shape[:-1], x.shape[-1] // HADAMARD, HADAMARD)
+    y: Tensor = (groups @ matrix).flatten(-2)
     return y if dim == -1 else y.mT
 
 
@@ -196,4 +200,5 @@ def _hadamard(device: torch.device) -> Tensor:
     while h.shape[0] < HADAMARD:
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
     signs = torch.tensor(_SIGNS, dtype=torch.float32, device=device)
-    return signs[:, None] * h / HADAMARD**0.5
+    matrix: Tensor = signs[:, None] * h / HADAMARD**0.5
+    return matrix

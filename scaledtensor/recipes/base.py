@@ -4,7 +4,6 @@ import fnmatch
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
 from typing import Any, ClassVar, cast
 
 import torch
@@ -70,8 +69,6 @@ class Recipe:
     """Of weights, where it is not that of `forward`."""
     keep: tuple[str, ...] = ()
     """Products that are left in the activation format: of "forward", "dgrad" and "wgrad"."""
-    fast_accumulation: bool = True
-    """On a CUDA device, let forward products sum in fewer bits, as torchao does. Nothing elsewhere."""
     min_size: int = 0
     """A weight with a dimension under this stays plain: where matrices are small, the casts cost
     more than the faster product gains. 0 leaves none out."""
@@ -98,12 +95,13 @@ class Recipe:
             if not isinstance(count, int) or isinstance(count, bool) or count < 0:
                 meant = "a number of steps" if name == "rebalance" else "a number of elements"
                 raise RecipeError(f"{what}.{name} is {meant}, or 0; got {count!r}")
-        for name in ("fast_accumulation", "emulate"):
-            check_bool(self, name)
+        check_bool(self, "emulate")
         self._check_formats()
         self._check_keep()
         object.__setattr__(self, "overrides", self._checked_overrides())
-        # Built once: a contradiction between the casts shows here.
+        # Made once: every product reads them, and a contradiction between casts shows here. Not a
+        # cached property, whose lock torch.compile cannot trace.
+        object.__setattr__(self, "_gemms", self._make_gemms())
         if not self.emulate:
             check_pairs(self.gemms)
 
@@ -122,7 +120,19 @@ class Recipe:
     @property
     def gemms(self) -> Gemms:
         """How the operands of the three products are cast."""
-        return _gemms(self)
+        made: Gemms = self._gemms  # type: ignore[attr-defined]
+        return made
+
+    def _make_gemms(self) -> Gemms:
+        def gemm(name: str, left: str, right: str) -> Gemm:
+            return Gemm(self.cast(left, name), self.cast(right, name), name in self.hadamard)
+
+        made = Gemms(
+            gemm("forward", "input", "weight"),
+            gemm("dgrad", "gradient", "weight"),
+            gemm("wgrad", "input", "gradient"),
+        )
+        return kept_high(made, self.keep)
 
     def of_role(self, role: str) -> Format:
         """The format of an operand by its role."""
@@ -136,6 +146,9 @@ class Recipe:
             if fnmatch.fnmatchcase(fqn, pattern):
                 return other
         return replace(self, overrides=()) if self.overrides else self
+
+    def check_shape(self, shape: tuple[int, ...], name: str) -> None:
+        """Raises RecipeError where the weight called `name` cannot be cast by this recipe."""
 
     # --- files -------------------------------------------------------------------------------
 
@@ -159,7 +172,10 @@ class Recipe:
                 f"{type(self).__name__} cannot be saved: loading finds a recipe by its name, and "
                 f"{self.name!r} is not registered as this class: scaledtensor.recipes.base.register"
             )
-        return {"recipe": self.name, **{f.name: _spelled(getattr(self, f.name)) for f in fields(self)}}
+        return {
+            "recipe": self.name,
+            **{f.name: _spelled(getattr(self, f.name)) for f in fields(self)},
+        }
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restore, (self.name, self._values())
@@ -223,28 +239,12 @@ class Recipe:
             ) from error
         for pattern, other in made:
             if not isinstance(pattern, str):
-                raise RecipeError(f"an override is for a name, as 'head' or 'blocks.*'; got {pattern!r}")
+                raise RecipeError(
+                    f"an override is for a name, as 'head' or 'blocks.*'; got {pattern!r}"
+                )
             if other is not None and other.overrides:
                 raise RecipeError(f"the recipe that overrides {pattern!r} has overrides of its own")
         return made
-
-
-@lru_cache(maxsize=256)
-def _gemms(recipe: Recipe) -> Gemms:
-    def gemm(name: str, left: str, right: str) -> Gemm:
-        return Gemm(
-            recipe.cast(left, name),
-            recipe.cast(right, name),
-            name in recipe.hadamard,
-            recipe.fast_accumulation and name == "forward",
-        )
-
-    made = Gemms(
-        gemm("forward", "input", "weight"),
-        gemm("dgrad", "gradient", "weight"),
-        gemm("wgrad", "input", "gradient"),
-    )
-    return kept_high(made, recipe.keep)
 
 
 RECIPES: dict[str, type[Recipe]] = {}

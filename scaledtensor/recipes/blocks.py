@@ -2,10 +2,10 @@
 a block lies along what the product sums over."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from scaledtensor.errors import RecipeError
-from scaledtensor.formats import BF16, E2M1FN, E2M3FN, E3M2FN, E4M3FN, FP32, Format
+from scaledtensor.formats import BF16, E2M1FN, E2M3FN, E3M2FN, E4M3FN, E5M2, FP32, Format
 from scaledtensor.formats.blocks import MODES
 from scaledtensor.recipes.base import Recipe, register
 from scaledtensor.recipes.casts import HADAMARD, Cast
@@ -25,6 +25,21 @@ class _Blocks(Recipe):
     def __post_init__(self) -> None:
         check_bool(self, "padding")
         super().__post_init__()
+
+    def check_shape(self, shape: tuple[int, ...], name: str) -> None:
+        along = {
+            n
+            for gemm in (self.gemms.forward, self.gemms.dgrad)
+            if gemm.right is not None
+            for n in gemm.right.block
+        }
+        ragged = [n for n in shape for size in along if size and n % size]
+        if not self.padding and len(shape) > 1 and ragged:
+            raise RecipeError(
+                f"{name} is of shape {shape}, and {ragged[0]} is no multiple of the blocks of "
+                f"{type(self).__name__}: allow padding=True, or leave it out by overrides or "
+                "filter_fn"
+            )
 
     def _rounding(self, role: str) -> str:
         return self.gradient_rounding if role == "gradient" else "nearest_even"
@@ -103,21 +118,19 @@ class _Microscaled(_Blocks):
 @register
 @dataclass(frozen=True)
 class MXFP8(_Microscaled):
-    __doc__ = _Microscaled.__doc__
+    """`_Microscaled` in E4M3FN; gradients may be E5M2."""
 
     name: ClassVar[str] = "mxfp8"
 
     @classmethod
     def elements(cls) -> tuple[Format, ...]:
-        from scaledtensor.formats import E5M2
-
         return E4M3FN, E5M2
 
 
 @register
 @dataclass(frozen=True)
 class MXFP6(_Microscaled):
-    __doc__ = _Microscaled.__doc__
+    """`_Microscaled` in E2M3FN, gradients in E3M2FN, which reaches further."""
 
     name: ClassVar[str] = "mxfp6"
 
@@ -132,7 +145,7 @@ class MXFP6(_Microscaled):
 @register
 @dataclass(frozen=True)
 class MXFP4(_Microscaled):
-    __doc__ = _Microscaled.__doc__
+    """`_Microscaled` in E2M1FN, gradients rounded stochastically."""
 
     name: ClassVar[str] = "mxfp4"
 

@@ -14,14 +14,14 @@ direction that the product sums over, by `across` in the other; 0 is all of them
 """
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 from scaledtensor.errors import FormatError, RecipeError
 from scaledtensor.formats import E5M2, Format
 from scaledtensor.formats import get as get_format
-from scaledtensor.recipes.scales import KINDS, Amax, Carried, Fixed, LeastError, Scale, TwoLevel
+from scaledtensor.recipes.scales import KINDS, Carried, Fixed, LeastError, Scale, TwoLevel
 
 __all__ = ["GEMMS", "HADAMARD", "Cast", "Gemm", "Gemms"]
 
@@ -73,7 +73,9 @@ class Cast:
         if (
             not isinstance(self.block, tuple)
             or len(self.block) != 2
-            or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in self.block)
+            or not all(
+                isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in self.block
+            )
         ):
             raise RecipeError(
                 "a block is (across, along), two sizes of which 0 is all, as (1, 32); got "
@@ -93,6 +95,7 @@ class Cast:
                 f"{self.format.name} is cast under the scale that it carries: "
                 f"{type(self.scale).__name__} is for formats of 8 bits or fewer"
             )
+        _keep_spec(self)
 
     @property
     def whole(self) -> bool:
@@ -104,7 +107,7 @@ class Cast:
     @property
     def spec(self) -> str:
         """This cast as a line of JSON, which is what an operator of torch can be given."""
-        return json.dumps(_plain(self), separators=(",", ":"))
+        return cast(str, self._spec)  # type: ignore[attr-defined]
 
     def __str__(self) -> str:
         kind = next(k for k, v in KINDS.items() if v is type(self.scale))
@@ -121,11 +124,8 @@ class Gemm:
     right: Cast | None = None
     hadamard: bool = False
     """Both operands are first mixed along what is summed, 16 at a time, by a Hadamard matrix with
-    random signs, which their product undoes (Ashkboos et al., arXiv 2404.00456; NVIDIA, "Pretraining
-    LLMs with NVFP4", arXiv 2509.25149): an outlier's size is shared out among 16 elements."""
-    fast_accumulation: bool = False
-    """On a CUDA device, let the FP8 units sum in fewer bits (`torch._scaled_mm(use_fast_accum)`).
-    Nothing elsewhere."""
+    random signs, which their product undoes (Ashkboos et al., arXiv 2404.00456; arXiv 2509.25149):
+    an outlier's size is shared out among 16 elements."""
 
     def __post_init__(self) -> None:
         for side in (self.left, self.right):
@@ -141,36 +141,43 @@ class Gemm:
 class Gemms:
     """The three products of a layer: (input, weight), (gradient, weight), (input, gradient)."""
 
-    forward: Gemm = Gemm()  # noqa: RUF009 - frozen
-    dgrad: Gemm = Gemm()  # noqa: RUF009
-    wgrad: Gemm = Gemm()  # noqa: RUF009
+    forward: Gemm = Gemm()
+    dgrad: Gemm = Gemm()
+    wgrad: Gemm = Gemm()
 
     def __post_init__(self) -> None:
         for name in GEMMS:
             if not isinstance(getattr(self, name), Gemm):
                 raise RecipeError(f"{name} is a Gemm; got {getattr(self, name)!r}")
+        _keep_spec(self)
+        object.__setattr__(self, "_once", self._shared())
 
     @property
     def once(self) -> tuple[Cast, Cast, Cast] | None:
         """The casts of input, weight and gradient, where one of each serves all products."""
+        found: tuple[Cast, Cast, Cast] | None = self._once  # type: ignore[attr-defined]
+        return found
+
+    @property
+    def spec(self) -> str:
+        """All casts as a line of JSON."""
+        return cast(str, self._spec)  # type: ignore[attr-defined]
+
+    def _shared(self) -> tuple[Cast, Cast, Cast] | None:
         casts = (
             (self.forward.left, self.wgrad.left),
             (self.forward.right, self.dgrad.right),
             (self.dgrad.left, self.wgrad.right),
         )
-        found: list[Cast] = []
-        for a, b in casts:
-            if a is None or a != b or not a.whole:
-                return None
-            found.append(a)
-        if any(getattr(self, name).hadamard for name in GEMMS):
+        found = [a for a, b in casts if a is not None and a == b and a.whole]
+        if len(found) < len(casts) or any(getattr(self, name).hadamard for name in GEMMS):
             return None
         return found[0], found[1], found[2]
 
-    @property
-    def spec(self) -> str:
-        """All casts as a line of JSON."""
-        return json.dumps(_plain(self), separators=(",", ":"))
+
+def _keep_spec(record: "Cast | Gemms") -> None:
+    """Written once, not at every product."""
+    object.__setattr__(record, "_spec", json.dumps(_plain(record), separators=(",", ":")))
 
 
 def _plain(x: Any) -> Any:
@@ -184,7 +191,7 @@ def _plain(x: Any) -> Any:
             "rounding": x.rounding,
         }
     if isinstance(x, (Gemm, Gemms)):
-        return {name: _plain(value) for name, value in vars(x).items()}
+        return {f.name: _plain(getattr(x, f.name)) for f in fields(x)}
     return x
 
 

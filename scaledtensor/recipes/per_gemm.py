@@ -67,4 +67,6 @@ def _read(values: dict[str, Any]) -> Gemms:
         return gemms_from(values)
     except (KeyError, TypeError, AttributeError) as error:
         names = ", ".join(f.name for f in fields(Gemms))
-        raise RecipeError(f"PerGemm.casts has {names}, as Gemms.spec writes them: {error}") from error
+        raise RecipeError(
+            f"PerGemm.casts has {names}, as Gemms.spec writes them: {error}"
+        ) from error

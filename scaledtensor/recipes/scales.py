@@ -38,7 +38,7 @@ class Amax:
 
     def __post_init__(self) -> None:
         check_bool(self, "power_of_two")
-        check_exponent(self, "margin", range(0, 33))
+        check_exponent(self, "margin", range(33))
 
 
 @dataclass(frozen=True)
