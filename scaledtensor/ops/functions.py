@@ -42,7 +42,9 @@ def _governing(*operands: Any) -> Recipe | None:
     return found
 
 
-def _promoted(operands: Sequence[Any]) -> list[ScaledTensor]:
+def _promoted(operands: Sequence[Any]) -> Sequence[Any]:
+    if not any(isinstance(x, ScaledTensor) for x in operands):  # but the bias, perhaps
+        return operands
     # Detached: a product needs no gradient for the sake of what it is promoted by.
     like = first_scaled(*operands).detach()
     return [x if isinstance(x, ScaledTensor) else verbs.promote(x, like) for x in operands]
@@ -64,28 +66,31 @@ def _gradient_cast(y: Any, cast: Cast) -> Any:
     return verbs.gradient_quantize(y, cast.spec)
 
 
-def _product(function: Callable[..., Any], *operands: Any, **kwargs: Any) -> Any:
+def _product(
+    function: Callable[..., Any], *operands: Any, spelled: Any = None, **kwargs: Any
+) -> Any:
     """`function(*operands)` with every operand cast, and its gradient cast once on the way back;
-    or, where the recipe casts for each product, that of `BY_GEMM`."""
+    or, where the recipe casts for each product, that of `BY_GEMM`. `spelled` is what to call it."""
     recipe = _governing(*operands)
     if recipe is None:
-        return function(*operands, **kwargs)
+        # Promoted here as the rule would: so the gradient of a plain parameter is plain as well.
+        return function(*_promoted(operands), **kwargs)
     scaled, once = _promoted(operands), recipe.gemms.once
     if once is None:
         by_gemm = BY_GEMM.get(function)
         if by_gemm is None or kwargs:
-            return _uncast(function, recipe, scaled, kwargs)
+            return _uncast(function, spelled or function, recipe, scaled, kwargs)
         return by_gemm(*scaled, recipe)
     first, weight, gradient = once
     cast = [_cast(x, weight if i == 1 else first) for i, x in enumerate(scaled)]
     return _gradient_cast(function(*cast, **kwargs), gradient)
 
 
-def _uncast(function: Any, recipe: Recipe, operands: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _uncast(
+    function: Any, spelled: Any, recipe: Recipe, operands: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
     """What a recipe with a cast for each product does not reach: as it is, and said once."""
-    while isinstance(function, partial):
-        function = function.func
-    name = getattr(function, "__name__", str(function))
+    name = getattr(spelled.func if isinstance(spelled, partial) else spelled, "__name__", "it")
     if not torch.compiler.is_compiling() and (recipe, name) not in _told:
         _told.add((recipe, name))
         warnings.warn(
@@ -152,7 +157,7 @@ def binary(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def grouped(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The products of experts: one matrix to a group of rows."""
     a, b, *rest = (*args, *(kwargs.pop(name) for name in ("mat_a", "mat_b") if name in kwargs))
-    return _product(lambda x, y: function(x, y, *rest, **kwargs), a, b)
+    return _product(lambda x, y: function(x, y, *rest, **kwargs), a, b, spelled=function)
 
 
 def tensordot(a: Any, b: Any, dims: Any = 2, **kwargs: Any) -> Any:
@@ -165,7 +170,7 @@ def chain(*matrices: Any, **kwargs: Any) -> Any:
     _refuse_out(torch.linalg.multi_dot, kwargs)
     if len(matrices) == 1:
         (matrices,) = matrices
-    return _product(lambda *cast: torch.linalg.multi_dot(cast), *matrices)
+    return _product(lambda *cast: torch.linalg.multi_dot(cast), *matrices, spelled=chain)
 
 
 def bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Any:
@@ -179,7 +184,7 @@ def convolution(
 ) -> Any:
     """As for linear, the bias is added outside: (input, weight, bias, stride, padding, ...)."""
     bias, *rest = args or (kw.pop("bias", None),)
-    y = _product(lambda x, w: function(x, w, None, *rest, **kw), input, weight)
+    y = _product(lambda x, w: function(x, w, None, *rest, **kw), input, weight, spelled=function)
     return y if bias is None else y + bias.view(-1, *[1] * (weight.dim() - 2))
 
 
