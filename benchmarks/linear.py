@@ -9,8 +9,9 @@ one thread. Ours has float32 parameters, cast anew in each step, and gives them 
 between layers flow ScaledTensors of bfloat16 elements, so that is what a recipe's row is given.
 In "plain input" the row is given a bfloat16 tensor, whose RMS is measured, and whose gradient
 leaves as one: what the first layer of a model does. torchao's layer has bfloat16 parameters and
-scales tensor by tensor from each one's maximum (`convert_to_float8_training`); its products are
-emulated, as ours are, since no CPU multiplies FP8: `pip install --no-deps torchao`.
+scales tensor by tensor from each one's maximum (`convert_to_float8_training`), with its products
+emulated, which on a CPU takes no longer than `torch._scaled_mm` does; ours are emulated too. To
+have it: `pip install --no-deps torchao`.
 """
 
 import argparse

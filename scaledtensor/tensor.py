@@ -13,7 +13,7 @@ from scaledtensor import _torch
 from scaledtensor.errors import DTypeError, FormatError, UnsupportedError
 from scaledtensor.formats import Format, Granularity, PerTensor, encode, from_dtype
 from scaledtensor.formats import get as get_format
-from scaledtensor.formats.pieces import in_pieces
+from scaledtensor.formats.pieces import in_pieces, pieces
 from scaledtensor.recipes import Recipe
 from scaledtensor.recipes import get as get_recipe
 from scaledtensor.scale import checked_scale, nearest_power_of_two
@@ -436,11 +436,15 @@ def measured_rms(x: Tensor, below: float = float("inf")) -> Tensor:
 
 def _finite_norm(x: Tensor) -> Tensor | None:
     """The norm in one pass, where that it is finite, as it nearly always is, costs nothing to see:
-    on a CPU, outside tracing and transforms. None elsewhere."""
+    on a CPU, outside tracing and transforms. None elsewhere.
+
+    The norm makes a copy in float64, which is why this goes by pieces.
+    """
     real = type(x) is Tensor and x.is_cpu and not torch.compiler.is_compiling()
     if not real or _torch.is_transforming():
         return None
-    norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.float64)
+    norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in pieces(x)]
+    norm: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     return norm if math.isfinite(norm.item()) else None
 
 

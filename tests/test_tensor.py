@@ -204,6 +204,21 @@ def test__one_bad_element__does_not_spoil_the_others(scale, bad):
     torch.testing.assert_close(low.dequantize()[:15], plain[:15], rtol=2.0**-4, atol=2.0**-7)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("bad", [None, inf])
+def test__a_large_tensor__is_held_as_its_elements_are(dtype, bad):
+    plain = (5 * gaussian(3, (1 << 17) + 1)).to(dtype)
+    if bad is not None:
+        plain[1, 2] = bad
+    for view in (plain, plain.t(), plain[:, ::2]):
+        x = sct.scaled(view, "bf16")
+        finite = torch.where(view.isfinite(), view.double(), 0)
+        assert float(x.rms) == pytest.approx(float(finite.square().mean().sqrt()), rel=2.0**-23)
+        assert float(x.scale) == 4
+        assert torch.equal(x.qdata, (view / 4).bfloat16())
+        assert torch.equal(x.dequantize(), (view / 4).bfloat16().to(dtype) * 4)
+
+
 @pytest.mark.parametrize(
     "given",
     [torch.arange(3), torch.ones(2) > 0, torch.ones(2) + 1j, [1.0], sct.scaled(torch.ones(1))],

@@ -11,6 +11,11 @@ from torch import Tensor
 _PIECE = 1 << 18
 
 
+def pieces(x: Tensor) -> tuple[Tensor, ...]:
+    """The elements of `x` in a row, piece by piece."""
+    return torch.split(x.reshape(-1), _PIECE)
+
+
 def in_pieces(
     f: Callable[[Tensor, int, Tensor | None], Tensor],
     x: Tensor,

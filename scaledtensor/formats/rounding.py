@@ -119,7 +119,7 @@ def decode(codes: Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> Te
     # Other types (FakeTensor for one) stand for data that a table of real numbers cannot meet.
     real = not torch.compiler.is_compiling() and codes.is_cpu and type(codes) is Tensor
     if real and codes.dtype.itemsize == 1:
-        return in_pieces(lambda t, *_: tables.look_up(t, fmt, dtype), codes, dtype)
+        return in_pieces(lambda t, _, out: tables.look_up(t, fmt, dtype, out), codes, dtype)
     return loop_of_its_own(decode_bits(codes, fmt)).to(dtype)
 
 
@@ -167,7 +167,7 @@ def _encode(x: Tensor, fmt: Format, mode: Mode) -> Tensor:
         return _by_bits(x, fmt, mode)
     native = nearest and storage not in _RAW and fmt.signed
     if native and (mode.overflow == "saturate" or storage in _WIDE):
-        return in_pieces(lambda t, *_: _cast(t, fmt, mode.overflow), x, storage)
+        return in_pieces(lambda t, _, out: _cast(t, fmt, mode.overflow, out), x, storage)
     if tables.serves(x) and mode.key is None:
         return tables.encode(x, fmt, mode, _by_bits)
     return in_pieces(
@@ -219,7 +219,8 @@ def _rounded(x: Tensor, fmt: Format, overflow: Overflow, out: Tensor | None = No
     return round_piece(_single(x), fmt, overflow).to(x.dtype)
 
 
-def _cast(x: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
+def _cast(x: Tensor, fmt: Format, overflow: Overflow, out: Tensor | None = None) -> Tensor:
+    """By torch's own casts, into `out` if given."""
     storage = fmt.storage_dtype
     if x.dtype is torch.float64 and storage is not torch.float32:
         x = _round_to_odd(x)
@@ -227,9 +228,10 @@ def _cast(x: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
         # Other 16-bit floats lack the maxima of the wide formats; and their clamp, by way of
         # float32 itself, drops the sign of a NaN.
         if x.dtype in _HALVES and x.dtype is not storage:
-            x = x.float()
-        x = x.clamp(-fmt.max, fmt.max)
-    codes = x.to(storage)
+            x = x.float().clamp_(-fmt.max, fmt.max)
+        else:
+            x = x.clamp(-fmt.max, fmt.max)
+    codes = x.to(storage) if out is None else out.copy_(x)
     if storage is torch.float8_e5m2:
         raw = codes.view(torch.uint8)
         nan = raw & 0x7F

@@ -48,9 +48,8 @@ def _gather(x: Tensor, key: tuple[object, ...], cast: Callable[[Tensor], Tensor]
         table = _TABLES[key] = cast(every)
     raw = table.view(_RAW[table.dtype.itemsize])
 
-    def gather(piece: Tensor, *_: object) -> Tensor:
-        index = piece.contiguous().view(torch.uint16).view(-1).to(torch.int32)
-        return raw.index_select(0, index).view(table.dtype).view(piece.shape)
+    def gather(piece: Tensor, _: int, out: Tensor | None) -> Tensor:
+        return _selected(raw, piece.contiguous().view(torch.uint16), piece, table.dtype, out)
 
     return in_pieces(gather, x, table.dtype)
 
@@ -58,12 +57,25 @@ def _gather(x: Tensor, key: tuple[object, ...], cast: Callable[[Tensor], Tensor]
 _TABLES: dict[tuple[object, ...], Tensor] = {}
 
 
-def look_up(codes: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor:
-    """The values of 8-bit codes: 256 entries, or 65,536 for two codes at once."""
+def look_up(codes: Tensor, fmt: Format, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """The values of 8-bit codes, into `out` if given: 256 entries, or 65,536 for two at once."""
     flat = codes.contiguous().view(torch.uint8).view(-1)
-    pairs = flat.numel() % 2 == 0 and flat.storage_offset() % 2 == 0
-    index = (flat.view(torch.uint16) if pairs else flat).to(torch.int32)
-    return _table(fmt, dtype, pairs).index_select(0, index).view(dtype).view(codes.shape)
+    # An empty tensor may keep a stride that no view of pairs can have.
+    even = flat.numel() % 2 == 0 and flat.storage_offset() % 2 == 0
+    pairs = even and flat.numel() > 0
+    index = flat.view(torch.uint16) if pairs else flat
+    return _selected(_table(fmt, dtype, pairs), index, codes, dtype, out)
+
+
+def _selected(
+    table: Tensor, index: Tensor, source: Tensor, dtype: torch.dtype, out: Tensor | None
+) -> Tensor:
+    """The entries that `index` names, into `out` if given, else in the shape of `source`."""
+    if out is None:
+        out = torch.empty(source.shape, dtype=dtype)
+    entries = out.view(-1).view(table.dtype).view(-1, *table.shape[1:])
+    torch.index_select(table, 0, index.view(-1).to(torch.int32), out=entries)
+    return out
 
 
 @functools.cache

@@ -12,10 +12,14 @@ def _from_the_root(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parent.parent.parent)
 
 
-@pytest.mark.parametrize("options", [["--paths", "eager"], ["--bias"]], ids=["eager", "bias"])
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [((16, 64), ["--paths", "eager"]), ((64,), ["--bias"])],
+    ids=["eager", "bias, compiled too"],
+)
 @pytest.mark.parametrize("has_peer", [True, False])
 def test__linear__prints_every_row_with_its_ratios(
-    has_peer, options, tmp_path, capsys, monkeypatch
+    has_peer, sizes, options, tmp_path, capsys, monkeypatch
 ):
     from benchmarks import linear
 
@@ -24,7 +28,8 @@ def test__linear__prints_every_row_with_its_ratios(
     else:
         monkeypatch.setattr(linear, "installed", lambda name: name != "torchao")
     figures = tmp_path / "times.json"
-    linear.main(["--sizes", "16", "64", "--rounds", "1", *options, "--json", str(figures)])
+    given = ["--sizes", *map(str, sizes), "--rounds", "1", *options, "--json", str(figures)]
+    linear.main(given)
     printed = capsys.readouterr().out
     paths = ["eager"] if "--paths" in options else ["eager", "compiled"]
     rows = ["fp32", "bf16", "unit", "unit, plain input", *["torchao float8"] * has_peer]
@@ -32,7 +37,7 @@ def test__linear__prints_every_row_with_its_ratios(
     found = json.loads(figures.read_text())
     assert found["versions"].keys() == {"torch", "scaledtensor", *["torchao"] * has_peer}
     assert ("not installed" in printed) is not has_peer
-    for n in (16, 64):
+    for n in sizes:
         assert found["milliseconds"][str(n)].keys() == wanted
         table = printed.partition(f"| {n} x {n} x {n} |")[2].partition("\n\n")[0]
         cells = [[c.strip() for c in line.split("|")[1:-1]] for line in table.splitlines()[2:]]

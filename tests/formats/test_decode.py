@@ -55,7 +55,16 @@ def test__slices_and_strides__decode_alike(fmt):
     grid = codes.view(4, -1)
     assert same(decode(grid.t(), fmt), want.view(4, -1).t()).all()
     assert decode(codes[:0].view(0, 3), fmt).shape == (0, 3)
+    assert decode(codes[:0][::2], fmt).shape == (0,)
     assert decode(codes[1], fmt).shape == ()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [(1 << 18) + 2, (1 << 18) + 7])
+def test__large_tensors__decode_as_their_codes_do(count, dtype):
+    codes = all_codes(E4M3FN).repeat(count // 256 + 1)[:count]
+    want = decode(all_codes(E4M3FN), E4M3FN, dtype)[codes.view(torch.uint8).int()]
+    assert same(decode(codes, E4M3FN, dtype), want).all()
 
 
 def test__denormals_flushed__decode_is_still_exact():
