@@ -282,7 +282,7 @@ def _from_values(values: Any) -> Recipe:
         raise RecipeError(
             f"{recipe.__name__} has no {', '.join(unknown)}; it has {', '.join(sorted(known))}"
         )
-    if "overrides" in given:
+    if isinstance(given.get("overrides"), list):
         given["overrides"] = [
             (pattern, None if r is None else _from_values(r)) for pattern, r in given["overrides"]
         ]

@@ -3,16 +3,20 @@
 import copy
 import dataclasses
 import pickle
+import re
 from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
 import torch
+from torch import nn
 
 import scaledtensor as sct
+from scaledtensor import recipes
 from scaledtensor.errors import RecipeError
 from scaledtensor.formats import BF16, E4M3FN, E5M2, FP32
-from scaledtensor.recipes import Unit
+from scaledtensor.ops import by_gemm
+from scaledtensor.recipes import Amax, Carried, Cast, Gemm, Gemms, Microscale, TwoLevel, Unit
 from scaledtensor.recipes.base import RECIPES, register
 
 
@@ -131,3 +135,169 @@ def test__stochastic_gradients__are_moved_by_no_power_of_two():
 def test__a_rounding_that_gradients_have_not__is_refused():
     with pytest.raises(RecipeError, match="gradient_rounding is one of 'nearest_even', 'stoch"):
         Unit(gradient_rounding="up")
+
+
+# --- every recipe ----------------------------------------------------------------------------
+
+EVERY = [recipes.get(name) for name in sorted(RECIPES)]
+OTHERS = [
+    Unit(overrides={"head": None, "blocks.*": recipes.MXFP8(mode="even")}, min_size=64),
+    recipes.Current(granularity="row", keep=("wgrad",), weight="e5m2", saved="e5m2"),
+    recipes.PerGemm(casts=Gemms(Gemm(Cast("e2m1fn", TwoLevel(), (16, 16))), Gemm(), Gemm())),
+]
+
+
+@pytest.mark.parametrize("recipe", EVERY + OTHERS, ids=str)
+def test__json__gives_the_recipe_back(recipe):
+    again = recipes.Recipe.from_json(recipe.to_json())
+    assert again == recipe
+    assert again.gemms == recipe.gemms
+    assert hash(again) == hash(recipe)
+    assert pickle.loads(pickle.dumps(recipe)) == recipe
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "written as JSON"),
+        ("[]", 'has a "recipe", its name'),
+        ('{"recipe": "nope"}', "unknown recipe 'nope'"),
+        ('{"recipe": 3}', "unknown recipe 3"),
+        ('{"recipe": "unit", "margin": 3}', "Unit has no margin; it has activation, "),
+        ('{"recipe": "mxfp8", "mode": "up"}', "MXFP8.mode is one of 'floor'"),
+        ('{"recipe": "per_gemm", "casts": {"forward": {}}}', "PerGemm.casts has forward, dgrad"),
+        ('{"recipe": "unit", "overrides": 3}', "overrides is a mapping"),
+    ],
+)
+def test__json_that_is_no_recipe__is_refused(text, words):
+    with pytest.raises(RecipeError, match=re.escape(words)):
+        recipes.Recipe.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Unit("e5m2"), "forward multiplies e5m2 by e5m2, which no FP8 unit does"),
+        (lambda: Unit("e4m3fnuz"), "dgrad multiplies e5m2 by e4m3fnuz"),
+        (lambda: Unit(keep=("backward",)), "keep is a tuple of 'forward', 'dgrad', 'wgrad'"),
+        (lambda: Unit(keep="wgrad"), "keep is a tuple of"),
+        (lambda: Unit(min_size=-1), "min_size is a number of elements, or 0; got -1"),
+        (lambda: Unit(emulate=1), "emulate is True or False; got 1"),
+        (lambda: Unit(overrides={3: None}), "an override is for a name"),
+        (lambda: Unit(overrides={"a": "nope"}), "unknown recipe 'nope'"),
+        (lambda: Unit(overrides={"a": Unit(overrides={"b": None})}), "overrides of its own"),
+        (lambda: recipes.Current(granularity="rows"), "granularity is one of 'tensor', 'row'"),
+        (lambda: recipes.Current(margin=-1), "margin is a whole number from 0 to 32; got -1"),
+        (lambda: recipes.Current("bf16"), "bf16 is cast under the scale that it carries"),
+        (lambda: recipes.Constant(input_exponent=0.5), "input_exponent is a whole number"),
+        (lambda: recipes.MinMSE(below=0), "below is a whole number from 1 to 32; got 0"),
+        (lambda: recipes.Blockwise(block=0), "block is a whole number from 1"),
+        (lambda: recipes.MXFP8(mode="nearest"), "MXFP8.mode is one of 'floor', 'rceil'"),
+        (lambda: recipes.MXFP8("e2m1fn"), "MXFP8.forward is one of e4m3fn, e5m2; got e2m1fn"),
+        (lambda: recipes.MXFP4(gradient="e4m3fn"), "MXFP4.gradient is one of e2m1fn"),
+        (lambda: recipes.NVFP4(random_hadamard="yes"), "random_hadamard is True or False"),
+        (lambda: recipes.NVFP4("bf16"), "two-level scales are for elements of 8 bits or fewer"),
+        (lambda: recipes.PerGemm(casts=Unit()), "casts is a Gemms"),
+        (lambda: Cast("fp5"), "unknown format 'fp5'"),
+        (lambda: Cast("e8m0fnu"), "elements need a sign and a zero"),
+        (lambda: Cast("e4m3fn", "amax"), "Cast.scale is one of Carried, Amax, Fixed"),
+        (lambda: Cast("e4m3fn", Amax(), (1,)), "a block is (across, along)"),
+        (lambda: Cast("e4m3fn", Amax(), (1, -32)), "a block is (across, along)"),
+        (lambda: Cast("e4m3fn", Carried(), (1, 32)), "Carried is one scale for the tensor"),
+        (lambda: Cast("e4m3fn", rounding="up"), "a rounding is one of 'nearest_even'"),
+        (lambda: Cast("bf16", Amax()), "Amax is for formats of 8 bits or fewer"),
+        (lambda: Gemm("e4m3fn"), "an operand has a Cast, or None; got 'e4m3fn'"),
+        (lambda: Gemms(Cast("e4m3fn")), "forward is a Gemm"),
+        (lambda: Amax(margin=33), "Amax.margin is a whole number from 0 to 32; got 33"),
+        (lambda: Microscale("down"), "Microscale.mode is one of"),
+    ],
+)
+def test__a_contradiction__is_refused_when_built(make, words):
+    with pytest.raises(RecipeError, match=re.escape(words)):
+        make()
+
+
+def test__pairs_that_no_hardware_has__are_emulated_on_request():
+    assert Unit("e5m2", emulate=True).gemms.forward.left.format is E5M2
+
+
+def test__a_cast_of_one_scale__serves_all_products_and_others_do_not():
+    shared = {name for name in RECIPES if recipes.get(name).gemms.once is not None}
+    assert shared == {"constant", "current", "min_mse", "per_gemm", "unit"}
+    assert Unit("e2m1fn").gemms.once is None  # torch has no dtype for it
+    assert Unit(keep=("dgrad",)).gemms.once is None
+
+
+# --- of models -------------------------------------------------------------------------------
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(32, 64), nn.Sequential(nn.Linear(64, 32), nn.ReLU()), nn.Linear(32, 8)
+    )
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test__overrides__choose_by_name(compiled):
+    recipe = Unit(overrides={"1.*": recipes.MXFP8(), "2": None})
+    model = sct.scale_model(network(), recipe)
+    assert model[0].weight.recipe == Unit()
+    assert model[1][0].weight.recipe == recipes.MXFP8()
+    assert type(model[2].weight) is nn.Parameter
+    torch._dynamo.reset()
+    run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    run(torch.randn(4, 32)).square().sum().backward()
+    assert type(model[2].weight.grad) is torch.Tensor
+    assert isinstance(model[1][0].weight.grad, sct.ScaledTensor)
+
+
+def test__overrides__reach_the_products(monkeypatch):
+    seen = []
+    real = by_gemm.quantized
+    monkeypatch.setattr(
+        by_gemm,
+        "quantized",
+        lambda q, held, cast, dim: seen.append(cast) or real(q, held, cast, dim),
+    )
+    model = sct.scale_model(network(), Unit(overrides={"1.0": recipes.MXFP8()}))
+    model(torch.randn(4, 32)).square().sum().backward()
+    assert seen
+    assert {c.format for c in seen} == {E4M3FN}
+    assert all(c.block == (1, 32) for c in seen)
+
+
+def test__a_pattern_without_a_module__is_refused_and_nothing_changed():
+    model = network()
+    with pytest.raises(RecipeError, match="overrides 'heads', and no module"):
+        sct.scale_model(model, Unit(overrides={"heads": None}))
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+
+
+def test__small_weights__stay_plain():
+    model = sct.scale_model(network(), Unit(min_size=16))
+    assert isinstance(model[0].weight, sct.ScaledTensor)
+    assert type(model[2].weight) is nn.Parameter  # 8 rows
+    assert isinstance(model[2].bias, sct.ScaledTensor)
+
+
+def test__without_padding__ragged_weights_are_refused():
+    with pytest.raises(
+        RecipeError, match=r"0.weight is of shape \(64, 33\), and 33 is no multiple"
+    ):
+        sct.scale_model(nn.Sequential(nn.Linear(33, 64)), recipes.MXFP8(padding=False))
+    sct.scale_model(nn.Sequential(nn.Linear(32, 64)), recipes.MXFP8(padding=False))
+    sct.scale_model(nn.Sequential(nn.Linear(33, 64)), recipes.MXFP8())
+
+
+def test__print__shows_recipes_until_they_are_gone():
+    plain = str(network())
+    model = sct.scale_model(network(), Unit(overrides={"1.*": recipes.MXFP8(), "2": None}))
+    told = str(model)
+    assert "Linear(in_features=32, out_features=64, bias=True, Unit())" in told
+    assert "Linear(in_features=64, out_features=32, bias=True, MXFP8())" in told
+    assert "Linear(in_features=32, out_features=8, bias=True)" in told
+    again = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    assert str(again) == told
+    assert again[0].extra_repr.args[0] is again[0]
+    assert str(sct.unscale_model(model)) == plain
+    assert str(sct.unscale_model(again)) == plain
