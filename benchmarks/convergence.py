@@ -67,7 +67,9 @@ class CompiledTrainer(Trainer):
         if not hasattr(self, "compiled"):
             self.compiled = torch.compile(Loss(self.model), fullgraph=True, dynamic=False)
         size = self.model.config.block_size
-        loss: Tensor = self.compiled(*draw_batch(tokens, size, self.settings.batch_size, generator))
+        batch = draw_batch(tokens, size, self.settings.batch_size, generator)
+        with self.precision.context(self.device):
+            loss: Tensor = self.compiled(*batch)
         return loss
 
 

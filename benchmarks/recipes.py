@@ -1,0 +1,211 @@
+"""How exact the three products of a linear layer are under every recipe, beside torchao's.
+
+    python -m benchmarks.recipes [--size 512] [--data gaussian heavy outliers] [--json FILE]
+    python -m benchmarks.recipes --sweep     which constant scales serve
+    python -m benchmarks.recipes --modes     MX: how a scale rounds to a power of two
+
+Signal over noise, in dB: 10 log10 of the sum of squares of the exact product by that of the error.
+The exact product is that of the float32 data in float64. Ours goes through bfloat16 activations,
+as between the layers of a model; torchao's gets float32, and multiplies in float32 here (emulate).
+Data: standard Gaussian; "heavy", Student's t of 3 degrees of freedom; "outliers", Gaussian inputs
+of which one feature in 64 is 50 times as large (weights and gradients stay Gaussian).
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from importlib import import_module
+from importlib.metadata import version
+
+import torch
+from torch import Tensor, nn
+
+import scaledtensor as sct
+from benchmarks.peers import installed
+from scaledtensor.formats import E4M3FN, PerBlock, dequantize_blocks, quantize_blocks
+from scaledtensor.recipes import (
+    MXFP4,
+    MXFP6,
+    MXFP8,
+    NVFP4,
+    Blockwise,
+    Constant,
+    Current,
+    MinMSE,
+    Recipe,
+    Unit,
+)
+
+#: Constant scales are chosen for this data: weights and gradients of RMS 1 here.
+RECIPES: dict[str, Recipe] = {
+    "Unit()": Unit(),
+    "Unit(gradient=e4m3fn)": Unit(gradient="e4m3fn"),
+    "Current()": Current(),
+    "Current(gradient=e5m2)": Current(gradient="e5m2"),
+    "Current(power_of_two=True)": Current(power_of_two=True),
+    "Current(granularity='row')": Current(granularity="row"),
+    "MinMSE()": MinMSE(),
+    "Constant(0, 0, 0)": Constant(input_exponent=0, weight_exponent=0, gradient_exponent=0),
+    "Blockwise()": Blockwise(),
+    "MXFP8()": MXFP8(),
+    "MXFP6()": MXFP6(),
+    "MXFP4()": MXFP4(),
+    "NVFP4()": NVFP4(),
+}
+DATA = ("gaussian", "heavy", "outliers")
+PRODUCTS = ("y", "dx", "dw")
+Problem = tuple[Tensor, Tensor, Tensor]
+Rows = dict[str, dict[str, list[float]]]
+
+
+def problem(kind: str, n: int, seed: int = 0) -> Problem:
+    """x, w and dy of n by n, float32."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def draw() -> Tensor:
+        z = torch.randn(n, n, generator=rng)
+        if kind != "heavy":
+            return z
+        chi_squared = torch.randn(3, n, n, generator=rng).square().sum(0)
+        return z / (chi_squared / 3).sqrt()
+
+    x, w, dy = draw(), draw(), draw()
+    if kind == "outliers":
+        x[:, ::64] *= 50
+    return x, w, dy
+
+
+def decibels(exact: Tensor, found: Tensor) -> float:
+    error = (found.double() - exact).square().sum()
+    return float(10 * torch.log10(exact.square().sum() / error))
+
+
+def products(layer: nn.Module, weight: Tensor, x: Tensor, dy: Tensor) -> list[Tensor]:
+    """y, dx and dw of a layer without a bias, plain."""
+    y = layer(x)
+    y.backward(dy)
+    grads = (x.grad, weight.grad)
+    return [
+        t.detach().dequantize() if isinstance(t, sct.ScaledTensor) else t.detach()
+        for t in (y, *grads)
+        if t is not None
+    ]
+
+
+def ours(recipe: Recipe, given: Problem) -> list[Tensor]:
+    x, w, dy = given
+    layer = nn.Linear(w.shape[1], w.shape[0], bias=False)
+    layer.weight.data.copy_(w)
+    sct.scale_model(layer, recipe)
+    input, gradient = (sct.scaled(t, "bf16", dtype=torch.float32, recipe=recipe) for t in (x, dy))
+    return products(layer, layer.weight, input.requires_grad_(), gradient)
+
+
+def torchao(kind: str) -> Callable[[Problem], list[Tensor]]:
+    """Its `convert_to_float8_training` with the recipe of that name."""
+
+    def run(given: Problem) -> list[Tensor]:
+        config_module = import_module("torchao.float8.config")
+        convert = import_module("torchao.float8").convert_to_float8_training
+        config = config_module.Float8LinearConfig.from_recipe_name(kind)
+        config = replace(config, emulate=True)
+        x, w, dy = given
+        model = nn.Sequential(nn.Linear(w.shape[1], w.shape[0], bias=False))
+        model[0].weight.data.copy_(w)
+        convert(model, config=config)
+        return products(model, model[0].weight, x.clone().requires_grad_(), dy)
+
+    return run
+
+
+def variants() -> Iterator[tuple[str, Callable[[Problem], list[Tensor]]]]:
+    for name, recipe in RECIPES.items():
+        yield name, lambda given, recipe=recipe: ours(recipe, given)  # type: ignore[misc]
+    if installed("torchao"):
+        for kind in ("tensorwise", "rowwise"):
+            yield f"torchao {kind}", torchao(kind)
+
+
+def measure(kinds: Sequence[str], n: int) -> Rows:
+    rows: Rows = {}
+    for kind in kinds:
+        given = problem(kind, n)
+        a, b, g = (t.double() for t in given)
+        exact = [a @ b.t(), g @ b, g.t() @ a]
+        for name, run in variants():
+            torch.manual_seed(0)
+            found = run(given)
+            rows.setdefault(name, {})[kind] = [
+                decibels(e, f) for e, f in zip(exact, found, strict=True)
+            ]
+    return rows
+
+
+def table(rows: Rows) -> str:
+    kinds = list(next(iter(rows.values())))
+    heads = ["recipe", *(f"{kind} {p}" for kind in kinds for p in PRODUCTS)]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for name, of in rows.items():
+        cells = [f"{db:.1f}" for kind in kinds for db in of[kind]]
+        lines.append("| " + " | ".join([f"`{name}`", *cells]) + " |")
+    return "\n".join(lines)
+
+
+# --- constant scales -------------------------------------------------------------------------
+
+
+def sweep(n: int, within: float = 0.995) -> str:
+    """FP8-CSCALE's sweep (arXiv 2309.17224): the exponents whose signal stays within 99.5 % of that
+    of the best one, for each operand with the two others at their best."""
+    lines = []
+    given = problem("gaussian", n)
+    a, b, g = (t.double() for t in given)
+    exact = [a @ b.t(), g @ b, g.t() @ a]
+    of = {"input": 0, "weight": 0, "gradient": 1}
+    for operand, product in of.items():
+        signal = {}
+        for exponent in range(-12, 13):
+            exponents = dict.fromkeys(("input", "weight", "gradient"), 0) | {operand: exponent}
+            recipe = Constant(**{f"{k}_exponent": v for k, v in exponents.items()})
+            error = (ours(recipe, given)[product].double() - exact[product]).norm()
+            signal[exponent] = 1 - float(error / exact[product].norm())
+        best = max(signal.values())
+        good = [e for e, s in signal.items() if s >= within * best]
+        lines.append(f"{operand}: 2^{good[0]} to 2^{good[-1]} for values of RMS 1")
+    return "\n".join(lines)
+
+
+def modes(n: int) -> str:
+    """One cast to MXFP8 under each way to round its scales."""
+    x = torch.randn(n, n, generator=torch.Generator().manual_seed(0))
+    lines = []
+    for mode in ("floor", "even", "rceil", "ceil"):
+        codes, scale = quantize_blocks(x, E4M3FN, PerBlock((1, 32)), "e8m0", mode)  # type: ignore[arg-type]
+        found = dequantize_blocks(codes, scale, E4M3FN, PerBlock((1, 32)))
+        lines.append(f"{mode:6} {decibels(x.double(), found):.2f} dB")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--size", type=int, default=512)
+    parser.add_argument("--data", nargs="+", choices=DATA, default=DATA)
+    parser.add_argument("--sweep", action="store_true", help="constant scales instead")
+    parser.add_argument("--modes", action="store_true", help="scales of MX instead")
+    parser.add_argument("--json", help="write the figures there")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    if options.sweep or options.modes:
+        print(sweep(options.size) if options.sweep else modes(options.size))
+        return
+    rows = measure(options.data, options.size)
+    ao = f", torchao {version('torchao')}" if installed("torchao") else ""
+    print(f"{options.size}^3, dB; torch {torch.__version__}{ao}\n\n{table(rows)}")
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(rows, file, indent=2)
+
+
+if __name__ == "__main__":
+    main()
