@@ -7,8 +7,8 @@ d = 128, 4 layers, context 64, batch 16, AdamW at 1e-3, no knob touched; forward
 compiled. "loss" is the mean of the last 50 steps; "held out" that of the whole last tenth of the
 text after the last one; each the mean over seeds, with the difference to float32 seed by seed and
 its spread (largest less smallest). "ms" is the median CPU time of a step after the first ten, on
-one thread, of runs side by side, so a coarse figure; "saved" is what autograd keeps between forward and
-backward of the uncompiled model, parameters aside.
+one thread, of runs side by side, so a coarse figure; "saved" is what autograd keeps between forward
+and backward of the uncompiled model, parameters aside.
 """
 
 import argparse
