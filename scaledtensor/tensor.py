@@ -94,6 +94,13 @@ class ScaledTensor(Tensor):
     #: tensor: lost when it leaves the traced region.
     decoded: Tensor | None = None
 
+    #: Whether `decoded` is for the forward pass alone, since the codes are what is to be saved.
+    passing: bool = False
+
+    #: The 8-bit copy that operators keep of this tensor for the backward pass, as long as one does:
+    #: its format, the version it was made of, and weak references to its parts.
+    copies: tuple[Any, ...] | None = None
+
     _engine: ClassVar[Engine]
 
     @staticmethod

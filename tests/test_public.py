@@ -319,6 +319,7 @@ ERRORS = {
 
 MEMBERS = [
     "INNER",
+    "copies",
     "data",
     "decoded",
     "dequantize",
@@ -327,6 +328,7 @@ MEMBERS = [
     "like",
     "make",
     "numpy",
+    "passing",
     "rescale",
     "share_memory_",
     "to_format",

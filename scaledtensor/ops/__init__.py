@@ -33,6 +33,7 @@ from scaledtensor.ops import (  # noqa: F401 - imported for the rules that they 
     reduction,
     resample,
     sampling,
+    saved,
     scan,
     scatter,
     softmax,
@@ -66,4 +67,4 @@ _FUNCTIONS = {
     **scan.FUNCTIONS,
     **linalg.FUNCTIONS,
 }
-ScaledTensor._engine = Engine(dispatch, _FUNCTIONS, fingerprint)
+ScaledTensor._engine = Engine(dispatch, saved.over(_FUNCTIONS), fingerprint)

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scaledtensor.formats import decode
+from scaledtensor import _torch
+from scaledtensor.formats import Format, decode
 from scaledtensor.ops.registry import Raw
 from scaledtensor.scale import nearest_power_of_two, quadrature
 from scaledtensor.tensor import ScaledTensor, measured_rms
@@ -25,6 +26,7 @@ __all__ = [
     "plain",
     "quadrature",
     "rms_seen",
+    "saved_format",
     "value",
 ]
 
@@ -38,12 +40,19 @@ class Operand(NamedTuple):
     nonnegative: bool = False
 
 
+def saved_format(x: Any) -> Format | None:
+    """What the recipe of `x` keeps activations in for the backward pass; None: as they are."""
+    if not isinstance(x, ScaledTensor) or x.recipe is None:
+        return None
+    return x.recipe.saved
+
+
 def elements(x: ScaledTensor) -> Tensor:
     """qdata in a dtype that torch computes in: 8-bit elements as bfloat16, which is exact."""
     q = x.qdata
     if q.dtype.itemsize > 1:
         return q
-    if x.decoded is not None:
+    if x.decoded is not None and not (x.passing and _torch.is_within_backward()):
         return x.decoded
     if q.dim() > 1 and not q.is_contiguous() and q.mT.is_contiguous():
         # A transposed operand of a product: read in memory order, and once for both its uses.

@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scaledtensor import verbs
+from scaledtensor import _torch, verbs
 from scaledtensor.formats import FP32, encode, fake_quantize, from_dtype
 from scaledtensor.formats import get as get_format
 from scaledtensor.formats.pieces import in_pieces
 from scaledtensor.formats.rounding import Rounding, round_by_arithmetic
-from scaledtensor.ops.algebra import elements, value
+from scaledtensor.ops.algebra import elements, saved_format, value
 from scaledtensor.ops.registry import covers_storage, rule, store, write
 from scaledtensor.scale import MAX_SCALE, MIN_SCALE, settle
 from scaledtensor.tensor import ScaledTensor, from_plain
@@ -41,6 +41,7 @@ def to_format(x: ScaledTensor, format: str, rounding: Rounding = "nearest_even")
         # are then never made.
         near = fake_quantize(source, fmt, **how) if how else round_by_arithmetic(source, fmt)
         out.decoded = near.to(torch.bfloat16)
+        out.passing = saved_format(x) is not None and not _torch.is_within_backward()
     return out
 
 

@@ -55,7 +55,7 @@ def view(op: Overload, x: ScaledTensor, *args: Any, **kwargs: Any) -> Any:
         return [x.viewed(part) for part in q]
     out = x.viewed(q)
     if x.decoded is not None:
-        out.decoded = op(x.decoded, *args, **kwargs)
+        out.decoded, out.passing = op(x.decoded, *args, **kwargs), x.passing
     return out
 
 

@@ -1,0 +1,118 @@
+"""Copies in 8 bits of activations, for the backward pass: `saved.py` says of which, and why.
+
+A copy is codes in the format of `Recipe.saved`, of the shape of the tensor, and the power of two of
+each group of 16 along the last dimension, one byte. Read again, it is a ScaledTensor as the first
+one was, under the same scale. An infinity saturates and a NaN stays one, alone in their groups.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import islice
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef
+
+from scaledtensor import _torch
+from scaledtensor.errors import UnsupportedError
+from scaledtensor.formats import Format, dequantize_blocks, encode, quantize_blocks
+from scaledtensor.ops.algebra import saved_format
+from scaledtensor.tensor import Context, ScaledTensor
+
+__all__ = ["GROUP", "is_worth_it", "keep", "keep_sign", "kept"]
+
+Function = Callable[..., Any]
+
+#: How many elements of the last dimension share a scale.
+GROUP = 16
+
+
+def keep(ctx: Any, activations: Iterable[Tensor | None], *others: Tensor | None) -> None:
+    """Save tensors for the backward pass: activations in 8 bits where that makes them smaller, and
+    others as they are."""
+    parts: list[Tensor | None] = []
+    ctx.readers = []
+    for x in activations:
+        own, reader = _copied(x) if is_worth_it(x) else ([x], _as_it_is)
+        parts += own
+        ctx.readers.append((len(own), reader))
+    ctx.readers += [(1, _as_it_is)] * len(others)
+    ctx.save_for_backward(*parts, *others)
+
+
+def kept(ctx: Any) -> list[Any]:
+    """What `keep` saved.
+
+    Raises:
+        UnsupportedError: a graph of the backward pass is wanted.
+    """
+    if torch.is_grad_enabled():
+        raise UnsupportedError(
+            "a second derivative (create_graph=True) of what is saved in 8 bits: the first is "
+            "computed from rounded copies that have no gradient. Leave Recipe.saved None for it"
+        )
+    saved = iter(ctx.saved_tensors)
+    return [reader(*islice(saved, count)) for count, reader in ctx.readers]
+
+
+def is_worth_it(x: Tensor | None) -> TypeGuard[ScaledTensor]:
+    if not isinstance(x, ScaledTensor) or saved_format(x) is None:
+        return False
+    size = x.format.storage_dtype.itemsize
+    return x.dim() > 0 and x.numel() > 0 and size > 1 and (size > 2 or x.shape[-1] > 1)
+
+
+def _as_it_is(x: Tensor | None) -> Tensor | None:
+    return x
+
+
+def _copied(x: ScaledTensor) -> tuple[list[Tensor | None], Function]:
+    fmt = saved_format(x)
+    assert fmt is not None
+    reader = partial(_read, fmt, x.shape, x.__tensor_flatten__()[1])
+    made = _made_before(x, fmt)
+    if made is None:
+        q = x.qdata
+        for dim, stride in enumerate(q.stride()):
+            if stride == 0:  # an expanded dimension holds one element
+                q = q.narrow(dim, 0, 1)
+        made = quantize_blocks(q, fmt, GROUP)  # type: ignore[assignment]
+        assert made is not None
+        if not _torch.is_tracing(q):
+            x.copies = (fmt, x._version, *(TensorWeakRef(part) for part in made))
+    return [*made, x.scale, x.rms], reader
+
+
+def _made_before(x: ScaledTensor, fmt: Format) -> tuple[Tensor, Tensor] | None:
+    """The copy that another operator keeps of `x` as it is now."""
+    if x.copies is None or x.copies[:2] != (fmt, x._version):
+        return None
+    codes, scale = (part() for part in x.copies[2:])
+    return None if codes is None or scale is None else (codes, scale)
+
+
+def _read(
+    fmt: Format,
+    shape: torch.Size,
+    context: Context,
+    codes: Tensor,
+    group_scale: Tensor,
+    scale: Tensor,
+    rms: Tensor,
+) -> ScaledTensor:
+    dtype = context[0].storage_dtype
+    if dtype == torch.float16:  # rounded up, the largest would leave its range
+        q = encode(dequantize_blocks(codes, group_scale, fmt, GROUP), context[0])
+    else:
+        q = dequantize_blocks(codes, group_scale, fmt, GROUP, dtype)
+    return ScaledTensor.make(q.expand(shape), scale, rms, *context)
+
+
+def keep_sign(ctx: Any, x: ScaledTensor) -> None:
+    ctx.readers = [(3, partial(_read_sign, x.__tensor_flatten__()[1]))]
+    ctx.save_for_backward(x.qdata > 0, x.scale, x.rms)
+
+
+def _read_sign(context: Context, positive: Tensor, scale: Tensor, rms: Tensor) -> ScaledTensor:
+    return ScaledTensor.make(positive.to(context[0].storage_dtype), scale, rms, *context)
