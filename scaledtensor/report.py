@@ -113,6 +113,9 @@ class _Recorder:
         row = self.rows.setdefault(key, Row(*key, rule=family))
         row.hits += 1
         with torch.no_grad():
+            if op is verbs.quantize:  # its scale fills the format, and keeps no RMS
+                self.compare(row, args[0], result)
+                return
             for x in result if isinstance(result, (list, tuple)) else [result]:
                 if isinstance(x, ScaledTensor):
                     self.measure(row, x)
@@ -135,7 +138,8 @@ class _Recorder:
             row.low, row.high = min(row.low, rms), max(row.high, rms)
 
     def compare(self, row: Row, before: ScaledTensor, after: ScaledTensor) -> None:
-        source, target = _values(before).abs(), _values(after)
+        ratio = float(before.scale.double() / after.scale.double())
+        source, target = _values(before).abs() * ratio, _values(after)
         n = row.elements + source.numel()
         for share, count in (
             ("saturated", (source > after.format.max).sum()),

@@ -1,12 +1,15 @@
 """What the README shows runs as it stands there."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from assertions import assert_holds, assert_in_range
+from torch import nn
 
 import scaledtensor as sct
 from scaledtensor.ops import RULES, registry
@@ -48,3 +51,23 @@ def test__every_relative_link_leads_somewhere() -> None:
     for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
         for target in re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test__the_page_of_recipes__is_what_its_script_writes() -> None:
+    page = ROOT / "docs" / "recipes.md"
+    written = subprocess.run(
+        [sys.executable, page.with_name("write_recipes.py")],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert page.read_text() == written, "python docs/write_recipes.py > docs/recipes.md"
+
+
+def test__what_the_page_of_recipes_shows__runs() -> None:
+    code = re.findall(r"```python\n(.*?)```", (ROOT / "docs/recipes.md").read_text(), re.DOTALL)[0]
+    one, other = 'sct.scale_model(model, "current")', "sct.scale_model(model, MXFP8("
+    for lines in (code[: code.index(other)], code.replace(one, "")):
+        model = nn.ModuleDict({"head": nn.Linear(4, 4), "blocks": nn.ModuleList([nn.Linear(4, 4)])})
+        exec(lines, {"model": model})
+        assert any(isinstance(p, sct.ScaledTensor) for p in model.parameters())

@@ -146,3 +146,18 @@ def test__models_that_cannot_be_looked_at__say_why():
         sct.report(nn.Linear(2, 2), torch.randn(2, 2))
     with pytest.raises(ModelError, match="requires a gradient"):
         sct.report(WithLoss(), torch.randn(4, 16), kind="plain")
+
+
+def test__casts_under_a_measured_scale__saturate_nothing_and_are_compared_in_their_own_units():
+    net = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 8))
+    found = sct.report(sct.scale_model(net, "current"), torch.randn(64, 16))
+    rows = {(r.module, r.op, r.backward): r for r in found.rows}
+    cast = rows["0", "scaledtensor.quantize.default", False]
+    assert cast.elements == 64 * 16 + 16 * 32
+    assert cast.saturated == 0
+    assert cast.in_range
+    net = nn.Sequential(nn.Linear(16, 32))
+    small = sct.recipes.Constant(input_exponent=-12)
+    found = sct.report(sct.scale_model(net, small), torch.randn(64, 16))
+    rows = {(r.module, r.op, r.backward): r for r in found.rows}
+    assert rows["0", "scaledtensor.quantize.default", False].saturated > 0.5

@@ -76,11 +76,7 @@ class Blockwise(_Blocks):
 
 @dataclass(frozen=True)
 class _Microscaled(_Blocks):
-    """Every operand in blocks of 32 elements that are summed, a power of two each.
-
-    scale = 2^(floor(log2(amax)) - emax), with the carry that `mode` decides
-    (`formats.quantize_blocks`). OCP Microscaling Formats 1.0; Rouhani et al., arXiv 2310.10537.
-    """
+    """What the MX recipes share."""
 
     forward: Format = E4M3FN
     gradient: Format = E4M3FN
@@ -118,7 +114,11 @@ class _Microscaled(_Blocks):
 @register
 @dataclass(frozen=True)
 class MXFP8(_Microscaled):
-    """`_Microscaled` in E4M3FN; gradients may be E5M2."""
+    """E4M3FN (gradients may be E5M2) in blocks of 32 that are summed, a power of two each.
+
+    scale = 2^(floor(log2(amax)) - emax), with the carry that `mode` decides
+    (`formats.quantize_blocks`). OCP Microscaling Formats 1.0; Rouhani et al., arXiv 2310.10537.
+    """
 
     name: ClassVar[str] = "mxfp8"
 
@@ -130,7 +130,7 @@ class MXFP8(_Microscaled):
 @register
 @dataclass(frozen=True)
 class MXFP6(_Microscaled):
-    """`_Microscaled` in E2M3FN, gradients in E3M2FN, which reaches further."""
+    """As `MXFP8`, in E2M3FN; gradients in E3M2FN, which reaches further."""
 
     name: ClassVar[str] = "mxfp6"
 
@@ -145,7 +145,7 @@ class MXFP6(_Microscaled):
 @register
 @dataclass(frozen=True)
 class MXFP4(_Microscaled):
-    """`_Microscaled` in E2M1FN, gradients rounded stochastically."""
+    """As `MXFP8`, in E2M1FN; gradients rounded stochastically."""
 
     name: ClassVar[str] = "mxfp4"
 

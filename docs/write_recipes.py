@@ -1,0 +1,132 @@
+"""Writes docs/recipes.md from the table of recipes.
+
+    python docs/write_recipes.py > docs/recipes.md
+
+A test fails when the page is not what this prints. The measured tables are kept in
+docs/recipes_measured.md, as the benchmarks print them.
+"""
+
+import ast
+import inspect
+import itertools
+import sys
+import textwrap
+from dataclasses import fields
+from pathlib import Path
+
+from scaledtensor import recipes
+from scaledtensor.recipes import Recipe
+from scaledtensor.recipes.base import RECIPES
+
+HEAD = """\
+# Recipes
+
+<!-- Written by `python docs/write_recipes.py`; a test compares. Edit the recipes' docstrings. -->
+
+A recipe says how the operands of matrix products are cast. It is frozen data, given by name or as
+a record, and one line switches an unchanged model from one to another:
+
+```python
+import scaledtensor as sct
+from scaledtensor.recipes import MXFP8, Unit
+
+sct.scale_model(model, "current")
+sct.scale_model(model, MXFP8(mode="even", overrides={"head": None, "blocks.0": Unit()}))
+print(model)  # shows the recipe of each module
+```
+
+`overrides` chooses by the name of a module (None leaves it plain), `min_size` leaves small weights
+plain, `keep` leaves whole products in the activation format, `saved` keeps what other operators
+need for the backward pass in 8 bits. `recipe.to_json()` and `Recipe.from_json(text)` write and
+read one; a model that is saved carries its own. What contradicts itself is refused when it is
+built.
+
+Of a product of (tokens, in) by (in, out), "1x32" is 32 elements that the product sums over, "all"
+the whole of a dimension; where nothing is said the tensor has one scale. Between the products flow
+ScaledTensors in the activation format under the scales of the rules, whatever the recipe: so each
+but `constant` gives bit for bit the same gradients, but for their scales, when the loss is
+multiplied by a power of two.
+
+A recipe of one scale a tensor (`unit`, `current`, `min_mse`, `constant`) casts each operand once,
+for all three products, in every spelling of a product and in convolutions. One whose scales lie
+along what a product sums over casts for each product: every spelling of a matrix product but
+`einsum`, `tensordot`, `multi_dot`, `bilinear` and the grouped ones, which like convolutions stay
+in the activation format and say so once by name (`RecipeWarning`); such a product has no second
+derivative. Of its operands an activation is kept for the backward pass as that pass will read it,
+in codes; a weight is kept itself.
+
+On a CPU products are emulated exactly: the same values, in bfloat16 where that holds them, summed
+in float32. On a CUDA device with FP8 units products under one scale a tensor run through
+`torch._scaled_mm`; those by row and by block are emulated there as well.
+
+## Which one
+
+- `unit`: nothing is measured, nothing is kept, no pass over the data beyond the cast. Start here.
+  `Unit(gradient="e4m3fn")` has a third mantissa bit for gradients; the range is held either way.
+- `current`: as torchao's tensorwise scaling; `Current(granularity="row")` as its rowwise scaling.
+  For data whose size the rules do not know: activations of a trained model, outliers.
+- `mxfp8`, `blockwise`: outliers that differ from block to block, and what hardware with block
+  scales runs.
+- `mxfp6`, `mxfp4`, `nvfp4`: what fewer bits would cost.
+- `min_mse`, `constant`: the two other ways of arXiv 2309.17224, whose first is `current`.
+- `per_gemm`: six casts of your own.
+
+## Every recipe
+
+"""
+
+
+def page() -> str:
+    measured = Path(__file__).with_name("recipes_measured.md").read_text()
+    shared = "## Fields that all have\n\n" + "\n".join(field_lines(Recipe, set()))
+    return HEAD + "".join(map(section, sorted(RECIPES))) + shared + "\n\n" + measured
+
+
+def section(name: str) -> str:
+    recipe = RECIPES[name]
+    made = recipes.get(name)
+    casts = "\n".join(
+        f"    {gemm:8} {getattr(made.gemms, gemm)}" for gemm in ("forward", "dgrad", "wgrad")
+    )
+    shared = {f.name for f in fields(Recipe)}
+    own = field_lines(recipe, shared)
+    listed = "\n".join(own) + "\n\n" if own else ""
+    words = inspect.cleandoc(recipe.__doc__ or "")
+    return f"### `{name}`: {recipe.__name__}\n\n{words}\n\n{casts}\n\n{listed}"
+
+
+def field_lines(recipe: type[Recipe], without: set[str]) -> list[str]:
+    """A line for each field: its default and what the class says below it."""
+    told = described(recipe)
+    lines = []
+    for f in fields(recipe):
+        if f.name in without:
+            continue
+        default = getattr(recipe, f.name, None)
+        spelled = f" = `{default!r}`" if hasattr(recipe, f.name) else ""
+        words = f": {told[f.name]}" if f.name in told else ""
+        lines.append(f"- `{f.name}`{spelled}{words}")
+    return lines
+
+
+def described(recipe: type[Recipe]) -> dict[str, str]:
+    """The strings below the fields of a class and those it derives from."""
+    found: dict[str, str] = {}
+    for base in reversed(recipe.__mro__):
+        if not (isinstance(base, type) and issubclass(base, Recipe)):
+            continue
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        body = getattr(tree, "body", [])
+        for line, after in itertools.pairwise(body):
+            if (
+                isinstance(line, ast.AnnAssign)
+                and isinstance(line.target, ast.Name)
+                and isinstance(after, ast.Expr)
+                and isinstance(after.value, ast.Constant)
+            ):
+                found[line.target.id] = " ".join(str(after.value.value).split())
+    return found
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

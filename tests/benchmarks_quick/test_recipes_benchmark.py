@@ -1,0 +1,33 @@
+"""benchmarks.recipes at a small size: the order of the recipes on its data."""
+
+import json
+
+from benchmarks import recipes
+
+
+def test__the_table__has_every_recipe_in_a_plausible_order(tmp_path, capsys):
+    path = tmp_path / "rows.json"
+    recipes.main(["--size", "64", "--data", "gaussian", "outliers", "--json", str(path)])
+    printed = capsys.readouterr().out
+    rows = json.loads(path.read_text())
+    assert set(recipes.RECIPES) <= set(rows)
+    assert all(f"`{name}`" in printed for name in rows)
+    y = {name: of["gaussian"][0] for name, of in rows.items()}
+    assert 27 < y["Current()"] < 30
+    assert 27 < y["Unit()"] < 30
+    assert y["MXFP8()"] > y["NVFP4()"] + 8 > y["MXFP4()"] + 8
+    dx = {name: of["gaussian"][1] for name, of in rows.items()}
+    assert dx["Unit(gradient=e4m3fn)"] > dx["Unit()"] + 2  # a mantissa bit
+
+
+def test__modes__put_rceil_first(capsys):
+    recipes.main(["--modes", "--size", "128"])
+    found = dict(line.split()[:2] for line in capsys.readouterr().out.splitlines())
+    assert float(found["floor"]) < float(found["even"]) < float(found["rceil"])
+
+
+def test__the_sweep__names_intervals_around_one(capsys):
+    recipes.main(["--sweep", "--size", "32"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["input", "weight", "gradient"]
+    assert all("2^-" in line for line in lines)
