@@ -18,7 +18,7 @@ from scaledtensor import _torch
 from scaledtensor.errors import UnsupportedError
 from scaledtensor.formats import Format, dequantize_blocks, encode, quantize_blocks
 from scaledtensor.ops.algebra import saved_format
-from scaledtensor.tensor import Context, ScaledTensor
+from scaledtensor.tensor import Context, ScaledTensor, is_parameter
 
 __all__ = ["GROUP", "is_worth_it", "keep", "keep_sign", "kept"]
 
@@ -79,7 +79,7 @@ def _copied(x: ScaledTensor) -> tuple[list[Tensor | None], Function]:
                 q = q.narrow(dim, 0, 1)
         made = quantize_blocks(q, fmt, GROUP)  # type: ignore[assignment]
         assert made is not None
-        if not _torch.is_tracing(q):
+        if not (_torch.is_tracing(q) or is_parameter(x)):  # attributes of a parameter are tags
             x.copies = (fmt, x._version, *(TensorWeakRef(part) for part in made))
     return [*made, x.scale, x.rms], reader
 

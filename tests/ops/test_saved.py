@@ -368,6 +368,28 @@ def test__a_gpt__keeps_at_most_0_66_of_bfloat16():
     assert totals[0] <= 0.66 * totals[1]
 
 
+def test__a_gpt__keeps_at_most_0_66_of_bfloat16_compiled():
+    """As AOTAutograd's partitioner chooses: what Inductor then runs."""
+    torch.manual_seed(0)
+    half = GPT(GPTConfig(64, 64, 1, 2, 128)).bfloat16()
+    ours = sct.scale_model(copy.deepcopy(half).float(), SAVED)
+    totals = []
+    for model in (ours, half):
+        torch.compiler.reset()
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager_decomp_partition")
+        _, found = kept(lambda f=compiled: f(*batch())[1], *model.parameters(), *batch())
+        totals.append(sum(size for size, _ in found.values()))
+    assert totals[0] <= 0.66 * totals[1]
+
+
+def test__a_gpt__has_gradients_of_the_same_elements_whatever_the_scale_of_the_loss():
+    models = [gpt(SAVED), gpt(SAVED)]
+    for model, k in zip(models, (0, -18), strict=True):
+        (model(*batch())[1] * 2.0**k).backward()
+    for a, b in zip(*(m.parameters() for m in models), strict=True):
+        assert_shifted(a.grad, b.grad, -18)
+
+
 @pytest.mark.parametrize("k", [0, -18])
 def test__a_gpt__has_the_same_loss_and_near_gradients(k):
     models = [gpt(SAVED), gpt(PLAIN)]
