@@ -47,8 +47,8 @@ ScaledTensors in the activation format under the scales of the rules, whatever t
 but `constant` gives bit for bit the same gradients, but for their scales, when the loss is
 multiplied by a power of two.
 
-A recipe of one scale a tensor (`unit`, `current`, `min_mse`, `constant`) casts each operand once,
-for all three products, in every spelling of a product and in convolutions. One whose scales lie
+A recipe of one scale a tensor (`unit`, `current`, `delayed`, `min_mse`, `constant`) casts each
+operand once, for all three products, in every spelling of a product and in convolutions. One whose scales lie
 along what a product sums over casts for each product: every spelling of a matrix product but
 `einsum`, `tensordot`, `multi_dot`, `bilinear` and the grouped ones, which like convolutions stay
 in the activation format and say so once by name (`RecipeWarning`); such a product has no second
@@ -65,6 +65,8 @@ in float32. On a CUDA device with FP8 units products under one scale a tensor ru
   `Unit(gradient="e4m3fn")` has a third mantissa bit for gradients; the range is held either way.
 - `current`: as torchao's tensorwise scaling; `Current(granularity="row")` as its rowwise scaling.
   For data whose size the rules do not know: activations of a trained model, outliers.
+- `delayed`: one pass over the data where hardware casts and measures at once, for the price of a
+  state and of what grows faster than its history knows.
 - `mxfp8`, `blockwise`: outliers that differ from block to block, and what hardware with block
   scales runs.
 - `mxfp6`, `mxfp4`, `nvfp4`: what fewer bits would cost.

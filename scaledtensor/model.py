@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from scaledtensor import histories
 from scaledtensor.coded import CodedTensor
 from scaledtensor.errors import ModelError, RecipeError
 from scaledtensor.recipes import Recipe, Unit
@@ -25,7 +26,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Attributes that make a ScaledTensor parameter one. Every other is a tag of the user's, and stays.
 _OWN = {
     *CodedTensor.INNER,
-    *("format", "granularity", "recipe", "nonnegative", "decoded", "_is_param"),
+    *("format", "granularity", "recipe", "nonnegative", "decoded", "amax_history", "_is_param"),
 }
 
 
@@ -79,6 +80,8 @@ def scale_model(
         return scaled(p.detach(), own.master, recipe=own)
 
     _replace_parameters(model, wrap, scaled, filter_fn)
+    for module in model.modules():
+        histories.attach(module)
     _show_recipes(model)
     return model
 
@@ -103,6 +106,8 @@ def unscale_model(model: M) -> M:
     def plain(g: Tensor) -> Tensor:
         return g.dequantize() if isinstance(g, ScaledTensor) else g
 
+    for module in model.modules():
+        histories.detach(module)
     _replace_parameters(model, unwrap, plain, None)
     _show_recipes(model)
     return model

@@ -17,10 +17,13 @@ from scaledtensor.formats import FP32
 from scaledtensor.tensor import ScaledTensor
 
 __all__ = [
+    "GRADIENT",
     "LIBRARY",
+    "delayed_scale",
     "dequantize",
     "drop",
     "expect",
+    "gradient_delayed",
     "gradient_quantize",
     "gradient_to_format",
     "keep",
@@ -29,6 +32,7 @@ __all__ = [
     "product_gradient",
     "promote",
     "quantize",
+    "quantize_under",
     "rescale",
     "to_format",
 ]
@@ -82,7 +86,25 @@ def _remember_cast(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _quantize_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    return quantize(_as_scaled(ctx, grad), ctx.cast), None
+    held = _as_scaled(ctx, grad)
+    if held.qdata.dtype.itemsize == 1:  # cast already, by a history
+        return held, None
+    return quantize(held, ctx.cast), None
+
+
+#: The row of gradients in a history (`scaledtensor.ops.delayed`).
+GRADIENT = 2
+
+
+def _remember_history(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.history, ctx.cast = inputs[1:]
+    _remember_scale(ctx, inputs, output)
+
+
+def _delay_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    held = _as_scaled(ctx, grad)
+    scale = delayed_scale(held, ctx.history, ctx.cast, GRADIENT, True)
+    return quantize_under(held, scale, ctx.cast), None, None
 
 
 def _nothing(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -135,6 +157,26 @@ quantize = operator("quantize(Tensor x, str cast) -> Tensor", _to_source_format,
 #: (x, cast) -> x itself; its gradient is rounded as the `Cast.spec` says on the way back.
 gradient_quantize = operator(
     "gradient_quantize(Tensor x, str cast) -> Tensor", _quantize_gradient, _remember_cast
+)
+
+#: (x, history, Cast.spec, row, whether to record) -> the scale by a history, which is written to.
+LIBRARY.define(  # type: ignore[no-untyped-call]
+    "delayed_scale(Tensor x, Tensor(a!) history, str cast, int row, bool record) -> Tensor"
+)
+delayed_scale = torch.ops.scaledtensor.delayed_scale.default
+
+#: (x, scale, Cast.spec) -> as `quantize`, under that scale.
+quantize_under = operator(
+    "quantize_under(Tensor x, Tensor scale, str cast) -> Tensor",
+    _to_source_format,
+    _remember_format,
+)
+
+#: (x, history, Cast.spec) -> x itself; its gradient is cast by its row of the history.
+gradient_delayed = operator(
+    "gradient_delayed(Tensor x, Tensor history, str cast) -> Tensor",
+    _delay_gradient,
+    _remember_history,
 )
 
 #: (x, 0-dim power of two) -> the same value held under another scale.

@@ -19,7 +19,9 @@ FLOORS = [
     {"functional", "mup"},
     {"nn", "optim"},
     {"interpose"},
-    {"inspect", "model", "rebalance", "report", "simulate", "unit_scale"},
+    {"simulate"},
+    {"histories"},
+    {"inspect", "model", "rebalance", "report", "unit_scale"},
     {"__init__"},
     {"compat", "demo", "__main__"},
 ]

@@ -14,6 +14,7 @@ from scaledtensor.ops import (  # noqa: F401 - imported for the rules that they 
     compare,
     convolution,
     creation,
+    delayed,
     derivatives,
     distance,
     elementary,

@@ -5,6 +5,7 @@ that is found here is relative to that, and a tensor times a power of two has th
 """
 
 import typing
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from scaledtensor.formats import (
 from scaledtensor.ops.algebra import elements
 from scaledtensor.ops.registry import rule, store
 from scaledtensor.recipes.casts import HADAMARD, Cast, parsed_cast
-from scaledtensor.recipes.scales import Amax, Fixed, LeastError, Microscale, TwoLevel
+from scaledtensor.recipes.scales import Amax, Fixed, History, LeastError, Microscale, TwoLevel
 from scaledtensor.scale import MAX_SCALE, MIN_SCALE
 from scaledtensor.tensor import ScaledTensor
 
@@ -88,6 +89,8 @@ def quantized(q: Tensor, held: Tensor, cast: Cast, dim: int) -> Coded:
             scale = _single(quantize_blocks(q, fmt, cut, kind)[1])
             scale = (scale * 2.0**margin).clamp_max(MAX_SCALE)
             return Coded(encode_blocks(q, fmt, cut, scale, **how), scale)
+        case History(_, margin):  # where no history is kept: as Amax
+            return quantized(q, held, replace(cast, scale=Amax(margin=margin)), dim)
         case Microscale(mode):
             codes, scale = quantize_blocks(q, fmt, cut, "e8m0", typing.cast(Any, mode), **how)
             return Coded(codes, _single(scale))

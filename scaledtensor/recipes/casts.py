@@ -21,7 +21,7 @@ from typing import Any, cast
 from scaledtensor.errors import FormatError, RecipeError
 from scaledtensor.formats import E5M2, Format
 from scaledtensor.formats import get as get_format
-from scaledtensor.recipes.scales import KINDS, Carried, Fixed, LeastError, Scale, TwoLevel
+from scaledtensor.recipes.scales import KINDS, Carried, Fixed, History, LeastError, Scale, TwoLevel
 
 __all__ = ["GEMMS", "HADAMARD", "Cast", "Gemm", "Gemms"]
 
@@ -33,7 +33,7 @@ ROUNDINGS = ("nearest_even", "stochastic")
 HADAMARD = 16
 
 #: Scales that are one number for a tensor.
-_WHOLE = (Carried, Fixed, LeastError)
+_WHOLE = (Carried, Fixed, History, LeastError)
 
 
 @dataclass(frozen=True)
@@ -151,6 +151,13 @@ class Gemms:
                 raise RecipeError(f"{name} is a Gemm; got {getattr(self, name)!r}")
         _keep_spec(self)
         object.__setattr__(self, "_once", self._shared())
+        sides = (getattr(getattr(self, n), s) for n in GEMMS for s in ("left", "right"))
+        delayed = any(c is not None and isinstance(c.scale, History) for c in sides)
+        if delayed and self._shared() is None:
+            raise RecipeError(
+                "scales by history are one for a tensor and the same for all its products, in a "
+                "format that torch has a dtype for; where a product differs, take Amax"
+            )
 
     @property
     def once(self) -> tuple[Cast, Cast, Cast] | None:

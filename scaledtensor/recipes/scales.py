@@ -8,6 +8,7 @@ finite x: code = round(x / s), value = code * s.
     Fixed            s = 2^exponent
     LeastError       the power of two s of least sum of (code s - x)^2
     Microscale       a power of two by amax as in OCP MX 1.0, section 6.3
+    History          as Amax, of the amax of earlier steps
     TwoLevel         a float32 for the tensor, an E4M3FN number for each block (NVFP4)
 """
 
@@ -17,7 +18,17 @@ from typing import Any
 from scaledtensor.errors import RecipeError
 from scaledtensor.formats.blocks import MODES
 
-__all__ = ["KINDS", "Amax", "Carried", "Fixed", "LeastError", "Microscale", "Scale", "TwoLevel"]
+__all__ = [
+    "KINDS",
+    "Amax",
+    "Carried",
+    "Fixed",
+    "History",
+    "LeastError",
+    "Microscale",
+    "Scale",
+    "TwoLevel",
+]
 
 #: Exponents within which a scale, and a value of any 8-bit format under it, is a float32.
 EXPONENTS = range(-100, 101)
@@ -76,17 +87,35 @@ class Microscale:
 
 
 @dataclass(frozen=True)
+class History:
+    """s = amax 2^margin / F with the amax of the last `length` steps, the largest or the latest."""
+
+    length: int = 16
+    margin: int = 0
+    choose: str = "max"
+    guard: bool = True
+
+    def __post_init__(self) -> None:
+        check_exponent(self, "length", range(1, 1025))
+        check_exponent(self, "margin", range(33))
+        check_bool(self, "guard")
+        if self.choose not in ("max", "recent"):
+            raise RecipeError(f"History.choose is 'max' or 'recent'; got {self.choose!r}")
+
+
+@dataclass(frozen=True)
 class TwoLevel:
     """NVFP4's: amax / (448 F) for the tensor, and amax / F under it for each block."""
 
 
-Scale = Carried | Amax | Fixed | LeastError | Microscale | TwoLevel
+Scale = Carried | Amax | Fixed | History | LeastError | Microscale | TwoLevel
 
 #: Their names in files.
 KINDS: dict[str, type[Any]] = {
     "carried": Carried,
     "amax": Amax,
     "fixed": Fixed,
+    "history": History,
     "least_error": LeastError,
     "microscale": Microscale,
     "two_level": TwoLevel,

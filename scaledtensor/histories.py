@@ -1,0 +1,221 @@
+"""The histories of a model under delayed scaling: where they are kept, and when a step ends.
+
+Each weight's is a buffer of its module, `<name>_amax`, so that it is saved, loaded and moved with
+the module. The module's forward runs under a mode that hands it to the casts: torch.compile then
+sees it as what it is, a buffer that the graph reads and writes.
+"""
+
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from scaledtensor import verbs
+from scaledtensor.errors import RecipeWarning
+from scaledtensor.interpose import ENTERED, Mode, interpose, remove, transforms
+from scaledtensor.ops import delayed
+from scaledtensor.ops.delayed import GRADIENT, INPUT, WEIGHT
+from scaledtensor.recipes import Delayed
+from scaledtensor.simulate import OPERANDS
+from scaledtensor.tensor import ScaledTensor
+
+__all__ = ["advance", "attach", "detach", "exceeded"]
+
+_ROWS = {"input": INPUT, "weight": WEIGHT, "gradient": GRADIENT}
+_SUFFIX = "_amax"
+
+#: What adds its first argument to a product, and the product.
+_ADDED: dict[Any, Callable[..., Any]] = {
+    torch.addmm: torch.mm,
+    Tensor.addmm: torch.mm,
+    torch.addmv: torch.mv,
+    Tensor.addmv: torch.mv,
+}
+_BIASED = {
+    F.linear,
+    *(torch.conv1d, torch.conv2d, torch.conv3d),
+    *(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d),
+}
+
+
+class Histories:
+    """The transform of a module that has weights with histories."""
+
+    order: ClassVar[int] = 2
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.told = 0
+        _LIVE.add(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)  # a copy is as alive as what it is of
+        _LIVE.add(self)
+
+    def mode(self, module: nn.Module, args: Any, kwargs: Any) -> Mode:
+        return _Delayed(module)
+
+
+#: All there are: an optimizer knows parameters, and not where their histories are.
+_LIVE: "weakref.WeakSet[Histories]" = weakref.WeakSet()
+
+
+class _Delayed(Mode):
+    """Casts the operands of products with a weight of the module. Dynamo traces it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in ENTERED:
+            with self:
+                return ENTERED[func](*args, **kwargs)
+        spots = OPERANDS.get(func)
+        if spots is None or (func in _ADDED and kwargs):
+            return func(*args, **kwargs)
+        found = [args[at] if at < len(args) else kwargs.get(name) for at, name in spots]
+        weight, history = self.of(found)
+        if history is None:
+            return func(*args, **kwargs)
+        operands = [self.cast(x, weight, history) for x in found]
+        if func in _ADDED:
+            y = delayed.gradient_cast(_ADDED[func](*operands), history, self.gradient(weight))
+            return args[0] + y
+        bias, rest, kwargs = _without_bias(func, args[len(found) :], kwargs, spots)
+        y = func(*operands, *rest, **kwargs)
+        y = delayed.gradient_cast(y, history, self.gradient(weight))
+        if bias is None:
+            return y
+        return y + (bias if func is F.linear else bias.view(-1, *[1] * (weight.dim() - 2)))
+
+    def of(self, operands: list[Any]) -> tuple[Any, Tensor | None]:
+        """The operand that has a history, and it."""
+        for name, p in self.module._parameters.items():
+            history = self.module._buffers.get(name + _SUFFIX)
+            if history is not None and any(x is p for x in operands):
+                return p, history
+        return None, None
+
+    def cast(self, x: Any, weight: Any, history: Tensor) -> Any:
+        first, own, _ = weight.recipe.gemms.once
+        if x is weight:
+            return delayed.cast(x, history, own, WEIGHT)
+        if not isinstance(x, ScaledTensor):
+            x = verbs.promote(x, weight.detach())
+        return delayed.cast(x, history, first, INPUT)
+
+    def gradient(self, weight: Any) -> Any:
+        return weight.recipe.gemms.once[2]
+
+
+def _without_bias(func: Any, rest: Any, kwargs: Any, spots: Any) -> tuple[Any, Any, Any]:
+    """The bias apart, so that its gradient sums uncast terms; and the other arguments."""
+    kwargs = {k: v for k, v in kwargs.items() if k not in {name for _, name in spots}}
+    if func not in _BIASED:
+        return None, rest, kwargs
+    if rest:
+        return rest[0], (None, *rest[1:]), kwargs
+    return kwargs.pop("bias", None), rest, kwargs
+
+
+def attach(module: nn.Module) -> None:
+    """Give each weight of `module` that its recipe scales by history one, and no other."""
+    detach(module)
+    for name, p in module.named_parameters(recurse=False):
+        recipe = p.recipe if isinstance(p, ScaledTensor) else None
+        if isinstance(recipe, Delayed) and p.dim() > 1:
+            module.register_buffer(name + _SUFFIX, delayed.new(recipe.history, p.device))
+    if _names(module):
+        module.register_load_state_dict_pre_hook(_allow_missing)  # type: ignore[no-untyped-call]
+        interpose(module, Histories(module))
+
+
+def detach(module: nn.Module) -> None:
+    """Take its histories from `module`."""
+    others = [t for t in transforms(module) if not isinstance(t, Histories)]
+    if len(others) == len(transforms(module)):
+        return
+    remove(module)
+    for t in others:
+        interpose(module, t)
+    for name in _names(module):
+        del module._buffers[name + _SUFFIX]
+    hooks = module._load_state_dict_pre_hooks
+    for key, hook in list(hooks.items()):
+        if getattr(hook, "hook", hook) is _allow_missing:
+            del hooks[key]
+
+
+def _names(module: nn.Module) -> list[str]:
+    """The parameters of `module` that have histories."""
+    return [name for name in module._parameters if name + _SUFFIX in module._buffers]
+
+
+def _allow_missing(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """A checkpoint of the original model has no histories: those here stay."""
+    for name in _names(module):
+        state.setdefault(prefix + name + _SUFFIX, module._buffers[name + _SUFFIX])
+
+
+def exceeded(model: nn.Module) -> dict[str, dict[str, int]]:
+    """How many casts were of more than the history's scale holds, by parameter: of its inputs, of
+    itself, of gradients. Waits for the device."""
+    found = {}
+    for fqn, module in model.named_modules():
+        for name in _names(module):
+            counts = module.get_buffer(name + _SUFFIX)[:, -1].tolist()
+            full = f"{fqn}.{name}" if fqn else name
+            found[full] = {role: int(counts[row]) for role, row in _ROWS.items()}
+    return found
+
+
+def advance(model: nn.Module) -> None:
+    """End a step, where no optimizer of torch does."""
+    own = set(model.modules())
+    for histories in list(_LIVE):
+        if histories.module in own:
+            _advance(histories, {id(p) for p in histories.module.parameters(recurse=False)})
+
+
+@torch.compiler.disable(reason="a step of the optimizer ends one of the history")  # type: ignore[no-untyped-call, untyped-decorator]
+def _after_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if _LIVE:
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for histories in list(_LIVE):
+            _advance(histories, stepped)
+
+
+register_optimizer_step_post_hook(_after_any_step)
+
+
+@torch.no_grad()
+def _advance(histories: Histories, stepped: set[int]) -> None:
+    module = histories.module
+    for name in _names(module):
+        p: Any = module._parameters[name]
+        if id(p) not in stepped:
+            continue
+        history = module.get_buffer(name + _SUFFIX)
+        delayed.advance(history)
+        if not p.recipe.guard:
+            _tell(histories, name, int(history[:, -1].sum()))
+
+
+def _tell(histories: Histories, name: str, count: int) -> None:
+    if count > histories.told:
+        warnings.warn(
+            f"delayed scaling saturated {count - histories.told} casts in this step ({count} in "
+            f"all) at {name} of {histories.module}: they were larger than any step that their "
+            "history holds. Delayed(guard=True) scales such a tensor by its own amax",
+            RecipeWarning,
+            stacklevel=2,
+        )
+        histories.told = count

@@ -1,0 +1,56 @@
+"""Delayed scaling: the largest magnitudes of earlier steps."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from scaledtensor.errors import RecipeError
+from scaledtensor.formats import BF16, E4M3FN, E5M2, FP32, Format
+from scaledtensor.recipes.base import Recipe, register
+from scaledtensor.recipes.casts import Cast
+from scaledtensor.recipes.scales import History, check_bool, check_exponent
+
+__all__ = ["Delayed"]
+
+
+@register
+@dataclass(frozen=True)
+class Delayed(Recipe):
+    """Operands get the scale that would have filled their format in the last steps.
+
+    scale = amax 2^margin / max(format), amax the largest (or the latest) of the last `history`
+    steps of that input, weight or gradient; in the first step, its own. Micikevicius et al., "FP8
+    formats for deep learning" (arXiv 2209.05433), and TransformerEngine's DelayedScaling.
+
+    A step ends with `optimizer.step()`. The amaxes are a buffer beside each weight, `<name>_amax`:
+    they are saved, loaded and moved with the module. Products without a parameter (attention
+    written out) have none and are scaled by their own amax.
+    """
+
+    name: ClassVar[str] = "delayed"
+
+    forward: Format = E4M3FN
+    gradient: Format = E5M2
+    activation: Format = BF16
+    master: Format = FP32
+    history: int = 16
+    margin: int = 0
+    """Binades left free above the amax of earlier steps."""
+    choose: str = "max"
+    """"max", the largest of the history; or "recent", the latest."""
+    guard: bool = True
+    """What would saturate is scaled by its own amax instead, so that growth from one step to the
+    next loses nothing. False lets it saturate, as the published recipes do. Both are counted
+    (`scaledtensor.histories.exceeded`); what saturated is warned of after the step."""
+
+    def __post_init__(self) -> None:
+        check_exponent(self, "history", range(1, 1025))
+        check_exponent(self, "margin", range(33))
+        check_bool(self, "guard")
+        if self.choose not in ("max", "recent"):
+            raise RecipeError(f"Delayed.choose is 'max' or 'recent'; got {self.choose!r}")
+        super().__post_init__()
+
+    def cast(self, role: str, gemm: str) -> Cast:
+        rounding = self.gradient_rounding if role == "gradient" else "nearest_even"
+        scale = History(self.history, self.margin, self.choose, self.guard)
+        return Cast(self.of_role(role), scale, rounding=rounding)

@@ -1,0 +1,327 @@
+"""Delayed scaling: the history's arithmetic, its growth, and what it survives."""
+
+import copy
+import dataclasses
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+from assertions import dequantized
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import scaledtensor as sct
+from scaledtensor import histories
+from scaledtensor.errors import RecipeWarning
+from scaledtensor.recipes import Current, Delayed, Unit
+
+INPUT, WEIGHT, GRADIENT = range(3)
+
+
+def network(recipe: Delayed = Delayed(), seed: int = 0) -> nn.Sequential:  # noqa: B008 - frozen
+    torch.manual_seed(seed)
+    return sct.scale_model(
+        nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8, bias=False)), recipe
+    )
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, sizes: list[float], run=None):
+    """Losses of steps on inputs of these sizes."""
+    rng, losses = torch.Generator().manual_seed(7), []
+    for size in sizes:
+        x = torch.randn(64, 16, generator=rng) * size
+        loss = (run or model)(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.fixture
+def casts(monkeypatch):
+    """(row, amax of what was cast, the largest that its scale holds) of each cast."""
+    seen: list[tuple[int, float, float]] = []
+    op = sct.verbs.delayed_scale
+    real = sct.ops.RULES[op]
+
+    def spy(x, history, cast, row, record):
+        scale = real.function(x, history, cast, row, record)
+        fmt = sct.formats.get("e5m2" if row == GRADIENT else "e4m3fn")
+        seen.append((row, float(dequantized(x).abs().max()), float(scale) * fmt.max))
+        return scale
+
+    monkeypatch.setitem(sct.ops.RULES, op, dataclasses.replace(real, call=spy))
+    sct.ops.registry._handlers.clear()
+    yield seen
+    sct.ops.registry._handlers.clear()
+
+
+@pytest.mark.parametrize("choose", ["max", "recent"])
+@pytest.mark.parametrize("margin", [0, 2])
+def test__the_scale__is_that_of_earlier_steps(casts, choose, margin):
+    recipe = Delayed(history=3, margin=margin, choose=choose, guard=False)
+    model = sct.scale_model(nn.Sequential(nn.Linear(16, 32)), recipe)
+    sizes = [1.0, 8.0, 2.0, 0.5, 0.5, 0.5, 0.5, 3.0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RecipeWarning)
+        steps(model, adam(model), sizes)
+    for row in (INPUT, WEIGHT, GRADIENT):
+        amaxes = [amax for r, amax, _ in casts if r == row]
+        limits = [limit for r, _, limit in casts if r == row]
+        assert len(amaxes) == len(sizes)
+        for i, limit in enumerate(limits):
+            past = amaxes[max(0, i - 3) : i] or amaxes[:1]
+            chosen = max(past) if choose == "max" else past[-1]
+            assert limit == pytest.approx(chosen * 2.0**margin, rel=1e-6)
+    inputs = [amax for r, amax, _ in casts if r == INPUT]
+    assert max(inputs) > 8 * min(inputs)  # or the test sees nothing
+
+
+GROWTH = [10.0**i for i in range(6)]
+
+
+def relative_errors(recipe) -> list[float]:
+    torch.manual_seed(0)
+    model = sct.scale_model(nn.Linear(16, 32, bias=False), recipe)
+    plain = dequantized(model.weight.detach()).float()
+    errors, rng = [], torch.Generator().manual_seed(7)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for size in GROWTH:
+        x = torch.randn(64, 16, generator=rng) * size
+        y = model(x)
+        want = x @ plain.t()
+        errors.append(float((dequantized(y) - want).norm() / want.norm()))
+        y.square().mean().backward()
+        optimizer.step()
+    return errors
+
+
+def test__growth_of_ten_times_a_step__loses_nothing_under_guard():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RecipeWarning)
+        guarded = relative_errors(Delayed())
+    current = relative_errors(Current(gradient="e5m2"))
+    assert max(guarded) < 0.06
+    assert guarded == pytest.approx(current, rel=0.02)
+
+
+def test__growth_without_guard__saturates_and_says_so_in_every_step():
+    with pytest.warns(RecipeWarning) as told:
+        errors = relative_errors(Delayed(guard=False))
+    assert errors[0] < 0.06
+    assert min(errors[1:]) > 0.3
+    found = [str(w.message) for w in told if w.category is RecipeWarning]
+    assert len(found) == len(GROWTH) - 1
+    assert "saturated 2 casts in this step (2 in all) at weight of Linear(" in found[0]
+
+
+def test__growth__is_counted_either_way():
+    model = network()
+    steps(model, adam(model), GROWTH)
+    found = histories.exceeded(model)
+    assert set(found) == {"0.weight", "2.weight"}
+    assert found["0.weight"]["input"] == len(GROWTH) - 1
+    assert found["0.weight"]["gradient"] == len(GROWTH) - 1
+    steady = network()
+    steps(steady, adam(steady), [1.0] * 4)
+    assert histories.exceeded(steady)["0.weight"]["input"] <= 2
+
+
+@pytest.mark.parametrize("guard", [False, True])
+def test__save_and_resume__is_bit_for_bit_the_uninterrupted_run(guard):
+    sizes = [1.0, 3.0, 0.2, 5.0, 1.0, 0.1]
+    recipe = Delayed(history=3, guard=guard)
+
+    def fresh():
+        model = network(recipe, seed=3)
+        return model, adam(model)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RecipeWarning)
+        model, optimizer = fresh()
+        rest = steps(model, optimizer, sizes)
+        first, other = fresh()
+        steps(first, other, sizes[:3])
+        file = io.BytesIO()
+        torch.save([first.state_dict(), other.state_dict()], file)
+        file.seek(0)
+        again = network(recipe, seed=4)
+        optimizer = adam(again)
+        states = torch.load(file, weights_only=True)
+        again.load_state_dict(states[0])
+        optimizer.load_state_dict(states[1])
+        rng = torch.Generator().manual_seed(7)
+        for _ in sizes[:3]:
+            torch.randn(64, 16, generator=rng)
+        resumed = []
+        for size in sizes[3:]:
+            x = torch.randn(64, 16, generator=rng) * size
+            loss = again(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            resumed.append(float(loss.detach()))
+    assert resumed == rest[3:]
+    for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True):
+        assert torch.equal(dequantized(a), dequantized(b))
+    assert model[0].weight_amax[:, 1:-1].count_nonzero() == 9
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test__compiled__keeps_the_same_history(backend):
+    eager, model = network(), network()
+    sizes = [1.0, 4.0, 0.5]
+    want = steps(eager, adam(eager), sizes)
+    torch._dynamo.reset()
+    found = steps(model, adam(model), sizes, torch.compile(model, fullgraph=True, backend=backend))
+    exact = backend == "aot_eager"
+    assert found == (want if exact else pytest.approx(want, rel=0.05))
+    for a, b in zip(eager.buffers(), model.buffers(), strict=True):
+        assert a[:, 1:4].count_nonzero() == 9
+        assert torch.equal(a, b) if exact else torch.allclose(a[:, 1:4], b[:, 1:4], rtol=0.05)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test__checkpointed__records_a_step_once(reentrant):
+    plain, model = network(), network()
+    x = torch.randn(64, 16)
+    for net, run in (
+        (plain, plain),
+        (model, lambda x: checkpoint(model, x, use_reentrant=reentrant)),
+    ):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+        for size in (1.0, 5.0):
+            input = (x * size).requires_grad_()
+            run(input).square().mean().backward()
+            optimizer.step()
+    for a, b in zip(plain.buffers(), model.buffers(), strict=True):
+        assert torch.equal(a[:, :-1], b[:, :-1])
+    for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(dequantized(a.grad), dequantized(b.grad))
+
+
+def test__without_gradients__nothing_is_recorded():
+    model = network()
+    steps(model, adam(model), [1.0])
+    before = [b.clone() for b in model.buffers()]
+    with torch.no_grad():
+        model(torch.randn(4, 16) * 100)
+    with torch.inference_mode():
+        model(torch.randn(4, 16) * 100)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True))
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test__a_copy__has_a_history_of_its_own(again):
+    model = network()
+    steps(model, adam(model), [1.0])
+    before = [b.clone() for b in model.buffers()]
+    other = again(model)
+    steps(other, adam(other), [5.0, 5.0])
+    assert all(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True))
+    assert all(b[:, 1:4].count_nonzero() == 9 for b in other.buffers())
+
+
+def test__a_checkpoint_of_the_original__loads_and_leaves_histories():
+    model = network()
+    steps(model, adam(model), [1.0])
+    before = [b.clone() for b in model.buffers()]
+    plain = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8, bias=False))
+    model.load_state_dict(plain.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True))
+    assert torch.equal(dequantized(model[0].weight), plain[0].weight)
+
+
+def test__unscaled__nothing_of_it_is_left():
+    plain = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8, bias=False))
+    model = network()
+    steps(model, adam(model), [1.0])
+    sct.unscale_model(model)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert str(model) == str(plain)
+    assert "forward" not in model[0].__dict__
+    assert not model[0]._load_state_dict_pre_hooks
+    sct.scale_model(model, Unit())
+    model(torch.randn(4, 16)).square().mean().backward()
+
+
+class ByAddmm(nn.Module):
+    """As GPT-2 writes its linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(16, 8)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x, self.weight)
+
+
+class ByMatmul(ByAddmm):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (ByAddmm, (64, 16)),
+        (ByMatmul, (64, 16)),
+        (lambda: nn.Conv1d(4, 8, 3, padding=1), (5, 4, 16)),
+        (lambda: nn.Conv2d(4, 8, 3, bias=False), (5, 4, 6, 6)),
+        (lambda: nn.ConvTranspose1d(4, 8, 3), (5, 4, 16)),
+    ],
+)
+def test__every_spelling_with_a_weight__has_a_history(make, shape):
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(shape)
+    plain = copy.deepcopy(model)
+    sct.scale_model(model, Delayed())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for size in (4.0, 1.0):
+        model.zero_grad()
+        plain.zero_grad()
+        y, want = model(x * size), plain(x * size)
+        y.square().mean().backward()
+        want.square().mean().backward()
+        optimizer.step()
+    assert (dequantized(y) - want).norm() / want.norm() < 0.06
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (dequantized(p.grad) - q.grad).norm() / q.grad.norm() < 0.12
+    assert model.weight_amax[:, 1:3].count_nonzero() == 6
+    assert model.weight_amax[INPUT, 2] == pytest.approx(4 * float(x.abs().max()), rel=0.01)
+
+
+def test__products_without_a_parameter__are_scaled_by_their_own_amax():
+    a, b = (sct.scaled(torch.randn(2, 8, 8) * s, recipe=Delayed()) for s in (1.0, 300.0))
+    found, want = a @ b, dequantized(a) @ dequantized(b)
+    assert (dequantized(found) - want).norm() / want.norm() < 0.06
+
+
+def test__advance__ends_a_step_without_an_optimizer():
+    model = network()
+    model(torch.randn(4, 16)).square().mean().backward()
+    assert model[0].weight_amax[INPUT, 1] == 0
+    histories.advance(model)
+    assert model[0].weight_amax[INPUT, 1] > 0
+    assert model[0].weight_amax[INPUT, 0] == 0
+
+
+def test__the_size_of_the_loss__changes_no_code():
+    found = []
+    for factor in (1.0, 2.0**-18):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        for size in (1.0, 3.0):
+            model.zero_grad()
+            (model(torch.ones(4, 16) * size).square().mean() * factor).backward()
+            optimizer.step()
+        found.append(model[0].weight.grad)
+    assert torch.equal(found[0].qdata, found[1].qdata)
+    assert torch.equal(found[0].scale * 2.0**-18, found[1].scale)
