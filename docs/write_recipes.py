@@ -49,11 +49,11 @@ multiplied by a power of two.
 
 A recipe of one scale a tensor (`unit`, `current`, `delayed`, `min_mse`, `constant`) casts each
 operand once, for all three products, in every spelling of a product and in convolutions. One
-whose scales lie along what a product sums over casts for each product: every spelling of a matrix
-product but `einsum`, `tensordot`, `multi_dot`, `bilinear` and the grouped ones, which like
-convolutions stay in the activation format and say so once by name (`RecipeWarning`); such a
-product has no second derivative. Of its operands an activation is kept for the backward pass as
-that pass will read it, in codes; a weight is kept itself.
+whose scales lie along what a product sums over casts for each product: every spelling of a
+product of two matrices, `einsum` too; `multi_dot`, `bilinear`, an `einsum` of three, grouped
+products and convolutions stay in the activation format and say so once by name (`RecipeWarning`);
+such a product has no second derivative. Of its operands an activation is kept for the backward
+pass as that pass will read it, in codes; a weight is kept itself.
 
 On a CPU products are emulated exactly: the same values, in bfloat16 where that holds them, summed
 in float32. On a CUDA device with FP8 units products under one scale a tensor run through

@@ -12,6 +12,8 @@ For the backward pass an operand is kept as that pass will read it, in codes; a 
 weight, is kept itself and cast again.
 """
 
+import math
+import string
 import typing
 from collections.abc import Sequence
 from typing import Any
@@ -30,7 +32,7 @@ from scaledtensor.recipes.casts import HADAMARD, Cast, Gemm, parsed_cast, parsed
 from scaledtensor.scale import settle_product
 from scaledtensor.tensor import ScaledTensor
 
-__all__ = ["matmul"]
+__all__ = ["einsum", "is_product", "matmul", "tensordot"]
 
 #: A side of a product: the matrices, and what to multiply their product by.
 Side = tuple[Tensor, Tensor | None]
@@ -52,6 +54,66 @@ def matmul(a: Tensor, b: Tensor, recipe: Recipe) -> Tensor:
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
     left, right = (x.expand(*batch, *x.shape[-2:]).reshape(-1, *x.shape[-2:]) for x in (a, b))
     return _product(left, right, recipe).view(*batch, a.shape[-2], b.shape[-1])
+
+
+def is_product(equation: str, operands: Sequence[Tensor]) -> bool:
+    """Whether `einsum` can be one matrix product: of two operands, no label twice in one, none of
+    two sizes (which broadcast)."""
+    terms = equation.replace(" ", "").partition("->")[0].split(",")
+    if not len(operands) == len(terms) == 2 or "." in equation:
+        return False
+    sizes: dict[str, int] = {}
+    for term, x in zip(terms, operands, strict=True):
+        if len(set(term)) < len(term) or len(term) != x.dim():
+            return False
+        if any(sizes.setdefault(n, size) != size for n, size in zip(term, x.shape, strict=True)):
+            return False
+    return True
+
+
+def einsum(equation: str, a: Tensor, b: Tensor, recipe: Recipe) -> Tensor:
+    """`torch.einsum` of two operands as one product: what both have and the result has not is
+    summed, what all three have is a batch."""
+    terms, arrow, out = equation.replace(" ", "").partition("->")
+    of_a, of_b = terms.split(",")
+    if not arrow:  # the labels that occur once, in order
+        out = "".join(sorted(set(of_a) ^ set(of_b)))
+    # A label of one operand alone that the result has not is summed beforehand.
+    a, of_a = _summed(a, of_a, set(of_b) | set(out))
+    b, of_b = _summed(b, of_b, set(of_a) | set(out))
+    batch = [n for n in of_a if n in of_b and n in out]
+    summed = [n for n in of_a if n in of_b and n not in out]
+    left, right = ([n for n in t if n not in (*batch, *summed)] for t in (of_a, of_b))
+    sizes = dict(zip(of_b, b.shape, strict=True)) | dict(zip(of_a, a.shape, strict=True))
+
+    def matrices(x: Tensor, of: str, rows: list[str], columns: list[str]) -> Tensor:
+        x = x.permute([of.index(n) for n in (*batch, *rows, *columns)])
+        shape = [math.prod(sizes[n] for n in group) for group in (batch, rows, columns)]
+        return x.reshape(shape if batch else shape[1:])
+
+    y = matmul(matrices(a, of_a, left, summed), matrices(b, of_b, summed, right), recipe)
+    order = [*batch, *left, *right]
+    return y.view([sizes[n] for n in order]).permute([order.index(n) for n in out])
+
+
+def _summed(x: Tensor, labels: str, kept: set[str]) -> tuple[Tensor, str]:
+    gone = [i for i, n in enumerate(labels) if n not in kept]
+    return (x.sum(gone) if gone else x), "".join(n for n in labels if n in kept)
+
+
+def tensordot(dims: Any, a: Tensor, b: Tensor, recipe: Recipe) -> Tensor:
+    """`torch.tensordot` as an einsum."""
+    if isinstance(dims, Tensor):
+        dims = dims.tolist()
+    if isinstance(dims, int):
+        dims = [range(a.dim() - dims, a.dim()), range(dims)]
+    letters = string.ascii_letters
+    of_a, of_b = list(letters[: a.dim()]), list(letters[a.dim() : a.dim() + b.dim()])
+    for i, j in zip(*dims, strict=True):
+        of_b[j] = of_a[i]
+    out = [n for n in (*of_a, *of_b) if (n in of_a) != (n in of_b)]
+    equation = f"{''.join(of_a)},{''.join(of_b)}->{''.join(out)}"
+    return einsum(equation, a, b, recipe)
 
 
 def _product(a: Any, b: Any, recipe: Recipe) -> Tensor:

@@ -67,20 +67,25 @@ def _gradient_cast(y: Any, cast: Cast) -> Any:
 
 
 def _product(
-    function: Callable[..., Any], *operands: Any, spelled: Any = None, **kwargs: Any
+    function: Callable[..., Any],
+    *operands: Any,
+    spelled: Any = None,
+    lowered: Callable[..., Any] | None = None,
+    **kwargs: Any,
 ) -> Any:
     """`function(*operands)` with every operand cast, and its gradient cast once on the way back;
-    or, where the recipe casts for each product, that of `BY_GEMM`. `spelled` is what to call it."""
+    or, where the recipe casts for each product, `lowered` or that of `BY_GEMM`. `spelled` is the
+    function to name where there is neither."""
     recipe = _governing(*operands)
     if recipe is None:
         # Promoted here as the rule would: so the gradient of a plain parameter is plain as well.
         return function(*_promoted(operands), **kwargs)
     scaled, once = _promoted(operands), recipe.gemms.once
     if once is None:
-        by_gemm = BY_GEMM.get(function)
-        if by_gemm is None or kwargs:
+        matmul = lowered or BY_GEMM.get(function)
+        if matmul is None or kwargs:
             return _uncast(function, spelled or function, recipe, scaled, kwargs)
-        return by_gemm(*scaled, recipe)
+        return matmul(*scaled, recipe=recipe)
     first, weight, gradient = once
     cast = [_cast(x, weight if i == 1 else first) for i, x in enumerate(scaled)]
     return _gradient_cast(function(*cast, **kwargs), gradient)
@@ -146,7 +151,10 @@ def einsum(equation: Any, *operands: Any) -> Any:
         operands = tuple(operands[0])
     if not isinstance(equation, str):
         return torch.einsum(equation, *operands)
-    return _product(partial(torch.einsum, equation), *operands)
+    lowered = None
+    if by_gemm.is_product(equation, operands):
+        lowered = partial(by_gemm.einsum, equation)
+    return _product(partial(torch.einsum, equation), *operands, lowered=lowered)
 
 
 def binary(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -162,7 +170,8 @@ def grouped(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def tensordot(a: Any, b: Any, dims: Any = 2, **kwargs: Any) -> Any:
     _refuse_out(torch.tensordot, kwargs)
-    return _product(partial(torch.tensordot, dims=dims), a, b)
+    lowered = partial(by_gemm.tensordot, dims)
+    return _product(partial(torch.tensordot, dims=dims), a, b, lowered=lowered)
 
 
 def chain(*matrices: Any, **kwargs: Any) -> Any:

@@ -271,6 +271,20 @@ SPELLINGS = {
     "torch.mv": (torch.mv, (4, 32), (32,)),
     "torch.inner": (torch.inner, (4, 32), (5, 32)),
     "vector @": (torch.matmul, (32,), (32, 5)),
+    "einsum": (lambda a, b: torch.einsum("bij,jk->bik", a, b), (2, 4, 32), (32, 5)),
+    "einsum of batches": (
+        lambda a, b: torch.einsum("b h i d, b h j d -> b i h j", a, b),
+        (2, 3, 4, 32),
+        (2, 3, 5, 32),
+    ),
+    "einsum, implicit": (lambda a, b: torch.einsum("ik,kj", a, b), (4, 32), (32, 5)),
+    "einsum, a label of one": (lambda a, b: torch.einsum("mik,kj->ij", a, b), (3, 4, 32), (32, 5)),
+    "tensordot": (torch.tensordot, (4, 3, 8), (3, 8, 5)),
+    "tensordot of dimensions": (
+        lambda a, b: torch.tensordot(a, b, ([0, 2], [1, 0])),
+        (3, 4, 8),
+        (8, 3, 5),
+    ),
     "torch.addmm": (torch.addmm, (5,), (4, 32), (32, 5)),
     "torch.baddbmm": (torch.baddbmm, (2, 4, 5), (2, 4, 32), (2, 32, 5)),
     "torch.addbmm": (torch.addbmm, (4, 5), (2, 4, 32), (2, 32, 5)),
@@ -295,6 +309,22 @@ def test__every_spelling__casts_each_product(spelling, name, monkeypatch):
         assert a.shape == b.shape
         error = (dequantized(a) - b).norm() / b.norm()
         assert 1e-4 < error < worst
+
+
+@pytest.mark.parametrize(
+    ("equation", "shapes"),
+    [
+        ("bij,jk,kl->bil", [(2, 4, 8), (8, 8), (8, 3)]),
+        ("...ij,jk->...ik", [(2, 4, 8), (8, 3)]),
+        ("bij,bjk->bik", [(2, 4, 8), (1, 8, 3)]),
+    ],
+)
+def test__an_einsum_that_is_no_single_product__stays_uncast(equation, shapes):
+    inputs = [sct.scaled(torch.randn(s), recipe=MXFP8(rebalance=len(equation))) for s in shapes]
+    with pytest.warns(RecipeWarning, match="einsum stays in bf16"):
+        y = torch.einsum(equation, *inputs)
+    want = torch.einsum(equation, *(dequantized(x) for x in inputs))
+    assert ((dequantized(y) - want).norm() / want.norm()) < 0.01
 
 
 def test__what_is_no_matrix_product__says_so_once_and_stays_uncast():
