@@ -17,15 +17,15 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from scaledtensor import verbs
-from scaledtensor.errors import RecipeWarning
+from scaledtensor.errors import RecipeWarning, UnsupportedError
 from scaledtensor.interpose import ENTERED, Mode, interpose, remove, transforms
 from scaledtensor.ops import delayed
 from scaledtensor.ops.delayed import GRADIENT, INPUT, WEIGHT
-from scaledtensor.recipes import Delayed
+from scaledtensor.recipes import Delayed, Recipe
 from scaledtensor.simulate import OPERANDS
 from scaledtensor.tensor import ScaledTensor
 
-__all__ = ["advance", "attach", "detach", "exceeded"]
+__all__ = ["advance", "attach", "check", "detach", "exceeded"]
 
 _ROWS = {"input": INPUT, "weight": WEIGHT, "gradient": GRADIENT}
 _SUFFIX = "_amax"
@@ -126,9 +126,22 @@ def _without_bias(func: Any, rest: Any, kwargs: Any, spots: Any) -> tuple[Any, A
     return kwargs.pop("bias", None), rest, kwargs
 
 
+def check(model: nn.Module, recipe: Recipe) -> None:
+    """Raises UnsupportedError where a recipe by history meets a model that a transform runs."""
+    every = (recipe, *(other for _, other in recipe.overrides))
+    if any(isinstance(r, Delayed) for r in every) and any(transforms(m) for m in model.modules()):
+        raise UnsupportedError(
+            "delayed scaling runs each layer under a mode of its own, which the mode of a model "
+            "that unit_scale (or another transform) made would take for parts of the model: take "
+            "Unit() or Current(), which need no history"
+        )
+
+
 def attach(module: nn.Module) -> None:
     """Give each weight of `module` that its recipe scales by history one, and no other."""
     detach(module)
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):  # which looks rows up
+        return
     for name, p in module.named_parameters(recurse=False):
         recipe = p.recipe if isinstance(p, ScaledTensor) else None
         if isinstance(recipe, Delayed) and p.dim() > 1:

@@ -59,9 +59,11 @@ def scale_model(
             or carries hooks of its own. The model is then unchanged.
         RecipeError: no recipe has that name; a pattern of its overrides matches no module; or a
             weight does not fit its blocks and the recipe has no padding.
+        UnsupportedError: a recipe by history, for a model that `unit_scale` made.
     """
     chosen = get_recipe(recipe)
     _check_patterns(model, chosen)
+    histories.check(model, chosen)
 
     def wrap(p: nn.Parameter, fqn: str, name: str) -> Tensor | None:
         if is_lazy(p):

@@ -10,11 +10,12 @@ import pytest
 import torch
 from assertions import dequantized
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import scaledtensor as sct
 from scaledtensor import histories
-from scaledtensor.errors import RecipeWarning
+from scaledtensor.errors import RecipeWarning, UnsupportedError
 from scaledtensor.recipes import Current, Delayed, Unit
 
 INPUT, WEIGHT, GRADIENT = range(3)
@@ -325,3 +326,58 @@ def test__the_size_of_the_loss__changes_no_code():
         found.append(model[0].weight.grad)
     assert torch.equal(found[0].qdata, found[1].qdata)
     assert torch.equal(found[0].scale * 2.0**-18, found[1].scale)
+
+
+def test__of_a_unit_scaled_model__it_is_refused_and_nothing_changed():
+    model = sct.unit_scale(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8)))
+    with pytest.raises(UnsupportedError, match=r"take Unit\(\) or Current\(\)"):
+        sct.scale_model(model, Unit(overrides={"0": Delayed()}))
+    assert not any(isinstance(p, sct.ScaledTensor) for p in model.parameters())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test__of_gpt2__every_weight_has_a_history(compiled):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_layer=2,
+        n_head=2,
+        n_embd=32,
+        vocab_size=65,
+        n_positions=32,
+        bos_token_id=0,
+        eos_token_id=0,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(config)
+    tokens = torch.randint(0, 65, (2, 16))
+    want = model(input_ids=tokens).logits.detach()
+    sct.scale_model(model, Delayed())
+    logits = model(input_ids=tokens).logits
+    assert (dequantized(logits) - want).norm() / want.norm() < 0.1
+
+    def loss() -> Tensor:
+        found = model(input_ids=tokens).logits
+        return F.cross_entropy(found.flatten(0, 1), tokens.flatten())
+
+    torch._dynamo.reset()
+    run = torch.compile(loss, fullgraph=True, backend="aot_eager") if compiled else loss
+    run().backward()
+    histories.advance(model)
+    found = {n: b for n, b in model.named_buffers() if n.endswith("weight_amax")}
+    assert len(found) == 4 * 2 + 1
+    used = {n for n, b in found.items() if bool((b[:, 1] > 0).all())}
+    assert used == set(found), set(found) - used
+
+
+@pytest.mark.parametrize("make", [lambda: nn.LSTM(8, 16), lambda: nn.MultiheadAttention(8, 2)])
+def test__modules_that_call_no_linear__run(make):
+    model = sct.scale_model(make(), Delayed())
+    x = torch.randn(5, 3, 8)
+    y = model(x)[0] if isinstance(model, nn.LSTM) else model(x, x, x)[0]
+    y.square().mean().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    for b in model.buffers():
+        assert b[:, 0].isfinite().all()
