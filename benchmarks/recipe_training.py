@@ -48,6 +48,7 @@ LAST, WARM_UP = 50, 10
 RECIPES: dict[str, Recipe] = {
     "unit": Unit(),
     "unit-e4m3": Unit(gradient="e4m3fn"),
+    "unit-saved": Unit(saved="e4m3fn"),
     "unit-fp6": Unit("e2m3fn", "e3m2fn"),
     "current": Current(),
     "delayed": Delayed(),
