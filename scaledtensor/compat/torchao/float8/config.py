@@ -70,12 +70,12 @@ class CastConfig:
 
     scaling_type: ScalingType = ScalingType.DYNAMIC
     scaling_granularity: ScalingGranularity = ScalingGranularity.TENSORWISE
+    target_dtype: torch.dtype | None = None
+    """An FP8 dtype of torch. None is E4M3FN for inputs and weights and E5M2 for gradients."""
     static_scale: Tensor | float | None = None
     """What the operand is multiplied by before its cast, code = round(x * static_scale): the
     reciprocal of a scale of this library. A power of two, which no value's mantissa changes under;
     any other moves the ends of the format's range by less than a binade."""
-    target_dtype: torch.dtype | None = None
-    """An FP8 dtype of torch. None is E4M3FN for inputs and weights and E5M2 for gradients."""
 
     def __post_init__(self) -> None:
         _check_type(self, "scaling_type", ScalingType)

@@ -56,7 +56,8 @@ def convert_to_float8_training(
             weak reference, holds a parameter.
         RecipeError: `config` is no `Float8LinearConfig` of this module, or a product of its formats
             needs `emulate=True`.
-        UnsupportedError: some casts are delayed and some are not.
+        UnsupportedError: some casts are delayed and some are not, or delayed scales are to be
+            rounded.
     """
     if not isinstance(module, nn.Module):
         raise ModelError(f"convert_to_float8_training takes an nn.Module; got {module!r}")

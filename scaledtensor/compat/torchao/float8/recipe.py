@@ -36,7 +36,8 @@ def recipe_of(config: Float8LinearConfig, weight: Format) -> Recipe:
     `Constant` where it says what the config does, else `PerGemm`.
 
     Raises:
-        UnsupportedError: some casts are delayed and some are not.
+        UnsupportedError: some casts are delayed and some are not, or delayed scales are to be
+            rounded.
     """
     common: dict[str, Any] = {"activation": weight, "master": weight, "emulate": config.emulate}
     given = casts(config)
@@ -46,6 +47,10 @@ def recipe_of(config: Float8LinearConfig, weight: Format) -> Recipe:
         raise UnsupportedError(
             "delayed scaling is for input, weight and grad_output in all three products, or for "
             f"none of them; got {', '.join(sorted(k.name for k in kinds))}"
+        )
+    if ScalingType.DELAYED in kinds and config.round_scales_to_power_of_2:
+        raise UnsupportedError(
+            "round_scales_to_power_of_2 is for DYNAMIC scales; delayed ones are not rounded"
         )
     if given[:3] == given[3:] and len(kinds) == 1:
         formats: dict[str, Any] = {
