@@ -39,7 +39,8 @@ print(model)  # shows the recipe of each module
 plain, `keep` leaves whole products in the activation format, `saved` keeps what other operators
 need for the backward pass in 8 bits. `recipe.to_json()` and `Recipe.from_json(text)` write and
 read one; a model that is saved carries its own. What contradicts itself is refused when it is
-built.
+built. Programs written to torchao's FP8 training change an import
+(`scaledtensor.compat.torchao.float8`), which has its names and says what differs.
 
 Of a product of (tokens, in) by (in, out), "1x32" is 32 elements that the product sums over, "all"
 the whole of a dimension; where nothing is said the tensor has one scale. Between the products flow

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from types import FunctionType
 from typing import Any
@@ -238,3 +239,9 @@ def without_function_modes() -> Iterator[None]:
     finally:
         for mode in reversed(modes):
             torch._C._push_on_torch_function_stack(mode)
+
+
+def is_swappable(x: Tensor) -> bool:
+    """Whether `torch.utils.swap_tensors` takes `x`: nothing but Python's references hold it."""
+    held: int = x._use_count()  # type: ignore[attr-defined]
+    return held == 1 and not weakref.getweakrefs(x)

@@ -1,1 +1,1 @@
-"""Other libraries' names for what is here, each a package of its own: `compat.unit_scaling`."""
+"""Other libraries' names for what is here, each a package of its own: `unit_scaling`, `torchao`."""

@@ -1,0 +1,298 @@
+"""What the casts and the products of a linear layer are told: torchao's `float8.config`."""
+
+import enum
+import math
+import warnings
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from scaledtensor.errors import RecipeError, UnsupportedError
+
+__all__ = [
+    "CastConfig",
+    "DelayedScalingConfig",
+    "Float8GemmConfig",
+    "Float8LinearConfig",
+    "Float8LinearRecipeName",
+    "ScalingGranularity",
+    "ScalingType",
+]
+
+
+def _check_type(record: object, name: str, kind: type) -> None:
+    value = getattr(record, name)
+    if not isinstance(value, kind):
+        raise RecipeError(f"{type(record).__name__}.{name} is a {kind.__name__}; got {value!r}")
+
+
+class ScalingType(enum.Enum):
+    """What chooses the scale of a cast."""
+
+    DYNAMIC = "dynamic"
+    """The amax of the operand: `recipes.Amax`."""
+    DELAYED = "delayed"
+    """The amaxes of earlier steps: `recipes.History`. Of earlier versions."""
+    STATIC = "static"
+    """`CastConfig.static_scale`: `recipes.Fixed`. Of earlier versions."""
+    DISABLED = "disabled"
+    """No cast: the product runs in the dtype of the weight."""
+
+
+class ScalingGranularity(enum.Enum):
+    """What shares a scale."""
+
+    TENSORWISE = "tensorwise"
+    AXISWISE = "axiswise"
+    """A row of the left operand of a product, a column of the right one."""
+
+
+class Float8LinearRecipeName(enum.Enum):
+    """Configs by name; `Float8LinearConfig.from_recipe_name` makes them."""
+
+    TENSORWISE = "tensorwise"
+    """E4M3 forward, E5M2 gradients, a scale a tensor."""
+    ROWWISE = "rowwise"
+    """E4M3 everywhere, a scale a row, powers of two."""
+    ROWWISE_WITH_GW_HP = "rowwise_with_gw_hp"
+    """As ROWWISE, but wgrad is not cast, and the weight in dgrad has one scale."""
+
+
+@dataclass(frozen=True)
+class CastConfig:
+    """The cast of one operand.
+
+    Raises:
+        RecipeError: the fields contradict each other.
+        UnsupportedError: the static scale is no power of two.
+    """
+
+    scaling_type: ScalingType = ScalingType.DYNAMIC
+    scaling_granularity: ScalingGranularity = ScalingGranularity.TENSORWISE
+    target_dtype: torch.dtype | None = None
+    """An FP8 dtype of torch. None is E4M3FN for inputs and weights and E5M2 for gradients."""
+    static_scale: Tensor | float | None = None
+    """What the operand is multiplied by before its cast, code = round(x * static_scale): the
+    reciprocal of a scale of this library. A power of two, which no value's mantissa changes under;
+    any other moves the ends of the format's range by less than a binade."""
+
+    def __post_init__(self) -> None:
+        _check_type(self, "scaling_type", ScalingType)
+        _check_type(self, "scaling_granularity", ScalingGranularity)
+        axiswise = self.scaling_granularity is ScalingGranularity.AXISWISE
+        if axiswise and self.scaling_type is not ScalingType.DYNAMIC:
+            raise RecipeError(f"AXISWISE scales are DYNAMIC; got {self.scaling_type}")
+        if (self.scaling_type is ScalingType.STATIC) != (self.static_scale is not None):
+            raise RecipeError(
+                "ScalingType.STATIC takes a static_scale, and no other type does; got "
+                f"{self.scaling_type}, static_scale={self.static_scale!r}"
+            )
+        if self.static_scale is not None:
+            object.__setattr__(self, "static_scale", _power_of_two(self.static_scale))
+        dtype = self.target_dtype
+        if dtype is not None and not (
+            isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize == 1
+        ):
+            raise RecipeError(f"CastConfig.target_dtype is an FP8 dtype of torch; got {dtype!r}")
+
+    @property
+    def exponent(self) -> int:
+        """Of the static scale as this library has it: value = code * 2^exponent."""
+        return 1 - math.frexp(float(self.static_scale or 1.0))[1]
+
+
+@dataclass(frozen=True)
+class DelayedScalingConfig:
+    """The histories of all delayed casts.
+
+    Raises:
+        UnsupportedError: a way to choose that is not the maximum.
+    """
+
+    history_len: int = 16
+    scale_fn_name: str = "max"
+
+    def __post_init__(self) -> None:
+        if self.scale_fn_name != "max":
+            raise UnsupportedError(
+                f'DelayedScalingConfig.scale_fn_name is "max"; got {self.scale_fn_name!r}. The '
+                'latest amax is scale_model(model, recipes.Delayed(choose="recent"))'
+            )
+
+
+@dataclass(frozen=True)
+class Float8GemmConfig:
+    """How a product is summed."""
+
+    use_fast_accum: bool = False
+    """Whether sums may be less exact than float32. They are not, here: neither value is broken."""
+
+    def __post_init__(self) -> None:
+        _check_type(self, "use_fast_accum", bool)
+
+
+def _power_of_two(given: object) -> float:
+    single = isinstance(given, Tensor) and given.numel() == 1
+    factor = float(given) if single or isinstance(given, (int, float)) else math.nan  # type: ignore[arg-type]
+    if not 0 < factor < math.inf:
+        raise RecipeError(f"a static_scale is one positive finite number; got {given!r}")
+    mantissa, exponent = math.frexp(factor)
+    if mantissa != 0.5:
+        raise UnsupportedError(
+            f"static_scale={factor:g} is no power of two; take 2**{exponent - 1}, which saturates "
+            f"no sooner, or 2**{exponent}"
+        )
+    return factor
+
+
+#: (the two casts of an operand, their default dtype). Micikevicius et al., arXiv 2209.05433.
+_OPERANDS = (
+    ("cast_config_input", "cast_config_input_for_grad_weight", torch.float8_e4m3fn),
+    ("cast_config_weight", "cast_config_weight_for_grad_input", torch.float8_e4m3fn),
+    ("cast_config_grad_output", "cast_config_grad_output_for_grad_weight", torch.float8_e5m2),
+)
+
+_PRODUCTS = (
+    ("output", "cast_config_input", "cast_config_weight"),
+    ("grad_input", "cast_config_grad_output", "cast_config_weight_for_grad_input"),
+    (
+        "grad_weight",
+        "cast_config_input_for_grad_weight",
+        "cast_config_grad_output_for_grad_weight",
+    ),
+)
+
+#: Options that torchao itself came to call without effect, and their defaults.
+_RETIRED = {
+    "force_recompute_fp8_weight_in_bwd": False,
+    "enable_amax_init": True,
+    "enable_pre_and_post_forward": True,
+}
+
+
+@dataclass(frozen=True)
+class Float8LinearConfig:
+    """How linear layers are trained in FP8.
+
+    Raises:
+        RecipeError: the fields contradict each other.
+        UnsupportedError: an option that has no meaning here; it says what to do instead.
+    """
+
+    cast_config_input: CastConfig = CastConfig()
+    cast_config_input_for_grad_weight: CastConfig | None = None
+    """Of the input in wgrad; None is as in the forward product. So it is for the next two."""
+    cast_config_weight: CastConfig = CastConfig()
+    cast_config_weight_for_grad_input: CastConfig | None = None
+    cast_config_grad_output: CastConfig = CastConfig()
+    cast_config_grad_output_for_grad_weight: CastConfig | None = None
+    gemm_config_output: Float8GemmConfig = Float8GemmConfig(use_fast_accum=True)
+    gemm_config_grad_input: Float8GemmConfig = Float8GemmConfig()
+    gemm_config_grad_weight: Float8GemmConfig = Float8GemmConfig()
+    enable_fsdp_float8_all_gather: bool = False
+    """Refused: no parameter is sharded here."""
+    pad_inner_dim: bool = False
+    """Sizes that are no multiples of 16 need no padding here: what FP8 units do not take is a
+    bfloat16 product of the same values, with either choice."""
+    emulate: bool = False
+    """Where no FP8 unit is, products are emulated with either choice; True allows formats of
+    operands that no FP8 unit multiplies (`Recipe.emulate`)."""
+    force_recompute_fp8_weight_in_bwd: bool = False
+    """Without effect, as in torchao 0.18; True is warned of."""
+    round_scales_to_power_of_2: bool = False
+    """Dynamic scales are the least powers of two under which nothing saturates (`recipes.Amax`)."""
+    delayed_scaling_config: DelayedScalingConfig = DelayedScalingConfig()
+    enable_amax_init: bool = True
+    """Without effect, as in the last version that had it: a history begins with the first amax.
+    False is warned of."""
+    enable_pre_and_post_forward: bool = True
+    """Without effect, as in the last version that had it. False is warned of."""
+
+    def __post_init__(self) -> None:
+        for first, second, dtype in _OPERANDS:
+            self._fill(first, second, dtype)
+        for name in ("output", "grad_input", "grad_weight"):
+            _check_type(self, f"gemm_config_{name}", Float8GemmConfig)
+        _check_type(self, "delayed_scaling_config", DelayedScalingConfig)
+        flags = (
+            *("enable_fsdp_float8_all_gather", "pad_inner_dim", "emulate"),
+            *("round_scales_to_power_of_2", *_RETIRED),
+        )
+        for name in flags:
+            _check_type(self, name, bool)
+        if self.enable_fsdp_float8_all_gather:
+            raise UnsupportedError(
+                "enable_fsdp_float8_all_gather: parameters are not sharded here, so that nothing "
+                "is gathered; leave it out on one device, where torchao's results do not depend "
+                "on it"
+            )
+        for name, usual in _RETIRED.items():
+            if getattr(self, name) is not usual:
+                warnings.warn(
+                    f"Float8LinearConfig.{name} has no effect; leave it out",
+                    DeprecationWarning,
+                    stacklevel=3,
+                )
+        self._check_products()
+
+    @staticmethod
+    def from_recipe_name(recipe_name: Float8LinearRecipeName | str) -> "Float8LinearConfig":
+        """The config of that name: "tensorwise", "rowwise" or "rowwise_with_gw_hp".
+
+        Raises:
+            RecipeError: there is none of that name.
+        """
+        try:
+            name = Float8LinearRecipeName(recipe_name)
+        except ValueError as error:
+            names = ", ".join(repr(n.value) for n in Float8LinearRecipeName)
+            raise RecipeError(
+                f"a Float8LinearConfig is called {names}; got {recipe_name!r}"
+            ) from error
+        if name is Float8LinearRecipeName.TENSORWISE:
+            return Float8LinearConfig()
+        by_row = CastConfig(
+            scaling_granularity=ScalingGranularity.AXISWISE, target_dtype=torch.float8_e4m3fn
+        )
+        rowwise = Float8LinearConfig(
+            cast_config_input=by_row,
+            cast_config_weight=by_row,
+            cast_config_grad_output=by_row,
+            round_scales_to_power_of_2=True,
+        )
+        if name is Float8LinearRecipeName.ROWWISE:
+            return rowwise
+        high = CastConfig(ScalingType.DISABLED, target_dtype=torch.float8_e4m3fn)
+        return replace(
+            rowwise,
+            cast_config_weight_for_grad_input=CastConfig(target_dtype=torch.float8_e4m3fn),
+            cast_config_input_for_grad_weight=high,
+            cast_config_grad_output_for_grad_weight=high,
+        )
+
+    def _fill(self, first: str, second: str, dtype: torch.dtype) -> None:
+        """Both casts of an operand as they are meant."""
+        _check_type(self, first, CastConfig)
+        if getattr(self, second) is None:
+            object.__setattr__(self, second, getattr(self, first))
+        _check_type(self, second, CastConfig)
+        for name in (first, second):
+            given: CastConfig = getattr(self, name)
+            meant = replace(given, target_dtype=given.target_dtype or dtype)
+            object.__setattr__(self, name, meant)
+        one, other = getattr(self, first).target_dtype, getattr(self, second).target_dtype
+        if one != other:
+            raise RecipeError(
+                f"{first} and {second} are casts of one operand to one dtype; got {one} and "
+                f"{other}. recipes.PerGemm has six casts of their own"
+            )
+
+    def _check_products(self) -> None:
+        for product, left, right in _PRODUCTS:
+            kinds = (getattr(self, left).scaling_type, getattr(self, right).scaling_type)
+            if (kinds[0] is ScalingType.DISABLED) != (kinds[1] is ScalingType.DISABLED):
+                raise RecipeError(
+                    f"both operands of {product} are cast or neither; {left} is {kinds[0]}, "
+                    f"{right} {kinds[1]}"
+                )

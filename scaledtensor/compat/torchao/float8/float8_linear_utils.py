@@ -1,0 +1,180 @@
+"""Linear layers in FP8, the histories of their casts: torchao's `float8.float8_linear_utils`."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+import scaledtensor as sct
+from scaledtensor import _torch, histories
+from scaledtensor.compat.torchao.float8.config import (
+    Float8LinearConfig,
+    Float8LinearRecipeName,
+    ScalingType,
+)
+from scaledtensor.compat.torchao.float8.recipe import casts, recipe_of
+from scaledtensor.errors import ModelError, RecipeError, UnsupportedError
+from scaledtensor.formats import BF16, FP16, FP32
+
+__all__ = [
+    "convert_to_float8_training",
+    "linear_requires_sync",
+    "sync_float8_amax_and_scale_history",
+]
+
+M = TypeVar("M", bound=nn.Module)
+
+Filter = Callable[[nn.Module, str], bool]
+
+_FORMATS = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
+
+
+def convert_to_float8_training(
+    module: M,
+    *,
+    module_filter_fn: Filter | None = None,
+    config: Float8LinearConfig | None = None,
+) -> M:
+    """Train the linear layers of `module` in FP8, in place: `scale_model` with the config's recipe.
+
+    Activations and parameters keep the dtype of each layer's weight. The parameters stay the
+    objects that they are, so that an optimizer made before still has them.
+
+    Args:
+        module: any module; a linear layer itself too.
+        module_filter_fn: called as `module_filter_fn(module, fqn)` with each `nn.Linear`; where it
+            is False the layer's parameters stay plain, as those of all other modules do.
+        config: by default `Float8LinearConfig()`, tensorwise dynamic scaling.
+
+    Returns:
+        The same module.
+
+    Raises:
+        ModelError: what `scale_model` cannot convert; or the graph of an earlier forward pass, or a
+            weak reference, holds a parameter.
+        RecipeError: `config` is no `Float8LinearConfig` of this module, or a product of its formats
+            needs `emulate=True`.
+        UnsupportedError: some casts are delayed and some are not, or delayed scales are to be
+            rounded.
+    """
+    if not isinstance(module, nn.Module):
+        raise ModelError(f"convert_to_float8_training takes an nn.Module; got {module!r}")
+    if config is None:
+        config = Float8LinearConfig()
+    if not isinstance(config, Float8LinearConfig):
+        raise RecipeError(
+            f"config is a {Float8LinearConfig.__module__}.Float8LinearConfig; got {config!r}"
+        )
+    chosen = [
+        m
+        for fqn, m in module.named_modules()
+        if isinstance(m, nn.Linear) and (module_filter_fn is None or module_filter_fn(m, fqn))
+    ]
+    present = [
+        (owner, name, p)
+        for owner in module.modules()
+        for name, p in owner.named_parameters(recurse=False, remove_duplicate=False)
+    ]
+    _check_free(chosen)
+    for dtype in dict.fromkeys(m.weight.dtype for m in chosen):
+        recipe = recipe_of(config, _FORMATS.get(dtype, FP32))
+        sct.scale_model(module, recipe, _among([m for m in chosen if m.weight.dtype == dtype]))
+    for owner, name, p in present:
+        _keep_object(owner, name, p)
+    return module
+
+
+def _among(modules: list[nn.Linear]) -> Filter:
+    ids = {id(m) for m in modules}
+    return lambda module, fqn: id(module) in ids
+
+
+def _check_free(modules: list[nn.Linear]) -> None:
+    """`swap_tensors` would let the graphs that hold a parameter fail, later."""
+    for module in modules:
+        for name, p in module.named_parameters(recurse=False):
+            if not _torch.is_swappable(p):
+                raise ModelError(
+                    f"{name} of {module} is held by the graph of an earlier forward pass, or by a "
+                    "weak reference; delete what the model returned, or convert it before its "
+                    "first forward pass"
+                )
+
+
+def _keep_object(owner: nn.Module, name: str, p: nn.Parameter) -> None:
+    """Let `p` be what has taken its place: torchao's examples make the optimizer first."""
+    new = getattr(owner, name)
+    if new is p:
+        return
+    if not isinstance(p, sct.ScaledTensor):  # else tied, and it is the new one by now
+        torch.utils.swap_tensors(p, new)  # type: ignore[no-untyped-call]
+    setattr(owner, name, p)
+
+
+def linear_requires_sync(config: Float8LinearConfig) -> bool:
+    """Whether a cast of the config is delayed."""
+    return any(c.scaling_type is ScalingType.DELAYED for c in casts(config))
+
+
+def sync_float8_amax_and_scale_history(
+    model: nn.Module, fp8_layers: Iterable[nn.Module] | None = None
+) -> None:
+    """End a step of the histories of delayed casts.
+
+    A step of any optimizer of torch ends one too, so that this is needed without such an optimizer
+    only. Called before `optimizer.step()`, as torchao's examples do, or after it, it is no second
+    step: a history moves on where something was cast since it last did.
+
+    Args:
+        model: a model with delayed casts, or one without, to which nothing happens.
+        fp8_layers: the layers of it, where they were listed before.
+
+    Raises:
+        UnsupportedError: there are several processes, whose amaxes torchao reduces to one.
+    """
+    if _world_size() > 1:
+        raise UnsupportedError(
+            "sync_float8_amax_and_scale_history shares no amaxes between processes: distributed "
+            "training is not supported; train in one process"
+        )
+    for layer in [model] if fp8_layers is None else fp8_layers:
+        histories.advance(layer)
+
+
+def _world_size() -> int:
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return 1
+    return distributed.get_world_size()
+
+
+def _auto_filter_for_recipe(recipe: str | Float8LinearRecipeName, filter_fqns: list[str]) -> Filter:
+    """A filter that leaves out the layers whose casts cost more than FP8 products gain.
+
+    Those are the ones with a name of `filter_fqns` in theirs, with sizes that are no multiples of
+    16, and the small ones: of how small, torchao's measurements on an H100 decide.
+
+    Raises:
+        RecipeError: no config has that name.
+        UnsupportedError: for "rowwise_with_gw_hp", of which torchao has no measurements.
+    """
+    Float8LinearConfig.from_recipe_name(recipe)
+    name = Float8LinearRecipeName(recipe)
+    if name is Float8LinearRecipeName.ROWWISE_WITH_GW_HP:
+        raise UnsupportedError(
+            f"there is no automatic filter for {name.value!r}; pass a module_filter_fn of your own"
+        )
+    return partial(_pays, by_row=name is Float8LinearRecipeName.ROWWISE, left_out=filter_fqns)
+
+
+def _pays(module: nn.Module, fqn: str, *, by_row: bool, left_out: list[str]) -> bool:
+    if not isinstance(module, nn.Linear) or any(name in fqn for name in left_out):
+        return False
+    n, k = module.weight.shape
+    if n % 16 or k % 16:
+        return False
+    if by_row:
+        return n > 2048 and k > 1024 and (n > 4096 or k > 2048)
+    return n > 1024 or k > 4096
