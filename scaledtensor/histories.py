@@ -129,7 +129,8 @@ def _without_bias(func: Any, rest: Any, kwargs: Any, spots: Any) -> tuple[Any, A
 def check(model: nn.Module, recipe: Recipe) -> None:
     """Raises UnsupportedError where a recipe by history meets a model that a transform runs."""
     every = (recipe, *(other for _, other in recipe.overrides))
-    if any(isinstance(r, Delayed) for r in every) and any(transforms(m) for m in model.modules()):
+    others = (t for m in model.modules() for t in transforms(m) if not isinstance(t, Histories))
+    if any(isinstance(r, Delayed) for r in every) and any(others):
         raise UnsupportedError(
             "delayed scaling runs each layer under a mode of its own, which the mode of a model "
             "that unit_scale (or another transform) made would take for parts of the model: take "
@@ -138,15 +139,20 @@ def check(model: nn.Module, recipe: Recipe) -> None:
 
 
 def attach(module: nn.Module) -> None:
-    """Give each weight of `module` that its recipe scales by history one, and no other."""
-    detach(module)
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):  # which looks rows up
-        return
+    """Give each weight of `module` that its recipe scales by history one, and no other; those that
+    there are stay."""
+    found = {}
     for name, p in module.named_parameters(recurse=False):
         recipe = p.recipe if isinstance(p, ScaledTensor) else None
-        if isinstance(recipe, Delayed) and p.dim() > 1:
-            module.register_buffer(name + _SUFFIX, delayed.new(recipe.history, p.device))
-    if _names(module):
+        looked_up = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        if isinstance(recipe, Delayed) and p.dim() > 1 and not looked_up:
+            found[name] = delayed.new(recipe.history, p.device)
+    if list(found) == _names(module):
+        return
+    detach(module)
+    for name, history in found.items():
+        module.register_buffer(name + _SUFFIX, history)
+    if found:
         module.register_load_state_dict_pre_hook(_allow_missing)  # type: ignore[no-untyped-call]
         interpose(module, Histories(module))
 

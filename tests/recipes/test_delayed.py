@@ -381,3 +381,15 @@ def test__modules_that_call_no_linear__run(make):
     assert all(p.grad is not None for p in model.parameters())
     for b in model.buffers():
         assert b[:, 0].isfinite().all()
+
+
+def test__scaled_part_by_part__each_keeps_its_history():
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8))
+    sct.scale_model(model, Delayed(history=4), lambda module, fqn: fqn == "0")
+    steps(model, adam(model), [1.0])
+    before = model[0].weight_amax.clone()
+    sct.scale_model(model, Delayed(history=8), lambda module, fqn: fqn == "2")
+    assert torch.equal(model[0].weight_amax, before)
+    assert model[2].weight_amax.shape == (3, 10)
+    steps(model, adam(model), [1.0])
+    assert model[0].weight_amax[INPUT, 2] == before[INPUT, 1]
