@@ -14,12 +14,11 @@ from torch.utils import checkpoint
 
 __all__ = [
     "BODIES",
+    "compute_capability",
     "disable_torch_function",
     "error_on_graph_break",
-    "fp8_gemm",
     "functional_twin",
     "grouped_mm",
-    "has_fp8_gemm",
     "inlined",
     "innermost_checkpoint",
     "is_composite",
@@ -29,6 +28,8 @@ __all__ = [
     "log",
     "make_wrapper",
     "reshape_wrapper",
+    "scaled_grouped_mm",
+    "scaled_mm",
     "without_function_modes",
     "without_torch_function",
 ]
@@ -163,34 +164,33 @@ def is_tracing(x: Tensor) -> bool:
     return type(x) is not Tensor and not isinstance(x, torch.nn.Parameter)
 
 
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+def compute_capability(x: Tensor) -> tuple[int, int] | None:
+    """That of the CUDA device of `x`; None of any other device, and of AMD's."""
+    if not x.is_cuda or torch.version.hip is not None:
+        return None
+    return torch.cuda.get_device_capability(x.device)
 
 
-def has_fp8_gemm(a: Tensor, b: Tensor) -> bool:
-    """Whether the FP8 units of this device take `a @ b` as it is.
+def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, fast: bool) -> Tensor:
+    """The product of FP8 matrices, `a` by rows and `b` by columns, under scales of which the shapes
+    tell what shares one; float32 sums, or `fast` ones, and one rounding to bfloat16.
 
-    cuBLAS wants compute capability 8.9, sizes that are multiples of 16, and at most one E5M2.
+    The public `torch.nn.functional.scaled_mm` is lowered to this operator by torch.compile with
+    the scales of blocks laid out for itself, which differ.
     """
-    if not a.is_cuda or a.dim() != 2 or a.dtype not in _FP8 or b.dtype not in _FP8:
-        return False
-    if a.dtype == b.dtype == torch.float8_e5m2:
-        return False
-    if any(n % 16 or n == 0 for n in (*a.shape, b.shape[1])):
-        return False
-    return torch.cuda.get_device_capability(a.device) >= (8, 9)
-
-
-def fp8_gemm(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
-    """`(a @ b) * scale` in bfloat16: FP8 operands, float32 sums, one multiply, one rounding.
-
-    `_scaled_mm` is torch's only door to the FP8 units for per-tensor scales. It wants `a` by rows
-    and `b` by columns.
-    """
-    rows = a if a.stride(1) == 1 else a.contiguous()
-    columns = b if b.stride(0) == 1 else b.t().contiguous().t()
-    one = torch.ones_like(scale)
     product: Tensor = torch._scaled_mm(
-        rows, columns, scale_a=scale, scale_b=one, out_dtype=torch.bfloat16
+        a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast
+    )
+    return product
+
+
+def scaled_grouped_mm(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, fast: bool
+) -> Tensor:
+    """The same for groups of rows, with a scale for each row and column. The public
+    `torch.nn.functional.scaled_grouped_mm` has no shape function, so that nothing compiles it."""
+    product: Tensor = torch._scaled_grouped_mm(
+        a, b, scale_a, scale_b, offs=offs, out_dtype=torch.bfloat16, use_fast_accum=fast
     )
     return product
 

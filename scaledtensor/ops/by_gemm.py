@@ -5,7 +5,8 @@ the product sums over: rows, blocks, MX, NVFP4; or because the recipe treats the
     dgrad     da = cast(dy) @ cast(b)^T       over the columns of b
     wgrad     db = cast(a)^T @ cast(dy)       over the rows of a
 
-A product is emulated by one of the same values, in bfloat16 where that is exact
+Where the FP8 units of a device take what shares a scale, they multiply the codes (`hardware`).
+Elsewhere a product is emulated by one of the same values, in bfloat16 where that is exact
 (`quantize.factors`) and else in float32; scales that all of a sum shares are multiplied afterwards.
 
 For the backward pass an operand is kept as that pass will read it, in codes; a matrix, which is a
@@ -16,14 +17,15 @@ import math
 import string
 import typing
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from scaledtensor import verbs
+from scaledtensor import _torch, verbs
 from scaledtensor.formats import pack, unpack
 from scaledtensor.formats.format import Format
+from scaledtensor.ops import hardware
 from scaledtensor.ops.algebra import elements
 from scaledtensor.ops.quantize import Coded, factors, mixed, quantized
 from scaledtensor.ops.registry import Raw, rule
@@ -34,8 +36,15 @@ from scaledtensor.tensor import ScaledTensor
 
 __all__ = ["einsum", "is_product", "matmul", "tensordot"]
 
-#: A side of a product: the matrices, and what to multiply their product by.
-Side = tuple[Tensor, Tensor | None]
+
+class Side(NamedTuple):
+    """An operand of a product: as it was cast, or its elements where it was not."""
+
+    held: Coded | Tensor
+    cast: Cast | None
+    dim: int
+    """The dimension that was summed over when it was cast. -1 is that of a left operand, -2 that of
+    a right one: an operand with the other is the transpose."""
 
 
 # --- as a function, above autograd -----------------------------------------------------------
@@ -140,7 +149,10 @@ def _kept(x: Any, cast: Cast | None, dim: int, hadamard: bool, needed: bool) -> 
 def keep(x: ScaledTensor, cast: str, dim: int, hadamard: bool) -> list[Tensor]:
     """An operand as the backward pass will read it: codes, packed, and scales."""
     coded = _coded(x, parsed_cast(cast), dim, hadamard)
-    packed = pack(coded.codes, parsed_cast(cast).format)
+    codes = coded.codes
+    if dim == -2 and _torch.compute_capability(codes) is not None:
+        codes = codes.mT.contiguous().mT  # the rows that wgrad reads: made in the kernel that casts
+    packed = pack(codes, parsed_cast(cast).format)
     return [packed, coded.scale] if coded.whole is None else [packed, coded.scale, coded.whole]
 
 
@@ -151,7 +163,8 @@ def product(a: ScaledTensor, b: ScaledTensor, kept_a: Any, kept_b: Any, gemms: s
     left = _side(a, gemm.left, -1, gemm.hadamard)
     right = _side(b, gemm.right, -2, gemm.hadamard)
     dtype = torch.promote_types(a.dtype, b.dtype)
-    return _raw(left, right, (a.scale, a.rms), (b.scale, b.rms), a.shape[-1], dtype)
+    scales = (a.scale, a.rms), (b.scale, b.rms)
+    return _raw(left, right, *scales, a.shape[-1], dtype, gemm.fast)
 
 
 @rule(verbs.product_gradient)
@@ -170,11 +183,11 @@ def product_gradient(
     own = (grad.scale, grad.rms)
     if gemm == "dgrad":
         left = _side(grad, how.left, -1, how.hadamard)
-        right = _transposed(_other(other, kept, shape, how.right, -1, how.hadamard))
-        return _raw(left, right, own, (scale, rms), grad.shape[-1], grad.dtype)
-    left = _transposed(_other(other, kept, shape, how.left, -2, how.hadamard))
+        right = _other(other, kept, shape, how.right, -1, how.hadamard)
+        return _raw(left, right, own, (scale, rms), grad.shape[-1], grad.dtype, how.fast)
+    left = _other(other, kept, shape, how.left, -2, how.hadamard)
     right = _side(grad, how.right, -2, how.hadamard)
-    return _raw(left, right, (scale, rms), own, grad.shape[-2], grad.dtype)
+    return _raw(left, right, (scale, rms), own, grad.shape[-2], grad.dtype, how.fast)
 
 
 def _coded(x: ScaledTensor, cast: Cast, dim: int, hadamard: bool) -> Coded:
@@ -184,8 +197,8 @@ def _coded(x: ScaledTensor, cast: Cast, dim: int, hadamard: bool) -> Coded:
 
 def _side(x: ScaledTensor, cast: Cast | None, dim: int, hadamard: bool) -> Side:
     if cast is None:
-        return elements(x), None
-    return factors(_coded(x, cast, dim, hadamard), cast, dim)
+        return Side(elements(x), None, dim)
+    return Side(_coded(x, cast, dim, hadamard), cast, dim)
 
 
 def _other(
@@ -201,7 +214,7 @@ def _other(
         return _side(typing.cast(ScaledTensor, x), cast, dim, hadamard)
     packed, *scales = kept
     codes = _unpacked(packed, cast.format, shape, dim if hadamard else None)
-    return factors(Coded(codes, *scales), cast, dim)
+    return Side(Coded(codes, *scales), cast, dim)
 
 
 def _unpacked(packed: Tensor, fmt: Format, shape: Sequence[int], mixed_dim: int | None) -> Tensor:
@@ -211,11 +224,6 @@ def _unpacked(packed: Tensor, fmt: Format, shape: Sequence[int], mixed_dim: int 
     return unpack(packed, fmt, full)
 
 
-def _transposed(side: Side) -> Side:
-    values, outer = side
-    return values.mT, outer if outer is None or outer.dim() == 0 else outer.mT
-
-
 def _raw(
     left: Side,
     right: Side,
@@ -223,16 +231,55 @@ def _raw(
     b: tuple[Tensor, Tensor],
     terms: int,
     dtype: torch.dtype,
+    fast: bool,
 ) -> Raw:
     """The product of two sides; `a` and `b` are their scales and RMS, `terms` the length of a
     sum."""
-    (x, of_x), (y, of_y) = left, right
-    if not x.dtype == y.dtype == torch.bfloat16:
-        x, y = x.float(), y.float()
-    q = torch.matmul(x, y)
     scale, ratio, rms = settle_product(terms, a, b)
-    outer = ratio
-    for factor in (of_x, of_y):
-        if factor is not None:
-            outer = outer * factor
-    return Raw(q * outer, scale, rms, settled=True, dtype=dtype)
+    q = _by_units(left, right, ratio, fast)
+    if q is None:
+        (x, of_x), (y, of_y) = _matrices(left, -1), _matrices(right, -2)
+        if not x.dtype == y.dtype == torch.bfloat16:
+            x, y = x.float(), y.float()
+        outer = ratio
+        for factor in (of_x, of_y):
+            if factor is not None:
+                outer = outer * factor
+        q = torch.matmul(x, y) * outer
+    return Raw(q, scale, rms, settled=True, dtype=dtype)
+
+
+def _matrices(side: Side, dim: int) -> tuple[Tensor, Tensor | None]:
+    """What to multiply, summed over `dim`, and what to multiply the product by."""
+    if not isinstance(side.held, Coded):
+        values, outer = side.held, None
+    else:
+        values, outer = factors(side.held, typing.cast(Cast, side.cast), side.dim)
+    if side.dim == dim:
+        return values, outer
+    return values.mT, outer if outer is None or outer.dim() == 0 else outer.mT
+
+
+def _by_units(left: Side, right: Side, ratio: Tensor, fast: bool) -> Tensor | None:
+    """The product as the FP8 units of the device do it, times `ratio`; None, which is said, where
+    they do not."""
+    if not (isinstance(left.held, Coded) and isinstance(right.held, Coded)):
+        return None
+    if _torch.compute_capability(left.held.codes) is None:
+        return None
+    cast_a, cast_b = typing.cast(Cast, left.cast), typing.cast(Cast, right.cast)
+    if cast_a.format.bits > 8 or cast_b.format.bits > 8:
+        return None
+    a, b = _turned(left, -1), _turned(right, -2)
+    reason = hardware.obstacle(a, cast_a, b, cast_b)
+    if reason is not None:
+        hardware.told(reason)
+        return None
+    return hardware.multiply(a, cast_a, b, cast_b, ratio, fast)
+
+
+def _turned(side: Side, dim: int) -> Coded:
+    codes, scale, whole = typing.cast(Coded, side.held)
+    if side.dim == dim:
+        return Coded(codes, scale, whole)
+    return Coded(codes.mT, scale.mT if scale.dim() > 1 else scale, whole)

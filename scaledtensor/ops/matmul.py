@@ -4,9 +4,9 @@ K products of independent terms: the RMS grows by sqrt(K) (Blake et al. 2023, se
 in-features forward, out-features in dgrad and batch times tokens in wgrad; each is an ATen call of
 its own.
 
-8-bit operands are multiplied as 8-bit operands: by `torch._scaled_mm` on a CUDA device that has
-them, elsewhere by a bfloat16 product of the same elements, which is exact: every E4M3 and E5M2
-value is a bfloat16 value, and products accumulate in float32.
+8-bit operands are multiplied as 8-bit operands: by the FP8 units of a CUDA device that has them
+(`hardware`), elsewhere by a bfloat16 product of the same elements, which is exact: every E4M3 and
+E5M2 value is a bfloat16 value, and products accumulate in float32.
 """
 
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from scaledtensor import _torch
+from scaledtensor.ops import hardware
 from scaledtensor.ops.algebra import first_scaled, measured, operand, quadrature
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.scale import settle, settle_product
@@ -96,6 +97,16 @@ def grouped_mm(
     """As mm within each group: r = ra rb sqrt(K), where K is shared out among the groups if it is
     K that is grouped."""
     like = first_scaled(a, b)
+    if (
+        isinstance(a, ScaledTensor)
+        and isinstance(b, ScaledTensor)
+        and offs is not None
+        and bias is None
+        and _has_units(a, b, hardware.obstacle_of_groups)
+    ):
+        scale, ratio, rms = settle_product(a.shape[-1], (a.scale, a.rms), (b.scale, b.rms))
+        q = hardware.groups(a.qdata, b.qdata, offs, ratio, _is_fast(a, b))
+        return Raw(q, scale, rms, settled=True, dtype=out_dtype)
     x, y = operand(a, like), operand(b, like)
     left, right = _same_dtype(x.q, y.q)
     if not (_is_aligned(left) and _is_aligned(right)):
@@ -124,10 +135,11 @@ def _product(matmul: Any, a: Any, b: Any) -> Raw:
     if (
         isinstance(a, ScaledTensor)
         and isinstance(b, ScaledTensor)
-        and _torch.has_fp8_gemm(a.qdata, b.qdata)
+        and _has_units(a, b, hardware.obstacle_of_codes)
     ):
         scale, ratio, rms = settle_product(k, (a.scale, a.rms), (b.scale, b.rms))
-        return Raw(_torch.fp8_gemm(a.qdata, b.qdata, ratio), scale, rms, settled=True)
+        q = hardware.scaled(a.qdata, b.qdata, ratio, _is_fast(a, b))
+        return Raw(q, scale, rms, settled=True)
     like = first_scaled(a, b)
     x, y = operand(a, like), operand(b, like)
     q = matmul(*_same_dtype(x.q, y.q))
@@ -135,6 +147,28 @@ def _product(matmul: Any, a: Any, b: Any) -> Raw:
     # In place where it is a tensor of its own; export loses track of a traced one.
     q = q * ratio if _torch.is_tracing(q) else q.mul_(ratio)
     return Raw(q, scale, rms, settled=True)
+
+
+def _has_units(a: ScaledTensor, b: ScaledTensor, obstacle: Any) -> bool:
+    """Whether FP8 units take two operands; on a CUDA device it is said where they do not."""
+    if a.qdata.itemsize > 1 or b.qdata.itemsize > 1 or _torch.compute_capability(a.qdata) is None:
+        return False
+    reason: str | None = obstacle(a.qdata, b.qdata)
+    if reason is not None:
+        hardware.told(reason)
+    return reason is None
+
+
+def _is_fast(a: ScaledTensor, b: ScaledTensor) -> bool:
+    """Whether the recipe has this product add in fewer bits. Autograd calls dgrad and wgrad alike,
+    without recording what they do; a checkpoint's second forward pass records."""
+    recipe = a.recipe or b.recipe
+    if recipe is None:
+        return False
+    gemms = recipe.gemms
+    if _torch.is_within_backward() and not torch.is_grad_enabled():
+        return gemms.dgrad.fast and gemms.wgrad.fast
+    return gemms.forward.fast
 
 
 def _same_dtype(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -28,6 +28,9 @@ COMPUTE_FORMATS = (BF16, FP16, FP32)
 
 GRADIENT_ROUNDINGS = ("nearest_even", "stochastic")
 
+#: Products whose sums FP8 units may do in fewer bits.
+FAST = {"none": (), "forward": ("forward",), "all": GEMMS}
+
 ROLES = ("forward", "gradient", "activation", "master")
 
 Overrides = tuple[tuple[str, "Recipe | None"], ...]
@@ -75,6 +78,10 @@ class Recipe:
     overrides: Overrides = ()
     """(pattern, recipe) for modules of that fully qualified name; * and ? are wildcards, the first
     match decides. None leaves the parameters of such a module plain. A mapping is taken too."""
+    fast_accumulation: str = "forward"
+    """Which products FP8 units add up in fewer bits than float32 where they can (14 on Hopper),
+    which is faster: "none"; "forward", as in torchao and TransformerEngine; or "all". Emulated
+    products always add in float32."""
     emulate: bool = False
     """Allow pairs of formats that the FP8 units of no device multiply."""
 
@@ -96,6 +103,11 @@ class Recipe:
                 meant = "a number of steps" if name == "rebalance" else "a number of elements"
                 raise RecipeError(f"{what}.{name} is {meant}, or 0; got {count!r}")
         check_bool(self, "emulate")
+        if self.fast_accumulation not in FAST:
+            raise RecipeError(
+                f"{what}.fast_accumulation is one of {', '.join(map(repr, FAST))}; got "
+                f"{self.fast_accumulation!r}"
+            )
         self._check_formats()
         self._check_keep()
         object.__setattr__(self, "overrides", self._checked_overrides())
@@ -125,7 +137,8 @@ class Recipe:
 
     def _make_gemms(self) -> Gemms:
         def gemm(name: str, left: str, right: str) -> Gemm:
-            return Gemm(self.cast(left, name), self.cast(right, name), name in self.hadamard)
+            fast = name in FAST[self.fast_accumulation]
+            return Gemm(self.cast(left, name), self.cast(right, name), name in self.hadamard, fast)
 
         made = Gemms(
             gemm("forward", "input", "weight"),

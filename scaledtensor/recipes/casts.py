@@ -126,6 +126,9 @@ class Gemm:
     """Both operands are first mixed along what is summed, 16 at a time, by a Hadamard matrix with
     random signs, which their product undoes (Ashkboos et al., arXiv 2404.00456; arXiv 2509.25149):
     an outlier's size is shared out among 16 elements."""
+    fast: bool = False
+    """FP8 units that can add in fewer bits than float32 do so: as `Recipe.fast_accumulation` says,
+    which sets it."""
 
     def __post_init__(self) -> None:
         for side in (self.left, self.right):

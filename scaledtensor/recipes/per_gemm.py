@@ -51,6 +51,8 @@ class PerGemm(Recipe):
             object.__setattr__(self, "casts", _read(self.casts))
         if not isinstance(self.casts, Gemms):
             raise RecipeError(f"PerGemm.casts is a Gemms; got {self.casts!r}")
+        if any(getattr(self.casts, name).fast for name in GEMMS):
+            raise RecipeError("PerGemm chooses fast sums by fast_accumulation, not by Gemm.fast")
         super().__post_init__()
 
     @property
