@@ -47,8 +47,9 @@ class PerAxis:
 class PerBlock:
     """One scale for each block of the last `len(block)` dimensions; the others are cut into ones.
 
-    (1, 32) or (32,) are the blocks of OCP MX, (128, 128) square ones. The last block of a dimension
-    may be shorter. A tensor of fewer dimensions has, to its blocks, leading dimensions of size 1.
+    (1, 32) or (32,) are the blocks of OCP MX, (128, 128) square ones, (1, -1) rows: -1 is all of a
+    dimension. The last block of a dimension may be shorter. A tensor of fewer dimensions has, to
+    its blocks, leading dimensions of size 1.
     """
 
     block: tuple[int, ...]
@@ -57,8 +58,11 @@ class PerBlock:
         if not isinstance(self.block, tuple | list):
             raise ShapeError(f"PerBlock takes a tuple of sizes, as (1, 32); got {self.block!r}")
         object.__setattr__(self, "block", tuple(self.block))
-        if not self.block or not all(_is_int(size) and size > 0 for size in self.block):
-            raise ShapeError(f"a block has one or more sizes, positive ints; got {self.block!r}")
+        if not self.block or not all(_is_int(n) and (n > 0 or n == -1) for n in self.block):
+            raise ShapeError(
+                "a block has one or more sizes, positive ints or -1 for all of a dimension; got "
+                f"{self.block!r}"
+            )
 
 
 Granularity = PerTensor | PerAxis | PerBlock
@@ -78,7 +82,7 @@ def as_granularity(given: "Granularity | int | Sequence[int]") -> Granularity:
         return given
     if isinstance(given, tuple | list):
         return PerBlock(tuple(given))
-    if isinstance(given, int) and _is_int(given):
+    if isinstance(given, int) and _is_int(given) and given > 0:
         return PerBlock((given,))
     raise ShapeError(
         "a granularity is PerTensor(), PerAxis(dim) or PerBlock(sizes), a block size as 32 or the"
@@ -169,7 +173,10 @@ def _cuts(granularity: Granularity, shape: Sequence[int]) -> list[tuple[int, int
         return [(n, 1) if i == dim else (1, n) for i, n in enumerate(shape)]
     sizes = (1,) * (len(shape) - len(granularity.block)) + granularity.block
     sizes = sizes[len(sizes) - len(shape) :]
-    return [(-(-n // size), size) for n, size in zip(shape, sizes, strict=True)]
+    return [
+        (1, n) if size == -1 else (-(-n // size), size)
+        for n, size in zip(shape, sizes, strict=True)
+    ]
 
 
 def _dimension(granularity: PerAxis, shape: Sequence[int]) -> int:

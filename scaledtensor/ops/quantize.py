@@ -75,7 +75,7 @@ def gradient_quantize(x: ScaledTensor, cast: str) -> ScaledTensor:
 def quantized(q: Tensor, held: Tensor, cast: Cast, dim: int) -> Coded:
     """`q`, elements held under the scale `held`, of which a product sums over dimension `dim`, -1
     or -2."""
-    fmt, cut = cast.format, granularity(cast, q.shape, dim)
+    fmt, cut = cast.format, granularity(cast, dim)
     how: dict[str, Any] = {"rounding": cast.rounding}
     if cast.rounding == "stochastic":
         how["generator"] = torch.ops.scaledtensor.random_key(q)
@@ -115,13 +115,13 @@ def _single(scale: Any) -> Tensor:
     return found
 
 
-def granularity(cast: Cast, shape: torch.Size, dim: int) -> PerTensor | PerBlock:
+def granularity(cast: Cast, dim: int) -> PerTensor | PerBlock:
     """What shares a scale in a matrix, or a batch of them, summed over dimension `dim`."""
     across, along = cast.block
     if (across, along) == (0, 0):
         return PerTensor()
     rows, columns = (across, along) if dim == -1 else (along, across)
-    return PerBlock((rows or max(shape[-2], 1), columns or max(shape[-1], 1)))
+    return PerBlock((rows or -1, columns or -1))
 
 
 def factors(coded: Coded, cast: Cast, dim: int) -> tuple[Tensor, Tensor | None]:
@@ -135,7 +135,7 @@ def factors(coded: Coded, cast: Cast, dim: int) -> tuple[Tensor, Tensor | None]:
     fmt, shape = cast.format, codes.shape
     if fmt.bits > 8:
         return codes, None
-    cut = granularity(cast, shape, dim)
+    cut = granularity(cast, dim)
     if whole is not None:
         # Of the format's significant bits and the scale's 4, bfloat16 holds 8.
         exact = fmt.mantissa_bits + 1 + 4 <= 8
@@ -145,7 +145,7 @@ def factors(coded: Coded, cast: Cast, dim: int) -> tuple[Tensor, Tensor | None]:
     values = decode(codes, fmt, torch.bfloat16)
     if isinstance(cut, PerTensor):
         return values, scale
-    if cut.block[dim] >= shape[dim]:
+    if cut.block[dim] == -1:
         return values, _by_row(_numbers(scale), cut, shape, dim)
     binary = isinstance(cast.scale, Amax) and cast.scale.power_of_two
     exact = binary or scale.dtype != torch.float32

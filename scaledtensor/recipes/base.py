@@ -28,9 +28,6 @@ COMPUTE_FORMATS = (BF16, FP16, FP32)
 
 GRADIENT_ROUNDINGS = ("nearest_even", "stochastic")
 
-#: Products whose sums FP8 units may do in fewer bits.
-FAST = {"none": (), "forward": ("forward",), "all": GEMMS}
-
 ROLES = ("forward", "gradient", "activation", "master")
 
 Overrides = tuple[tuple[str, "Recipe | None"], ...]
@@ -78,10 +75,10 @@ class Recipe:
     overrides: Overrides = ()
     """(pattern, recipe) for modules of that fully qualified name; * and ? are wildcards, the first
     match decides. None leaves the parameters of such a module plain. A mapping is taken too."""
-    fast_accumulation: str = "forward"
-    """Which products FP8 units add up in fewer bits than float32 where they can (14 on Hopper),
-    which is faster: "none"; "forward", as in torchao and TransformerEngine; or "all". Emulated
-    products always add in float32."""
+    fast_accumulation: tuple[str, ...] = ("forward",)
+    """Products that FP8 units may add up in fewer bits than float32, which is faster, of "forward",
+    "dgrad" and "wgrad"; as in torchao and TransformerEngine the first. Where operands are cast once
+    for all products, the other two only together. Emulated products always add in float32."""
     emulate: bool = False
     """Allow pairs of formats that the FP8 units of no device multiply."""
 
@@ -103,13 +100,9 @@ class Recipe:
                 meant = "a number of steps" if name == "rebalance" else "a number of elements"
                 raise RecipeError(f"{what}.{name} is {meant}, or 0; got {count!r}")
         check_bool(self, "emulate")
-        if self.fast_accumulation not in FAST:
-            raise RecipeError(
-                f"{what}.fast_accumulation is one of {', '.join(map(repr, FAST))}; got "
-                f"{self.fast_accumulation!r}"
-            )
         self._check_formats()
-        self._check_keep()
+        self._check_products("keep")
+        self._check_products("fast_accumulation")
         object.__setattr__(self, "overrides", self._checked_overrides())
         # Made once: every product reads them, and a contradiction between casts shows here. Not a
         # cached property, whose lock torch.compile cannot trace.
@@ -137,7 +130,7 @@ class Recipe:
 
     def _make_gemms(self) -> Gemms:
         def gemm(name: str, left: str, right: str) -> Gemm:
-            fast = name in FAST[self.fast_accumulation]
+            fast = name in self.fast_accumulation
             return Gemm(self.cast(left, name), self.cast(right, name), name in self.hadamard, fast)
 
         made = Gemms(
@@ -229,13 +222,15 @@ class Recipe:
                     f"{what}.{role}={fmt.name}: a format of scales; operands need a sign and a zero"
                 )
 
-    def _check_keep(self) -> None:
-        if isinstance(self.keep, list):
-            object.__setattr__(self, "keep", tuple(self.keep))
-        if not isinstance(self.keep, tuple) or not set(self.keep) <= set(GEMMS):
+    def _check_products(self, name: str) -> None:
+        """A field that lists products."""
+        if isinstance(getattr(self, name), list):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        given = getattr(self, name)
+        if not isinstance(given, tuple) or not set(given) <= set(GEMMS):
             raise RecipeError(
-                f"{type(self).__name__}.keep is a tuple of {', '.join(map(repr, GEMMS))}; got "
-                f"{self.keep!r}"
+                f"{type(self).__name__}.{name} is a tuple of {', '.join(map(repr, GEMMS))}; got "
+                f"{given!r}"
             )
 
     def _checked_overrides(self) -> Overrides:

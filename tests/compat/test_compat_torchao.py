@@ -432,14 +432,25 @@ def test__retired_options__are_warned_of(option):
 def test__options_that_change_no_value__are_taken():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        config = Float8LinearConfig(
-            pad_inner_dim=True, gemm_config_grad_input=Float8GemmConfig(use_fast_accum=True)
-        )
+        config = Float8LinearConfig(pad_inner_dim=True)
     layer = nn.Linear(17, 5)
     x = torch.randn(3, 17)
     a = convert_to_float8_training(copy.deepcopy(layer), config=config)(x)
     b = convert_to_float8_training(layer)(x)
     assert torch.equal(plain(a), plain(b))
+
+
+@pytest.mark.parametrize("granularity", ScalingGranularity)
+def test__use_fast_accum__is_the_recipes(granularity):
+    by = CastConfig(scaling_granularity=granularity)
+    config = Float8LinearConfig(
+        cast_config_input=by,
+        cast_config_weight=by,
+        cast_config_grad_output=by,
+        gemm_config_grad_weight=Float8GemmConfig(use_fast_accum=True),
+    )
+    layer = convert_to_float8_training(nn.Linear(16, 16), config=config)
+    assert layer.weight.recipe.fast_accumulation == ("forward", "wgrad")
 
 
 def test__several_processes__are_refused(monkeypatch):

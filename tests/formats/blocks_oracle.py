@@ -26,8 +26,9 @@ def grid(granularity, shape):
         sizes = [1 if i == dim else max(n, 1) for i, n in enumerate(shape)]
         return sizes, [n if i == dim else 1 for i, n in enumerate(shape)]
     block = list(granularity.block)
-    sizes = ([1] * len(shape) + block)[len(block) :]
-    return sizes, [math.ceil(n / size) for n, size in zip(shape, sizes, strict=True)]
+    asked = list(zip(shape, ([1] * len(shape) + block)[len(block) :], strict=True))
+    sizes = [max(n, 1) if size == -1 else size for n, size in asked]
+    return sizes, [1 if size == -1 else math.ceil(n / size) for n, size in asked]
 
 
 def members(granularity, shape):

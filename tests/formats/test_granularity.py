@@ -24,7 +24,9 @@ from scaledtensor.formats.granularity import (
 def granularities_and_shapes(draw):
     shape = tuple(draw(st.lists(st.integers(0, 5), max_size=4)))
     options = [st.just(PerTensor())]
-    options.append(st.lists(st.integers(1, 4), min_size=1, max_size=4).map(PerBlock))
+    options.append(
+        st.lists(st.sampled_from([-1, 1, 2, 3, 4]), min_size=1, max_size=4).map(PerBlock)
+    )
     if shape:
         options.append(st.integers(-len(shape), len(shape) - 1).map(PerAxis))
     return draw(st.one_of(options)), shape
@@ -65,6 +67,7 @@ def test__a_matrix__has_the_scales_one_expects():
     assert scale_shape(PerAxis(1), shape) == scale_shape(PerAxis(-1), shape) == (1, 100)
     assert scale_shape(PerBlock((1, 32)), shape) == (256, 4)
     assert scale_shape(PerBlock((128, 128)), shape) == (2, 1)
+    assert scale_shape(PerBlock((1, -1)), shape) == (256, 1)
     assert scale_shape(PerBlock((32,)), (7, *shape)) == (7, 256, 4)
     assert scale_shape(PerBlock((128, 128)), (100,)) == (1,)
     assert scale_shape(PerBlock((128, 128)), ()) == ()

@@ -251,7 +251,11 @@ def test_the_operands_are_read_in_whatever_layout(units):
 
 @pytest.mark.parametrize(
     ("choice", "fast"),
-    [("none", [False] * 3), ("forward", [True, False, False]), ("all", [True] * 3)],
+    [
+        ((), [False, False, False]),
+        (("forward",), [True, False, False]),
+        (("forward", "dgrad", "wgrad"), [True, True, True]),
+    ],
 )
 @pytest.mark.parametrize(
     "make", [Unit, lambda **kw: Current(granularity="row", **kw)], ids=["once", "for each"]
@@ -268,7 +272,7 @@ def test_fast_accumulation_is_that_of_the_recipe(make, choice, fast, units):
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("make", [Unit, lambda: Current(granularity="row")])
 def test_a_checkpoint_adds_up_as_the_first_pass_did(make, reentrant, units):
-    layer, x, dy = layer_and_data(make())
+    layer, x, _ = layer_and_data(make())
     seen = units(HOPPER)
     y = checkpoint(layer, x, use_reentrant=reentrant)
     sct.drop(y).dequantize().square().mean().backward()
@@ -277,10 +281,19 @@ def test_a_checkpoint_adds_up_as_the_first_pass_did(make, reentrant, units):
     assert all(c["fast"] for c in seen.calls[:-2])
 
 
+def test_where_each_product_casts_each_has_a_choice(units):
+    layer, x, dy = layer_and_data(Current(granularity="row", fast_accumulation=["wgrad"]))
+    seen = units(HOPPER)
+    step(layer, layer, x, dy)
+    assert [c["fast"] for c in seen.calls] == [False, False, True]
+
+
 def test_recipes_say_what_may_be_fast():
-    with pytest.raises(RecipeError, match=r"fast_accumulation is one of .*'forward'.*got 'dgrad'"):
+    with pytest.raises(
+        RecipeError, match=r"fast_accumulation is a tuple of .*'forward'.*got 'dgrad'"
+    ):
         Unit(fast_accumulation="dgrad")
-    with pytest.raises(RecipeError, match="fast_accumulation, not by Gemm.fast"):
+    with pytest.raises(RecipeError, match="fast_accumulation, not by Gemm"):
         PerGemm(casts=Gemms(forward=Gemm(fast=True)))
 
 

@@ -10,6 +10,7 @@ from assertions import dequantized
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import scaledtensor as sct
@@ -225,6 +226,33 @@ def test__compiled__is_eager(name):
     for a, b in zip(eager, compiled, strict=True):
         assert torch.equal(dequantized(a), dequantized(b))
         assert torch.equal(a.scale, b.scale)
+
+
+@pytest.mark.parametrize("name", ["current", "current by row", "blockwise", "mxfp8"])
+def test__few_graphs__serve_every_number_of_rows(name):
+    """One; blocks along the rows may ask whether they fill the last one."""
+    torch._dynamo.reset()
+    _, w, _ = problem(1, 33, 65)
+    made, _ = layer(RECIPES[name], torch.ones(1, 33), w)
+    counter = CompileCounterWithBackend("aot_eager")
+    call = torch.compile(made, fullgraph=True, backend=counter, dynamic=True)
+
+    def both(rows: int) -> list[tuple[Tensor, Tensor]]:
+        x, _, dy = problem(rows, 33, 65)
+        found = []
+        for f in (made, call):
+            made.zero_grad()
+            input = sct.scaled(x, "bf16", recipe=RECIPES[name]).requires_grad_()
+            y = f(input)
+            y.backward(sct.scaled(dy, "bf16", recipe=RECIPES[name]))
+            found.append((y.detach(), input.grad, made.weight.grad))
+        return list(zip(*found, strict=True))
+
+    for rows in (40, 56, 72, 88):
+        for a, b in both(rows):
+            assert torch.equal(dequantized(a), dequantized(b))
+            assert torch.equal(a.scale, b.scale)
+    assert counter.frame_count <= 2
 
 
 @pytest.mark.slow

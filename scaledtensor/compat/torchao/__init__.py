@@ -25,7 +25,9 @@ without FP8 units               `emulate=True`, or an error      emulated, on a 
 products of cast operands       of the dtype of the input        bfloat16 of float32 sums
 delayed scaling                 removed; before, what grew       here; what grows is scaled by its
                                 saturated                        own amax
-`use_fast_accum`                sums of fewer bits, forward      float32 sums with either choice
+`use_fast_accum`                for each product                 the same, but where an operand has
+                                                                 one scale and is cast once: in the
+                                                                 backward pass for both or neither
 DELAYED with another type       taken, before                    refused: all three operands or none
 static scales                   any number                       powers of two
 float8 all-gather               FSDP2                            refused: nothing is sharded here

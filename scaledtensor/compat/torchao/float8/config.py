@@ -126,7 +126,7 @@ class Float8GemmConfig:
     """How a product is summed."""
 
     use_fast_accum: bool = False
-    """Whether sums may be less exact than float32. They are not, here: neither value is broken."""
+    """Whether FP8 units may add up in fewer bits than float32 (`Recipe.fast_accumulation`)."""
 
     def __post_init__(self) -> None:
         _check_type(self, "use_fast_accum", bool)

@@ -24,6 +24,7 @@ from scaledtensor.recipes import (
     PerGemm,
     Recipe,
 )
+from scaledtensor.recipes.casts import GEMMS
 
 __all__ = ["casts", "recipe_of"]
 
@@ -39,7 +40,17 @@ def recipe_of(config: Float8LinearConfig, weight: Format) -> Recipe:
         UnsupportedError: some casts are delayed and some are not, or delayed scales are to be
             rounded.
     """
-    common: dict[str, Any] = {"activation": weight, "master": weight, "emulate": config.emulate}
+    sums = (
+        config.gemm_config_output,
+        config.gemm_config_grad_input,
+        config.gemm_config_grad_weight,
+    )
+    common: dict[str, Any] = {
+        "activation": weight,
+        "master": weight,
+        "fast_accumulation": tuple(n for n, s in zip(GEMMS, sums, strict=True) if s.use_fast_accum),
+        "emulate": config.emulate,
+    }
     given = casts(config)
     kinds = {c.scaling_type for c in given}
     inputs, weights, gradients = given[:3]
