@@ -3,6 +3,7 @@
     python -m benchmarks.recipes [--size 512] [--data gaussian heavy outliers] [--json FILE]
     python -m benchmarks.recipes --sweep     which constant scales serve
     python -m benchmarks.recipes --modes     MX: how a scale rounds to a power of two
+    python -m benchmarks.recipes --heads     E5M2 and E4M3FN for the gradients of a vocabulary
 
 Signal over noise, in dB: 10 log10 of the sum of squares of the exact product by that of the error.
 The exact product is that of the float32 data in float64. Ours goes through bfloat16 activations,
@@ -19,6 +20,7 @@ from importlib import import_module
 from importlib.metadata import version
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import scaledtensor as sct
@@ -187,18 +189,74 @@ def modes(n: int) -> str:
     return "\n".join(lines)
 
 
+# --- gradients of a vocabulary ---------------------------------------------------------------
+
+HEADS = {"e5m2": Unit(activation="fp32"), "e4m3fn": Unit(gradient="e4m3fn", activation="fp32")}
+
+
+def head(vocabulary: int, certainty: float, recipe: Recipe | None) -> list[Tensor]:
+    """The loss of 256 tokens under the last layer of a language model, 128 features, and the
+    gradients of its input, of its weight, and of the weight's rows that are no token's target."""
+    rng = torch.Generator().manual_seed(0)
+    rows = torch.randn(vocabulary, 128, generator=rng) * 128**-0.5
+    targets = torch.randint(vocabulary, (256,), generator=rng)
+    states = F.normalize(rows[targets], dim=1) * certainty
+    states += 0.3 * torch.randn(states.shape, generator=rng)
+    layer = nn.Linear(128, vocabulary, bias=False)
+    layer.weight.data = rows
+    x = states
+    if recipe is not None:
+        sct.scale_model(layer, recipe)
+        x = sct.scaled(states, recipe=recipe)
+    loss = F.cross_entropy(layer(x.requires_grad_()), targets)
+    loss.backward()
+    others = torch.ones(vocabulary, dtype=torch.bool)
+    others[targets] = False
+    dw = plain(layer.weight.grad)
+    return [plain(loss), plain(x.grad), dw, dw[others]]
+
+
+def heads(
+    vocabularies: Sequence[int] = (256, 4096, 32768, 131072),
+    certainties: Sequence[float] = (0.0, 4.0, 12.0),
+) -> str:
+    """The gradient of a logit is p, or p - 1 for the target: with V tokens the target's is up to
+    sqrt(V) times their RMS, and where the model is certain most are far below it."""
+    lines = ["| tokens | loss | " + " | ".join(f"{f} dx, dw, others" for f in HEADS) + " |"]
+    lines.append("|---" * (2 + len(HEADS)) + "|")
+    for vocabulary in vocabularies:
+        for certainty in certainties:
+            loss, *exact = head(vocabulary, certainty, None)
+            cells = [str(vocabulary), f"{float(loss):.2f}"]
+            for recipe in HEADS.values():
+                found = zip(head(vocabulary, certainty, recipe)[1:], exact, strict=True)
+                errors = (float((a - b).norm() / b.norm()) for a, b in found)
+                cells.append(", ".join(f"{e:.3f}" for e in errors))
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def plain(x: Tensor | None) -> Tensor:
+    if x is None:
+        raise TypeError("backward left no gradient")
+    return (x.dequantize() if isinstance(x, sct.ScaledTensor) else x).detach().double()
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--size", type=int, default=512)
     parser.add_argument("--data", nargs="+", choices=DATA, default=DATA)
     parser.add_argument("--sweep", action="store_true", help="constant scales instead")
     parser.add_argument("--modes", action="store_true", help="scales of MX instead")
+    parser.add_argument("--heads", action="store_true", help="gradients of a vocabulary instead")
     parser.add_argument("--json", help="write the figures there")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    if options.sweep or options.modes:
-        print(sweep(options.size) if options.sweep else modes(options.size))
-        return
+    others = {"sweep": lambda: sweep(options.size), "modes": lambda: modes(options.size)}
+    for name, run in {**others, "heads": heads}.items():
+        if getattr(options, name):
+            print(run())
+            return
     rows = measure(options.data, options.size)
     ao = f", torchao {version('torchao')}" if installed("torchao") else ""
     print(f"{options.size}^3, dB; torch {torch.__version__}{ao}\n\n{table(rows)}")
