@@ -69,7 +69,8 @@ not run yet.
 ## Which one
 
 - `unit`: nothing is measured, nothing is kept, no pass over the data beyond the cast. Start here.
-  `Unit(gradient="e4m3fn")` has a third mantissa bit for gradients; the range is held either way.
+  `Unit(gradient="e4m3fn", overrides={"head": Unit()})` has a third mantissa bit for gradients but
+  those of the logits, whose range a vocabulary of 2^17 tokens takes out of E4M3FN (below).
 - `current`: as torchao's tensorwise scaling; `Current(granularity="row")` as its rowwise scaling.
   For data whose size the rules do not know: activations of a trained model, outliers.
 - `delayed`: one pass over the data where hardware casts and measures at once, for the price of a
