@@ -113,7 +113,8 @@ def to_copy(
     8 bits."""
     move: dict[str, Any] = {"device": device, "non_blocking": non_blocking}
     if dtype is not None and dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        plain = value(x).double() if dtype == torch.float64 else value(x)
+        # In float64 any scale is exact, a power of two or not.
+        plain = elements(x).double() * x.scale if dtype == torch.float64 else value(x)
         return plain.to(dtype=dtype, **move)
     keeps = dtype is None or dtype == x.dtype or is_stored(x)
     fmt = x.format if keeps else from_dtype(typing.cast(torch.dtype, dtype))
