@@ -117,10 +117,12 @@ Freeze and load the model first, then scale it. Weights are the parameters of tw
 name ends in "weight" or "proj" and which require no gradient by then, but for those of embeddings
 (tied ones too) and norms; biases and the rest stay in `master`. A checkpoint of codes brings codes;
 one of wider numbers is cast by the recipe, and so is what is written into a weight, as a merge
-does. An optimizer that would step a stored weight raises; before it, `p.data =
-p.detach().dequantize()` puts the rounded value into `master`, to be trained. A weight that is cut
-up before its products (one expert of a stack, a chunk) has, where scales are measured, that of the
-whole rather than of the part.
+does. An optimizer that would step a stored weight raises: to train it after all,
+`p.data = p.detach().dequantize()` puts the rounded value into `master`. A weight that is cut up
+before its products (one expert of a stack, a chunk) has, where scales are measured, that of the
+whole rather than of the part. Inside a transform of `torch.func`, where products are not cast, the
+stored weight is the rounded one still.
+
 Recipes that cast for each product refuse the field; frozen modules take another by `overrides`:
 `MXFP8(overrides={"*.base": Current(store_frozen=True)})`.
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import scaledtensor as sct
 from scaledtensor import histories
@@ -152,6 +153,21 @@ def test__without_gradients__they_are_as_well(recipe, context):
     master, codes = both(recipe, plain())
     with context():
         assert_same(master(gaussian(8, 32)), codes(gaussian(8, 32)))
+
+
+@SOME
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test__under_autocast_and_checkpointed__they_are_as_well(recipe, reentrant):
+    def run(x: Tensor) -> Tensor:
+        if reentrant is None:
+            with torch.autocast("cpu", torch.bfloat16):
+                return model(x)
+        return checkpoint(model, x, use_reentrant=reentrant)
+
+    found = []
+    for model in both(recipe, plain()):
+        found.append(outcome(model, gaussian(8, 32), run))
+    assert_same_outcome(*found)
 
 
 @EVERY
