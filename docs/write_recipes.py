@@ -37,9 +37,10 @@ print(model)  # shows the recipe of each module
 
 `overrides` chooses by the name of a module (None leaves it plain), `min_size` leaves small weights
 plain, `keep` leaves whole products in the activation format, `saved` keeps what other operators
-need for the backward pass in 8 bits. `recipe.to_json()` and `Recipe.from_json(text)` write and
-read one; a model that is saved carries its own. What contradicts itself is refused when it is
-built. Programs written to torchao's FP8 training change an import
+need for the backward pass in 8 bits, `store_frozen` keeps frozen weights as products cast them
+([LoRA on an FP8 base](#lora-on-an-fp8-base)). `recipe.to_json()` and `Recipe.from_json(text)`
+write and read one; a model that is saved carries its own. What contradicts itself is refused when
+it is built. Programs written to torchao's FP8 training change an import
 (`scaledtensor.compat.torchao.float8`), which has its names and says what differs.
 
 Of a product of (tokens, in) by (in, out), "1x32" is 32 elements that the product sums over, "all"
@@ -80,6 +81,57 @@ not run yet.
 - `mxfp6`, `mxfp4`, `nvfp4`: what fewer bits would cost.
 - `min_mse`, `constant`: the two other ways of arXiv 2309.17224, whose first is `current`.
 - `per_gemm`: six casts of your own.
+
+## LoRA on an FP8 base
+
+Under a recipe of one scale a tensor a frozen weight is cast to the same codes at every step. With
+`store_frozen=True` these codes are what is stored, in a quarter of the bytes of FP32, and what
+autograd keeps of the weight is the parameter itself, compiled too. Results, gradients and losses
+are bit for bit those without:
+
+```python
+import torch
+from torch import nn
+
+import scaledtensor as sct
+from scaledtensor.recipes import Unit
+
+
+class LoRA(nn.Module):
+    def __init__(self, base: nn.Linear, rank: int = 8) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+model = nn.Sequential(LoRA(nn.Linear(256, 1024)), nn.GELU(), LoRA(nn.Linear(1024, 256)))
+sct.scale_model(model, Unit(store_frozen=True))
+print(model[0].base.weight.format.name, model[0].down.weight.format.name)  # e4m3fn fp32
+
+optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+x = torch.randn(64, 256)
+loss = (model(x) - x).square().mean()
+loss.backward()
+optimizer.step()
+```
+
+Freeze and load the model first, then scale it. Weights are the parameters of two dimensions whose
+name ends in "weight" or "proj" and which require no gradient by then, but for those of embeddings
+(tied ones too) and norms; biases and the rest stay in `master`. A checkpoint of codes brings codes;
+one of wider numbers is cast by the recipe, and so is what is written into a weight, as a merge
+does. An optimizer that would step a stored weight raises: to train it after all,
+`p.data = p.detach().dequantize()` puts the rounded value into `master`. A weight that is cut up
+before its products (one expert of a stack, a chunk) has, where scales are measured, that of the
+whole rather than of the part. Inside a transform of `torch.func`, where products are not cast, the
+stored weight is the rounded one still.
+
+Recipes that cast for each product refuse the field; frozen modules take another by `overrides`:
+`MXFP8(overrides={"*.base": Current(store_frozen=True)})`.
 
 ## Every recipe
 

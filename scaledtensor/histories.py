@@ -107,6 +107,8 @@ class _Delayed(Mode):
     def cast(self, x: Any, weight: Any, history: Tensor) -> Any:
         first, own, _ = weight.recipe.gemms.once
         if x is weight:
+            if x.format == own.format:  # a stored frozen weight, whose amax is always the same
+                return x
             return delayed.cast(x, history, own, WEIGHT)
         if not isinstance(x, ScaledTensor):
             x = verbs.promote(x, weight.detach())

@@ -8,13 +8,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from scaledtensor import histories
 from scaledtensor.coded import CodedTensor
-from scaledtensor.errors import ModelError, RecipeError
+from scaledtensor.errors import ModelError, RecipeError, UnsupportedError
+from scaledtensor.ops.functions import cast_once
 from scaledtensor.recipes import Recipe, Unit
 from scaledtensor.recipes import get as get_recipe
-from scaledtensor.tensor import ScaledTensor
+from scaledtensor.tensor import ScaledTensor, is_stored
 from scaledtensor.wrap import scaled
 
 __all__ = ["scale_model", "unscale_model"]
@@ -22,6 +25,9 @@ __all__ = ["scale_model", "unscale_model"]
 M = TypeVar("M", bound=nn.Module)
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+#: Modules whose weights are no factors of matrix products.
+_OTHERS = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm)
 
 #: Attributes that make a ScaledTensor parameter one. Every other is a tag of the user's, and stays.
 _OWN = {
@@ -40,6 +46,9 @@ def scale_model(
     Modules are not replaced: hooks, modes, overridden forwards and parametrizations stay. Tied
     parameters stay tied, frozen ones frozen. Buffers and integer parameters stay plain. Create the
     optimizer afterwards, since the parameters are new objects.
+
+    Under a recipe with `store_frozen`, weights of products that require no gradient now are stored
+    as products cast them. To train one later, widen it first: `p.data = p.detach().dequantize()`.
 
     `print(model)` then shows the recipe of each module that has wrapped parameters.
 
@@ -64,6 +73,7 @@ def scale_model(
     chosen = get_recipe(recipe)
     _check_patterns(model, chosen)
     histories.check(model, chosen)
+    frozen = _frozen_weights(model)
 
     def wrap(p: nn.Parameter, fqn: str, name: str) -> Tensor | None:
         if is_lazy(p):
@@ -79,7 +89,8 @@ def scale_model(
         if own is None or _is_small(p, own):
             return None
         own.check_shape(tuple(p.shape), name)
-        return scaled(p.detach(), own.master, recipe=own)
+        held = scaled(p.detach(), own.master, recipe=own)
+        return cast_once(held) if own.store_frozen and id(p) in frozen else held
 
     _replace_parameters(model, wrap, scaled, filter_fn)
     for module in model.modules():
@@ -91,7 +102,8 @@ def scale_model(
 def unscale_model(model: M) -> M:
     """Replace every ScaledTensor parameter of `model` by a plain one of the same value, in place.
 
-    Exact wherever the appearance dtype holds the value; gradients are dequantised too.
+    Exact wherever the appearance dtype holds the value; gradients are dequantised too. Of a weight
+    that was stored as products cast it (`Recipe.store_frozen`), that is the rounded value.
 
     Returns:
         The same model.
@@ -127,6 +139,36 @@ def _check_patterns(model: nn.Module, recipe: Recipe) -> None:
 
 def _is_small(p: nn.Parameter, recipe: Recipe) -> bool:
     return p.dim() > 1 and min(p.shape) < recipe.min_size
+
+
+# --- frozen weights --------------------------------------------------------------------------
+
+
+def _frozen_weights(model: nn.Module) -> set[int]:
+    """Ids of the frozen parameters that are weights of products to every module that owns them."""
+    found: set[int] = set()
+    others: set[int] = set()
+    for module, _, name, p in _parameters(model):
+        # Of one dimension but for its shape is what is added, or multiplied by elements.
+        factor = not is_lazy(p) and sum(n > 1 for n in p.shape) > 1
+        factor = factor and name.endswith(("weight", "proj")) and not isinstance(module, _OTHERS)
+        (found if factor and not p.requires_grad else others).add(id(p))
+    return found - others
+
+
+def _refuse_stored(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if isinstance(p, ScaledTensor) and p.grad is not None and is_stored(p):
+                raise UnsupportedError(
+                    f"the optimizer has a gradient for a weight of {tuple(p.shape)} that is stored "
+                    f"in {p.format.name} (Recipe.store_frozen), which would round its updates away:"
+                    " widen it first by p.data = p.detach().dequantize(), or let it require a "
+                    "gradient before scale_model()"
+                )
+
+
+register_optimizer_step_pre_hook(_refuse_stored)
 
 
 # --- what print(model) shows -----------------------------------------------------------------

@@ -22,7 +22,7 @@ from scaledtensor.errors import DTypeError, ScaleError, UnsupportedError
 from scaledtensor.ops.algebra import elements
 from scaledtensor.ops.registry import covers_storage, store
 from scaledtensor.scale import nearest_power_of_two
-from scaledtensor.tensor import ScaledTensor, measured_rms
+from scaledtensor.tensor import ScaledTensor, is_stored, measured_rms
 
 __all__ = ["Statistics", "rebalance", "rebalance_every", "statistics"]
 
@@ -82,7 +82,8 @@ def rebalance(
             an 8-bit tensor's own, without a recipe), and no larger than it.
 
     Values stay what they are, to the bit wherever their format holds them under the new scale; the
-    expected RMS becomes the measured one. Views see the new scale. Tensors of zeros are left alone.
+    expected RMS becomes the measured one. Views see the new scale. Tensors of zeros are left alone,
+    and in a module the weights that `Recipe.store_frozen` keeps as products cast them.
 
     Returns:
         How many scales changed.
@@ -147,7 +148,7 @@ def _wholes(target: Any) -> Iterator[ScaledTensor]:
 def _whole(tensors: Iterable[Any]) -> Iterator[ScaledTensor]:
     for x in tensors:
         scaled = isinstance(x, ScaledTensor) and not isinstance(x, CodedTensor)
-        if scaled and covers_storage(x.qdata):
+        if scaled and covers_storage(x.qdata) and not is_stored(x):
             yield x
 
 

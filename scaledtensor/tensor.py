@@ -29,6 +29,7 @@ __all__ = [
     "from_plain",
     "is_parameter",
     "is_storable",
+    "is_stored",
     "measured_rms",
     "under_scale",
     "with_autograd",
@@ -283,8 +284,9 @@ class ScaledTensor(Tensor):
         # torch's own setter replaces the wrapper alone and would leave the elements behind.
         # Required by Module.double() and whoever assigns to `.data`.
         keeps = new.dtype in (self.dtype, torch.float64)
-        fmt = self.format if keeps else from_dtype(new.dtype)
         plain = not isinstance(new, ScaledTensor)
+        held = self.recipe.master if self.recipe is not None and is_stored(self) else self.format
+        fmt = held if keeps else from_dtype(new.dtype)
         self._adopt(from_plain(new, fmt, new.dtype, self.recipe) if plain else new)
 
     def _adopt(self, held: Any) -> None:
@@ -379,6 +381,14 @@ torch.serialization.add_safe_globals([_rebuild, ScaledTensor])
 def is_parameter(x: Tensor) -> bool:
     """Whether `x` is an nn.Parameter, which for a subclass is a flag."""
     return isinstance(x, torch.nn.Parameter)
+
+
+def is_stored(x: ScaledTensor) -> bool:
+    """Whether `x` is held as its recipe stores frozen weights: in the format of their products."""
+    if x.recipe is None or not x.recipe.store_frozen:
+        return False
+    once = x.recipe.gemms.once
+    return once is not None and x.format == once[1].format
 
 
 def with_autograd(x: T, requires_grad: bool, is_parameter: bool) -> T:

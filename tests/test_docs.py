@@ -64,10 +64,15 @@ def test__the_page_of_recipes__is_what_its_script_writes() -> None:
     assert page.read_text() == written, "python docs/write_recipes.py > docs/recipes.md"
 
 
-def test__what_the_page_of_recipes_shows__runs() -> None:
-    code = re.findall(r"```python\n(.*?)```", (ROOT / "docs/recipes.md").read_text(), re.DOTALL)[0]
+def test__what_the_page_of_recipes_shows__runs(capsys: pytest.CaptureFixture[str]) -> None:
+    code, lora = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/recipes.md").read_text(), re.DOTALL
+    )
     one, other = 'sct.scale_model(model, "current")', "sct.scale_model(model, MXFP8("
     for lines in (code[: code.index(other)], code.replace(one, "")):
         model = nn.ModuleDict({"head": nn.Linear(4, 4), "blocks": nn.ModuleList([nn.Linear(4, 4)])})
         exec(lines, {"model": model})
         assert any(isinstance(p, sct.ScaledTensor) for p in model.parameters())
+    capsys.readouterr()
+    exec(lora, {"__name__": "lora"})
+    assert capsys.readouterr().out == "e4m3fn fp32\n"

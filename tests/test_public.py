@@ -292,6 +292,7 @@ PUBLIC = {
         "from_plain",
         "is_parameter",
         "is_storable",
+        "is_stored",
         "measured_rms",
         "under_scale",
         "with_autograd",

@@ -11,7 +11,7 @@ from scaledtensor import _torch
 from scaledtensor.formats import Format, decode
 from scaledtensor.ops.registry import Raw
 from scaledtensor.scale import nearest_power_of_two, quadrature
-from scaledtensor.tensor import ScaledTensor, measured_rms
+from scaledtensor.tensor import ScaledTensor, is_stored, measured_rms
 
 __all__ = [
     "Operand",
@@ -54,13 +54,21 @@ def elements(x: ScaledTensor) -> Tensor:
         return q
     if x.decoded is not None and not (x.passing and _torch.is_within_backward()):
         return x.decoded
+    if torch.compiler.is_compiling() and _torch.is_within_backward() and is_stored(x):
+        # Spelled in another way than in the forward pass: a compiler that saw the same would keep
+        # what it has there, two bytes an element, and not read the codes of the parameter again.
+        return _decoded(q.unsqueeze(0), x.format).squeeze(0)
+    return _decoded(q, x.format)
+
+
+def _decoded(q: Tensor, fmt: Format) -> Tensor:
     if q.dim() > 1 and not q.is_contiguous() and q.mT.is_contiguous():
         # A transposed operand of a product: read in memory order, and once for both its uses.
-        return decode(q.mT, x.format, torch.bfloat16).mT
+        return decode(q.mT, fmt, torch.bfloat16).mT
     if q.dim() > 3 and q.movedim(1, -1).is_contiguous():
         # An image with its channels last, which they stay for the convolution.
-        return decode(q.movedim(1, -1), x.format, torch.bfloat16).movedim(-1, 1)
-    return decode(q, x.format, torch.bfloat16)
+        return decode(q.movedim(1, -1), fmt, torch.bfloat16).movedim(-1, 1)
+    return decode(q, fmt, torch.bfloat16)
 
 
 def value(x: ScaledTensor) -> Tensor:

@@ -1,5 +1,6 @@
 """The verbs of the tensor, and the ways into and out of it."""
 
+import typing
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ from scaledtensor.formats import get as get_format
 from scaledtensor.formats.pieces import in_pieces
 from scaledtensor.formats.rounding import Rounding, round_by_arithmetic
 from scaledtensor.ops.algebra import elements, saved_format, value
+from scaledtensor.ops.functions import cast_once
 from scaledtensor.ops.registry import covers_storage, rule, store, write
 from scaledtensor.scale import MAX_SCALE, MIN_SCALE, settle
-from scaledtensor.tensor import ScaledTensor, from_plain
+from scaledtensor.tensor import ScaledTensor, from_plain, is_stored
 
 aten = torch.ops.aten
 
@@ -107,12 +109,15 @@ def to_copy(
     memory_format: torch.memory_format | None = None,
 ) -> Tensor:
     """`.to()`: the device moves every part; a float dtype is both appearance and element format,
-    under the same scale; any other dtype leaves as a plain tensor."""
+    under the same scale; any other dtype leaves as a plain tensor. A stored frozen weight stays in
+    8 bits."""
     move: dict[str, Any] = {"device": device, "non_blocking": non_blocking}
     if dtype is not None and dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        plain = value(x).double() if dtype == torch.float64 else value(x)
+        # In float64 any scale is exact, a power of two or not.
+        plain = elements(x).double() * x.scale if dtype == torch.float64 else value(x)
         return plain.to(dtype=dtype, **move)
-    fmt = x.format if dtype is None or dtype == x.dtype else from_dtype(dtype)
+    keeps = dtype is None or dtype == x.dtype or is_stored(x)
+    fmt = x.format if keeps else from_dtype(typing.cast(torch.dtype, dtype))
     q = x.qdata if fmt == x.format else store(elements(x), fmt)
     q = aten._to_copy.default(q, memory_format=memory_format, **move)
     scale, rms = (aten._to_copy.default(t, **move) for t in (x.scale, x.rms))
@@ -122,7 +127,8 @@ def to_copy(
 @rule(aten.copy_.default)
 def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """An overwrite. Into a whole ScaledTensor it brings the source's scale (a plain source's is
-    measured); into a part of one, the value is rescaled into the scale of the whole."""
+    measured); into a part of one, the value is rescaled into the scale of the whole. A stored
+    frozen weight is cast anew, as its recipe casts weights."""
     if target.device != source.device:
         source = source.to(target.device)
     source = source.expand(target.shape)
@@ -133,6 +139,8 @@ def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     )
     q = target.qdata
     if covers_storage(q):
+        if held.format != target.format and is_stored(target):
+            held = _cast_anew(held, target.recipe)
         target.qdata.copy_(
             held.qdata if held.format == target.format else store(elements(held), target.format)
         )
@@ -142,6 +150,13 @@ def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     else:
         write(target, held, [source])
     return target
+
+
+def _cast_anew(x: ScaledTensor, recipe: Any) -> ScaledTensor:
+    """From the master format, as when the model was wrapped."""
+    fmt = recipe.master
+    master = ScaledTensor.make(store(elements(x), fmt), x.scale, x.rms, fmt, x.dtype, recipe)
+    return typing.cast(ScaledTensor, cast_once(master))
 
 
 @rule(aten._local_scalar_dense.default)

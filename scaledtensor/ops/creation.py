@@ -12,7 +12,7 @@ from scaledtensor.ops.algebra import elements, operand, plain
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.views import fill_under, moves_scale
 from scaledtensor.scale import nearest_power_of_two
-from scaledtensor.tensor import ScaledTensor
+from scaledtensor.tensor import ScaledTensor, is_stored
 
 aten = torch.ops.aten
 
@@ -30,7 +30,9 @@ def _new(
         plain: Tensor = op(like, *args, dtype=dtype, **options)
         return plain
     fmt = x.format if dtype == x.dtype else from_dtype(dtype)
-    store = torch.float32 if fmt.storage_dtype.itemsize == 1 else fmt.storage_dtype
+    # A stored frozen weight on the meta device is filled through an empty one.
+    keeps = fmt.storage_dtype.itemsize > 1 or (op is aten.empty_like.default and is_stored(x))
+    store = fmt.storage_dtype if keeps else torch.float32
     q = op(x.qdata, *args, dtype=store, **options)
     fmt = from_dtype(store)
     if number and not moves_scale(number):

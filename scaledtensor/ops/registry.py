@@ -37,7 +37,7 @@ from scaledtensor.errors import (
 from scaledtensor.formats import BF16, FP32, Format, encode
 from scaledtensor.ops.observe import observers
 from scaledtensor.scale import settle, settle_in_place
-from scaledtensor.tensor import ScaledTensor, from_plain
+from scaledtensor.tensor import ScaledTensor, from_plain, is_stored
 
 __all__ = [
     "RULES",
@@ -251,11 +251,8 @@ def _in_place(op: Overload, twin: Overload, *args: Any, **kwargs: Any) -> Any:
     # Where only the target of an out= is scaled, there is nothing for a rule to work on.
     scaled = any(isinstance(x, ScaledTensor) for x in inputs)
     result = (RULES[twin].call if scaled else twin)(*args, **kwargs)
-    results = (
-        list(result)
-        if isinstance(result, (tuple, list)) and not isinstance(result, Raw)
-        else [result]
-    )
+    many = isinstance(result, (tuple, list)) and not isinstance(result, Raw)
+    results = list(result) if many else [result]
     for target, value in zip(targets, results, strict=True):
         write(target, value, inputs)
     return targets[0] if len(targets) == 1 else tuple(targets)
@@ -279,6 +276,9 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
         return
     raw = value if isinstance(value, Raw) else _as_raw(value)
     whole = covers_storage(target.qdata)
+    if whole and is_stored(target):  # which is cast anew, by its recipe
+        target.copy_(_wrap(raw._replace(format=FP32), [target, *operands]))
+        return
     scale, ratio = settle_in_place(target.scale, target.rms, raw.rms, raw.held, whole)
     wide = raw.q if raw.q.dtype.itemsize > 1 else raw.q.float()
     if any(is_table(x) for x in operands):

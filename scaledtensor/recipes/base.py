@@ -81,6 +81,11 @@ class Recipe:
     for all products, the other two only together. Emulated products always add in float32."""
     emulate: bool = False
     """Allow pairs of formats that the FP8 units of no device multiply."""
+    store_frozen: bool = False
+    """Weights that need no gradient when the model is wrapped are kept as products cast them, in 8
+    bits, in place of `master`: the same products, bit for bit, for a quarter of the bytes. Weights
+    are what has two dimensions and a name that ends in "weight" or "proj", of no embedding or norm.
+    A part of one (an expert picked out) is under the scale of the whole."""
 
     def __post_init__(self) -> None:
         for role in ROLES:
@@ -109,6 +114,7 @@ class Recipe:
         object.__setattr__(self, "_gemms", self._make_gemms())
         if not self.emulate:
             check_pairs(self.gemms)
+        self._check_stored()
 
     # --- what the products read --------------------------------------------------------------
 
@@ -231,6 +237,24 @@ class Recipe:
             raise RecipeError(
                 f"{type(self).__name__}.{name} is a tuple of {', '.join(map(repr, GEMMS))}; got "
                 f"{given!r}"
+            )
+
+    def _check_stored(self) -> None:
+        check_bool(self, "store_frozen")
+        if not self.store_frozen:
+            return
+        what, once = type(self).__name__, self.gemms.once
+        if once is None:
+            raise RecipeError(
+                f"{what}.store_frozen keeps a weight in the one cast that serves all its products, "
+                "and this recipe casts for each product separately: give frozen modules one of one "
+                "scale a tensor, as overrides={'*.base': Current(store_frozen=True)}"
+            )
+        weight = once[1]
+        if weight.format.bits > 8 or weight.rounding == "stochastic":
+            raise RecipeError(
+                f"{what}.store_frozen keeps weights in 8 bits, rounded to nearest; this recipe "
+                f"casts them to {weight.format.name}, rounded {weight.rounding}"
             )
 
     def _checked_overrides(self) -> Overrides:
