@@ -72,9 +72,10 @@ def _decoded(q: Tensor, fmt: Format) -> Tensor:
 
 
 def value(x: ScaledTensor) -> Tensor:
-    """The value itself. Exact: bfloat16 and float32 have the exponent range of the scale."""
+    """The value itself. Exact under a power of two: bfloat16 and float32 have its exponent range.
+    Under another scale, as 8-bit elements may have, it is the nearest float32."""
     q = elements(x)
-    return (q.float() if q.dtype == torch.float16 else q) * x.scale
+    return (q.float() if q.dtype == torch.float16 or x.qdata.itemsize == 1 else q) * x.scale
 
 
 def plain(x: Any) -> Any:

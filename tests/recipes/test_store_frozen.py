@@ -498,3 +498,14 @@ DRAWN = Cast("e4m3fn", rounding="stochastic")
 STOCHASTIC = Gemms(
     Gemm(Cast("e4m3fn"), DRAWN), Gemm(Cast("e5m2"), DRAWN), Gemm(Cast("e4m3fn"), Cast("e5m2"))
 )
+
+
+def test__what_computes_on_values__reads_float32():
+    """A scale that is no power of two takes a value out of bfloat16."""
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 8, bias=False).requires_grad_(False)
+    weight = sct.scale_model(layer, Current(store_frozen=True)).weight
+    exact = weight.qdata.double() * weight.scale.double()
+    torch.testing.assert_close(
+        torch.linalg.det(weight).double(), torch.linalg.det(exact), rtol=2.0**-16, atol=0
+    )
