@@ -8,6 +8,7 @@ from scaledtensor.formats.blocks import (
     quantize_blocks,
 )
 from scaledtensor.formats.custom import custom
+from scaledtensor.formats.expansion import Expanded, dequantize_expanded, quantize_expanded
 from scaledtensor.formats.format import (
     BF16,
     E2M1FN,
@@ -56,6 +57,7 @@ __all__ = [
     "INT4",
     "INT8",
     "MXINT8",
+    "Expanded",
     "Format",
     "Granularity",
     "PerAxis",
@@ -66,6 +68,7 @@ __all__ = [
     "custom",
     "decode",
     "dequantize_blocks",
+    "dequantize_expanded",
     "encode",
     "encode_blocks",
     "fake_quantize",
@@ -73,6 +76,7 @@ __all__ = [
     "get",
     "pack",
     "quantize_blocks",
+    "quantize_expanded",
     "random_key",
     "unpack",
 ]

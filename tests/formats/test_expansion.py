@@ -1,0 +1,198 @@
+"""Groups widened to the range of a format, against the formula in float64 and by what must hold."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from scaledtensor.errors import DTypeError, FormatError, ShapeError
+from scaledtensor.formats import (
+    E4M3FN,
+    E5M2,
+    INT8,
+    Expanded,
+    decode,
+    dequantize_expanded,
+    encode,
+    quantize_expanded,
+)
+
+#: How far float32 powers may move a code's place between two values, of their distance.
+NEAR_A_TIE = 1e-3
+
+
+def groups(sigma: float, count: int = 64, size: int = 128, seed: int = 0) -> Tensor:
+    """Log-normal magnitudes with signs, a group a row."""
+    rng = torch.Generator().manual_seed(seed)
+    sizes = torch.exp(sigma * torch.randn(count, size, generator=rng, dtype=torch.float64))
+    return (sizes * torch.randn(count, size, generator=rng).sign()).float()
+
+
+def round_trip(x: Tensor, fmt=E4M3FN, group: int = 128) -> Tensor:
+    return dequantize_expanded(quantize_expanded(x, fmt, group), fmt, group)
+
+
+@pytest.mark.parametrize("fmt", [E4M3FN, E5M2, INT8], ids=lambda f: f.name)
+@pytest.mark.parametrize("sigma", [0.01, 0.3, 1.0, 4.0])
+def test__codes__are_the_nearest_to_the_formula(fmt, sigma):
+    x = groups(sigma)
+    codes, amax, power = quantize_expanded(x, fmt)
+    exact = x.double().abs()
+    top, bottom = exact.amax(1), exact.amin(1)
+    assert torch.equal(amax, top.float())
+    p = torch.floor(16 * math.log2(fmt.max / (2 * fmt.min_subnormal)) / torch.log2(top / bottom))
+    assert int((power - p.clamp(1, 255)).abs().max()) <= 1  # float32 logarithms next to a step
+    wide = fmt.max * (exact / top[:, None]) ** (power.double() / 16)[:, None]
+    values = np.unique(np.abs(fmt.values().double().numpy()))
+    values = values[np.isfinite(values)]
+    found = decode(codes, fmt, torch.float32).double()
+    assert torch.equal(found.sign(), x.double().sign())
+    place = np.interp(wide.numpy(), values, np.arange(len(values)))
+    error = np.abs(np.interp(found.abs().numpy(), values, np.arange(len(values))) - place)
+    assert error.max() <= 0.5 + NEAR_A_TIE
+
+
+@pytest.mark.parametrize("fmt", [E4M3FN, E5M2, INT8], ids=lambda f: f.name)
+def test__values__are_the_inverse_of_the_formula(fmt):
+    x = groups(1.0)
+    made = quantize_expanded(x, fmt)
+    ratio = decode(made.codes, fmt, torch.float32).double() / fmt.max
+    want = ratio.abs() ** (16 / made.power.double())[:, None] * made.amax.double()[:, None]
+    want = want * ratio.sign()
+    found = dequantize_expanded(made, fmt)
+    torch.testing.assert_close(found.double(), want, rtol=2.0**-18, atol=0)
+    assert torch.equal(dequantize_expanded(made, fmt, dtype=torch.bfloat16), found.bfloat16())
+
+
+magnitudes = st.floats(2.0**-60, 2.0**60, width=32)
+numbers = st.one_of(st.just(0.0), st.just(-0.0), magnitudes, magnitudes.map(lambda v: -v))
+
+
+@settings(max_examples=300)
+@given(st.lists(numbers, max_size=40), st.integers(1, 9), st.sampled_from([E4M3FN, E5M2, INT8]))
+def test__any_finite_group__comes_back(given_, group, fmt):
+    """Its signs, its zeros, its order, its largest magnitude to the bit; nothing else is zero."""
+    x = torch.tensor(given_, dtype=torch.float32)
+    y = round_trip(x, fmt, group)
+    assert y.shape == x.shape
+    assert bool(y.isfinite().all())
+    assert torch.equal(y == 0, x == 0)
+    assert torch.equal(y.sign(), x.sign())
+    for a, b in zip(x.split(group), y.split(group), strict=True):
+        if not len(a):  # of an empty tensor
+            continue
+        assert a.abs().max() == b.abs().max()
+        order = a.argsort(stable=True)
+        assert bool((b[order].diff() >= 0).all())
+
+
+@pytest.mark.parametrize("value", [1.0, 3.0, 1e-30, 2.0**-140, 3e38])
+def test__a_group_of_one_magnitude__is_exact(value):
+    x = torch.full((128,), value)
+    x[::3] *= -1
+    assert torch.equal(round_trip(x), x)
+    x[5] = 0
+    assert torch.equal(round_trip(x), x)
+
+
+def test__nearly_one_magnitude__is_finer_than_the_format():
+    x = torch.linspace(1.0, 1.1, 128)
+    plain = decode(encode(x, E4M3FN), E4M3FN, torch.float32)
+    assert float((round_trip(x) - x).abs().max()) < 0.0045
+    assert float((plain - x).abs().max()) > 0.04
+
+
+def test__zeros__come_back_as_zeros():
+    made = quantize_expanded(torch.zeros(3, 50), E4M3FN)
+    assert not made.codes.float().any()
+    assert torch.equal(made.amax, torch.ones(2))
+    assert not dequantize_expanded(made, E4M3FN).any()
+    empty = quantize_expanded(torch.zeros(0, 4), E4M3FN)
+    assert dequantize_expanded(empty, E4M3FN).shape == (0, 4)
+
+
+def test__one_number_among_zeros__is_exact():
+    x = torch.zeros(256)
+    x[200] = -1.7e-9
+    assert torch.equal(round_trip(x), x)
+
+
+def test__infinities_and_nans__have_no_say_in_their_group():
+    x = groups(1.0, count=2)
+    plain = round_trip(x)
+    x[0, 3], x[0, 4], x[0, 5] = math.inf, -math.inf, math.nan
+    kept = [i for i in range(128) if i not in (3, 4, 5)]
+    of_rest = x[:1, kept].abs().amax()
+    y = round_trip(x)
+    assert float(y[0, 3]) == of_rest == -float(y[0, 4])
+    assert bool(y[0, 5].isnan())
+    assert bool(y[0, kept].isfinite().all())
+    assert torch.equal(y[1], plain[1])
+    assert bool(round_trip(torch.full((4,), math.inf)).isfinite().all())
+
+
+def test__groups__are_of_consecutive_elements_of_any_shape():
+    x = groups(1.0, count=3, size=100)
+    whole = quantize_expanded(x, E4M3FN, 128)
+    assert whole.codes.shape == (3, 100)
+    assert whole.amax.shape == whole.power.shape == (3,)
+    for row, codes in zip(x.flatten().split(128), whole.codes.flatten().split(128), strict=True):
+        alone = quantize_expanded(row, E4M3FN, 128)
+        assert torch.equal(alone.codes.view(torch.uint8), codes.view(torch.uint8))
+    column = torch.as_strided(x, (100, 3), (1, 100))
+    assert torch.equal(round_trip(column), round_trip(column.contiguous()))
+
+
+def test__stochastic_rounding__is_right_on_average():
+    x = groups(1.0, count=1)
+    rng = torch.Generator().manual_seed(0)
+    made = [quantize_expanded(x, E4M3FN, rounding="stochastic", generator=rng) for _ in range(400)]
+    mean = torch.stack([decode(m.codes, E4M3FN, torch.float32) for m in made]).mean(0)
+    p = made[0].power.float() / 16
+    wide = 448 * (x.abs() / made[0].amax) ** p * x.sign()
+    assert float(((mean - wide) / wide.abs().clamp_min(2.0**-6)).abs().max()) < 0.02
+
+
+def test__compiled__is_eager_up_to_ties():
+    torch._dynamo.reset()
+    x = groups(1.0)
+    found = torch.compile(round_trip, fullgraph=True)(x)
+    torch.testing.assert_close(found, round_trip(x), rtol=2.0**-3, atol=0)
+    assert float((found == round_trip(x)).float().mean()) > 0.999
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        (lambda x: quantize_expanded(x, "e8m0fnu"), FormatError, "e8m0fnu"),
+        (lambda x: quantize_expanded(x, "bf16"), FormatError, "8 bits or fewer"),
+        (lambda x: quantize_expanded(x.int(), "e5m2"), DTypeError, "int32"),
+        (lambda x: quantize_expanded(x, "e5m2", 0), ShapeError, "got 0"),
+        (lambda x: quantize_expanded(x, "e5m2", True), ShapeError, "got True"),
+        (
+            lambda x: dequantize_expanded(quantize_expanded(x, "e5m2"), "e4m3fn"),
+            DTypeError,
+            "codes of e4m3fn are torch.float8_e4m3fn",
+        ),
+        (
+            lambda x: dequantize_expanded(quantize_expanded(x, "e5m2"), "e5m2", 64),
+            ShapeError,
+            r"have 4 .* got \(2,\)",
+        ),
+        (
+            lambda x: dequantize_expanded(
+                Expanded(*quantize_expanded(x, "e5m2")[:2], torch.ones(3, dtype=torch.uint8)),
+                "e5m2",
+            ),
+            ShapeError,
+            r"\(3,\)",
+        ),
+    ],
+)
+def test__bad_input__says_what_is_allowed(call, error, says):
+    with pytest.raises(error, match=says):
+        call(torch.ones(200))
