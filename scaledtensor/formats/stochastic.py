@@ -11,6 +11,8 @@ The 64-bit key is drawn once a call from the caller's `torch.Generator`, or from
 the device, and nothing else is: reproducible from the generator, whatever the shape and strides.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -88,7 +90,7 @@ def random_double_words(key: Tensor, shape: torch.Size, start: int, kept: int) -
 
 
 def _counters(key: Tensor, shape: torch.Size, start: int) -> Tensor:
-    count = shape.numel()
+    count = math.prod(shape)  # `shape.numel()` would make a symbolic size a number
     if start + count >= 1 << 31:
         raise UnsupportedError(
             f"stochastic rounding of {start + count} elements in one call; cast at most 2^31 - 1"
