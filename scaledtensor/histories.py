@@ -97,10 +97,12 @@ class _Delayed(Mode):
         return y + (bias if func is F.linear else bias.view(-1, *[1] * (weight.dim() - 2)))
 
     def of(self, operands: list[Any]) -> tuple[Any, Tensor | None]:
-        """The operand that has a history, and it."""
+        """The operand that has a history, and it. A parameter that `torch.func` put in place of one
+        that is scaled has none, as no product is cast there."""
         for name, p in self.module._parameters.items():
             history = self.module._buffers.get(name + _SUFFIX)
-            if history is not None and any(x is p for x in operands):
+            scaled = isinstance(p, ScaledTensor)
+            if history is not None and scaled and any(x is p for x in operands):
                 return p, history
         return None, None
 

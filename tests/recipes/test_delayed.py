@@ -393,3 +393,24 @@ def test__scaled_part_by_part__each_keeps_its_history():
     assert model[2].weight_amax.shape == (3, 10)
     steps(model, adam(model), [1.0])
     assert model[0].weight_amax[INPUT, 2] == before[INPUT, 1]
+
+
+def test__in_torch_func__products_are_not_cast_and_nothing_is_recorded():
+    """As under every recipe: the transforms' wrappers hide what is scaled."""
+    torch.manual_seed(0)
+    x = torch.randn(8, 16)
+
+    def gradients(recipe):
+        torch.manual_seed(1)
+        model = sct.scale_model(nn.Linear(16, 4), recipe)
+        params = dict(model.named_parameters())
+
+        def loss(params):
+            return torch.func.functional_call(model, params, (x,)).square().mean()
+
+        return model, torch.func.grad(loss)(params)
+
+    (model, found), (_, wanted) = gradients(Delayed()), gradients(Unit())
+    for name, g in found.items():
+        assert torch.equal(dequantized(g), dequantized(wanted[name]))
+    assert not model.weight_amax.any()
