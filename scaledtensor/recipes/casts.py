@@ -113,7 +113,8 @@ class Cast:
         kind = next(k for k, v in KINDS.items() if v is type(self.scale))
         across, along = ("all" if n == 0 else str(n) for n in self.block)
         shared = "" if self.block == (0, 0) else f" {across}x{along}"
-        return f"{self.format.name} {kind}{shared}"
+        rounded = "" if self.rounding == ROUNDINGS[0] else f" {self.rounding}"
+        return f"{self.format.name} {kind}{shared}{rounded}"
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,9 @@ class Gemms:
                 "scales by history are one for a tensor and the same for all its products, in a "
                 "format that torch has a dtype for; where a product differs, take Amax"
             )
+
+    def __str__(self) -> str:
+        return "{" + ", ".join(f"{name}: {getattr(self, name)}" for name in GEMMS) + "}"
 
     @property
     def once(self) -> tuple[Cast, Cast, Cast] | None:

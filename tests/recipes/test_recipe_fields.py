@@ -27,6 +27,14 @@ def test__unit__has_the_formats_of_the_papers():
     assert str(Unit(gradient="e4m3fn", rebalance=0)) == "Unit(gradient=e4m3fn, rebalance=0)"
     assert str(r.gemms.forward) == "e4m3fn carried @ e4m3fn carried"
     assert str(r.gemms.dgrad) == "e5m2 carried @ e4m3fn carried"
+    mixed = Gemms(
+        Gemm(Cast("e4m3fn"), Cast("e2m3fn", Microscale(), (1, 32))),
+        Gemm(Cast("e5m2", rounding="stochastic"), Cast("e4m3fn", Amax(), (1, 0))),
+    )
+    assert str(recipes.PerGemm(casts=mixed)) == (
+        "PerGemm(casts={forward: e4m3fn carried @ e2m3fn microscale 1x32, dgrad: e5m2 carried "
+        "stochastic @ e4m3fn amax 1xall, wgrad: - @ -})"
+    )
 
 
 def test__recipes__are_frozen_hashable_values():
