@@ -87,7 +87,7 @@ not run yet.
 Under a recipe of one scale a tensor a frozen weight is cast to the same codes at every step. With
 `store_frozen=True` these codes are what is stored, in a quarter of the bytes of FP32, and what
 autograd keeps of the weight is the parameter itself, compiled too. Results, gradients and losses
-are bit for bit those without:
+are bit for bit those without (with `delayed` under Inductor, up to a last place here and there):
 
 ```python
 import torch
