@@ -14,6 +14,7 @@ of which one feature in 64 is 50 times as large (weights and gradients stay Gaus
 
 import argparse
 import json
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -179,13 +180,17 @@ def sweep(n: int, within: float = 0.995) -> str:
 
 
 def modes(n: int) -> str:
-    """One cast to MXFP8 under each way to round its scales."""
+    """One cast to MXFP8 under each way to round its scales: over the tensor, and the mean of the
+    figures of its blocks, where a block of small errors counts as much as one of large ones."""
     x = torch.randn(n, n, generator=torch.Generator().manual_seed(0))
     lines = []
     for mode in ("floor", "even", "rceil", "ceil"):
         codes, scale = quantize_blocks(x, E4M3FN, PerBlock((1, 32)), "e8m0", mode)  # type: ignore[arg-type]
         found = dequantize_blocks(codes, scale, E4M3FN, PerBlock((1, 32)))
-        lines.append(f"{mode:6} {decibels(x.double(), found):.2f} dB")
+        whole = decibels(x.double(), found)
+        blocks = zip(x.double().view(-1, 32), found.view(-1, 32), strict=True)
+        mean = statistics.mean(decibels(*pair) for pair in blocks)
+        lines.append(f"{mode:6} {whole:.2f} dB, a block {mean:.2f} dB")
     return "\n".join(lines)
 
 
