@@ -25,7 +25,7 @@ saturated or underflowed in the cast. The picture shows them over the steps.
 import argparse
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from importlib.util import find_spec
 from multiprocessing import get_context
@@ -196,21 +196,28 @@ def main() -> None:
         for row in rows
         if (row, seed) not in done
     ]
-    # A process for each, or one would use up the recompilations that torch.compile allows.
-    pool = ProcessPoolExecutor(options.processes, get_context("spawn"), max_tasks_per_child=1)
-    with pool:
-        for future in as_completed(pool.submit(run, task) for task in tasks):
-            runs.append(future.result())
-            print(
-                "{row}, seed {seed}: {last:.4f}, held out {held_out:.4f}".format(**runs[-1]),
-                flush=True,
-            )
-            if options.json:  # hours of work: what is done is kept
-                options.json.write_text(json.dumps(others + runs))
+    for found in finished(run, tasks, options.processes):
+        runs.append(found)
+        if options.json:  # hours of work: what is done is kept
+            options.json.write_text(json.dumps(others + runs))
     runs.sort(key=lambda r: (r["seed"], rows.index(r["row"])))
     show(runs, rows)
     if options.plot:
         plot([r for r in runs if r["seed"] == 0 and r["operands"]], options.plot)
+
+
+def finished(
+    run: Callable[[Any], dict[str, Any]], tasks: Iterable[Any], processes: int
+) -> Iterator[dict[str, Any]]:
+    """What `run` found of each task, as it is done; a line each is printed."""
+    # A process for each, or one would use up the recompilations that torch.compile allows.
+    pool = ProcessPoolExecutor(processes, get_context("spawn"), max_tasks_per_child=1)
+    with pool:
+        for future in as_completed(pool.submit(run, task) for task in tasks):
+            found = future.result()
+            line = "{row}, seed {seed}: {last:.4f}, held out {held_out:.4f}".format(**found)
+            print(line, flush=True)
+            yield found
 
 
 def kept(file: Path | None, rows: list[str], seeds: int, steps: int) -> tuple[Runs, Runs]:

@@ -15,15 +15,13 @@ import argparse
 import json
 import statistics
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import scaledtensor as sct
-from benchmarks.convergence import CompiledTrainer, Loss, held_out
+from benchmarks.convergence import CompiledTrainer, Loss, finished, held_out
 from benchmarks.step import saved_bytes
 from scaledtensor.demo import precision
 from scaledtensor.demo.model import GPT, GPTConfig
@@ -120,17 +118,10 @@ def main() -> None:
         for row in options.rows
         if (row, seed, options.steps) not in done
     ]
-    # A process for each, or one would use up the recompilations that torch.compile allows.
-    pool = ProcessPoolExecutor(options.processes, get_context("spawn"), max_tasks_per_child=1)
-    with pool:
-        for future in as_completed(pool.submit(run, task) for task in tasks):
-            runs.append(future.result())
-            print(
-                "{row}, seed {seed}: {last:.4f}, held out {held_out:.4f}".format(**runs[-1]),
-                flush=True,
-            )
-            if options.json is not None:
-                options.json.write_text(json.dumps(runs))
+    for found in finished(run, tasks, options.processes):
+        runs.append(found)
+        if options.json is not None:
+            options.json.write_text(json.dumps(runs))
     wanted = [r for r in runs if r["steps"] == options.steps and r["seed"] < options.seeds]
     print(f"\ntorch {torch.__version__}, {options.steps} steps, {options.seeds} seeds\n")
     print(table(wanted, options.rows))

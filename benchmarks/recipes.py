@@ -88,12 +88,13 @@ def products(layer: nn.Module, weight: Tensor, x: Tensor, dy: Tensor) -> list[Te
     """y, dx and dw of a layer without a bias, plain."""
     y = layer(x)
     y.backward(dy)
-    grads = (x.grad, weight.grad)
-    return [
-        t.detach().dequantize() if isinstance(t, sct.ScaledTensor) else t.detach()
-        for t in (y, *grads)
-        if t is not None
-    ]
+    return [plain(t) for t in (y, x.grad, weight.grad)]
+
+
+def plain(x: Tensor | None) -> Tensor:
+    if x is None:
+        raise TypeError("backward left no gradient")
+    return (x.dequantize() if isinstance(x, sct.ScaledTensor) else x).detach().double()
 
 
 def ours(recipe: Recipe, given: Problem) -> list[Tensor]:
@@ -239,12 +240,6 @@ def heads(
                 cells.append(", ".join(f"{e:.3f}" for e in errors))
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
-
-
-def plain(x: Tensor | None) -> Tensor:
-    if x is None:
-        raise TypeError("backward left no gradient")
-    return (x.dequantize() if isinstance(x, sct.ScaledTensor) else x).detach().double()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

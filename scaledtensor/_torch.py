@@ -22,6 +22,7 @@ __all__ = [
     "inlined",
     "innermost_checkpoint",
     "is_composite",
+    "is_swappable",
     "is_tracing",
     "is_transforming",
     "is_within_backward",

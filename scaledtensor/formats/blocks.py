@@ -49,7 +49,7 @@ from scaledtensor.formats.granularity import (
     scale_shape,
     to_blocks,
 )
-from scaledtensor.formats.rounding import Overflow, Rounding, decode, encode
+from scaledtensor.formats.rounding import FLOATS, Overflow, Rounding, decode, encode
 from scaledtensor.formats.stochastic import Randomness
 
 ScaleFormat = Literal["e8m0", "pow2", "fp32", "nvfp4"]
@@ -58,7 +58,6 @@ Mode = Literal["floor", "rceil", "ceil", "even"]
 MODES = ("floor", "rceil", "ceil", "even")
 _LEAST_EXPONENT = {"e8m0": -127, "pow2": -126}
 _SCALE_FORMATS = (*_LEAST_EXPONENT, "fp32", "nvfp4")
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MANTISSA = 52  # of float64, in which every amax is exact and, but for its own, normal
 _BIAS = 1023
 _PIECE = 1 << 16
@@ -220,8 +219,8 @@ def dequantize_blocks(
         ShapeError: the scales do not have the shape that `scale_shape` gives.
     """
     fmt, granularity = get(fmt), as_granularity(block)
-    if dtype not in _FLOATS:
-        raise DTypeError(f"cannot dequantize to {dtype}; allowed are {_names(_FLOATS)}")
+    if dtype not in FLOATS:
+        raise DTypeError(f"cannot dequantize to {dtype}; allowed are {_names(FLOATS)}")
     outer, inner = _levels(scale)
     check_scale_shape(inner, granularity, codes.shape)
     work = _dtype_of_products(fmt, scale, dtype)
@@ -238,8 +237,8 @@ def dequantize_blocks(
 
 
 def _check(x: Tensor, fmt: Format, scale_format: str, mode: str) -> None:
-    if x.dtype not in _FLOATS:
-        raise DTypeError(f"cannot quantize a tensor of {x.dtype}; allowed are {_names(_FLOATS)}")
+    if x.dtype not in FLOATS:
+        raise DTypeError(f"cannot quantize a tensor of {x.dtype}; allowed are {_names(FLOATS)}")
     if not fmt.has_zero:
         raise FormatError(f"{fmt!r} is a format of scales; elements need a sign and a zero")
     if scale_format not in _SCALE_FORMATS:

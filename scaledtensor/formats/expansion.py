@@ -30,13 +30,12 @@ from torch import Tensor
 
 from scaledtensor.errors import DTypeError, FormatError, ShapeError
 from scaledtensor.formats.format import Format, get
-from scaledtensor.formats.rounding import Rounding, decode, encode
+from scaledtensor.formats.rounding import FLOATS, Rounding, decode, encode
 from scaledtensor.formats.stochastic import Randomness
 
 __all__ = ["Expanded", "dequantize_expanded", "quantize_expanded"]
 
 _STEPS = 16  # of a power, in one
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Expanded(NamedTuple):
@@ -73,7 +72,7 @@ def quantize_expanded(
         ShapeError: `group` is no positive int.
     """
     fmt = _checked(fmt, group)
-    if not isinstance(x, Tensor) or x.dtype not in _DTYPES:
+    if not isinstance(x, Tensor) or x.dtype not in FLOATS:
         given = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise DTypeError(f"groups are of float32, bfloat16, float16 or float64; got {given}")
     rows = _rows(x.detach().float(), group)

@@ -62,7 +62,7 @@ __all__ = [
 
 ROUNDINGS = ("nearest_even", "nearest_away", "toward_zero", "to_odd", "stochastic")
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _WIDE = (torch.float32, torch.bfloat16, torch.float16)
 _HALVES = (torch.bfloat16, torch.float16)
 _RAW = (torch.uint8, torch.int16)
@@ -111,8 +111,8 @@ def decode(codes: Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> Te
     """
     if codes.dtype is not fmt.storage_dtype:
         raise DTypeError(f"codes of {fmt!r} are {fmt.storage_dtype}, got {codes.dtype}")
-    if dtype not in _FLOATS:
-        raise DTypeError(f"cannot decode to {dtype}; allowed are {_names(_FLOATS)}")
+    if dtype not in FLOATS:
+        raise DTypeError(f"cannot decode to {dtype}; allowed are {_names(FLOATS)}")
     if codes.dtype in _WIDE:
         mixed = {codes.dtype, dtype} == {*_HALVES}  # which Inductor's C++ would not vectorise well
         return (loop_of_its_own(codes.float()) if mixed else codes).to(dtype)
@@ -193,8 +193,8 @@ def _checked(
     generator: Randomness,
     random_bits: int | None,
 ) -> Mode:
-    if x.dtype not in _FLOATS:
-        raise DTypeError(f"cannot encode a tensor of {x.dtype}; allowed are {_names(_FLOATS)}")
+    if x.dtype not in FLOATS:
+        raise DTypeError(f"cannot encode a tensor of {x.dtype}; allowed are {_names(FLOATS)}")
     if rounding not in ROUNDINGS:
         allowed = ", ".join(map(repr, ROUNDINGS))
         raise FormatError(f"unknown rounding {rounding!r}; allowed are {allowed}")

@@ -8,7 +8,7 @@ one was, under the same scale. An infinity saturates and a NaN stays one, alone 
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import islice
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -68,8 +68,7 @@ def _as_it_is(x: Tensor | None) -> Tensor | None:
 
 
 def _copied(x: ScaledTensor) -> tuple[list[Tensor | None], Function]:
-    fmt = saved_format(x)
-    assert fmt is not None
+    fmt = cast(Format, saved_format(x))  # `is_worth_it` saw one
     reader = partial(_read, fmt, x.shape, x.__tensor_flatten__()[1])
     made = _made_before(x, fmt)
     if made is None:
@@ -77,8 +76,7 @@ def _copied(x: ScaledTensor) -> tuple[list[Tensor | None], Function]:
         for dim, stride in enumerate(q.stride()):
             if stride == 0:  # an expanded dimension holds one element
                 q = q.narrow(dim, 0, 1)
-        made = quantize_blocks(q, fmt, GROUP)  # type: ignore[assignment]
-        assert made is not None
+        made = cast(tuple[Tensor, Tensor], quantize_blocks(q, fmt, GROUP))
         if not (_torch.is_tracing(q) or is_parameter(x)):  # attributes of a parameter are tags
             x.copies = (fmt, x._version, *(TensorWeakRef(part) for part in made))
     return [*made, x.scale, x.rms], reader

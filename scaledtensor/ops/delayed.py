@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from scaledtensor import verbs
-from scaledtensor.formats import PerTensor, decode, encode_blocks
+from scaledtensor.formats import PerTensor, encode_blocks
 from scaledtensor.ops.algebra import elements
+from scaledtensor.ops.quantize import recoded, rounding_options
 from scaledtensor.ops.registry import rule
 from scaledtensor.recipes.casts import Cast, parsed_cast
 from scaledtensor.recipes.scales import History
@@ -91,17 +92,10 @@ def quantize_under(x: ScaledTensor, scale: Tensor, cast: str) -> ScaledTensor:
     of two."""
     how = parsed_cast(cast)
     source = elements(x)
-    options: dict[str, Any] = {"rounding": how.rounding}
-    if how.rounding == "stochastic":
-        options["generator"] = torch.ops.scaledtensor.random_key(source)
+    options = rounding_options(how, source)
     relative = (scale.double() / x.scale.double()).clamp(MIN_SCALE, MAX_SCALE).float()
     codes = encode_blocks(source, how.format, PerTensor(), relative, **options)
-    out = ScaledTensor.make(
-        codes, scale.clone(), x.rms.clone(), how.format, x.dtype, x.recipe, x.nonnegative
-    )
-    if codes.dtype.itemsize == 1 and source.is_cpu and torch.compiler.is_compiling():
-        out.decoded = decode(codes, how.format, torch.bfloat16)
-    return out
+    return recoded(x, codes, scale.clone(), how.format)
 
 
 @rule(verbs.gradient_delayed)

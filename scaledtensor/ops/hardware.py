@@ -131,7 +131,7 @@ def _of_kind(kind: _Kind, a: Tensor, b: Tensor) -> str | None:
     across, along = kind.right
     if k % max(along * (_READ if across > 1 else 1), 1) or n % max(across, 1):
         return f"blocks of {kind.right} do not fill a matrix of {k} x {n}"
-    if kind is not _TENSOR and kind is not _ROW and k % max(kind.left[1], 1):
+    if k % max(kind.left[1], 1):
         return f"blocks of {kind.left} do not fill a matrix of {m} x {k}"
     return _of_sizes(m, k, n)
 

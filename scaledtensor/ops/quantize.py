@@ -32,7 +32,7 @@ from scaledtensor.recipes.scales import Amax, Fixed, History, LeastError, Micros
 from scaledtensor.scale import MAX_SCALE, MIN_SCALE
 from scaledtensor.tensor import ScaledTensor
 
-__all__ = ["Coded", "factors", "granularity", "mixed", "quantized"]
+__all__ = ["Coded", "factors", "granularity", "mixed", "quantized", "recoded", "rounding_options"]
 
 
 class Coded(NamedTuple):
@@ -50,19 +50,15 @@ def quantize(x: ScaledTensor, cast: str) -> ScaledTensor:
     """The elements are cast under one scale that the recipe chooses (amax, least error, constant),
     which then is the tensor's and need be no power of two."""
     how = parsed_cast(cast)
-    source = elements(x)
-    coded = quantized(source, x.scale, how, -1)
-    out = ScaledTensor.make(
-        coded.codes,
-        coded.scale * x.scale,
-        x.rms.clone(),
-        how.format,
-        x.dtype,
-        x.recipe,
-        x.nonnegative,
-    )
-    if coded.codes.dtype.itemsize == 1 and source.is_cpu and torch.compiler.is_compiling():
-        out.decoded = decode(coded.codes, how.format, torch.bfloat16)
+    coded = quantized(elements(x), x.scale, how, -1)
+    return recoded(x, coded.codes, coded.scale * x.scale, how.format)
+
+
+def recoded(x: ScaledTensor, codes: Tensor, scale: Tensor, fmt: Format) -> ScaledTensor:
+    """`x` with its elements cast to `codes` in `fmt` under `scale`."""
+    out = ScaledTensor.make(codes, scale, x.rms.clone(), fmt, x.dtype, x.recipe, x.nonnegative)
+    if codes.dtype.itemsize == 1 and codes.is_cpu and torch.compiler.is_compiling():
+        out.decoded = decode(codes, fmt, torch.bfloat16)
     return out
 
 
@@ -76,9 +72,7 @@ def quantized(q: Tensor, held: Tensor, cast: Cast, dim: int) -> Coded:
     """`q`, elements held under the scale `held`, of which a product sums over dimension `dim`, -1
     or -2."""
     fmt, cut = cast.format, granularity(cast, dim)
-    how: dict[str, Any] = {"rounding": cast.rounding}
-    if cast.rounding == "stochastic":
-        how["generator"] = torch.ops.scaledtensor.random_key(q)
+    how = rounding_options(cast, q)
     match cast.scale:
         case Amax(power_of_two, margin):
             kind: Any = "pow2" if power_of_two else "fp32"
@@ -108,6 +102,13 @@ def quantized(q: Tensor, held: Tensor, cast: Cast, dim: int) -> Coded:
             if fmt.storage_dtype.itemsize > 1:  # a compute format, which keeps infinities
                 return Coded(store(q, fmt), one)
             return Coded(encode(q, fmt, overflow="saturate", **how), one)
+
+
+def rounding_options(cast: Cast, q: Tensor) -> dict[str, Any]:
+    """How `encode` is to round `q`; what is random is drawn here."""
+    if cast.rounding != "stochastic":
+        return {"rounding": cast.rounding}
+    return {"rounding": cast.rounding, "generator": torch.ops.scaledtensor.random_key(q)}
 
 
 def _single(scale: Any) -> Tensor:

@@ -152,6 +152,10 @@ class Recipe:
             return self.gradient
         return self.weight if role == "weight" and self.weight is not None else self.forward
 
+    def rounding_of(self, role: str) -> str:
+        """How an operand is rounded by its role."""
+        return self.gradient_rounding if role == "gradient" else "nearest_even"
+
     def for_module(self, fqn: str) -> "Recipe | None":
         """The recipe of the module of that name, without overrides; None leaves it plain."""
         for pattern, other in self.overrides:

@@ -41,9 +41,6 @@ class _Blocks(Recipe):
                 "filter_fn"
             )
 
-    def _rounding(self, role: str) -> str:
-        return self.gradient_rounding if role == "gradient" else "nearest_even"
-
 
 @register
 @dataclass(frozen=True)
@@ -71,7 +68,7 @@ class Blockwise(_Blocks):
     def cast(self, role: str, gemm: str) -> Cast:
         across = self.block if role == "weight" else 1
         block = (across, self.block)
-        return Cast(self.of_role(role), Amax(self.power_of_two), block, self._rounding(role))
+        return Cast(self.of_role(role), Amax(self.power_of_two), block, self.rounding_of(role))
 
 
 @dataclass(frozen=True)
@@ -108,7 +105,7 @@ class _Microscaled(_Blocks):
 
     def cast(self, role: str, gemm: str) -> Cast:
         block = (1, self.block)
-        return Cast(self.of_role(role), Microscale(self.mode), block, self._rounding(role))
+        return Cast(self.of_role(role), Microscale(self.mode), block, self.rounding_of(role))
 
 
 @register
@@ -190,4 +187,4 @@ class NVFP4(_Blocks):
 
     def cast(self, role: str, gemm: str) -> Cast:
         across = HADAMARD if role == "weight" and self.square_weights else 1
-        return Cast(self.of_role(role), TwoLevel(), (across, HADAMARD), self._rounding(role))
+        return Cast(self.of_role(role), TwoLevel(), (across, HADAMARD), self.rounding_of(role))

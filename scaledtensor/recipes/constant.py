@@ -39,6 +39,5 @@ class Constant(Recipe):
         super().__post_init__()
 
     def cast(self, role: str, gemm: str) -> Cast:
-        rounding = self.gradient_rounding if role == "gradient" else "nearest_even"
         scale = Fixed(getattr(self, f"{role}_exponent"))
-        return Cast(self.of_role(role), scale, rounding=rounding)
+        return Cast(self.of_role(role), scale, rounding=self.rounding_of(role))

@@ -49,10 +49,11 @@ class Current(Recipe):
         super().__post_init__()
 
     def cast(self, role: str, gemm: str) -> Cast:
-        gradient = role == "gradient"
-        scale = Amax(self.power_of_two, self.gradient_margin if gradient else self.margin)
-        rounding = self.gradient_rounding if gradient else "nearest_even"
-        return Cast(self.of_role(role), scale, GRANULARITIES[self.granularity], rounding)
+        margin = self.gradient_margin if role == "gradient" else self.margin
+        block = GRANULARITIES[self.granularity]
+        return Cast(
+            self.of_role(role), Amax(self.power_of_two, margin), block, self.rounding_of(role)
+        )
 
 
 @register
@@ -77,5 +78,5 @@ class MinMSE(Recipe):
         super().__post_init__()
 
     def cast(self, role: str, gemm: str) -> Cast:
-        rounding = self.gradient_rounding if role == "gradient" else "nearest_even"
-        return Cast(self.of_role(role), LeastError(self.below), rounding=rounding)
+        scale = LeastError(self.below)
+        return Cast(self.of_role(role), scale, rounding=self.rounding_of(role))

@@ -51,6 +51,5 @@ class Delayed(Recipe):
         super().__post_init__()
 
     def cast(self, role: str, gemm: str) -> Cast:
-        rounding = self.gradient_rounding if role == "gradient" else "nearest_even"
         scale = History(self.history, self.margin, self.choose, self.guard)
-        return Cast(self.of_role(role), scale, rounding=rounding)
+        return Cast(self.of_role(role), scale, rounding=self.rounding_of(role))

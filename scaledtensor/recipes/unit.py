@@ -29,5 +29,4 @@ class Unit(Recipe):
     master: Format = FP32
 
     def cast(self, role: str, gemm: str) -> Cast:
-        rounding = self.gradient_rounding if role == "gradient" else "nearest_even"
-        return Cast(self.of_role(role), rounding=rounding)
+        return Cast(self.of_role(role), rounding=self.rounding_of(role))
