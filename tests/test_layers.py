@@ -22,6 +22,7 @@ FLOORS = [
     {"simulate"},
     {"histories"},
     {"inspect", "model", "rebalance", "report", "unit_scale"},
+    {"checkpoint"},
     {"__init__"},
     {"compat", "demo", "__main__"},
 ]
