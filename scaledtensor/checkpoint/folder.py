@@ -324,21 +324,21 @@ class _Plan:
         ]
         for target, source in self.pairs:
             self._read(source, told["model"][source.removeprefix("model.")], target)
-        self.states: list[tuple[Tensor, str, str, bool]] = []
+        self.states: list[tuple[Tensor, str, str, Tensor]] = []
         self.restore: Any = None
         if optimizer is not None:
             if told["optimizer"] is None:
                 raise CheckpointError(f"{path} was saved without an optimizer")
             self.restore = states.restore(path, model, optimizer, objects["groups"])
-            self._plan_states(path, told, objects, model, optimizer)
+            self._plan_states(told, objects, model, optimizer, sources)
 
     def _plan_states(
         self,
-        path: Path,
         told: dict[str, Any],
         objects: dict[str, Any],
         model: nn.Module,
         optimizer: Optimizer,
+        sources: dict[str, Tensor],
     ) -> None:
         parameters = states.named_parameters(model)
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -346,12 +346,11 @@ class _Plan:
             if id(p) not in own:
                 continue
             self.values[name] = dict(objects["values"].get(name, {}))
-            source = told["model"].get(told["tied"].get(name, name), {})
             for key, facts in told["optimizer"].get(name, {}).items():
                 present = optimizer.state[p].get(key) if p in optimizer.state else None
                 like = states.template(p, present, key, tuple(facts["shape"]))
                 self._read(f"optimizer.{name}.{key}", facts, like)
-                self.states.append((p, name, key, "kind" in source))
+                self.states.append((p, name, key, sources[name]))
 
     def _read(self, name: str, facts: dict[str, Any], like: Tensor | None) -> None:
         if name not in self.facts:
@@ -362,9 +361,9 @@ class _Plan:
         """All that was read, as it goes into its place; nothing has changed yet."""
         self.found = {n: rebuilt(n, facts, self.reads) for n, facts in self.facts.items()}
         self.reads = {}
-        for p, name, key, was_scaled in self.states:
+        for p, name, key, saved in self.states:
             found = self.found.pop(f"optimizer.{name}.{key}")
-            self.values[name][key] = states.as_parameter(p, found, was_scaled)
+            self.values[name][key] = states.as_parameter(p, found, saved)
 
     def apply(self) -> None:
         if self.restore is not None:

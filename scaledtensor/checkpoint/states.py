@@ -5,11 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from scaledtensor.checkpoint.fit import clean, local, put, unwrapped
-from scaledtensor.coded import CodedTensor
 from scaledtensor.errors import CheckpointError
 from scaledtensor.tensor import ScaledTensor
 
@@ -103,17 +101,28 @@ def template(p: Tensor, present: Any, key: str, shape: tuple[int, ...]) -> Tenso
 
 
 @torch.no_grad()
-def as_parameter(p: Tensor, state: Tensor, was_scaled: bool) -> Tensor:
-    """A state as `p` here has it, scaled or not, where the parameter in the file was the other."""
-    scaled, held = isinstance(local(p), ScaledTensor), local(state)
-    alike = scaled == was_scaled or isinstance(held, CodedTensor) or state.shape != p.shape
-    if alike or scaled == isinstance(held, ScaledTensor):
+def as_parameter(p: Tensor, state: Tensor, saved: Tensor) -> Tensor:
+    """A state as `p` has it here, if it was held as its parameter was there, which `saved` tells.
+
+    Optimizers of torch hold states as zeros_like(p) does: scaled where it is, in its format and
+    under its recipe. A state in a format of the optimizer's choice stays in that.
+    """
+    held = local(state)
+    if state.shape != p.shape or _held_as(held) != _held_as(saved):
         return state
     made = torch.zeros_like(p)
-    if isinstance(p, DTensor) != isinstance(state, DTensor):
-        raise CheckpointError("a state and its parameter are cut differently")
+    if _held_as(local(made)) == _held_as(held) and _recipe(local(made)) == _recipe(held):
+        return state
     put(made, state)
     return made
+
+
+def _held_as(x: Tensor) -> Any:
+    return (type(x), x.format) if isinstance(x, ScaledTensor) else None
+
+
+def _recipe(x: Tensor) -> Any:
+    return x.recipe if isinstance(x, ScaledTensor) else None
 
 
 def _name(p: Tensor, names: dict[int, str]) -> str:
