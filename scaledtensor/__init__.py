@@ -2,6 +2,7 @@
 
 from scaledtensor import (
     checkpoint,
+    distributed,
     errors,
     formats,
     functional,
@@ -35,6 +36,7 @@ __all__ = [
     "ScaledTensor",
     "__version__",
     "checkpoint",
+    "distributed",
     "drop",
     "errors",
     "formats",

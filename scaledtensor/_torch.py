@@ -18,6 +18,7 @@ __all__ = [
     "disable_torch_function",
     "error_on_graph_break",
     "functional_twin",
+    "group_size",
     "grouped_mm",
     "inlined",
     "innermost_checkpoint",
@@ -26,6 +27,7 @@ __all__ = [
     "is_tracing",
     "is_transforming",
     "is_within_backward",
+    "local_part",
     "log",
     "make_wrapper",
     "reshape_wrapper",
@@ -246,3 +248,18 @@ def is_swappable(x: Tensor) -> bool:
     """Whether `torch.utils.swap_tensors` takes `x`: nothing but Python's references hold it."""
     held: int = x._use_count()  # type: ignore[attr-defined]
     return held == 1 and not weakref.getweakrefs(x)
+
+
+def local_part(x: Any) -> Tensor:
+    """What this rank holds of a DTensor, the object itself.
+
+    `to_local` makes a new view of a parameter; what is known of a part stays with the part.
+    """
+    part: Tensor = x._local_tensor
+    return part
+
+
+def group_size(group: Any) -> int:
+    """How many ranks a functional collective is among; it is given a group, or the name of one."""
+    named: Any = torch.distributed.distributed_c10d
+    return torch.distributed.get_world_size(named._resolve_process_group(group))

@@ -29,6 +29,9 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Modules whose weights are no factors of matrix products.
 _OTHERS = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm)
 
+#: Where a module says which of its weights of products are something else to another module.
+UNCAST = "_not_only_factors"
+
 #: Attributes that make a ScaledTensor parameter one. Every other is a tag of the user's, and stays.
 _OWN = {
     *CodedTensor.INNER,
@@ -95,6 +98,7 @@ def scale_model(
     _replace_parameters(model, wrap, scaled, filter_fn)
     for module in model.modules():
         histories.attach(module)
+    _note_ties(model)
     _show_recipes(model)
     return model
 
@@ -149,11 +153,25 @@ def _frozen_weights(model: nn.Module) -> set[int]:
     found: set[int] = set()
     others: set[int] = set()
     for module, _, name, p in _parameters(model):
-        # Of one dimension but for its shape is what is added, or multiplied by elements.
-        factor = not is_lazy(p) and sum(n > 1 for n in p.shape) > 1
-        factor = factor and name.endswith(("weight", "proj")) and not isinstance(module, _OTHERS)
+        factor = not is_lazy(p) and is_factor(module, name, p)
         (found if factor and not p.requires_grad else others).add(id(p))
     return found - others
+
+
+def _note_ties(model: nn.Module) -> None:
+    """Tell each module which of its weights are read elsewhere by what is no product."""
+    owners = list(_parameters(model))
+    others = {id(p) for module, _, name, p in owners if not is_factor(module, name, p)}
+    for module, _, name, p in owners:
+        if id(p) in others and is_factor(module, name, p):
+            module.__dict__[UNCAST] = (*module.__dict__.get(UNCAST, ()), name)
+
+
+def is_factor(module: nn.Module, name: str, p: Tensor) -> bool:
+    """Whether a parameter of that name is a weight of products to `module`."""
+    # Of one dimension but for its shape is what is added, or multiplied by elements.
+    wide = sum(n > 1 for n in p.shape) > 1
+    return wide and name.endswith(("weight", "proj")) and not isinstance(module, _OTHERS)
 
 
 def _refuse_stored(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from scaledtensor import _torch, verbs
 from scaledtensor.errors import RecipeWarning, UnsupportedError
+from scaledtensor.formats import from_dtype
 from scaledtensor.ops import by_gemm
 from scaledtensor.ops.algebra import first_scaled
 from scaledtensor.recipes import Recipe
@@ -52,10 +53,16 @@ def _promoted(operands: Sequence[Any]) -> Sequence[Any]:
 
 def _cast(x: ScaledTensor, cast: Cast) -> Any:
     if x.format == cast.format:
-        return x
+        return _wide_gradient(x) if is_parameter(x) and x.requires_grad else x
     if isinstance(cast.scale, Carried):
         return verbs.to_format(x, cast.format.name)
     return verbs.quantize(x, cast.spec)
+
+
+def _wide_gradient(weight: ScaledTensor) -> Any:
+    """A weight that came as codes (`fully_shard` gathers them): its gradient is that of the master,
+    which a cast would have seen to."""
+    return verbs.gradient_to_format(weight, from_dtype(weight.dtype).name, "nearest_even")
 
 
 def _gradient_cast(y: Any, cast: Cast) -> Any:

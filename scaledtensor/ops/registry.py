@@ -263,7 +263,8 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
 
     A scale is shared with every view of the tensor, so the value is rescaled into it. A tensor
     known to be zero has no scale to keep and takes the result's: optimizer states so start at the
-    scale of the first gradient. Nor has one that is replaced, whole, by values of another order.
+    scale of the first gradient. Nor has one that is replaced, whole, by values of another order;
+    but what other ranks hold parts of (`agreed`) keeps what it shares with them.
     """
     shape = tuple(value.q.shape if isinstance(value, Raw) else value.shape)
     if target.shape != shape:
@@ -279,7 +280,9 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
     if whole and is_stored(target):  # which is cast anew, by its recipe
         target.copy_(_wrap(raw._replace(format=FP32), [target, *operands]))
         return
-    scale, ratio = settle_in_place(target.scale, target.rms, raw.rms, raw.held, whole)
+    was, free = (target.scale, False) if target.agreed else (target.rms, whole)
+    target.whole_amax = None
+    scale, ratio = settle_in_place(target.scale, was, raw.rms, raw.held, free)
     wide = raw.q if raw.q.dtype.itemsize > 1 else raw.q.float()
     if any(is_table(x) for x in operands):
         target.qdata.copy_(store(saturated(wide, wide * ratio), target.format))

@@ -257,7 +257,7 @@ def continues(how, kind, folder):
     return steps(model, optimizer, 3)
 
 
-@pytest.mark.parametrize(("how", "kind"), [("ddp", "unit"), ("fsdp2", "plain")])
+@pytest.mark.parametrize(("how", "kind"), [("ddp", "unit"), ("fsdp2", "plain"), ("fsdp2", "unit"), ("fsdp2", "stored")])
 def test__a_wrapped_model__goes_on_where_it_was__on_any_number_of_ranks(how, kind, world, tmp_path):
     folder = str(tmp_path / "run")
     losses = world(2, trains, how, kind, folder)
@@ -298,7 +298,9 @@ def saves_and_loads_by_torch(folder, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test__torchs_own_save_and_load__bring_all_bits_to_as_many_ranks(kind, world, tmp_path):
-    assert world(2, saves_and_loads_by_torch, str(tmp_path), kind) == [[], []]
+    # Where a rank has no rows of a tensor, torch reads nothing there, and no scale: `apart` does.
+    empty = [] if kind == "plain" else ["narrow"]
+    assert world(2, saves_and_loads_by_torch, str(tmp_path), kind) == [[], empty]
 
 
 def saves_apart(folder, kind):
