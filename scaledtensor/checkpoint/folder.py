@@ -20,11 +20,12 @@ from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 from torch.optim import Optimizer
 
 from scaledtensor.checkpoint import manifest, states
-from scaledtensor.checkpoint.atomic import sync_file
+from scaledtensor.checkpoint.atomic import clear, sync_file
 from scaledtensor.checkpoint.fit import matched, put, tensors_of
+from scaledtensor.checkpoint.levels import Level, Planner, common, levels
 from scaledtensor.checkpoint.ranks import Ranks
 from scaledtensor.checkpoint.reader import TensorReader
-from scaledtensor.checkpoint.shards import blank, described, imagined, levels, parts, rebuilt
+from scaledtensor.checkpoint.shards import blank, described, imagined, parts, rebuilt
 from scaledtensor.errors import CheckpointError
 
 __all__ = ["Loaded", "load", "save", "verify"]
@@ -71,16 +72,43 @@ def save(
         RecipeError: a recipe of a class that is not registered.
     """
     path, ranks = Path(folder), Ranks(group)
-    contents = ranks.agree(lambda: _Contents(model, optimizer))
+    contents = ranks.agree(lambda: _Contents(model, optimizer, ranks.rank))
     told = ranks.agree(lambda: _merged(ranks.gather(contents.told)))
+    planner = contents.under(_levelled(told))
     objects = ranks.agree(lambda: _objects(extra, per_rank, told, ranks))
     prepared = ranks.agree(lambda: manifest.prepare(path) if ranks.rank == 0 else None)
     temporary: Any = ranks.gather(prepared)[0]
+    try:
+        files = _write(path, temporary, contents.tensors, planner, objects, ranks)
+
+        def finish() -> None:
+            if ranks.rank == 0:
+                about = {"ranks": ranks.size, "files": files}
+                about |= {kind: told[kind] for kind in ("model", "tied", "optimizer")}
+                manifest.write(temporary, about)
+                manifest.install(temporary, path)
+
+        ranks.agree(finish)
+    except Exception:
+        if ranks.rank == 0:
+            clear(temporary)
+        raise
+
+
+def _write(
+    path: Path,
+    temporary: Path,
+    tensors: dict[str, Tensor],
+    planner: Planner,
+    objects: bytes,
+    ranks: Ranks,
+) -> dict[str, Any]:
+    """Write all but the manifest; the size and digest of each file."""
 
     def write() -> None:
         writer = FileSystemWriter(temporary)  # which waits for the disk, file by file
-        alone = not ranks.several
-        write_tensors(contents.tensors, storage_writer=writer, process_group=group, no_dist=alone)
+        where = {"storage_writer": writer, "planner": planner, "process_group": ranks.group}
+        write_tensors(tensors, **where, no_dist=not ranks.several)
 
     _through(path, write)
 
@@ -95,15 +123,7 @@ def save(
         names = sorted(file.name for file in temporary.iterdir())
         return manifest.digests(temporary, names[ranks.rank :: ranks.size])
 
-    files = {name: of for part in ranks.gather(ranks.agree(digest)) for name, of in part.items()}
-
-    def finish() -> None:
-        if ranks.rank == 0:
-            about = {"ranks": ranks.size, "files": files}
-            manifest.write(temporary, about | {k: told[k] for k in ("model", "tied", "optimizer")})
-            manifest.install(temporary, path)
-
-    ranks.agree(finish)
+    return {name: told for part in ranks.gather(ranks.agree(digest)) for name, told in part.items()}
 
 
 def load(
@@ -133,7 +153,7 @@ def load(
     path, ranks = manifest.present(Path(folder)), Ranks(group)
     told = ranks.agree(lambda: _verified(path, ranks))
     objects = ranks.agree(lambda: torch.load(path / OBJECTS, map_location="cpu", weights_only=True))
-    plan = ranks.agree(lambda: _Plan(path, told, objects, model, optimizer))
+    plan = ranks.agree(lambda: _Plan(path, told, objects, model, optimizer, ranks.rank))
 
     def read() -> None:
         if plan.reads:
@@ -161,7 +181,7 @@ def verify(folder: str | Path) -> None:
 class _Contents:
     """What a rank has to save: plain tensors by name, and what is to be told of them."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer | None, rank: int) -> None:
         targets = tensors_of(model)
         first: dict[int, str] = {}
         tied = {name: first.setdefault(id(x), name) for name, x in targets.items()}
@@ -190,8 +210,19 @@ class _Contents:
             },
             "groups": None if state is None else state.groups,
             "values": None if state is None else state.values,
-            "levels": levels(whole),
+            "levels": {name: {rank: level} for name, level in levels(whole).items()},
         }
+
+    def under(self, scales: dict[str, Level]) -> Planner:
+        """Let the tensors that are named be written under those scales; what writes them so."""
+        factors = {}
+        for name, level in scales.items():
+            if f"{name}.scale" in self.tensors:
+                own = self.tensors[f"{name}.scale"]
+                factors[f"{name}.qdata"] = float(own) / level.scale
+                self.tensors[f"{name}.scale"] = torch.full_like(own, level.scale)
+                self.tensors[f"{name}.rms"] = torch.full_like(own, level.rms)
+        return Planner(factors)
 
 
 def _merged(all_told: list[dict[str, Any]]) -> dict[str, Any]:
@@ -201,26 +232,33 @@ def _merged(all_told: list[dict[str, Any]]) -> dict[str, Any]:
     for rank, told in enumerate(all_told[1:], 1):
         if (told["optimizer"] is None) != (first["optimizer"] is None):
             raise CheckpointError(f"rank 0 or rank {rank} saves an optimizer, and the other none")
-        for kind in ("levels", "model", "tied", "optimizer", "values"):
+        for name, level in told["levels"].items():
+            merged["levels"][name] = merged["levels"].get(name, {}) | level
+        for kind in ("model", "tied", "optimizer", "values"):
             for name, value in (told[kind] or {}).items():
                 seen = merged[kind].setdefault(name, value)
                 if seen != value:
-                    raise CheckpointError(_difference(kind, name, rank, seen, value))
+                    raise CheckpointError(
+                        f"{name} is {value} on rank {rank} and {seen} on a rank before it"
+                    )
         if told["groups"] is not None:
             merged["groups"] = _merged_groups(rank, merged["groups"], told["groups"])
     return merged
 
 
-def _difference(kind: str, name: str, rank: int, seen: Any, value: Any) -> str:
-    if kind == "levels":
-        (scale, rms, _), (other, others, _) = seen, value
-        told = [float.fromhex(number) for number in (scale, rms, other, others)]
-        return (
-            f"the shards of {name} have different scales: {told[0]:g} (RMS {told[1]:g}) on one "
-            f"rank, {told[2]:g} (RMS {told[3]:g}) on rank {rank}. One tensor has one scale: give "
-            "all shards that of the whole before saving"
-        )
-    return f"{name} is {value} on rank {rank} and {seen} on a rank before it"
+def _levelled(told: dict[str, Any]) -> dict[str, Level]:
+    """The one scale of each tensor whose shards have several, noted in what is told of it."""
+    found = {}
+    for name, shards in told["levels"].items():
+        one = common(list(shards.values()))
+        kind, _, rest = name.partition(".")
+        owner, _, key = rest.rpartition(".")
+        facts = told["model"][rest] if kind == "model" else told["optimizer"][owner][key]
+        facts |= {"nonnegative": one.nonnegative}
+        if any(shard[:3] != one[:3] for shard in shards.values()):
+            facts |= {"levels": {str(rank): list(shard) for rank, shard in shards.items()}}
+            found[name] = one
+    return found
 
 
 def _merged_groups(rank: int, seen: list[Any], told: list[Any]) -> list[Any]:
@@ -311,7 +349,9 @@ class _Plan:
         objects: dict[str, Any],
         model: nn.Module,
         optimizer: Optimizer | None,
+        rank: int,
     ) -> None:
+        self.rank = rank
         self.reads: dict[str, Tensor] = {}
         self.facts: dict[str, dict[str, Any]] = {}
         self.values: dict[str, dict[str, Any]] = {}
@@ -359,7 +399,9 @@ class _Plan:
 
     def rebuild(self) -> None:
         """All that was read, as it goes into its place; nothing has changed yet."""
-        self.found = {n: rebuilt(n, facts, self.reads) for n, facts in self.facts.items()}
+        self.found = {
+            name: rebuilt(name, facts, self.reads, self.rank) for name, facts in self.facts.items()
+        }
         self.reads = {}
         for p, name, key, saved in self.states:
             found = self.found.pop(f"optimizer.{name}.{key}")

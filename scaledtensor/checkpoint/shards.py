@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from scaledtensor.checkpoint.fit import local, of_local
+from scaledtensor.checkpoint.levels import as_it_was
 from scaledtensor.checkpoint.parts import (
     dtype_of,
     facts_of,
@@ -20,7 +21,7 @@ from scaledtensor.coded import CodedTensor
 from scaledtensor.errors import CheckpointError, UnsupportedError
 from scaledtensor.tensor import ScaledTensor
 
-__all__ = ["apart", "blank", "described", "imagined", "levels", "parts", "rebuilt"]
+__all__ = ["apart", "blank", "described", "imagined", "parts", "rebuilt"]
 
 
 def apart(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,9 +67,12 @@ def described(x: Tensor) -> dict[str, Any]:
         return _plain_facts(x)
     inner: dict[str, Tensor] = inner_of(held)
     told = {part: _plain_facts(t) for part, t in inner.items()}
-    if isinstance(x, DTensor):
-        told["qdata"]["shape"] = list(x.shape)
-    return facts_of(held) | {"shape": list(x.shape), "parts": told}
+    if not isinstance(x, DTensor):
+        return facts_of(held) | {"parts": told}
+    told["qdata"]["shape"] = list(x.shape)
+    facts = facts_of(held) | {"shape": list(x.shape), "parts": told, "cut": layout(x)}
+    facts.pop("nonnegative", None)  # one of the levels, which ranks may have of their own
+    return facts
 
 
 def imagined(name: str, facts: dict[str, Any]) -> Tensor:
@@ -92,7 +96,7 @@ def blank(name: str, facts: dict[str, Any], like: Tensor | None) -> dict[str, Te
     return found
 
 
-def rebuilt(name: str, facts: dict[str, Any], read: Mapping[str, Tensor]) -> Tensor:
+def rebuilt(name: str, facts: dict[str, Any], read: Mapping[str, Tensor], rank: int) -> Tensor:
     """The described tensor, or this rank's shard of it in a DTensor, of the tensors of `blank`."""
     if "kind" not in facts:
         return read[name]
@@ -102,17 +106,15 @@ def rebuilt(name: str, facts: dict[str, Any], read: Mapping[str, Tensor]) -> Ten
         return put_together(name, inner, facts)
     own = qdata.to_local()
     made = put_together(name, inner | {"qdata": own}, facts | {"shape": list(own.shape)})
+    own_level = facts.get("levels", {}).get(str(rank))
+    if own_level is not None and facts["cut"] == layout(qdata):
+        as_it_was(made, own_level)
     return of_local(made, qdata)
 
 
-def levels(state: Mapping[str, Tensor]) -> dict[str, tuple[str, ...]]:
-    """Of each sharded ScaledTensor, what all ranks must have alike: its scale and expected RMS."""
-    found: dict[str, tuple[str, ...]] = {}
-    for name, x in state.items():
-        held = local(x)
-        if isinstance(x, DTensor) and isinstance(held, ScaledTensor):
-            found[name] = (float(held.scale).hex(), float(held.rms).hex(), str(held.nonnegative))
-    return found
+def layout(x: DTensor) -> str:
+    """How `x` is cut: equal where each rank has the same part."""
+    return f"{x.placements} on {x.device_mesh.mesh.tolist()}"
 
 
 def _check_divisible(name: str, held: ScaledTensor) -> None:

@@ -212,6 +212,46 @@ def test__columns__are_cut_as_well(world, tmp_path):
     assert [wrong for wrong, _ in world(2, loads, folder, "unit", 4, 1)] == [[]] * 2
 
 
+def under_own_scales(folder, loading):
+    """Each rank's moments under a scale of its own, as optimizers of torch leave them."""
+    model = made("bf16", 5)
+    model, optimizer = sharded(model, moments(model, 5))
+    whole = made("bf16", 5)
+    whole = moments(whole, 5)
+    before = contents(model, optimizer)
+    if dist.is_initialized():
+        for state in optimizer.state.values():
+            own = state["exp_avg"].to_local()
+            factor = 2.0 ** (7 * (1 + dist.get_rank()))
+            own.qdata.div_(factor), own.scale.mul_(factor), own.rms.mul_(2 + dist.get_rank())
+        assert different(contents(model, optimizer), before)
+        before = contents(model, optimizer)
+    if not loading:
+        return checkpoint.save(folder, model, optimizer)
+    other = made("bf16", 100)
+    other, states = sharded(other, moments(other, 100))
+    checkpoint.load(folder, other, states)
+    values = [state["exp_avg"] for state in states.state.values()]
+    values = [x.full_tensor() if isinstance(x, DTensor) else x for x in values]
+    expected = [state["exp_avg"] for state in whole.state.values()]
+    same = all(
+        torch.equal(x.dequantize(), y.dequantize()) for x, y in zip(values, expected, strict=True)
+    )
+    return same, different(contents(other, states), before)
+
+
+def test__shards_under_scales_of_their_own__come_back_under_them__elsewhere_under_one(
+    world, tmp_path
+):
+    folder = str(tmp_path / "run")
+    world(2, under_own_scales, folder, False)
+    assert world(2, under_own_scales, folder, True) == [(True, [])] * 2
+    same, changed = under_own_scales(folder, True)
+    assert same
+    assert set(changed) <= {f"{n} exp_avg" for n, _ in made("plain").named_parameters()}
+    assert world(4, under_own_scales, folder, True)[3][0]
+
+
 # --- wrapped models --------------------------------------------------------------------------
 
 
@@ -257,7 +297,9 @@ def continues(how, kind, folder):
     return steps(model, optimizer, 3)
 
 
-@pytest.mark.parametrize(("how", "kind"), [("ddp", "unit"), ("fsdp2", "plain"), ("fsdp2", "unit"), ("fsdp2", "stored")])
+@pytest.mark.parametrize(
+    ("how", "kind"), [("ddp", "unit"), ("fsdp2", "plain"), ("fsdp2", "unit"), ("fsdp2", "stored")]
+)
 def test__a_wrapped_model__goes_on_where_it_was__on_any_number_of_ranks(how, kind, world, tmp_path):
     folder = str(tmp_path / "run")
     losses = world(2, trains, how, kind, folder)
@@ -333,9 +375,9 @@ def told(action, *args):
 
 
 def saves_other_scales(folder):
-    model, _ = sharded(made("unit", 5))
+    model, _ = sharded(made("stored", 5))
     if dist.get_rank() == 1:
-        model.last.weight.to_local().scale.mul_(2)
+        model.frozen.weight.to_local().scale.mul_(2)
     return told(checkpoint.save, folder, model)
 
 
@@ -353,7 +395,7 @@ def saves_what_one_cannot(folder):
 def test__what_ranks_disagree_on__is_refused_by_name_on_each(world, tmp_path):
     folder = str(tmp_path / "run")
     for message in world(2, saves_other_scales, folder):
-        assert "the shards of model.last.weight have different scales" in message
+        assert "the shards of model.frozen.weight have different scales" in message
     for message in world(2, saves_other_extra, folder):
         assert "extra is not the same on rank 1 as on rank 0" in message
     messages = world(2, saves_what_one_cannot, folder)

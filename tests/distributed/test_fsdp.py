@@ -3,10 +3,7 @@
 import pytest
 import torch
 import training
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
-import scaledtensor as sct
-from scaledtensor.recipes import Current, Delayed, Unit
 from scaledtensor.shards import part_of
 
 STEPS = 50
