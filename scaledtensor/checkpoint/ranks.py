@@ -22,11 +22,18 @@ class Ranks:
         self.size = dist.get_world_size(group) if self.several else 1
 
     def gather(self, mine: T) -> list[T]:
-        """What each rank gave, in their order, on every rank."""
+        """What each rank gave, in their order, on every rank.
+
+        Raises:
+            CheckpointError: one is gone.
+        """
         if not self.several:
             return [mine]
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, mine, self.group)
+        try:
+            dist.all_gather_object(found, mine, self.group)
+        except RuntimeError as error:
+            raise CheckpointError(f"another rank is gone, or does not answer: {error}") from error
         return found
 
     def agree(self, action: Callable[[], T]) -> T:

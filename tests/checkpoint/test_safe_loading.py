@@ -1,13 +1,12 @@
-"""`torch.load(weights_only=True)`, which is the default, of state dicts with every class."""
+"""`torch.load(weights_only=True)`, which is the default, of state dicts with every class.
+
+Of shards: tests/distributed/test_checkpoint_ranks.py."""
 
 import io
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 
 import scaledtensor as sct
 from scaledtensor.formats import FORMATS
@@ -55,19 +54,3 @@ def test__a_model_and_its_optimizer__are_read_safely(recipe):
             assert same_bits(found["model"][name], x)
     for i, state in enumerate(optimizer.state.values()):
         assert same_bits(found["optimizer"]["state"][i]["exp_avg"], state["exp_avg"])
-
-
-def test__a_shard_of_a_scaled_tensor__is_read_safely(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        for fmt in ("fp32", "e4m3fn"):
-            part = sct.scaled(torch.randn(4, 8), fmt, recipe="unit")
-            x = nn.Parameter(DTensor.from_local(part, mesh, [Shard(0)]))
-            found = again({"x": x})["x"]
-            assert isinstance(found, DTensor)
-            assert found.placements == x.placements
-            assert same_bits(found.to_local(), part)
-            assert found.to_local().recipe == part.recipe
-    finally:
-        dist.destroy_process_group()

@@ -3,13 +3,11 @@
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import safetensors
 import torch
+from killed import ended, forked
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -213,36 +211,29 @@ def test__what_cannot_be_written__is_told_before_anything_is(tmp_path):
         checkpoint.load_safetensors(tmp_path)
 
 
-KILLED = """
-import os, pathlib, sys, torch, scaledtensor as sct
-path, seed = pathlib.Path(sys.argv[1]), int(sys.argv[2])
-x = torch.full((64, 1024, 1024), float(seed))
-print("ready", flush=True)
-while True:
-    sct.checkpoint.save_safetensors({"x": sct.ScaledTensor(x, 2.0, "fp32")}, path)
-    print("saved", flush=True)
-"""
+def saves_on_and_on(path, x):
+    while True:
+        checkpoint.save_safetensors({"x": x}, path)
 
 
-def test__a_save_that_is_killed__leaves_the_file_before_it(tmp_path):
+@pytest.mark.parametrize("written", [1, 2**24, 2**26 - 2**20])
+def test__a_save_that_is_killed__leaves_the_file_before_it(written, tmp_path):
     path = tmp_path / "x.safetensors"
-    x = sct.ScaledTensor(torch.full((8, 8), 1.0), 2.0, "fp32")
-    checkpoint.save_safetensors({"x": x}, path)
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(path), "3"], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert process.stdout.readline() == "ready\n"
-        # Killed once it has begun to write, which takes it a good part of a second.
-        while not any(part.stat().st_size for part in tmp_path.glob(".*.tmp")):
-            time.sleep(0.002)
-        os.kill(process.pid, signal.SIGKILL)
-    finally:
-        process.kill()
-        process.wait()
+    x = sct.ScaledTensor(torch.full((2**24,), 3.0), 2.0, "fp32")
+    small = sct.ScaledTensor(torch.full((8, 8), 1.0), 2.0, "fp32")
+    for _ in range(20):
+        checkpoint.save_safetensors({"x": small}, path)
+        child = forked(saves_on_and_on, path, x)
+        # Killed while the first of its files is being written, which takes it a while.
+        while not any(part.stat().st_size >= written for part in tmp_path.glob(".*.tmp")):
+            assert os.waitpid(child, os.WNOHANG) == (0, 0)
+        os.kill(child, signal.SIGKILL)
+        assert ended(child) == -signal.SIGKILL
+        if path.stat().st_size < 2**20:
+            break
     assert list(tmp_path.glob(".*.tmp"))
-    assert_same(checkpoint.load_safetensors(path)["x"], x)
-    checkpoint.save_safetensors({"x": x}, path)
+    assert_same(checkpoint.load_safetensors(path)["x"], small)
+    checkpoint.save_safetensors({"x": small}, path)
     assert [file.name for file in tmp_path.iterdir()] == ["x.safetensors"]
 
 
