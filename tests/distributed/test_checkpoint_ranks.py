@@ -8,6 +8,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import scaledtensor as sct
@@ -451,3 +456,59 @@ def test__files_of_single_ranks__load_on_as_many_ranks_and_no_others(world, tmp_
     for message, changed in world(2, loads_files_of_its_own, str(tmp_path)):
         assert "cut by (Shard(dim=0),) on 4 ranks" in message
         assert changed == []
+
+
+def of_another_model(folder):
+    model, _ = sharded(made("unit", 5))
+    checkpoint.save(folder, model)
+    with torch.no_grad():
+        model.last = nn.Linear(11, 7)
+    before = contents(model)
+    message = told(checkpoint.load, folder, model)
+    return message, different(contents(model), before)
+
+
+def test__another_model__is_refused_on_every_rank(world, tmp_path):
+    for message, changed in world(2, of_another_model, str(tmp_path / "run")):
+        assert "last.weight is (6, 11) there and (7, 11) here" in message
+        assert changed == []
+
+
+# --- meshes of two dimensions ----------------------------------------------------------------
+
+
+def in_two_dimensions(kind, seed):
+    """Columns and rows by tensor parallelism, and both of them by `fully_shard`."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model = made(kind, seed)
+    plan = {"first": ColwiseParallel(), "last": RowwiseParallel()}
+    parallelize_module(model, mesh["tensor"], plan)
+    return fully_shard(model, mesh=mesh["data"])
+
+
+def saves_in_two_dimensions(folder, kind):
+    checkpoint.save(folder, in_two_dimensions(kind, 5))
+
+
+def loads_in_two_dimensions(folder, kind):
+    model = in_two_dimensions(kind, 100)
+    checkpoint.load(folder, model)
+    return different(contents(model), contents(in_two_dimensions(kind, 5)))
+
+
+@pytest.mark.parametrize("kind", ["plain"])
+def test__columns_and_rows_under_fully_shard__reshard(kind, world, tmp_path):
+    folder = str(tmp_path / "run")
+    world(4, saves_in_two_dimensions, folder, kind)
+    assert world(4, loads_in_two_dimensions, folder, kind) == [[]] * 4
+    model = made(kind, 100)
+    checkpoint.load(folder, model)
+    assert different(contents(model), contents(made(kind, 5))) == []
+    other, _ = world(2, loads_model, folder, kind)
+    assert other == []
+
+
+def loads_model(folder, kind):
+    model, _ = sharded(made(kind, 100))
+    checkpoint.load(folder, model)
+    return different(contents(model), contents(sharded(made(kind, 5))[0]))
