@@ -4,7 +4,7 @@ Such a parameter is a `DTensor` whose local tensor is a ScaledTensor. What is tr
 found on each rank for its part, and put together here.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeGuard
 
 import torch
@@ -33,6 +33,7 @@ __all__ = [
     "is_sharded",
     "of_all_parts",
     "part_of",
+    "ranks_of",
     "squares_and_amax",
 ]
 
@@ -63,6 +64,12 @@ def groups_of(x: Any) -> Groups:
     )
 
 
+def ranks_of(x: Any) -> Groups:
+    """The groups of all ranks that work with `x`, those that hold the same part included."""
+    mesh = x.device_mesh
+    return tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
+
+
 def of_all_parts(numbers: Tensor, groups: Groups) -> Tensor:
     """What each part's rank gives as `numbers`, of shape (parts, *numbers.shape). One collective
     for each group; the same on every rank, and in the same order."""
@@ -74,11 +81,13 @@ def of_all_parts(numbers: Tensor, groups: Groups) -> Tensor:
     return found
 
 
-def by_groups(tensors: Iterable[Any]) -> dict[Groups, list[Any]]:
-    """Tensors by the groups that they are cut over."""
+def by_groups(
+    tensors: Iterable[Any], of: Callable[[Any], Groups] = groups_of
+) -> dict[Groups, list[Any]]:
+    """Tensors by the groups that they are cut over, or by another choice of groups."""
     found: dict[Groups, list[Any]] = {}
     for x in tensors:
-        found.setdefault(groups_of(x), []).append(x)
+        found.setdefault(of(x), []).append(x)
     return found
 
 

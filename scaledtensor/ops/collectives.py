@@ -104,8 +104,7 @@ if dist.is_available():
         torch.ops.fsdp.chunk_cat.default(plain, dim, chunks, out=out)
 
     def _waited(x: Tensor) -> Tensor:
-        arrived: Tensor = functional.wait_tensor.default(x)
-        return arrived
+        return functional.wait_tensor.default(x)  # type: ignore[no-any-return]
 
 
 def _carried(x: ScaledTensor) -> Tensor:
@@ -115,7 +114,8 @@ def _carried(x: ScaledTensor) -> Tensor:
 
 
 def _reduced_rms(x: ScaledTensor, how: str, size: int) -> Tensor:
-    return x.rms * {"sum": size**0.5, "avg": size**-0.5}.get(how, 1.0)
+    expected: Tensor = x.rms * {"sum": size**0.5, "avg": size**-0.5}.get(how, 1.0)
+    return expected
 
 
 def _bytes(q: Tensor) -> Tensor:
