@@ -21,6 +21,7 @@ from scaledtensor.tensor import ScaledTensor, is_stored
 __all__ = [
     "check_fit",
     "clean",
+    "layout",
     "load_into",
     "local",
     "matched",
@@ -135,7 +136,7 @@ def check_fit(where: Any, name: str, target: Tensor, source: Any) -> None:
         refuse(tuple(source.shape), tuple(target.shape))
     held, given = local(target), local(source)
     if isinstance(source, DTensor):
-        there, here = _layout(source), _layout(target)
+        there, here = _told_layout(source), _told_layout(target)
         if there != here:
             refuse(
                 there,
@@ -257,7 +258,12 @@ def local(x: Any) -> Any:
 # --- messages --------------------------------------------------------------------------------
 
 
-def _layout(x: Any) -> str:
+def layout(x: DTensor) -> str:
+    """How `x` is cut: equal where each rank has the same part."""
+    return f"{x.placements} on {x.device_mesh.mesh.tolist()}"
+
+
+def _told_layout(x: Any) -> str:
     if not isinstance(x, DTensor):
         return "whole"
     return f"cut by {x.placements} on {x.device_mesh.size()} ranks, {tuple(local(x).shape)} on one"

@@ -22,7 +22,17 @@ from scaledtensor.formats.packing import packed_shape
 from scaledtensor.recipes import Recipe
 from scaledtensor.tensor import ScaledTensor, appearance
 
-__all__ = ["dtype_of", "facts_of", "inner_names", "inner_of", "put_together", "spelled_dtype"]
+__all__ = [
+    "blank_of",
+    "dtype_of",
+    "facts_of",
+    "inner_names",
+    "inner_of",
+    "plain_facts",
+    "put_together",
+    "spelled_dtype",
+    "told_parts",
+]
 
 Facts = dict[str, Any]
 
@@ -51,6 +61,21 @@ def facts_of(x: ScaledTensor) -> Facts:
     if isinstance(x, CodedTensor):
         found["granularity"] = _spelled_granularity(x.granularity)
     return found
+
+
+def plain_facts(x: Tensor) -> Facts:
+    """What JSON says of a plain tensor."""
+    return {"shape": list(x.shape), "dtype": spelled_dtype(x.dtype)}
+
+
+def told_parts(x: ScaledTensor) -> Facts:
+    """What JSON says of each of the tensors of `inner_of`."""
+    return {part: plain_facts(t) for part, t in inner_of(x).items()}
+
+
+def blank_of(facts: Facts, device: torch.device) -> Tensor:
+    """Memory for the plain tensor that `plain_facts` told of."""
+    return torch.empty(facts["shape"], dtype=dtype_of(facts["dtype"]), device=device)
 
 
 def put_together(name: str, inner: Mapping[str, Tensor], facts: Facts) -> ScaledTensor:

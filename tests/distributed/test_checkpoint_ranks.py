@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import scaledtensor as sct
 from scaledtensor import checkpoint
+from scaledtensor.checkpoint.fit import local, of_local
 from scaledtensor.errors import CheckpointError
 from scaledtensor.tensor import ScaledTensor
 
@@ -255,6 +256,87 @@ def test__shards_under_scales_of_their_own__come_back_under_them__elsewhere_unde
     assert same
     assert set(changed) <= {f"{n} exp_avg" for n, _ in made("plain").named_parameters()}
     assert world(4, under_own_scales, folder, True)[3][0]
+
+
+def in_blocks(x, rounded=None):
+    """A state in 8 bits under scales of blocks of each rank's own."""
+    part = x.to_local() if isinstance(x, DTensor) else x
+    part = part.dequantize() if isinstance(part, ScaledTensor) else part
+    codes = sct.scaled(part.detach(), "e4m3fn", "amax", sct.PerBlock((1, 4)))
+    return of_local(codes, x) if isinstance(x, DTensor) else codes
+
+
+class Blocks(torch.optim.AdamW):
+    """Takes what it is given; its module is not torch's."""
+
+    def load_state_dict(self, state_dict):
+        self.taken = state_dict["state"]
+
+
+def of_blocks(model, optimizer):
+    taken = Blocks(groups_like(model))
+    for p, state in optimizer.state.items():
+        taken.state[p] = {
+            k: in_blocks(x) if k == "exp_avg" and x.dim() > 1 else x for k, x in state.items()
+        }
+    return taken
+
+
+def saves_blocks(folder, kind):
+    model = made(kind, 5)
+    model, optimizer = sharded(model, moments(model, 5))
+    checkpoint.save(folder, model, of_blocks(model, optimizer))
+
+
+def loads_blocks(folder, kind, ranks):
+    """Whether each state came as it is here, or else what values those of the saved cut have."""
+    model = made(kind, 5)
+    model, optimizer = sharded(model, moments(model, 5))
+    here, other = of_blocks(model, optimizer), Blocks(groups_like(model))
+    checkpoint.load(folder, model, other)
+    model = made(kind, 5)
+    whole = Blocks(groups_like(model))
+    whole.state = moments(model, 5).state
+    expected = {
+        i: torch.cat([in_blocks(c).dequantize() for c in pieces_of(state["exp_avg"], ranks)])
+        for i, state in whole.state_dict()["state"].items()
+    }
+    kept, right = [], []
+    for i, state in here.state_dict()["state"].items():
+        mine, theirs = state["exp_avg"], other.taken[i]["exp_avg"]
+        if isinstance(local(mine), sct.CodedTensor):
+            kept.append(bits(mine) == bits(theirs))
+            theirs = local(theirs)
+            values = theirs.dequantize() if isinstance(theirs, ScaledTensor) else theirs
+            part = of_rank(expected[i], mine)
+            right.append(torch.equal(values, part))
+    return all(kept), any(kept), all(right) and len(right) > 1
+
+
+def pieces_of(x, ranks):
+    values = x.dequantize() if isinstance(x, ScaledTensor) else x
+    return values.chunk(ranks)
+
+
+def of_rank(values, like):
+    if not isinstance(like, DTensor):
+        return values
+    mesh = like.device_mesh
+    return cut(values, mesh).to_local()
+
+
+@pytest.mark.parametrize("kind", ["plain", "unit"])
+def test__codes_under_scales_of_blocks__come_back_to_as_many_ranks__elsewhere_as_values(
+    kind, world, tmp_path
+):
+    folder = str(tmp_path / "run")
+    world(4, saves_blocks, folder, kind)
+    assert world(4, loads_blocks, folder, kind, 4) == [(True, True, True)] * 4
+    assert [right for *_, right in world(2, loads_blocks, folder, kind, 4)] == [True] * 2
+    assert loads_blocks(folder, kind, 4)[2]
+    saves_blocks(folder, kind)
+    assert loads_blocks(folder, kind, 1) == (True, True, True)
+    assert [right for *_, right in world(4, loads_blocks, folder, kind, 1)] == [True] * 4
 
 
 # --- wrapped models --------------------------------------------------------------------------
