@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import DTensor
 
 from scaledtensor.checkpoint.fit import local
+from scaledtensor.coded import CodedTensor
 from scaledtensor.errors import CheckpointError
 from scaledtensor.tensor import ScaledTensor
 
@@ -37,7 +38,8 @@ def levels(state: Mapping[str, Tensor]) -> dict[str, Level]:
     found = {}
     for name, x in state.items():
         held = local(x)
-        if isinstance(x, DTensor) and isinstance(held, ScaledTensor):
+        scaled = isinstance(held, ScaledTensor) and not isinstance(held, CodedTensor)
+        if isinstance(x, DTensor) and scaled:
             scale, rms = float(held.scale), float(held.rms)
             found[name] = Level(scale, rms, held.nonnegative, held.numel())
     return found
