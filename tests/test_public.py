@@ -16,6 +16,7 @@ PUBLIC = {
         "PerTensor",
         "ScaledTensor",
         "__version__",
+        "distributed",
         "drop",
         "errors",
         "formats",
@@ -221,6 +222,12 @@ PUBLIC = {
         "TransformerLayer",
         "TransformerStack",
     ],
+    "scaledtensor.distributed": [
+        "ColwiseParallel",
+        "PrepareModuleInput",
+        "RowwiseParallel",
+        "SequenceParallel",
+    ],
     "scaledtensor.optim": [
         "Adam",
         "AdamW",
@@ -343,10 +350,13 @@ ERRORS = {
 
 MEMBERS = [
     "INNER",
+    "agreed",
     "copies",
     "data",
     "decoded",
     "dequantize",
+    "fsdp_post_all_gather",
+    "fsdp_pre_all_gather",
     "granularity",
     "is_shared",
     "like",
@@ -358,6 +368,7 @@ MEMBERS = [
     "to_format",
     "tolist",
     "viewed",
+    "whole_amax",
 ]
 
 
