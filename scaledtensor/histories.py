@@ -26,7 +26,7 @@ from scaledtensor.shards import by_groups, is_sharded, of_all_parts, part_of, ra
 from scaledtensor.simulate import OPERANDS
 from scaledtensor.tensor import ScaledTensor
 
-__all__ = ["advance", "attach", "check", "detach", "exceeded"]
+__all__ = ["advance", "attach", "check", "detach", "exceeded", "parameter_of"]
 
 _ROWS = {"input": INPUT, "weight": WEIGHT, "gradient": GRADIENT}
 _SUFFIX = "_amax"
@@ -176,6 +176,11 @@ def detach(module: nn.Module) -> None:
     for key, hook in list(hooks.items()):
         if getattr(hook, "hook", hook) is _allow_missing:
             del hooks[key]
+
+
+def parameter_of(name: str) -> str:
+    """The name of the parameter whose history is called `name`; empty for any other name."""
+    return name.removesuffix(_SUFFIX) if name.endswith(_SUFFIX) else ""
 
 
 def _names(module: nn.Module) -> list[str]:

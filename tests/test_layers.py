@@ -22,7 +22,7 @@ FLOORS = [
     {"simulate"},
     {"histories"},
     {"inspect", "model", "rebalance", "report", "unit_scale"},
-    {"distributed"},
+    {"checkpoint", "distributed"},
     {"__init__"},
     {"compat", "demo", "__main__"},
 ]

@@ -168,6 +168,12 @@ def _cast_anew(x: ScaledTensor, recipe: Any) -> ScaledTensor:
     return typing.cast(ScaledTensor, cast_once(master))
 
 
+@rule(aten.is_pinned.default)
+def is_pinned(x: ScaledTensor, device: Any = None) -> bool:
+    """What torch.distributed.checkpoint asks of each tensor that it saves."""
+    return x.qdata.is_pinned()
+
+
 @rule(aten._local_scalar_dense.default)
 def item(x: ScaledTensor) -> Any:
     """`.item()`: the value as a Python number."""
