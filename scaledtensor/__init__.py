@@ -1,6 +1,17 @@
 """scaledtensor: tensors that carry their own power-of-two scale. `import scaledtensor as sct`."""
 
-from scaledtensor import errors, formats, functional, inspect, mup, nn, ops, optim, recipes
+from scaledtensor import (
+    distributed,
+    errors,
+    formats,
+    functional,
+    inspect,
+    mup,
+    nn,
+    ops,
+    optim,
+    recipes,
+)
 from scaledtensor._version import __version__
 from scaledtensor.coded import CodedTensor
 from scaledtensor.formats import Format, PerAxis, PerBlock, PerTensor
@@ -23,6 +34,7 @@ __all__ = [
     "PerTensor",
     "ScaledTensor",
     "__version__",
+    "distributed",
     "drop",
     "errors",
     "formats",

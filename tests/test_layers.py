@@ -22,6 +22,7 @@ FLOORS = [
     {"simulate"},
     {"histories"},
     {"inspect", "model", "rebalance", "report", "unit_scale"},
+    {"distributed"},
     {"__init__"},
     {"compat", "demo", "__main__"},
 ]

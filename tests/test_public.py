@@ -16,6 +16,7 @@ PUBLIC = {
         "PerTensor",
         "ScaledTensor",
         "__version__",
+        "distributed",
         "drop",
         "errors",
         "formats",
@@ -52,6 +53,16 @@ PUBLIC = {
         "linear_requires_sync",
         "precompute_float8_dynamic_scale_for_fsdp",
         "sync_float8_amax_and_scale_history",
+    ],
+    "scaledtensor.distributed": [
+        "AutoScales",
+        "FP8ReduceScatter",
+        "FP8State",
+        "Wire",
+        "fp8_all_reduce",
+        "fp8_all_reduce_hook",
+        "fp8_reduce_scatter",
+        "use_fp8_reduce_scatter",
     ],
     "scaledtensor.formats": [
         "BF16",
@@ -326,6 +337,7 @@ PUBLIC = {
 ERRORS = {
     "CheckpointError": "ValueError",
     "DTypeError": "TypeError",
+    "DistributedError": "RuntimeError",
     "FormatError": "ValueError",
     "MissingRuleError": "NotImplementedError",
     "MissingRuleWarning": "UserWarning",

@@ -1,0 +1,21 @@
+"""Several processes: FP8 reduction of gradients, bytes on the wire, placement of whole tensors."""
+
+from scaledtensor.distributed.data_parallel import (
+    FP8ReduceScatter,
+    FP8State,
+    fp8_all_reduce_hook,
+    use_fp8_reduce_scatter,
+)
+from scaledtensor.distributed.reduce import fp8_all_reduce, fp8_reduce_scatter
+from scaledtensor.distributed.wire import AutoScales, Wire
+
+__all__ = [
+    "AutoScales",
+    "FP8ReduceScatter",
+    "FP8State",
+    "Wire",
+    "fp8_all_reduce",
+    "fp8_all_reduce_hook",
+    "fp8_reduce_scatter",
+    "use_fp8_reduce_scatter",
+]
