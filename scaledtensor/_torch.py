@@ -10,10 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import checkpoint
+from torch._subclasses import FakeTensor as FakeTensor  # what stands for a tensor while shapes are
+from torch.utils import checkpoint  # worked out: whoever counts has to tell it from a real one
+
+# What sees every operator of a thread, those that C++ calls included. torch documents it by its own
+# tools (`torch.utils.flop_counter`), and has no public name for it.
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 
 __all__ = [
     "BODIES",
+    "DispatchMode",
+    "FakeTensor",
     "compute_capability",
     "disable_torch_function",
     "error_on_graph_break",
@@ -28,6 +35,7 @@ __all__ = [
     "is_within_backward",
     "log",
     "make_wrapper",
+    "process_group_named",
     "reshape_wrapper",
     "scaled_grouped_mm",
     "scaled_mm",
@@ -246,3 +254,8 @@ def is_swappable(x: Tensor) -> bool:
     """Whether `torch.utils.swap_tensors` takes `x`: nothing but Python's references hold it."""
     held: int = x._use_count()  # type: ignore[attr-defined]
     return held == 1 and not weakref.getweakrefs(x)
+
+
+def process_group_named(name: str) -> Any:
+    """The process group that a functional collective was given by name; torch asks so itself."""
+    return torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]

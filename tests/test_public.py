@@ -56,12 +56,16 @@ PUBLIC = {
     ],
     "scaledtensor.distributed": [
         "AutoScales",
+        "Collective",
         "FP8ReduceScatter",
         "FP8State",
+        "Traffic",
         "Wire",
+        "count_traffic",
         "fp8_all_reduce",
         "fp8_all_reduce_hook",
         "fp8_reduce_scatter",
+        "sent_bytes",
         "use_fp8_reduce_scatter",
     ],
     "scaledtensor.formats": [

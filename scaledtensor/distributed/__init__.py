@@ -7,15 +7,20 @@ from scaledtensor.distributed.data_parallel import (
     use_fp8_reduce_scatter,
 )
 from scaledtensor.distributed.reduce import fp8_all_reduce, fp8_reduce_scatter
+from scaledtensor.distributed.traffic import Collective, Traffic, count_traffic, sent_bytes
 from scaledtensor.distributed.wire import AutoScales, Wire
 
 __all__ = [
     "AutoScales",
+    "Collective",
     "FP8ReduceScatter",
     "FP8State",
+    "Traffic",
     "Wire",
+    "count_traffic",
     "fp8_all_reduce",
     "fp8_all_reduce_hook",
     "fp8_reduce_scatter",
+    "sent_bytes",
     "use_fp8_reduce_scatter",
 ]

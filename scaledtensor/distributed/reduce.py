@@ -32,6 +32,7 @@ from scaledtensor.formats import BF16, encode
 __all__ = ["checked_group", "fp8_all_reduce", "fp8_reduce_scatter"]
 
 _SUMMED_AT_ONCE = 1 << 22  # elements, so that a sum of many ranks needs no tensor of them all
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # <2.13
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 Group: TypeAlias = dist.ProcessGroup
@@ -171,7 +172,7 @@ def all_reduced(
         else back.encode(finish(total)[None])[0]
     )
     received = send.new_empty(world, send.numel())
-    yield dist.all_gather_into_tensor(received.view(-1), send, group=group, async_op=True)
+    yield _all_gather(received.view(-1), send, group=group, async_op=True)
     values = received if narrow else back.decode(received, length)
     target.copy_(values.view(-1)[: target.numel()].view(target.shape))
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -346,9 +345,7 @@ def ddp_losses(how, steps, multiply=1.0, scaled=False):
     # Buckets of a few kB, so that there are several and reductions overlap.
     parallel = DistributedDataParallel(model, bucket_cap_mb=0.004)
     state = None
-    if how == "bf16":
-        parallel.register_comm_hook(None, bf16_compress_hook)
-    elif how is not None:
+    if how is not None:
         state = FP8State(how)
         parallel.register_comm_hook(state, fp8_all_reduce_hook)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
