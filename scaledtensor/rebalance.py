@@ -153,7 +153,7 @@ def _whole(tensors: Iterable[Any]) -> Iterator[ScaledTensor]:
 
 
 #: Where a group of parameters counts its steps: a checkpoint of the optimizer holds it then.
-_COUNT = "steps_for_rebalance"
+COUNT = "steps_for_rebalance"
 
 
 @torch.compiler.disable(reason="a graph cannot count its calls")  # type: ignore[no-untyped-call, untyped-decorator]
@@ -167,7 +167,7 @@ def _after_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         }
         if not periods:
             continue
-        group[_COUNT] = done = group.get(_COUNT, 0) + 1
+        group[COUNT] = done = group.get(COUNT, 0) + 1
         for x in _whole(p for p, every in periods.items() if done % every == 0):
             _rebalanced(x, "rms")
 

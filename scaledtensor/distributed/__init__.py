@@ -6,6 +6,7 @@ from scaledtensor.distributed.data_parallel import (
     fp8_all_reduce_hook,
     use_fp8_reduce_scatter,
 )
+from scaledtensor.distributed.placement import ShardedOptimizer, place
 from scaledtensor.distributed.reduce import fp8_all_reduce, fp8_reduce_scatter
 from scaledtensor.distributed.traffic import Collective, Traffic, count_traffic, sent_bytes
 from scaledtensor.distributed.wire import AutoScales, Wire
@@ -15,12 +16,14 @@ __all__ = [
     "Collective",
     "FP8ReduceScatter",
     "FP8State",
+    "ShardedOptimizer",
     "Traffic",
     "Wire",
     "count_traffic",
     "fp8_all_reduce",
     "fp8_all_reduce_hook",
     "fp8_reduce_scatter",
+    "place",
     "sent_bytes",
     "use_fp8_reduce_scatter",
 ]
