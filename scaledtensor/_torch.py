@@ -10,15 +10,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import checkpoint
+from torch._subclasses import FakeTensor as FakeTensor  # what stands for a tensor while shapes are
+from torch.utils import checkpoint  # worked out: whoever counts has to tell it from a real one
+
+# What sees every operator of a thread, those that C++ calls included. torch documents it by its own
+# tools (`torch.utils.flop_counter`), and has no public name for it.
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 
 __all__ = [
     "BODIES",
+    "DispatchMode",
+    "FakeTensor",
     "compute_capability",
     "disable_torch_function",
     "error_on_graph_break",
     "functional_twin",
-    "group_size",
     "grouped_mm",
     "inlined",
     "innermost_checkpoint",
@@ -30,6 +36,7 @@ __all__ = [
     "local_part",
     "log",
     "make_wrapper",
+    "process_group_named",
     "reshape_wrapper",
     "scaled_grouped_mm",
     "scaled_mm",
@@ -259,7 +266,6 @@ def local_part(x: Any) -> Tensor:
     return part
 
 
-def group_size(group: Any) -> int:
-    """How many ranks a functional collective is among; it is given a group, or the name of one."""
-    named: Any = torch.distributed.distributed_c10d
-    return torch.distributed.get_world_size(named._resolve_process_group(group))
+def process_group_named(name: str) -> Any:
+    """The process group that a functional collective was given by name; torch asks so itself."""
+    return torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]

@@ -62,3 +62,7 @@ class TextError(ScaledTensorError, ValueError):
 
 class CheckpointError(ScaledTensorError, ValueError):
     """A checkpoint that is missing, damaged or belongs to another model."""
+
+
+class DistributedError(ScaledTensorError, RuntimeError):
+    """There is no process group, this rank is not in it, or ranks do not agree."""

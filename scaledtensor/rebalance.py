@@ -161,7 +161,7 @@ def _is_spread(x: Any) -> bool:
 
 
 #: Where a group of parameters counts its steps: a checkpoint of the optimizer holds it then.
-_COUNT = "steps_for_rebalance"
+COUNT = "steps_for_rebalance"
 
 
 @torch.compiler.disable(reason="a graph cannot count its calls")  # type: ignore[no-untyped-call, untyped-decorator]
@@ -171,7 +171,7 @@ def _after_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         periods = [(p, _period(p)) for p in group["params"]]
         if not any(every for _, every in periods):
             continue
-        group[_COUNT] = done = group.get(_COUNT, 0) + 1
+        group[COUNT] = done = group.get(COUNT, 0) + 1
         _all_rebalanced((p for p, every in periods if every and done % every == 0), "rms")
 
 

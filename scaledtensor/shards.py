@@ -10,18 +10,11 @@ from typing import Any, TypeGuard
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from scaledtensor import _torch
 from scaledtensor.errors import DTypeError
 from scaledtensor.tensor import ScaledTensor
-
-if dist.is_available():
-    from torch.distributed.tensor import DTensor
-else:  # pragma: no cover - a build of torch without it
-
-    class DTensor:  # type: ignore[no-redef]
-        """Nothing is one."""
-
 
 #: From 2.13 on torch calls it by the first name.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
@@ -41,7 +34,7 @@ __all__ = [
 Groups = tuple[Any, ...]
 
 
-def is_sharded(x: Any) -> "TypeGuard[DTensor]":
+def is_sharded(x: Any) -> TypeGuard[DTensor]:
     """Whether `x` is a ScaledTensor that is spread over ranks, whole on each or in parts."""
     return isinstance(x, DTensor) and isinstance(_torch.local_part(x), ScaledTensor)
 

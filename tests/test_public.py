@@ -17,6 +17,7 @@ PUBLIC = {
         "ScaledTensor",
         "__version__",
         "checkpoint",
+        "distributed",
         "drop",
         "errors",
         "formats",
@@ -67,6 +68,26 @@ PUBLIC = {
         "linear_requires_sync",
         "precompute_float8_dynamic_scale_for_fsdp",
         "sync_float8_amax_and_scale_history",
+    ],
+    "scaledtensor.distributed": [
+        "AutoScales",
+        "Collective",
+        "ColwiseParallel",
+        "FP8ReduceScatter",
+        "FP8State",
+        "PrepareModuleInput",
+        "RowwiseParallel",
+        "SequenceParallel",
+        "ShardedOptimizer",
+        "Traffic",
+        "Wire",
+        "count_traffic",
+        "fp8_all_reduce",
+        "fp8_all_reduce_hook",
+        "fp8_reduce_scatter",
+        "place",
+        "sent_bytes",
+        "use_fp8_reduce_scatter",
     ],
     "scaledtensor.formats": [
         "BF16",
@@ -341,6 +362,7 @@ PUBLIC = {
 ERRORS = {
     "CheckpointError": "ValueError",
     "DTypeError": "TypeError",
+    "DistributedError": "RuntimeError",
     "FormatError": "ValueError",
     "MissingRuleError": "NotImplementedError",
     "MissingRuleWarning": "UserWarning",
@@ -358,10 +380,13 @@ ERRORS = {
 
 MEMBERS = [
     "INNER",
+    "agreed",
     "copies",
     "data",
     "decoded",
     "dequantize",
+    "fsdp_post_all_gather",
+    "fsdp_pre_all_gather",
     "granularity",
     "is_shared",
     "like",
@@ -373,6 +398,7 @@ MEMBERS = [
     "to_format",
     "tolist",
     "viewed",
+    "whole_amax",
 ]
 
 

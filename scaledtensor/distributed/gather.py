@@ -92,8 +92,8 @@ def _post_all_gather(
     (data,) = all_gather_outputs
     if out is not None:
         whole = part_of(out)
-        whole.scale.copy_(metadata.scale)
-        whole.rms.copy_(metadata.rms)
+        # New ones: what the forward pass saved keeps those it saw.
+        whole.scale, whole.rms = metadata.scale.clone(), metadata.rms.clone()
         return None
     (fmt, dtype, recipe, nonnegative) = metadata.context
     scale, rms = metadata.scale.clone(), metadata.rms.clone()

@@ -21,10 +21,10 @@ from scaledtensor.ops import by_gemm
 from scaledtensor.ops.algebra import first_scaled
 from scaledtensor.recipes import Recipe
 from scaledtensor.recipes.casts import Cast
-from scaledtensor.recipes.scales import Carried
+from scaledtensor.recipes.scales import Carried, Fixed
 from scaledtensor.tensor import ScaledTensor, is_parameter
 
-__all__ = ["FUNCTIONS", "cast_once", "linear"]
+__all__ = ["FUNCTIONS", "cast_input", "cast_once", "linear"]
 
 
 def _governing(*operands: Any) -> Recipe | None:
@@ -123,6 +123,15 @@ def cast_once(weight: Any, *others: Any) -> Any:
     if recipe is None or recipe.gemms.once is None:
         return weight
     return _cast(_promoted([weight, *others])[0], recipe.gemms.once[1])
+
+
+def cast_input(x: ScaledTensor, recipe: Recipe | None) -> Any:
+    """The input of products with weights of a recipe, where its cast is the same for any part of
+    it and for the whole; else as it is."""
+    once = None if recipe is None else recipe.gemms.once
+    if once is None or not isinstance(once[0].scale, (Carried, Fixed)):
+        return x
+    return _cast(x, once[0])
 
 
 def _reflected(function: Callable[..., Any], a: Any, b: Any) -> Any:

@@ -37,14 +37,15 @@ def batches(steps, seed=1):
         yield tokens[:, :-1], tokens[:, 1:]
 
 
-def train(gpt, steps, optimizer=None, multiplier=1.0, share=True, accumulate=1, after_step=None):
-    """The loss of each step, over the batches of all ranks."""
+def train(gpt, steps, optimizer=None, multiplier=1.0, share=True, accumulate=1, part=None):
+    """The loss of each step, over the batches of all ranks; `part` says which this rank has."""
     optimizer = optimizer or torch.optim.AdamW(gpt.parameters(), lr=3e-3)
-    ranks = dist.get_world_size() if share and dist.is_initialized() else 1
+    alone = not share or not dist.is_initialized()
+    everyone = (0, 1, None) if alone else (dist.get_rank(), dist.get_world_size(), None)
+    rank, ranks, group = part or everyone
     losses = []
     for inputs, targets in batches(steps):
         if ranks > 1:
-            rank = dist.get_rank()
             inputs, targets = (t.chunk(ranks)[rank] for t in (inputs, targets))
         total = torch.zeros(())
         for x, y in zip(inputs.chunk(accumulate), targets.chunk(accumulate), strict=True):
@@ -52,15 +53,13 @@ def train(gpt, steps, optimizer=None, multiplier=1.0, share=True, accumulate=1, 
             (loss * (multiplier / accumulate)).backward()
             total += loss.detach() / accumulate
         if ranks > 1:
-            dist.all_reduce(total)
+            dist.all_reduce(total, group=group)
         for p in gpt.parameters():
             if p.grad is not None and multiplier != 1:
                 p.grad = p.grad * (1 / multiplier)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(total) / ranks)
-        if after_step is not None:
-            after_step(gpt)
     return losses
 
 

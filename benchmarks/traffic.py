@@ -1,0 +1,300 @@
+"""Bytes that a training step sends over the wire: counted, and by formula for models of any size.
+
+    python -m benchmarks.traffic [--ranks 2 4] [--json FILE]
+    python -m benchmarks.traffic --model [--states 8]
+
+The first trains the demo's GPT (4 layers, d = 128) on this machine, in as many processes as
+`--ranks` says, and counts the collectives of its third step with `count_traffic`: a row is a way to
+train in parallel, one function below. Bytes are what one rank sends by the algorithms of textbooks
+(`scaledtensor/distributed/traffic.py`), scales included.
+
+The second prints what the formulas below give for Llama 2 7B and Llama 3 70B and 405B. Of P
+parameters, of which b lie in blocks and r outside, on n ranks, with w and g bytes an element of
+weights and gradients on the wire:
+
+    DDP      sends 2 (n-1)/n g P; a rank holds (4 + 4 + states) bytes a parameter
+    FSDP2    sends (n-1)/n (2 w b + w' r + g P): blocks are gathered for forward and for backward,
+             what lies outside them once, with w' bytes; a rank holds (4 + 4 + states) / n
+
+4 + 4 are float32 weights and gradients; states 8 for AdamW in float32. FP8 gradients have
+g = 1 + 1/128. An FP8 all-gather has w = 1 for weights of products, and 2 for the rest, which goes
+as bfloat16. Activations, and the blocks that are gathered at a time, come on top. The test
+`tests/distributed/test_traffic_benchmark.py` holds each formula against what is counted.
+"""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from scaledtensor.demo.model import GPT, GPTConfig
+from scaledtensor.distributed import (
+    FP8State,
+    Wire,
+    count_traffic,
+    fp8_all_reduce_hook,
+    sent_bytes,
+    use_fp8_reduce_scatter,
+)
+
+CONFIG = GPTConfig(vocab_size=64, block_size=64, n_layer=4, n_head=4, n_embd=128)
+DEVICES = (8, 64, 512, 4096)
+FP8 = 1 + 1 / 128  # a byte, and a scale for 128 of them
+
+# --- counted --------------------------------------------------------------------------------------
+
+
+def ddp(wire: Wire | Callable[..., Any] | None = None) -> Callable[[GPT], nn.Module]:
+    def prepare(model: GPT) -> nn.Module:
+        parallel = DistributedDataParallel(model)
+        if isinstance(wire, Wire):
+            parallel.register_comm_hook(FP8State(wire), fp8_all_reduce_hook)
+        elif wire is not None:
+            parallel.register_comm_hook(None, wire)
+        return parallel
+
+    return prepare
+
+
+def bf16(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """torch's hook; DDP refuses it by its name on backends that were slow with bfloat16 once."""
+    return bf16_compress_hook(state, bucket)
+
+
+def fsdp(
+    param: torch.dtype | None, reduce: torch.dtype | None, wire: Wire | None = None
+) -> Callable[[GPT], nn.Module]:
+    def prepare(model: GPT) -> nn.Module:
+        policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
+        for block in model.blocks:
+            fully_shard(block, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+        if wire is not None:
+            use_fp8_reduce_scatter(model, wire)
+        return model
+
+    return prepare
+
+
+#: A row: what it is compared with, and what makes a model train in that way.
+ROWS: dict[str, tuple[str, Callable[[GPT], nn.Module]]] = {
+    "DDP, float32": ("DDP, bfloat16", ddp()),
+    "DDP, bfloat16": ("DDP, bfloat16", ddp(bf16)),
+    "DDP, FP8 by blocks": ("DDP, bfloat16", ddp(Wire())),
+    "DDP, FP8 auto": ("DDP, bfloat16", ddp(Wire(scaling="auto"))),
+    "DDP, FP8 by blocks, bfloat16 back": ("DDP, bfloat16", ddp(Wire(gather="bf16"))),
+    "FSDP2, bfloat16": ("FSDP2, bfloat16", fsdp(torch.bfloat16, torch.bfloat16)),
+    "FSDP2, FP8 by blocks": ("FSDP2, bfloat16", fsdp(torch.bfloat16, torch.float32, Wire())),
+    "FSDP2, FP8 auto": (
+        "FSDP2, bfloat16",
+        fsdp(torch.bfloat16, torch.float32, Wire(scaling="auto")),
+    ),
+}
+
+
+class Count(NamedTuple):
+    """What one rank sends in a step, and holds after it."""
+
+    collectives: list[tuple[str, str, int, float]]
+    """Name, dtype, calls and bytes sent."""
+    weights: float
+    """Bytes sent to gather weights."""
+    gradients: float
+    """Bytes sent to reduce gradients."""
+    held: int
+    """Bytes of weights, gradients and states on this rank."""
+    parameters: int
+
+
+def count(row: str) -> Count:
+    """The third step of a training, on this rank of a process group that is there."""
+    torch.manual_seed(0)
+    model = GPT(CONFIG)
+    parameters = sum(p.numel() for p in model.parameters())
+    parallel = ROWS[row][1](model)
+    optimizer = torch.optim.AdamW(parallel.parameters(), 1e-3)
+    x = torch.randint(CONFIG.vocab_size, (2, CONFIG.block_size + 1))
+
+    def step() -> None:
+        parallel(x[:, :-1], x[:, 1:])[1].backward()
+        optimizer.step()
+
+    for _ in range(2):  # DDP settles its buckets after the first
+        optimizer.zero_grad()
+        step()
+    optimizer.zero_grad()
+    with count_traffic() as traffic:
+        step()
+    rows = [
+        (c.name, str(c.dtype).removeprefix("torch."), c.calls, c.sent) for c in traffic.collectives
+    ]
+    gathers = row.startswith("FSDP")
+    weights = sum(sent for name, _, _, sent in rows if gathers and name == "all-gather")
+    tensors = [t for p in parallel.parameters() for t in (p, p.grad)]
+    tensors += [t for s in optimizer.state.values() for t in s.values() if t.dim()]
+    held = sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
+    return Count(rows, weights, traffic.sent - weights, held, parameters)
+
+
+def counts(ranks: int, rows: Sequence[str]) -> dict[str, Count]:
+    """Rank 0's counts of each row, in processes started for it."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, (ranks, tuple(rows), folder), ranks)
+        found = json.loads((Path(folder) / "counts.json").read_text())
+    return {row: Count(*fields) for row, fields in found.items()}
+
+
+def _rank(rank: int, ranks: int, rows: Sequence[str], folder: str) -> None:
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    found = {row: count(row) for row in rows}
+    if rank == 0:
+        (Path(folder) / "counts.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def table_of_counts(found: dict[int, dict[str, Count]]) -> str:
+    """Markdown: bytes a parameter, and of gradients beside the row it is compared with."""
+    lines = [
+        "| ranks | row | weights | gradients | of bfloat16's gradients | collectives |",
+        "|---|---|---|---|---|---|",
+    ]
+    for ranks, rows in found.items():
+        for row, c in rows.items():
+            other = rows.get(ROWS[row][0])
+            ratio = f"{c.gradients / other.gradients:.3f}" if other else ""
+            calls = ", ".join(f"{n} {name} {dtype}" for name, dtype, n, _ in c.collectives)
+            sent = (f"{n / c.parameters:.3f}" if n else "" for n in (c.weights, c.gradients))
+            lines.append(f"| {ranks} | {row} | {' | '.join(sent)} | {ratio} | {calls} |")
+    return "\n".join(lines)
+
+
+# --- by formula -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's parameters: in blocks, as weights of products or not, and outside of them."""
+
+    name: str
+    products: int
+    rest: int
+    outside: int
+
+    @property
+    def parameters(self) -> int:
+        return self.products + self.rest + self.outside
+
+
+def llama(name: str, layers: int, d: int, hidden: int, queries_per_key: int, vocab: int) -> Shape:
+    """Attention with keys and values for some heads, a gated MLP, two norms; embedding and head."""
+    attention = 2 * d * d + 2 * d * d // queries_per_key
+    return Shape(name, layers * (attention + 3 * d * hidden), layers * 2 * d, 2 * vocab * d + d)
+
+
+LLAMAS = (
+    llama("Llama 2 7B", 32, 4096, 11008, 1, 32000),
+    llama("Llama 3 70B", 80, 8192, 28672, 8, 128256),
+    llama("Llama 3 405B", 126, 16384, 53248, 16, 128256),
+)
+
+
+def shape_of(model: GPT) -> Shape:
+    """That of the demo's GPT."""
+    blocks = sum(p.numel() for p in model.blocks.parameters())
+    products = sum(p.numel() for p in model.blocks.parameters() if p.dim() > 1)
+    return Shape(
+        "demo", products, blocks - products, sum(p.numel() for p in model.parameters()) - blocks
+    )
+
+
+def ddp_sent(shape: Shape, ranks: int, gradient: float) -> float:
+    """Bytes that a rank sends in a step, with `gradient` bytes an element."""
+    return sent_bytes("all-reduce", gradient * shape.parameters, ranks)
+
+
+def fsdp_sent(
+    shape: Shape, ranks: int, product: float, rest: float, gradient: float
+) -> tuple[float, float]:
+    """Bytes that a rank sends in a step, for weights and for gradients."""
+    gathered = 2 * (product * shape.products + rest * shape.rest) + rest * shape.outside
+    return (
+        sent_bytes("all-gather", gathered, ranks),
+        sent_bytes("reduce-scatter", gradient * shape.parameters, ranks),
+    )
+
+
+def held(ranks: int, states: float, sharded: bool) -> float:
+    """Bytes a parameter of float32 weights and gradients, and of states, on a rank."""
+    return (4 + 4 + states) / (ranks if sharded else 1)
+
+
+#: Name, sharded or not, and bytes of a product's weight, of other weights and of gradients.
+WAYS = (
+    ("DDP, float32", False, 0, 0, 4),
+    ("DDP, bfloat16", False, 0, 0, 2),
+    ("DDP, FP8", False, 0, 0, FP8),
+    ("FSDP2, bfloat16", True, 2, 2, 2),
+    ("FSDP2, gradients in FP8", True, 2, 2, FP8),
+    ("FSDP2, weights in FP8", True, 1, 2, 2),
+    ("FSDP2, both in FP8", True, 1, 2, FP8),
+)
+
+
+def table_of_model(states: float) -> str:
+    """Markdown: GB that a device sends in a step, and bytes a parameter that it holds."""
+    lines = [
+        "| model | way | " + " | ".join(f"GB sent, {n}" for n in DEVICES) + " | "
+        "" + " | ".join(f"bytes held, {n}" for n in DEVICES) + " |",
+        "|---" * (2 + 2 * len(DEVICES)) + "|",
+    ]
+    for shape in LLAMAS:
+        for way, sharded, product, rest, gradient in WAYS:
+            sent = [
+                sum(fsdp_sent(shape, n, product, rest, gradient))
+                if sharded
+                else ddp_sent(shape, n, gradient)
+                for n in DEVICES
+            ]
+            cells = [f"{s / 1e9:.1f}" for s in sent]
+            cells += [f"{held(n, states, sharded):.3g}" for n in DEVICES]
+            size = f"{shape.name}, {shape.parameters / 1e9:.1f}e9"
+            lines.append(f"| {size} | {way} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="N")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the counts there too")
+    parser.add_argument("--model", action="store_true", help="print the formulas' table instead")
+    parser.add_argument(
+        "--states", type=float, default=8.0, help="bytes a parameter of states (default: 8)"
+    )
+    options = parser.parse_args(arguments)
+    if options.model:
+        print(table_of_model(options.states))
+        return 0
+    found = {n: counts(n, list(ROWS)) for n in options.ranks}
+    print(table_of_counts(found))
+    if options.json:
+        data = {n: {row: c._asdict() for row, c in rows.items()} for n, rows in found.items()}
+        options.json.write_text(json.dumps(data, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,262 @@
+"""Whole tensors, each with its scale, placed on ranks: the states of an optimizer divided by n.
+
+FP8-LM (arXiv 2310.18313, section 2.3) divides states as ZeRO does (arXiv 1910.02054), but never a
+tensor, whose elements share a scale: tensors go to ranks, largest first, each to the rank that
+holds the fewest bytes. No rank then holds more than 4/3 of what the best division would leave it
+(Graham 1969), or the largest tensor alone.
+
+Why not `torch.distributed.optim.ZeroRedundancyOptimizer`: it refuses parameters of two classes,
+as a model has where only its products are scaled, sends each parameter in a broadcast of its own
+that knows nothing of scales, and counts steps twice for hooks that all optimizers share.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from scaledtensor.distributed.reduce import Group, checked_group
+from scaledtensor.errors import CheckpointError, ShapeError, UnsupportedError
+from scaledtensor.rebalance import COUNT
+from scaledtensor.tensor import ScaledTensor
+
+__all__ = ["ShardedOptimizer", "place"]
+
+_ALONE = 1 << 20  # bytes from which a tensor is worth a broadcast of its own, without a copy
+
+
+def place(tensors: Iterable[Tensor], ranks: int, held: Sequence[int] | None = None) -> list[int]:
+    """The rank of each tensor: largest first, each to the rank that holds the fewest bytes.
+
+    The same on every rank that asks: of equal tensors the first goes first, of equal ranks the
+    lowest gets it.
+
+    Args:
+        tensors: plain or scaled; those count with their scales.
+        ranks: how many there are.
+        held: bytes that each rank holds already; None is none.
+
+    Raises:
+        ShapeError: `ranks` is not positive, or `held` is not one number a rank.
+    """
+    held = [0] * max(ranks, 0) if held is None else list(held)
+    if ranks < 1 or len(held) != ranks:
+        raise ShapeError(
+            f"place takes 1 or more ranks; got {ranks}, of which {len(held)} hold some"
+        )
+    sizes = [sum(part.nbytes for part in parts(t)) for t in tensors]
+    out = [0] * len(sizes)
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        out[i] = held.index(min(held))
+        held[out[i]] += sizes[i]
+    return out
+
+
+class ShardedOptimizer(Optimizer):
+    """An optimizer of which each rank steps, and keeps states for, its own whole tensors.
+
+        optimizer = sct.distributed.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+
+    After a step every rank broadcasts what it stepped: elements as bytes, with scale and expected
+    RMS. Parameters and gradients have to be the same on all ranks before a step, as they are under
+    DistributedDataParallel; each parameter then becomes what one optimizer for all of them would
+    have made it, bit for bit, if that treats parameters one by one.
+
+    Args:
+        params: parameters, or groups of them.
+        optimizer_class: makes the optimizer of a rank's own: called with groups and `defaults`.
+        group: None is the default process group.
+        defaults: options of the groups, as `lr`.
+
+    Attributes:
+        local: the optimizer of this rank's own parameters.
+        owner: the rank of each parameter.
+
+    `param_groups` holds all parameters; schedulers and hooks work on them. `state` has those of
+    this rank. `state_dict` and `load_state_dict` are torch.optim's, of all parameters: a checkpoint
+    loads on any number of ranks and into an optimizer that is not sharded.
+
+    Raises:
+        DistributedError: there is no process group, or this rank is not in it.
+        UnsupportedError: a parameter is a DTensor, of which each rank holds a part anyway.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_class: Callable[..., Optimizer],
+        *,
+        group: Group | None = None,
+        **defaults: Any,
+    ) -> None:
+        self.group = checked_group(group)
+        self.owner: dict[Tensor, int] = {}
+        self.local: Optimizer | None = None
+        super().__init__(params, defaults)
+        self._place(list(self._parameters()))
+        self.local = optimizer_class([self._own(group) for group in self.param_groups], **defaults)
+        self.state = self.local.state
+        for ours, local in zip(self.param_groups, self.local.param_groups, strict=True):
+            _copy_options(local, ours)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its parameters go to ranks after those there are."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        sharded = [p for p in group["params"] if hasattr(p, "full_tensor")]
+        if sharded:
+            self.param_groups.pop()
+            raise UnsupportedError(
+                f"{len(sharded)} parameters are DTensors, whose states are divided already: step"
+                " them with an ordinary optimizer"
+            )
+        if self.local is not None:
+            self._place(group["params"])
+            self.local.add_param_group(self._own(group))
+            _copy_options(self.local.param_groups[-1], group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step this rank's parameters and share all. The loss, if there is a closure."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        local = self._local()
+        for ours, own in zip(self.param_groups, local.param_groups, strict=True):
+            _copy_options(ours, own)
+        local.step()
+        for ours, own in zip(self.param_groups, local.param_groups, strict=True):
+            _copy_options(own, ours)
+        self._share()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of all ranks, copied to every rank's CPU. All ranks have to call it."""
+        whole = super().state_dict()
+        own = {i: _on_cpu(state) for i, state in whole["state"].items()}
+        everyones: list[Any] = [None] * self.group.size()
+        dist.all_gather_object(everyones, own, group=self.group)
+        whole["state"] = dict(sorted(chain.from_iterable(part.items() for part in everyones)))
+        return whole
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep what is this rank's of the states of all.
+
+        Raises:
+            CheckpointError: the groups are of other sizes; nothing is changed then.
+        """
+        saved = state_dict["param_groups"]
+        sizes = [[len(g["params"]) for g in groups] for groups in (saved, self.param_groups)]
+        if sizes[0] != sizes[1]:
+            raise CheckpointError(
+                f"the checkpoint has groups of {sizes[0]} parameters, the optimizer of {sizes[1]}"
+            )
+        local = self._local()
+        rank, groups, count = self.group.rank(), [], 0
+        states: dict[int, Any] = {}
+        for theirs, ours in zip(saved, self.param_groups, strict=True):
+            mine = [
+                i
+                for i, p in zip(theirs["params"], ours["params"], strict=True)
+                if self.owner[p] == rank
+            ]
+            own = range(count, count := count + len(mine))
+            groups.append({**theirs, "params": list(own)})
+            states |= {
+                j: state_dict["state"][i]
+                for i, j in zip(mine, own, strict=True)
+                if i in state_dict["state"]
+            }
+        local.load_state_dict({"state": states, "param_groups": groups})
+        self.state = local.state
+        for theirs, ours in zip(saved, self.param_groups, strict=True):
+            ours.update({k: v for k, v in theirs.items() if k != "params"})
+
+    def _local(self) -> Optimizer:
+        if self.local is None:
+            raise UnsupportedError("this optimizer is still being made")
+        return self.local
+
+    def _parameters(self) -> Iterator[Tensor]:
+        return chain.from_iterable(group["params"] for group in self.param_groups)
+
+    def _place(self, new: list[Tensor]) -> None:
+        held = [0] * self.group.size()
+        for p, rank in self.owner.items():
+            held[rank] += sum(part.nbytes for part in parts(p))
+        self.owner |= dict(zip(new, place(new, len(held), held), strict=True))
+
+    def _own(self, group: dict[str, Any]) -> dict[str, Any]:
+        rank = self.group.rank()
+        return {**group, "params": [p for p in group["params"] if self.owner[p] == rank]}
+
+    def _share(self) -> None:
+        """Everyone sends what it owns: large tensors from where they lie, the others in one."""
+        arrivals: list[tuple[dist.Work, Callable[[], None]]] = []
+        for rank in range(self.group.size()):
+            source = dist.get_global_rank(self.group, rank)
+            small: list[Tensor] = []
+            for p in self._parameters():
+                if self.owner[p] == rank and p.requires_grad:
+                    for part in parts(p):
+                        if part.nbytes < _ALONE or not part.is_contiguous():
+                            small.append(part)
+                        else:
+                            arrivals.append((self._sent(_bytes(part), source), _nothing))
+            for device in dict.fromkeys(part.device for part in small):
+                there = [part for part in small if part.device == device]
+                packed = torch.cat([_bytes(part) for part in there])
+                work = self._sent(packed, source)
+                done = _nothing if rank == self.group.rank() else _unpacking(packed, there)
+                arrivals.append((work, done))
+        for work, done in arrivals:
+            work.wait()
+            done()
+
+    def _sent(self, what: Tensor, source: int) -> dist.Work:
+        work: dist.Work = dist.broadcast(what, source, group=self.group, async_op=True)
+        return work
+
+
+def parts(x: Tensor) -> list[Tensor]:
+    """The plain tensors that `x` is made of: itself, or elements, scale and expected RMS."""
+    if isinstance(x, ScaledTensor):
+        return [getattr(x, name) for name in x.INNER]
+    return [x.detach()]
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.reshape(-1).view(torch.uint8)
+
+
+def _unpacking(packed: Tensor, into: list[Tensor]) -> Callable[[], None]:
+    def unpack() -> None:
+        received = torch.split(packed, [part.nbytes for part in into])
+        for part, own in zip(into, received, strict=True):
+            # A copy, as a view as another dtype has to start at a multiple of its size.
+            part.copy_(own.clone().view(part.dtype).view(part.shape))
+
+    return unpack
+
+
+def _nothing() -> None:
+    pass
+
+
+def _copy_options(source: dict[str, Any], target: dict[str, Any]) -> None:
+    """All but the parameters, and the steps that a hook counts for each of two optimizers."""
+    target.update({k: v for k, v in source.items() if k not in ("params", COUNT)})
+
+
+def _on_cpu(state: Any) -> Any:
+    """A copy, also of what is there: the next step would write into it."""
+    if isinstance(state, Tensor):
+        return state.detach().clone() if state.is_cpu else state.detach().cpu()
+    if isinstance(state, dict):
+        return {k: _on_cpu(v) for k, v in state.items()}
+    return state

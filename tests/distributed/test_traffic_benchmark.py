@@ -1,0 +1,74 @@
+"""The formulas of the scaling model against what is counted at small scale."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = str(Path(__file__).parent.parent.parent)
+
+
+@pytest.fixture(autouse=True)
+def _from_the_root(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+
+
+def counted(row):
+    sys.path.insert(0, ROOT)
+    try:
+        from benchmarks.traffic import count
+    finally:
+        sys.path.remove(ROOT)
+    return tuple(count(row))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("row", "way"),
+    [
+        ("DDP, float32", "DDP, float32"),
+        ("DDP, bfloat16", "DDP, bfloat16"),
+        ("DDP, FP8 by blocks", "DDP, FP8"),
+        ("FSDP2, bfloat16", "FSDP2, bfloat16"),
+        ("FSDP2, FP8 by blocks", "FSDP2, gradients in FP8"),
+    ],
+)
+def test__each_formula__gives_what_is_counted(world, row, way, ranks):
+    from benchmarks import traffic
+
+    found = traffic.Count(*world(ranks, counted, row)[0])
+    shape = traffic.shape_of(traffic.GPT(traffic.CONFIG))
+    ((_, sharded, product, rest, gradient),) = [w for w in traffic.WAYS if w[0] == way]
+    # Scales of blocks that end with a rank's part: a few more than one for each 128 elements.
+    exactly = {"rel": 1e-4 if gradient == traffic.FP8 else 1e-12}
+    assert found.parameters == shape.parameters
+    if sharded:
+        weights, gradients = traffic.fsdp_sent(shape, ranks, product, rest, gradient)
+        assert found.weights == pytest.approx(weights, rel=1e-12)
+        assert found.gradients == pytest.approx(gradients, **exactly)
+    else:
+        assert found.weights == 0
+        sent = traffic.ddp_sent(shape, ranks, gradient)
+        assert found.gradients == pytest.approx(sent, **exactly)
+    assert found.held == traffic.held(ranks, 8, sharded) * shape.parameters
+
+
+def test__the_tables__say_what_they_are_given(capsys):
+    from benchmarks import traffic
+
+    assert [f"{shape.parameters / 1e9:.2f}" for shape in traffic.LLAMAS] == [
+        "6.74",  # as published
+        "70.55",
+        "405.85",
+    ]
+    assert traffic.main(["--model", "--states", "2.19"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 + 3 * len(traffic.WAYS)
+    ddp = next(line for line in lines if "7B" in line and "DDP, FP8" in line)
+    assert f"| {2 * 7 / 8 * 6.738 * (129 / 128):.1f} |" in ddp
+    assert "10.2" in ddp
+    one = traffic.Count([("all-reduce", "uint8", 2, 10.0)], 0, 10.0, 0, 5)
+    two = one._replace(gradients=20.0)
+    rows = {"DDP, FP8 auto": one, "DDP, bfloat16": two}
+    table = traffic.table_of_counts({2: rows}).splitlines()
+    assert table[2] == "| 2 | DDP, FP8 auto |  | 2.000 | 0.500 | 2 all-reduce uint8 |"
