@@ -259,8 +259,8 @@ def local(x: Any) -> Any:
 
 
 def layout(x: DTensor) -> str:
-    """How `x` is cut: equal where each rank has the same part."""
-    return f"{x.placements} on {x.device_mesh.mesh.tolist()}"
+    """How `x` is cut, into how many."""
+    return f"{x.placements} on {tuple(x.device_mesh.shape)}"
 
 
 def _told_layout(x: Any) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from scaledtensor.checkpoint.fit import layout, local, of_local
+from scaledtensor.checkpoint.fit import local, of_local
 from scaledtensor.checkpoint.parts import (
     blank_of,
     dtype_of,
@@ -44,7 +44,7 @@ def described(x: DTensor) -> tuple[Facts, Facts]:
     """What JSON says of the whole, and of this rank's piece of it."""
     held = local(x)
     own = facts_of(held) | {"parts": told_parts(held), "offset": _region(x)[0]}
-    return plain_facts(x) | {"cut": layout(x)}, own
+    return plain_facts(x), own
 
 
 class Assembly:
@@ -67,7 +67,7 @@ class Assembly:
         self.offset, self.shape = offset, shape
         pieces: dict[str, Facts] = facts.get("pieces", {})
         own = pieces.get(str(rank)) if self.like is not None else None
-        self.kept = own is not None and facts["cut"] == layout(_checked(self.like))
+        self.kept = own is not None and (own["offset"], own["shape"]) == (offset, shape)
         if self.kept and own is not None:
             self.pieces = {_named(name, rank): own}
         elif pieces:

@@ -7,13 +7,10 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Shard, parallel
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from training import whole
 
 import scaledtensor as sct
 from scaledtensor import checkpoint
@@ -80,13 +77,13 @@ def cut(x, mesh, dim=0):
     """The shard of `x` that this rank has, as `fully_shard` cuts."""
     if not isinstance(x, torch.Tensor) or x.dim() <= dim:
         return x
-    whole = x.detach()
-    q = whole.qdata if isinstance(whole, ScaledTensor) else whole
+    all_of_it = x.detach()
+    q = all_of_it.qdata if isinstance(all_of_it, ScaledTensor) else all_of_it
     chunks = q.chunk(mesh.size(), dim)
     own = chunks[mesh.get_local_rank()] if mesh.get_local_rank() < len(chunks) else None
     own = q.narrow(dim, 0, 0) if own is None else own
-    if isinstance(whole, ScaledTensor):
-        own = whole.like(own.clone(), whole.scale.clone(), whole.rms.clone())
+    if isinstance(all_of_it, ScaledTensor):
+        own = all_of_it.like(own.clone(), all_of_it.scale.clone(), all_of_it.rms.clone())
     return DTensor.from_local(
         own.clone(), mesh, [Shard(dim)], run_check=False, shape=x.shape, stride=x.stride()
     )
@@ -559,38 +556,94 @@ def test__another_model__is_refused_on_every_rank(world, tmp_path):
 # --- meshes of two dimensions ----------------------------------------------------------------
 
 
+class Pair(nn.Module):
+    """Two products that two ranks share, and a weight that they do not."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(6, 12)
+        self.last = nn.Linear(12, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(self.last(self.first(x).relu()))
+
+
+def pair(kind, seed):
+    model = Pair(seed)
+    return model if RECIPES[kind] is None else sct.scale_model(model, RECIPES[kind])
+
+
 def in_two_dimensions(kind, seed):
     """Columns and rows by tensor parallelism, and both of them by `fully_shard`."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    model = made(kind, seed)
-    plan = {"first": ColwiseParallel(), "last": RowwiseParallel()}
+    model, styles = pair(kind, seed), parallel if kind == "plain" else sct.distributed
+    plan = {"first": styles.ColwiseParallel(), "last": styles.RowwiseParallel()}
     parallelize_module(model, mesh["tensor"], plan)
-    return fully_shard(model, mesh=mesh["data"])
+    fully_shard(model, mesh=mesh["data"])
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def saves_in_two_dimensions(folder, kind):
-    checkpoint.save(folder, in_two_dimensions(kind, 5))
+    model, optimizer = in_two_dimensions(kind, 5)
+    steps(model, optimizer, 2)
+    checkpoint.save(folder, model, optimizer)
+    values = {name: whole(p).clone() for name, p in model.named_parameters()}
+    return steps(model, optimizer, 3), values
 
 
 def loads_in_two_dimensions(folder, kind):
-    model = in_two_dimensions(kind, 100)
-    checkpoint.load(folder, model)
-    return different(contents(model), contents(in_two_dimensions(kind, 5)))
+    model, optimizer = in_two_dimensions(kind, 100)
+    checkpoint.load(folder, model, optimizer)
+    return steps(model, optimizer, 3)
 
 
-@pytest.mark.parametrize("kind", ["plain"])
-def test__columns_and_rows_under_fully_shard__reshard(kind, world, tmp_path):
+def loads_in_one(folder, kind, how, values=None):
+    model = pair(kind, 100)
+    if how == "fsdp2":
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    checkpoint.load(folder, model, optimizer)
+    for name, value in (values or {}).items():
+        assert torch.equal(whole(model.get_parameter(name)), value)
+    return steps(model, optimizer, 3)
+
+
+@pytest.mark.parametrize("kind", ["plain", "unit"])
+def test__columns_and_rows_under_fully_shard__go_on_when_cut_otherwise(kind, world, tmp_path):
     folder = str(tmp_path / "run")
-    world(4, saves_in_two_dimensions, folder, kind)
-    assert world(4, loads_in_two_dimensions, folder, kind) == [[]] * 4
-    model = made(kind, 100)
-    checkpoint.load(folder, model)
-    assert different(contents(model), contents(made(kind, 5))) == []
-    other, _ = world(2, loads_model, folder, kind)
-    assert other == []
+    saved = world(4, saves_in_two_dimensions, folder, kind)
+    assert world(4, loads_in_two_dimensions, folder, kind) == [losses for losses, _ in saved]
+    losses, values = saved[0]
+    expected = pytest.approx(losses, rel=1e-4 if kind == "plain" else 2**-8)  # of bfloat16 sums
+    assert loads_in_one(folder, kind, "whole", values) == expected
+    assert world(2, loads_in_one, folder, kind, "fsdp2", values)[0] == expected
 
 
-def loads_model(folder, kind):
-    model, _ = sharded(made(kind, 100))
-    checkpoint.load(folder, model)
-    return different(contents(model), contents(sharded(made(kind, 5))[0]))
+# --- whole tensors placed on ranks -----------------------------------------------------------
+
+
+def placed(seed):
+    model = pair("unit", seed)
+    return model, sct.distributed.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+
+
+def saves_placed(folder):
+    model, optimizer = placed(5)
+    steps(model, optimizer, 2)
+    checkpoint.save(folder, model, optimizer)
+    return steps(model, optimizer, 3)
+
+
+def loads_placed(folder):
+    model, optimizer = placed(100)
+    checkpoint.load(folder, model, optimizer)
+    return steps(model, optimizer, 3)
+
+
+def test__states_placed_on_ranks__go_on_on_any_number_of_them(world, tmp_path):
+    folder = str(tmp_path / "run")
+    losses = world(2, saves_placed, folder)
+    assert world(4, loads_placed, folder) == [losses[0]] * 4
+    assert loads_in_one(folder, "unit", "whole") == losses[0]
