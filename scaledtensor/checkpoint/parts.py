@@ -109,18 +109,17 @@ def _put_together(inner: Mapping[str, Tensor], facts: Facts) -> ScaledTensor:
         _check_positive(scale)
         return kind.make(qdata, scale, rms, fmt, dtype, recipe, nonnegative)
     granularity: Any = _granularity(facts["granularity"])
-    qdata, scale, rms, whole = parts
-    _check(qdata, fmt.storage_dtype, packed_shape(fmt, shape), "qdata")
-    _check(rms, torch.float32, (), "rms")
-    context = (fmt, dtype, recipe, nonnegative, granularity)
-    made = kind.keep(qdata, scale, rms, whole, shape, *context)
-    if isinstance(granularity, int):
-        made.dequantize()  # raises unless there is what reading its groups takes
+    packed = fmt.storage_dtype if fmt.bits >= 8 else torch.uint8
+    _check(inner["qdata"], packed, packed_shape(fmt, shape), "qdata")
+    _check(inner["tensor_scale"], torch.float32, (), "tensor_scale")
+    made = kind.keep(*parts, shape, fmt, dtype, recipe, nonnegative, granularity)
+    if kind is CodedTensor:
+        _check(inner["rms"], torch.float32, (), "rms")
+        if made.scale.dtype not in (torch.float32, torch.float8_e4m3fn):
+            raise CheckpointError(f"its scale is {made.scale.dtype}")
+        check_scale_shape(made.scale, granularity, shape)
     else:
-        if scale.dtype not in (torch.float32, torch.float8_e4m3fn):
-            raise CheckpointError(f"its scale is {scale.dtype}")
-        check_scale_shape(scale, granularity, shape)
-        _check(whole, torch.float32, (), "tensor_scale")
+        made.dequantize()  # raises unless there is what reading takes
     return made
 
 
