@@ -8,7 +8,7 @@ and its format, recipe and the rest as facts that JSON can hold.
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -112,7 +112,9 @@ def _put_together(inner: Mapping[str, Tensor], facts: Facts) -> ScaledTensor:
     packed = fmt.storage_dtype if fmt.bits >= 8 else torch.uint8
     _check(inner["qdata"], packed, packed_shape(fmt, shape), "qdata")
     _check(inner["tensor_scale"], torch.float32, (), "tensor_scale")
-    made = kind.keep(*parts, shape, fmt, dtype, recipe, nonnegative, granularity)
+    made: CodedTensor = cast(Any, kind).keep(
+        *parts, shape, fmt, dtype, recipe, nonnegative, granularity
+    )
     if kind is CodedTensor:
         _check(inner["rms"], torch.float32, (), "rms")
         if made.scale.dtype not in (torch.float32, torch.float8_e4m3fn):
