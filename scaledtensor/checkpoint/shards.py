@@ -18,30 +18,54 @@ from scaledtensor.checkpoint.parts import (
     put_together,
     told_parts,
 )
+from scaledtensor.checkpoint.ranks import Ranks
 from scaledtensor.coded import CodedTensor
-from scaledtensor.errors import UnsupportedError
+from scaledtensor.errors import CheckpointError, UnsupportedError
 from scaledtensor.tensor import ScaledTensor
 
 __all__ = ["Reading", "apart", "described", "imagined", "parts"]
 
 
-def apart(state: Mapping[str, Any]) -> dict[str, Any]:
+def apart(state: Mapping[str, Any], *, loading: bool = False) -> dict[str, Any]:
     """A state dict with `name.qdata`, `name.scale`, ... in place of each ScaledTensor `name`.
 
     They are the tensors' own memory: what `torch.distributed.checkpoint.load` reads into them is
     read into the model, bit for bit, on any number of ranks and from any storage. Both sides must
     have the same formats; `save` and `load` of this module ask for less, and check more.
 
+    Where there are shards, every rank calls this.
+
     Args:
         state: tensors and DTensors by name, in dicts of dicts; anything else passes.
+        loading: it is to be loaded into, so that the scales it has now are of no matter.
 
     Raises:
+        CheckpointError: in a state to save, shards of a tensor have different scales, as an optimizer's states do. Of
+            expected RMS that differ, one is saved.
         UnsupportedError: a shard of codes under scales of blocks.
     """
+    scales: dict[str, float] = {}
+    found = _apart(state, "", scales)
+    if scales and not loading:
+        for rank, others in enumerate(Ranks().gather(scales)):
+            for name in scales.keys() & others.keys():
+                if scales[name] != others[name]:
+                    raise CheckpointError(
+                        f"the shards of {name} have different scales, {others[name]:g} on rank "
+                        f"{rank} and {scales[name]:g} on this one, and only one would be saved: "
+                        "scaledtensor.checkpoint.save keeps all"
+                    )
+    return found
+
+
+def _apart(state: Mapping[str, Any], path: str, scales: dict[str, float]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, x in state.items():
-        if isinstance(x, Mapping):
-            found[name] = apart(x)
+        if isinstance(x, DTensor) and isinstance(local(x), ScaledTensor):
+            found |= parts(name, x)
+            scales[f"{path}{name}"] = float(found[f"{name}.scale"])
+        elif isinstance(x, Mapping):
+            found[name] = _apart(x, f"{path}{name}.", scales)
         elif isinstance(x, Tensor):
             found |= parts(name, x)
         else:

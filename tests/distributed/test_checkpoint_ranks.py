@@ -5,6 +5,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, parallel
@@ -437,7 +442,7 @@ def saves_apart(folder, kind):
 
 def loads_apart(folder, kind):
     model, _ = sharded(made(kind, 100))
-    dcp.load({"model": checkpoint.apart(model.state_dict())}, checkpoint_id=folder)
+    dcp.load({"model": checkpoint.apart(model.state_dict(), loading=True)}, checkpoint_id=folder)
     expected, _ = sharded(made(kind, 5))
     return different(contents(model), contents(expected))
 
@@ -446,6 +451,28 @@ def test__apart__reshards_and_saves_in_the_background_by_torch_alone(world, tmp_
     world(4, saves_apart, str(tmp_path), "stored")
     assert world(2, loads_apart, str(tmp_path), "stored") == [[], []]
     assert loads_apart(str(tmp_path), "stored") == []
+
+
+def states_apart(folder):
+    """torch's own dicts of a model and an optimizer, of which the latter has its own scales."""
+    model, optimizer = wrapped("fsdp2", "unit", 1)
+    steps(model, optimizer, 2)
+    weights, states = get_state_dict(model, optimizer)
+    message = told(checkpoint.apart, {"optimizer": states})
+    dcp.save({"model": checkpoint.apart(weights)}, checkpoint_id=folder)
+    other, _ = wrapped("fsdp2", "unit", 2)
+    weights = get_model_state_dict(other)
+    dcp.load({"model": checkpoint.apart(weights, loading=True)}, checkpoint_id=folder)
+    set_model_state_dict(other, weights)
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    return message, all(torch.equal(whole(p), whole(q)) for p, q in pairs)
+
+
+def test__apart__takes_torchs_state_dicts__and_refuses_scales_of_single_ranks(world, tmp_path):
+    for message, same in world(2, states_apart, str(tmp_path / "run")):
+        assert "the shards of optimizer.state." in message
+        assert "have different scales" in message
+        assert same
 
 
 # --- what is refused -------------------------------------------------------------------------
