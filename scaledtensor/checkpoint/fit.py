@@ -182,6 +182,8 @@ def _put_parts(held: ScaledTensor, given: ScaledTensor) -> None:
     for name in held.INNER:
         getattr(held, name).copy_(getattr(given, name))
     held.nonnegative = given.nonnegative
+    # What FSDP2 knows of all shards together: whether they are under one scale, and their amax.
+    held.agreed, held.whole_amax = given.agreed, None
 
 
 def _as_held(held: Tensor, given: Tensor) -> Any:
@@ -234,7 +236,9 @@ def _shard(whole: Tensor, target: DTensor) -> DTensor:
         return of_local(cut(whole), target)
     if isinstance(whole, CodedTensor):
         whole = whole.widened()
-    return of_local(whole.like(cut(whole.qdata), whole.scale, whole.rms), target)
+    part = whole.like(cut(whole.qdata), whole.scale, whole.rms)
+    part.agreed = bool(part.rms > 0)
+    return of_local(part, target)
 
 
 def of_local(x: Tensor, like: DTensor) -> DTensor:

@@ -40,8 +40,8 @@ def apart(state: Mapping[str, Any], *, loading: bool = False) -> dict[str, Any]:
         loading: it is to be loaded into, so that the scales it has now are of no matter.
 
     Raises:
-        CheckpointError: in a state to save, shards of a tensor have different scales, as an optimizer's states do. Of
-            expected RMS that differ, one is saved.
+        CheckpointError: in a state to save, shards of a tensor have different scales, as those of
+            an optimizer's states do. Of expected RMS that differ, one is saved.
         UnsupportedError: a shard of codes under scales of blocks.
     """
     scales: dict[str, float] = {}
@@ -136,6 +136,8 @@ class Reading:
         own = qdata.to_local()
         facts = self.facts | {"shape": list(own.shape)}
         made = put_together(self.name, inner | {"qdata": own}, facts)
+        # Saved whole, a parameter has one scale: its own. States are not held to that.
+        made.agreed = facts.get("agreed", self.name.startswith("model.") and bool(made.rms > 0))
         own_level = facts.get("levels", {}).get(str(self.rank))
         if own_level is not None and facts["cut"] == layout(qdata):
             as_it_was(made, own_level)

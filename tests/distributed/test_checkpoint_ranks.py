@@ -370,20 +370,20 @@ def wrapped(how, kind, seed):
             fully_shard(part, mesh=mesh)
     if how == "compiled":
         model = torch.compile(model, backend="eager")
-    return model, torch.optim.AdamW(groups_like(model), lr=1e-2)
+    return model, torch.optim.AdamW(groups_like(model), lr=0.3)
 
 
 def trains(how, kind, folder):
     model, optimizer = wrapped(how, kind, 1)
-    steps(model, optimizer, 2)
+    steps(model, optimizer, 7)
     checkpoint.save(folder, model, optimizer)
-    return steps(model, optimizer, 3)
+    return steps(model, optimizer, 5)
 
 
 def continues(how, kind, folder):
     model, optimizer = wrapped(how, kind, 2)
     checkpoint.load(folder, model, optimizer)
-    return steps(model, optimizer, 3)
+    return steps(model, optimizer, 5)
 
 
 @pytest.mark.parametrize(
