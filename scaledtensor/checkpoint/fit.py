@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from scaledtensor import _torch
 from scaledtensor.coded import CodedTensor
 from scaledtensor.errors import CheckpointError
 from scaledtensor.histories import parameter_of
@@ -243,20 +244,18 @@ def _shard(whole: Tensor, target: DTensor) -> DTensor:
 
 def of_local(x: Tensor, like: DTensor) -> DTensor:
     """The DTensor of which this rank's shard is `x`, laid out as `like`."""
-    return DTensor.from_local(
-        x,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
+    mesh, placements = like.device_mesh, like.placements
+    made = DTensor.from_local(
+        x, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+    if isinstance(x, ScaledTensor):  # of which that is a view, as new
+        local(made).agreed = x.agreed
+    return made
 
 
 def local(x: Any) -> Any:
-    """This rank's shard of a DTensor; anything else as it is. No gradient is recorded."""
-    with torch.no_grad():
-        return x.to_local() if isinstance(x, DTensor) else x
+    """This rank's shard of a DTensor, the object itself; anything else as it is."""
+    return _torch.local_part(x) if isinstance(x, DTensor) else x
 
 
 # --- messages --------------------------------------------------------------------------------
