@@ -108,7 +108,7 @@ def levelled(told: dict[str, Any]) -> dict[str, Level]:
     for name, shards in told["levels"].items():
         one = common(list(shards.values()))
         facts = _facts(told, name)
-        facts |= {"nonnegative": one.nonnegative, "agreed": one.agreed}
+        facts |= {"nonnegative": one.nonnegative}
         if any(shard[:3] != one[:3] for shard in shards.values()):
             facts |= {"levels": {str(rank): list(shard) for rank, shard in shards.items()}}
             found[name] = one

@@ -183,8 +183,9 @@ def _put_parts(held: ScaledTensor, given: ScaledTensor) -> None:
     for name in held.INNER:
         getattr(held, name).copy_(getattr(given, name))
     held.nonnegative = given.nonnegative
-    # What FSDP2 knows of all shards together: whether they are under one scale, and their amax.
-    held.agreed, held.whole_amax = given.agreed, None
+    # What FSDP2 knew of all shards together it asks for again, as after any overwriting. It makes
+    # new objects of uneven shards before the first step, so that no rank may know it beforehand.
+    held.agreed, held.whole_amax = False, None
 
 
 def _as_held(held: Tensor, given: Tensor) -> Any:
@@ -237,20 +238,15 @@ def _shard(whole: Tensor, target: DTensor) -> DTensor:
         return of_local(cut(whole), target)
     if isinstance(whole, CodedTensor):
         whole = whole.widened()
-    part = whole.like(cut(whole.qdata), whole.scale, whole.rms)
-    part.agreed = bool(part.rms > 0)
-    return of_local(part, target)
+    return of_local(whole.like(cut(whole.qdata), whole.scale, whole.rms), target)
 
 
 def of_local(x: Tensor, like: DTensor) -> DTensor:
     """The DTensor of which this rank's shard is `x`, laid out as `like`."""
     mesh, placements = like.device_mesh, like.placements
-    made = DTensor.from_local(
+    return DTensor.from_local(
         x, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
     )
-    if isinstance(x, ScaledTensor):  # of which that is a view, as new
-        local(made).agreed = x.agreed
-    return made
 
 
 def local(x: Any) -> Any:

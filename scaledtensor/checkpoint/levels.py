@@ -31,8 +31,6 @@ class Level(NamedTuple):
     rms: float
     nonnegative: bool
     numel: int
-    agreed: bool
-    """Whether the ranks have seen to it that the scales are the same."""
 
 
 def levels(state: Mapping[str, Tensor]) -> dict[str, Level]:
@@ -43,7 +41,7 @@ def levels(state: Mapping[str, Tensor]) -> dict[str, Level]:
         scaled = isinstance(held, ScaledTensor) and not isinstance(held, CodedTensor)
         if isinstance(x, DTensor) and scaled:
             scale, rms = float(held.scale), float(held.rms)
-            found[name] = Level(scale, rms, held.nonnegative, held.numel(), held.agreed)
+            found[name] = Level(scale, rms, held.nonnegative, held.numel())
     return found
 
 
@@ -55,13 +53,12 @@ def common(shards: list[Level]) -> Level:
     same = all(level.rms == told[0].rms for level in shards)
     rms = told[0].rms if same else math.sqrt(energy / max(numel, 1))
     scale = max(level.scale for level in told)
-    nonnegative, agreed = (all(x[i] for x in told) for i in (2, 4))
-    return Level(scale, rms, nonnegative, numel, agreed)
+    return Level(scale, rms, all(level.nonnegative for level in told), numel)
 
 
 def as_it_was(x: ScaledTensor, level: list[Any]) -> None:
     """Give a shard that was brought under the common scale its own back, in place."""
-    scale, rms, nonnegative, _, _ = Level(*level)
+    scale, rms, nonnegative, _ = Level(*level)
     x.qdata.mul_(float(x.scale) / scale)
     x.scale.fill_(scale)
     x.rms.fill_(rms)

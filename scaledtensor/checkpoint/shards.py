@@ -136,8 +136,6 @@ class Reading:
         own = qdata.to_local()
         facts = self.facts | {"shape": list(own.shape)}
         made = put_together(self.name, inner | {"qdata": own}, facts)
-        # Saved whole, a parameter has one scale: its own. States are not held to that.
-        made.agreed = facts.get("agreed", self.name.startswith("model.") and bool(made.rms > 0))
         own_level = facts.get("levels", {}).get(str(self.rank))
         if own_level is not None and facts["cut"] == layout(qdata):
             as_it_was(made, own_level)
