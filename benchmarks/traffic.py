@@ -1,6 +1,7 @@
 """Bytes that a training step sends over the wire: counted, and by formula for models of any size.
 
     python -m benchmarks.traffic [--ranks 2 4] [--json FILE]
+    python -m benchmarks.traffic --errors [--ranks 4]
     python -m benchmarks.traffic --model [--states 8]
 
 The first trains the demo's GPT (4 layers, d = 128) on this machine, in as many processes as
@@ -8,7 +9,11 @@ The first trains the demo's GPT (4 layers, d = 128) on this machine, in as many 
 train in parallel, one function below. Bytes are what one rank sends by the algorithms of textbooks
 (`scaledtensor/distributed/traffic.py`), scales included.
 
-The second prints what the formulas below give for Llama 2 7B and Llama 3 70B and 405B. Of P
+The second reduces gradients of which the exact sum is known: Gaussian ones, and those with
+magnitudes spread as exp(t Gaussian), which have heavy tails. It prints |error| / |mean| of the mean
+over ranks, and the share of elements that became zero, in the wire's format or by cancelling there.
+
+The third prints what the formulas below give for Llama 2 7B and Llama 3 70B and 405B. Of P
 parameters, of which b lie in blocks and r outside, on n ranks, with w and g bytes an element of
 weights and gradients on the wire:
 
@@ -44,6 +49,7 @@ from scaledtensor.distributed import (
     FP8State,
     Wire,
     count_traffic,
+    fp8_all_reduce,
     fp8_all_reduce_hook,
     sent_bytes,
     use_fp8_reduce_scatter,
@@ -150,19 +156,27 @@ def count(row: str) -> Count:
 
 def counts(ranks: int, rows: Sequence[str]) -> dict[str, Count]:
     """Rank 0's counts of each row, in processes started for it."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (ranks, tuple(rows), folder), ranks)
-        found = json.loads((Path(folder) / "counts.json").read_text())
+    found = on_ranks(ranks, count, rows)
     return {row: Count(*fields) for row, fields in found.items()}
 
 
-def _rank(rank: int, ranks: int, rows: Sequence[str], folder: str) -> None:
+def on_ranks(ranks: int, job: Callable[[str], Any], names: Sequence[str]) -> dict[str, Any]:
+    """What `job` gives for each name on rank 0 of as many processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, (ranks, job, tuple(names), folder), ranks)
+        found: dict[str, Any] = json.loads((Path(folder) / "found.json").read_text())
+    return found
+
+
+def _rank(
+    rank: int, ranks: int, job: Callable[[str], Any], names: Sequence[str], folder: str
+) -> None:
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
-    found = {row: count(row) for row in rows}
+    found = {name: job(name) for name in names}
     if rank == 0:
-        (Path(folder) / "counts.json").write_text(json.dumps(found))
+        (Path(folder) / "found.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
@@ -179,6 +193,56 @@ def table_of_counts(found: dict[int, dict[str, Count]]) -> str:
             calls = ", ".join(f"{n} {name} {dtype}" for name, dtype, n, _ in c.collectives)
             sent = (f"{n / c.parameters:.3f}" if n else "" for n in (c.weights, c.gradients))
             lines.append(f"| {ranks} | {row} | {' | '.join(sent)} | {ratio} | {calls} |")
+    return "\n".join(lines)
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+TAILS = (0.0, 1.0, 2.0, 3.0)
+ELEMENTS = 1 << 18
+WIRES: dict[str, Wire | torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "E4M3FN by blocks": Wire(),
+    "E4M3FN by blocks, bfloat16 back": Wire(gather="bf16"),
+    "E4M3FN by blocks, stochastic": Wire(rounding="stochastic"),
+    "E4M3FN auto": Wire(scaling="auto"),
+    "E5M2 by blocks": Wire("e5m2"),
+    "E5M2 auto": Wire("e5m2", "auto"),
+}
+
+
+def gradient(rank: int, tail: float) -> torch.Tensor:
+    """Gaussian, with magnitudes spread as exp(tail * Gaussian)."""
+    generator = torch.Generator().manual_seed(rank)
+    x, spread = (torch.randn(ELEMENTS, generator=generator) for _ in range(2))
+    return x * (tail * spread).exp()
+
+
+def errors(name: str) -> list[tuple[float, float]]:
+    """For each tail, the relative error of the mean over ranks and the share of zeros."""
+    wire, ranks, found = WIRES[name], dist.get_world_size(), []
+    torch.manual_seed(0)
+    for tail in TAILS:
+        truth = sum(gradient(rank, tail).double() for rank in range(ranks)) / ranks
+        own = gradient(dist.get_rank(), tail)
+        if isinstance(wire, Wire):
+            fp8_all_reduce(own, op=dist.ReduceOp.AVG, wire=wire)
+        else:
+            own = own.to(wire) / ranks
+            dist.all_reduce(own)
+        lost = (own == 0).double().mean().item()
+        found.append(((own - truth).norm().item() / truth.norm().item(), lost))
+    return found
+
+
+def table_of_errors(found: dict[str, list[tuple[float, float]]]) -> str:
+    lines = [
+        "| wire | Gaussian | " + " | ".join(f"t = {tail:g}" for tail in TAILS[1:]) + " |",
+        "|---" * (1 + len(TAILS)) + "|",
+    ]
+    for name, of_tails in found.items():
+        cells = [f"{error:.4f}, {100 * lost:.2f}%" for error, lost in of_tails]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -281,12 +345,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="N")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the counts there too")
     parser.add_argument("--model", action="store_true", help="print the formulas' table instead")
+    parser.add_argument("--errors", action="store_true", help="print errors of reductions instead")
     parser.add_argument(
         "--states", type=float, default=8.0, help="bytes a parameter of states (default: 8)"
     )
     options = parser.parse_args(arguments)
     if options.model:
         print(table_of_model(options.states))
+        return 0
+    if options.errors:
+        print(table_of_errors(on_ranks(options.ranks[-1], errors, list(WIRES))))
         return 0
     found = {n: counts(n, list(ROWS)) for n in options.ranks}
     print(table_of_counts(found))

@@ -13,13 +13,14 @@ def _from_the_root(monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
 
 
-def counted(row):
+def benchmark(function, name):
+    """A function of the benchmark, on this rank."""
     sys.path.insert(0, ROOT)
     try:
-        from benchmarks.traffic import count
+        from benchmarks import traffic
     finally:
         sys.path.remove(ROOT)
-    return tuple(count(row))
+    return list(getattr(traffic, function)(name))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -36,7 +37,7 @@ def counted(row):
 def test__each_formula__gives_what_is_counted(world, row, way, ranks):
     from benchmarks import traffic
 
-    found = traffic.Count(*world(ranks, counted, row)[0])
+    found = traffic.Count(*world(ranks, benchmark, "count", row)[0])
     shape = traffic.shape_of(traffic.GPT(traffic.CONFIG))
     ((_, sharded, product, rest, gradient),) = [w for w in traffic.WAYS if w[0] == way]
     # Scales of blocks that end with a rank's part: a few more than one for each 128 elements.
@@ -51,6 +52,21 @@ def test__each_formula__gives_what_is_counted(world, row, way, ranks):
         sent = traffic.ddp_sent(shape, ranks, gradient)
         assert found.gradients == pytest.approx(sent, **exactly)
     assert found.held == traffic.held(ranks, 8, sharded) * shape.parameters
+
+
+def test__errors__are_least_by_blocks__where_tails_are_heavy(world):
+    from benchmarks import traffic
+
+    names = ("bfloat16", "E4M3FN by blocks", "E4M3FN auto")
+    found = {name: world(4, benchmark, "errors", name)[0] for name in names}
+    for tail, (half, block, auto) in enumerate(zip(*found.values(), strict=True)):
+        assert half[0] < block[0] < 0.04
+        assert block[0] <= auto[0] * 1.001
+        assert half[1] < 0.002
+        assert tail < 3 or auto[1] > 0.2 > 10 * block[1]  # elements that became zero
+    table = traffic.table_of_errors(found).splitlines()
+    assert table[0] == "| wire | Gaussian | t = 1 | t = 2 | t = 3 |"
+    assert [line.split(" | ")[0] for line in table[2:]] == [f"| {name}" for name in names]
 
 
 def test__the_tables__say_what_they_are_given(capsys):
