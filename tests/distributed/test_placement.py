@@ -53,8 +53,8 @@ def test__ranks_that_cannot_be__are_refused(ranks, held):
 def model_of(kind):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 300), nn.GELU(), nn.LayerNorm(300), nn.Linear(300, 1000))
-    if kind == "scaled":
-        sct.scale_model(model)
+    if kind in ("scaled", "bfloat16"):
+        sct.scale_model(model.to(torch.bfloat16) if kind == "bfloat16" else model)
     elif kind == "mixed":
         sct.scale_model(model, filter_fn=lambda module, name: isinstance(module, nn.Linear))
     return model
@@ -84,6 +84,7 @@ def train(kind, make, steps, checkpoint=None):
     losses = []
     for _ in range(steps):
         x, y = torch.randn(8, 40, generator=g), torch.randint(1000, (8,), generator=g)
+        x = x.to(next(model.parameters()).dtype)
         loss = nn.functional.cross_entropy(forward(x), y)
         loss.backward()
         optimizer.step()
@@ -137,7 +138,7 @@ def sct_value(x):
     return x.dequantize() if isinstance(x, sct.ScaledTensor) else x
 
 
-@pytest.mark.parametrize("kind", ["plain", "scaled", "mixed"])
+@pytest.mark.parametrize("kind", ["plain", "scaled", "bfloat16", "mixed"])
 def test__a_sharded_optimizer__trains_bit_for_bit_as_one_for_all(world, kind):
     results = world(2, both_ways, kind, 25)
     for losses, parameters, states, options, _, _ in results:
