@@ -1,6 +1,7 @@
 """scaledtensor: tensors that carry their own power-of-two scale. `import scaledtensor as sct`."""
 
 from scaledtensor import (
+    checkpoint,
     distributed,
     errors,
     formats,
@@ -34,6 +35,7 @@ __all__ = [
     "PerTensor",
     "ScaledTensor",
     "__version__",
+    "checkpoint",
     "distributed",
     "drop",
     "errors",

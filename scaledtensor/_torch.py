@@ -33,6 +33,7 @@ __all__ = [
     "is_tracing",
     "is_transforming",
     "is_within_backward",
+    "local_part",
     "log",
     "make_wrapper",
     "process_group_named",
@@ -254,6 +255,15 @@ def is_swappable(x: Tensor) -> bool:
     """Whether `torch.utils.swap_tensors` takes `x`: nothing but Python's references hold it."""
     held: int = x._use_count()  # type: ignore[attr-defined]
     return held == 1 and not weakref.getweakrefs(x)
+
+
+def local_part(x: Any) -> Tensor:
+    """What this rank holds of a DTensor, the object itself.
+
+    `to_local` makes a new view of a parameter; what is known of a part stays with the part.
+    """
+    part: Tensor = x._local_tensor
+    return part
 
 
 def process_group_named(name: str) -> Any:

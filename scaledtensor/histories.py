@@ -22,10 +22,11 @@ from scaledtensor.interpose import ENTERED, Mode, interpose, remove, transforms
 from scaledtensor.ops import delayed
 from scaledtensor.ops.delayed import GRADIENT, INPUT, WEIGHT
 from scaledtensor.recipes import Delayed, Recipe
+from scaledtensor.shards import by_groups, is_sharded, of_all_parts, part_of, ranks_of
 from scaledtensor.simulate import OPERANDS
 from scaledtensor.tensor import ScaledTensor
 
-__all__ = ["advance", "attach", "check", "detach", "exceeded"]
+__all__ = ["advance", "attach", "check", "detach", "exceeded", "parameter_of"]
 
 _ROWS = {"input": INPUT, "weight": WEIGHT, "gradient": GRADIENT}
 _SUFFIX = "_amax"
@@ -177,6 +178,11 @@ def detach(module: nn.Module) -> None:
             del hooks[key]
 
 
+def parameter_of(name: str) -> str:
+    """The name of the parameter whose history is called `name`; empty for any other name."""
+    return name.removesuffix(_SUFFIX) if name.endswith(_SUFFIX) else ""
+
+
 def _names(module: nn.Module) -> list[str]:
     """The parameters of `module` that have histories."""
     return [name for name in module._parameters if name + _SUFFIX in module._buffers]
@@ -211,12 +217,30 @@ def advance(model: nn.Module) -> None:
 @torch.compiler.disable(reason="a step of the optimizer ends one of the history")  # type: ignore[no-untyped-call, untyped-decorator]
 def _after_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if _LIVE:
-        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        stepped = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        _share(stepped)
         for histories in list(_LIVE):
-            _advance(histories, stepped)
+            _advance(histories, set(stepped))
 
 
 register_optimizer_step_post_hook(_after_any_step)
+
+
+@torch.no_grad()
+def _share(stepped: dict[int, Any]) -> None:
+    """Where parameters are spread over ranks, what one of them saw in this step all have seen: one
+    collective for all histories."""
+    seen = {
+        id(h.module._parameters[name]): h.module.get_buffer(name + _SUFFIX)[:, 0]
+        for h in _LIVE
+        for name in _names(h.module)
+    }
+    # In the order of the optimizer, which is the same on every rank.
+    spread = [p for p in stepped.values() if id(p) in seen and is_sharded(p)]
+    for ranks, sharers in by_groups(spread, ranks_of).items():
+        largest = of_all_parts(torch.stack([seen[id(p)] for p in sharers]), ranks).amax(0)
+        for p, amax in zip(sharers, largest, strict=True):
+            seen[id(p)].copy_(amax)
 
 
 @torch.no_grad()
@@ -228,7 +252,7 @@ def _advance(histories: Histories, stepped: set[int]) -> None:
             continue
         history = module.get_buffer(name + _SUFFIX)
         delayed.advance(history)
-        if not p.recipe.guard:
+        if not part_of(p).recipe.guard:  # type: ignore[union-attr]
             _tell(histories, name, int(history[:, -1].sum()))
 
 

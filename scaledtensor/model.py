@@ -17,6 +17,7 @@ from scaledtensor.errors import ModelError, RecipeError, UnsupportedError
 from scaledtensor.ops.functions import cast_once
 from scaledtensor.recipes import Recipe, Unit
 from scaledtensor.recipes import get as get_recipe
+from scaledtensor.shards import is_sharded, part_of
 from scaledtensor.tensor import ScaledTensor, is_stored
 from scaledtensor.wrap import scaled
 
@@ -28,6 +29,9 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 #: Modules whose weights are no factors of matrix products.
 _OTHERS = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm)
+
+#: Where a module says which of its weights of products are something else to another module.
+UNCAST = "_not_only_factors"
 
 #: Attributes that make a ScaledTensor parameter one. Every other is a tag of the user's, and stays.
 _OWN = {
@@ -95,6 +99,7 @@ def scale_model(
     _replace_parameters(model, wrap, scaled, filter_fn)
     for module in model.modules():
         histories.attach(module)
+    _note_ties(model)
     _show_recipes(model)
     return model
 
@@ -149,22 +154,37 @@ def _frozen_weights(model: nn.Module) -> set[int]:
     found: set[int] = set()
     others: set[int] = set()
     for module, _, name, p in _parameters(model):
-        # Of one dimension but for its shape is what is added, or multiplied by elements.
-        factor = not is_lazy(p) and sum(n > 1 for n in p.shape) > 1
-        factor = factor and name.endswith(("weight", "proj")) and not isinstance(module, _OTHERS)
+        factor = not is_lazy(p) and is_factor(module, name, p)
         (found if factor and not p.requires_grad else others).add(id(p))
     return found - others
+
+
+def _note_ties(model: nn.Module) -> None:
+    """Tell each module which of its weights are read elsewhere by what is no product."""
+    owners = list(_parameters(model))
+    others = {id(p) for module, _, name, p in owners if not is_factor(module, name, p)}
+    for module, _, name, p in owners:
+        if id(p) in others and is_factor(module, name, p):
+            module.__dict__[UNCAST] = (*module.__dict__.get(UNCAST, ()), name)
+
+
+def is_factor(module: nn.Module, name: str, p: Tensor) -> bool:
+    """Whether a parameter of that name is a weight of products to `module`."""
+    # Of one dimension but for its shape is what is added, or multiplied by elements.
+    wide = sum(n > 1 for n in p.shape) > 1
+    return wide and name.endswith(("weight", "proj")) and not isinstance(module, _OTHERS)
 
 
 def _refuse_stored(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups:
         for p in group["params"]:
-            if isinstance(p, ScaledTensor) and p.grad is not None and is_stored(p):
+            held = part_of(p) if p.grad is not None and _is_scaled(p) else None
+            if held is not None and is_stored(held):
                 raise UnsupportedError(
                     f"the optimizer has a gradient for a weight of {tuple(p.shape)} that is stored "
-                    f"in {p.format.name} (Recipe.store_frozen), which would round its updates away:"
-                    " widen it first by p.data = p.detach().dequantize(), or let it require a "
-                    "gradient before scale_model()"
+                    f"in {held.format.name} (Recipe.store_frozen), which would round its updates "
+                    "away: widen it first by p.data = p.detach().dequantize(), or let it require "
+                    "a gradient before scale_model()"
                 )
 
 
@@ -174,13 +194,18 @@ register_optimizer_step_pre_hook(_refuse_stored)
 # --- what print(model) shows -----------------------------------------------------------------
 
 
+def _is_scaled(p: Tensor) -> bool:
+    """Whether a parameter is a ScaledTensor, also one that is spread over ranks."""
+    return isinstance(p, ScaledTensor) or is_sharded(p)
+
+
 def _shown(module: nn.Module, own: Callable[[], str] | None) -> str:
     """A module's `extra_repr`, and the recipe of its parameters."""
     usual = type(module).extra_repr(module) if own is None else own()
     recipes = {
-        str(p.recipe)
+        str(part_of(p).recipe)
         for p in module.parameters(recurse=False)
-        if isinstance(p, ScaledTensor) and p.recipe is not None
+        if _is_scaled(p) and part_of(p).recipe is not None
     }
     return ", ".join(filter(None, (usual, *sorted(recipes))))
 
@@ -190,7 +215,7 @@ def _show_recipes(model: nn.Module) -> None:
     for module in model.modules():
         present: Any = module.__dict__.get("extra_repr")
         ours = isinstance(present, partial) and present.func is _shown
-        has_recipe = any(isinstance(p, ScaledTensor) for p in module.parameters(recurse=False))
+        has_recipe = any(_is_scaled(p) for p in module.parameters(recurse=False))
         if has_recipe and not ours:
             module.__dict__["extra_repr"] = partial(_shown, module, present)
         elif ours and not has_recipe:

@@ -22,6 +22,7 @@ from scaledtensor.errors import DTypeError, ScaleError, UnsupportedError
 from scaledtensor.ops.algebra import elements
 from scaledtensor.ops.registry import covers_storage, store
 from scaledtensor.scale import nearest_power_of_two
+from scaledtensor.shards import by_groups, is_sharded, of_all_parts, part_of, squares_and_amax
 from scaledtensor.tensor import ScaledTensor, is_stored, measured_rms
 
 __all__ = ["Statistics", "rebalance", "rebalance_every", "statistics"]
@@ -104,7 +105,7 @@ def rebalance(
                 " codes under block scales are made anew with scaledtensor.scaled()"
             )
         return int(_rebalanced(target, by))
-    return sum(int(_rebalanced(x, by)) for x in _wholes(target))
+    return sum(map(int, _all_rebalanced(_tensors(target), by)))
 
 
 def rebalance_every(optimizer: Optimizer, steps: int, by: Literal["rms", "amax"] = "rms") -> Any:
@@ -126,30 +127,37 @@ def rebalance_every(optimizer: Optimizer, steps: int, by: Literal["rms", "amax"]
         nonlocal done
         done += 1
         if done % steps == 0:
-            parameters = (p for group in optimizer.param_groups for p in group["params"])
-            for x in (*_whole(parameters), *_wholes(optimizer)):
-                _rebalanced(x, by)
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            _all_rebalanced([*parameters, *_tensors(optimizer)], by)
 
     hook: Callable[..., Any] = after_step
     return optimizer.register_step_post_hook(hook)
 
 
-def _wholes(target: Any) -> Iterator[ScaledTensor]:
+def _tensors(target: Any) -> list[Any]:
     if isinstance(target, nn.Module):
-        yield from _whole((*target.parameters(), *target.buffers()))
-    elif isinstance(target, Optimizer):
-        yield from _whole(t for state in target.state.values() for t in state.values())
-    else:
-        raise DTypeError(
-            f"rebalance takes a ScaledTensor, a module or an optimizer; got {type(target).__name__}"
-        )
+        return [*target.parameters(), *target.buffers()]
+    if isinstance(target, Optimizer):
+        return [t for state in target.state.values() for t in state.values()]
+    raise DTypeError(
+        f"rebalance takes a ScaledTensor, a module or an optimizer; got {type(target).__name__}"
+    )
 
 
-def _whole(tensors: Iterable[Any]) -> Iterator[ScaledTensor]:
-    for x in tensors:
-        scaled = isinstance(x, ScaledTensor) and not isinstance(x, CodedTensor)
-        if scaled and covers_storage(x.qdata) and not is_stored(x):
-            yield x
+def _all_rebalanced(tensors: Iterable[Any], by: str) -> list[Tensor]:
+    """Whether the scale changed, for each tensor that has one of its own to change."""
+    tensors = list(tensors)
+    whole = [_rebalanced(x, by) for x in tensors if _is_whole(x)]
+    return [*whole, *_parts_rebalanced(filter(_is_spread, tensors), by)]
+
+
+def _is_whole(x: Any) -> bool:
+    scaled = isinstance(x, ScaledTensor) and not isinstance(x, CodedTensor)
+    return scaled and covers_storage(x.qdata) and not is_stored(x)
+
+
+def _is_spread(x: Any) -> bool:
+    return is_sharded(x) and not isinstance(part_of(x), CodedTensor) and not is_stored(part_of(x))
 
 
 #: Where a group of parameters counts its steps: a checkpoint of the optimizer holds it then.
@@ -160,16 +168,18 @@ COUNT = "steps_for_rebalance"
 def _after_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """What `Recipe.rebalance` says, for each optimizer that there is."""
     for group in optimizer.param_groups:
-        periods = {
-            p: p.recipe.rebalance
-            for p in group["params"]
-            if isinstance(p, ScaledTensor) and p.recipe is not None and p.recipe.rebalance
-        }
-        if not periods:
+        periods = [(p, _period(p)) for p in group["params"]]
+        if not any(every for _, every in periods):
             continue
         group[COUNT] = done = group.get(COUNT, 0) + 1
-        for x in _whole(p for p, every in periods.items() if done % every == 0):
-            _rebalanced(x, "rms")
+        _all_rebalanced((p for p, every in periods if every and done % every == 0), "rms")
+
+
+def _period(p: Any) -> int:
+    """Every how many steps the recipe of a parameter rebalances it."""
+    scaled = isinstance(p, ScaledTensor) or is_sharded(p)
+    recipe = part_of(p).recipe if scaled else None
+    return 0 if recipe is None else recipe.rebalance
 
 
 register_optimizer_step_post_hook(_after_any_step)
@@ -180,7 +190,16 @@ def _rebalanced(x: ScaledTensor, by: str) -> Tensor:
     """Whether the scale changed, on the device of `x`."""
     value = elements(x).double() * x.scale.double()
     rms = measured_rms(value)
-    scale = nearest_power_of_two(rms) if by == "rms" else _filling(value, x)
+    return put_under(
+        x, nearest_power_of_two(rms) if by == "rms" else _filling(_amax(value), x), rms
+    )
+
+
+@torch.no_grad()
+def put_under(x: ScaledTensor, scale: Tensor, rms: Tensor) -> Tensor:
+    """Hold the values of `x`, of that RMS, under another scale, in place; whether it is another.
+    Zeros stay as they are."""
+    value = elements(x).double() * x.scale.double()
     scale = torch.where(rms > 0, scale, x.scale)
     changed = scale != x.scale
     x.qdata.copy_(store((value / scale.double()).float(), x.format))
@@ -189,10 +208,29 @@ def _rebalanced(x: ScaledTensor, by: str) -> Tensor:
     return changed
 
 
-def _filling(value: Tensor, x: ScaledTensor) -> Tensor:
-    """The power of two under which the largest finite value is in (max / 2, max]."""
+@torch.no_grad()
+def _parts_rebalanced(tensors: Iterable[Any], by: str) -> Iterator[Tensor]:
+    """As `_rebalanced`, of tensors that are spread over ranks: by the whole of each, in one
+    collective for each group of ranks."""
+    for groups, sharded in by_groups(tensors).items():
+        parts = [part_of(x) for x in sharded]
+        found = of_all_parts(torch.stack([squares_and_amax(part) for part in parts]), groups)
+        squares, largest = found[..., 0].sum(0), found[..., 1].amax(0)
+        for x, part, square, amax in zip(sharded, parts, squares, largest, strict=True):
+            rms = (square / max(x.numel(), 1)).sqrt().float()
+            scale = nearest_power_of_two(rms) if by == "rms" else _filling(float(amax), part)
+            yield put_under(part, scale, rms)
+            part.whole_amax = None
+
+
+def _amax(value: Tensor) -> float:
+    """The largest finite magnitude."""
     finite = value.abs().nan_to_num(0.0, 0.0, 0.0)
-    amax = float(finite.max()) if value.numel() else 0.0
+    return float(finite.max()) if value.numel() else 0.0
+
+
+def _filling(amax: float, x: ScaledTensor) -> Tensor:
+    """The power of two under which the largest finite value is in (max / 2, max]."""
     fmt = x.format if x.recipe is None else x.recipe.forward
     if fmt.bits > 8:
         raise UnsupportedError(

@@ -102,6 +102,12 @@ class ScaledTensor(Tensor):
     #: its format, the version it was made of, and weak references to its parts.
     copies: tuple[Any, ...] | None = None
 
+    #: Whether this is a part whose scale the other ranks with parts of the tensor count on.
+    agreed: bool = False
+
+    #: The largest finite |element| of all those parts, where it was asked for; lost by writing.
+    whole_amax: Tensor | None = None
+
     _engine: ClassVar[Engine]
 
     @staticmethod
@@ -301,7 +307,7 @@ class ScaledTensor(Tensor):
         for name in self.INNER:
             setattr(self, name, getattr(held, name))
         self.format, _, self.recipe, self.nonnegative = held.__tensor_flatten__()[1][:4]
-        self.decoded = None
+        self.decoded, self.agreed, self.whole_amax = None, False, None
 
     def share_memory_(self) -> Self:
         """Move the inner tensors to shared memory; the wrapper has none."""

@@ -16,6 +16,7 @@ PUBLIC = {
         "PerTensor",
         "ScaledTensor",
         "__version__",
+        "checkpoint",
         "distributed",
         "drop",
         "errors",
@@ -40,6 +41,20 @@ PUBLIC = {
         "unit_scale",
         "unscale_model",
     ],
+    "scaledtensor.checkpoint": [
+        "Loaded",
+        "apart",
+        "latest",
+        "load",
+        "load_into",
+        "load_safetensors",
+        "prune",
+        "save",
+        "save_safetensors",
+        "step_folder",
+        "step_of",
+        "verify",
+    ],
     "scaledtensor.compat.torchao.float8": [
         "CastConfig",
         "DelayedScalingConfig",
@@ -57,8 +72,12 @@ PUBLIC = {
     "scaledtensor.distributed": [
         "AutoScales",
         "Collective",
+        "ColwiseParallel",
         "FP8ReduceScatter",
         "FP8State",
+        "PrepareModuleInput",
+        "RowwiseParallel",
+        "SequenceParallel",
         "ShardedOptimizer",
         "Traffic",
         "Wire",
@@ -361,10 +380,13 @@ ERRORS = {
 
 MEMBERS = [
     "INNER",
+    "agreed",
     "copies",
     "data",
     "decoded",
     "dequantize",
+    "fsdp_post_all_gather",
+    "fsdp_pre_all_gather",
     "granularity",
     "is_shared",
     "like",
@@ -376,6 +398,7 @@ MEMBERS = [
     "to_format",
     "tolist",
     "viewed",
+    "whole_amax",
 ]
 
 

@@ -7,13 +7,13 @@ never stopped, to the last bit on the same machine and thread count.
 from __future__ import annotations
 
 import dataclasses
-import os
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from scaledtensor.checkpoint import atomic
 from scaledtensor.demo.training import Trainer
 from scaledtensor.errors import CheckpointError
 
@@ -25,12 +25,7 @@ def check_writable(path: Path) -> None:
     """Refuse before the first step what would fail at the first save."""
     if path.is_dir():
         raise CheckpointError(f"{path} is a directory; --checkpoint takes a file")
-    if not path.parent.is_dir():
-        raise CheckpointError(
-            f"{path.parent} is not a directory; create it to save {path.name} there"
-        )
-    if not os.access(path.parent, os.W_OK):
-        raise CheckpointError(f"{path.parent} is not writable; {path.name} cannot be saved there")
+    atomic.check_writable(path)
 
 
 def save(trainer: Trainer, path: Path) -> None:
@@ -45,19 +40,8 @@ def save(trainer: Trainer, path: Path) -> None:
         "batches": trainer.batches.get_state(),
         "random": torch.get_rng_state(),  # dropout draws from it
     }
-    # In the same directory, because only within one file system is a rename atomic.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        _sync_directory(path.parent)
-    except (OSError, RuntimeError) as error:  # torch's writer turns a full disk into the latter
-        raise CheckpointError(f"{path} could not be saved: {error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    with atomic.replacing(path) as temporary, temporary.open("wb") as file:
+        torch.save(state, file)
 
 
 def load(trainer: Trainer, path: Path) -> None:
@@ -135,13 +119,3 @@ def _fits(path: Path, found: dict[str, Any], expected: dict[str, Any]) -> None:
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 24 else f"{text[:20]}...{text[-1]}"
-
-
-def _sync_directory(folder: Path) -> None:
-    """A rename reaches the disk with its directory; only POSIX has the call for it."""
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

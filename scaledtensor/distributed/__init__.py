@@ -1,5 +1,6 @@
-"""Several processes: FP8 reduction of gradients, bytes on the wire, placement of whole tensors."""
+"""Several processes on torch's own engine: `fully_shard`, DDP, tensor parallelism, FP8 on the wire."""
 
+from scaledtensor.distributed import gather as _gather  # noqa: F401 - the hooks of fully_shard
 from scaledtensor.distributed.data_parallel import (
     FP8ReduceScatter,
     FP8State,
@@ -8,14 +9,24 @@ from scaledtensor.distributed.data_parallel import (
 )
 from scaledtensor.distributed.placement import ShardedOptimizer, place
 from scaledtensor.distributed.reduce import fp8_all_reduce, fp8_reduce_scatter
+from scaledtensor.distributed.tensor_parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 from scaledtensor.distributed.traffic import Collective, Traffic, count_traffic, sent_bytes
 from scaledtensor.distributed.wire import AutoScales, Wire
 
 __all__ = [
     "AutoScales",
     "Collective",
+    "ColwiseParallel",
     "FP8ReduceScatter",
     "FP8State",
+    "PrepareModuleInput",
+    "RowwiseParallel",
+    "SequenceParallel",
     "ShardedOptimizer",
     "Traffic",
     "Wire",

@@ -11,6 +11,7 @@ from scaledtensor.ops import (  # noqa: F401 - imported for the rules that they 
     binary,
     by_gemm,
     casts,
+    collectives,
     compare,
     convolution,
     creation,

@@ -18,7 +18,8 @@ from scaledtensor.ops.algebra import (
     rms_seen,
     value,
 )
-from scaledtensor.ops.registry import FILL, HUGE, LARGEST, Overload, Raw, is_table, rule, saturated
+from scaledtensor.ops.masks import FILL, HUGE, LARGEST, is_table, saturated
+from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.scale import settle
 from scaledtensor.tensor import ScaledTensor, measured_rms
 

@@ -126,19 +126,18 @@ def to_copy(
 
 @rule(aten.copy_.default)
 def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """An overwrite. Into a whole ScaledTensor it brings the source's scale (a plain source's is
-    measured); into a part of one, the value is rescaled into the scale of the whole. A stored
-    frozen weight is cast anew, as its recipe casts weights."""
+    """An overwrite. Into a whole ScaledTensor it brings the source's scale, or one that is measured
+    where the source is plain, or a part of something larger (DDP sends all parameters as one); into
+    a part of one, the value is rescaled into the scale of the whole. A stored frozen weight is cast
+    anew, as its recipe casts weights."""
     if target.device != source.device:
         source = source.to(target.device)
     source = source.expand(target.shape)
     if not isinstance(target, ScaledTensor):
         return target.copy_(verbs.dequantize(source), non_blocking)
-    held = (
-        source if isinstance(source, ScaledTensor) else from_plain(source, FP32, target.dtype, None)
-    )
-    q = target.qdata
-    if covers_storage(q):
+    held = _own_scale(source, target)
+    if target.agreed or covers_storage(target.qdata):
+        target.agreed, target.whole_amax = False, None
         if held.format != target.format and is_stored(target):
             held = _cast_anew(held, target.recipe)
         target.qdata.copy_(
@@ -152,11 +151,27 @@ def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     return target
 
 
+def _own_scale(source: Tensor, target: ScaledTensor) -> ScaledTensor:
+    if not isinstance(source, ScaledTensor):
+        return from_plain(source, FP32, target.dtype, None)
+    if covers_storage(source.qdata) or _torch.is_tracing(source.qdata):
+        return source
+    measured = from_plain(value(source), source.format, source.dtype, source.recipe)
+    measured.nonnegative = source.nonnegative
+    return measured
+
+
 def _cast_anew(x: ScaledTensor, recipe: Any) -> ScaledTensor:
     """From the master format, as when the model was wrapped."""
     fmt = recipe.master
     master = ScaledTensor.make(store(elements(x), fmt), x.scale, x.rms, fmt, x.dtype, recipe)
     return typing.cast(ScaledTensor, cast_once(master))
+
+
+@rule(aten.is_pinned.default)
+def is_pinned(x: ScaledTensor, device: Any = None) -> bool:
+    """What torch.distributed.checkpoint asks of each tensor that it saves."""
+    return x.qdata.is_pinned()
 
 
 @rule(aten._local_scalar_dense.default)

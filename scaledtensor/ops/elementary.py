@@ -17,8 +17,9 @@ from torch import Tensor
 from scaledtensor import verbs
 from scaledtensor.ops.algebra import at_value, elements, operand, value
 from scaledtensor.ops.arithmetic import exponential
+from scaledtensor.ops.masks import LARGEST, saturated
 from scaledtensor.ops.moments import gaussian_rms, integrand
-from scaledtensor.ops.registry import LARGEST, Overload, Raw, rule, saturated
+from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.scale import settle
 from scaledtensor.tensor import ScaledTensor
 

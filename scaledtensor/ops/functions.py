@@ -16,14 +16,15 @@ from torch import Tensor
 
 from scaledtensor import _torch, verbs
 from scaledtensor.errors import RecipeWarning, UnsupportedError
+from scaledtensor.formats import from_dtype
 from scaledtensor.ops import by_gemm
 from scaledtensor.ops.algebra import first_scaled
 from scaledtensor.recipes import Recipe
 from scaledtensor.recipes.casts import Cast
-from scaledtensor.recipes.scales import Carried
+from scaledtensor.recipes.scales import Carried, Fixed
 from scaledtensor.tensor import ScaledTensor, is_parameter
 
-__all__ = ["FUNCTIONS", "cast_once", "linear"]
+__all__ = ["FUNCTIONS", "cast_input", "cast_once", "linear"]
 
 
 def _governing(*operands: Any) -> Recipe | None:
@@ -52,10 +53,16 @@ def _promoted(operands: Sequence[Any]) -> Sequence[Any]:
 
 def _cast(x: ScaledTensor, cast: Cast) -> Any:
     if x.format == cast.format:
-        return x
+        return _wide_gradient(x) if is_parameter(x) and x.requires_grad else x
     if isinstance(cast.scale, Carried):
         return verbs.to_format(x, cast.format.name)
     return verbs.quantize(x, cast.spec)
+
+
+def _wide_gradient(weight: ScaledTensor) -> Any:
+    """A weight that came as codes (`fully_shard` gathers them): its gradient is that of the master,
+    which a cast would have seen to."""
+    return verbs.gradient_to_format(weight, from_dtype(weight.dtype).name, "nearest_even")
 
 
 def _gradient_cast(y: Any, cast: Cast) -> Any:
@@ -116,6 +123,15 @@ def cast_once(weight: Any, *others: Any) -> Any:
     if recipe is None or recipe.gemms.once is None:
         return weight
     return _cast(_promoted([weight, *others])[0], recipe.gemms.once[1])
+
+
+def cast_input(x: ScaledTensor, recipe: Recipe | None) -> Any:
+    """The input of products with weights of a recipe, where its cast is the same for any part of
+    it and for the whole; else as it is."""
+    once = None if recipe is None else recipe.gemms.once
+    if once is None or not isinstance(once[0].scale, (Carried, Fixed)):
+        return x
+    return _cast(x, once[0])
 
 
 def _reflected(function: Callable[..., Any], a: Any, b: Any) -> Any:

@@ -32,7 +32,16 @@ from scaledtensor.recipes.scales import Amax, Fixed, History, LeastError, Micros
 from scaledtensor.scale import MAX_SCALE, MIN_SCALE
 from scaledtensor.tensor import ScaledTensor
 
-__all__ = ["Coded", "factors", "granularity", "mixed", "quantized", "recoded", "rounding_options"]
+__all__ = [
+    "Coded",
+    "factors",
+    "granularity",
+    "mixed",
+    "part_quantized",
+    "quantized",
+    "recoded",
+    "rounding_options",
+]
 
 
 class Coded(NamedTuple):
@@ -79,10 +88,7 @@ def quantized(q: Tensor, held: Tensor, cast: Cast, dim: int) -> Coded:
             if margin == 0:
                 codes, scale = quantize_blocks(q, fmt, cut, kind, **how)
                 return Coded(codes, _single(scale))
-            # Of one element a block: what chooses the scale need not be cast.
-            scale = _single(quantize_blocks(q, fmt, cut, kind)[1])
-            scale = (scale * 2.0**margin).clamp_max(MAX_SCALE)
-            return Coded(encode_blocks(q, fmt, cut, scale, **how), scale)
+            return _filling(q, q, cut, kind, cast, how)
         case History(_, margin):  # where no history is kept: as Amax
             return quantized(q, held, replace(cast, scale=Amax(margin=margin)), dim)
         case Microscale(mode):
@@ -102,6 +108,24 @@ def quantized(q: Tensor, held: Tensor, cast: Cast, dim: int) -> Coded:
             if fmt.storage_dtype.itemsize > 1:  # a compute format, which keeps infinities
                 return Coded(store(q, fmt), one)
             return Coded(encode(q, fmt, overflow="saturate", **how), one)
+
+
+def part_quantized(q: Tensor, amax: Tensor, cast: Cast) -> Coded:
+    """A part of elements of which the largest magnitude is `amax`, cast by `Amax` as the whole is:
+    under the same scale."""
+    power_of_two = cast.scale.power_of_two  # type: ignore[union-attr]
+    kind = "pow2" if power_of_two else "fp32"
+    return _filling(q, amax.to(q.dtype).view(1), PerTensor(), kind, cast, rounding_options(cast, q))
+
+
+def _filling(
+    q: Tensor, like: Tensor, cut: PerTensor | PerBlock, kind: Any, cast: Cast, how: dict[str, Any]
+) -> Coded:
+    """`q` under the scale that `like` has by its amax."""
+    margin = cast.scale.margin  # type: ignore[union-attr]
+    scale = _single(quantize_blocks(like, cast.format, cut, kind)[1])
+    scale = (scale * 2.0**margin).clamp_max(MAX_SCALE)
+    return Coded(encode_blocks(q, cast.format, cut, scale, **how), scale)
 
 
 def rounding_options(cast: Cast, q: Tensor) -> dict[str, Any]:

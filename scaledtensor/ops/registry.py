@@ -35,6 +35,7 @@ from scaledtensor.errors import (
     ShapeError,
 )
 from scaledtensor.formats import BF16, FP32, Format, encode
+from scaledtensor.ops.masks import is_table, saturated
 from scaledtensor.ops.observe import observers
 from scaledtensor.scale import settle, settle_in_place
 from scaledtensor.tensor import ScaledTensor, from_plain, is_stored
@@ -263,7 +264,8 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
 
     A scale is shared with every view of the tensor, so the value is rescaled into it. A tensor
     known to be zero has no scale to keep and takes the result's: optimizer states so start at the
-    scale of the first gradient. Nor has one that is replaced, whole, by values of another order.
+    scale of the first gradient. Nor has one that is replaced, whole, by values of another order;
+    but what other ranks hold parts of (`agreed`) keeps what it shares with them.
     """
     shape = tuple(value.q.shape if isinstance(value, Raw) else value.shape)
     if target.shape != shape:
@@ -279,7 +281,9 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
     if whole and is_stored(target):  # which is cast anew, by its recipe
         target.copy_(_wrap(raw._replace(format=FP32), [target, *operands]))
         return
-    scale, ratio = settle_in_place(target.scale, target.rms, raw.rms, raw.held, whole)
+    was, free = (target.scale, False) if target.agreed else (target.rms, whole)
+    target.whole_amax = None
+    scale, ratio = settle_in_place(target.scale, was, raw.rms, raw.held, free)
     wide = raw.q if raw.q.dtype.itemsize > 1 else raw.q.float()
     if any(is_table(x) for x in operands):
         target.qdata.copy_(store(saturated(wide, wide * ratio), target.format))
@@ -292,25 +296,6 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
     # A part that became zero does not make the whole known to be zero.
     target.rms.copy_(raw.rms if whole else torch.maximum(target.rms, raw.rms))
     target.nonnegative = raw.nonnegative
-
-
-#: The largest finite bfloat16: the fill of a mask is held to it.
-LARGEST = torch.finfo(torch.bfloat16).max
-
-#: The mildest fill that masks in use have (BERT's -10000): at or under it a logit is masked.
-FILL = -1e4
-HUGE = 2.0**63  # no datum: a running extremum starts there, or a fill lets through
-
-
-def is_table(x: Any) -> bool:
-    """A plain float tensor of some extent among the operands: an additive mask, perhaps."""
-    plain = isinstance(x, Tensor) and not isinstance(x, ScaledTensor)
-    return plain and x.dim() > 0 and x.dtype.is_floating_point
-
-
-def saturated(source: Tensor, q: Tensor) -> Tensor:
-    """`q`, a rescaled `source`, where what was finite stays finite; -inf in a mask is meant."""
-    return torch.where(source.isinf(), source, q.clamp(-LARGEST, LARGEST))
 
 
 def _as_raw(x: Tensor) -> Raw:

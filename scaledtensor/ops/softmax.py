@@ -16,7 +16,8 @@ from torch import Tensor
 from scaledtensor._torch import log
 from scaledtensor.formats import FP32
 from scaledtensor.ops.algebra import at_value, bounded_square, count, operand, quadrature, value
-from scaledtensor.ops.registry import FILL, Raw, rule
+from scaledtensor.ops.masks import FILL
+from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.tensor import ScaledTensor
 
 aten = torch.ops.aten

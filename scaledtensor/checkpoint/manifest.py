@@ -1,0 +1,156 @@
+"""The file that makes a folder a checkpoint: what is in it, and what its files must contain.
+
+It is written last, into a folder of another name, which then takes its own by a rename. So there is
+a checkpoint of that name in full, or the one before, at any moment:
+
+    .run.tmp    being written; left over where a save was killed, and removed by the next
+    run         whole
+    .run.old    the one before, while the two change places
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from scaledtensor.checkpoint.atomic import check_writable, clear, sync_file, sync_folder
+from scaledtensor.errors import CheckpointError
+
+__all__ = [
+    "NAME",
+    "damage",
+    "digests",
+    "install",
+    "is_whole",
+    "prepare",
+    "present",
+    "read",
+    "write",
+]
+
+NAME = "manifest.json"
+KIND = "scaledtensor checkpoint"
+VERSION = 1
+
+
+def present(path: Path) -> Path:
+    """Where the checkpoint called `path` is: there, or where the one before was put, if a save was
+    killed just between."""
+    old = _beside(path, "old")
+    return old if not (path / NAME).exists() and (old / NAME).exists() else path
+
+
+def prepare(path: Path) -> Path:
+    """The empty folder to write the checkpoint called `path` into; leftovers of killed saves go.
+
+    Raises:
+        CheckpointError: there is something else of that name, or no folder to write in.
+    """
+    check_writable(path)
+    old = _beside(path, "old")
+    others = path.exists() and not (path / NAME).exists()
+    if others and (path.is_file() or any(path.iterdir())):
+        raise CheckpointError(f"{path} is no checkpoint, and would be replaced by one: move it")
+    if present(path) == old:
+        clear(path)
+        os.replace(old, path)
+    patterns = (f".{path.name}.tmp", f".{path.name}.old", f".{path.name}.*.gone", ".step-*.tmp")
+    for pattern in (*patterns, ".step-*.gone"):
+        for left in path.parent.glob(pattern):
+            clear(left)
+    temporary = _beside(path, "tmp")
+    temporary.mkdir()
+    return temporary
+
+
+def install(temporary: Path, path: Path) -> None:
+    """Let a folder with all that belongs in it take its name."""
+    sync_folder(temporary)
+    old = _beside(path, "old")
+    if path.exists():
+        os.replace(path, old)
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+    clear(old)
+
+
+def write(folder: Path, contents: dict[str, Any]) -> None:
+    file = folder / NAME
+    body = {"kind": KIND, "version": VERSION} | contents
+    file.write_text(json.dumps({"sha256": _sum(body)} | body))
+    sync_file(file)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: there is none, or one that this release cannot read.
+    """
+    if not path.is_dir():
+        kind = "is a file" if path.exists() else "does not exist"
+        raise CheckpointError(f"{path} {kind}; a checkpoint is a folder that save() wrote")
+    file = path / NAME
+    if not file.exists():
+        hint = ""
+        if (path / ".metadata").exists():
+            hint = "; torch.distributed.checkpoint wrote it, and its own load reads it"
+        raise CheckpointError(f"{path} is no checkpoint: it has no {NAME}{hint}")
+    try:
+        found = json.loads(file.read_text())
+        kind, version = found["kind"], found["version"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file} is damaged: it cannot be read") from error
+    if found.pop("sha256", None) != _sum(found):
+        raise CheckpointError(f"{file} is damaged: it has changed since it was saved")
+    if kind != KIND or version != VERSION:
+        raise CheckpointError(
+            f"{path} is a {kind!r} of version {version}; this release reads {KIND!r} of {VERSION}"
+        )
+    contents: dict[str, Any] = found
+    return contents
+
+
+def digests(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Of each file, its size and the SHA-256 of its contents."""
+    return {
+        name: {"bytes": (folder / name).stat().st_size, "sha256": _digest(folder / name)}
+        for name in names
+    }
+
+
+def damage(folder: Path, files: dict[str, dict[str, Any]], contents: bool = True) -> str | None:
+    """What is wrong with the first file that is not as the manifest says; None if nothing is."""
+    for name, told in files.items():
+        file = folder / name
+        if not file.is_file():
+            return f"{name} is missing"
+        size = file.stat().st_size
+        if size != told["bytes"]:
+            return f"{name} has {size} bytes in place of {told['bytes']}"
+        if contents and _digest(file) != told["sha256"]:
+            return f"the contents of {name} have changed since they were saved"
+    return None
+
+
+def is_whole(path: Path) -> bool:
+    """Whether all files of a checkpoint are there, in their sizes."""
+    try:
+        return damage(path, read(path)["files"], contents=False) is None
+    except CheckpointError:
+        return False
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _sum(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body).encode()).hexdigest()
+
+
+def _beside(path: Path, word: str) -> Path:
+    return path.with_name(f".{path.name}.{word}")

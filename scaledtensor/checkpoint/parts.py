@@ -1,0 +1,178 @@
+"""A ScaledTensor as plain tensors and facts, and back, bit for bit.
+
+What keeps tensors in files, and what moves shards between ranks, knows torch's own tensors. So
+`weight` is written as `weight.qdata`, `weight.scale` and whatever else its class lists as `INNER`,
+and its format, recipe and the rest as facts that JSON can hold.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaledtensor.coded import CodedTensor
+from scaledtensor.errors import CheckpointError, ScaledTensorError
+from scaledtensor.formats import FORMATS, Format, PerAxis, PerBlock, PerTensor, Specials
+from scaledtensor.formats import get as get_format
+from scaledtensor.formats.granularity import check_scale_shape
+from scaledtensor.formats.packing import packed_shape
+from scaledtensor.recipes import Recipe
+from scaledtensor.tensor import ScaledTensor, appearance
+
+__all__ = ["dtype_of", "facts_of", "inner_names", "inner_of", "put_together", "spelled_dtype"]
+
+Facts = dict[str, Any]
+
+
+def inner_of(x: ScaledTensor) -> dict[str, Tensor]:
+    """The plain tensors that `x` consists of, themselves and not copies."""
+    return {name: getattr(x, name).detach() for name in x.INNER}
+
+
+def facts_of(x: ScaledTensor) -> Facts:
+    """All of `x` that is no tensor, as JSON has it.
+
+    Raises:
+        RecipeError: its recipe is of a class that is not registered, so that nothing could read it.
+    """
+    found: Facts = {
+        "kind": type(x).__name__,
+        "shape": list(x.shape),
+        "format": _spelled_format(x.format),
+        "dtype": spelled_dtype(x.dtype),
+    }
+    if x.recipe is not None:
+        found["recipe"] = json.loads(x.recipe.to_json())
+    if x.nonnegative:
+        found["nonnegative"] = True
+    if isinstance(x, CodedTensor):
+        found["granularity"] = _spelled_granularity(x.granularity)
+    return found
+
+
+def put_together(name: str, inner: Mapping[str, Tensor], facts: Facts) -> ScaledTensor:
+    """The ScaledTensor of which `inner_of` and `facts_of` told. `name` is for messages.
+
+    Args:
+        inner: the plain tensors, which it keeps; those of a shard with that shard's shape in
+            `facts`.
+
+    Raises:
+        CheckpointError: a part is missing, or parts and facts do not fit together.
+    """
+    try:
+        return _put_together(inner, facts)
+    except KeyError as error:
+        raise CheckpointError(f"{name} is damaged: it has no {error.args[0]}") from error
+    except (ScaledTensorError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{name} is damaged: {error}") from error
+
+
+def _put_together(inner: Mapping[str, Tensor], facts: Facts) -> ScaledTensor:
+    kind, shape, fmt = _kind(facts), tuple(facts["shape"]), _format(facts["format"])
+    recipe = Recipe.from_json(json.dumps(facts["recipe"])) if "recipe" in facts else None
+    dtype, nonnegative = appearance(dtype_of(facts["dtype"])), bool(facts.get("nonnegative"))
+    parts = [inner[part] for part in kind.INNER]
+    if not issubclass(kind, CodedTensor):
+        qdata, scale, rms = parts
+        _check(qdata, fmt.storage_dtype, shape, "qdata")
+        _check(scale, torch.float32, (), "scale")
+        _check(rms, torch.float32, (), "rms")
+        _check_positive(scale)
+        return kind.make(qdata, scale, rms, fmt, dtype, recipe, nonnegative)
+    granularity: Any = _granularity(facts["granularity"])
+    qdata, scale, rms, whole = parts
+    _check(qdata, fmt.storage_dtype, packed_shape(fmt, shape), "qdata")
+    _check(rms, torch.float32, (), "rms")
+    context = (fmt, dtype, recipe, nonnegative, granularity)
+    made = kind.keep(qdata, scale, rms, whole, shape, *context)
+    if isinstance(granularity, int):
+        made.dequantize()  # raises unless there is what reading its groups takes
+    else:
+        if scale.dtype not in (torch.float32, torch.float8_e4m3fn):
+            raise CheckpointError(f"its scale is {scale.dtype}")
+        check_scale_shape(scale, granularity, shape)
+        _check(whole, torch.float32, (), "tensor_scale")
+    return made
+
+
+def inner_names(facts: Facts) -> tuple[str, ...]:
+    """What the tensors of `inner_of` are called. Raises CheckpointError for an unknown class."""
+    return _kind(facts).INNER
+
+
+def _kind(facts: Facts) -> type[ScaledTensor]:
+    kinds = {kind.__name__: kind for kind in _kinds()}
+    if facts["kind"] not in kinds:
+        raise CheckpointError(
+            f"it is a {facts['kind']}; this release has {', '.join(sorted(kinds))}"
+        )
+    return kinds[facts["kind"]]
+
+
+def _kinds(kind: type[ScaledTensor] = ScaledTensor) -> Iterator[type[ScaledTensor]]:
+    yield kind
+    for derived in kind.__subclasses__():
+        yield from _kinds(derived)
+
+
+def _check(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], part: str) -> None:
+    if x.dtype != dtype or tuple(x.shape) != shape:
+        raise CheckpointError(
+            f"its {part} is {x.dtype} of shape {tuple(x.shape)}, in place of {dtype} of {shape}"
+        )
+
+
+def _check_positive(scale: Tensor) -> None:
+    if not scale.is_meta and not 0 < float(scale) < float("inf"):
+        raise CheckpointError(f"its scale is {float(scale)}; scales are positive and finite")
+
+
+# --- what JSON has no word for ---------------------------------------------------------------
+
+
+def spelled_dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Raises CheckpointError where torch has no such dtype."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise CheckpointError(f"torch {torch.__version__} has no dtype {name!r}")
+    return found
+
+
+def _spelled_format(fmt: Format) -> Any:
+    if FORMATS.get(fmt.name) is fmt:
+        return fmt.name
+    facts = {f.name: getattr(fmt, f.name) for f in fields(fmt) if f.name != "ml_dtype"}
+    return facts | {
+        "specials": fmt.specials.value,
+        "storage_dtype": spelled_dtype(fmt.storage_dtype),
+    }
+
+
+def _format(spelled: Any) -> Format:
+    if isinstance(spelled, str):
+        return get_format(spelled)
+    special = {"specials": Specials(spelled["specials"])}
+    return Format(**spelled | special | {"storage_dtype": dtype_of(spelled["storage_dtype"])})
+
+
+def _spelled_granularity(granularity: Any) -> Any:
+    if isinstance(granularity, PerAxis):
+        return {"axis": granularity.dim}
+    if isinstance(granularity, PerBlock):
+        return {"block": list(granularity.block)}
+    return "tensor" if isinstance(granularity, PerTensor) else {"group": int(granularity)}
+
+
+def _granularity(spelled: Any) -> Any:
+    if spelled == "tensor":
+        return PerTensor()
+    ((word, number),) = spelled.items()
+    return {"axis": PerAxis, "block": PerBlock, "group": int}[word](number)

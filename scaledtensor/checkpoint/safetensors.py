@@ -1,0 +1,215 @@
+"""State dicts as safetensors files: `name.qdata`, `name.scale`, and the formats in the metadata."""
+
+import importlib
+import json
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from scaledtensor.checkpoint.atomic import check_writable, replacing
+from scaledtensor.checkpoint.fit import tensors_of
+from scaledtensor.checkpoint.parts import (
+    dtype_of,
+    facts_of,
+    inner_names,
+    inner_of,
+    put_together,
+    spelled_dtype,
+)
+from scaledtensor.errors import CheckpointError
+from scaledtensor.tensor import ScaledTensor
+
+__all__ = ["load_safetensors", "save_safetensors"]
+
+#: The entry of a file's metadata that is ours.
+KEY = "scaledtensor"
+VERSION = 1
+
+#: What safetensors has no name for goes as bytes.
+_NAMELESS = (torch.float8_e8m0fnu,)
+
+
+def save_safetensors(
+    source: nn.Module | Mapping[str, Tensor], path: str | Path, *, dequantized: bool = False
+) -> None:
+    """Write a model, or its state dict, to a safetensors file; a file that is there stays whole
+    until the new one is.
+
+    A ScaledTensor goes as `name.qdata`, `name.scale`, `name.rms` and, of codes under two levels,
+    `name.tensor_scale`; its format, recipe and the rest into the metadata, under "scaledtensor".
+    Tied tensors are written once.
+
+    Args:
+        source: a module, or tensors by name.
+        path: where to; its folder exists.
+        dequantized: write the values instead, as any library reads them.
+
+    Raises:
+        CheckpointError: the file cannot be written; or there is something else than tensors, or a
+            shard of one.
+        RecipeError: a recipe of a class that is not registered.
+    """
+    path = Path(path)
+    state = tensors_of(source) if isinstance(source, nn.Module) else dict(source)
+    _check_whole(state)
+    if path.is_dir():
+        raise CheckpointError(f"{path} is a directory; safetensors are one file")
+    check_writable(path)
+    tensors: dict[str, Tensor] = {}
+    described: dict[str, Any] = {}
+    tied: dict[str, str] = {}
+    first: dict[Any, str] = {}
+    for name, x in state.items():
+        same = first.setdefault(_identity(name, x), name)
+        if same != name:
+            tied[name] = same
+        elif dequantized or not isinstance(x, ScaledTensor):
+            plain = x.detach().dequantize() if isinstance(x, ScaledTensor) else x.detach()
+            _add(tensors, name, plain)
+        else:
+            described[name] = facts_of(x)
+            for part, t in inner_of(x).items():
+                _add(tensors, f"{name}.{part}", t)
+    held = {name: _writable(x) for name, x in tensors.items()}
+    metadata = {"format": "pt"}
+    if not dequantized:
+        others = {n: spelled_dtype(x.dtype) for n, x in tensors.items() if x.dtype in _NAMELESS}
+        sums = {name: _checksum(x) for name, x in held.items()}
+        index = {"version": VERSION, "tensors": described, "tied": tied}
+        metadata[KEY] = json.dumps(index | {"dtypes": others, "crc32": sums})
+    library = _library()
+    with replacing(path) as temporary:
+        try:
+            library.torch.save_file(held, temporary, metadata)
+        except library.SafetensorError as error:
+            raise CheckpointError(f"{path} could not be saved: {error}") from error
+
+
+def load_safetensors(
+    path: str | Path, *, dequantized: bool = False, device: str | torch.device = "cpu"
+) -> dict[str, Tensor]:
+    """The tensors of a safetensors file by name; ScaledTensors as they were saved, bit for bit.
+
+    Tied names share one tensor. `load_into(model, ...)` puts them into a model.
+
+    Args:
+        path: a file that `save_safetensors` or any other library wrote; or a folder with
+            `model.safetensors`, or with the `model.safetensors.index.json` of several.
+        dequantized: plain tensors of the same values instead.
+        device: where to.
+
+    Raises:
+        CheckpointError: there is no such file, it is damaged, or of a later release.
+    """
+    found: dict[str, Tensor] = {}
+    for file in _files(Path(path)):
+        found |= _load(file, dequantized, torch.device(device))
+    return found
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        if not path.exists():
+            raise CheckpointError(f"{path} does not exist")
+        return [path]
+    single, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    if not index.exists():
+        if not single.exists():
+            raise CheckpointError(f"{path} has neither {single.name} nor {index.name}")
+        return [single]
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{index} is damaged or no index: {error}") from error
+    files = [path / name for name in names]
+    missing = [file.name for file in files if not file.exists()]
+    if missing:
+        raise CheckpointError(f"{path} is incomplete: {', '.join(missing)} of its index is missing")
+    return files
+
+
+def _load(path: Path, dequantized: bool, device: torch.device) -> dict[str, Tensor]:
+    library = _library()
+    try:
+        with library.safe_open(path, framework="pt", device=str(device)) as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, library.SafetensorError) as error:
+        raise CheckpointError(f"{path} is damaged or no safetensors file: {error}") from error
+    if KEY not in metadata:
+        return tensors
+    try:
+        index = json.loads(metadata[KEY])
+        version = index["version"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: its metadata cannot be read") from error
+    if version != VERSION:
+        raise CheckpointError(f"{path} has version {version}; this release reads {VERSION}")
+    for name, expected in index["crc32"].items():
+        if name not in tensors:
+            raise CheckpointError(f"{path} is damaged: {name} is missing")
+        if _checksum(tensors[name]) != expected:
+            raise CheckpointError(f"{path} is damaged: the checksum of {name} is wrong")
+    for name, dtype in index["dtypes"].items():
+        tensors[name] = tensors[name].view(dtype_of(dtype))
+    for name, facts in index["tensors"].items():
+        present = [part for part in inner_names(facts) if f"{name}.{part}" in tensors]
+        inner = {part: tensors.pop(f"{name}.{part}") for part in present}
+        made = put_together(f"{name} of {path}", inner, facts)
+        tensors[name] = made.dequantize() if dequantized else made
+    for name, same in index["tied"].items():
+        tensors[name] = tensors[same]
+    return tensors
+
+
+def _check_whole(state: Mapping[str, Any]) -> None:
+    for name, x in state.items():
+        if isinstance(x, DTensor):
+            raise CheckpointError(
+                f"{name} is a shard of a tensor: save with scaledtensor.checkpoint.save, load that "
+                "into a model of one process and write safetensors from there"
+            )
+        if not isinstance(x, Tensor):
+            raise CheckpointError(f"safetensors hold tensors; {name} is a {type(x).__name__}")
+
+
+def _identity(name: str, x: Tensor) -> Any:
+    """Equal for tensors that are the same memory seen in the same way."""
+    q = x.qdata if isinstance(x, ScaledTensor) else x
+    if not q.numel() or q.is_meta:
+        return name
+    own = x.scale.data_ptr() if isinstance(x, ScaledTensor) else 0
+    return (q.data_ptr(), own, q.dtype, tuple(q.shape), q.stride())
+
+
+def _add(tensors: dict[str, Tensor], name: str, x: Tensor) -> None:
+    if name in tensors:
+        raise CheckpointError(f"two tensors would be called {name} in the file")
+    tensors[name] = x
+
+
+def _writable(x: Tensor) -> Tensor:
+    # A copy where it is a part of a larger one: safetensors refuse shared memory.
+    whole = x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
+    held = x if whole else x.clone(memory_format=torch.contiguous_format)
+    return held.view(torch.uint8) if x.dtype in _NAMELESS else held
+
+
+def _checksum(x: Tensor) -> int:
+    raw = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return zlib.crc32(raw.numpy())  # type: ignore[arg-type]  # an array is a buffer
+
+
+def _library() -> Any:
+    try:
+        importlib.import_module("safetensors.torch")
+        return importlib.import_module("safetensors")
+    except ImportError as error:
+        raise CheckpointError(
+            "safetensors is not installed: pip install 'scaledtensor[safetensors]'"
+        ) from error

@@ -1,0 +1,180 @@
+"""What FSDP2 gathers of a sharded ScaledTensor: the 8-bit codes of its products, where it can.
+
+`fully_shard` keeps of each parameter a part on each rank, and asks the part what to send
+(`fsdp_pre_all_gather`) and what to make of what arrived (`fsdp_post_all_gather`). The weight of a
+product that is cast once, under one scale, is cast before it is sent: a byte an element, the very
+codes that the product would make of the whole. Everything else is sent as it is held, or in the
+`param_dtype` of the `MixedPrecisionPolicy`.
+
+A tensor has one scale, so its parts must agree on one: when they are new or overwritten, in a
+collective of two numbers, and where `Recipe.rebalance` moves it, in one for all parameters. In
+between a step of an optimizer leaves the scale of a part alone, and elements are all that is sent.
+A recipe that scales a weight by its amax needs that of the whole after each step: one collective
+for all weights.
+"""
+
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from scaledtensor.coded import CodedTensor
+from scaledtensor.errors import UnsupportedError
+from scaledtensor.model import UNCAST, is_factor
+from scaledtensor.ops.algebra import elements
+from scaledtensor.ops.functions import cast_once
+from scaledtensor.ops.quantize import part_quantized, recoded
+from scaledtensor.rebalance import put_under
+from scaledtensor.recipes.casts import Cast
+from scaledtensor.recipes.scales import Amax, Carried, Fixed
+from scaledtensor.scale import nearest_power_of_two
+from scaledtensor.shards import by_groups, is_sharded, of_all_parts, part_of, squares_and_amax
+from scaledtensor.tensor import Context, ScaledTensor
+
+__all__ = ["SENT_AS_CODES"]
+
+#: What chooses the scale of a weight that is sent as codes.
+SENT_AS_CODES = (Amax, Carried, Fixed)
+
+
+class _Sent(NamedTuple):
+    """What goes with the elements: the same on every rank, so that it need not be sent."""
+
+    context: Context
+    scale: Tensor
+    rms: Tensor
+
+
+def _pre_all_gather(
+    self: ScaledTensor,
+    mesh: Any,
+    outer_size: torch.Size,
+    outer_stride: tuple[int, ...],
+    module: nn.Module,
+    mp_policy: Any,
+) -> tuple[tuple[Tensor, ...], _Sent]:
+    """The elements to send of this part, padded as the longest, and what they are."""
+    if isinstance(self, CodedTensor):
+        raise UnsupportedError(
+            f"fully_shard on a parameter of {tuple(outer_size)} in {self.format.name} with a scale "
+            "for each block: a part of it has no scales of its own. Leave it out of fully_shard "
+            "(ignored_params), or keep it as a ScaledTensor"
+        )
+    group = mesh.get_group()
+    agree(self, group, outer_size.numel())
+    held = _as_sent(self, group, module, mp_policy.param_dtype)
+    q = held.qdata.detach()
+    rows = -(-outer_size[0] // mesh.size())
+    if q.dim() and q.shape[1:] == outer_size[1:] and q.shape[0] < rows:
+        q = torch.cat([q.view(torch.uint8) if q.itemsize == 1 else q, _zeros(q, rows)])
+    elif q.dtype.itemsize == 1:  # not every backend knows 8-bit floats
+        q = q.view(torch.uint8)
+    context = held.__tensor_flatten__()[1]
+    return (q,), _Sent(context, held.scale, held.rms)
+
+
+def _zeros(q: Tensor, rows: int) -> Tensor:
+    dtype = torch.uint8 if q.itemsize == 1 else q.dtype
+    return torch.zeros(rows - q.shape[0], *q.shape[1:], dtype=dtype, device=q.device)
+
+
+def _post_all_gather(
+    self: ScaledTensor,
+    all_gather_outputs: tuple[Tensor, ...],
+    metadata: _Sent,
+    param_dtype: torch.dtype,
+    *,
+    out: Any = None,
+) -> tuple[ScaledTensor, tuple[Tensor, ...]] | None:
+    """The whole tensor around what arrived; into `out` there is nothing but its scale to write."""
+    (data,) = all_gather_outputs
+    if out is not None:
+        whole = part_of(out)
+        # New ones: what the forward pass saved keeps those it saw.
+        whole.scale, whole.rms = metadata.scale.clone(), metadata.rms.clone()
+        return None
+    (fmt, dtype, recipe, nonnegative) = metadata.context
+    scale, rms = metadata.scale.clone(), metadata.rms.clone()
+    q = data.view(fmt.storage_dtype)
+    return ScaledTensor.make(q, scale, rms, fmt, dtype, recipe, nonnegative), (data,)
+
+
+for _name, _hook in (
+    ("fsdp_pre_all_gather", _pre_all_gather),
+    ("fsdp_post_all_gather", _post_all_gather),
+):
+    setattr(ScaledTensor, _name, _hook)
+
+
+def _as_sent(
+    part: ScaledTensor, group: Any, module: nn.Module, dtype: torch.dtype | None
+) -> ScaledTensor:
+    """What a part sends: codes, where products cast its tensor once; or itself, as `dtype`."""
+    own = _weight_cast(part, module)
+    if own is None:
+        return part if dtype is None else cast(ScaledTensor, part.detach().to(dtype))
+    if isinstance(own.scale, Amax):
+        if part.whole_amax is None:
+            part.whole_amax = of_all_parts(squares_and_amax(part), (group,))[:, 1].amax()
+        codes, scale, _ = part_quantized(elements(part), part.whole_amax / part.scale, own)
+        held = recoded(part, codes, scale * part.scale, own.format)
+    else:
+        held = cast_once(part.detach())
+    if dtype is None or dtype == held.dtype:
+        return held
+    context: Any = (held.format, dtype, *held.__tensor_flatten__()[1][2:])
+    return ScaledTensor.make(held.qdata, held.scale, held.rms, *context)
+
+
+def _weight_cast(part: ScaledTensor, module: nn.Module) -> Cast | None:
+    """The one cast of a weight of products that a part of it can be given."""
+    once = None if part.recipe is None else part.recipe.gemms.once
+    if once is None or not isinstance(once[1].scale, SENT_AS_CODES) or once[1].format.bits > 8:
+        return None
+    alike = [
+        is_factor(module, name, p) and name not in getattr(module, UNCAST, ())
+        for name, p in module._parameters.items()
+        if is_sharded(p) and part_of(p).shape == part.shape
+    ]
+    return once[1] if alike and all(alike) else None
+
+
+# --- one scale for all parts -----------------------------------------------------------------
+
+
+def agree(part: ScaledTensor, group: Any, numel: int) -> None:
+    """See to it that all parts of a tensor of `numel` elements are under one scale, which is what
+    they do once; a tensor of zeros has none until it has a value."""
+    if part.agreed:
+        return
+    found = of_all_parts(squares_and_amax(part), (group,))
+    rms = (found[:, 0].sum() / max(numel, 1)).sqrt().float()
+    put_under(part, nearest_power_of_two(rms), rms)
+    part.agreed, part.whole_amax = bool(rms > 0), found[:, 1].amax()
+
+
+@torch.compiler.disable(reason="a collective after the step")  # type: ignore[no-untyped-call, untyped-decorator]
+@torch.no_grad()
+def _after_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """The amax of every weight that its recipe scales by it, in one collective."""
+    wanted = [
+        p
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if is_sharded(p) and _is_by_amax(part_of(p))
+    ]
+    for groups, sharded in by_groups(wanted).items():
+        parts = [part_of(p) for p in sharded]
+        found = of_all_parts(torch.stack([squares_and_amax(part)[1] for part in parts]), groups)
+        for part, amax in zip(parts, found.amax(0), strict=True):
+            part.whole_amax = amax
+
+
+def _is_by_amax(part: ScaledTensor) -> bool:
+    once = None if part.recipe is None else part.recipe.gemms.once
+    return once is not None and isinstance(once[1].scale, Amax)
+
+
+register_optimizer_step_post_hook(_after_any_step)

@@ -1,0 +1,97 @@
+"""DistributedDataParallel on ScaledTensor parameters."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import training
+
+import scaledtensor as sct
+
+
+def losses_of(recipe, steps, **options):
+    gpt = training.ddp(training.model(recipe))
+    return training.train(gpt, steps, **options), [training.whole(p) for p in gpt.parameters()]
+
+
+@pytest.mark.parametrize("recipe", ["unit", "current", "mxfp8"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test__a_training__is_that_of_one_process_that_accumulates(world, ranks, recipe):
+    gpt = training.model(recipe)
+    alone = training.train(gpt, 20, share=False, accumulate=ranks)
+    results = world(ranks, losses_of, recipe, 20)
+    for losses, values in results:
+        assert losses == pytest.approx(alone, abs=2e-3 if ranks > 2 else 1e-6)
+        same = [
+            torch.equal(a, training.whole(b)) for a, b in zip(values, gpt.parameters(), strict=True)
+        ]
+        assert all(same) or ranks > 2
+        assert all(torch.equal(a, b) for a, b in zip(values, results[0][1], strict=True))
+
+
+def multiplied(multiplier):
+    return losses_of("unit", 20, multiplier=multiplier)
+
+
+def test__a_training__is_the_same_to_the_bit__with_the_loss_scaled(world):
+    plain, scaled = (world(2, multiplied, m)[0] for m in (1.0, 2.0**-18))
+    assert plain[0] == scaled[0]
+    assert all(torch.equal(a, b) for a, b in zip(plain[1], scaled[1], strict=True))
+
+
+def other_seeds():
+    gpt = training.model("unit", seed=dist.get_rank())
+    before = {name: (p.scale.clone(), p.rms.clone()) for name, p in gpt.named_parameters()}
+    training.ddp(gpt)
+    return before, {
+        name: (p.dequantize().detach(), p.scale, p.rms) for name, p in gpt.named_parameters()
+    }
+
+
+def test__parameters__start_as_those_of_the_first_rank__each_under_its_own_scale(world):
+    (before, first), (_, second) = world(2, other_seeds)
+    reference = dict(training.model("unit", seed=0).named_parameters())
+    for name, (value, scale, rms) in second.items():
+        assert torch.equal(value, reference[name].dequantize().detach())
+        assert torch.equal(value, first[name][0])
+        if before[name][1] > 0:
+            assert scale == first[name][1] == before[name][0]
+            assert rms == pytest.approx(float(before[name][1]), rel=1e-6)
+
+
+def without_sync(steps):
+    gpt = training.ddp(training.model("unit"))
+    optimizer = torch.optim.AdamW(gpt.parameters(), lr=3e-3)
+    for inputs, targets in training.batches(steps):
+        x, y = (t.chunk(2)[dist.get_rank()] for t in (inputs, targets))
+        with gpt.no_sync():
+            (gpt(x[:2], y[:2])[1] / 2).backward()
+        (gpt(x[2:], y[2:])[1] / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [training.whole(p) for p in gpt.parameters()]
+
+
+def test__gradients__accumulate_without_being_sent(world):
+    first, second = world(2, without_sync, 5)
+    gpt = training.model("unit")
+    training.train(gpt, 5, share=False, accumulate=4)
+    for a, b, c in zip(first, second, gpt.parameters(), strict=True):
+        assert torch.equal(a, b)
+        torch.testing.assert_close(a, training.whole(c), rtol=0, atol=2e-3)
+
+
+def reduced():
+    x = sct.scaled(torch.tensor([1.0, 2.0, 3.0]) * 2.0 ** (10 * dist.get_rank()))
+    dist.all_reduce(x)
+    y = sct.scaled(torch.full((4,), 3.0 + dist.get_rank()), "e4m3fn")
+    dist.broadcast(y, 1)
+    return x, y
+
+
+def test__collectives__are_of_values__whatever_the_scales_are(world):
+    for x, y in world(2, reduced):
+        assert torch.equal(x.dequantize(), torch.tensor([1025.0, 2050.0, 3075.0]))
+        assert x.scale == 2.0**11
+        assert torch.equal(y.dequantize(), torch.full((4,), 4.0))
+        assert y.scale == 4.0
+        assert y.format == sct.formats.E4M3FN
