@@ -15,16 +15,16 @@ over ranks, and the share of elements that became zero, in the wire's format or 
 
 The third prints what the formulas below give for Llama 2 7B and Llama 3 70B and 405B. Of P
 parameters, of which b lie in blocks and r outside, on n ranks, with w and g bytes an element of
-weights and gradients on the wire:
+weights and gradients on the wire, on average:
 
     DDP      sends 2 (n-1)/n g P; a rank holds (4 + 4 + states) bytes a parameter
     FSDP2    sends (n-1)/n (2 w b + w' r + g P): blocks are gathered for forward and for backward,
              what lies outside them once, with w' bytes; a rank holds (4 + 4 + states) / n
 
 4 + 4 are float32 weights and gradients; states 8 for AdamW in float32. FP8 gradients have
-g = 1 + 1/128. An FP8 all-gather has w = 1 for weights of products, and 2 for the rest, which goes
-as bfloat16. Activations, and the blocks that are gathered at a time, come on top. The test
-`tests/distributed/test_traffic_benchmark.py` holds each formula against what is counted.
+g = 1 + 1/128. An FP8 all-gather has 1 byte for weights of products, the head among them, and 2 for
+the rest, which goes as bfloat16. Activations, and the blocks that are gathered at a time, come on
+top. `tests/distributed/test_traffic_benchmark.py` holds each formula against what is counted.
 """
 
 import argparse
@@ -44,6 +44,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+import scaledtensor as sct
 from scaledtensor.demo.model import GPT, GPTConfig
 from scaledtensor.distributed import (
     FP8State,
@@ -80,10 +81,12 @@ def bf16(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tens
 
 
 def fsdp(
-    param: torch.dtype | None, reduce: torch.dtype | None, wire: Wire | None = None
+    reduce: torch.dtype, wire: Wire | None = None, scaled: bool = False
 ) -> Callable[[GPT], nn.Module]:
     def prepare(model: GPT) -> nn.Module:
-        policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
+        if scaled:
+            sct.scale_model(model)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce)
         for block in model.blocks:
             fully_shard(block, mp_policy=policy)
         fully_shard(model, mp_policy=policy)
@@ -101,12 +104,14 @@ ROWS: dict[str, tuple[str, Callable[[GPT], nn.Module]]] = {
     "DDP, FP8 by blocks": ("DDP, bfloat16", ddp(Wire())),
     "DDP, FP8 auto": ("DDP, bfloat16", ddp(Wire(scaling="auto"))),
     "DDP, FP8 by blocks, bfloat16 back": ("DDP, bfloat16", ddp(Wire(gather="bf16"))),
-    "FSDP2, bfloat16": ("FSDP2, bfloat16", fsdp(torch.bfloat16, torch.bfloat16)),
-    "FSDP2, FP8 by blocks": ("FSDP2, bfloat16", fsdp(torch.bfloat16, torch.float32, Wire())),
-    "FSDP2, FP8 auto": (
+    "FSDP2, bfloat16": ("FSDP2, bfloat16", fsdp(torch.bfloat16)),
+    "FSDP2, gradients in FP8": ("FSDP2, bfloat16", fsdp(torch.float32, Wire())),
+    "FSDP2, gradients in FP8, auto": (
         "FSDP2, bfloat16",
-        fsdp(torch.bfloat16, torch.float32, Wire(scaling="auto")),
+        fsdp(torch.float32, Wire(scaling="auto")),
     ),
+    "FSDP2, weights in FP8": ("FSDP2, bfloat16", fsdp(torch.bfloat16, scaled=True)),
+    "FSDP2, both in FP8": ("FSDP2, bfloat16", fsdp(torch.float32, Wire(), scaled=True)),
 }
 
 
@@ -251,22 +256,25 @@ def table_of_errors(found: dict[str, list[tuple[float, float]]]) -> str:
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's parameters: in blocks, as weights of products or not, and outside of them."""
+    """A model's parameters: weights of products and others, in blocks and outside of them."""
 
     name: str
     products: int
     rest: int
+    head: int
     outside: int
 
     @property
     def parameters(self) -> int:
-        return self.products + self.rest + self.outside
+        return self.products + self.rest + self.head + self.outside
 
 
 def llama(name: str, layers: int, d: int, hidden: int, queries_per_key: int, vocab: int) -> Shape:
     """Attention with keys and values for some heads, a gated MLP, two norms; embedding and head."""
     attention = 2 * d * d + 2 * d * d // queries_per_key
-    return Shape(name, layers * (attention + 3 * d * hidden), layers * 2 * d, 2 * vocab * d + d)
+    return Shape(
+        name, layers * (attention + 3 * d * hidden), layers * 2 * d, vocab * d, vocab * d + d
+    )
 
 
 LLAMAS = (
@@ -278,11 +286,11 @@ LLAMAS = (
 
 def shape_of(model: GPT) -> Shape:
     """That of the demo's GPT."""
-    blocks = sum(p.numel() for p in model.blocks.parameters())
+    blocks = [p.numel() for p in model.blocks.parameters()]
     products = sum(p.numel() for p in model.blocks.parameters() if p.dim() > 1)
-    return Shape(
-        "demo", products, blocks - products, sum(p.numel() for p in model.parameters()) - blocks
-    )
+    head = model.head.weight.numel()
+    outside = sum(p.numel() for p in model.parameters()) - sum(blocks) - head
+    return Shape("demo", products, sum(blocks) - products, head, outside)
 
 
 def ddp_sent(shape: Shape, ranks: int, gradient: float) -> float:
@@ -294,7 +302,8 @@ def fsdp_sent(
     shape: Shape, ranks: int, product: float, rest: float, gradient: float
 ) -> tuple[float, float]:
     """Bytes that a rank sends in a step, for weights and for gradients."""
-    gathered = 2 * (product * shape.products + rest * shape.rest) + rest * shape.outside
+    blocks = product * shape.products + rest * shape.rest
+    gathered = 2 * blocks + product * shape.head + rest * shape.outside
     return (
         sent_bytes("all-gather", gathered, ranks),
         sent_bytes("reduce-scatter", gradient * shape.parameters, ranks),

@@ -71,16 +71,14 @@ def groups_of(model):
 def train(kind, make, steps, checkpoint=None):
     """Losses, parameters with their scales, and the optimizer."""
     model = model_of(kind)
-    # Plain parameters see other data on each rank; scaled ones the same, since gradients of theirs
-    # are not reduced here.
-    forward = DistributedDataParallel(model) if kind == "plain" else model
+    forward = DistributedDataParallel(model)
     optimizer = make(groups_of(model))
     if checkpoint is not None:
         weights, state = checkpoint
         model.load_state_dict(weights)
         optimizer.load_state_dict(state)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    g = torch.Generator().manual_seed(dist.get_rank() if kind == "plain" else 0)
+    g = torch.Generator().manual_seed(dist.get_rank())
     losses = []
     for _ in range(steps):
         x, y = torch.randn(8, 40, generator=g), torch.randint(1000, (8,), generator=g)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import training
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -409,6 +410,44 @@ def test__ddp__trains_as_without_the_hook__and_replicas_stay_equal(world, wire):
 @pytest.mark.parametrize("wire", [Wire(), Wire(scaling="auto")], ids=str)
 def test__ddp__is_bit_identical_under_a_multiplied_loss(world, wire):
     assert world(2, ddp_losses, wire, 10)[0][0] == world(2, ddp_losses, wire, 10, 2.0**20)[0][0]
+
+
+def scaled_losses(way, wire, multiplier=1.0):
+    """Of a GPT with ScaledTensor parameters, whose gradients have scales of their own."""
+    gpt = training.model()
+    if way == "ddp":
+        gpt = training.ddp(gpt, bucket_cap_mb=0.02)
+        if wire is not None:
+            gpt.register_comm_hook(FP8State(wire), fp8_all_reduce_hook)
+    else:
+        gpt = training.sharded(gpt)
+        if wire is not None:
+            use_fp8_reduce_scatter(gpt, wire)
+    losses = training.train(gpt, 10, multiplier=multiplier)
+    return losses, [training.whole(p) for p in gpt.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("way", "wire"),
+    [
+        ("ddp", Wire()),
+        ("fsdp", Wire(scaling="auto")),
+        pytest.param("ddp", Wire(scaling="auto"), marks=pytest.mark.slow),
+        pytest.param("fsdp", Wire(), marks=pytest.mark.slow),
+    ],
+)
+def test__scaled_models__train_as_with_plain_reductions__bit_identical_under_a_multiplier(
+    world, way, wire
+):
+    plain = world(2, scaled_losses, way, None)[0][0]
+    (losses, values), (_, others) = world(2, scaled_losses, way, wire)
+    assert plain[-1] < plain[0] - 0.2
+    assert losses != plain
+    assert max(abs(a - b) for a, b in zip(losses, plain, strict=True)) < 0.02
+    again, moved = world(2, scaled_losses, way, wire, 2.0**-18)[0]
+    assert again == losses
+    assert all(map(torch.equal, values, others))
+    assert all(map(torch.equal, values, moved))
 
 
 def accumulated(wire):

@@ -31,7 +31,9 @@ def benchmark(function, name):
         ("DDP, bfloat16", "DDP, bfloat16"),
         ("DDP, FP8 by blocks", "DDP, FP8"),
         ("FSDP2, bfloat16", "FSDP2, bfloat16"),
-        ("FSDP2, FP8 by blocks", "FSDP2, gradients in FP8"),
+        ("FSDP2, gradients in FP8", "FSDP2, gradients in FP8"),
+        ("FSDP2, weights in FP8", "FSDP2, weights in FP8"),
+        ("FSDP2, both in FP8", "FSDP2, both in FP8"),
     ],
 )
 def test__each_formula__gives_what_is_counted(world, row, way, ranks):
