@@ -327,12 +327,11 @@ WAYS = (
 )
 
 
-def table_of_model(states: float) -> str:
-    """Markdown: GB that a device sends in a step, and bytes a parameter that it holds."""
+def table_of_sent() -> str:
+    """Markdown: GB that a device sends in a step."""
     lines = [
-        "| model | way | " + " | ".join(f"GB sent, {n}" for n in DEVICES) + " | "
-        "" + " | ".join(f"bytes held, {n}" for n in DEVICES) + " |",
-        "|---" * (2 + 2 * len(DEVICES)) + "|",
+        "| model | way | " + " | ".join(f"{n} devices" for n in DEVICES) + " |",
+        "|---" * (2 + len(DEVICES)) + "|",
     ]
     for shape in LLAMAS:
         for way, sharded, product, rest, gradient in WAYS:
@@ -342,10 +341,23 @@ def table_of_model(states: float) -> str:
                 else ddp_sent(shape, n, gradient)
                 for n in DEVICES
             ]
-            cells = [f"{s / 1e9:.1f}" for s in sent]
-            cells += [f"{held(n, states, sharded):.3g}" for n in DEVICES]
-            size = f"{shape.name}, {shape.parameters / 1e9:.1f}e9"
-            lines.append(f"| {size} | {way} | {' | '.join(cells)} |")
+            lines.append(f"| {shape.name} | {way} | {' | '.join(f'{s / 1e9:.1f}' for s in sent)} |")
+    return "\n".join(lines)
+
+
+def table_of_held(states: float) -> str:
+    """Markdown: bytes a parameter, and the GB of each model, that a device holds."""
+    lines = [
+        "| | DDP | " + " | ".join(f"FSDP2, {n} devices" for n in DEVICES) + " |",
+        "|---" * (2 + len(DEVICES)) + "|",
+    ]
+    each = [held(1, states, False), *(held(n, states, True) for n in DEVICES)]
+    lines.append(f"| bytes a parameter | {' | '.join(f'{b:.3g}' for b in each)} |")
+    for shape in LLAMAS:
+        sizes = (b * shape.parameters / 1e9 for b in each)
+        cells = (f"{gb:.1f}" if gb >= 10 else f"{gb:.2g}" for gb in sizes)
+        size = f"{shape.name}, {shape.parameters / 1e9:.2f}e9 parameters: GB"
+        lines.append(f"| {size} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -353,14 +365,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="N")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the counts there too")
-    parser.add_argument("--model", action="store_true", help="print the formulas' table instead")
+    parser.add_argument("--model", action="store_true", help="print the formulas' tables instead")
     parser.add_argument("--errors", action="store_true", help="print errors of reductions instead")
     parser.add_argument(
         "--states", type=float, default=8.0, help="bytes a parameter of states (default: 8)"
     )
     options = parser.parse_args(arguments)
     if options.model:
-        print(table_of_model(options.states))
+        print(f"{table_of_sent()}\n\n{table_of_held(options.states)}")
         return 0
     if options.errors:
         print(table_of_errors(on_ranks(options.ranks[-1], errors, list(WIRES))))

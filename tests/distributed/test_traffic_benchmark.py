@@ -80,11 +80,14 @@ def test__the_tables__say_what_they_are_given(capsys):
         "405.85",
     ]
     assert traffic.main(["--model", "--states", "2.19"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 + 3 * len(traffic.WAYS)
-    ddp = next(line for line in lines if "7B" in line and "DDP, FP8" in line)
+    sent, held = (part.splitlines() for part in capsys.readouterr().out.split("\n\n"))
+    assert len(sent) == 2 + 3 * len(traffic.WAYS)
+    (ddp,) = [line for line in sent if "7B | DDP, FP8" in line]
     assert f"| {2 * 7 / 8 * 6.738 * (129 / 128):.1f} |" in ddp
-    assert "10.2" in ddp
+    assert held[2] == "| bytes a parameter | 10.2 | 1.27 | 0.159 | 0.0199 | 0.00249 |"
+    page = (Path(ROOT) / "docs" / "distributed.md").read_text()
+    assert traffic.table_of_sent() in page  # python -m benchmarks.traffic --model
+    assert traffic.table_of_held(8) in page
     one = traffic.Count([("all-reduce", "uint8", 2, 10.0)], 0, 10.0, 0, 5)
     two = one._replace(gradients=20.0)
     rows = {"DDP, FP8 auto": one, "DDP, bfloat16": two}
