@@ -544,8 +544,9 @@ def fsdp_losses(wire, steps, reduce_dtype):
     return losses, mus
 
 
-@pytest.mark.parametrize("wire", [Wire(), Wire(scaling="auto")], ids=str)
-@pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("wire", "reduce_dtype"), [(Wire(), torch.float32), (Wire(scaling="auto"), torch.bfloat16)]
+)
 def test__fsdp__trains_as_with_its_own_reduce_scatter(world, wire, reduce_dtype):
     plain, _ = world(2, fsdp_losses, None, 30, torch.float32)[0]
     losses, mus = world(2, fsdp_losses, wire, 30, reduce_dtype)[0]

@@ -23,7 +23,7 @@ def benchmark(function, name):
     return list(getattr(traffic, function)(name))
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("row", "way"),
     [
