@@ -43,6 +43,7 @@ PUBLIC = {
     ],
     "scaledtensor.checkpoint": [
         "Loaded",
+        "about",
         "apart",
         "latest",
         "load",

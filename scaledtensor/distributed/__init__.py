@@ -1,4 +1,4 @@
-"""Several processes on torch's own engine: `fully_shard`, DDP, tensor parallelism, FP8 on the wire."""
+"""Several processes on torch's own engine: `fully_shard`, DDP, tensor parallelism, FP8 messages."""
 
 from scaledtensor.distributed import gather as _gather  # noqa: F401 - the hooks of fully_shard
 from scaledtensor.distributed.data_parallel import (
