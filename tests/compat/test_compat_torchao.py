@@ -386,11 +386,6 @@ ROW = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE)
             RecipeError,
             "PerGemm",
         ),
-        (
-            lambda: Float8LinearConfig(enable_fsdp_float8_all_gather=True),
-            UnsupportedError,
-            "sharded",
-        ),
         (lambda: Float8LinearConfig.from_recipe_name("blockwise"), RecipeError, "tensorwise"),
         (
             lambda: convert_to_float8_training(
