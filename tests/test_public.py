@@ -88,6 +88,7 @@ PUBLIC = {
         "fp8_reduce_scatter",
         "place",
         "sent_bytes",
+        "share_histories",
         "use_fp8_reduce_scatter",
     ],
     "scaledtensor.formats": [
