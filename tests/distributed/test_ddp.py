@@ -95,3 +95,23 @@ def test__collectives__are_of_values__whatever_the_scales_are(world):
         assert torch.equal(y.dequantize(), torch.full((4,), 4.0))
         assert y.scale == 4.0
         assert y.format == sct.formats.E4M3FN
+
+
+def delayed_histories(shared):
+    gpt = training.model("delayed")
+    wrapped = training.ddp(gpt, broadcast_buffers=False)
+    inputs, targets = next(training.batches(1))
+    x, y = (t.chunk(2)[dist.get_rank()] for t in (inputs, targets))
+    wrapped(x, y)[1].backward()
+    if shared:
+        sct.distributed.share_histories(wrapped)
+    return {name: b[:, 0].clone() for name, b in gpt.named_buffers() if name.endswith("_amax")}
+
+
+def test__histories__hold_what_any_rank_saw(world):
+    (own, other), (first, second) = (world(2, delayed_histories, s) for s in (False, True))
+    assert any(not torch.equal(own[name], other[name]) for name in own)
+    for name in own:
+        largest = torch.maximum(own[name], other[name])
+        assert torch.equal(first[name], largest)
+        assert torch.equal(second[name], largest)
