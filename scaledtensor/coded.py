@@ -325,6 +325,11 @@ def _share(x: CodedTensor) -> CodedTensor:
     return x.viewed(x.qdata)
 
 
+def _view(x: CodedTensor, shape: Sequence[int]) -> Tensor:
+    """In its own shape, as DTensor.from_local asks, the codes are kept."""
+    return _share(x) if tuple(shape) == tuple(x.shape) else x.widened().view(*shape)
+
+
 def _to(
     x: CodedTensor,
     *,
@@ -364,6 +369,7 @@ _OWN: dict[Any, Callable[..., Any]] = {
     _aten.detach.default: _share,
     _aten.lift_fresh.default: _share,
     _aten._to_copy.default: _to,
+    _aten.view.default: _view,
     verbs.dequantize: _dequantize,
     verbs.drop: _refuse,
     verbs.expect: _refuse,

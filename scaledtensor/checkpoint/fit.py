@@ -21,6 +21,7 @@ from scaledtensor.tensor import ScaledTensor, is_stored
 __all__ = [
     "check_fit",
     "clean",
+    "layout",
     "load_into",
     "local",
     "matched",
@@ -135,7 +136,7 @@ def check_fit(where: Any, name: str, target: Tensor, source: Any) -> None:
         refuse(tuple(source.shape), tuple(target.shape))
     held, given = local(target), local(source)
     if isinstance(source, DTensor):
-        there, here = _layout(source), _layout(target)
+        there, here = _told_layout(source), _told_layout(target)
         if there != here:
             refuse(
                 there,
@@ -181,6 +182,8 @@ def _put_parts(held: ScaledTensor, given: ScaledTensor) -> None:
     for name in held.INNER:
         getattr(held, name).copy_(getattr(given, name))
     held.nonnegative = given.nonnegative
+    # What FSDP2 knows of all shards together: whether they are under one scale, and their amax.
+    held.agreed, held.whole_amax = given.agreed, None
 
 
 def _as_held(held: Tensor, given: Tensor) -> Any:
@@ -233,7 +236,9 @@ def _shard(whole: Tensor, target: DTensor) -> DTensor:
         return of_local(cut(whole), target)
     if isinstance(whole, CodedTensor):
         whole = whole.widened()
-    return of_local(whole.like(cut(whole.qdata), whole.scale, whole.rms), target)
+    part = whole.like(cut(whole.qdata), whole.scale, whole.rms)
+    part.agreed = bool(part.rms > 0)
+    return of_local(part, target)
 
 
 def of_local(x: Tensor, like: DTensor) -> DTensor:
@@ -257,7 +262,12 @@ def local(x: Any) -> Any:
 # --- messages --------------------------------------------------------------------------------
 
 
-def _layout(x: Any) -> str:
+def layout(x: DTensor) -> str:
+    """How `x` is cut, into how many."""
+    return f"{x.placements} on {tuple(x.device_mesh.shape)}"
+
+
+def _told_layout(x: Any) -> str:
     if not isinstance(x, DTensor):
         return "whole"
     return f"cut by {x.placements} on {x.device_mesh.size()} ranks, {tuple(local(x).shape)} on one"

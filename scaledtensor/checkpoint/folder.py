@@ -19,13 +19,13 @@ from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 from torch.optim import Optimizer
 
-from scaledtensor.checkpoint import manifest, states
+from scaledtensor.checkpoint import manifest
 from scaledtensor.checkpoint.atomic import clear, sync_file
-from scaledtensor.checkpoint.fit import matched, put, tensors_of
-from scaledtensor.checkpoint.levels import Level, Planner, common, levels
+from scaledtensor.checkpoint.contents import Contents, levelled, merged
+from scaledtensor.checkpoint.levels import Planner
+from scaledtensor.checkpoint.plan import Plan
 from scaledtensor.checkpoint.ranks import Ranks
 from scaledtensor.checkpoint.reader import TensorReader
-from scaledtensor.checkpoint.shards import blank, described, imagined, parts, rebuilt
 from scaledtensor.errors import CheckpointError
 
 __all__ = ["Loaded", "about", "load", "save", "verify"]
@@ -72,9 +72,9 @@ def save(
         RecipeError: a recipe of a class that is not registered.
     """
     path, ranks = Path(folder), Ranks(group)
-    contents = ranks.agree(lambda: _Contents(model, optimizer, ranks.rank))
-    told = ranks.agree(lambda: _merged(ranks.gather(contents.told)))
-    planner = contents.under(_levelled(told))
+    contents = ranks.agree(lambda: Contents(model, optimizer, ranks.rank))
+    told = ranks.agree(lambda: merged(ranks.gather(contents.told)))
+    planner = contents.under(levelled(told))
     objects = ranks.agree(lambda: _objects(extra, per_rank, told, ranks))
     prepared = ranks.agree(lambda: manifest.prepare(path) if ranks.rank == 0 else None)
     temporary: Any = ranks.gather(prepared)[0]
@@ -153,7 +153,7 @@ def load(
     path, ranks = manifest.present(Path(folder)), Ranks(group)
     told = ranks.agree(lambda: _verified(path, ranks))
     objects = ranks.agree(lambda: torch.load(path / OBJECTS, map_location="cpu", weights_only=True))
-    plan = ranks.agree(lambda: _Plan(path, told, objects, model, optimizer, ranks.rank))
+    plan = ranks.agree(lambda: Plan(path, told, objects, model, optimizer, ranks.rank))
 
     def read() -> None:
         if plan.reads:
@@ -190,104 +190,6 @@ def verify(folder: str | Path) -> None:
     wrong = manifest.damage(path, manifest.read(path)["files"])
     if wrong is not None:
         raise CheckpointError(f"{path} is damaged: {wrong}")
-
-
-class _Contents:
-    """What a rank has to save: plain tensors by name, and what is to be told of them."""
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer | None, rank: int) -> None:
-        targets = tensors_of(model)
-        first: dict[int, str] = {}
-        tied = {name: first.setdefault(id(x), name) for name, x in targets.items()}
-        whole = {f"model.{name}": targets[name] for name in first.values()}
-        kept: dict[str, list[str]] = {}
-        state = states.named_state(model, optimizer) if optimizer is not None else None
-        if state is not None:
-            for name, own in state.tensors.items():
-                kept[name] = list(own)
-                whole |= {f"optimizer.{name}.{key}": x for key, x in own.items()}
-        self.tensors: dict[str, Tensor] = {}
-        for name, x in whole.items():
-            for part, t in parts(name, x).items():
-                if part in self.tensors:
-                    raise CheckpointError(f"two tensors would be called {part} in the checkpoint")
-                self.tensors[part] = t
-        facts = {name: described(x) for name, x in whole.items()}
-        self.told: dict[str, Any] = {
-            "model": {n.removeprefix("model."): f for n, f in facts.items() if n[0] == "m"},
-            "tied": {name: same for name, same in tied.items() if name != same},
-            "optimizer": None
-            if state is None
-            else {
-                name: {key: facts[f"optimizer.{name}.{key}"] for key in keys}
-                for name, keys in kept.items()
-            },
-            "groups": None if state is None else state.groups,
-            "values": None if state is None else state.values,
-            "levels": {name: {rank: level} for name, level in levels(whole).items()},
-        }
-
-    def under(self, scales: dict[str, Level]) -> Planner:
-        """Let the tensors that are named be written under those scales; what writes them so."""
-        factors = {}
-        for name, level in scales.items():
-            if f"{name}.scale" in self.tensors:
-                own = self.tensors[f"{name}.scale"]
-                factors[f"{name}.qdata"] = float(own) / level.scale
-                self.tensors[f"{name}.scale"] = torch.full_like(own, level.scale)
-                self.tensors[f"{name}.rms"] = torch.full_like(own, level.rms)
-        return Planner(factors)
-
-
-def _merged(all_told: list[dict[str, Any]]) -> dict[str, Any]:
-    """What all ranks told together; where two tell of one thing, the same."""
-    first = all_told[0]
-    merged: dict[str, Any] = {k: dict(v) if isinstance(v, dict) else v for k, v in first.items()}
-    for rank, told in enumerate(all_told[1:], 1):
-        if (told["optimizer"] is None) != (first["optimizer"] is None):
-            raise CheckpointError(f"rank 0 or rank {rank} saves an optimizer, and the other none")
-        for name, level in told["levels"].items():
-            merged["levels"][name] = merged["levels"].get(name, {}) | level
-        for kind in ("model", "tied", "optimizer", "values"):
-            for name, value in (told[kind] or {}).items():
-                seen = merged[kind].setdefault(name, value)
-                if seen != value:
-                    raise CheckpointError(
-                        f"{name} is {value} on rank {rank} and {seen} on a rank before it"
-                    )
-        if told["groups"] is not None:
-            merged["groups"] = _merged_groups(rank, merged["groups"], told["groups"])
-    return merged
-
-
-def _levelled(told: dict[str, Any]) -> dict[str, Level]:
-    """The one scale of each tensor whose shards have several, noted in what is told of it."""
-    found = {}
-    for name, shards in told["levels"].items():
-        one = common(list(shards.values()))
-        kind, _, rest = name.partition(".")
-        owner, _, key = rest.rpartition(".")
-        facts = told["model"][rest] if kind == "model" else told["optimizer"][owner][key]
-        facts |= {"nonnegative": one.nonnegative}
-        if any(shard[:3] != one[:3] for shard in shards.values()):
-            facts |= {"levels": {str(rank): list(shard) for rank, shard in shards.items()}}
-            found[name] = one
-    return found
-
-
-def _merged_groups(rank: int, seen: list[Any], told: list[Any]) -> list[Any]:
-    if len(seen) != len(told):
-        raise CheckpointError(f"rank {rank} has {len(told)} parameter groups, rank 0 {len(seen)}")
-    made = []
-    for i, (one, other) in enumerate(zip(seen, told, strict=True)):
-        if one["options"] != other["options"]:
-            raise CheckpointError(
-                f"parameter group {i} has {other['options']} on rank {rank} and {one['options']} "
-                "on a rank before it"
-            )
-        names = list(dict.fromkeys((*one["names"], *other["names"])))
-        made.append({"options": one["options"], "names": names})
-    return made
 
 
 def _objects(extra: Any, per_rank: Any, told: dict[str, Any], ranks: Ranks) -> bytes:
@@ -351,81 +253,6 @@ def _verified(path: Path, ranks: Ranks) -> dict[str, Any]:
 
     ranks.agree(compare)
     return told
-
-
-class _Plan:
-    """What is read for this rank, into what, and where it goes from there."""
-
-    def __init__(
-        self,
-        path: Path,
-        told: dict[str, Any],
-        objects: dict[str, Any],
-        model: nn.Module,
-        optimizer: Optimizer | None,
-        rank: int,
-    ) -> None:
-        self.rank = rank
-        self.reads: dict[str, Tensor] = {}
-        self.facts: dict[str, dict[str, Any]] = {}
-        self.values: dict[str, dict[str, Any]] = {}
-        targets = tensors_of(model)
-        sources = {name: imagined(name, facts) for name, facts in told["model"].items()}
-        sources |= {name: sources[same] for name, same in told["tied"].items()}
-        self.pairs = [
-            (target, f"model.{told['tied'].get(name, name)}")
-            for name, (target, _) in matched(path, targets, sources).items()
-        ]
-        for target, source in self.pairs:
-            self._read(source, told["model"][source.removeprefix("model.")], target)
-        self.states: list[tuple[Tensor, str, str, Tensor]] = []
-        self.restore: Any = None
-        if optimizer is not None:
-            if told["optimizer"] is None:
-                raise CheckpointError(f"{path} was saved without an optimizer")
-            self.restore = states.restore(path, model, optimizer, objects["groups"])
-            self._plan_states(told, objects, model, optimizer, sources)
-
-    def _plan_states(
-        self,
-        told: dict[str, Any],
-        objects: dict[str, Any],
-        model: nn.Module,
-        optimizer: Optimizer,
-        sources: dict[str, Tensor],
-    ) -> None:
-        parameters = states.named_parameters(model)
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for name, p in parameters.items():
-            if id(p) not in own:
-                continue
-            self.values[name] = dict(objects["values"].get(name, {}))
-            for key, facts in told["optimizer"].get(name, {}).items():
-                present = optimizer.state[p].get(key) if p in optimizer.state else None
-                like = states.template(p, present, key, tuple(facts["shape"]))
-                self._read(f"optimizer.{name}.{key}", facts, like)
-                self.states.append((p, name, key, sources[name]))
-
-    def _read(self, name: str, facts: dict[str, Any], like: Tensor | None) -> None:
-        if name not in self.facts:
-            self.facts[name] = facts
-            self.reads |= blank(name, facts, like)
-
-    def rebuild(self) -> None:
-        """All that was read, as it goes into its place; nothing has changed yet."""
-        self.found = {
-            name: rebuilt(name, facts, self.reads, self.rank) for name, facts in self.facts.items()
-        }
-        self.reads = {}
-        for p, name, key, saved in self.states:
-            found = self.found.pop(f"optimizer.{name}.{key}")
-            self.values[name][key] = states.as_parameter(p, found, saved)
-
-    def apply(self) -> None:
-        if self.restore is not None:
-            self.restore({name: own for name, own in self.values.items() if own})
-        for target, source in self.pairs:
-            put(target, self.found[source])
 
 
 def _through(path: Path, action: Any) -> None:

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import DTensor
 
 from scaledtensor.checkpoint.fit import local
+from scaledtensor.coded import CodedTensor
 from scaledtensor.errors import CheckpointError
 from scaledtensor.tensor import ScaledTensor
 
@@ -30,6 +31,8 @@ class Level(NamedTuple):
     rms: float
     nonnegative: bool
     numel: int
+    agreed: bool
+    """Whether the ranks have seen to it that the scales are the same."""
 
 
 def levels(state: Mapping[str, Tensor]) -> dict[str, Level]:
@@ -37,9 +40,10 @@ def levels(state: Mapping[str, Tensor]) -> dict[str, Level]:
     found = {}
     for name, x in state.items():
         held = local(x)
-        if isinstance(x, DTensor) and isinstance(held, ScaledTensor):
+        scaled = isinstance(held, ScaledTensor) and not isinstance(held, CodedTensor)
+        if isinstance(x, DTensor) and scaled:
             scale, rms = float(held.scale), float(held.rms)
-            found[name] = Level(scale, rms, held.nonnegative, held.numel())
+            found[name] = Level(scale, rms, held.nonnegative, held.numel(), held.agreed)
     return found
 
 
@@ -51,12 +55,13 @@ def common(shards: list[Level]) -> Level:
     same = all(level.rms == told[0].rms for level in shards)
     rms = told[0].rms if same else math.sqrt(energy / max(numel, 1))
     scale = max(level.scale for level in told)
-    return Level(scale, rms, all(level.nonnegative for level in told), numel)
+    nonnegative, agreed = (all(x[i] for x in told) for i in (2, 4))
+    return Level(scale, rms, nonnegative, numel, agreed)
 
 
 def as_it_was(x: ScaledTensor, level: list[Any]) -> None:
     """Give a shard that was brought under the common scale its own back, in place."""
-    scale, rms, nonnegative, _ = Level(*level)
+    scale, rms, nonnegative, _, _ = Level(*level)
     x.qdata.mul_(float(x.scale) / scale)
     x.scale.fill_(scale)
     x.rms.fill_(rms)

@@ -8,7 +8,7 @@ and its format, recipe and the rest as facts that JSON can hold.
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +22,17 @@ from scaledtensor.formats.packing import packed_shape
 from scaledtensor.recipes import Recipe
 from scaledtensor.tensor import ScaledTensor, appearance
 
-__all__ = ["dtype_of", "facts_of", "inner_names", "inner_of", "put_together", "spelled_dtype"]
+__all__ = [
+    "blank_of",
+    "dtype_of",
+    "facts_of",
+    "inner_names",
+    "inner_of",
+    "plain_facts",
+    "put_together",
+    "spelled_dtype",
+    "told_parts",
+]
 
 Facts = dict[str, Any]
 
@@ -51,6 +61,21 @@ def facts_of(x: ScaledTensor) -> Facts:
     if isinstance(x, CodedTensor):
         found["granularity"] = _spelled_granularity(x.granularity)
     return found
+
+
+def plain_facts(x: Tensor) -> Facts:
+    """What JSON says of a plain tensor."""
+    return {"shape": list(x.shape), "dtype": spelled_dtype(x.dtype)}
+
+
+def told_parts(x: ScaledTensor) -> Facts:
+    """What JSON says of each of the tensors of `inner_of`."""
+    return {part: plain_facts(t) for part, t in inner_of(x).items()}
+
+
+def blank_of(facts: Facts, device: torch.device) -> Tensor:
+    """Memory for the plain tensor that `plain_facts` told of."""
+    return torch.empty(facts["shape"], dtype=dtype_of(facts["dtype"]), device=device)
 
 
 def put_together(name: str, inner: Mapping[str, Tensor], facts: Facts) -> ScaledTensor:
@@ -84,18 +109,19 @@ def _put_together(inner: Mapping[str, Tensor], facts: Facts) -> ScaledTensor:
         _check_positive(scale)
         return kind.make(qdata, scale, rms, fmt, dtype, recipe, nonnegative)
     granularity: Any = _granularity(facts["granularity"])
-    qdata, scale, rms, whole = parts
-    _check(qdata, fmt.storage_dtype, packed_shape(fmt, shape), "qdata")
-    _check(rms, torch.float32, (), "rms")
-    context = (fmt, dtype, recipe, nonnegative, granularity)
-    made = kind.keep(qdata, scale, rms, whole, shape, *context)
-    if isinstance(granularity, int):
-        made.dequantize()  # raises unless there is what reading its groups takes
+    packed = fmt.storage_dtype if fmt.bits >= 8 else torch.uint8
+    _check(inner["qdata"], packed, packed_shape(fmt, shape), "qdata")
+    _check(inner["tensor_scale"], torch.float32, (), "tensor_scale")
+    made: CodedTensor = cast(Any, kind).keep(
+        *parts, shape, fmt, dtype, recipe, nonnegative, granularity
+    )
+    if kind is CodedTensor:
+        _check(inner["rms"], torch.float32, (), "rms")
+        if made.scale.dtype not in (torch.float32, torch.float8_e4m3fn):
+            raise CheckpointError(f"its scale is {made.scale.dtype}")
+        check_scale_shape(made.scale, granularity, shape)
     else:
-        if scale.dtype not in (torch.float32, torch.float8_e4m3fn):
-            raise CheckpointError(f"its scale is {scale.dtype}")
-        check_scale_shape(scale, granularity, shape)
-        _check(whole, torch.float32, (), "tensor_scale")
+        made.dequantize()  # raises unless there is what reading takes
     return made
 
 

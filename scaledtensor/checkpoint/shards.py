@@ -7,40 +7,65 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from scaledtensor.checkpoint.fit import local, of_local
+from scaledtensor.checkpoint.fit import layout, local, of_local
 from scaledtensor.checkpoint.levels import as_it_was
 from scaledtensor.checkpoint.parts import (
-    dtype_of,
+    blank_of,
     facts_of,
     inner_names,
     inner_of,
+    plain_facts,
     put_together,
-    spelled_dtype,
+    told_parts,
 )
+from scaledtensor.checkpoint.ranks import Ranks
 from scaledtensor.coded import CodedTensor
 from scaledtensor.errors import CheckpointError, UnsupportedError
 from scaledtensor.tensor import ScaledTensor
 
-__all__ = ["apart", "blank", "described", "imagined", "parts", "rebuilt"]
+__all__ = ["Reading", "apart", "described", "imagined", "parts"]
 
 
-def apart(state: Mapping[str, Any]) -> dict[str, Any]:
+def apart(state: Mapping[str, Any], *, loading: bool = False) -> dict[str, Any]:
     """A state dict with `name.qdata`, `name.scale`, ... in place of each ScaledTensor `name`.
 
     They are the tensors' own memory: what `torch.distributed.checkpoint.load` reads into them is
     read into the model, bit for bit, on any number of ranks and from any storage. Both sides must
     have the same formats; `save` and `load` of this module ask for less, and check more.
 
+    Where there are shards, every rank calls this.
+
     Args:
         state: tensors and DTensors by name, in dicts of dicts; anything else passes.
+        loading: it is to be loaded into, so that the scales it has now are of no matter.
 
     Raises:
+        CheckpointError: in a state to save, shards of a tensor have different scales, as those of
+            an optimizer's states do. Of expected RMS that differ, one is saved.
         UnsupportedError: a shard of codes under scales of blocks.
     """
+    scales: dict[str, float] = {}
+    found = _apart(state, "", scales)
+    if scales and not loading:
+        for rank, others in enumerate(Ranks().gather(scales)):
+            for name in scales.keys() & others.keys():
+                if scales[name] != others[name]:
+                    raise CheckpointError(
+                        f"the shards of {name} have different scales, {others[name]:g} on rank "
+                        f"{rank} and {scales[name]:g} on this one, and only one would be saved: "
+                        "scaledtensor.checkpoint.save keeps all"
+                    )
+    return found
+
+
+def _apart(state: Mapping[str, Any], path: str, scales: dict[str, float]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, x in state.items():
-        if isinstance(x, Mapping):
-            found[name] = apart(x)
+        if isinstance(x, DTensor) and isinstance(local(x), ScaledTensor):
+            found |= parts(name, x)
+            scales[f"{path}{name}"] = float(found[f"{name}.scale"])
+        elif isinstance(x, Mapping):
+            found[name] = _apart(x, f"{path}{name}.", scales)
         elif isinstance(x, Tensor):
             found |= parts(name, x)
         else:
@@ -64,9 +89,8 @@ def described(x: Tensor) -> dict[str, Any]:
     """What JSON says of the whole of `x`: the facts of a ScaledTensor, and of each plain tensor."""
     held = local(x)
     if not isinstance(held, ScaledTensor):
-        return _plain_facts(x)
-    inner: dict[str, Tensor] = inner_of(held)
-    told = {part: _plain_facts(t) for part, t in inner.items()}
+        return plain_facts(x)
+    told = told_parts(held)
     if not isinstance(x, DTensor):
         return facts_of(held) | {"parts": told}
     told["qdata"]["shape"] = list(x.shape)
@@ -77,44 +101,53 @@ def described(x: Tensor) -> dict[str, Any]:
 
 def imagined(name: str, facts: dict[str, Any]) -> Tensor:
     """The tensor that was described, on the meta device: shape, dtype, format and no numbers."""
+    meta = torch.device("meta")
     if "kind" not in facts:
-        return _empty(facts, torch.device("meta"))
-    inner = {part: _empty(told, torch.device("meta")) for part, told in facts["parts"].items()}
+        return blank_of(facts, meta)
+    inner = {part: blank_of(told, meta) for part, told in facts["parts"].items()}
     return put_together(name, inner, facts)
 
 
-def blank(name: str, facts: dict[str, Any], like: Tensor | None) -> dict[str, Tensor]:
-    """Tensors to read the described one into, laid out as `like`, or whole."""
-    device = torch.device("cpu") if like is None else like.device
-    cut = like if isinstance(like, DTensor) and tuple(like.shape) == tuple(facts["shape"]) else None
-    if "kind" not in facts:
-        return {name: _cut(facts, cut, device)}
-    found = {}
-    for part in inner_names(facts):
-        whole = part != "qdata" or _is_coded(facts)
-        found[f"{name}.{part}"] = _cut(facts["parts"][part], None if whole else cut, device)
-    return found
+class Reading:
+    """A described tensor that is to be read, as `like` is cut, or whole."""
 
+    def __init__(self, name: str, facts: dict[str, Any], like: Tensor | None, rank: int) -> None:
+        self.name, self.facts, self.rank = name, facts, rank
+        self.device = torch.device("cpu") if like is None else like.device
+        cut = isinstance(like, DTensor) and tuple(like.shape) == tuple(facts["shape"])
+        self.like: DTensor | None = like if isinstance(like, DTensor) and cut else None
 
-def rebuilt(name: str, facts: dict[str, Any], read: Mapping[str, Tensor], rank: int) -> Tensor:
-    """The described tensor, or this rank's shard of it in a DTensor, of the tensors of `blank`."""
-    if "kind" not in facts:
-        return read[name]
-    inner = {part: read[f"{name}.{part}"] for part in inner_names(facts)}
-    qdata = inner["qdata"]
-    if not isinstance(qdata, DTensor):
-        return put_together(name, inner, facts)
-    own = qdata.to_local()
-    made = put_together(name, inner | {"qdata": own}, facts | {"shape": list(own.shape)})
-    own_level = facts.get("levels", {}).get(str(rank))
-    if own_level is not None and facts["cut"] == layout(qdata):
-        as_it_was(made, own_level)
-    return of_local(made, qdata)
+    def blanks(self) -> dict[str, Tensor]:
+        """Plain tensors to read it into."""
+        if "kind" not in self.facts:
+            return {self.name: self._blank(self.facts)}
+        return {
+            f"{self.name}.{part}": self._blank(told) for part, told in self.facts["parts"].items()
+        }
 
+    def build(self, read: Mapping[str, Tensor]) -> Tensor:
+        """It, or this rank's shard of it in a DTensor, of what was read into the blanks."""
+        if "kind" not in self.facts:
+            return read[self.name]
+        inner = {part: read[f"{self.name}.{part}"] for part in inner_names(self.facts)}
+        qdata = inner["qdata"]
+        if not isinstance(qdata, DTensor):
+            return put_together(self.name, inner, self.facts)
+        own = qdata.to_local()
+        facts = self.facts | {"shape": list(own.shape)}
+        made = put_together(self.name, inner | {"qdata": own}, facts)
+        # Saved whole, a parameter has one scale: its own. States are not held to that.
+        made.agreed = facts.get("agreed", self.name.startswith("model.") and bool(made.rms > 0))
+        own_level = facts.get("levels", {}).get(str(self.rank))
+        if own_level is not None and facts["cut"] == layout(qdata):
+            as_it_was(made, own_level)
+        return of_local(made, qdata)
 
-def layout(x: DTensor) -> str:
-    """How `x` is cut: equal where each rank has the same part."""
-    return f"{x.placements} on {x.device_mesh.mesh.tolist()}"
+    def _blank(self, told: dict[str, Any]) -> Tensor:
+        if self.like is None or told["shape"] != self.facts["shape"]:
+            return blank_of(told, self.device)
+        shape = list(local(self.like).shape)
+        return of_local(blank_of(told | {"shape": shape}, self.device), self.like)
 
 
 def _check_divisible(name: str, held: ScaledTensor) -> None:
@@ -123,24 +156,3 @@ def _check_divisible(name: str, held: ScaledTensor) -> None:
             f"{name} is a shard of a {type(held).__name__}, whose scales are those of blocks of "
             "this shard and would not fit another cut: keep it whole, or widen it first"
         )
-
-
-def _is_coded(facts: dict[str, Any]) -> bool:
-    return "granularity" in facts
-
-
-def _plain_facts(x: Tensor) -> dict[str, Any]:
-    return {"shape": list(x.shape), "dtype": spelled_dtype(x.dtype)}
-
-
-def _empty(facts: dict[str, Any], device: torch.device) -> Tensor:
-    return torch.empty(facts["shape"], dtype=dtype_of(facts["dtype"]), device=device)
-
-
-def _cut(facts: dict[str, Any], like: DTensor | None, device: torch.device) -> Tensor:
-    if like is None:
-        return _empty(facts, device)
-    own = _empty(facts | {"shape": list(local(like).shape)}, device)
-    if tuple(like.shape) != tuple(facts["shape"]):
-        raise CheckpointError(f"shape {facts['shape']} cannot be cut as {tuple(like.shape)}")
-    return of_local(own, like)

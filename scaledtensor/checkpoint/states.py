@@ -5,9 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from scaledtensor.checkpoint.fit import clean, local, put, unwrapped
+from scaledtensor.coded import CodedTensor
 from scaledtensor.errors import CheckpointError
 from scaledtensor.tensor import ScaledTensor
 
@@ -43,11 +45,24 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> NamedState:
         by_index |= dict(zip(told["params"], own, strict=True))
         options = {k: v for k, v in told.items() if k not in ("params", "param_names")}
         found.groups.append({"options": options, "names": own})
+    parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
     for index, state in packed["state"].items():
         name = by_index[index]
+        _check_shards(name, parameters[name], state)
         found.tensors[name] = {k: v for k, v in state.items() if isinstance(v, Tensor)}
         found.values[name] = {k: v for k, v in state.items() if not isinstance(v, Tensor)}
     return found
+
+
+def _check_shards(name: str, p: Tensor, state: Mapping[str, Any]) -> None:
+    """A state of a shard's shape that is no DTensor would be saved as if it were all there is."""
+    shape = local(p).shape
+    for key, x in state.items():
+        if isinstance(x, Tensor) and not isinstance(x, DTensor) and x.shape == shape != p.shape:
+            raise CheckpointError(
+                f"the state {key!r} of {name} is of shape {tuple(shape)}, as this rank's shard of "
+                f"{tuple(p.shape)}, and is no DTensor: make it one, cut as the parameter is"
+            )
 
 
 def restore(
@@ -101,20 +116,26 @@ def template(p: Tensor, present: Any, key: str, shape: tuple[int, ...]) -> Tenso
 
 
 @torch.no_grad()
-def as_parameter(p: Tensor, state: Tensor, saved: Tensor) -> Tensor:
+def as_parameter(optimizer: Optimizer, p: Tensor, state: Tensor, saved: Tensor) -> Tensor:
     """A state as `p` has it here, if it was held as its parameter was there, which `saved` tells.
 
     Optimizers of torch hold states as zeros_like(p) does: scaled where it is, in its format and
-    under its recipe. A state in a format of the optimizer's choice stays in that.
+    under its recipe. A state in a format of the optimizer's choice stays in that, unless this one
+    is of torch and has no such choice.
     """
     held = local(state)
-    if state.shape != p.shape or _held_as(held) != _held_as(saved):
+    foreign = isinstance(held, CodedTensor) and _is_of_torch(optimizer)
+    if state.shape != p.shape or (_held_as(held) != _held_as(saved) and not foreign):
         return state
     made = torch.zeros_like(p)
     if _held_as(local(made)) == _held_as(held) and _recipe(local(made)) == _recipe(held):
         return state
     put(made, state)
     return made
+
+
+def _is_of_torch(optimizer: Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.")
 
 
 def _held_as(x: Tensor) -> Any:

@@ -7,7 +7,7 @@ import signal
 import pytest
 import safetensors
 import torch
-from killed import ended, forked
+from killed import dies_at, ended, forked
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -235,6 +235,20 @@ def test__a_save_that_is_killed__leaves_the_file_before_it(written, tmp_path):
     assert_same(checkpoint.load_safetensors(path)["x"], small)
     checkpoint.save_safetensors({"x": small}, path)
     assert [file.name for file in tmp_path.iterdir()] == ["x.safetensors"]
+
+
+def dies_renaming(path, x, after):
+    dies_at(os, "replace", after=after)
+    checkpoint.save_safetensors({"x": x}, path)
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test__the_name_passes_on__in_one_step(after, tmp_path):
+    path = tmp_path / "x.safetensors"
+    old, new = (sct.ScaledTensor(torch.full((8, 8), n), 2.0, "fp32") for n in (1.0, 3.0))
+    checkpoint.save_safetensors({"x": old}, path)
+    assert ended(forked(dies_renaming, path, new, after)) == -signal.SIGKILL
+    assert_same(checkpoint.load_safetensors(path)["x"], new if after else old)
 
 
 def test__a_module_with_other_things_in_its_state__is_refused_by_name(tmp_path):

@@ -5,18 +5,21 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Shard, parallel
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from training import whole
 
 import scaledtensor as sct
 from scaledtensor import checkpoint
+from scaledtensor.checkpoint.fit import local, of_local
 from scaledtensor.errors import CheckpointError
 from scaledtensor.tensor import ScaledTensor
 
@@ -79,13 +82,13 @@ def cut(x, mesh, dim=0):
     """The shard of `x` that this rank has, as `fully_shard` cuts."""
     if not isinstance(x, torch.Tensor) or x.dim() <= dim:
         return x
-    whole = x.detach()
-    q = whole.qdata if isinstance(whole, ScaledTensor) else whole
+    all_of_it = x.detach()
+    q = all_of_it.qdata if isinstance(all_of_it, ScaledTensor) else all_of_it
     chunks = q.chunk(mesh.size(), dim)
     own = chunks[mesh.get_local_rank()] if mesh.get_local_rank() < len(chunks) else None
     own = q.narrow(dim, 0, 0) if own is None else own
-    if isinstance(whole, ScaledTensor):
-        own = whole.like(own.clone(), whole.scale.clone(), whole.rms.clone())
+    if isinstance(all_of_it, ScaledTensor):
+        own = all_of_it.like(own.clone(), all_of_it.scale.clone(), all_of_it.rms.clone())
     return DTensor.from_local(
         own.clone(), mesh, [Shard(dim)], run_check=False, shape=x.shape, stride=x.stride()
     )
@@ -257,6 +260,87 @@ def test__shards_under_scales_of_their_own__come_back_under_them__elsewhere_unde
     assert world(4, under_own_scales, folder, True)[3][0]
 
 
+def in_blocks(x, rounded=None):
+    """A state in 8 bits under scales of blocks of each rank's own."""
+    part = x.to_local() if isinstance(x, DTensor) else x
+    part = part.dequantize() if isinstance(part, ScaledTensor) else part
+    codes = sct.scaled(part.detach(), "e4m3fn", "amax", sct.PerBlock((1, 4)))
+    return of_local(codes, x) if isinstance(x, DTensor) else codes
+
+
+class Blocks(torch.optim.AdamW):
+    """Takes what it is given; its module is not torch's."""
+
+    def load_state_dict(self, state_dict):
+        self.taken = state_dict["state"]
+
+
+def of_blocks(model, optimizer):
+    taken = Blocks(groups_like(model))
+    for p, state in optimizer.state.items():
+        taken.state[p] = {
+            k: in_blocks(x) if k == "exp_avg" and x.dim() > 1 else x for k, x in state.items()
+        }
+    return taken
+
+
+def saves_blocks(folder, kind):
+    model = made(kind, 5)
+    model, optimizer = sharded(model, moments(model, 5))
+    checkpoint.save(folder, model, of_blocks(model, optimizer))
+
+
+def loads_blocks(folder, kind, ranks):
+    """Whether each state came as it is here, or else what values those of the saved cut have."""
+    model = made(kind, 5)
+    model, optimizer = sharded(model, moments(model, 5))
+    here, other = of_blocks(model, optimizer), Blocks(groups_like(model))
+    checkpoint.load(folder, model, other)
+    model = made(kind, 5)
+    whole = Blocks(groups_like(model))
+    whole.state = moments(model, 5).state
+    expected = {
+        i: torch.cat([in_blocks(c).dequantize() for c in pieces_of(state["exp_avg"], ranks)])
+        for i, state in whole.state_dict()["state"].items()
+    }
+    kept, right = [], []
+    for i, state in here.state_dict()["state"].items():
+        mine, theirs = state["exp_avg"], other.taken[i]["exp_avg"]
+        if isinstance(local(mine), sct.CodedTensor):
+            kept.append(bits(mine) == bits(theirs))
+            theirs = local(theirs)
+            values = theirs.dequantize() if isinstance(theirs, ScaledTensor) else theirs
+            part = of_rank(expected[i], mine)
+            right.append(torch.equal(values, part))
+    return all(kept), any(kept), all(right) and len(right) > 1
+
+
+def pieces_of(x, ranks):
+    values = x.dequantize() if isinstance(x, ScaledTensor) else x
+    return values.chunk(ranks)
+
+
+def of_rank(values, like):
+    if not isinstance(like, DTensor):
+        return values
+    mesh = like.device_mesh
+    return cut(values, mesh).to_local()
+
+
+@pytest.mark.parametrize("kind", ["plain", "unit"])
+def test__codes_under_scales_of_blocks__come_back_to_as_many_ranks__elsewhere_as_values(
+    kind, world, tmp_path
+):
+    folder = str(tmp_path / "run")
+    world(4, saves_blocks, folder, kind)
+    assert world(4, loads_blocks, folder, kind, 4) == [(True, True, True)] * 4
+    assert [right for *_, right in world(2, loads_blocks, folder, kind, 4)] == [True] * 2
+    assert loads_blocks(folder, kind, 4)[2]
+    saves_blocks(folder, kind)
+    assert loads_blocks(folder, kind, 1) == (True, True, True)
+    assert [right for *_, right in world(4, loads_blocks, folder, kind, 1)] == [True] * 4
+
+
 # --- wrapped models --------------------------------------------------------------------------
 
 
@@ -286,20 +370,20 @@ def wrapped(how, kind, seed):
             fully_shard(part, mesh=mesh)
     if how == "compiled":
         model = torch.compile(model, backend="eager")
-    return model, torch.optim.AdamW(groups_like(model), lr=1e-2)
+    return model, torch.optim.AdamW(groups_like(model), lr=0.3)
 
 
 def trains(how, kind, folder):
     model, optimizer = wrapped(how, kind, 1)
-    steps(model, optimizer, 2)
+    steps(model, optimizer, 7)
     checkpoint.save(folder, model, optimizer)
-    return steps(model, optimizer, 3)
+    return steps(model, optimizer, 5)
 
 
 def continues(how, kind, folder):
     model, optimizer = wrapped(how, kind, 2)
     checkpoint.load(folder, model, optimizer)
-    return steps(model, optimizer, 3)
+    return steps(model, optimizer, 5)
 
 
 @pytest.mark.parametrize(
@@ -358,7 +442,7 @@ def saves_apart(folder, kind):
 
 def loads_apart(folder, kind):
     model, _ = sharded(made(kind, 100))
-    dcp.load({"model": checkpoint.apart(model.state_dict())}, checkpoint_id=folder)
+    dcp.load({"model": checkpoint.apart(model.state_dict(), loading=True)}, checkpoint_id=folder)
     expected, _ = sharded(made(kind, 5))
     return different(contents(model), contents(expected))
 
@@ -367,6 +451,28 @@ def test__apart__reshards_and_saves_in_the_background_by_torch_alone(world, tmp_
     world(4, saves_apart, str(tmp_path), "stored")
     assert world(2, loads_apart, str(tmp_path), "stored") == [[], []]
     assert loads_apart(str(tmp_path), "stored") == []
+
+
+def states_apart(folder):
+    """torch's own dicts of a model and an optimizer, of which the latter has its own scales."""
+    model, optimizer = wrapped("fsdp2", "unit", 1)
+    steps(model, optimizer, 2)
+    weights, states = get_state_dict(model, optimizer)
+    message = told(checkpoint.apart, {"optimizer": states})
+    dcp.save({"model": checkpoint.apart(weights)}, checkpoint_id=folder)
+    other, _ = wrapped("fsdp2", "unit", 2)
+    weights = get_model_state_dict(other)
+    dcp.load({"model": checkpoint.apart(weights, loading=True)}, checkpoint_id=folder)
+    set_model_state_dict(other, weights)
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    return message, all(torch.equal(whole(p), whole(q)) for p, q in pairs)
+
+
+def test__apart__takes_torchs_state_dicts__and_refuses_scales_of_single_ranks(world, tmp_path):
+    for message, same in world(2, states_apart, str(tmp_path / "run")):
+        assert "the shards of optimizer.state." in message
+        assert "have different scales" in message
+        assert same
 
 
 # --- what is refused -------------------------------------------------------------------------
@@ -477,38 +583,94 @@ def test__another_model__is_refused_on_every_rank(world, tmp_path):
 # --- meshes of two dimensions ----------------------------------------------------------------
 
 
+class Pair(nn.Module):
+    """Two products that two ranks share, and a weight that they do not."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(6, 12)
+        self.last = nn.Linear(12, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(self.last(self.first(x).relu()))
+
+
+def pair(kind, seed):
+    model = Pair(seed)
+    return model if RECIPES[kind] is None else sct.scale_model(model, RECIPES[kind])
+
+
 def in_two_dimensions(kind, seed):
     """Columns and rows by tensor parallelism, and both of them by `fully_shard`."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    model = made(kind, seed)
-    plan = {"first": ColwiseParallel(), "last": RowwiseParallel()}
+    model, styles = pair(kind, seed), parallel if kind == "plain" else sct.distributed
+    plan = {"first": styles.ColwiseParallel(), "last": styles.RowwiseParallel()}
     parallelize_module(model, mesh["tensor"], plan)
-    return fully_shard(model, mesh=mesh["data"])
+    fully_shard(model, mesh=mesh["data"])
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def saves_in_two_dimensions(folder, kind):
-    checkpoint.save(folder, in_two_dimensions(kind, 5))
+    model, optimizer = in_two_dimensions(kind, 5)
+    steps(model, optimizer, 2)
+    checkpoint.save(folder, model, optimizer)
+    values = {name: whole(p).clone() for name, p in model.named_parameters()}
+    return steps(model, optimizer, 3), values
 
 
 def loads_in_two_dimensions(folder, kind):
-    model = in_two_dimensions(kind, 100)
-    checkpoint.load(folder, model)
-    return different(contents(model), contents(in_two_dimensions(kind, 5)))
+    model, optimizer = in_two_dimensions(kind, 100)
+    checkpoint.load(folder, model, optimizer)
+    return steps(model, optimizer, 3)
 
 
-@pytest.mark.parametrize("kind", ["plain"])
-def test__columns_and_rows_under_fully_shard__reshard(kind, world, tmp_path):
+def loads_in_one(folder, kind, how, values=None):
+    model = pair(kind, 100)
+    if how == "fsdp2":
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    checkpoint.load(folder, model, optimizer)
+    for name, value in (values or {}).items():
+        assert torch.equal(whole(model.get_parameter(name)), value)
+    return steps(model, optimizer, 3)
+
+
+@pytest.mark.parametrize("kind", ["plain", "unit"])
+def test__columns_and_rows_under_fully_shard__go_on_when_cut_otherwise(kind, world, tmp_path):
     folder = str(tmp_path / "run")
-    world(4, saves_in_two_dimensions, folder, kind)
-    assert world(4, loads_in_two_dimensions, folder, kind) == [[]] * 4
-    model = made(kind, 100)
-    checkpoint.load(folder, model)
-    assert different(contents(model), contents(made(kind, 5))) == []
-    other, _ = world(2, loads_model, folder, kind)
-    assert other == []
+    saved = world(4, saves_in_two_dimensions, folder, kind)
+    assert world(4, loads_in_two_dimensions, folder, kind) == [losses for losses, _ in saved]
+    losses, values = saved[0]
+    expected = pytest.approx(losses, rel=1e-4 if kind == "plain" else 2**-8)  # of bfloat16 sums
+    assert loads_in_one(folder, kind, "whole", values) == expected
+    assert world(2, loads_in_one, folder, kind, "fsdp2", values)[0] == expected
 
 
-def loads_model(folder, kind):
-    model, _ = sharded(made(kind, 100))
-    checkpoint.load(folder, model)
-    return different(contents(model), contents(sharded(made(kind, 5))[0]))
+# --- whole tensors placed on ranks -----------------------------------------------------------
+
+
+def placed(seed):
+    model = pair("unit", seed)
+    return model, sct.distributed.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+
+
+def saves_placed(folder):
+    model, optimizer = placed(5)
+    steps(model, optimizer, 2)
+    checkpoint.save(folder, model, optimizer)
+    return steps(model, optimizer, 3)
+
+
+def loads_placed(folder):
+    model, optimizer = placed(100)
+    checkpoint.load(folder, model, optimizer)
+    return steps(model, optimizer, 3)
+
+
+def test__states_placed_on_ranks__go_on_on_any_number_of_them(world, tmp_path):
+    folder = str(tmp_path / "run")
+    losses = world(2, saves_placed, folder)
+    assert world(4, loads_placed, folder) == [losses[0]] * 4
+    assert loads_in_one(folder, "unit", "whole") == losses[0]
