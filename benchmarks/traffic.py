@@ -1,6 +1,7 @@
 """Bytes that a training step sends over the wire: counted, and by formula for models of any size.
 
     python -m benchmarks.traffic [--ranks 2 4] [--json FILE]
+    python -m benchmarks.traffic --errors [--ranks 4]
     python -m benchmarks.traffic --model [--states 8]
 
 The first trains the demo's GPT (4 layers, d = 128) on this machine, in as many processes as
@@ -8,18 +9,22 @@ The first trains the demo's GPT (4 layers, d = 128) on this machine, in as many 
 train in parallel, one function below. Bytes are what one rank sends by the algorithms of textbooks
 (`scaledtensor/distributed/traffic.py`), scales included.
 
-The second prints what the formulas below give for Llama 2 7B and Llama 3 70B and 405B. Of P
+The second reduces gradients of which the exact sum is known: Gaussian ones, and those with
+magnitudes spread as exp(t Gaussian), which have heavy tails. It prints |error| / |mean| of the mean
+over ranks, and the share of elements that became zero, in the wire's format or by cancelling there.
+
+The third prints what the formulas below give for Llama 2 7B and Llama 3 70B and 405B. Of P
 parameters, of which b lie in blocks and r outside, on n ranks, with w and g bytes an element of
-weights and gradients on the wire:
+weights and gradients on the wire, on average:
 
     DDP      sends 2 (n-1)/n g P; a rank holds (4 + 4 + states) bytes a parameter
     FSDP2    sends (n-1)/n (2 w b + w' r + g P): blocks are gathered for forward and for backward,
              what lies outside them once, with w' bytes; a rank holds (4 + 4 + states) / n
 
 4 + 4 are float32 weights and gradients; states 8 for AdamW in float32. FP8 gradients have
-g = 1 + 1/128. An FP8 all-gather has w = 1 for weights of products, and 2 for the rest, which goes
-as bfloat16. Activations, and the blocks that are gathered at a time, come on top. The test
-`tests/distributed/test_traffic_benchmark.py` holds each formula against what is counted.
+g = 1 + 1/128. An FP8 all-gather has 1 byte for weights of products, the head among them, and 2 for
+the rest, which goes as bfloat16. Activations, and the blocks that are gathered at a time, come on
+top. `tests/distributed/test_traffic_benchmark.py` holds each formula against what is counted.
 """
 
 import argparse
@@ -39,11 +44,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+import scaledtensor as sct
 from scaledtensor.demo.model import GPT, GPTConfig
 from scaledtensor.distributed import (
     FP8State,
     Wire,
     count_traffic,
+    fp8_all_reduce,
     fp8_all_reduce_hook,
     sent_bytes,
     use_fp8_reduce_scatter,
@@ -74,10 +81,12 @@ def bf16(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tens
 
 
 def fsdp(
-    param: torch.dtype | None, reduce: torch.dtype | None, wire: Wire | None = None
+    reduce: torch.dtype, wire: Wire | None = None, scaled: bool = False
 ) -> Callable[[GPT], nn.Module]:
     def prepare(model: GPT) -> nn.Module:
-        policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
+        if scaled:
+            sct.scale_model(model)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce)
         for block in model.blocks:
             fully_shard(block, mp_policy=policy)
         fully_shard(model, mp_policy=policy)
@@ -95,12 +104,14 @@ ROWS: dict[str, tuple[str, Callable[[GPT], nn.Module]]] = {
     "DDP, FP8 by blocks": ("DDP, bfloat16", ddp(Wire())),
     "DDP, FP8 auto": ("DDP, bfloat16", ddp(Wire(scaling="auto"))),
     "DDP, FP8 by blocks, bfloat16 back": ("DDP, bfloat16", ddp(Wire(gather="bf16"))),
-    "FSDP2, bfloat16": ("FSDP2, bfloat16", fsdp(torch.bfloat16, torch.bfloat16)),
-    "FSDP2, FP8 by blocks": ("FSDP2, bfloat16", fsdp(torch.bfloat16, torch.float32, Wire())),
-    "FSDP2, FP8 auto": (
+    "FSDP2, bfloat16": ("FSDP2, bfloat16", fsdp(torch.bfloat16)),
+    "FSDP2, gradients in FP8": ("FSDP2, bfloat16", fsdp(torch.float32, Wire())),
+    "FSDP2, gradients in FP8, auto": (
         "FSDP2, bfloat16",
-        fsdp(torch.bfloat16, torch.float32, Wire(scaling="auto")),
+        fsdp(torch.float32, Wire(scaling="auto")),
     ),
+    "FSDP2, weights in FP8": ("FSDP2, bfloat16", fsdp(torch.bfloat16, scaled=True)),
+    "FSDP2, both in FP8": ("FSDP2, bfloat16", fsdp(torch.float32, Wire(), scaled=True)),
 }
 
 
@@ -150,19 +161,27 @@ def count(row: str) -> Count:
 
 def counts(ranks: int, rows: Sequence[str]) -> dict[str, Count]:
     """Rank 0's counts of each row, in processes started for it."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (ranks, tuple(rows), folder), ranks)
-        found = json.loads((Path(folder) / "counts.json").read_text())
+    found = on_ranks(ranks, count, rows)
     return {row: Count(*fields) for row, fields in found.items()}
 
 
-def _rank(rank: int, ranks: int, rows: Sequence[str], folder: str) -> None:
+def on_ranks(ranks: int, job: Callable[[str], Any], names: Sequence[str]) -> dict[str, Any]:
+    """What `job` gives for each name on rank 0 of as many processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, (ranks, job, tuple(names), folder), ranks)
+        found: dict[str, Any] = json.loads((Path(folder) / "found.json").read_text())
+    return found
+
+
+def _rank(
+    rank: int, ranks: int, job: Callable[[str], Any], names: Sequence[str], folder: str
+) -> None:
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
-    found = {row: count(row) for row in rows}
+    found = {name: job(name) for name in names}
     if rank == 0:
-        (Path(folder) / "counts.json").write_text(json.dumps(found))
+        (Path(folder) / "found.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
@@ -182,27 +201,80 @@ def table_of_counts(found: dict[int, dict[str, Count]]) -> str:
     return "\n".join(lines)
 
 
+# --- errors ---------------------------------------------------------------------------------------
+
+TAILS = (0.0, 1.0, 2.0, 3.0)
+ELEMENTS = 1 << 18
+WIRES: dict[str, Wire | torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "E4M3FN by blocks": Wire(),
+    "E4M3FN by blocks, bfloat16 back": Wire(gather="bf16"),
+    "E4M3FN by blocks, stochastic": Wire(rounding="stochastic"),
+    "E4M3FN auto": Wire(scaling="auto"),
+    "E5M2 by blocks": Wire("e5m2"),
+    "E5M2 auto": Wire("e5m2", "auto"),
+}
+
+
+def gradient(rank: int, tail: float) -> torch.Tensor:
+    """Gaussian, with magnitudes spread as exp(tail * Gaussian)."""
+    generator = torch.Generator().manual_seed(rank)
+    x, spread = (torch.randn(ELEMENTS, generator=generator) for _ in range(2))
+    return x * (tail * spread).exp()
+
+
+def errors(name: str) -> list[tuple[float, float]]:
+    """For each tail, the relative error of the mean over ranks and the share of zeros."""
+    wire, ranks, found = WIRES[name], dist.get_world_size(), []
+    torch.manual_seed(0)
+    for tail in TAILS:
+        truth = sum(gradient(rank, tail).double() for rank in range(ranks)) / ranks
+        own = gradient(dist.get_rank(), tail)
+        if isinstance(wire, Wire):
+            fp8_all_reduce(own, op=dist.ReduceOp.AVG, wire=wire)
+        else:
+            own = own.to(wire) / ranks
+            dist.all_reduce(own)
+        lost = (own == 0).double().mean().item()
+        found.append(((own - truth).norm().item() / truth.norm().item(), lost))
+    return found
+
+
+def table_of_errors(found: dict[str, list[tuple[float, float]]]) -> str:
+    lines = [
+        "| wire | Gaussian | " + " | ".join(f"t = {tail:g}" for tail in TAILS[1:]) + " |",
+        "|---" * (1 + len(TAILS)) + "|",
+    ]
+    for name, of_tails in found.items():
+        cells = [f"{error:.4f}, {100 * lost:.2f}%" for error, lost in of_tails]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 # --- by formula -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's parameters: in blocks, as weights of products or not, and outside of them."""
+    """A model's parameters: weights of products and others, in blocks and outside of them."""
 
     name: str
     products: int
     rest: int
+    head: int
     outside: int
 
     @property
     def parameters(self) -> int:
-        return self.products + self.rest + self.outside
+        return self.products + self.rest + self.head + self.outside
 
 
 def llama(name: str, layers: int, d: int, hidden: int, queries_per_key: int, vocab: int) -> Shape:
     """Attention with keys and values for some heads, a gated MLP, two norms; embedding and head."""
     attention = 2 * d * d + 2 * d * d // queries_per_key
-    return Shape(name, layers * (attention + 3 * d * hidden), layers * 2 * d, 2 * vocab * d + d)
+    return Shape(
+        name, layers * (attention + 3 * d * hidden), layers * 2 * d, vocab * d, vocab * d + d
+    )
 
 
 LLAMAS = (
@@ -214,11 +286,11 @@ LLAMAS = (
 
 def shape_of(model: GPT) -> Shape:
     """That of the demo's GPT."""
-    blocks = sum(p.numel() for p in model.blocks.parameters())
+    blocks = [p.numel() for p in model.blocks.parameters()]
     products = sum(p.numel() for p in model.blocks.parameters() if p.dim() > 1)
-    return Shape(
-        "demo", products, blocks - products, sum(p.numel() for p in model.parameters()) - blocks
-    )
+    head = model.head.weight.numel()
+    outside = sum(p.numel() for p in model.parameters()) - sum(blocks) - head
+    return Shape("demo", products, sum(blocks) - products, head, outside)
 
 
 def ddp_sent(shape: Shape, ranks: int, gradient: float) -> float:
@@ -230,7 +302,8 @@ def fsdp_sent(
     shape: Shape, ranks: int, product: float, rest: float, gradient: float
 ) -> tuple[float, float]:
     """Bytes that a rank sends in a step, for weights and for gradients."""
-    gathered = 2 * (product * shape.products + rest * shape.rest) + rest * shape.outside
+    blocks = product * shape.products + rest * shape.rest
+    gathered = 2 * blocks + product * shape.head + rest * shape.outside
     return (
         sent_bytes("all-gather", gathered, ranks),
         sent_bytes("reduce-scatter", gradient * shape.parameters, ranks),
@@ -254,12 +327,11 @@ WAYS = (
 )
 
 
-def table_of_model(states: float) -> str:
-    """Markdown: GB that a device sends in a step, and bytes a parameter that it holds."""
+def table_of_sent() -> str:
+    """Markdown: GB that a device sends in a step."""
     lines = [
-        "| model | way | " + " | ".join(f"GB sent, {n}" for n in DEVICES) + " | "
-        "" + " | ".join(f"bytes held, {n}" for n in DEVICES) + " |",
-        "|---" * (2 + 2 * len(DEVICES)) + "|",
+        "| model | way | " + " | ".join(f"{n} devices" for n in DEVICES) + " |",
+        "|---" * (2 + len(DEVICES)) + "|",
     ]
     for shape in LLAMAS:
         for way, sharded, product, rest, gradient in WAYS:
@@ -269,10 +341,23 @@ def table_of_model(states: float) -> str:
                 else ddp_sent(shape, n, gradient)
                 for n in DEVICES
             ]
-            cells = [f"{s / 1e9:.1f}" for s in sent]
-            cells += [f"{held(n, states, sharded):.3g}" for n in DEVICES]
-            size = f"{shape.name}, {shape.parameters / 1e9:.1f}e9"
-            lines.append(f"| {size} | {way} | {' | '.join(cells)} |")
+            lines.append(f"| {shape.name} | {way} | {' | '.join(f'{s / 1e9:.1f}' for s in sent)} |")
+    return "\n".join(lines)
+
+
+def table_of_held(states: float) -> str:
+    """Markdown: bytes a parameter, and the GB of each model, that a device holds."""
+    lines = [
+        "| | DDP | " + " | ".join(f"FSDP2, {n} devices" for n in DEVICES) + " |",
+        "|---" * (2 + len(DEVICES)) + "|",
+    ]
+    each = [held(1, states, False), *(held(n, states, True) for n in DEVICES)]
+    lines.append(f"| bytes a parameter | {' | '.join(f'{b:.3g}' for b in each)} |")
+    for shape in LLAMAS:
+        sizes = (b * shape.parameters / 1e9 for b in each)
+        cells = (f"{gb:.1f}" if gb >= 10 else f"{gb:.2g}" for gb in sizes)
+        size = f"{shape.name}, {shape.parameters / 1e9:.2f}e9 parameters: GB"
+        lines.append(f"| {size} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -280,13 +365,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="N")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the counts there too")
-    parser.add_argument("--model", action="store_true", help="print the formulas' table instead")
+    parser.add_argument("--model", action="store_true", help="print the formulas' tables instead")
+    parser.add_argument("--errors", action="store_true", help="print errors of reductions instead")
     parser.add_argument(
         "--states", type=float, default=8.0, help="bytes a parameter of states (default: 8)"
     )
     options = parser.parse_args(arguments)
     if options.model:
-        print(table_of_model(options.states))
+        print(f"{table_of_sent()}\n\n{table_of_held(options.states)}")
+        return 0
+    if options.errors:
+        print(table_of_errors(on_ranks(options.ranks[-1], errors, list(WIRES))))
         return 0
     found = {n: counts(n, list(ROWS)) for n in options.ranks}
     print(table_of_counts(found))

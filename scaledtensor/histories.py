@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
@@ -212,6 +213,28 @@ def advance(model: nn.Module) -> None:
     for histories in list(_LIVE):
         if histories.module in own:
             _advance(histories, {id(p) for p in histories.module.parameters(recurse=False)})
+
+
+@torch.no_grad()
+def share_histories(model: nn.Module, group: Any = None) -> None:
+    """What one rank saw in this step, all have seen: one collective for all histories of `Delayed`.
+
+    For DistributedDataParallel, before each step of the optimizer; a model that is sharded does
+    this by itself. Every rank calls it with the same model.
+
+    Args:
+        model: one with weights that have histories, or without, to which nothing happens.
+        group: the ranks; by default all.
+    """
+    seen = [
+        module.get_buffer(name + _SUFFIX)[:, 0]
+        for module in model.modules()
+        for name in _names(module)
+    ]
+    if seen and dist.is_initialized():
+        largest = of_all_parts(torch.stack(seen), (group or dist.group.WORLD,)).amax(0)
+        for column, amax in zip(seen, largest, strict=True):
+            column.copy_(amax)
 
 
 @torch.compiler.disable(reason="a step of the optimizer ends one of the history")  # type: ignore[no-untyped-call, untyped-decorator]

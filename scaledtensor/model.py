@@ -116,6 +116,12 @@ def unscale_model(model: M) -> M:
     Raises:
         ModelError: no parameter of `model` is a ScaledTensor.
     """
+    if any(is_sharded(p) for p in model.parameters()):
+        raise ModelError(
+            "parameters of this model are spread over ranks, which unwraps none of them: put "
+            "p.full_tensor().dequantize() of each into a new model, or a checkpoint of it "
+            "(scaledtensor.checkpoint) into a plain one"
+        )
     if not any(isinstance(p, ScaledTensor) for p in model.parameters()):
         raise ModelError("no parameter of this model is a ScaledTensor")
 

@@ -43,6 +43,7 @@ PUBLIC = {
     ],
     "scaledtensor.checkpoint": [
         "Loaded",
+        "about",
         "apart",
         "latest",
         "load",
@@ -87,6 +88,7 @@ PUBLIC = {
         "fp8_reduce_scatter",
         "place",
         "sent_bytes",
+        "share_histories",
         "use_fp8_reduce_scatter",
     ],
     "scaledtensor.formats": [

@@ -28,7 +28,7 @@ from scaledtensor.checkpoint.ranks import Ranks
 from scaledtensor.checkpoint.reader import TensorReader
 from scaledtensor.errors import CheckpointError
 
-__all__ = ["Loaded", "load", "save", "verify"]
+__all__ = ["Loaded", "about", "load", "save", "verify"]
 
 OBJECTS = "objects.pt"
 
@@ -163,6 +163,20 @@ def load(
     ranks.agree(lambda: _through(path, read))
     ranks.agree(plan.rebuild)
     plan.apply()
+    return Loaded(objects["extra"], objects["per_rank"])
+
+
+def about(folder: str | Path) -> Loaded:
+    """What a checkpoint holds beside the model and the optimizer. One process is enough.
+
+    Raises:
+        CheckpointError: there is none, or a file is missing or has changed.
+    """
+    path = manifest.present(Path(folder))
+    wrong = manifest.damage(path, {OBJECTS: manifest.read(path)["files"][OBJECTS]})
+    if wrong is not None:
+        raise CheckpointError(f"{path} is damaged: {wrong}")
+    objects = torch.load(path / OBJECTS, map_location="cpu", weights_only=True)
     return Loaded(objects["extra"], objects["per_rank"])
 
 

@@ -47,7 +47,7 @@ def save(trainer: Trainer, path: Path) -> None:
 def load(trainer: Trainer, path: Path) -> None:
     """Continue `trainer` from `path`. Whatever does not fit raises before anything is changed."""
     state = _read(path, trainer.device)
-    _compare(path, state["identity"], identity(trainer))
+    compare(path, state["identity"], identity(trainer))
     _fits(path, state["model"], trainer.model.state_dict())
     # assign: the tensors themselves come back, with whatever they carry beside their values.
     trainer.model.load_state_dict(state["model"], assign=True)
@@ -93,7 +93,8 @@ def _read(path: Path, device: torch.device) -> dict[str, Any]:
     return state
 
 
-def _compare(path: Path, found: dict[str, Any], expected: dict[str, Any]) -> None:
+def compare(path: Path, found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Raises CheckpointError unless two trainings are one."""
     differences = [
         f"{name} is {_short(found.get(name))} there and {_short(value)} here"
         for name, value in expected.items()

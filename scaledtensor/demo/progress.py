@@ -16,10 +16,20 @@ LINES = 5  # plain lines per training
 class Progress:
     """`with Progress("FP32", steps) as progress: ... progress(loss)` after each step."""
 
-    def __init__(self, title: str, steps: int, start: int = 0) -> None:
-        self.title, self.steps, self.done = title, steps, start
-        self.bar = tqdm and tqdm(
-            total=steps, initial=start, desc=title, unit="step", dynamic_ncols=True, mininterval=0.5
+    def __init__(self, title: str, steps: int, start: int = 0, quiet: bool = False) -> None:
+        self.title, self.steps, self.done, self.tells = title, steps, start, not quiet
+        self.every = max(1, steps // LINES)
+        self.bar = (
+            self.tells
+            and tqdm
+            and tqdm(
+                total=steps,
+                initial=start,
+                desc=title,
+                unit="step",
+                dynamic_ncols=True,
+                mininterval=0.5,
+            )
         )
 
     def __call__(self, loss: float) -> None:
@@ -27,7 +37,7 @@ class Progress:
         if self.bar:
             self.bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
             self.bar.update()
-        elif self.done % max(1, self.steps // LINES) == 0 or self.done == self.steps:
+        elif self.tells and self.done in (self.steps, *range(0, self.steps, self.every)):
             print(f"{self.title}: step {self.done}/{self.steps}, loss {loss:.4f}", file=sys.stderr)
 
     def __enter__(self) -> Progress:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
-from scaledtensor.demo import checkpoint, options, precision, text
+from scaledtensor.checkpoint import latest
+from scaledtensor.demo import checkpoint, options, parallel, precision, text
+from scaledtensor.demo.model import GPT, GPTConfig
 from scaledtensor.demo.progress import Progress
-from scaledtensor.demo.training import Trainer
+from scaledtensor.demo.training import Alone, Trainer
 from scaledtensor.errors import CheckpointError
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -62,7 +64,11 @@ def register(subparsers: Any) -> None:
         default=0.8,
         help="default %(default)s",
     )
+    parser.add_argument(
+        "--losses", type=Path, metavar="FILE", help="write the loss of each step there, a line each"
+    )
     options.add_shared(parser, steps=1000)
+    parallel.add_options(parser)
     parser.add_argument(
         "--dropout", type=float, metavar="X", default=0.0, help="default %(default)s"
     )
@@ -71,52 +77,107 @@ def register(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     options.apply_threads(args)
-    checkpoint.check_writable(args.checkpoint)
-    if args.checkpoint.exists() and not args.resume:
-        raise CheckpointError(
-            f"{args.checkpoint} exists already: continue it with --resume, or choose another file"
-        )
+    if args.parallel == "none":
+        parallel.refuse_forgotten()
+        checkpoint.check_writable(args.checkpoint)
+        if args.checkpoint.exists() and not args.resume:
+            raise CheckpointError(
+                f"{args.checkpoint} exists already: continue it with --resume, or choose another "
+                "file"
+            )
+    else:
+        parallel.check_folder(args.checkpoint)
+        if latest(args.checkpoint) is not None and not args.resume:
+            raise CheckpointError(
+                f"{args.checkpoint} holds checkpoints already: continue with --resume, or choose "
+                "another folder"
+            )
     corpus = text.load(args.text, args.context)
+    config = options.config(args, len(corpus.vocabulary), args.dropout)
+    if args.parallel == "none":
+        return run_in(args, corpus, config, Alone())
+    with parallel.joined(args, config) as processes:
+        return run_in(args, corpus, config, processes)
+
+
+def run_in(
+    args: argparse.Namespace, corpus: text.Corpus, config: GPTConfig, processes: Alone
+) -> int:
+    """The command, in one of the processes that share the work."""
     prompt = corpus.encode(args.prompt) if args.prompt else corpus.train[:1]
-    trainer = Trainer(
-        options.config(args, len(corpus.vocabulary), args.dropout),
-        precision.get(args.recipe),
-        corpus,
-        options.settings(args),
-        args.device,
-    )
+    row, settings = precision.get(args.recipe), options.settings(args)
+    trainer = Trainer(config, row, corpus, settings, processes.device_of(args.device), processes)
+    kept = checkpoint if args.parallel == "none" else parallel
     if args.resume:
-        checkpoint.load(trainer, args.checkpoint)
-        print(f"resumed {args.checkpoint} at step {trainer.steps_done}")
-
-    if not train(trainer, args.steps, args.save_every, args.checkpoint):
-        print(
-            f"stopped after step {trainer.steps_done} and saved {args.checkpoint}; "
-            "the same command with --resume continues"
-        )
+        kept.load(trainer, args.checkpoint)
+        if processes.first:
+            print(f"resumed {args.checkpoint} at step {trainer.steps_done}")
+    saver = Saver(trainer, args, kept.save)
+    with processes.watched(trainer, args.checkpoint):
+        finished = train(trainer, args.steps, saver)
+    if not finished:
+        if processes.first:
+            print(
+                f"stopped after step {trainer.steps_done} and saved {args.checkpoint}; "
+                "the same command with --resume continues"
+            )
         return INTERRUPTED
-
-    print(f"step {trainer.steps_done}: held-out loss {trainer.held_out_loss():.4f}")
-    if args.sample:
-        print(sample(trainer, prompt, args.sample, args.temperature))
+    loss, model = trainer.held_out_loss(), processes.whole(trainer)
+    if processes.first:
+        print(f"step {trainer.steps_done}: held-out loss {loss:.4f}")
+        if args.sample:
+            print(sample(trainer, model, prompt, args.sample, args.temperature))
     return 0
 
 
-def train(trainer: Trainer, steps: int, save_every: int, path: Path) -> bool:
+class Saver:
+    """What is written down of a training as it goes."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        args: argparse.Namespace,
+        save: Callable[[Trainer, Path], None],
+    ) -> None:
+        self.trainer, self.path, self.save, self.every = (
+            trainer,
+            args.checkpoint,
+            save,
+            args.save_every,
+        )
+        self.losses = args.losses if trainer.processes.first else None
+        self.saved_at: int | None = None
+
+    def after_step(self, loss: float) -> None:
+        done = self.trainer.steps_done
+        if self.losses is not None:
+            with self.losses.open("a") as file:
+                file.write(f"{done} {loss!r}\n")
+        if done % self.every == 0:
+            self.now()
+
+    def now(self) -> None:
+        if self.saved_at != self.trainer.steps_done:
+            self.save(self.trainer, self.path)
+            self.saved_at = self.trainer.steps_done
+
+
+def train(trainer: Trainer, steps: int, saver: Saver) -> bool:
     """Train up to step `steps`, saving on the way and at the end; False when Ctrl-C ended it."""
-    saved_at = None
+    processes = trainer.processes
+    title, quiet = trainer.precision.title, not processes.first
     with (
         ctrl_c_noted() as stop,
-        Progress(trainer.precision.title, steps, trainer.steps_done) as progress,
+        Progress(title, steps, trainer.steps_done, quiet=quiet) as progress,
     ):
-        while trainer.steps_done < steps and not stop:
-            progress(trainer.step())
-            if trainer.steps_done % save_every == 0:
-                checkpoint.save(trainer, path)
-                saved_at = trainer.steps_done
-        if saved_at != trainer.steps_done:
-            checkpoint.save(trainer, path)
-        return not stop
+        stopped = False
+        while trainer.steps_done < steps and not stopped:
+            loss = trainer.step()
+            progress(loss)
+            saver.after_step(loss)
+            stopped = processes.any(bool(stop))
+        saver.now()
+        return not stopped
 
 
 @contextmanager
@@ -136,10 +197,9 @@ def ctrl_c_noted() -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, before)
 
 
-def sample(trainer: Trainer, prompt: torch.Tensor, count: int, temperature: float) -> str:
-    trainer.precision.restore(trainer.model)
+def sample(
+    trainer: Trainer, model: GPT, prompt: torch.Tensor, count: int, temperature: float
+) -> str:
     generator = torch.Generator(trainer.device).manual_seed(trainer.settings.seed)
-    tokens = trainer.model.eval().generate(
-        prompt.to(trainer.device)[None], count, temperature, generator
-    )
+    tokens = model.eval().generate(prompt.to(trainer.device)[None], count, temperature, generator)
     return trainer.corpus.decode(tokens[0])

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +30,42 @@ class Settings:
     loss_multiplier: float = 1.0  # a power of two, so that multiplying back is exact
 
 
+class Alone:
+    """One process that does all the work; `demo.parallel` has the others."""
+
+    first = True
+    """Whether this is the process that writes to the screen."""
+
+    def spread(self, model: GPT) -> Callable[..., Any]:
+        """Divide a model, and give what is called in its place."""
+        return model
+
+    def part(self, batch: Tensor) -> Tensor:
+        """This process's part of a batch."""
+        return batch
+
+    def mean(self, loss: Tensor) -> Tensor:
+        """The loss over the parts of all."""
+        return loss
+
+    def any(self, here: bool) -> bool:
+        """Whether it is so in any process."""
+        return here
+
+    def device_of(self, device: torch.device) -> torch.device:
+        """Where this process computes, of what the user named."""
+        return device
+
+    def watched(self, trainer: Trainer, kept_in: Path) -> AbstractContextManager[Any]:
+        """Around the steps: what goes wrong between processes is told."""
+        return nullcontext()
+
+    def whole(self, trainer: Trainer) -> GPT:
+        """The trained model, plain, on this process."""
+        trainer.precision.restore(trainer.model)
+        return trainer.model
+
+
 class Trainer:
     """Model, optimizer and batches of one training; `step` is the whole loop body."""
 
@@ -37,12 +76,15 @@ class Trainer:
         corpus: Corpus,
         settings: Settings,
         device: torch.device,
+        processes: Alone | None = None,
     ) -> None:
         torch.manual_seed(settings.seed)  # the initialisation and dropout
         self.precision, self.corpus = precision, corpus
         self.settings, self.device = settings, device
+        self.processes = processes or Alone()
         self.model = GPT(config).to(device)
         precision.prepare(self.model)
+        self.forward = self.processes.spread(self.model)
         self.optimizer = self.new_optimizer()
         self.batches = torch.Generator().manual_seed(settings.seed)
         self.steps_done = 0
@@ -54,9 +96,9 @@ class Trainer:
         batch = draw_batch(
             tokens, self.model.config.block_size, self.settings.batch_size, generator
         )
-        inputs, targets = (part.to(self.device) for part in batch)
+        inputs, targets = (self.processes.part(whole).to(self.device) for whole in batch)
         with self.precision.context(self.device):
-            _, loss = self.model(inputs, targets)
+            _, loss = self.forward(inputs, targets)
         assert isinstance(loss, Tensor)
         return loss
 
@@ -71,7 +113,7 @@ class Trainer:
                 parameter.grad = parameter.grad * (1 / multiplier)
         self.optimizer.step()
         self.steps_done += 1
-        return loss.item()
+        return self.processes.mean(loss).item()
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
@@ -79,7 +121,8 @@ class Trainer:
         generator = torch.Generator().manual_seed(self.settings.seed)
         self.model.eval()
         losses = [
-            self.loss(self.corpus.held_out, generator).item() for _ in range(HELD_OUT_BATCHES)
+            self.processes.mean(self.loss(self.corpus.held_out, generator)).item()
+            for _ in range(HELD_OUT_BATCHES)
         ]
         self.model.train()
         return sum(losses) / len(losses)

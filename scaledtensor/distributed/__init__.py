@@ -1,4 +1,4 @@
-"""Several processes on torch's own engine: `fully_shard`, DDP, tensor parallelism, FP8 on the wire."""
+"""Several processes on torch's own engine: `fully_shard`, DDP, tensor parallelism, FP8 messages."""
 
 from scaledtensor.distributed import gather as _gather  # noqa: F401 - the hooks of fully_shard
 from scaledtensor.distributed.data_parallel import (
@@ -17,6 +17,7 @@ from scaledtensor.distributed.tensor_parallel import (
 )
 from scaledtensor.distributed.traffic import Collective, Traffic, count_traffic, sent_bytes
 from scaledtensor.distributed.wire import AutoScales, Wire
+from scaledtensor.histories import share_histories
 
 __all__ = [
     "AutoScales",
@@ -36,5 +37,6 @@ __all__ = [
     "fp8_reduce_scatter",
     "place",
     "sent_bytes",
+    "share_histories",
     "use_fp8_reduce_scatter",
 ]

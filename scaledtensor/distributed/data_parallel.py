@@ -25,7 +25,7 @@ UnderWay: TypeAlias = tuple[dist.Work | None, Stages, Callable[[], None]]
 
 
 class FP8State:
-    """What `fp8_all_reduce_hook` keeps: options, group, and mu of each bucket in `scales`.
+    """What `fp8_all_reduce_hook` keeps for a model: options, group, mu of each bucket in `scales`.
 
     Args:
         wire: None is `Wire()`.

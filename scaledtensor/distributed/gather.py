@@ -4,7 +4,8 @@
 (`fsdp_pre_all_gather`) and what to make of what arrived (`fsdp_post_all_gather`). The weight of a
 product that is cast once, under one scale, is cast before it is sent: a byte an element, the very
 codes that the product would make of the whole. Everything else is sent as it is held, or in the
-`param_dtype` of the `MixedPrecisionPolicy`.
+`param_dtype` of the `MixedPrecisionPolicy`. A parameter of codes under scales of blocks is widened
+when it is cut, since no part of it has scales of its own.
 
 A tensor has one scale, so its parts must agree on one: when they are new or overwritten, in a
 collective of two numbers, and where `Recipe.rebalance` moves it, in one for all parameters. In
@@ -20,8 +21,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from scaledtensor.coded import CodedTensor
-from scaledtensor.errors import UnsupportedError
 from scaledtensor.model import UNCAST, is_factor
 from scaledtensor.ops.algebra import elements
 from scaledtensor.ops.functions import cast_once
@@ -56,12 +55,6 @@ def _pre_all_gather(
     mp_policy: Any,
 ) -> tuple[tuple[Tensor, ...], _Sent]:
     """The elements to send of this part, padded as the longest, and what they are."""
-    if isinstance(self, CodedTensor):
-        raise UnsupportedError(
-            f"fully_shard on a parameter of {tuple(outer_size)} in {self.format.name} with a scale "
-            "for each block: a part of it has no scales of its own. Leave it out of fully_shard "
-            "(ignored_params), or keep it as a ScaledTensor"
-        )
     group = mesh.get_group()
     agree(self, group, outer_size.numel())
     held = _as_sent(self, group, module, mp_policy.param_dtype)

@@ -55,7 +55,7 @@ def fp8_reduce_scatter(
 ) -> dist.Work | None:
     """The sum over ranks of `input`, of which rank r gets the r-th part in `output`.
 
-    As `torch.distributed.reduce_scatter_tensor`, with 8-bit floats on the wire and float32 sums.
+    As `torch.distributed.reduce_scatter_single`, with 8-bit floats on the wire and float32 sums.
 
     Args:
         output: of float32, bfloat16 or float16; the sum is rounded to it once.
@@ -65,7 +65,8 @@ def fp8_reduce_scatter(
         wire: None is `Wire()`.
         scales, bucket: for scaling "auto", where mu is kept and under which name; without, mu is 1.
         async_op: return a Work. The sum is computed in its `wait()`, which all ranks have to call
-            in the same order if there are several with scaling "auto".
+            in the same order if there are several with scaling "auto"; until then `input` has to
+            stay as it is.
 
     Raises:
         DistributedError: there is no process group, or this rank is not in it.

@@ -119,8 +119,8 @@ def count_traffic() -> Iterator[Traffic]:
     """A context that counts the collectives that this rank launches on this thread.
 
     That includes a backward pass on a CPU; on other devices autograd takes the context along to its
-    own threads. What a compiled graph launches is counted as far as torch lets a dispatch mode see
-    it. Contexts nest.
+    own threads. Functions are compiled as without it, and what their graphs launch is counted.
+    Contexts nest.
     """
     traffic = Traffic()
     with _Counter(traffic):
@@ -214,6 +214,11 @@ class _Counter(_torch.DispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, traffic: Traffic) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.traffic = traffic
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compile as without this mode: a compiled graph launches its collectives as operators."""
+        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -386,11 +386,6 @@ ROW = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE)
             RecipeError,
             "PerGemm",
         ),
-        (
-            lambda: Float8LinearConfig(enable_fsdp_float8_all_gather=True),
-            UnsupportedError,
-            "sharded",
-        ),
         (lambda: Float8LinearConfig.from_recipe_name("blockwise"), RecipeError, "tensorwise"),
         (
             lambda: convert_to_float8_training(
@@ -451,33 +446,3 @@ def test__use_fast_accum__is_the_recipes(granularity):
     )
     layer = convert_to_float8_training(nn.Linear(16, 16), config=config)
     assert layer.weight.recipe.fast_accumulation == ("forward", "wgrad")
-
-
-def test__several_processes__are_refused(monkeypatch):
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with pytest.raises(UnsupportedError, match="processes"):
-        sync_float8_amax_and_scale_history(mlp())
-
-
-def test__sharded_weights__are_refused(monkeypatch):
-    monkeypatch.setattr("torch.distributed.tensor.DTensor", nn.Parameter)
-    with pytest.raises(UnsupportedError, match=r"0\.weight, 0\.bias"):
-        precompute_float8_dynamic_scale_for_fsdp(mlp())
-
-
-def test__an_optimizer_with_state__goes_on():
-    m, x = mlp(), torch.randn(16, 64)
-    optimizer = torch.optim.Adam(m.parameters(), lr=1e-3)
-    losses = []
-    for step in range(4):
-        if step == 2:
-            convert_to_float8_training(m)
-        optimizer.zero_grad()
-        loss = m(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-        del loss
-    assert losses == sorted(losses, reverse=True)
-    assert optimizer.state[m[0].weight]["step"] == 4

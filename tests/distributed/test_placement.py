@@ -53,8 +53,8 @@ def test__ranks_that_cannot_be__are_refused(ranks, held):
 def model_of(kind):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 300), nn.GELU(), nn.LayerNorm(300), nn.Linear(300, 1000))
-    if kind == "scaled":
-        sct.scale_model(model)
+    if kind in ("scaled", "bfloat16"):
+        sct.scale_model(model.to(torch.bfloat16) if kind == "bfloat16" else model)
     elif kind == "mixed":
         sct.scale_model(model, filter_fn=lambda module, name: isinstance(module, nn.Linear))
     return model
@@ -71,19 +71,18 @@ def groups_of(model):
 def train(kind, make, steps, checkpoint=None):
     """Losses, parameters with their scales, and the optimizer."""
     model = model_of(kind)
-    # Plain parameters see other data on each rank; scaled ones the same, since gradients of theirs
-    # are not reduced here.
-    forward = DistributedDataParallel(model) if kind == "plain" else model
+    forward = DistributedDataParallel(model)
     optimizer = make(groups_of(model))
     if checkpoint is not None:
         weights, state = checkpoint
         model.load_state_dict(weights)
         optimizer.load_state_dict(state)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    g = torch.Generator().manual_seed(dist.get_rank() if kind == "plain" else 0)
+    g = torch.Generator().manual_seed(dist.get_rank())
     losses = []
     for _ in range(steps):
         x, y = torch.randn(8, 40, generator=g), torch.randint(1000, (8,), generator=g)
+        x = x.to(next(model.parameters()).dtype)
         loss = nn.functional.cross_entropy(forward(x), y)
         loss.backward()
         optimizer.step()
@@ -137,7 +136,7 @@ def sct_value(x):
     return x.dequantize() if isinstance(x, sct.ScaledTensor) else x
 
 
-@pytest.mark.parametrize("kind", ["plain", "scaled", "mixed"])
+@pytest.mark.parametrize("kind", ["plain", "scaled", "bfloat16", "mixed"])
 def test__a_sharded_optimizer__trains_bit_for_bit_as_one_for_all(world, kind):
     results = world(2, both_ways, kind, 25)
     for losses, parameters, states, options, _, _ in results:

@@ -2,9 +2,12 @@
 
 import copy
 
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import training
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -67,6 +70,32 @@ def test__a_sum__is_that_of_all_ranks_up_to_rounding__equal_on_all(world, wire):
         assert 0 < (whole - truth.mean(0)).abs().amax() <= 2 * of_one
         error = (part - truth.sum(0)[own]).norm() / truth.sum(0)[own].norm()
         assert error < (0.05 if wire.format.name == "e4m3fn" else 0.1)
+
+
+def by_hand(x, fmt):
+    """Blocks of 128, or what is left of a row, each under the least fitting power of two."""
+    limit, kind = {
+        "e4m3fn": (448, ml_dtypes.float8_e4m3fn),
+        "e5m2": (57344, ml_dtypes.float8_e5m2),
+    }[fmt]
+    out = np.empty_like(x)
+    for row in range(len(x)):
+        for start in range(0, x.shape[1], 128):
+            block = x[row, start : start + 128]
+            scale = 2.0 ** np.ceil(np.log2(np.abs(block).max() / limit))
+            out[row, start : start + 128] = (block / scale).astype(kind).astype(np.float32) * scale
+    return out
+
+
+@pytest.mark.parametrize("fmt", ["e4m3fn", "e5m2"])
+def test__what_arrives__is_what_ml_dtypes_makes_of_it(world, fmt):
+    n, ranks = 200, 2
+    arrived = [by_hand(gradient(ranks * n, r).view(ranks, n).numpy(), fmt) for r in range(ranks)]
+    sums = arrived[0] + arrived[1]
+    whole = torch.from_numpy(by_hand(sums / 2, fmt)).flatten()
+    for rank, result in enumerate(world(ranks, both, Wire(fmt), n, 1.0)):
+        assert torch.equal(result[0], torch.from_numpy(sums[rank]))
+        assert torch.equal(result[1], whole)
 
 
 @pytest.mark.parametrize("k", [-60, -7, 33])
@@ -336,12 +365,10 @@ def batches(steps, rank):
         yield x, torch.where(noise, x, (5 * x + 3) % 17)
 
 
-def ddp_losses(how, steps, multiply=1.0, scaled=False):
+def ddp_losses(how, steps, multiply=1.0):
     """Mean losses over ranks, and the parameters in the end."""
     torch.manual_seed(0)
     model = Model()
-    if scaled:
-        sct.scale_model(model)
     # Buckets of a few kB, so that there are several and reductions overlap.
     parallel = DistributedDataParallel(model, bucket_cap_mb=0.004)
     state = None
@@ -385,6 +412,44 @@ def test__ddp__is_bit_identical_under_a_multiplied_loss(world, wire):
     assert world(2, ddp_losses, wire, 10)[0][0] == world(2, ddp_losses, wire, 10, 2.0**20)[0][0]
 
 
+def scaled_losses(way, wire, multiplier=1.0):
+    """Of a GPT with ScaledTensor parameters, whose gradients have scales of their own."""
+    gpt = training.model()
+    if way == "ddp":
+        gpt = training.ddp(gpt, bucket_cap_mb=0.02)
+        if wire is not None:
+            gpt.register_comm_hook(FP8State(wire), fp8_all_reduce_hook)
+    else:
+        gpt = training.sharded(gpt)
+        if wire is not None:
+            use_fp8_reduce_scatter(gpt, wire)
+    losses = training.train(gpt, 10, multiplier=multiplier)
+    return losses, [training.whole(p) for p in gpt.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("way", "wire"),
+    [
+        ("ddp", Wire()),
+        ("fsdp", Wire(scaling="auto")),
+        pytest.param("ddp", Wire(scaling="auto"), marks=pytest.mark.slow),
+        pytest.param("fsdp", Wire(), marks=pytest.mark.slow),
+    ],
+)
+def test__scaled_models__train_as_with_plain_reductions__bit_identical_under_a_multiplier(
+    world, way, wire
+):
+    plain = world(2, scaled_losses, way, None)[0][0]
+    (losses, values), (_, others) = world(2, scaled_losses, way, wire)
+    assert plain[-1] < plain[0] - 0.2
+    assert losses != plain
+    assert max(abs(a - b) for a, b in zip(losses, plain, strict=True)) < 0.02
+    again, moved = world(2, scaled_losses, way, wire, 2.0**-18)[0]
+    assert again == losses
+    assert all(map(torch.equal, values, others))
+    assert all(map(torch.equal, values, moved))
+
+
 def accumulated(wire):
     """Gradients of two microbatches, the first of them without a reduction; and one unused."""
     torch.manual_seed(0)
@@ -405,6 +470,56 @@ def accumulated(wire):
 def test__ddp__accumulates_without_the_hook_in_no_sync(world):
     for plain, fp8 in world(2, accumulated, Wire()):
         assert 0 < (fp8 - plain).norm() / plain.norm() < 0.05
+
+
+def skipped(wire):
+    torch.manual_seed(0)
+    model = Model()
+    parallel = DistributedDataParallel(model)
+    parallel.register_comm_hook(FP8State(wire), fp8_all_reduce_hook)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu")
+    scales = []
+    for step in range(3):
+        before = [p.detach().clone() for p in model.parameters()]
+        x, y = next(batches(1, dist.get_rank()))
+        loss = nn.functional.cross_entropy(parallel(x).flatten(0, 1), y.flatten())
+        if step == 1 and dist.get_rank() == 1:
+            loss = loss * torch.inf
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        moved = not all(map(torch.equal, before, model.parameters()))
+        scales.append((moved, scaler.get_scale()))
+    return scales
+
+
+@pytest.mark.parametrize("wire", [Wire(), Wire("e5m2", "auto")], ids=str)
+def test__a_grad_scaler__skips_on_all_ranks_what_overflowed_on_one(world, wire):
+    first, second = world(2, skipped, wire)
+    assert first == second == [(True, 65536.0), (False, 32768.0), (True, 32768.0)]
+
+
+def hybrid(wire):
+    """Two groups of two, each with all parameters."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "parts"))
+    x, y = next(batches(1, dist.get_rank()))
+    grads = []
+    for how in (None, wire):
+        torch.manual_seed(0)
+        model = fully_shard(Model(), mesh=mesh)
+        if how is not None:
+            use_fp8_reduce_scatter(model, how)
+        nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+        grads.append(torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()]))
+    return grads
+
+
+def test__hybrid_sharding__reduces_its_parts_in_fp8(world):
+    results = world(4, hybrid, Wire())
+    for plain, fp8 in results:
+        assert torch.equal(fp8, results[0][1])
+        assert 0 < (fp8 - plain).norm() / plain.norm() < 0.04
 
 
 def fsdp_losses(wire, steps, reduce_dtype):
@@ -429,8 +544,9 @@ def fsdp_losses(wire, steps, reduce_dtype):
     return losses, mus
 
 
-@pytest.mark.parametrize("wire", [Wire(), Wire(scaling="auto")], ids=str)
-@pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("wire", "reduce_dtype"), [(Wire(), torch.float32), (Wire(scaling="auto"), torch.bfloat16)]
+)
 def test__fsdp__trains_as_with_its_own_reduce_scatter(world, wire, reduce_dtype):
     plain, _ = world(2, fsdp_losses, None, 30, torch.float32)[0]
     losses, mus = world(2, fsdp_losses, wire, 30, reduce_dtype)[0]

@@ -137,6 +137,26 @@ def bf16(state, bucket):
     return bf16_compress_hook(state, bucket)
 
 
+def compiled(backend):
+    torch._dynamo.reset()
+    group = dist.group.WORLD
+    run = torch.compile(
+        lambda x: functional.all_reduce(x * 2, "sum", group) + 1, fullgraph=True, backend=backend
+    )
+    with count_traffic() as first:
+        run(torch.ones(25))
+    with count_traffic() as again:
+        value = run(torch.ones(25))
+    return rows(first), rows(again), value.tolist()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test__compiled_graphs__are_compiled_and_counted(world, backend):
+    for first, again, value in world(2, compiled, backend):
+        assert first == again == [("all-reduce", torch.float32, 2, 1, 100, 100)]
+        assert value == [5.0] * 25
+
+
 def data_parallel(how, width=256):
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(4)))

@@ -50,7 +50,9 @@ class World:
     def __init__(self, size: int) -> None:
         self.folder = tempfile.TemporaryDirectory()
         store = str(Path(self.folder.name) / "store")
-        context = multiprocessing.get_context("spawn")
+        # One process imports torch; ranks are forks of it.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["scaledtensor"])
         self.doors: list[Connection] = []
         self.processes = []
         for rank in range(size):

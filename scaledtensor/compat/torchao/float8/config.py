@@ -221,12 +221,6 @@ class Float8LinearConfig:
         )
         for name in flags:
             _check_type(self, name, bool)
-        if self.enable_fsdp_float8_all_gather:
-            raise UnsupportedError(
-                "enable_fsdp_float8_all_gather: parameters are not sharded here, so that nothing "
-                "is gathered; leave it out on one device, where torchao's results do not depend "
-                "on it"
-            )
         for name, usual in _RETIRED.items():
             if getattr(self, name) is not usual:
                 warnings.warn(

@@ -121,7 +121,7 @@ def linear_requires_sync(config: Float8LinearConfig) -> bool:
 def sync_float8_amax_and_scale_history(
     model: nn.Module, fp8_layers: Iterable[nn.Module] | None = None
 ) -> None:
-    """End a step of the histories of delayed casts.
+    """End a step of the histories of delayed casts, after all ranks have told what they saw.
 
     A step of any optimizer of torch ends one too, so that this is needed without such an optimizer
     only. Called before `optimizer.step()`, as torchao's examples do, or after it, it is no second
@@ -130,24 +130,10 @@ def sync_float8_amax_and_scale_history(
     Args:
         model: a model with delayed casts, or one without, to which nothing happens.
         fp8_layers: the layers of it, where they were listed before.
-
-    Raises:
-        UnsupportedError: there are several processes, whose amaxes torchao reduces to one.
     """
-    if _world_size() > 1:
-        raise UnsupportedError(
-            "sync_float8_amax_and_scale_history shares no amaxes between processes: distributed "
-            "training is not supported; train in one process"
-        )
     for layer in [model] if fp8_layers is None else fp8_layers:
+        histories.share_histories(layer)
         histories.advance(layer)
-
-
-def _world_size() -> int:
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return 1
-    return distributed.get_world_size()
 
 
 def _auto_filter_for_recipe(recipe: str | Float8LinearRecipeName, filter_fqns: list[str]) -> Filter:

@@ -1,0 +1,140 @@
+"""Losses of one training on one process and on several: `scaledtensor train --parallel`.
+
+    python -m benchmarks.parallel [--text FILE] [--steps 50] [--ranks 2 4] [--recipes unit fp32]
+        [--reduce fp8]
+
+The demo's GPT (4 layers, d = 128, context 64, batch 16, AdamW at 1e-3). Each row is a way to divide
+the work, against two trainings on one process: of whole batches, and of the same parts of batches,
+one after the other (`accumulated`), which is the same arithmetic as data parallelism but for the
+order of sums. The third column is what dividing the batch changes by itself: a sum in another order
+moves some weight by an ulp, the next cast rounds it to the other side, and the runs part.
+
+`x 2^-18` is the training with its loss multiplied by that, in the same way: identical, or in how
+many steps the loss differs.
+"""
+
+import argparse
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from scaledtensor.demo import parallel, precision, text
+from scaledtensor.demo.model import GPTConfig
+from scaledtensor.demo.training import Settings, Trainer
+
+BATCH, CONTEXT = 16, 64
+
+
+class Accumulating(Trainer):
+    """One process that takes the parts of a batch in turn."""
+
+    parts = 1
+
+    def step(self) -> float:
+        batch = text.draw_batch(self.corpus.train, CONTEXT, BATCH, self.batches)
+        self.optimizer.zero_grad()
+        total = 0.0
+        for x, y in zip(*(t.chunk(self.parts) for t in batch), strict=True):
+            with self.precision.context(self.device):
+                _, loss = self.model(x, y)
+            (loss / self.parts).backward()
+            total += loss.item() / self.parts
+        self.optimizer.step()
+        self.steps_done += 1
+        return total
+
+
+def losses(
+    options: argparse.Namespace,
+    recipe: str,
+    kind: str = "none",
+    reduce: str = "fp32",
+    multiplier: float = 1.0,
+    parts: int = 0,
+) -> list[float]:
+    """Of each step, on this process."""
+    torch.set_num_threads(1)
+    corpus = text.load(options.text, CONTEXT)
+    config = GPTConfig(len(corpus.vocabulary), CONTEXT)
+    processes = None
+    if kind != "none":
+        given = argparse.Namespace(
+            parallel=kind, reduce=reduce, backend=None, device=torch.device("cpu"), batch=BATCH
+        )
+        processes = parallel.start(given, config)
+    settings = Settings(BATCH, loss_multiplier=multiplier)
+    device = torch.device("cpu")
+    make = Accumulating if parts else Trainer
+    trainer = make(config, precision.get(recipe), corpus, settings, device, processes)
+    if isinstance(trainer, Accumulating):
+        trainer.parts = parts
+    return [trainer.step() for _ in range(options.steps)]
+
+
+def rank(index: int, ranks: int, folder: str, arguments: tuple[Any, ...]) -> None:
+    os.environ.update(RANK=str(index), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1")
+    os.environ["MASTER_PORT"] = str(arguments[0].port)
+    found = losses(*arguments)
+    if index == 0:
+        torch.save(found, Path(folder) / "losses.pt")
+    dist.destroy_process_group()
+
+
+def divided(ranks: int, *arguments: Any) -> list[float]:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(rank, (ranks, folder, arguments), nprocs=ranks)
+        found: list[float] = torch.load(Path(folder) / "losses.pt")
+        return found
+
+
+def apart(a: list[float], b: list[float]) -> str:
+    most = max(abs(x - y) for x, y in zip(a, b, strict=True))
+    return "0" if most == 0 else f"{most:.1e} ({a[-1] - b[-1]:+.4f})"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--text", type=Path, help="default: the standard library's sources")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--recipes", nargs="+", default=["unit", "fp32"])
+    parser.add_argument("--reduce", choices=parallel.REDUCTIONS, default="fp32")
+    parser.add_argument("--port", type=int, default=29541)
+    options = parser.parse_args(argv)
+    print(f"torch {torch.__version__}, {options.steps} steps: largest difference (last step's)\n")
+    print("| ranks | recipe | way | from whole batches | from the same parts | x 2^-18 |")
+    print("|---|---|---|---|---|---|")
+    for recipe in options.recipes:
+        alone = losses(options, recipe)
+        for ranks in options.ranks:
+            for kind in parallel.KINDS[1:]:
+                tensor = {"tp": ranks, "fsdp2+tp": 2}.get(kind, 1)
+                if recipe in precision.PLAIN_NAMES and tensor > 1:
+                    continue  # torch's own styles are for plain linears
+                if kind == "fsdp2+tp" and ranks < 4:
+                    continue
+                how = "fp32" if kind == "tp" else options.reduce
+                found = divided(ranks, options, recipe, kind, how)
+                scaled = divided(ranks, options, recipe, kind, how, 2.0**-18)
+                data = ranks // tensor
+                in_parts = losses(options, recipe, parts=data) if data > 1 else alone
+                same = sum(a != b for a, b in zip(found, scaled, strict=True))
+                told = "identical" if not same else f"{same} steps differ"
+                print(
+                    f"| {ranks} | {recipe} | {kind} | {apart(found, alone)} | "
+                    f"{apart(found, in_parts)} | {told} |",
+                    flush=True,
+                )
+        two = losses(options, recipe, parts=2)
+        print(f"| 1 | {recipe} | two parts in turn | {apart(two, alone)} | 0 | |", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
