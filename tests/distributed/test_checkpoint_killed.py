@@ -74,7 +74,13 @@ POINTS = {
 }
 
 
-@pytest.mark.parametrize("point", POINTS)
+#: The rest of them say the same of other places.
+FIRST = ("rank 1, in its file", "rank 1, before its digests", "rank 0, between the renames")
+
+
+@pytest.mark.parametrize(
+    "point", [p if p in FIRST else pytest.param(p, marks=pytest.mark.slow) for p in POINTS]
+)
 def test__a_killed_rank__costs_the_save_and_no_checkpoint(point, tmp_path, capfd):
     runs = tmp_path / "runs"
     runs.mkdir()

@@ -387,7 +387,13 @@ def continues(how, kind, folder):
 
 
 @pytest.mark.parametrize(
-    ("how", "kind"), [("ddp", "unit"), ("fsdp2", "plain"), ("fsdp2", "unit"), ("fsdp2", "stored")]
+    ("how", "kind"),
+    [
+        ("ddp", "unit"),
+        pytest.param("fsdp2", "plain", marks=pytest.mark.slow),
+        ("fsdp2", "unit"),
+        ("fsdp2", "stored"),
+    ],
 )
 def test__a_wrapped_model__goes_on_where_it_was__on_any_number_of_ranks(how, kind, world, tmp_path):
     folder = str(tmp_path / "run")
@@ -655,7 +661,7 @@ def loads_in_one(folder, kind, how, values=None):
     return steps(model, optimizer, 3)
 
 
-@pytest.mark.parametrize("kind", ["plain", "unit"])
+@pytest.mark.parametrize("kind", [pytest.param("plain", marks=pytest.mark.slow), "unit"])
 def test__columns_and_rows_under_fully_shard__go_on_when_cut_otherwise(kind, world, tmp_path):
     folder = str(tmp_path / "run")
     saved = world(4, saves_in_two_dimensions, folder, kind)
