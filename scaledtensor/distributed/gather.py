@@ -56,6 +56,7 @@ def _pre_all_gather(
 ) -> tuple[tuple[Tensor, ...], _Sent]:
     """The elements to send of this part, padded as the longest, and what they are."""
     group = mesh.get_group()
+    _forget_when_loaded(module)
     agree(self, group, outer_size.numel())
     held = _as_sent(self, group, module, mp_policy.param_dtype)
     q = held.qdata.detach()
@@ -146,6 +147,22 @@ def agree(part: ScaledTensor, group: Any, numel: int) -> None:
     rms = (found[:, 0].sum() / max(numel, 1)).sqrt().float()
     put_under(part, nearest_power_of_two(rms), rms)
     part.agreed, part.whole_amax = bool(rms > 0), found[:, 1].amax()
+
+
+def _forget_when_loaded(module: nn.Module) -> None:
+    """See to it that parts agree anew after `load_state_dict`, on every rank.
+
+    After it torch makes new parts on the ranks whose part is shorter than the longest, which know
+    of no agreement, and on no other: those would wait for a collective that these never start.
+    """
+    if _forget not in module._load_state_dict_post_hooks.values():
+        module.register_load_state_dict_post_hook(_forget)  # type: ignore[no-untyped-call]
+
+
+def _forget(module: nn.Module, *_: Any) -> None:
+    for p in module._parameters.values():
+        if is_sharded(p):
+            part_of(p).agreed = False
 
 
 @torch.compiler.disable(reason="a collective after the step")  # type: ignore[no-untyped-call, untyped-decorator]

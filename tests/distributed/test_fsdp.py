@@ -280,3 +280,18 @@ def test__a_weight_that_is_looked_up_too__is_gathered_as_it_is(world):
     for _, seen, same in world(2, formats_gathered):
         assert seen == {"head.weight": "fp32", "plain.weight": "e4m3fn"}
         assert same
+
+
+def loaded_in_part():
+    torch.manual_seed(0)
+    layer = sct.scale_model(nn.Linear(16, 5))  # three rows and two
+    x = torch.ones(2, 16)
+    expected = training.whole(layer(x))
+    fully_shard(layer)
+    layer(x)
+    layer.load_state_dict({}, strict=False)
+    return torch.equal(training.whole(layer(x)), expected)
+
+
+def test__uneven_parts__agree_again_after_loading(world):
+    assert world(2, loaded_in_part) == [True, True]
