@@ -152,8 +152,12 @@ class CodedTensor(ScaledTensor):
         """
         # As views are: made outside inference mode, where this tensor was.
         with torch.inference_mode(torch.is_inference_mode_enabled() and self.is_inference()):
-            values = _values(self, torch.float32)
-            return from_plain(values, FP32, self.dtype, self.recipe)
+            return from_plain(self.values(torch.float32), FP32, self.dtype, self.recipe)
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """What the codes stand for, plain."""
+        levels = _levels(self.scale, self.tensor_scale)
+        return dequantize_blocks(self.codes, levels, self.format, self.granularity, dtype)
 
     # --- what torch asks of a wrapper subclass -----------------------------------------------
 
@@ -218,11 +222,6 @@ def _is_two_level(scale: Tensor) -> bool:
 def _levels(scale: Tensor, tensor_scale: Tensor) -> Tensor | TwoLevelScale:
     """Inner tensors as `dequantize_blocks` takes them."""
     return TwoLevelScale(scale, tensor_scale) if _is_two_level(scale) else scale
-
-
-def _values(x: CodedTensor, dtype: torch.dtype) -> Tensor:
-    levels = _levels(x.scale, x.tensor_scale)
-    return dequantize_blocks(x.codes, levels, x.format, x.granularity, dtype)
 
 
 def _checked_levels(
@@ -345,7 +344,7 @@ def _to(
 
 
 def _dequantize(x: CodedTensor) -> Tensor:
-    return _values(x, x.dtype)
+    return x.values(x.dtype)
 
 
 def _refuse(x: CodedTensor, *args: Any) -> Any:
