@@ -152,9 +152,9 @@ class CodedTensor(ScaledTensor):
         """
         # As views are: made outside inference mode, where this tensor was.
         with torch.inference_mode(torch.is_inference_mode_enabled() and self.is_inference()):
-            return from_plain(self.values(torch.float32), FP32, self.dtype, self.recipe)
+            return from_plain(self.value_in(torch.float32), FP32, self.dtype, self.recipe)
 
-    def values(self, dtype: torch.dtype) -> Tensor:
+    def value_in(self, dtype: torch.dtype) -> Tensor:
         """What the codes stand for, plain."""
         levels = _levels(self.scale, self.tensor_scale)
         return dequantize_blocks(self.codes, levels, self.format, self.granularity, dtype)
@@ -344,7 +344,7 @@ def _to(
 
 
 def _dequantize(x: CodedTensor) -> Tensor:
-    return x.values(x.dtype)
+    return x.value_in(x.dtype)
 
 
 def _refuse(x: CodedTensor, *args: Any) -> Any:

@@ -1,8 +1,8 @@
 """ExpandedTensor: a tensor kept in groups that are widened to the range of an 8-bit format.
 
-For the states of an optimizer (`formats.expansion` has the formula): a byte an element, and five for
-each group of 128. As a `CodedTensor` it is for keeping: a copy, a device, a file. Any other operator
-reads it as an ordinary ScaledTensor, and nothing is written into its codes.
+For the states of an optimizer (`formats.expansion` has the formula): a byte an element, and five
+for each group of 128. As a `CodedTensor` it is for keeping: a copy, a device, a file. Any other
+operator reads it as an ordinary ScaledTensor, and nothing is written into its codes.
 """
 
 from typing import Any, Self
@@ -74,7 +74,7 @@ class ExpandedTensor(CodedTensor):
         context: Any = (fmt, dtype, None, False, group)
         return cls.keep(packed, made.amax, rms, made.power, made.codes.shape, *context)
 
-    def values(self, dtype: torch.dtype) -> Tensor:
+    def value_in(self, dtype: torch.dtype) -> Tensor:
         held = Expanded(self.codes, self.scale, self.tensor_scale)
         return dequantize_expanded(held, self.format, self.granularity, dtype)
 
@@ -107,7 +107,7 @@ def _rebuild(
         raise ShapeError(f"codes of {fmt.name} for {shape} do not have shape {tuple(qdata.shape)}")
     whole: Any = (fmt, dtype, None, False, group)
     made = ExpandedTensor.keep(qdata, amax, rms, power, shape, *whole)
-    made.values(dtype)  # raises where there is not one M and p a group
+    made.value_in(dtype)  # raises where there is not one M and p a group
     return with_autograd(made, requires_grad, is_param)
 
 

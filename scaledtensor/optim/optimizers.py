@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
 
 from scaledtensor.optim.groups import GroupRule, groups_of
 from scaledtensor.optim.rules import lr_scale_func_adam, lr_scale_func_muon, lr_scale_func_sgd
+from scaledtensor.optim.states import LowPrecisionStates
 
 __all__ = ["SGD", "Adam", "AdamW", "Muon"]
 
 
-class _Scaled(Optimizer):
+class _Scaled(LowPrecisionStates):
     """Splits each parameter group that is added, at construction or later, by learning rate."""
 
     _rule: GroupRule
@@ -26,7 +27,8 @@ class _Scaled(Optimizer):
             super().add_param_group(group)
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_rule": self._rule}
+        own = ("_rule", "state_format", "state_rounding")
+        return super().__getstate__() | {name: getattr(self, name) for name in own}
 
 
 class SGD(_Scaled, torch.optim.SGD):
@@ -41,9 +43,13 @@ class SGD(_Scaled, torch.optim.SGD):
         independent_weight_decay: whether `weight_decay` is what a step decays by.
         allow_non_unit_scaling_params: take parameters without tags, at the plain `lr`.
         readout_constraint: the `constraint` of the model's `LinearReadout`.
+        state_format: what momenta are kept in: "fp32", as torch has them; "e4m3fn", "e5m2" or
+            "int8", in groups of 128 widened to the format's range (`ExpandedTensor`).
+        state_rounding: of these, "stochastic" or "nearest_even".
         **options: further ones of torch.
 
     Raises:
+        FormatError: another `state_format` or `state_rounding`.
         MupError: see `scaled_parameters` and `lr_scale_func_sgd`.
     """
 
@@ -58,6 +64,8 @@ class SGD(_Scaled, torch.optim.SGD):
         independent_weight_decay: bool = True,
         allow_non_unit_scaling_params: bool = False,
         readout_constraint: str | None = None,
+        state_format: str = "fp32",
+        state_rounding: str = "stochastic",
         **options: Any,
     ) -> None:
         self._rule = GroupRule(
@@ -65,6 +73,7 @@ class SGD(_Scaled, torch.optim.SGD):
             independent_weight_decay,
             allow_non_unit_scaling_params,
         )
+        self._keep_states(state_format, state_rounding)
         super().__init__(
             groups_of(params), lr, momentum, dampening, weight_decay=weight_decay, **options
         )
@@ -81,9 +90,13 @@ class Adam(_Scaled, torch.optim.Adam):
         weight_decay: see `scaled_parameters`, as the two below.
         independent_weight_decay: whether `weight_decay` is divided by the learning rate.
         allow_non_unit_scaling_params: take parameters without tags, at the plain `lr`.
+        state_format: what momenta are kept in: "fp32", as torch has them; "e4m3fn", "e5m2" or
+            "int8", in groups of 128 widened to the format's range (`ExpandedTensor`).
+        state_rounding: of these, "stochastic" or "nearest_even".
         **options: further ones of torch.
 
     Raises:
+        FormatError: another `state_format` or `state_rounding`.
         MupError: see `scaled_parameters`.
     """
 
@@ -97,11 +110,14 @@ class Adam(_Scaled, torch.optim.Adam):
         weight_decay: float = 0,
         independent_weight_decay: bool = True,
         allow_non_unit_scaling_params: bool = False,
+        state_format: str = "fp32",
+        state_rounding: str = "stochastic",
         **options: Any,
     ) -> None:
         self._rule = GroupRule(
             lr_scale_func_adam, independent_weight_decay, allow_non_unit_scaling_params
         )
+        self._keep_states(state_format, state_rounding)
         super().__init__(groups_of(params), lr, betas, eps, weight_decay=weight_decay, **options)
 
 
@@ -116,9 +132,13 @@ class AdamW(_Scaled, torch.optim.AdamW):
         weight_decay: see `scaled_parameters`, as the two below. The default is 0, unlike torch's.
         independent_weight_decay: whether `weight_decay` is what a step decays by.
         allow_non_unit_scaling_params: take parameters without tags, at the plain `lr`.
+        state_format: what momenta are kept in: "fp32", as torch has them; "e4m3fn", "e5m2" or
+            "int8", in groups of 128 widened to the format's range (`ExpandedTensor`).
+        state_rounding: of these, "stochastic" or "nearest_even".
         **options: further ones of torch.
 
     Raises:
+        FormatError: another `state_format` or `state_rounding`.
         MupError: see `scaled_parameters`.
     """
 
@@ -132,11 +152,14 @@ class AdamW(_Scaled, torch.optim.AdamW):
         weight_decay: float = 0,
         independent_weight_decay: bool = True,
         allow_non_unit_scaling_params: bool = False,
+        state_format: str = "fp32",
+        state_rounding: str = "stochastic",
         **options: Any,
     ) -> None:
         self._rule = GroupRule(
             lr_scale_func_adam, independent_weight_decay, allow_non_unit_scaling_params
         )
+        self._keep_states(state_format, state_rounding)
         super().__init__(groups_of(params), lr, betas, eps, weight_decay=weight_decay, **options)
 
 
@@ -150,9 +173,13 @@ class Muon(_Scaled, torch.optim.Muon):
         independent_weight_decay: whether `weight_decay` is what a step decays by.
         allow_non_unit_scaling_params: take matrices without tags, at the plain `lr`.
         adjust_lr_fn: the factor of the shape that torch multiplies by; the rule allows for it.
+        state_format: what momenta are kept in: "fp32", as torch has them; "e4m3fn", "e5m2" or
+            "int8", in groups of 128 widened to the format's range (`ExpandedTensor`).
+        state_rounding: of these, "stochastic" or "nearest_even".
         **options: further ones of torch.
 
     Raises:
+        FormatError: another `state_format` or `state_rounding`.
         MupError: see `scaled_parameters` and `lr_scale_func_muon`.
     """
 
@@ -165,6 +192,8 @@ class Muon(_Scaled, torch.optim.Muon):
         independent_weight_decay: bool = True,
         allow_non_unit_scaling_params: bool = False,
         adjust_lr_fn: str | None = None,
+        state_format: str = "fp32",
+        state_rounding: str = "stochastic",
         **options: Any,
     ) -> None:
         self._rule = GroupRule(
@@ -172,4 +201,5 @@ class Muon(_Scaled, torch.optim.Muon):
             independent_weight_decay,
             allow_non_unit_scaling_params,
         )
+        self._keep_states(state_format, state_rounding)
         super().__init__(groups_of(params), lr, weight_decay, adjust_lr_fn=adjust_lr_fn, **options)
