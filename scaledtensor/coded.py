@@ -203,7 +203,7 @@ class CodedTensor(ScaledTensor):
         return f"{spelled} * {self.tensor_scale:.6g}" if _is_two_level(self.scale) else spelled
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        inner = tuple(_as_bytes(getattr(self, name)) for name in self.INNER)
+        inner = tuple(as_bytes(getattr(self, name)) for name in self.INNER)
         named = FORMATS.get(self.format.name) is self.format
         fmt = self.format.name if named else self.format
         context = (fmt, self.dtype, self.recipe, _spelled(self.granularity))
@@ -272,7 +272,7 @@ def _checked_scales(
 # --- files -----------------------------------------------------------------------------------
 
 
-def _as_bytes(x: Tensor) -> Tensor:
+def as_bytes(x: Tensor) -> Tensor:
     """torch cannot read back the 8-bit floats that plain pickle writes."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 

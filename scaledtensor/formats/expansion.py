@@ -17,8 +17,15 @@ A group of one magnitude (M = m) has p = 1, one without finite numbers but zeros
 has no say in M and m and saturates; a NaN has none either and stays one, where the format has NaNs.
 For E4M3FN the codes of 128 elements take 128 + 4 + 1 bytes.
 
-Powers are those of float32, within a few units of its last place: a code is that of the exact power
-unless this lies as near to where rounding changes sides. Compiled code may differ there.
+Powers are float32's exp2 of a product with log2, within 2^-18 of the exact ones: a code is that of
+the exact power unless this lies as near to where rounding changes sides. Compiled code may differ
+there. Rounding is to the nearest code in what is widened; stochastic rounding, in the values
+themselves: up with a chance of (|x| - value below) / (value above - value below), so that the mean
+of what is kept is x. (A chance taken from the widened numbers would be biased by the power.)
+
+BF16 and FP16 have the range, or nearly: their groups are not widened, and have a power of two as a
+scale, which takes M into [2^14, 2^15), so that FP16 holds 38 binades below M. Exact but for the
+rounding to 11, or 8, digits. There `amax` is that scale and every power is 1.
 """
 
 import math
@@ -29,13 +36,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scaledtensor.errors import DTypeError, FormatError, ShapeError
-from scaledtensor.formats.format import Format, get
+from scaledtensor.formats.format import BF16, FP16, Format, get
+from scaledtensor.formats.bits import Mode, encode_bits
 from scaledtensor.formats.rounding import FLOATS, Rounding, decode, encode
-from scaledtensor.formats.stochastic import Randomness
+from scaledtensor.formats.stochastic import Randomness, key_for, random_words
 
-__all__ = ["Expanded", "dequantize_expanded", "quantize_expanded"]
+__all__ = [
+    "Expanded",
+    "dequantize_expanded",
+    "narrow_rows",
+    "quantize_expanded",
+    "widen_rows",
+]
 
 _STEPS = 16  # of a power, in one
+_EXPONENT = 0x7F800000
+_TOP = 14  # binade of the largest magnitude of a group in 16 bits
+_LEAST_SCALE = 2.0**-126
 
 
 class Expanded(NamedTuple):
@@ -61,32 +78,51 @@ def quantize_expanded(
 
     Args:
         x: float32, bfloat16, float16 or float64, of any shape. No gradient flows through.
-        fmt: a signed format of 8 bits or fewer with a zero, or its name.
+        fmt: a signed format of 8 bits or fewer with a zero, bf16 or fp16, or its name.
         group: how many elements share M and p, in the order of memory of a contiguous tensor. The
             last group may be shorter.
-        rounding, generator: of the codes, as `encode` takes them.
+        rounding: "nearest_even", or "stochastic", unbiased in the values.
+        generator: for "stochastic", as `encode` takes it.
 
     Raises:
         DTypeError: `x` is not of one of these dtypes.
-        FormatError: another format.
+        FormatError: another format or rounding.
         ShapeError: `group` is no positive int.
     """
     fmt = _checked(fmt, group)
     if not isinstance(x, Tensor) or x.dtype not in FLOATS:
         given = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise DTypeError(f"groups are of float32, bfloat16, float16 or float64; got {given}")
+    if rounding not in ("nearest_even", "stochastic"):
+        raise FormatError(f"groups are rounded 'nearest_even' or 'stochastic'; got {rounding!r}")
+    if generator is not None and rounding != "stochastic":
+        raise FormatError("generator is for rounding 'stochastic' only")
     rows = _rows(x.detach().float(), group)
+    key = key_for(rows, generator) if rounding == "stochastic" else None
+    made = widen_rows(rows, fmt, key)
+    return made._replace(codes=made.codes.flatten()[: x.numel()].view(x.shape))
+
+
+def widen_rows(rows: Tensor, fmt: Format, key: Tensor | None = None, start: int = 0) -> Expanded:
+    """What `quantize_expanded` makes of groups that are the rows of a float32 matrix, unchecked.
+
+    `key` is for stochastic rounding (`random_key`), whose draws count elements from `start`.
+    """
     size = rows.abs()
     finite = torch.where(size < math.inf, size, 0.0)
     amax = finite.amax(1)
+    if fmt.bits > 8:
+        return _under_powers_of_two(rows, amax, fmt, key, start)
     amax = torch.where(amax > 0, amax, 1.0)
     least = torch.where(finite > 0, finite, math.inf).amin(1)
     power = _power(amax, least, fmt)
     unit = size / amax.unsqueeze(1)
-    wide = torch.copysign(unit.pow(_exponent(power)) * fmt.max, rows)
-    options: dict[str, Any] = {"rounding": rounding, "generator": generator}
-    codes = encode(wide, fmt, overflow="saturate", **options)
-    return Expanded(codes.flatten()[: x.numel()].view(x.shape), amax, power)
+    exponent = _exponent(power)
+    wide = _raised(unit, exponent) * fmt.max
+    if key is not None:
+        wide = _drawn(wide, unit.clamp(max=1.0), exponent, fmt, key, start)
+    codes = encode(torch.copysign(wide, rows), fmt, overflow="saturate")
+    return Expanded(codes, amax, power)
 
 
 def dequantize_expanded(
@@ -108,17 +144,26 @@ def dequantize_expanded(
             f"{codes.numel()} codes in groups of {group} have {count} largest magnitudes and as "
             f"many powers; got {tuple(amax.shape)} and {tuple(power.shape)}"
         )
-    rows = _rows(decode(codes, fmt, torch.float32), group)
-    unit = (rows.abs() / fmt.max).pow(1 / _exponent(power))
-    values = torch.copysign(unit * amax.unsqueeze(1), rows)
-    return values.flatten()[: codes.numel()].view(codes.shape).to(dtype)
+    rows = narrow_rows(Expanded(_rows(codes, group), amax, power), fmt)
+    return rows.flatten()[: codes.numel()].view(codes.shape).to(dtype)
+
+
+def narrow_rows(expanded: Expanded, fmt: Format) -> Tensor:
+    """The float32 values of what `widen_rows` made, unchecked."""
+    wide = decode(expanded.codes, fmt, torch.float32)
+    if fmt.bits > 8:
+        return wide * expanded.amax.unsqueeze(1)
+    unit = _raised(wide.abs() * (1 / fmt.max), 1 / _exponent(expanded.power))
+    return torch.copysign(unit * expanded.amax.unsqueeze(1), wide)
 
 
 def _checked(fmt: Format | str, group: int) -> Format:
     found = get(fmt)
-    if found.bits > 8 or not found.signed or not found.has_zero:
+    narrow = found.bits <= 8 or found in (BF16, FP16)
+    if not narrow or not found.signed or not found.has_zero:
         raise FormatError(
-            f"groups are widened to signed formats of 8 bits or fewer with a zero; got {found.name}"
+            "groups are kept in signed formats of 8 bits or fewer with a zero, in bf16 or in fp16; "
+            f"got {found.name}"
         )
     if not isinstance(group, int) or isinstance(group, bool) or group < 1:
         raise ShapeError(f"a group has a positive number of elements; got {group!r}")
@@ -127,7 +172,46 @@ def _checked(fmt: Format | str, group: int) -> Format:
 
 def _rows(x: Tensor, group: int) -> Tensor:
     flat = x.flatten()
-    return F.pad(flat, (0, -flat.numel() % group)).view(-1, group)
+    short = -flat.numel() % group
+    if not short:
+        return flat.view(-1, group)
+    if x.dtype.itemsize == 1:  # torch pads no 8-bit floats
+        return F.pad(flat.view(torch.uint8), (0, short)).view(x.dtype).view(-1, group)
+    return F.pad(flat, (0, short)).view(-1, group)
+
+
+def _raised(unit: Tensor, exponent: Tensor) -> Tensor:
+    # A third of the time of `pow`, which takes care of what never is here.
+    return (unit.log2() * exponent).exp2()
+
+
+def _drawn(
+    wide: Tensor, unit: Tensor, exponent: Tensor, fmt: Format, key: Tensor, start: int
+) -> Tensor:
+    """Of the two codes around each magnitude one, drawn by its distance in values."""
+    below = encode(wide, fmt, rounding="toward_zero", overflow="saturate")
+    raw = below.view(torch.uint8)
+    above = torch.where(raw < fmt.max_code, raw + 1, raw).view(below.dtype)
+    ends = [decode(codes, fmt, torch.float32) for codes in (below, above)]
+    low, high = (_raised(end * (1 / fmt.max), 1 / exponent) for end in ends)
+    words = random_words(key, wide.shape, start, 32)
+    draw = ((words >> 8) & 0xFFFFFF).float() * 2.0**-24
+    return torch.where(draw * (high - low) < unit - low, ends[1], ends[0])
+
+
+def _under_powers_of_two(
+    rows: Tensor, amax: Tensor, fmt: Format, key: Tensor | None, start: int
+) -> Expanded:
+    binade = (amax.view(torch.int32) & _EXPONENT).view(torch.float32)
+    scale = (binade * 2.0**-_TOP).clamp(min=_LEAST_SCALE)
+    scale = torch.where(amax > 0, scale, 1.0)
+    held = rows / scale.unsqueeze(1)
+    if key is None:
+        codes = encode(held, fmt, overflow="ieee")
+    else:
+        codes = encode_bits(held, fmt, Mode("stochastic", "ieee", key), start)
+    ones = torch.full(amax.shape, _STEPS, dtype=torch.uint8, device=amax.device)
+    return Expanded(codes, scale, ones)
 
 
 def _power(amax: Tensor, least: Tensor, fmt: Format) -> Tensor:
