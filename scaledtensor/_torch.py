@@ -17,6 +17,7 @@ __all__ = [
     "compute_capability",
     "disable_torch_function",
     "error_on_graph_break",
+    "foreach_copy",
     "functional_twin",
     "grouped_mm",
     "inlined",
@@ -28,6 +29,7 @@ __all__ = [
     "is_within_backward",
     "log",
     "make_wrapper",
+    "mark_rows_dynamic",
     "reshape_wrapper",
     "scaled_grouped_mm",
     "scaled_mm",
@@ -106,6 +108,25 @@ def functional_twin(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None
 
 def _inputs(schema: Any) -> Sequence[tuple[str, str]]:
     return [(a.name, str(a.type)) for a in schema.arguments if not a.is_out]
+
+
+def foreach_copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """`target.copy_(source)` of each pair. What torch's own optimizers gather tensors with; the
+    public spelling is a loop, which takes twice as long for small tensors."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def mark_rows_dynamic(tensors: Sequence[Tensor]) -> None:
+    """Have `torch.compile` make one graph for any number of rows.
+
+    The public `torch._dynamo.mark_dynamic` is an error for what has one row, of which torch makes a
+    graph of its own.
+    """
+    from torch._dynamo import maybe_mark_dynamic
+
+    for x in tensors:
+        maybe_mark_dynamic(x, 0)
 
 
 def is_composite(func: torch._ops.OpOverload) -> bool:

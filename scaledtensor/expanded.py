@@ -79,13 +79,13 @@ class ExpandedTensor(CodedTensor):
         return cls.keep(packed, made.amax, made.power, unit, made.codes.shape, *context)
 
     @classmethod
-    def keep(cls, qdata: Tensor, scale: Tensor, power: Tensor, *rest: Any) -> Self:  # type: ignore[override]
+    def keep(cls, qdata: Tensor, scale: Tensor, power: Tensor, *rest: Any) -> Self:
         self = super().keep(qdata, scale, power, *rest)
         self.power = power
         return self
 
     @property
-    def rms(self) -> Tensor:  # type: ignore[override]
+    def rms(self) -> Tensor:
         """Measured: no rule expects anything of this tensor."""
         return measured_rms(self.value_in(torch.float32))
 

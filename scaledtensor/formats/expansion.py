@@ -29,15 +29,15 @@ rounding to 11, or 8, digits. There `amax` is that scale and every power is 1.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from scaledtensor.errors import DTypeError, FormatError, ShapeError
-from scaledtensor.formats.format import BF16, FP16, Format, get
 from scaledtensor.formats.bits import Mode, encode_bits
+from scaledtensor.formats.format import BF16, FP16, Format, get
 from scaledtensor.formats.rounding import FLOATS, Rounding, decode, encode
 from scaledtensor.formats.stochastic import Randomness, key_for, random_words
 
