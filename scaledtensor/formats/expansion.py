@@ -29,6 +29,7 @@ rounding to 11, or 8, digits. There `amax` is that scale and every power is 1.
 """
 
 import math
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -36,8 +37,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scaledtensor.errors import DTypeError, FormatError, ShapeError
-from scaledtensor.formats.bits import Mode, encode_bits
-from scaledtensor.formats.format import BF16, FP16, Format, get
+from scaledtensor.formats.bits import Mode, encode_bits, loop_of_its_own
+from scaledtensor.formats.format import BF16, E4M3FN, E5M2, FP16, Format, get
 from scaledtensor.formats.rounding import FLOATS, Rounding, decode, encode
 from scaledtensor.formats.stochastic import Randomness, key_for, random_words
 
@@ -46,6 +47,7 @@ __all__ = [
     "dequantize_expanded",
     "narrow_rows",
     "quantize_expanded",
+    "value_table",
     "widen_rows",
 ]
 
@@ -53,6 +55,19 @@ _STEPS = 16  # of a power, in one
 _EXPONENT = 0x7F800000
 _TOP = 14  # binade of the largest magnitude of a group in 16 bits
 _LEAST_SCALE = 2.0**-126
+
+#: log2(1 + f) / f for f from 2^-1/2 - 1 to 2^1/2 - 1, within 9e-8 of log2(1 + f): Chebyshev's.
+_LOG2 = (
+    1.4426949024,
+    -0.7213527560,
+    0.4809240401,
+    -0.3602419794,
+    0.2870756088,
+    -0.2488218099,
+    0.2342098504,
+    -0.1462035328,
+)
+_ROOT_HALF = 0x3F3504F3  # bits of 2^-1/2
 
 
 class Expanded(NamedTuple):
@@ -116,13 +131,13 @@ def widen_rows(rows: Tensor, fmt: Format, key: Tensor | None = None, start: int 
     amax = torch.where(amax > 0, amax, 1.0)
     least = torch.where(finite > 0, finite, math.inf).amin(1)
     power = _power(amax, least, fmt)
-    unit = size / amax.unsqueeze(1)
     exponent = _exponent(power)
-    wide = _raised(unit, exponent) * fmt.max
-    if key is not None:
-        wide = _drawn(wide, unit.clamp(max=1.0), exponent, fmt, key, start)
-    codes = encode(torch.copysign(wide, rows), fmt, overflow="saturate")
-    return Expanded(codes, amax, power)
+    if key is None:
+        wide = _widened(size, amax, exponent, fmt)
+        return Expanded(_cast(torch.copysign(wide, rows), fmt), amax, power)
+    wide = _raised(size / amax.unsqueeze(1), exponent) * fmt.max
+    wide = _drawn(wide, (size / amax.unsqueeze(1)).clamp(max=1.0), exponent, fmt, key, start)
+    return Expanded(encode(torch.copysign(wide, rows), fmt, overflow="saturate"), amax, power)
 
 
 def dequantize_expanded(
@@ -148,13 +163,34 @@ def dequantize_expanded(
     return rows.flatten()[: codes.numel()].view(codes.shape).to(dtype)
 
 
-def narrow_rows(expanded: Expanded, fmt: Format) -> Tensor:
-    """The float32 values of what `widen_rows` made, unchecked."""
-    wide = decode(expanded.codes, fmt, torch.float32)
+def narrow_rows(expanded: Expanded, fmt: Format, table: Tensor | None = None) -> Tensor:
+    """The float32 values of what `widen_rows` made, unchecked; `table` is `value_table(fmt)`."""
+    codes, amax, power = expanded
+    if table is not None:
+        # An index of 32 bits, of which Inductor's C++ makes vectors.
+        place = codes.view(torch.uint8).int() + (power.int() << 8).unsqueeze(1)
+        return table[place] * amax.unsqueeze(1)
+    wide = decode(codes, fmt, torch.float32)
     if fmt.bits > 8:
-        return wide * expanded.amax.unsqueeze(1)
-    unit = _raised(wide.abs() * (1 / fmt.max), 1 / _exponent(expanded.power))
-    return torch.copysign(unit * expanded.amax.unsqueeze(1), wide)
+        return wide * amax.unsqueeze(1)
+    unit = _raised(wide.abs() * (1 / fmt.max), 1 / _exponent(power))
+    return torch.copysign(unit * amax.unsqueeze(1), wide)
+
+
+@cache
+def value_table(fmt: Format, device: torch.device) -> Tensor:
+    """What a byte stands for in a group of each power, in units of the group's M: float32, at place
+    256 power + code. 256 KiB, from float64 powers."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    values = decode(codes.view(fmt.storage_dtype), fmt, torch.float64) / fmt.max
+    power = torch.arange(256, dtype=torch.float64).clamp(min=1).unsqueeze(1)
+    unit = torch.copysign(values.abs() ** (_STEPS / power), values)
+    return unit.float().flatten().to(device)
+
+
+def _is_for_vectors(x: Tensor) -> bool:
+    """Whether Inductor's C++ is to come of it, whose own logarithm takes four times as long."""
+    return torch.compiler.is_compiling() and x.is_cpu
 
 
 def _checked(fmt: Format | str, group: int) -> Format:
@@ -183,6 +219,37 @@ def _rows(x: Tensor, group: int) -> Tensor:
 def _raised(unit: Tensor, exponent: Tensor) -> Tensor:
     # A third of the time of `pow`, which takes care of what never is here.
     return (unit.log2() * exponent).exp2()
+
+
+def _widened(size: Tensor, amax: Tensor, exponent: Tensor, fmt: Format) -> Tensor:
+    """F (size / M)^p."""
+    if not _is_for_vectors(size):
+        return _raised(size / amax.unsqueeze(1), exponent) * fmt.max
+    # Numbers of a group are made once, and not for each vector of it.
+    least = loop_of_its_own(_log2(amax)).unsqueeze(1)
+    place = (_log2(size) - least) * loop_of_its_own(exponent)
+    wide = place.clamp(max=0.0).exp2() * fmt.max
+    # Takes zero to zero and NaN to NaN, and is above F for every normal number.
+    return torch.minimum(wide, size * 2.0**126 * 2.0**23)
+
+
+def _log2(x: Tensor) -> Tensor:
+    """log2 of normal numbers within 2^-23, -127 or so of zero, by bits and a polynomial: a fourth of
+    the time of Inductor's, which is right to the last place."""
+    bits = x.view(torch.int32)
+    exponent = (bits - _ROOT_HALF) >> 23
+    f = (bits - (exponent << 23)).view(torch.float32) - 1.0
+    series = f * _LOG2[-1] + _LOG2[-2]
+    for c in reversed(_LOG2[:-2]):
+        series = series * f + c
+    return exponent.float() + f * series
+
+
+def _cast(wide: Tensor, fmt: Format) -> Tensor:
+    """Codes of numbers up to F."""
+    if _is_for_vectors(wide) and fmt in (E4M3FN, E5M2):
+        return wide.to(fmt.storage_dtype)  # torch's own casts are vectors
+    return encode(wide, fmt, overflow="saturate")
 
 
 def _drawn(

@@ -83,6 +83,7 @@ class Bucket:
         self.owner = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).to(device)
         self.states, self.master = zeros_for(plan, self.groups, device)
         self.seen: list[dict[str, Tensor]] = []
+        self._viewed: dict[Any, list[Tensor]] = {}
 
     def holds(self, optimizer_state: Any) -> bool:
         """Whether what the optimizer has of each parameter is what this made."""
@@ -146,11 +147,15 @@ class Bucket:
                 e.parameter.copy_(v.float())
 
     def _views(self, rows: Tensor) -> list[Tensor]:
-        flat = rows.view(-1)
-        return [
-            flat[span.start * GROUP :][: p.numel()].view(p.shape)
-            for p, span in zip(self.parameters, self.spans, strict=True)
-        ]
+        """Of each parameter's place in scratch memory: kept, since they take as long as a step."""
+        key = (rows.data_ptr(), rows.dtype)
+        if key not in self._viewed:
+            flat = rows.view(-1)
+            self._viewed[key] = [
+                flat[span.start * GROUP :][: p.numel()].view(p.shape)
+                for p, span in zip(self.parameters, self.spans, strict=True)
+            ]
+        return self._viewed[key]
 
     def _parts(self, span: slice) -> dict[str, Kept]:
         named = dict(zip(self.plan.states, self.states, strict=True))

@@ -27,6 +27,7 @@ from scaledtensor.optim.keeping import (
     Kept,
     empty_state,
     read_state,
+    table_of,
     write_state,
 )
 from scaledtensor.optim.updates import RULES, Flags
@@ -81,10 +82,11 @@ def run(
     `elements` and `gradient` are (groups, 128); `columns` (groups, number of them) float32; `keys`
     (draws, 2) int32.
     """
+    table = table_of(plan.state_format, elements.device)
     if compiled:
         rows = [elements, gradient, columns, *(t for kept in (*states, master) for t in kept)]
         _torch.mark_rows_dynamic(rows)
-        _compiled(plan)(elements, gradient, columns, tuple(states), master, keys)
+        _compiled(plan)(elements, gradient, columns, tuple(states), master, table, keys)
         return
     for start in range(0, len(elements), _PIECE):
         part = slice(start, start + _PIECE)
@@ -95,6 +97,7 @@ def run(
             columns[part],
             tuple(tuple(t[part] for t in kept) for kept in states),
             tuple(t[part] for t in master),
+            table,
             keys,
             start * GROUP,
         )
@@ -107,6 +110,7 @@ def _step(
     columns: Tensor,
     states: tuple[Kept, ...],
     master: Kept,
+    table: Tensor | None,
     keys: Tensor | None,
     start: int,
 ) -> None:
@@ -115,7 +119,7 @@ def _step(
     drawn = iter(() if keys is None else keys.unbind())
     value = held.read(elements, fmt, master, c["unit"])
     g = _decoded(gradient, get_format(plan.gradient)) * c["gradient"]
-    moments = tuple(read_state(plan.state_format, kept) for kept in states)
+    moments = tuple(read_state(plan.state_format, kept, table) for kept in states)
     value, moments = rule.update(value, g, moments, c, plan.flags)
     for kept, rows in zip(states, moments, strict=True):
         write_state(plan.state_format, kept, rows, next(drawn) if plan.stochastic else None, start)
@@ -134,9 +138,10 @@ def _compiled(plan: Plan) -> Any:
         columns: Tensor,
         states: tuple[Kept, ...],
         master: Kept,
+        table: Tensor | None,
         keys: Tensor | None,
     ) -> None:
-        _step(plan, elements, gradient, columns, states, master, keys, 0)
+        _step(plan, elements, gradient, columns, states, master, table, keys, 0)
 
     # Dynamo counts recompilations by code object: a plan has one of its own.
     code = step.__code__.replace(co_name=f"{plan.rule}_step")

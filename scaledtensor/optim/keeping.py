@@ -16,7 +16,7 @@ from scaledtensor.errors import FormatError
 from scaledtensor.formats import FP16, Expanded, Format, decode, encode
 from scaledtensor.formats import get as get_format
 from scaledtensor.formats.bits import Mode, encode_bits
-from scaledtensor.formats.expansion import narrow_rows, widen_rows
+from scaledtensor.formats.expansion import narrow_rows, value_table, widen_rows
 
 __all__ = [
     "GROUP",
@@ -28,6 +28,7 @@ __all__ = [
     "check_master",
     "empty_state",
     "read_state",
+    "table_of",
     "write_state",
 ]
 
@@ -55,8 +56,15 @@ def empty_state(name: str, groups: int, device: torch.device) -> Kept:
     return codes, torch.ones(groups, device=device), power
 
 
-def read_state(name: str, kept: Kept) -> Tensor:
-    return kept[0] if name == "fp32" else narrow_rows(Expanded(*kept), get_format(name))
+def read_state(name: str, kept: Kept, table: Tensor | None) -> Tensor:
+    """`table`: see `table_of`."""
+    return kept[0] if name == "fp32" else narrow_rows(Expanded(*kept), get_format(name), table)
+
+
+def table_of(name: str, device: torch.device) -> Tensor | None:
+    """What a step looks the values of 8-bit states up in."""
+    fmt = get_format(name)
+    return value_table(fmt, device) if fmt.bits == 8 else None
 
 
 def write_state(name: str, kept: Kept, rows: Tensor, key: Key, start: int) -> None:

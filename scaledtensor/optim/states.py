@@ -351,19 +351,21 @@ def _elements(x: Tensor) -> tuple[Tensor, Format]:
 
 def _batches(entries: list[Entry]) -> Iterator[list[Entry]]:
     """Entries that are stepped at once."""
-    open_: dict[Any, list[Entry]] = {}
+    open_: dict[Any, tuple[list[Entry], int]] = {}
     for entry in entries:
-        key = (entry.plan, entry.elements.device)
         if entry.alone:
             yield [entry]
             continue
-        batch = open_.setdefault(key, [])
-        size = sum(groups_in(e.parameter) for e in batch) * GROUP
-        if batch and size + entry.elements.numel() > TOGETHER:
+        key = (entry.plan, entry.elements.device)
+        batch, size = open_.get(key, ([], 0))
+        more = groups_in(entry.parameter) * GROUP
+        if batch and size + more > TOGETHER:
             yield batch
-            batch = open_[key] = []
+            batch, size = [], 0
         batch.append(entry)
-    yield from filter(None, open_.values())
+        open_[key] = batch, size + more
+    for batch, _ in open_.values():
+        yield batch
 
 
 _MASK = (1 << 64) - 1
