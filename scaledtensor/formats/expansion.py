@@ -234,8 +234,8 @@ def _widened(size: Tensor, amax: Tensor, exponent: Tensor, fmt: Format) -> Tenso
 
 
 def _log2(x: Tensor) -> Tensor:
-    """log2 of normal numbers within 2^-23, -127 or so of zero, by bits and a polynomial: a fourth of
-    the time of Inductor's, which is right to the last place."""
+    """log2 of normal numbers within 2^-23, -127 or so of zero, by bits and a polynomial: a fourth
+    of the time of Inductor's, which is right to the last place."""
     bits = x.view(torch.int32)
     exponent = (bits - _ROOT_HALF) >> 23
     f = (bits - (exponent << 23)).view(torch.float32) - 1.0

@@ -113,6 +113,8 @@ def exported(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _plain(x: Any, scaled: bool) -> Any:
-    if not isinstance(x, ExpandedTensor):
+    if not isinstance(x, Tensor):
         return x
+    if not isinstance(x, ExpandedTensor):
+        return x.clone()  # "step", which torch would share with the optimizer that loads it
     return x.widened() if scaled else x.dequantize()

@@ -21,7 +21,8 @@ Columns = Mapping[str, Tensor]
 States = tuple[Tensor, ...]
 Flags = frozenset[str]
 
-_LARGEST = torch.finfo(torch.float32).max
+#: Of its square, a float32 number.
+_LARGEST = 2.0**64 - 2.0**40
 
 
 @dataclass(frozen=True)
@@ -91,11 +92,11 @@ def _adam(
     elif "decay" in flags:
         g = g + value * c["decay"]
     m, v, *largest = states
+    # A gradient of which the square is no float32 counts as the largest of which it is: states in
+    # groups keep finite numbers. One that is infinite itself makes the parameter a NaN.
+    g = torch.where(g.abs() < torch.inf, g.clamp(-_LARGEST, _LARGEST), g)
     m = m + (g - m) * c["first"]
     v = v * c["keep"] + g * g * c["second"]
-    # The square of a gradient may be none of float32. As the largest it stays in its group, where
-    # an infinity would not; a gradient that is infinite itself has made the parameter a NaN.
-    v = torch.where((v == torch.inf) & (g.abs() < torch.inf), _LARGEST, v)
     if "amsgrad" in flags:
         largest = [torch.maximum(largest[0], v)]
     root = (largest[0] if largest else v).sqrt() * c["root"]
