@@ -88,21 +88,23 @@ def _nudge(model: torch.nn.Module) -> None:
     first[0] = torch.nextafter(first[0], torch.tensor(torch.inf))
 
 
-def run(task: tuple[str, int, int, str]) -> dict[str, Any]:
+def run(task: tuple[str, int, int, float, str]) -> dict[str, Any]:
     """One training, in a process of its own."""
-    row, seed, steps, text = task
+    row, seed, steps, lr, text = task
     torch.set_num_threads(1)
     corpus = load(Path(text), 64)
     config = GPTConfig(len(corpus.vocabulary), 64, 4, 4, 128)
     prepare = _nudge if row == "fp32-ulp" else lambda model: None
     how = Precision(row, row, prepare)
     StatesTrainer.row = row
-    trainer = StatesTrainer(config, how, corpus, Settings(seed=seed), torch.device("cpu"))
+    settings = Settings(seed=seed, learning_rate=lr)
+    trainer = StatesTrainer(config, how, corpus, settings, torch.device("cpu"))
     losses = [trainer.step() for _ in range(steps)]
     return {
         "row": row,
         "seed": seed,
         "steps": steps,
+        "lr": lr,
         "last": statistics.mean(losses[-LAST:]),
         "held_out": held_out(trainer),
     }
@@ -188,6 +190,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--json", type=Path, help="keeps the runs; those that it has are not run")
@@ -204,20 +207,26 @@ def main() -> None:
     runs: list[dict[str, Any]] = []
     if options.json is not None and options.json.exists():
         runs = json.loads(options.json.read_text())
-    done = {(r["row"], r["seed"], r["steps"]) for r in runs}
+    done = {(r["row"], r["seed"], r["steps"], r["lr"]) for r in runs}
     rows = list(dict.fromkeys(["fp32", *options.rows]))
     tasks = [
-        (row, seed, options.steps, str(options.text))
+        (row, seed, options.steps, options.lr, str(options.text))
         for seed in range(options.seeds)
         for row in rows
-        if (row, seed, options.steps) not in done
+        if (row, seed, options.steps, options.lr) not in done
     ]
     for found in finished(run, tasks, options.processes):
         runs.append(found)
         if options.json is not None:
             options.json.write_text(json.dumps(runs))
-    wanted = [r for r in runs if r["steps"] == options.steps and r["seed"] < options.seeds]
-    print(f"\ntorch {torch.__version__}, {options.steps} steps, {options.seeds} seeds\n")
+    wanted = [
+        r
+        for r in runs
+        if (r["steps"], r["lr"]) == (options.steps, options.lr) and r["seed"] < options.seeds
+    ]
+    print(
+        f"\ntorch {torch.__version__}, {options.steps} steps at {options.lr}, {options.seeds} seeds\n"
+    )
     print(table(wanted, rows) + "\n")
     sys.exit(not judge(wanted, rows))
 
