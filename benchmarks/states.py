@@ -224,9 +224,8 @@ def main() -> None:
         for r in runs
         if (r["steps"], r["lr"]) == (options.steps, options.lr) and r["seed"] < options.seeds
     ]
-    print(
-        f"\ntorch {torch.__version__}, {options.steps} steps at {options.lr}, {options.seeds} seeds\n"
-    )
+    how = f"{options.steps} steps at {options.lr}, {options.seeds} seeds"
+    print(f"\ntorch {torch.__version__}, {how}\n")
     print(table(wanted, rows) + "\n")
     sys.exit(not judge(wanted, rows))
 
