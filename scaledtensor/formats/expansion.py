@@ -167,7 +167,6 @@ def narrow_rows(expanded: Expanded, fmt: Format, table: Tensor | None = None) ->
     """The float32 values of what `widen_rows` made, unchecked; `table` is `value_table(fmt)`."""
     codes, amax, power = expanded
     if table is not None:
-        # An index of 32 bits, of which Inductor's C++ makes vectors.
         place = codes.view(torch.uint8).int() + (power.int() << 8).unsqueeze(1)
         return table[place] * amax.unsqueeze(1)
     wide = decode(codes, fmt, torch.float32)

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from scaledtensor import _torch
 from scaledtensor.coded import CodedTensor
 from scaledtensor.errors import DTypeError, FormatError, UnsupportedError
 from scaledtensor.expanded import ExpandedTensor
@@ -166,7 +167,7 @@ class LowPrecision(Optimizer):
         plan, rule = bucket.plan, RULES[bucket.plan.rule]
         states = [self.state[e.parameter] for e in entries]
         steps = [s["step"] for s in states] if rule.counts else []
-        counts = [float(s) + 1 for s in steps] or [0.0] * len(entries)
+        counts = [s.item() + 1 for s in steps] or [0.0] * len(entries)
         numbers: list[list[float]] = []
         known: dict[Any, list[float]] = {}
         for entry, count in zip(entries, counts, strict=True):
@@ -178,8 +179,7 @@ class LowPrecision(Optimizer):
             numbers.append(known[key])
         keys = _keys(entries[0].group, number, plan.draws, bucket.device) if plan.draws else None
         bucket.step(entries, numbers, self._scratch, keys, compiled)
-        for s in steps:
-            s += 1
+        _torch.foreach_increment(steps)
 
     def _entry(self, rule: str, p: Tensor, group: dict[str, Any]) -> Entry:
         """Raises what is wrong with a parameter or its gradient, before anything is changed."""
