@@ -11,7 +11,7 @@ from scaledtensor.expanded import ExpandedTensor
 from scaledtensor.optim.keeping import GROUP, MASTERS
 from scaledtensor.tensor import ScaledTensor
 
-__all__ = ["adopted", "exported", "is_low"]
+__all__ = ["adopted", "exported", "holds_groups", "is_low"]
 
 
 def is_low(group: dict[str, Any]) -> bool:
@@ -19,8 +19,21 @@ def is_low(group: dict[str, Any]) -> bool:
     return group["state_format"] != "fp32" or group["master_format"] is not None
 
 
-def adopted(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[Tensor, dict[str, Any]]:
-    """The states in a `state_dict`, copied, each in the format that the parameter's group has.
+def holds_groups(state_dict: dict[str, Any]) -> bool:
+    """Whether a `state_dict` has states that torch's own classes would not read."""
+    return any(
+        isinstance(x, ExpandedTensor) or name in ("master", "remainder")
+        for state in state_dict["state"].values()
+        if isinstance(state, dict)
+        for name, x in state.items()
+    )
+
+
+def adopted(
+    optimizer: Optimizer, state_dict: dict[str, Any], wide: bool
+) -> dict[Tensor, dict[str, Any]]:
+    """The states in a `state_dict`, copied, each in the format that the parameter's group has;
+    "fp32" is float32 where `wide`, else as torch has it, the dtype of the parameter.
 
     Leaves what torch checks to torch: where parameters do not match it has none.
     """
@@ -28,19 +41,20 @@ def adopted(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[Tensor, di
     groups = optimizer.param_groups
     if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
         return {}
-    low = any(map(is_low, groups))
     found = {}
     for own, given in zip(groups, saved, strict=True):
         for p, place in zip(own["params"], given["params"], strict=True):
             if place in state_dict["state"]:
-                found[p] = _adopted(p, own, state_dict["state"][place], low)
+                found[p] = _adopted(p, own, state_dict["state"][place], wide)
     return found
 
 
-def _adopted(p: Tensor, group: dict[str, Any], saved: dict[str, Any], low: bool) -> dict[str, Any]:
+def _adopted(p: Tensor, group: dict[str, Any], saved: dict[str, Any], wide: bool) -> dict[str, Any]:
     beside = MASTERS[group["master_format"]].state
     made = {}
     for name, x in saved.items():
+        if x is None:  # SGD's buffer, where it has no momentum
+            continue
         if not isinstance(x, Tensor) or name == "step":
             made[name] = torch.tensor(float(x)) if name == "step" else x
             continue
@@ -58,7 +72,7 @@ def _adopted(p: Tensor, group: dict[str, Any], saved: dict[str, Any], low: bool)
                 )
             made[name] = _master(x, p, group["master_format"])
         else:
-            made[name] = _state(x, p, group["state_format"], torch.float32 if low else p.dtype)
+            made[name] = _state(x, p, group["state_format"], torch.float32 if wide else p.dtype)
     return made
 
 

@@ -36,7 +36,7 @@ from scaledtensor.errors import DTypeError, FormatError, UnsupportedError
 from scaledtensor.expanded import ExpandedTensor
 from scaledtensor.formats import Format, from_dtype
 from scaledtensor.optim.buckets import TOGETHER, Bucket, Entry, Scratch, groups_in
-from scaledtensor.optim.files import adopted, exported, is_low
+from scaledtensor.optim.files import adopted, exported, holds_groups, is_low
 from scaledtensor.optim.fused import Plan
 from scaledtensor.optim.keeping import (
     GROUP,
@@ -120,7 +120,7 @@ class LowPrecision(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step, and what `closure` returned, if given."""
-        if not self.own_step and not any(map(is_low, self.param_groups)):
+        if not self._steps_itself():
             return self._torchs_step()(self, closure)
         loss = None
         if closure is not None:
@@ -132,6 +132,10 @@ class LowPrecision(Optimizer):
             else:
                 self._step_fused(self.rule)
         return loss
+
+    def _steps_itself(self) -> bool:
+        """Whether torch's own step does not do."""
+        return self.own_step or any(map(is_low, self.param_groups))
 
     def _torchs_step(self) -> Any:
         """That of torch's class, without the hooks that torch puts around it: they are around the
@@ -281,7 +285,9 @@ class LowPrecision(Optimizer):
         taken: dict[Tensor, dict[str, Any]] = {}
 
         def take(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            taken.update(adopted(self, given))
+            if not self._steps_itself() and not holds_groups(given):
+                return given
+            taken.update(adopted(self, given, self._steps_itself()))
             places = [i for group in given["param_groups"] for i in group["params"]]
             others = {k: v for k, v in given["state"].items() if k not in places}
             return {**given, "state": others}

@@ -306,6 +306,33 @@ def test__a_loss_scale__moves_the_units_of_states_and_no_bit(name, shift, fmt):
             assert float(y.tensor_scale / x.tensor_scale) == 2.0 ** (shift * power)
 
 
+def test__a_training_under_a_loss_scale__has_the_same_bits():
+    """Forward, backward in FP8, and steps with states in E4M3: losses, values, codes."""
+    runs = []
+    for k in (0, -18):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 8))
+        sct.scale_model(model, "unit")
+        x, y = torch.randn(32, 16), torch.randn(32, 8)
+        optimizer = sct.optim.AdamW(
+            model.parameters(), 1e-2, eps=1e-8 * 2.0**k, state_format="e4m3fn"
+        )
+        losses = []
+        for _ in range(12):
+            optimizer.zero_grad()
+            loss = (model(x) - y).square().mean()
+            (loss * 2.0**k).backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        runs.append((losses, values(model), momenta(optimizer)))
+    (one, weights, held), (other, others, kept) = runs
+    assert one == other
+    assert one[-1] < 0.9 * one[0]
+    assert all(torch.equal(a, b) for a, b in zip(weights, others, strict=True))
+    for x, y in zip(held, kept, strict=True):
+        assert torch.equal(x.qdata.view(torch.uint8), y.qdata.view(torch.uint8))
+
+
 @pytest.mark.parametrize("power", [-40, -70])
 def test__tiny_gradients__step_as_in_float64(power):
     """Their squares are no float32; the unit of the states holds them."""
@@ -473,6 +500,34 @@ def test__another_format__is_that_of_the_optimizer_that_loads():
     third = sct.optim.AdamW(model.parameters(), state_format="fp32")
     third.load_state_dict(first.state_dict())
     assert all(type(x) is Tensor and x.dtype == torch.float32 for x in momenta(third))
+
+
+def test__a_float32_state_of_a_narrow_parameter__comes_back_to_the_bit():
+    """torch's own load would round it to the parameter's dtype."""
+    p = nn.Parameter(torch.ones(130, dtype=torch.bfloat16))
+    optimizer = sct.optim.Lion([p])
+    p.grad = torch.linspace(0, 1, 130).bfloat16()
+    for _ in range(3):
+        optimizer.step()
+    again = sct.optim.Lion([p])
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    (x,), (y,) = momenta(optimizer), momenta(again)
+    assert x.dtype == torch.float32
+    assert torch.equal(x, y)
+    assert not torch.equal(x, x.bfloat16().float())
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test__the_buffer_that_sgd_has_not__is_none(momentum):
+    p = nn.Parameter(torch.ones(9))
+    exact = torch.optim.SGD([p], 0.5)
+    p.grad = torch.ones(9)
+    exact.step()
+    low = sct.optim.SGD([p], momentum=momentum, state_format="e4m3fn")
+    low.load_state_dict(exact.state_dict())
+    low.param_groups[0]["momentum"] = momentum
+    low.step()
+    assert torch.equal(p.detach(), torch.zeros(9))
 
 
 def test__states_that_fit_no_parameter__change_nothing():
