@@ -24,6 +24,8 @@ __all__ = [
     "compute_capability",
     "disable_torch_function",
     "error_on_graph_break",
+    "foreach_copy",
+    "foreach_increment",
     "functional_twin",
     "grouped_mm",
     "inlined",
@@ -36,6 +38,7 @@ __all__ = [
     "local_part",
     "log",
     "make_wrapper",
+    "mark_rows_dynamic",
     "process_group_named",
     "reshape_wrapper",
     "scaled_grouped_mm",
@@ -115,6 +118,31 @@ def functional_twin(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None
 
 def _inputs(schema: Any) -> Sequence[tuple[str, str]]:
     return [(a.name, str(a.type)) for a in schema.arguments if not a.is_out]
+
+
+def foreach_copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """`target.copy_(source)` of each pair. What torch's own optimizers gather tensors with; the
+    public spelling is a loop, which takes twice as long for small tensors."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def foreach_increment(targets: list[Tensor]) -> None:
+    """`target += 1` of each, in one call as torch's own optimizers count their steps."""
+    if targets:
+        torch._foreach_add_(targets, 1)
+
+
+def mark_rows_dynamic(tensors: Sequence[Tensor]) -> None:
+    """Have `torch.compile` make one graph for any number of rows.
+
+    The public `torch._dynamo.mark_dynamic` is an error for what has one row, of which torch makes a
+    graph of its own.
+    """
+    from torch._dynamo import maybe_mark_dynamic
+
+    for x in tensors:
+        maybe_mark_dynamic(x, 0)
 
 
 def is_composite(func: torch._ops.OpOverload) -> bool:

@@ -152,8 +152,12 @@ class CodedTensor(ScaledTensor):
         """
         # As views are: made outside inference mode, where this tensor was.
         with torch.inference_mode(torch.is_inference_mode_enabled() and self.is_inference()):
-            values = _values(self, torch.float32)
-            return from_plain(values, FP32, self.dtype, self.recipe)
+            return from_plain(self.value_in(torch.float32), FP32, self.dtype, self.recipe)
+
+    def value_in(self, dtype: torch.dtype) -> Tensor:
+        """What the codes stand for, plain."""
+        levels = _levels(self.scale, self.tensor_scale)
+        return dequantize_blocks(self.codes, levels, self.format, self.granularity, dtype)
 
     # --- what torch asks of a wrapper subclass -----------------------------------------------
 
@@ -199,7 +203,7 @@ class CodedTensor(ScaledTensor):
         return f"{spelled} * {self.tensor_scale:.6g}" if _is_two_level(self.scale) else spelled
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        inner = tuple(_as_bytes(getattr(self, name)) for name in self.INNER)
+        inner = tuple(as_bytes(getattr(self, name)) for name in self.INNER)
         named = FORMATS.get(self.format.name) is self.format
         fmt = self.format.name if named else self.format
         context = (fmt, self.dtype, self.recipe, _spelled(self.granularity))
@@ -218,11 +222,6 @@ def _is_two_level(scale: Tensor) -> bool:
 def _levels(scale: Tensor, tensor_scale: Tensor) -> Tensor | TwoLevelScale:
     """Inner tensors as `dequantize_blocks` takes them."""
     return TwoLevelScale(scale, tensor_scale) if _is_two_level(scale) else scale
-
-
-def _values(x: CodedTensor, dtype: torch.dtype) -> Tensor:
-    levels = _levels(x.scale, x.tensor_scale)
-    return dequantize_blocks(x.codes, levels, x.format, x.granularity, dtype)
 
 
 def _checked_levels(
@@ -273,7 +272,7 @@ def _checked_scales(
 # --- files -----------------------------------------------------------------------------------
 
 
-def _as_bytes(x: Tensor) -> Tensor:
+def as_bytes(x: Tensor) -> Tensor:
     """torch cannot read back the 8-bit floats that plain pickle writes."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
@@ -350,7 +349,7 @@ def _to(
 
 
 def _dequantize(x: CodedTensor) -> Tensor:
-    return _values(x, x.dtype)
+    return x.value_in(x.dtype)
 
 
 def _refuse(x: CodedTensor, *args: Any) -> Any:

@@ -14,6 +14,7 @@ FLOORS = [
     {"tensor"},
     {"verbs"},
     {"coded"},
+    {"expanded"},
     {"wrap"},
     {"ops", "shards"},
     {"functional", "mup"},

@@ -363,3 +363,70 @@ def test__groups_and_schedulers__set_each_rate():
         schedule.step()
     for p, s, lr in zip(parameters, start, (0.5, 0.25), strict=True):
         assert_holds(p, s - 1.5 * lr, 2.0**-22)
+
+
+OURS = {
+    "torch": (optim.AdamW, {}),
+    "ours": (sct.optim.AdamW, {}),
+    "ours in E4M3": (sct.optim.AdamW, {"state_format": "e4m3fn"}),
+}
+every_adamw = pytest.mark.parametrize("name", OURS)
+
+
+def trained_with_an_average(name: str, scaled: bool, average: object) -> nn.Module:
+    make, options = OURS[name]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    x, y = torch.randn(64, 8), torch.randn(64, 4)
+    if scaled:
+        sct.scale_model(model, "unit")
+    optimizer = make(model.parameters(), lr=0.01, **options)
+    averaged = optim.swa_utils.AveragedModel(model, multi_avg_fn=average)
+    for _ in range(12):
+        optimizer.zero_grad()
+        (model(x) - y).square().mean().backward()
+        clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        averaged.update_parameters(model)
+    return averaged
+
+
+@every_adamw
+@pytest.mark.parametrize(
+    "average", [None, optim.swa_utils.get_ema_multi_avg_fn(0.9)], ids=["mean", "ema"]
+)
+def test__averages_of_weights__are_those_of_plain_ones(name, average):
+    got = trained_with_an_average(name, True, average)
+    want = trained_with_an_average("torch", False, average)
+    torch.manual_seed(0)
+    first = nn.Linear(8, 16).weight
+    moved = want.module[0].weight - first
+    for p, q in zip(got.module.parameters(), want.module.parameters(), strict=True):
+        assert isinstance(p, sct.ScaledTensor)
+        # Of products in FP8, of which Adam makes steps of the same size.
+        assert float((dequantized(p) - q).norm() / moved.norm()) < 0.2
+    assert float(moved.norm()) > 0
+
+
+@every_adamw
+def test__a_loss_scaler__and_accumulated_gradients_step_as_one_batch_does(name):
+    """Times 2^16 and back, in two halves: the power of two goes into scales."""
+    make, options = OURS[name]
+    trained = []
+    for halves, scale in ((1, 1.0), (2, 2.0**16)):
+        model, batches = model_and_batches()
+        optimizer = make(model.parameters(), lr=0.01, **options)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        for _ in range(3):
+            optimizer.zero_grad()
+            for part in batches[0].chunk(halves):
+                scaler.scale(model(part).square().sum()).backward()
+            scaler.unscale_(optimizer)
+            norm = clip_grad_norm_(model.parameters(), 1e9)
+            scaler.step(optimizer)
+            scaler.update()
+        trained.append((float(norm), model))
+    (norm, one), (other_norm, other) = trained
+    assert other_norm == pytest.approx(norm, rel=0.05)
+    for p, q in zip(one.parameters(), other.parameters(), strict=True):
+        assert_holds(q.detach(), dequantized(p), 0.06)

@@ -259,9 +259,11 @@ PUBLIC = {
         "TransformerLayer",
         "TransformerStack",
     ],
+    "scaledtensor.expanded": ["ExpandedTensor"],
     "scaledtensor.optim": [
         "Adam",
         "AdamW",
+        "Lion",
         "Muon",
         "SGD",
         "lr_scale_for_depth",

@@ -17,25 +17,57 @@ A group of one magnitude (M = m) has p = 1, one without finite numbers but zeros
 has no say in M and m and saturates; a NaN has none either and stays one, where the format has NaNs.
 For E4M3FN the codes of 128 elements take 128 + 4 + 1 bytes.
 
-Powers are those of float32, within a few units of its last place: a code is that of the exact power
-unless this lies as near to where rounding changes sides. Compiled code may differ there.
+Powers are float32's exp2 of a product with log2, within 2^-18 of the exact ones: a code is that of
+the exact power unless this lies as near to where rounding changes sides. Compiled code may differ
+there. Rounding is to the nearest code in what is widened; stochastic rounding, in the values
+themselves: up with a chance of (|x| - value below) / (value above - value below), so that the mean
+of what is kept is x. (A chance taken from the widened numbers would be biased by the power.)
+
+BF16 and FP16 have the range, or nearly: their groups are not widened, and have a power of two as a
+scale, which takes M into [2^14, 2^15), so that FP16 holds 38 binades below M. Exact but for the
+rounding to 11, or 8, digits. There `amax` is that scale and every power is 1.
 """
 
 import math
-from typing import Any, NamedTuple
+from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from scaledtensor.errors import DTypeError, FormatError, ShapeError
-from scaledtensor.formats.format import Format, get
+from scaledtensor.formats.bits import Mode, encode_bits, loop_of_its_own
+from scaledtensor.formats.format import BF16, E4M3FN, E5M2, FP16, Format, get
 from scaledtensor.formats.rounding import FLOATS, Rounding, decode, encode
-from scaledtensor.formats.stochastic import Randomness
+from scaledtensor.formats.stochastic import Randomness, key_for, random_words
 
-__all__ = ["Expanded", "dequantize_expanded", "quantize_expanded"]
+__all__ = [
+    "Expanded",
+    "dequantize_expanded",
+    "narrow_rows",
+    "quantize_expanded",
+    "value_table",
+    "widen_rows",
+]
 
 _STEPS = 16  # of a power, in one
+_EXPONENT = 0x7F800000
+_TOP = 14  # binade of the largest magnitude of a group in 16 bits
+_LEAST_SCALE = 2.0**-126
+
+#: log2(1 + f) / f for f from 2^-1/2 - 1 to 2^1/2 - 1, within 9e-8 of log2(1 + f): Chebyshev's.
+_LOG2 = (
+    1.4426949024,
+    -0.7213527560,
+    0.4809240401,
+    -0.3602419794,
+    0.2870756088,
+    -0.2488218099,
+    0.2342098504,
+    -0.1462035328,
+)
+_ROOT_HALF = 0x3F3504F3  # bits of 2^-1/2
 
 
 class Expanded(NamedTuple):
@@ -61,32 +93,51 @@ def quantize_expanded(
 
     Args:
         x: float32, bfloat16, float16 or float64, of any shape. No gradient flows through.
-        fmt: a signed format of 8 bits or fewer with a zero, or its name.
+        fmt: a signed format of 8 bits or fewer with a zero, bf16 or fp16, or its name.
         group: how many elements share M and p, in the order of memory of a contiguous tensor. The
             last group may be shorter.
-        rounding, generator: of the codes, as `encode` takes them.
+        rounding: "nearest_even", or "stochastic", unbiased in the values.
+        generator: for "stochastic", as `encode` takes it.
 
     Raises:
         DTypeError: `x` is not of one of these dtypes.
-        FormatError: another format.
+        FormatError: another format or rounding.
         ShapeError: `group` is no positive int.
     """
     fmt = _checked(fmt, group)
     if not isinstance(x, Tensor) or x.dtype not in FLOATS:
         given = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise DTypeError(f"groups are of float32, bfloat16, float16 or float64; got {given}")
+    if rounding not in ("nearest_even", "stochastic"):
+        raise FormatError(f"groups are rounded 'nearest_even' or 'stochastic'; got {rounding!r}")
+    if generator is not None and rounding != "stochastic":
+        raise FormatError("generator is for rounding 'stochastic' only")
     rows = _rows(x.detach().float(), group)
+    key = key_for(rows, generator) if rounding == "stochastic" else None
+    made = widen_rows(rows, fmt, key)
+    return made._replace(codes=made.codes.flatten()[: x.numel()].view(x.shape))
+
+
+def widen_rows(rows: Tensor, fmt: Format, key: Tensor | None = None, start: int = 0) -> Expanded:
+    """What `quantize_expanded` makes of groups that are the rows of a float32 matrix, unchecked.
+
+    `key` is for stochastic rounding (`random_key`), whose draws count elements from `start`.
+    """
     size = rows.abs()
     finite = torch.where(size < math.inf, size, 0.0)
     amax = finite.amax(1)
+    if fmt.bits > 8:
+        return _under_powers_of_two(rows, amax, fmt, key, start)
     amax = torch.where(amax > 0, amax, 1.0)
     least = torch.where(finite > 0, finite, math.inf).amin(1)
     power = _power(amax, least, fmt)
-    unit = size / amax.unsqueeze(1)
-    wide = torch.copysign(unit.pow(_exponent(power)) * fmt.max, rows)
-    options: dict[str, Any] = {"rounding": rounding, "generator": generator}
-    codes = encode(wide, fmt, overflow="saturate", **options)
-    return Expanded(codes.flatten()[: x.numel()].view(x.shape), amax, power)
+    exponent = _exponent(power)
+    if key is None:
+        wide = _widened(size, amax, exponent, fmt)
+        return Expanded(_cast(torch.copysign(wide, rows), fmt), amax, power)
+    wide = _raised(size / amax.unsqueeze(1), exponent) * fmt.max
+    wide = _drawn(wide, (size / amax.unsqueeze(1)).clamp(max=1.0), exponent, fmt, key, start)
+    return Expanded(encode(torch.copysign(wide, rows), fmt, overflow="saturate"), amax, power)
 
 
 def dequantize_expanded(
@@ -108,17 +159,46 @@ def dequantize_expanded(
             f"{codes.numel()} codes in groups of {group} have {count} largest magnitudes and as "
             f"many powers; got {tuple(amax.shape)} and {tuple(power.shape)}"
         )
-    rows = _rows(decode(codes, fmt, torch.float32), group)
-    unit = (rows.abs() / fmt.max).pow(1 / _exponent(power))
-    values = torch.copysign(unit * amax.unsqueeze(1), rows)
-    return values.flatten()[: codes.numel()].view(codes.shape).to(dtype)
+    rows = narrow_rows(Expanded(_rows(codes, group), amax, power), fmt)
+    return rows.flatten()[: codes.numel()].view(codes.shape).to(dtype)
+
+
+def narrow_rows(expanded: Expanded, fmt: Format, table: Tensor | None = None) -> Tensor:
+    """The float32 values of what `widen_rows` made, unchecked; `table` is `value_table(fmt)`."""
+    codes, amax, power = expanded
+    if table is not None:
+        place = codes.view(torch.uint8).int() + (power.int() << 8).unsqueeze(1)
+        return table[place] * amax.unsqueeze(1)
+    wide = decode(codes, fmt, torch.float32)
+    if fmt.bits > 8:
+        return wide * amax.unsqueeze(1)
+    unit = _raised(wide.abs() * (1 / fmt.max), 1 / _exponent(power))
+    return torch.copysign(unit * amax.unsqueeze(1), wide)
+
+
+@cache
+def value_table(fmt: Format, device: torch.device) -> Tensor:
+    """What a byte stands for in a group of each power, in units of the group's M: float32, at place
+    256 power + code. 256 KiB, from float64 powers."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    values = decode(codes.view(fmt.storage_dtype), fmt, torch.float64) / fmt.max
+    power = torch.arange(256, dtype=torch.float64).clamp(min=1).unsqueeze(1)
+    unit = torch.copysign(values.abs() ** (_STEPS / power), values)
+    return unit.float().flatten().to(device)
+
+
+def _is_for_vectors(x: Tensor) -> bool:
+    """Whether Inductor's C++ is to come of it, whose own logarithm takes four times as long."""
+    return torch.compiler.is_compiling() and x.is_cpu
 
 
 def _checked(fmt: Format | str, group: int) -> Format:
     found = get(fmt)
-    if found.bits > 8 or not found.signed or not found.has_zero:
+    narrow = found.bits <= 8 or found in (BF16, FP16)
+    if not narrow or not found.signed or not found.has_zero:
         raise FormatError(
-            f"groups are widened to signed formats of 8 bits or fewer with a zero; got {found.name}"
+            "groups are kept in signed formats of 8 bits or fewer with a zero, in bf16 or in fp16; "
+            f"got {found.name}"
         )
     if not isinstance(group, int) or isinstance(group, bool) or group < 1:
         raise ShapeError(f"a group has a positive number of elements; got {group!r}")
@@ -127,7 +207,77 @@ def _checked(fmt: Format | str, group: int) -> Format:
 
 def _rows(x: Tensor, group: int) -> Tensor:
     flat = x.flatten()
-    return F.pad(flat, (0, -flat.numel() % group)).view(-1, group)
+    short = -flat.numel() % group
+    if not short:
+        return flat.view(-1, group)
+    if x.dtype.itemsize == 1:  # torch pads no 8-bit floats
+        return F.pad(flat.view(torch.uint8), (0, short)).view(x.dtype).view(-1, group)
+    return F.pad(flat, (0, short)).view(-1, group)
+
+
+def _raised(unit: Tensor, exponent: Tensor) -> Tensor:
+    # A third of the time of `pow`, which takes care of what never is here.
+    return (unit.log2() * exponent).exp2()
+
+
+def _widened(size: Tensor, amax: Tensor, exponent: Tensor, fmt: Format) -> Tensor:
+    """F (size / M)^p."""
+    if not _is_for_vectors(size):
+        return _raised(size / amax.unsqueeze(1), exponent) * fmt.max
+    # Numbers of a group are made once, and not for each vector of it.
+    least = loop_of_its_own(_log2(amax)).unsqueeze(1)
+    place = (_log2(size) - least) * loop_of_its_own(exponent)
+    wide = place.clamp(max=0.0).exp2() * fmt.max
+    # Takes zero to zero and NaN to NaN, and is above F for every normal number.
+    return torch.minimum(wide, size * 2.0**126 * 2.0**23)
+
+
+def _log2(x: Tensor) -> Tensor:
+    """log2 of normal numbers within 2^-23, -127 or so of zero, by bits and a polynomial: a fourth
+    of the time of Inductor's, which is right to the last place."""
+    bits = x.view(torch.int32)
+    exponent = (bits - _ROOT_HALF) >> 23
+    f = (bits - (exponent << 23)).view(torch.float32) - 1.0
+    series = f * _LOG2[-1] + _LOG2[-2]
+    for c in reversed(_LOG2[:-2]):
+        series = series * f + c
+    return exponent.float() + f * series
+
+
+def _cast(wide: Tensor, fmt: Format) -> Tensor:
+    """Codes of numbers up to F."""
+    if _is_for_vectors(wide) and fmt in (E4M3FN, E5M2):
+        return wide.to(fmt.storage_dtype)  # torch's own casts are vectors
+    return encode(wide, fmt, overflow="saturate")
+
+
+def _drawn(
+    wide: Tensor, unit: Tensor, exponent: Tensor, fmt: Format, key: Tensor, start: int
+) -> Tensor:
+    """Of the two codes around each magnitude one, drawn by its distance in values."""
+    below = encode(wide, fmt, rounding="toward_zero", overflow="saturate")
+    raw = below.view(torch.uint8)
+    above = torch.where(raw < fmt.max_code, raw + 1, raw).view(below.dtype)
+    ends = [decode(codes, fmt, torch.float32) for codes in (below, above)]
+    low, high = (_raised(end * (1 / fmt.max), 1 / exponent) for end in ends)
+    words = random_words(key, wide.shape, start, 32)
+    draw = ((words >> 8) & 0xFFFFFF).float() * 2.0**-24
+    return torch.where(draw * (high - low) < unit - low, ends[1], ends[0])
+
+
+def _under_powers_of_two(
+    rows: Tensor, amax: Tensor, fmt: Format, key: Tensor | None, start: int
+) -> Expanded:
+    binade = (amax.view(torch.int32) & _EXPONENT).view(torch.float32)
+    scale = (binade * 2.0**-_TOP).clamp(min=_LEAST_SCALE)
+    scale = torch.where(amax > 0, scale, 1.0)
+    held = rows / scale.unsqueeze(1)
+    if key is None:
+        codes = encode(held, fmt, overflow="ieee")
+    else:
+        codes = encode_bits(held, fmt, Mode("stochastic", "ieee", key), start)
+    ones = torch.full(amax.shape, _STEPS, dtype=torch.uint8, device=amax.device)
+    return Expanded(codes, scale, ones)
 
 
 def _power(amax: Tensor, least: Tensor, fmt: Format) -> Tensor:

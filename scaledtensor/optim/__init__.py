@@ -1,7 +1,8 @@
-"""torch.optim's optimizers with u-muP's learning rates, read from the tags of the parameters."""
+"""torch.optim's optimizers and Lion, with u-muP's learning rates, read from the tags of the
+parameters, and with states and masters of few bits."""
 
 from scaledtensor.optim.groups import scaled_parameters
-from scaledtensor.optim.optimizers import SGD, Adam, AdamW, Muon
+from scaledtensor.optim.optimizers import SGD, Adam, AdamW, Lion, Muon
 from scaledtensor.optim.rules import (
     lr_scale_for_depth,
     lr_scale_func_adam,
@@ -15,6 +16,7 @@ __all__ = [
     "SGD",
     "Adam",
     "AdamW",
+    "Lion",
     "Muon",
     "lr_scale_for_depth",
     "lr_scale_func_adam",

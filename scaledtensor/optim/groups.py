@@ -10,9 +10,19 @@ from scaledtensor.errors import MupError
 from scaledtensor.mup import has_parameter_data, tags
 from scaledtensor.optim.rules import LRScale
 
-__all__ = ["GroupRule", "groups_of", "scaled_parameters"]
+__all__ = ["GroupRule", "Tagged", "groups_of", "scaled_parameters"]
 
 Group = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Tagged:
+    """What an optimizer was told of parameters without tags."""
+
+    independent_weight_decay: bool | None = None
+    """None: where parameters are tagged."""
+    allow_non_unit_scaling_params: bool | None = None
+    """None: where there are no others. True: beside others too. False: an error."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +32,21 @@ class GroupRule:
     lr_scale: LRScale
     independent_weight_decay: bool = True
     allow_non_unit_scaling_params: bool = False
+    scales: bool = True
+    """Whether there is a tagged parameter; without any, groups stay as they are."""
+
+    @classmethod
+    def of(cls, groups: list[Group], lr_scale: LRScale, told: Tagged) -> "GroupRule":
+        """The rule for what an optimizer is constructed with. Groups that are added later are to be
+        of the same kind."""
+        for group in groups:
+            group["params"] = _entries(group["params"])  # an iterator is read once
+        given = [_parameter(entry) for group in groups for entry in group["params"]]
+        allowed, independent = told.allow_non_unit_scaling_params, told.independent_weight_decay
+        scales = allowed is not None or any(map(has_parameter_data, given))
+        if independent is None:
+            independent = scales
+        return cls(lr_scale, independent, not scales if allowed is None else allowed, scales)
 
     def split(self, group: Group) -> Iterator[Group]:
         """Groups that hold the parameters of `group`, which has an `lr` and a `weight_decay`.
@@ -29,6 +54,8 @@ class GroupRule:
         Parameters whose learning rates are equal stay together, so that fused and foreach forms
         work on as many at once as they can. All other options are passed on.
         """
+        if not self.scales:
+            self._refuse_tagged(group)
         by_scale: dict[float, list[Any]] = {}
         for entry in _entries(group["params"]):
             by_scale.setdefault(self._scale(entry), []).append(entry)
@@ -38,7 +65,7 @@ class GroupRule:
             yield group | {"params": members, "lr": lr, "weight_decay": self._decay(decay, lr)}
 
     def _scale(self, entry: Any) -> float:
-        parameter = entry[1] if isinstance(entry, tuple) else entry
+        parameter = _parameter(entry)
         if has_parameter_data(parameter):
             return float(self.lr_scale(parameter)) * tags(parameter).mup_lr_mult
         if self.allow_non_unit_scaling_params:
@@ -50,6 +77,15 @@ class GroupRule:
             "allow_non_unit_scaling_params=True to train it at the plain learning rate"
         )
 
+    def _refuse_tagged(self, group: Group) -> None:
+        group["params"] = _entries(group["params"])
+        if any(has_parameter_data(_parameter(entry)) for entry in group["params"]):
+            raise MupError(
+                "this optimizer was made for parameters without u-muP tags and takes them as "
+                "torch.optim does; a group with a tagged one needs an optimizer of its own, or "
+                "allow_non_unit_scaling_params=True"
+            )
+
     def _decay(self, decay: float, lr: float | Tensor) -> float:
         """torch decays by lr * weight_decay: independent of the learning rate, divided by it."""
         if not self.independent_weight_decay or decay == 0:
@@ -60,6 +96,10 @@ class GroupRule:
                 "rate and warm up by a scheduler, or independent_weight_decay=False"
             )
         return decay / float(lr)
+
+
+def _parameter(entry: Any) -> Any:
+    return entry[1] if isinstance(entry, tuple) else entry
 
 
 def scaled_parameters(

@@ -168,14 +168,69 @@ def test__a_state_dict__resumes(make):
 
 
 @every_optimizer
-def test__parameters_without_tags__are_an_error_unless_allowed(make):
+def test__parameters_without_tags__beside_tagged_ones__are_an_error_unless_allowed(make):
     plain = nn.Parameter(torch.ones(2, 3))
-    with pytest.raises(MupError, match=r"a parameter of shape \(2, 3\) has no u-muP tags"):
-        make([*parameters(), plain])
-    with pytest.raises(MupError, match=r"encoder.weight, of shape \(2, 3\)"):
-        make([("encoder.weight", plain)])
+    for params, says in (
+        ([*parameters(), plain], r"a parameter of shape \(2, 3\) has no u-muP tags"),
+        ([*parameters(), ("encoder.weight", plain)], r"encoder.weight, of shape \(2, 3\)"),
+    ):
+        with pytest.raises(MupError, match=says):
+            make(params)
     optimizer = make([*parameters(), plain], lr=0.5, allow_non_unit_scaling_params=True)
     assert rates(optimizer)[-1] == (0.5, 4)
+    optimizer = make(parameters(), lr=0.5)
+    with pytest.raises(MupError, match="has no u-muP tags"):
+        optimizer.add_param_group({"params": [plain]})
+
+
+@every_optimizer
+def test__parameters_without_tags__alone__are_an_error_where_that_is_asked_for(make):
+    plain = nn.Parameter(torch.ones(2, 3))
+    with pytest.raises(MupError, match=r"encoder.weight, of shape \(2, 3\)"):
+        make([("encoder.weight", plain)], allow_non_unit_scaling_params=False)
+
+
+TORCHS = {
+    optim.SGD: torch.optim.SGD,
+    optim.Adam: torch.optim.Adam,
+    optim.AdamW: torch.optim.AdamW,
+    optim.Muon: torch.optim.Muon,
+}
+
+
+@pytest.mark.parametrize("make", TORCHS, ids=lambda c: c.__name__)
+def test__parameters_without_tags__are_taken_as_torch_takes_them(make):
+    """Every default is torch's, the weight decay of AdamW and Muon too."""
+    trained = []
+    for optimizer_of in (make, TORCHS[make]):
+        torch.manual_seed(0)
+        ps = [nn.Parameter(torch.randn(4, 6)) for _ in range(2)]
+        optimizer = optimizer_of([{"params": ps[:1], "lr": 0.5}, {"params": iter(ps[1:])}])
+        for seed in range(3):
+            torch.manual_seed(seed)
+            for p in ps:
+                p.grad = torch.randn(4, 6)
+            optimizer.step()
+        trained.append((ps, [g["weight_decay"] for g in optimizer.param_groups]))
+    (ours, decays), (theirs, expected) = trained
+    assert decays == expected
+    assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
+
+
+@every_optimizer
+def test__a_tagged_parameter__is_no_part_of_an_optimizer_of_plain_ones(make):
+    optimizer = make([nn.Parameter(torch.ones(2, 3))])
+    with pytest.raises(MupError, match="needs an optimizer of its own"):
+        optimizer.add_param_group({"params": parameters()[:1]})
+    assert len(optimizer.param_groups) == 1
+
+
+def test__independent_weight_decay__may_be_asked_for_without_tags():
+    p = nn.Parameter(torch.ones(8))
+    optimizer = optim.AdamW([p], lr=0.5, weight_decay=0.125, independent_weight_decay=True)
+    p.grad = torch.zeros(8)
+    optimizer.step()
+    assert torch.equal(p.detach(), torch.full((8,), 0.875))
 
 
 def test__scaled_parameters__serve_any_optimizer():

@@ -1,0 +1,192 @@
+"""Parameters that are stepped together: where what is kept of them lies, and views of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaledtensor import _torch
+from scaledtensor.expanded import ExpandedTensor
+from scaledtensor.formats import FP16, FP32, get
+from scaledtensor.optim.fused import Plan, run, zeros_for
+from scaledtensor.optim.keeping import GROUP, MASTERS, Kept
+from scaledtensor.optim.updates import RULES, Units
+from scaledtensor.tensor import ScaledTensor
+
+__all__ = ["ALONE", "TOGETHER", "Bucket", "Entry", "Scratch", "groups_in"]
+
+#: From this many elements on, a parameter of whole groups is stepped where it is: a call costs as
+#: much as copying that many.
+ALONE = 1 << 17
+
+#: So many elements are copied at most to be stepped at once.
+TOGETHER = 1 << 20
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A parameter that is to be stepped, checked."""
+
+    parameter: Tensor
+    group: dict[str, Any]
+    plan: Plan
+    elements: Tensor
+    """Plain, of the parameter's shape: itself, or the `qdata` of a ScaledTensor."""
+    gradient: Tensor
+    """Likewise."""
+    units: Units
+    fresh: bool
+    """Whether it is a ScaledTensor known to be zero, whose scale is that of what comes."""
+    first: bool
+    """Whether it has no states yet."""
+
+    @property
+    def alone(self) -> bool:
+        whole = self.elements.numel() % GROUP == 0 and not self.fresh
+        dense = self.elements.is_contiguous() and self.gradient.is_contiguous()
+        return self.elements.numel() >= ALONE and whole and dense
+
+
+def groups_in(x: Tensor) -> int:
+    return -(-x.numel() // GROUP)
+
+
+class Scratch:
+    """Memory for copies of elements and gradients, one for all buckets of an optimizer."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+
+    def rows(self, name: str, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        key = (name, dtype, device)
+        held = self._held.get(key)
+        if held is None or len(held) < count:
+            held = self._held[key] = torch.zeros(count, GROUP, dtype=dtype, device=device)
+        return held[:count]
+
+
+class Bucket:
+    """Parameters of one plan and one device."""
+
+    def __init__(self, plan: Plan, entries: Sequence[Entry]) -> None:
+        self.plan = plan
+        self.parameters = [e.parameter for e in entries]
+        counts = [groups_in(p) for p in self.parameters]
+        self.groups = sum(counts)
+        self.ragged = any(p.numel() % GROUP for p in self.parameters)
+        device = entries[0].elements.device
+        self.device = device
+        ends = torch.tensor(counts).cumsum(0).tolist()
+        self.spans = [slice(end - n, end) for end, n in zip(ends, counts, strict=True)]
+        self.owner = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).to(device)
+        self.states, self.master = zeros_for(plan, self.groups, device)
+        self.seen: list[dict[str, Tensor]] = []
+        self._viewed: dict[Any, list[Tensor]] = {}
+
+    def holds(self, optimizer_state: Any) -> bool:
+        """Whether what the optimizer has of each parameter is what this made."""
+        for p, seen in zip(self.parameters, self.seen, strict=True):
+            state = optimizer_state[p]
+            if any(state.get(name) is not x for name, x in seen.items()):
+                return False
+        return bool(self.seen)
+
+    def adopt(self, optimizer_state: Any, entries: Sequence[Entry]) -> None:
+        """Take over what the optimizer has, zeros where it has nothing, and show views of it."""
+        for entry, span in zip(entries, self.spans, strict=True):
+            state = optimizer_state[entry.parameter]
+            seen = {}
+            for name, kept in self._parts(span).items():
+                view = self._view(name, kept, entry)
+                if name in state:
+                    _copy(state[name], view)
+                seen[name] = state[name] = view
+            if RULES[self.plan.rule].counts and "step" not in state:
+                state["step"] = torch.zeros(())
+            self.seen.append(seen)
+
+    def step(
+        self,
+        entries: Sequence[Entry],
+        numbers: list[list[float]],
+        scratch: Scratch,
+        keys: Tensor | None,
+        compiled: bool,
+    ) -> None:
+        """`numbers`: the columns of each parameter."""
+        table = torch.tensor(numbers, dtype=torch.float32)
+        columns = table.to(self.device).index_select(0, self.owner)
+        if len(entries) == 1 and entries[0].alone:
+            (entry,) = entries
+            rows = [x.detach().view(-1, GROUP) for x in (entry.elements, entry.gradient)]
+            run(self.plan, rows[0], rows[1], columns, self.states, self.master, keys, compiled)
+        else:
+            kinds = (("elements", get(self.plan.elements)), ("gradient", get(self.plan.gradient)))
+            rows = [
+                scratch.rows(name, self.groups, fmt.storage_dtype, self.device)
+                for name, fmt in kinds
+            ]
+            if self.ragged:  # the padding of a parameter is stepped as well
+                for x in rows:
+                    x.zero_()
+            views = [self._views(x) for x in rows]
+            elements = [e.elements for e in entries]
+            _torch.foreach_copy(views[0], elements)
+            _torch.foreach_copy(views[1], [e.gradient for e in entries])
+            run(self.plan, rows[0], rows[1], columns, self.states, self.master, keys, compiled)
+            self._put_back(entries, views[0])
+        torch.autograd.graph.increment_version(self.parameters)
+
+    def _put_back(self, entries: Sequence[Entry], views: list[Tensor]) -> None:
+        old = [(e.elements, v) for e, v in zip(entries, views, strict=True) if not e.fresh]
+        _torch.foreach_copy([e for e, _ in old], [v for _, v in old])
+        for e, v in zip(entries, views, strict=True):
+            if e.fresh:
+                e.parameter.copy_(v.float())
+
+    def _views(self, rows: Tensor) -> list[Tensor]:
+        """Of each parameter's place in scratch memory: kept, since they take as long as a step."""
+        key = (rows.data_ptr(), rows.dtype)
+        if key not in self._viewed:
+            flat = rows.view(-1)
+            self._viewed[key] = [
+                flat[span.start * GROUP :][: p.numel()].view(p.shape)
+                for p, span in zip(self.parameters, self.spans, strict=True)
+            ]
+        return self._viewed[key]
+
+    def _parts(self, span: slice) -> dict[str, Kept]:
+        named = dict(zip(self.plan.states, self.states, strict=True))
+        beside = MASTERS[self.plan.master].state
+        if beside is not None:
+            named[beside] = self.master
+        return {name: tuple(t[span] for t in kept) for name, kept in named.items()}
+
+    def _view(self, name: str, kept: Kept, entry: Entry) -> Tensor:
+        p = entry.parameter
+        first = kept[0].view(-1)[: p.numel()].view(p.shape)
+        if name in ("remainder",) or (name == "master" and len(kept) == 1):
+            return first
+        fmt = FP16 if name == "master" else get(self.plan.state_format)
+        unit = 1.0 if name == "master" else entry.units.moment
+        if name in RULES[self.plan.rule].squared:
+            unit *= unit
+        scale = torch.tensor(unit, dtype=torch.float32, device=self.device)
+        if fmt is not FP32:
+            rest: Any = (fmt, torch.float32, None, False, GROUP)
+            return ExpandedTensor.keep(first, *kept[1:], scale, p.shape, *rest)
+        if not isinstance(p, ScaledTensor):
+            return first
+        return ScaledTensor.make(first, scale, scale.clone(), FP32, torch.float32, None)
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    """What is kept of one parameter, part by part: the same bits."""
+    if not isinstance(target, ScaledTensor):
+        target.copy_(source)
+        return
+    for name in target.INNER:
+        if name != "rms":
+            getattr(target, name).copy_(getattr(source, name))

@@ -1,0 +1,149 @@
+"""A step of many parameters in one function of flat memory: read, update, write, in groups of 128.
+
+What is kept of the parameters of a `Bucket` lies in memory one after another, each parameter padded
+to whole groups, so that one call steps all of them; the states that a user sees are views of it.
+Elements of parameters and gradients are copied there and back, but for one large parameter by
+itself, which is stepped where it is.
+
+The function is the same eager and compiled; only the number of groups is dynamic, so that a model
+needs few compilations. Eager it goes by pieces that stay in the cache.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaledtensor import _torch
+from scaledtensor.formats import Format, decode
+from scaledtensor.formats import get as get_format
+from scaledtensor.optim.keeping import (
+    GROUP,
+    MASTERS,
+    Kept,
+    empty_state,
+    read_state,
+    table_of,
+    write_state,
+)
+from scaledtensor.optim.updates import RULES, Flags
+
+__all__ = ["Plan", "run", "zeros_for"]
+
+#: Rows of an eager piece: ten matrices of them stay in a cache of a megabyte.
+_PIECE = 256
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the code of a step depends on."""
+
+    rule: str
+    flags: Flags
+    states: tuple[str, ...]
+    columns: tuple[str, ...]
+    state_format: str
+    stochastic: bool
+    """Whether states are rounded stochastically."""
+    master: str | None
+    elements: str
+    """Format of the parameters' elements."""
+    gradient: str
+    """Format of the gradients'."""
+
+    @property
+    def draws(self) -> int:
+        """Keys of stochastic rounding that a step takes."""
+        return (len(self.states) if self.stochastic else 0) + (self.master in ("bf16", "fp16"))
+
+
+def zeros_for(plan: Plan, groups: int, device: torch.device) -> tuple[list[Kept], Kept]:
+    """States and the part of masters beside parameters, of so many groups."""
+    states = [empty_state(plan.state_format, groups, device) for _ in plan.states]
+    return states, MASTERS[plan.master].empty(groups, device)
+
+
+def run(
+    plan: Plan,
+    elements: Tensor,
+    gradient: Tensor,
+    columns: Tensor,
+    states: Sequence[Kept],
+    master: Kept,
+    keys: Tensor | None,
+    compiled: bool,
+) -> None:
+    """One step, in place in `elements`, `states` and `master`.
+
+    `elements` and `gradient` are (groups, 128); `columns` (groups, number of them) float32; `keys`
+    (draws, 2) int32.
+    """
+    table = table_of(plan.state_format, elements.device)
+    if compiled:
+        rows = [elements, gradient, columns, *(t for kept in (*states, master) for t in kept)]
+        _torch.mark_rows_dynamic(rows)
+        _compiled(plan)(elements, gradient, columns, tuple(states), master, table, keys)
+        return
+    for start in range(0, len(elements), _PIECE):
+        part = slice(start, start + _PIECE)
+        _step(
+            plan,
+            elements[part],
+            gradient[part],
+            columns[part],
+            tuple(tuple(t[part] for t in kept) for kept in states),
+            tuple(t[part] for t in master),
+            table,
+            keys,
+            start * GROUP,
+        )
+
+
+def _step(
+    plan: Plan,
+    elements: Tensor,
+    gradient: Tensor,
+    columns: Tensor,
+    states: tuple[Kept, ...],
+    master: Kept,
+    table: Tensor | None,
+    keys: Tensor | None,
+    start: int,
+) -> None:
+    rule, held, fmt = RULES[plan.rule], MASTERS[plan.master], get_format(plan.elements)
+    c = {name: columns[:, i : i + 1] for i, name in enumerate(plan.columns)}
+    drawn = iter(() if keys is None else keys.unbind())
+    value = held.read(elements, fmt, master, c["unit"])
+    g = _decoded(gradient, get_format(plan.gradient)) * c["gradient"]
+    moments = tuple(read_state(plan.state_format, kept, table) for kept in states)
+    value, moments = rule.update(value, g, moments, c, plan.flags)
+    for kept, rows in zip(states, moments, strict=True):
+        write_state(plan.state_format, kept, rows, next(drawn) if plan.stochastic else None, start)
+    held.write(elements, fmt, master, value, c["unit"], next(drawn, None), start)
+
+
+def _decoded(x: Tensor, fmt: Format) -> Tensor:
+    return decode(x, fmt, torch.float32)
+
+
+@cache
+def _compiled(plan: Plan) -> Any:
+    def step(
+        elements: Tensor,
+        gradient: Tensor,
+        columns: Tensor,
+        states: tuple[Kept, ...],
+        master: Kept,
+        table: Tensor | None,
+        keys: Tensor | None,
+    ) -> None:
+        _step(plan, elements, gradient, columns, states, master, table, keys, 0)
+
+    # Dynamo counts recompilations by code object: a plan has one of its own.
+    code = step.__code__.replace(co_name=f"{plan.rule}_step")
+    own = FunctionType(code, globals(), closure=step.__closure__)
+    return torch.compile(own, fullgraph=True)
