@@ -12,6 +12,7 @@ from scaledtensor.expanded import ExpandedTensor
 from scaledtensor.formats import FP16, FP32, get
 from scaledtensor.optim.fused import Plan, run, zeros_for
 from scaledtensor.optim.keeping import GROUP, MASTERS, Kept
+from scaledtensor.optim.spread import parts_of
 from scaledtensor.optim.updates import RULES, Units
 from scaledtensor.tensor import ScaledTensor
 
@@ -29,7 +30,10 @@ TOGETHER = 1 << 20
 class Entry:
     """A parameter that is to be stepped, checked."""
 
+    owner: Tensor
+    """The parameter that the optimizer has."""
     parameter: Tensor
+    """Itself, or this rank's part of it."""
     group: dict[str, Any]
     plan: Plan
     elements: Tensor
@@ -72,6 +76,7 @@ class Bucket:
 
     def __init__(self, plan: Plan, entries: Sequence[Entry]) -> None:
         self.plan = plan
+        self.owners = [e.owner for e in entries]
         self.parameters = [e.parameter for e in entries]
         counts = [groups_in(p) for p in self.parameters]
         self.groups = sum(counts)
@@ -87,8 +92,8 @@ class Bucket:
 
     def holds(self, optimizer_state: Any) -> bool:
         """Whether what the optimizer has of each parameter is what this made."""
-        for p, seen in zip(self.parameters, self.seen, strict=True):
-            state = optimizer_state[p]
+        for p, seen in zip(self.owners, self.seen, strict=True):
+            state = parts_of(optimizer_state, p)
             if any(state.get(name) is not x for name, x in seen.items()):
                 return False
         return bool(self.seen)
@@ -96,15 +101,15 @@ class Bucket:
     def adopt(self, optimizer_state: Any, entries: Sequence[Entry]) -> None:
         """Take over what the optimizer has, zeros where it has nothing, and show views of it."""
         for entry, span in zip(entries, self.spans, strict=True):
-            state = optimizer_state[entry.parameter]
+            state = parts_of(optimizer_state, entry.owner)
             seen = {}
             for name, kept in self._parts(span).items():
                 view = self._view(name, kept, entry)
                 if name in state:
                     _copy(state[name], view)
-                seen[name] = state[name] = view
+                seen[name] = state.put(name, view)
             if RULES[self.plan.rule].counts and "step" not in state:
-                state["step"] = torch.zeros(())
+                state.state["step"] = torch.zeros(())
             self.seen.append(seen)
 
     def step(
@@ -116,6 +121,8 @@ class Bucket:
         compiled: bool,
     ) -> None:
         """`numbers`: the columns of each parameter."""
+        if not self.groups:  # this rank has no part of any
+            return
         table = torch.tensor(numbers, dtype=torch.float32)
         columns = table.to(self.device).index_select(0, self.owner)
         if len(entries) == 1 and entries[0].alone:
@@ -137,7 +144,7 @@ class Bucket:
             _torch.foreach_copy(views[1], [e.gradient for e in entries])
             run(self.plan, rows[0], rows[1], columns, self.states, self.master, keys, compiled)
             self._put_back(entries, views[0])
-        torch.autograd.graph.increment_version(self.parameters)
+        torch.autograd.graph.increment_version(self.owners)
 
     def _put_back(self, entries: Sequence[Entry], views: list[Tensor]) -> None:
         old = [(e.elements, v) for e, v in zip(entries, views, strict=True) if not e.fresh]

@@ -9,9 +9,16 @@ from torch.optim.optimizer import Optimizer
 from scaledtensor.errors import FormatError, ShapeError
 from scaledtensor.expanded import ExpandedTensor
 from scaledtensor.optim.keeping import GROUP, MASTERS
+from scaledtensor.optim.spread import as_spread, check_alike, part
+from scaledtensor.optim.updates import RULES
 from scaledtensor.tensor import ScaledTensor
+from scaledtensor.wrap import scaled
 
-__all__ = ["adopted", "exported", "holds_groups", "is_low"]
+__all__ = ["LARGEST_UNIT", "LEAST_UNIT", "adopted", "exported", "holds_groups", "is_low"]
+
+
+#: Squares of units stay powers of two that are float32 numbers.
+LEAST_UNIT, LARGEST_UNIT = 2.0**-60, 2.0**60
 
 
 def is_low(group: dict[str, Any]) -> bool:
@@ -22,7 +29,7 @@ def is_low(group: dict[str, Any]) -> bool:
 def holds_groups(state_dict: dict[str, Any]) -> bool:
     """Whether a `state_dict` has states that torch's own classes would not read."""
     return any(
-        isinstance(x, ExpandedTensor) or name in ("master", "remainder")
+        isinstance(part(x), ExpandedTensor) or name in ("master", "remainder")
         for state in state_dict["state"].values()
         if isinstance(state, dict)
         for name, x in state.items()
@@ -41,15 +48,36 @@ def adopted(
     groups = optimizer.param_groups
     if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
         return {}
-    found = {}
+    found, rule = {}, getattr(optimizer, "rule", None) if wide else None
     for own, given in zip(groups, saved, strict=True):
         for p, place in zip(own["params"], given["params"], strict=True):
             if place in state_dict["state"]:
-                found[p] = _adopted(p, own, state_dict["state"][place], wide)
+                state = state_dict["state"][place]
+                units = _units(rule, own, state)
+                found[p] = _adopted(p, own, state, wide, units)
     return found
 
 
-def _adopted(p: Tensor, group: dict[str, Any], saved: dict[str, Any], wide: bool) -> dict[str, Any]:
+def _units(rule: str | None, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, float]:
+    """The unit of each state in a step, which has one for all: that of the first, and its square
+    for averages of squares. Torch's step has one for each."""
+    if rule is None:
+        return {}
+    names = RULES[rule].states(group)
+    unit = _unit(part(saved.get(names[0]))) if names else 1.0
+    unit = min(max(unit, LEAST_UNIT), LARGEST_UNIT)
+    return {name: unit * unit if name in RULES[rule].squared else unit for name in names}
+
+
+def _unit(x: Any) -> float:
+    if isinstance(x, ExpandedTensor):
+        return float(x.tensor_scale)
+    return float(x.scale) if isinstance(x, ScaledTensor) else 1.0
+
+
+def _adopted(
+    p: Tensor, group: dict[str, Any], saved: dict[str, Any], wide: bool, units: dict[str, float]
+) -> dict[str, Any]:
     beside = MASTERS[group["master_format"]].state
     made = {}
     for name, x in saved.items():
@@ -63,6 +91,8 @@ def _adopted(p: Tensor, group: dict[str, Any], saved: dict[str, Any], wide: bool
                 f"state {name!r} of a parameter of shape {tuple(p.shape)} has shape "
                 f"{tuple(x.shape)}"
             )
+        check_alike(name, x, p)
+        own, mine = part(x), part(p)
         if name in ("master", "remainder"):
             if name != beside:
                 raise FormatError(
@@ -70,9 +100,14 @@ def _adopted(p: Tensor, group: dict[str, Any], saved: dict[str, Any], wide: bool
                     f"master_format={group['master_format']!r} there is none: load it with the "
                     "master_format it was saved with"
                 )
-            made[name] = _master(x, p, group["master_format"])
+            kept = _master(own, mine, group["master_format"])
         else:
-            made[name] = _state(x, p, group["state_format"], torch.float32 if wide else p.dtype)
+            unit = units.get(name, _unit(own))
+            if group["state_format"] != "fp32":
+                kept = _grouped(own, mine, group["state_format"], unit)
+            else:
+                kept = _single(own, mine, unit) if wide else _torchs(own, mine)
+        made[name] = as_spread(kept, p)
     return made
 
 
@@ -82,27 +117,27 @@ def _master(x: Tensor, p: Tensor, name: str) -> Tensor:
             raise FormatError(f"a remainder is int16; got {x.dtype}")
         return x.detach().to(p.device, copy=True)
     if name == "fp16":
-        return _grouped(x, p, "fp16")
+        return _grouped(x, p, "fp16", _unit(x))
     return _values(x).to(p.device, torch.float32, copy=True)
 
 
-def _state(x: Tensor, p: Tensor, name: str, dtype: torch.dtype) -> Tensor:
-    if name != "fp32":
-        return _grouped(x, p, name)
+def _single(x: Tensor, p: Tensor, unit: float) -> Tensor:
     if not isinstance(p, ScaledTensor):
-        return _values(x).to(p.device, dtype, copy=True)
+        return _values(x).to(p.device, torch.float32, copy=True)
+    return scaled(_values(x).to(p.device, torch.float32), scale=unit)
+
+
+def _torchs(x: Tensor, p: Tensor) -> Tensor:
+    """As torch's own step keeps it."""
+    if not isinstance(p, ScaledTensor):
+        return _values(x).to(p.device, p.dtype, copy=True)
     wide = x.widened() if isinstance(x, ExpandedTensor) else x
-    return wide.detach().to(p.device, dtype, copy=True)
+    return wide.detach().to(p.device, p.dtype, copy=True)
 
 
-def _grouped(x: Tensor, p: Tensor, name: str) -> Tensor:
+def _grouped(x: Tensor, p: Tensor, name: str, unit: float) -> Tensor:
     if isinstance(x, ExpandedTensor) and x.format.name == name and x.granularity == GROUP:
         return x.detach().to(p.device, copy=True)
-    unit: Any = 1.0
-    if isinstance(x, ExpandedTensor):
-        unit = x.tensor_scale
-    elif isinstance(x, ScaledTensor):
-        unit = x.scale
     values = _values(x).to(p.device)
     return ExpandedTensor(values, name, GROUP, dtype=torch.float32, tensor_scale=unit)
 
@@ -117,9 +152,10 @@ def exported(optimizer: Optimizer) -> dict[str, Any]:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     states = {}
     for place, state in held["state"].items():
-        scaled = isinstance(parameters[place], ScaledTensor)
+        p = parameters[place]
+        scaled = isinstance(part(p), ScaledTensor)
         states[place] = {
-            name: _plain(x, scaled)
+            name: x.clone() if name == "step" else as_spread(_plain(part(x), scaled), p)
             for name, x in state.items()
             if name not in ("master", "remainder")
         }
@@ -127,8 +163,6 @@ def exported(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _plain(x: Any, scaled: bool) -> Any:
-    if not isinstance(x, Tensor):
-        return x
     if not isinstance(x, ExpandedTensor):
-        return x.clone()  # "step", which torch would share with the optimizer that loads it
+        return x.clone() if isinstance(x, Tensor) else x
     return x.widened() if scaled else x.dequantize()

@@ -36,7 +36,14 @@ from scaledtensor.errors import DTypeError, FormatError, UnsupportedError
 from scaledtensor.expanded import ExpandedTensor
 from scaledtensor.formats import Format, from_dtype
 from scaledtensor.optim.buckets import TOGETHER, Bucket, Entry, Scratch, groups_in
-from scaledtensor.optim.files import adopted, exported, holds_groups, is_low
+from scaledtensor.optim.files import (
+    LARGEST_UNIT,
+    LEAST_UNIT,
+    adopted,
+    exported,
+    holds_groups,
+    is_low,
+)
 from scaledtensor.optim.fused import Plan
 from scaledtensor.optim.keeping import (
     GROUP,
@@ -45,6 +52,7 @@ from scaledtensor.optim.keeping import (
     STATE_ROUNDINGS,
     check_master,
 )
+from scaledtensor.optim.spread import Parts, part, parts_of
 from scaledtensor.optim.updates import RULES, Units
 from scaledtensor.tensor import ScaledTensor
 
@@ -56,9 +64,6 @@ OPTIONS = ("state_format", "state_rounding", "master_format")
 #: From this many elements on, a step is compiled where nothing else is said: compiling takes as
 #: long as a thousand steps of them.
 COMPILED_FROM = 1 << 18
-
-#: Squares of units stay powers of two that are float32 numbers.
-_LEAST_UNIT, _LARGEST_UNIT = 2.0**-60, 2.0**60
 
 _DRAWN_MASTERS = ("bf16", "fp16")
 
@@ -154,7 +159,7 @@ class LowPrecision(Optimizer):
         compiled = elements >= COMPILED_FROM if self.compiled is None else self.compiled
         used = {}
         for number, batch in enumerate(_batches(entries)):
-            key = (batch[0].plan, *(id(e.parameter) for e in batch))
+            key = (batch[0].plan, *(id(e.owner) for e in batch))
             bucket = self._buckets.get(key)
             if bucket is None or not bucket.holds(self.state):
                 bucket = Bucket(batch[0].plan, batch)
@@ -169,7 +174,7 @@ class LowPrecision(Optimizer):
         self, bucket: Bucket, entries: list[Entry], number: int, compiled: bool
     ) -> None:
         plan, rule = bucket.plan, RULES[bucket.plan.rule]
-        states = [self.state[e.parameter] for e in entries]
+        states = [self.state[e.owner] for e in entries]
         steps = [s["step"] for s in states] if rule.counts else []
         counts = [s.item() + 1 for s in steps] or [0.0] * len(entries)
         numbers: list[list[float]] = []
@@ -185,9 +190,10 @@ class LowPrecision(Optimizer):
         bucket.step(entries, numbers, self._scratch, keys, compiled)
         _torch.foreach_increment(steps)
 
-    def _entry(self, rule: str, p: Tensor, group: dict[str, Any]) -> Entry:
+    def _entry(self, rule: str, owner: Tensor, group: dict[str, Any]) -> Entry:
         """Raises what is wrong with a parameter or its gradient, before anything is changed."""
-        grad: Any = p.grad
+        p, grad = part(owner), part(owner.grad)
+        state = parts_of(self.state, owner)
         for name, x in (("a parameter", p), ("the gradient of a parameter", grad)):
             check_tensor(name, x)
         if isinstance(grad, CodedTensor):
@@ -197,11 +203,12 @@ class LowPrecision(Optimizer):
         check_master(group["master_format"], fmt, tuple(p.shape))
         its = RULES[rule]
         names = its.states(group)
-        fresh = isinstance(p, ScaledTensor) and not p.rms.item()
+        # A part's scale is the whole's, once parts have agreed on it.
+        fresh = isinstance(p, ScaledTensor) and not p.agreed and not p.rms.item()
         units = Units(
             value=p.scale.item() if isinstance(p, ScaledTensor) and not fresh else 1.0,
             gradient=grad.scale.item() if isinstance(grad, ScaledTensor) else 1.0,
-            moment=self._unit(p, names, grad),
+            moment=_unit(state, names, grad),
         )
         plan = Plan(
             rule,
@@ -214,18 +221,8 @@ class LowPrecision(Optimizer):
             fmt.name,
             grad_format.name,
         )
-        first = not any(name in self.state[p] for name in names)
-        return Entry(p, group, plan, elements, gradient, units, fresh, first)
-
-    def _unit(self, p: Tensor, names: tuple[str, ...], grad: Tensor) -> float:
-        held = self.state[p].get(names[0]) if names and p in self.state else None
-        if isinstance(held, ExpandedTensor):
-            return float(held.tensor_scale)
-        if isinstance(held, ScaledTensor):
-            return float(held.scale)
-        if held is not None or not isinstance(grad, ScaledTensor):
-            return 1.0
-        return min(max(float(grad.scale), _LEAST_UNIT), _LARGEST_UNIT)
+        first = not any(name in state for name in names)
+        return Entry(owner, p, group, plan, elements, gradient, units, fresh, first)
 
     # --- torch's step on widened states ------------------------------------------------------
 
@@ -347,6 +344,17 @@ def check_tensor(name: str, x: Tensor) -> None:
             "steps in low precision compute in float32 and take float32, bfloat16 and float16; "
             f"{name} of shape {tuple(x.shape)} is {x.dtype}"
         )
+
+
+def _unit(state: Parts, names: tuple[str, ...], grad: Tensor) -> float:
+    held = state.get(names[0]) if names else None
+    if isinstance(held, ExpandedTensor):
+        return float(held.tensor_scale)
+    if isinstance(held, ScaledTensor):
+        return float(held.scale)
+    if held is not None or not isinstance(grad, ScaledTensor):
+        return 1.0
+    return min(max(float(grad.scale), LEAST_UNIT), LARGEST_UNIT)
 
 
 def _elements(x: Tensor) -> tuple[Tensor, Format]:
