@@ -20,6 +20,7 @@ from scaledtensor.scale import checked_scale, nearest_power_of_two
 
 __all__ = [
     "APPEARANCES",
+    "SENT_AS_ONE",
     "Context",
     "Engine",
     "ScaledTensor",
@@ -34,6 +35,9 @@ __all__ = [
     "under_scale",
     "with_autograd",
 ]
+
+#: Where an RMS says that it is of several tensors that were sent as one.
+SENT_AS_ONE = "of_several"
 
 APPEARANCES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

@@ -139,14 +139,22 @@ def _weight_cast(part: ScaledTensor, module: nn.Module) -> Cast | None:
 
 
 def agree(part: ScaledTensor, group: Any, numel: int) -> None:
-    """See to it that all parts of a tensor of `numel` elements are under one scale, which is what
-    they do once; a tensor of zeros has none until it has a value."""
+    """See to it that all parts of a tensor of `numel` elements are under one scale, which they do
+    once. Where they are, as those of a checkpoint, it stays; else it is that of the RMS of the
+    whole. A tensor of zeros has none until it has a value."""
     if part.agreed:
         return
-    found = of_all_parts(squares_and_amax(part), (group,))
-    rms = (found[:, 0].sum() / max(numel, 1)).sqrt().float()
-    put_under(part, nearest_power_of_two(rms), rms)
-    part.agreed, part.whole_amax = bool(rms > 0), found[:, 1].amax()
+    own = torch.stack([part.scale, part.rms]).double()
+    found = of_all_parts(torch.cat([squares_and_amax(part), own]), (group,))
+    squares, amax, scales, expected = found.unbind(1)
+    filled = squares > 0
+    scale = torch.where(filled, scales, 0.0).amax()
+    one = (torch.where(filled, scales, scale) == scale).all() & (expected[filled] > 0).all()
+    rms = (squares.sum() / max(numel, 1)).sqrt()
+    held = torch.where(part.rms > 0, part.rms.double(), expected.amax())
+    scale = torch.where(one, scale.float(), nearest_power_of_two(rms.float()))
+    put_under(part, scale, torch.where(one, held, rms).float())
+    part.agreed, part.whole_amax = bool(rms > 0), amax.amax()
 
 
 def _forget_when_loaded(module: nn.Module) -> None:

@@ -15,7 +15,7 @@ from scaledtensor.ops.algebra import elements, saved_format, value
 from scaledtensor.ops.functions import cast_once
 from scaledtensor.ops.registry import covers_storage, rule, store, write
 from scaledtensor.scale import MAX_SCALE, MIN_SCALE, settle
-from scaledtensor.tensor import ScaledTensor, from_plain, is_stored
+from scaledtensor.tensor import SENT_AS_ONE, ScaledTensor, from_plain, is_stored
 
 aten = torch.ops.aten
 
@@ -127,9 +127,9 @@ def to_copy(
 @rule(aten.copy_.default)
 def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """An overwrite. Into a whole ScaledTensor it brings the source's scale, or one that is measured
-    where the source is plain, or a part of something larger (DDP sends all parameters as one); into
-    a part of one, the value is rescaled into the scale of the whole. A stored frozen weight is cast
-    anew, as its recipe casts weights."""
+    where the source is plain, or was sent as one with others (DDP's parameters); into a part of
+    one, the value is rescaled into the scale of the whole, unless that is all zeros. A stored
+    frozen weight is cast anew, as its recipe casts weights."""
     if target.device != source.device:
         source = source.to(target.device)
     source = source.expand(target.shape)
@@ -147,6 +147,9 @@ def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         target.rms.copy_(held.rms)
         target.nonnegative = held.nonnegative
     else:
+        if not _torch.is_tracing(target.qdata):  # zeros fit the scale that comes
+            target.scale.copy_(torch.where(target.rms == 0, held.scale, target.scale))
+            target.rms.copy_(torch.where(target.rms == 0, held.rms, target.rms))
         write(target, held, [source])
     return target
 
@@ -154,7 +157,7 @@ def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 def _own_scale(source: Tensor, target: ScaledTensor) -> ScaledTensor:
     if not isinstance(source, ScaledTensor):
         return from_plain(source, FP32, target.dtype, None)
-    if covers_storage(source.qdata) or _torch.is_tracing(source.qdata):
+    if not getattr(source.rms, SENT_AS_ONE, False) or covers_storage(source.qdata):
         return source
     measured = from_plain(value(source), source.format, source.dtype, source.recipe)
     measured.nonnegative = source.nonnegative

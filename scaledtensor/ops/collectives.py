@@ -17,7 +17,7 @@ from torch import Tensor
 from scaledtensor import _torch
 from scaledtensor.ops.algebra import elements, value
 from scaledtensor.ops.registry import Raw, rule, store
-from scaledtensor.tensor import ScaledTensor, from_plain
+from scaledtensor.tensor import SENT_AS_ONE, ScaledTensor, from_plain
 
 __all__: list[str] = []
 
@@ -84,6 +84,8 @@ def broadcast_(tensors: Sequence[Tensor], group: Any, root: int, index: int, *op
             _, work = c10d.broadcast_.default([part], group, root, index, *options)
             if part is not parts[-1]:
                 work.wait()
+        if isinstance(x, ScaledTensor):
+            setattr(x.rms, SENT_AS_ONE, True)  # which its parts share
     return list(tensors), work
 
 
