@@ -328,6 +328,7 @@ PUBLIC = {
         "APPEARANCES",
         "Context",
         "Engine",
+        "SENT_AS_ONE",
         "ScaledTensor",
         "appearance",
         "check_storable",
