@@ -8,7 +8,7 @@ codes that the product would make of the whole. Everything else is sent as it is
 when it is cut, since no part of it has scales of its own.
 
 A tensor has one scale, so its parts must agree on one: when they are new or overwritten, in a
-collective of two numbers, and where `Recipe.rebalance` moves it, in one for all parameters. In
+collective of four numbers, and where `Recipe.rebalance` moves it, in one for all parameters. In
 between a step of an optimizer leaves the scale of a part alone, and elements are all that is sent.
 A recipe that scales a weight by its amax needs that of the whole after each step: one collective
 for all weights.

@@ -62,9 +62,8 @@ def all_gather(x: ScaledTensor, size: int, group: Any) -> Raw:
 def all_reduce(x: ScaledTensor, how: str, group: Any) -> Raw:
     """By value. The terms of ranks are independent: r sqrt(ranks), over ranks for a mean."""
     total = _waited(functional.all_reduce.default(_carried(x), how, group))
-    return Raw(
-        total, None, _reduced_rms(x, how, dist.get_world_size(_torch.process_group_named(group)))
-    )
+    ranks = dist.get_world_size(_torch.process_group_named(group))
+    return Raw(total, None, _reduced_rms(x, how, ranks))
 
 
 @rule(functional.reduce_scatter_tensor.default)
