@@ -18,7 +18,7 @@ def losses_of(recipe, steps, **options):
     [
         ("unit", 2),
         ("current", 2),
-        ("mxfp8", 2),
+        pytest.param("mxfp8", 2, marks=pytest.mark.slow),
         pytest.param("unit", 4, marks=pytest.mark.slow),
         pytest.param("current", 4, marks=pytest.mark.slow),
     ],

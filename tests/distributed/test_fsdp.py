@@ -54,14 +54,19 @@ def losses_of_multiplied(steps, multiplier):
 
 RECIPES = [
     Current(),
-    Current(granularity="row"),
     Delayed(),
-    sct.recipes.MinMSE(),
     sct.recipes.MXFP8(),
-    sct.recipes.Blockwise(),
-    Unit(saved="e4m3fn"),
     Unit(rebalance=1),
-    Unit(rebalance=0),
+    *(
+        pytest.param(recipe, marks=pytest.mark.slow)
+        for recipe in (
+            Current(granularity="row"),
+            sct.recipes.MinMSE(),
+            sct.recipes.Blockwise(),
+            Unit(saved="e4m3fn"),
+            Unit(rebalance=0),
+        )
+    ),
 ]
 
 

@@ -28,8 +28,15 @@ def losses_of(recipe, name, state_format):
     return losses, kinds, parts, [x.shape == p.shape for x in state.values() if x.dim()]
 
 
-@pytest.mark.parametrize("recipe", ["unit", None])
-@pytest.mark.parametrize("state_format", ["e4m3fn", "fp16"])
+@pytest.mark.parametrize(
+    ("recipe", "state_format"),
+    [
+        ("unit", "e4m3fn"),
+        (None, "e4m3fn"),
+        pytest.param("unit", "fp16", marks=pytest.mark.slow),
+        pytest.param(None, "int8", marks=pytest.mark.slow),
+    ],
+)
 def test__states_in_few_bits__train_as_float32_ones(world, recipe, state_format):
     (exact, *_), _ = world(2, losses_of, recipe, "AdamW", "fp32")
     for losses, kinds, parts, shapes in world(2, losses_of, recipe, "AdamW", state_format):

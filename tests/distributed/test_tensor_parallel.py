@@ -44,7 +44,9 @@ def in_two_dimensions(recipe, steps, **options):
     return losses, {name: training.whole(p) for name, p in gpt.named_parameters()}
 
 
-@pytest.mark.parametrize("recipe", ["unit", "current", "mxfp8"])
+@pytest.mark.parametrize(
+    "recipe", ["unit", "current", pytest.param("mxfp8", marks=pytest.mark.slow)]
+)
 def test__a_training__has_the_losses_of_one_process(world, recipe):
     gpt = training.model(recipe)
     alone = training.train(gpt, 10, share=False)
