@@ -190,16 +190,19 @@ def _rebalanced(x: ScaledTensor, by: str) -> Tensor:
     """Whether the scale changed, on the device of `x`."""
     value = elements(x).double() * x.scale.double()
     rms = measured_rms(value)
-    return put_under(
-        x, nearest_power_of_two(rms) if by == "rms" else _filling(_amax(value), x), rms
-    )
+    scale = nearest_power_of_two(rms) if by == "rms" else _filling(_amax(value), x)
+    return _put(x, value, scale, rms)
 
 
 @torch.no_grad()
 def put_under(x: ScaledTensor, scale: Tensor, rms: Tensor) -> Tensor:
     """Hold the values of `x`, of that RMS, under another scale, in place; whether it is another.
     Zeros stay as they are."""
-    value = elements(x).double() * x.scale.double()
+    return _put(x, elements(x).double() * x.scale.double(), scale, rms)
+
+
+def _put(x: ScaledTensor, value: Tensor, scale: Tensor, rms: Tensor) -> Tensor:
+    """`put_under`, of values that are at hand."""
     scale = torch.where(rms > 0, scale, x.scale)
     changed = scale != x.scale
     x.qdata.copy_(store((value / scale.double()).float(), x.format))

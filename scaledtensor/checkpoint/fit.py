@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from scaledtensor import _torch
-from scaledtensor.coded import CodedTensor
+from scaledtensor.coded import CodedTensor, as_bytes
 from scaledtensor.errors import CheckpointError
 from scaledtensor.histories import parameter_of
 from scaledtensor.recipes import Delayed
@@ -222,8 +222,7 @@ def _whole(x: Tensor) -> Tensor:
     part = x.to_local()
     if not isinstance(part, ScaledTensor):
         return x.full_tensor()
-    raw = part.qdata.view(torch.uint8) if part.qdata.dtype.itemsize == 1 else part.qdata
-    qdata = of_local(raw, x).full_tensor().view(part.qdata.dtype)
+    qdata = of_local(as_bytes(part.qdata), x).full_tensor().view(part.qdata.dtype)
     return part.like(qdata, part.scale, part.rms)
 
 

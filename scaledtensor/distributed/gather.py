@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from scaledtensor.coded import as_bytes
 from scaledtensor.model import UNCAST, is_factor
 from scaledtensor.ops.algebra import elements
 from scaledtensor.ops.functions import cast_once
@@ -59,19 +60,12 @@ def _pre_all_gather(
     _forget_when_loaded(module)
     agree(self, group, outer_size.numel())
     held = _as_sent(self, group, module, mp_policy.param_dtype)
-    q = held.qdata.detach()
-    rows = -(-outer_size[0] // mesh.size())
-    if q.dim() and q.shape[1:] == outer_size[1:] and q.shape[0] < rows:
-        q = torch.cat([q.view(torch.uint8) if q.itemsize == 1 else q, _zeros(q, rows)])
-    elif q.dtype.itemsize == 1:  # not every backend knows 8-bit floats
-        q = q.view(torch.uint8)
+    q = as_bytes(held.qdata.detach())  # not every backend knows 8-bit floats
+    missing = -(-outer_size[0] // mesh.size()) - q.shape[0] if q.dim() else 0
+    if missing > 0 and q.shape[1:] == outer_size[1:]:
+        q = torch.cat([q, q.new_zeros(missing, *q.shape[1:])])
     context = held.__tensor_flatten__()[1]
     return (q,), _Sent(context, held.scale, held.rms)
-
-
-def _zeros(q: Tensor, rows: int) -> Tensor:
-    dtype = torch.uint8 if q.itemsize == 1 else q.dtype
-    return torch.zeros(rows - q.shape[0], *q.shape[1:], dtype=dtype, device=q.device)
 
 
 def _post_all_gather(

@@ -88,7 +88,27 @@ class _LocalForward(ParallelStyle):
         return spread.to_local() if self.use_local_output else spread
 
 
-class ColwiseParallel(_LocalForward):
+class _Linear(_LocalForward):
+    """One of a linear."""
+
+    classes = (nn.Linear,)
+    usual: tuple[Placement, Placement]
+    """Layouts of the input and of the result where nothing is said."""
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__()
+        self.input_layouts = input_layouts or self.usual[0]
+        self.output_layouts = output_layouts or self.usual[1]
+        self.use_local_output = use_local_output
+
+
+class ColwiseParallel(_Linear):
     """A linear whose output features are spread over ranks: `weight` and `bias` are `Shard(0)`.
 
     Args:
@@ -102,19 +122,7 @@ class ColwiseParallel(_LocalForward):
         UnsupportedError: the same, where the recipe is one by history.
     """
 
-    classes = (nn.Linear,)
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        super().__init__()
-        self.input_layouts = input_layouts or Replicate()
-        self.output_layouts = output_layouts or Shard(-1)
-        self.use_local_output = use_local_output
+    usual = (Replicate(), Shard(-1))
 
     def placement(self, name: str) -> Placement:
         return Shard(0)
@@ -126,7 +134,7 @@ class ColwiseParallel(_LocalForward):
         return self.out(y, mesh, Shard(-1), self.output_layouts)
 
 
-class RowwiseParallel(_LocalForward):
+class RowwiseParallel(_Linear):
     """A linear whose input features are spread over ranks, which sum their results: `weight` is
     `Shard(1)`, `bias` whole on each rank and added to the sum.
 
@@ -141,19 +149,7 @@ class RowwiseParallel(_LocalForward):
         UnsupportedError: the same, where the recipe is one by history.
     """
 
-    classes = (nn.Linear,)
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        super().__init__()
-        self.input_layouts = input_layouts or Shard(-1)
-        self.output_layouts = output_layouts or Replicate()
-        self.use_local_output = use_local_output
+    usual = (Shard(-1), Replicate())
 
     def placement(self, name: str) -> Placement:
         return Shard(1) if name == "weight" else Replicate()

@@ -15,6 +15,7 @@ import torch.distributed.fsdp  # defines fsdp::chunk_cat
 from torch import Tensor
 
 from scaledtensor import _torch
+from scaledtensor.coded import as_bytes
 from scaledtensor.ops.algebra import elements, value
 from scaledtensor.ops.registry import Raw, rule, store
 from scaledtensor.tensor import SENT_AS_ONE, ScaledTensor, from_plain
@@ -78,7 +79,7 @@ def broadcast_(tensors: Sequence[Tensor], group: Any, root: int, index: int, *op
     """Elements as bytes, the scale and the RMS, into the tensor as it is."""
     work = None
     for x in tensors:
-        parts = [x] if not isinstance(x, ScaledTensor) else [x.scale, x.rms, _bytes(x.qdata)]
+        parts = [x] if not isinstance(x, ScaledTensor) else [x.scale, x.rms, as_bytes(x.qdata)]
         for part in parts:
             _, work = c10d.broadcast_.default([part], group, root, index, *options)
             if part is not parts[-1]:
@@ -123,8 +124,3 @@ def _carried(x: ScaledTensor) -> Tensor:
 def _reduced_rms(x: ScaledTensor, how: str, size: int) -> Tensor:
     expected: Tensor = x.rms * {"sum": size**0.5, "avg": size**-0.5}.get(how, 1.0)
     return expected
-
-
-def _bytes(q: Tensor) -> Tensor:
-    seen: Tensor = q.view(torch.uint8) if q.itemsize == 1 else q
-    return seen
