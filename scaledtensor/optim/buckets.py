@@ -1,8 +1,7 @@
 """Parameters that are stepped together: where what is kept of them lies, and views of it."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,28 +11,31 @@ from scaledtensor.expanded import ExpandedTensor
 from scaledtensor.formats import FP16, FP32, get
 from scaledtensor.optim.fused import Plan, run, zeros_for
 from scaledtensor.optim.keeping import GROUP, MASTERS, Kept
-from scaledtensor.optim.spread import parts_of
+from scaledtensor.optim.spread import Parts
 from scaledtensor.optim.updates import RULES, Units
 from scaledtensor.tensor import ScaledTensor
 
-__all__ = ["ALONE", "TOGETHER", "Bucket", "Entry", "Scratch", "groups_in"]
+__all__ = ["ALONE", "COPIED", "TOGETHER", "Bucket", "Entry", "Scratch", "groups_in"]
 
 #: From this many elements on, a parameter of whole groups is stepped where it is: a call costs as
 #: much as copying that many.
 ALONE = 1 << 17
 
-#: So many elements are copied at most to be stepped at once.
+#: So many elements are kept at most in one bucket, if there are more parameters than one in it.
 TOGETHER = 1 << 20
 
+#: So many groups are copied and stepped at once on a CPU, to be in a cache when they are read.
+COPIED = 1 << 11
 
-@dataclass(frozen=True)
-class Entry:
+
+class Entry(NamedTuple):
     """A parameter that is to be stepped, checked."""
 
     owner: Tensor
     """The parameter that the optimizer has."""
     parameter: Tensor
     """Itself, or this rank's part of it."""
+    state: Parts
     group: dict[str, Any]
     plan: Plan
     elements: Tensor
@@ -76,7 +78,6 @@ class Bucket:
 
     def __init__(self, plan: Plan, entries: Sequence[Entry]) -> None:
         self.plan = plan
-        self.owners = [e.owner for e in entries]
         self.parameters = [e.parameter for e in entries]
         counts = [groups_in(p) for p in self.parameters]
         self.groups = sum(counts)
@@ -87,21 +88,24 @@ class Bucket:
         self.spans = [slice(end - n, end) for end, n in zip(ends, counts, strict=True)]
         self.owner = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).to(device)
         self.states, self.master = zeros_for(plan, self.groups, device)
+        self.pieces = [(slice(0, len(counts)), slice(0, self.groups))]
+        if device.type == "cpu" and not plan.draws:  # draws count from the first that is stepped
+            self.pieces = list(_pieces(self.spans))
         self.seen: list[dict[str, Tensor]] = []
         self._viewed: dict[Any, list[Tensor]] = {}
 
-    def holds(self, optimizer_state: Any) -> bool:
+    def holds(self, entries: Sequence[Entry]) -> bool:
         """Whether what the optimizer has of each parameter is what this made."""
-        for p, seen in zip(self.owners, self.seen, strict=True):
-            state = parts_of(optimizer_state, p)
-            if any(state.get(name) is not x for name, x in seen.items()):
-                return False
-        return bool(self.seen)
+        for entry, seen in zip(entries, self.seen, strict=True):
+            for name, x in seen.items():
+                if entry.state.get(name) is not x:
+                    return False
+        return True
 
-    def adopt(self, optimizer_state: Any, entries: Sequence[Entry]) -> None:
+    def adopt(self, entries: Sequence[Entry]) -> None:
         """Take over what the optimizer has, zeros where it has nothing, and show views of it."""
         for entry, span in zip(entries, self.spans, strict=True):
-            state = parts_of(optimizer_state, entry.owner)
+            state = entry.state
             seen = {}
             for name, kept in self._parts(span).items():
                 view = self._view(name, kept, entry)
@@ -123,28 +127,45 @@ class Bucket:
         """`numbers`: the columns of each parameter."""
         if not self.groups:  # this rank has no part of any
             return
-        table = torch.tensor(numbers, dtype=torch.float32)
-        columns = table.to(self.device).index_select(0, self.owner)
+        columns = self._columns(numbers)
         if len(entries) == 1 and entries[0].alone:
             (entry,) = entries
             rows = [x.detach().view(-1, GROUP) for x in (entry.elements, entry.gradient)]
             run(self.plan, rows[0], rows[1], columns, self.states, self.master, keys, compiled)
-        else:
-            kinds = (("elements", get(self.plan.elements)), ("gradient", get(self.plan.gradient)))
-            rows = [
-                scratch.rows(name, self.groups, fmt.storage_dtype, self.device)
-                for name, fmt in kinds
-            ]
-            if self.ragged:  # the padding of a parameter is stepped as well
-                for x in rows:
-                    x.zero_()
-            views = [self._views(x) for x in rows]
-            elements = [e.elements for e in entries]
-            _torch.foreach_copy(views[0], elements)
-            _torch.foreach_copy(views[1], [e.gradient for e in entries])
-            run(self.plan, rows[0], rows[1], columns, self.states, self.master, keys, compiled)
-            self._put_back(entries, views[0])
-        torch.autograd.graph.increment_version(self.owners)
+            return
+        for batch, span in self.pieces:
+            part = entries[batch]
+            elements, gradient, views = self._copies(part, batch, span, scratch)
+            states = [tuple(t[span] for t in kept) for kept in self.states]
+            master = tuple(t[span] for t in self.master)
+            run(self.plan, elements, gradient, columns[span], states, master, keys, compiled)
+            self._put_back(part, views)
+
+    def _copies(
+        self, entries: Sequence[Entry], batch: slice, span: slice, scratch: Scratch
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Elements and gradients in groups, and the places of each parameter's elements in them."""
+        formats = get(self.plan.elements), get(self.plan.gradient)
+        count = span.stop - span.start
+        elements, gradient = (
+            scratch.rows(name, count, fmt.storage_dtype, self.device)
+            for name, fmt in zip(("elements", "gradient"), formats, strict=True)
+        )
+        if self.ragged:  # the padding of a parameter is stepped as well
+            elements.zero_()
+            gradient.zero_()
+        views = self._views(elements, batch, span.start)
+        _torch.foreach_copy(views, [e.elements for e in entries])
+        places = self._views(gradient, batch, span.start)
+        _torch.foreach_copy(places, [e.gradient for e in entries])
+        return elements, gradient, views
+
+    def _columns(self, numbers: list[list[float]]) -> Tensor:
+        if all(row is numbers[0] for row in numbers):  # of one group: nothing to look up
+            row = torch.tensor(numbers[:1], dtype=torch.float32).to(self.device)
+            return row.expand(self.groups, -1).contiguous()
+        table = torch.tensor(numbers, dtype=torch.float32)
+        return table.to(self.device).index_select(0, self.owner)
 
     def _put_back(self, entries: Sequence[Entry], views: list[Tensor]) -> None:
         old = [(e.elements, v) for e, v in zip(entries, views, strict=True) if not e.fresh]
@@ -153,14 +174,14 @@ class Bucket:
             if e.fresh:
                 e.parameter.copy_(v.float())
 
-    def _views(self, rows: Tensor) -> list[Tensor]:
+    def _views(self, rows: Tensor, batch: slice, first: int) -> list[Tensor]:
         """Of each parameter's place in scratch memory: kept, since they take as long as a step."""
-        key = (rows.data_ptr(), rows.dtype)
+        key = (rows.data_ptr(), rows.dtype, batch.start)
         if key not in self._viewed:
             flat = rows.view(-1)
             self._viewed[key] = [
-                flat[span.start * GROUP :][: p.numel()].view(p.shape)
-                for p, span in zip(self.parameters, self.spans, strict=True)
+                flat[(span.start - first) * GROUP :][: p.numel()].view(p.shape)
+                for p, span in zip(self.parameters[batch], self.spans[batch], strict=True)
             ]
         return self._viewed[key]
 
@@ -187,6 +208,18 @@ class Bucket:
         if not isinstance(p, ScaledTensor):
             return first
         return ScaledTensor.make(first, scale, scale.clone(), FP32, torch.float32, None)
+
+
+def _pieces(spans: Sequence[slice]) -> Iterator[tuple[slice, slice]]:
+    """Parameters whose copies lie in the scratch memory at once, and their groups. A rest that is
+    small is no piece: compiled code of one group would be code of its own."""
+    first, end = 0, spans[-1].stop
+    for i in range(1, len(spans)):
+        size, rest = spans[i].stop - spans[first].start, end - spans[i].start
+        if size > COPIED and rest > COPIED // 8:
+            yield slice(first, i), slice(spans[first].start, spans[i].start)
+            first = i
+    yield slice(first, len(spans)), slice(spans[first].start, end)
 
 
 def _copy(source: Tensor, target: Tensor) -> None:

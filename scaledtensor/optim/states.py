@@ -149,24 +149,22 @@ class LowPrecision(Optimizer):
         return inspect.unwrap(step, stop=lambda f: not getattr(f, "hooked", False))
 
     def _step_fused(self, rule: str) -> None:
-        entries = [
-            self._entry(rule, p, group)
-            for group in self.param_groups
-            for p in group["params"]
-            if p.grad is not None
-        ]
+        entries = [e for group in self.param_groups for e in self._entries(rule, group)]
         elements = sum(e.elements.numel() for e in entries)
         compiled = elements >= COMPILED_FROM if self.compiled is None else self.compiled
+        torch.autograd.graph.increment_version([e.owner for e in entries])
         used = {}
         for number, batch in enumerate(_batches(entries)):
             key = (batch[0].plan, *(id(e.owner) for e in batch))
             bucket = self._buckets.get(key)
-            if bucket is None or not bucket.holds(self.state):
+            if bucket is None or not bucket.holds(batch):
                 bucket = Bucket(batch[0].plan, batch)
-                bucket.adopt(self.state, batch)
+                bucket.adopt(batch)
             used[key] = bucket
             self._step_bucket(bucket, batch, number, compiled)
         self._buckets = used
+        if RULES[rule].counts:
+            _torch.foreach_increment([e.state["step"] for e in entries])
         for group in {id(e.group): e.group for e in entries}.values():
             group["draws"] += 1
 
@@ -174,12 +172,10 @@ class LowPrecision(Optimizer):
         self, bucket: Bucket, entries: list[Entry], number: int, compiled: bool
     ) -> None:
         plan, rule = bucket.plan, RULES[bucket.plan.rule]
-        states = [self.state[e.owner] for e in entries]
-        steps = [s["step"] for s in states] if rule.counts else []
-        counts = [s.item() + 1 for s in steps] or [0.0] * len(entries)
         numbers: list[list[float]] = []
         known: dict[Any, list[float]] = {}
-        for entry, count in zip(entries, counts, strict=True):
+        for entry in entries:
+            count = entry.state["step"].item() + 1 if rule.counts else 0.0
             key = (id(entry.group), count, entry.first, entry.units)
             if key not in known:
                 found = rule.numbers(entry.group, count, entry.first, entry.units)
@@ -188,41 +184,41 @@ class LowPrecision(Optimizer):
             numbers.append(known[key])
         keys = _keys(entries[0].group, number, plan.draws, bucket.device) if plan.draws else None
         bucket.step(entries, numbers, self._scratch, keys, compiled)
-        _torch.foreach_increment(steps)
 
-    def _entry(self, rule: str, owner: Tensor, group: dict[str, Any]) -> Entry:
+    def _entries(self, rule: str, group: dict[str, Any]) -> Iterator[Entry]:
         """Raises what is wrong with a parameter or its gradient, before anything is changed."""
-        p, grad = part(owner), part(owner.grad)
-        state = parts_of(self.state, owner)
-        for name, x in (("a parameter", p), ("the gradient of a parameter", grad)):
-            check_tensor(name, x)
-        if isinstance(grad, CodedTensor):
-            grad = grad.widened()
-        elements, fmt = _elements(p)
-        gradient, grad_format = _elements(grad)
-        check_master(group["master_format"], fmt, tuple(p.shape))
         its = RULES[rule]
-        names = its.states(group)
-        # A part's scale is the whole's, once parts have agreed on it.
-        fresh = isinstance(p, ScaledTensor) and not p.agreed and not p.rms.item()
-        units = Units(
-            value=p.scale.item() if isinstance(p, ScaledTensor) and not fresh else 1.0,
-            gradient=grad.scale.item() if isinstance(grad, ScaledTensor) else 1.0,
-            moment=_unit(state, names, grad),
-        )
-        plan = Plan(
-            rule,
-            its.flags(group),
-            names,
-            its.columns,
-            group["state_format"],
-            group["state_rounding"] == "stochastic" and group["state_format"] != "fp32",
-            group["master_format"],
-            fmt.name,
-            grad_format.name,
-        )
-        first = not any(name in state for name in names)
-        return Entry(owner, p, group, plan, elements, gradient, units, fresh, first)
+        names, flags = its.states(group), its.flags(group)
+        stochastic = group["state_rounding"] == "stochastic" and group["state_format"] != "fp32"
+        plans: dict[tuple[str, str], Plan] = {}
+        for owner in group["params"]:
+            if owner.grad is None:
+                continue
+            p, grad = part(owner), part(owner.grad)
+            check_tensor("a parameter", p)
+            check_tensor("the gradient of a parameter", grad)
+            if isinstance(grad, CodedTensor):
+                grad = grad.widened()
+            elements, fmt = _elements(p)
+            gradient, grad_format = _elements(grad)
+            kinds = (fmt.name, grad_format.name)
+            plan = plans.get(kinds)
+            if plan is None:
+                master = group["master_format"]
+                check_master(master, fmt, tuple(p.shape))
+                how = (group["state_format"], stochastic, master)
+                plan = plans[kinds] = Plan(rule, flags, names, its.columns, *how, *kinds)
+            state = parts_of(self.state, owner)
+            # A part's scale is the whole's, once parts have agreed on it.
+            scaled = isinstance(p, ScaledTensor)
+            fresh = scaled and not p.agreed and not p.rms.item()
+            units = Units(
+                value=p.scale.item() if scaled and not fresh else 1.0,
+                gradient=grad.scale.item() if isinstance(grad, ScaledTensor) else 1.0,
+                moment=_unit(state, names, grad),
+            )
+            first = not any(name in state for name in names)
+            yield Entry(owner, p, state, group, plan, elements, gradient, units, fresh, first)
 
     # --- torch's step on widened states ------------------------------------------------------
 
@@ -329,17 +325,20 @@ def _check_options(group: dict[str, Any], rule: str | None) -> None:
 
 def check_tensor(name: str, x: Tensor) -> None:
     """Raises UnsupportedError or DTypeError where a step in low precision cannot take `x`."""
+    kind, floats = type(x), (torch.float32, torch.bfloat16, torch.float16)
+    if kind in (Tensor, torch.nn.Parameter) and x.dtype in floats and x.layout == torch.strided:
+        return  # nearly always
     if x.layout != torch.strided:
         raise UnsupportedError(
             f"steps in low precision take dense tensors; {name} of shape {tuple(x.shape)} is "
             f"{x.layout}. For an embedding, sparse=False"
         )
-    if not isinstance(x, ScaledTensor) and type(x) not in (Tensor, torch.nn.Parameter):
+    if not isinstance(x, ScaledTensor) and kind not in (Tensor, torch.nn.Parameter):
         raise UnsupportedError(
             f"steps in low precision take plain tensors and ScaledTensors; {name} of shape "
-            f"{tuple(x.shape)} is a {type(x).__name__}"
+            f"{tuple(x.shape)} is a {kind.__name__}"
         )
-    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if x.dtype not in floats:
         raise DTypeError(
             "steps in low precision compute in float32 and take float32, bfloat16 and float16; "
             f"{name} of shape {tuple(x.shape)} is {x.dtype}"
@@ -360,7 +359,7 @@ def _unit(state: Parts, names: tuple[str, ...], grad: Tensor) -> float:
 def _elements(x: Tensor) -> tuple[Tensor, Format]:
     if isinstance(x, ScaledTensor):
         return x.qdata, x.format
-    return x.detach(), from_dtype(x.dtype)
+    return x, from_dtype(x.dtype)
 
 
 def _batches(entries: list[Entry]) -> Iterator[list[Entry]]:

@@ -10,7 +10,7 @@ moments in u^2. `columns` are the numbers that follow from these, computed in fl
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +25,7 @@ Flags = frozenset[str]
 _LARGEST = 2.0**64 - 2.0**40
 
 
-@dataclass(frozen=True)
-class Units:
+class Units(NamedTuple):
     """Of one parameter: powers of two, 1 where tensors are plain."""
 
     value: float

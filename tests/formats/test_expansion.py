@@ -12,6 +12,7 @@ from torch import Tensor
 from scaledtensor.errors import DTypeError, FormatError, ShapeError
 from scaledtensor.formats import (
     BF16,
+    E2M1FN,
     E4M3FN,
     E5M2,
     FP16,
@@ -135,6 +136,8 @@ def test__infinities_and_nans__have_no_say_in_their_group():
     assert bool(y[0, kept].isfinite().all())
     assert torch.equal(y[1], plain[1])
     assert bool(round_trip(torch.full((4,), math.inf)).isfinite().all())
+    for fmt in (E4M3FN, INT8):
+        assert round_trip(torch.tensor([2.0, -math.inf]), fmt).tolist() == [2.0, -2.0]
 
 
 def test__groups__are_of_consecutive_elements_of_any_shape():
@@ -178,12 +181,60 @@ def test__16_bits__are_kept_under_a_power_of_two(fmt, size):
     assert not dequantize_expanded(quantize_expanded(torch.zeros(9), fmt), fmt).any()
 
 
-def test__compiled__is_eager_up_to_ties():
+@pytest.mark.parametrize("fmt", [E4M3FN, E5M2, INT8, E2M1FN, FP16], ids=lambda f: f.name)
+def test__compiled__is_eager_up_to_ties(fmt):
     torch._dynamo.reset()
-    x = groups(1.0)
-    found = torch.compile(round_trip, fullgraph=True)(x)
-    torch.testing.assert_close(found, round_trip(x), rtol=2.0**-3, atol=0)
-    assert float((found == round_trip(x)).float().mean()) > 0.999
+    compiled = torch.compile(lambda x: quantize_expanded(x, fmt), fullgraph=True)
+    for sigma in (1e-3, 0.05, 0.3, 1.0, 4.0, 15.0):
+        x = groups(sigma)
+        found, wanted = compiled(x), quantize_expanded(x, fmt)
+        assert torch.equal(found.amax, wanted.amax)
+        assert torch.equal(found.power, wanted.power)
+        apart = found.codes.view(torch.uint8) != wanted.codes.view(torch.uint8)
+        assert float(apart.float().mean()) <= (0 if fmt is FP16 else 1e-3)
+        one, other = (decode(c, fmt, torch.float32) for c in (found.codes, wanted.codes))
+        step = 0.5 if fmt is E2M1FN else 0.26  # of one code to the next
+        torch.testing.assert_close(one, other, rtol=step, atol=fmt.min_subnormal)
+
+
+def test__values__are_eagers_compiled():
+    torch._dynamo.reset()
+    found = torch.compile(dequantize_expanded, fullgraph=True)
+    for sigma in (1e-3, 1.0, 15.0):
+        made = quantize_expanded(groups(sigma), E4M3FN)
+        wanted = dequantize_expanded(made, E4M3FN)
+        torch.testing.assert_close(found(made, E4M3FN), wanted, rtol=2.0**-18, atol=0)
+
+
+@pytest.mark.parametrize("fmt", [E4M3FN, E5M2, INT8], ids=lambda f: f.name)
+def test__compiled__groups_with_anything_in_them__are_as_eager(fmt):
+    x = groups(1.0, count=12)
+    x[0] = 0
+    x[1, 1:] = 0
+    x[2] = -3.0
+    x[3] = torch.linspace(1.0, 1.0001, 128)
+    x[4, 3:6] = torch.tensor([math.inf, -math.inf, math.nan])
+    x[5] = math.nan
+    x[6] = -math.inf
+    x[7, :3] = torch.tensor([2.0**40, -(2.0**-50), 2.0**-45])
+    x[8] *= 2.0**-120
+    x[9] *= 2.0**120
+    x[10, ::2] = 0
+    x[11, 0] = -0.0
+    torch._dynamo.reset()
+    made = torch.compile(lambda x: quantize_expanded(x, fmt), fullgraph=True)(x)
+    eager = quantize_expanded(x, fmt)
+    assert torch.equal(made.amax, eager.amax)
+    assert torch.equal(made.power, eager.power)
+    apart = made.codes.view(torch.uint8).int() - eager.codes.view(torch.uint8).int()
+    assert int((apart != 0).sum()) <= 2
+    assert int(apart.abs().max()) <= 1
+    values = dequantize_expanded(made, fmt)
+    assert torch.equal(values == 0, (x == 0) | (x.isnan() & (fmt is INT8)))
+    assert torch.equal(values.isnan(), x.isnan() & (fmt is not INT8))
+    finite = x.isfinite()
+    assert torch.equal(values.sign()[finite], x.sign()[finite])
+    assert bool((values[~x.isnan()].abs() <= made.amax.max()).all())
 
 
 @pytest.mark.parametrize(
