@@ -170,6 +170,34 @@ def test__compiled__is_eager_up_to_ties(scaled, rounding):
         assert float(same.float().mean()) > 0.99
 
 
+def test__compiled__parts_have_the_bits_of_the_whole():
+    """Wherever a parameter is cut between groups, as ranks do: tails of vectors are not contracted
+    otherwise."""
+    torch._dynamo.reset()
+    groups = 37
+    start = torch.randn(groups * 128, generator=torch.Generator().manual_seed(0))
+
+    def train(*counts: int) -> tuple[Tensor, Tensor]:
+        cuts = [128 * n for n in counts]
+        model = nn.ParameterList(nn.Parameter(x.clone()) for x in start.split(cuts))
+        optimizers = [
+            sct.optim.AdamW([p], 1e-2, state_format="e4m3fn", compiled=True) for p in model
+        ]
+        rng = torch.Generator().manual_seed(1)
+        for _ in range(3):
+            g = torch.randn(len(start), generator=rng) * torch.rand(len(start), generator=rng) ** 6
+            for p, optimizer, part in zip(model, optimizers, g.split(cuts), strict=True):
+                p.grad = part.clone()
+                optimizer.step()
+        codes = [x.qdata.view(torch.uint8) for o in optimizers for x in momenta(o)[1::2]]
+        return torch.cat(values(model)), torch.cat(codes)
+
+    whole = train(groups)
+    for cut in (7, 16, 20):
+        for a, b in zip(whole, train(cut, groups - cut), strict=True):
+            assert torch.equal(a, b)
+
+
 def test__compiling__is_chosen_by_size(monkeypatch):
     seen = []
     real = buckets.run
