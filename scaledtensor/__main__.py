@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
+
+import torch.distributed as dist
 
 from scaledtensor._version import __version__
 from scaledtensor.demo import demo_command, train_command
@@ -43,5 +47,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
+def process() -> NoReturn:
+    """`main`, as a process of its own."""
+    code = main()
+    if dist.is_available() and dist.is_torchelastic_launched():
+        # gloo's threads outlive its groups, and one that lets go of a tensor while the interpreter
+        # ends aborts the process, whose work is done (pytorch pull request 179291).
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    process()

@@ -1,4 +1,7 @@
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -126,3 +129,20 @@ def test__help__is_there(arguments, capsys):
         main(arguments)
     assert caught.value.code == 0
     assert "scaledtensor" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("under_torchrun", [False, True])
+def test__a_process_of_torchrun__leaves_without_ending_the_interpreter(under_torchrun):
+    """gloo's threads may still let go of tensors then, which aborts a job that is done."""
+    code = (
+        "import atexit, sys; atexit.register(print, 'ended'); sys.argv[1:] = {argv}; "
+        "from scaledtensor.__main__ import process; process()"
+    )
+    env = {k: v for k, v in os.environ.items() if k != "TORCHELASTIC_RUN_ID"}
+    env |= {"TORCHELASTIC_RUN_ID": "1"} if under_torchrun else {}
+    for argv, expected, said in ((["formats"], 0, "e4m3fn"), (["formats", "fp7"], 2, "")):
+        made = [sys.executable, "-c", code.format(argv=argv)]
+        done = subprocess.run(made, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == expected, done.stderr
+        assert said in done.stdout
+        assert done.stdout.endswith("ended\n") is not under_torchrun
