@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -262,18 +263,30 @@ def load(trainer: Trainer, folder: Path) -> Path:
 
 @contextmanager
 def lost_ranks_told(trainer: Trainer, folder: Path) -> Iterator[None]:
-    """Raises DistributedError where a collective failed, and says how to go on."""
+    """Raises DistributedError where a collective failed or torchrun ends this process, as it does
+    within a tenth of a second of another's death, and says how to go on."""
+
+    def words(what: str) -> str:
+        last = checkpoint.latest(folder)
+        go_on = "start over" if last is None else f"--resume continues from {last}"
+        return f"rank {dist.get_rank()} {what}: {go_on}"
+
+    def ended(number: int, frame: object) -> None:
+        after = f"was ended after step {trainer.steps_done}"
+        raise DistributedError(words(f"{after}, as when it lost another rank"))
+
+    before = signal.signal(signal.SIGTERM, ended)
     try:
         yield
     except RuntimeError as error:
         if isinstance(error, DistributedError) or not _is_of_the_wire(error):
             raise
-        last = checkpoint.latest(folder)
-        go_on = "start over" if last is None else f"--resume continues from {last}"
+        why = f"which was killed or failed ({str(error).partition(chr(10))[0]})"
         raise DistributedError(
-            f"rank {dist.get_rank()} lost another rank after step {trainer.steps_done}, which was "
-            f"killed or failed ({str(error).partition(chr(10))[0]}): {go_on}"
+            words(f"lost another rank after step {trainer.steps_done}, {why}")
         ) from error
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _is_of_the_wire(error: RuntimeError) -> bool:
