@@ -43,7 +43,9 @@ def _ours(**options: Any) -> Make:
     return lambda parameters: sct.optim.AdamW(parameters, compiled=False, **options)
 
 
-def _peer(name: str) -> Make:
+def peer(name: str) -> Make:
+    """One of torchao's optimizers."""
+
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         import torchao.optim
 
@@ -57,8 +59,8 @@ def _peer(name: str) -> Make:
 ROWS: dict[str, tuple[torch.dtype, Make]] = {
     "torch AdamW, fp32 parameters": (torch.float32, torch.optim.AdamW),
     "torch AdamW, bf16 parameters": (torch.bfloat16, torch.optim.AdamW),
-    "torchao AdamW8bit, fp32 parameters": (torch.float32, _peer("AdamW8bit")),
-    "torchao AdamWFp8, fp32 parameters": (torch.float32, _peer("AdamWFp8")),
+    "torchao AdamW8bit, fp32 parameters": (torch.float32, peer("AdamW8bit")),
+    "torchao AdamWFp8, fp32 parameters": (torch.float32, peer("AdamWFp8")),
     **{
         f"fp32 parameters, {fmt} states": (torch.float32, _ours(state_format=fmt))
         for fmt in ("bf16", "fp16", "e4m3fn", "e5m2", "int8")

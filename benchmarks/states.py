@@ -33,6 +33,7 @@ import torch
 
 import scaledtensor as sct
 from benchmarks.convergence import CompiledTrainer, Loss, finished, held_out
+from benchmarks.memory import peer
 from benchmarks.timing import Step, interleaved
 from scaledtensor.demo.model import GPT, GPTConfig
 from scaledtensor.demo.precision import Precision
@@ -176,9 +177,7 @@ def step_times(
                 parameters, 1e-5, state_format=name, compiled=compiled
             ).step
     for name in peers:
-        from torchao import optim
-
-        steps[f"torchao {name}"] = getattr(optim, name)(parameters, 1e-5).step
+        steps[f"torchao {name}"] = peer(name)(parameters).step
     return interleaved(steps, rounds, torch.device("cpu"))
 
 

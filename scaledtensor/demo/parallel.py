@@ -266,14 +266,16 @@ def lost_ranks_told(trainer: Trainer, folder: Path) -> Iterator[None]:
     """Raises DistributedError where a collective failed or torchrun ends this process, as it does
     within a tenth of a second of another's death, and says how to go on."""
 
-    def words(what: str) -> str:
+    def lost(what: str, why: str) -> DistributedError:
         last = checkpoint.latest(folder)
         go_on = "start over" if last is None else f"--resume continues from {last}"
-        return f"rank {dist.get_rank()} {what}: {go_on}"
+        after = f"after step {trainer.steps_done}"
+        return DistributedError(
+            f"rank {dist.get_rank()} lost another rank{what} {after}{why}: {go_on}"
+        )
 
     def ended(number: int, frame: object) -> None:
-        after = f"was ended after step {trainer.steps_done}"
-        raise DistributedError(words(f"{after}, as when it lost another rank"))
+        raise lost(" or was told to end", " (SIGTERM)")
 
     before = signal.signal(signal.SIGTERM, ended)
     try:
@@ -281,10 +283,8 @@ def lost_ranks_told(trainer: Trainer, folder: Path) -> Iterator[None]:
     except RuntimeError as error:
         if isinstance(error, DistributedError) or not _is_of_the_wire(error):
             raise
-        why = f"which was killed or failed ({str(error).partition(chr(10))[0]})"
-        raise DistributedError(
-            words(f"lost another rank after step {trainer.steps_done}, {why}")
-        ) from error
+        first = str(error).partition("\n")[0]
+        raise lost("", f", which was killed or failed ({first})") from error
     finally:
         signal.signal(signal.SIGTERM, before)
 

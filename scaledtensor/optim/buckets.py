@@ -9,7 +9,7 @@ from torch import Tensor
 from scaledtensor import _torch
 from scaledtensor.expanded import ExpandedTensor
 from scaledtensor.formats import FP16, FP32, get
-from scaledtensor.optim.fused import Plan, run, zeros_for
+from scaledtensor.optim.fused import Plan, goes_by_pieces, run, zeros_for
 from scaledtensor.optim.keeping import GROUP, MASTERS, Kept
 from scaledtensor.optim.spread import Parts
 from scaledtensor.optim.updates import RULES, Units
@@ -24,7 +24,7 @@ ALONE = 1 << 17
 #: So many elements are kept at most in one bucket, if there are more parameters than one in it.
 TOGETHER = 1 << 20
 
-#: So many groups are copied and stepped at once on a CPU, to be in a cache when they are read.
+#: So many groups are copied at once where steps go by pieces, to be in a cache when they are read.
 COPIED = 1 << 11
 
 
@@ -89,7 +89,7 @@ class Bucket:
         self.owner = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).to(device)
         self.states, self.master = zeros_for(plan, self.groups, device)
         self.pieces = [(slice(0, len(counts)), slice(0, self.groups))]
-        if device.type == "cpu" and not plan.draws:  # draws count from the first that is stepped
+        if goes_by_pieces(plan, device):
             self.pieces = list(_pieces(self.spans))
         self.seen: list[dict[str, Tensor]] = []
         self._viewed: dict[Any, list[Tensor]] = {}

@@ -32,7 +32,7 @@ from scaledtensor.optim.keeping import (
 )
 from scaledtensor.optim.updates import RULES, Flags
 
-__all__ = ["Plan", "run", "zeros_for"]
+__all__ = ["Plan", "goes_by_pieces", "run", "zeros_for"]
 
 #: Rows of an eager piece: ten matrices of them stay in a cache of a megabyte.
 _PIECE = 256
@@ -106,13 +106,18 @@ def run(
             _step(plan, *rows, tuple(kept), beside, table, keys, start * GROUP)
 
 
+def goes_by_pieces(plan: Plan, device: torch.device) -> bool:
+    """Whether a compiled step may be several calls. Not where it draws: the place of the first
+    element would be a constant of the code; nor on other devices than CPUs, where a call costs more
+    than it saves."""
+    return device.type == "cpu" and not plan.draws
+
+
 def _piece(plan: Plan, elements: Tensor, compiled: bool) -> int:
     """Rows that are stepped in one call."""
     if not compiled:
         return _PIECE
-    # The place of the first element would be a constant of code that draws. On other devices a call
-    # costs more than it saves.
-    if plan.draws or not elements.is_cpu:
+    if not goes_by_pieces(plan, elements.device):
         return len(elements)
     # Alike: code of one group would be code of its own.
     return -(-len(elements) // -(-len(elements) // _COMPILED_PIECE))

@@ -154,17 +154,21 @@ class LowPrecision(Optimizer):
         compiled = elements >= COMPILED_FROM if self.compiled is None else self.compiled
         torch.autograd.graph.increment_version([e.owner for e in entries])
         used = {}
-        for number, batch in enumerate(_batches(entries)):
-            key = (batch[0].plan, *(id(e.owner) for e in batch))
-            bucket = self._buckets.get(key)
-            if bucket is None or not bucket.holds(batch):
-                bucket = Bucket(batch[0].plan, batch)
-                bucket.adopt(batch)
-            used[key] = bucket
-            self._step_bucket(bucket, batch, number, compiled)
+        stepped: list[Entry] = []
+        try:
+            for number, batch in enumerate(_batches(entries)):
+                key = (batch[0].plan, *(id(e.owner) for e in batch))
+                bucket = self._buckets.get(key)
+                if bucket is None or not bucket.holds(batch):
+                    bucket = Bucket(batch[0].plan, batch)
+                    bucket.adopt(batch)
+                used[key] = bucket
+                self._step_bucket(bucket, batch, number, compiled)
+                stepped += batch
+        finally:  # a later one may fail to compile: what was stepped counts as that
+            if RULES[rule].counts:
+                _torch.foreach_increment([e.state["step"] for e in stepped])
         self._buckets = used
-        if RULES[rule].counts:
-            _torch.foreach_increment([e.state["step"] for e in entries])
         for group in {id(e.group): e.group for e in entries}.values():
             group["draws"] += 1
 
@@ -325,20 +329,17 @@ def _check_options(group: dict[str, Any], rule: str | None) -> None:
 
 def check_tensor(name: str, x: Tensor) -> None:
     """Raises UnsupportedError or DTypeError where a step in low precision cannot take `x`."""
-    kind, floats = type(x), (torch.float32, torch.bfloat16, torch.float16)
-    if kind in (Tensor, torch.nn.Parameter) and x.dtype in floats and x.layout == torch.strided:
-        return  # nearly always
     if x.layout != torch.strided:
         raise UnsupportedError(
             f"steps in low precision take dense tensors; {name} of shape {tuple(x.shape)} is "
             f"{x.layout}. For an embedding, sparse=False"
         )
-    if not isinstance(x, ScaledTensor) and kind not in (Tensor, torch.nn.Parameter):
+    if not isinstance(x, ScaledTensor) and type(x) not in (Tensor, torch.nn.Parameter):
         raise UnsupportedError(
             f"steps in low precision take plain tensors and ScaledTensors; {name} of shape "
-            f"{tuple(x.shape)} is a {kind.__name__}"
+            f"{tuple(x.shape)} is a {type(x).__name__}"
         )
-    if x.dtype not in floats:
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise DTypeError(
             "steps in low precision compute in float32 and take float32, bfloat16 and float16; "
             f"{name} of shape {tuple(x.shape)} is {x.dtype}"

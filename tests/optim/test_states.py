@@ -717,6 +717,29 @@ def test__copies__are_made_by_pieces(monkeypatch, rounding):
         assert len(sizes) == (3 * calls if rounding == "nearest_even" else 3)
 
 
+def test__a_step_that_fails_midway__counts_what_it_stepped(monkeypatch):
+    real, calls = buckets.run, []
+
+    def run(*given):
+        calls.append(given)
+        if len(calls) == 2:
+            raise RuntimeError("no compiler")
+        real(*given)
+
+    monkeypatch.setattr(buckets, "run", run)
+    monkeypatch.setattr(states, "TOGETHER", 128)
+    ps = [nn.Parameter(torch.zeros(128)) for _ in range(3)]
+    for p in ps:
+        p.grad = torch.ones(128)
+    optimizer = sct.optim.AdamW(ps, state_format="e4m3fn")
+    with pytest.raises(RuntimeError, match="no compiler"):
+        optimizer.step()
+    stepped = [bool(p.any()) for p in ps]
+    assert stepped == [True, False, False]
+    counted = [bool(optimizer.state[p].get("step", 0)) for p in ps]
+    assert counted == stepped
+
+
 def test__compiled_pieces__are_alike(monkeypatch):
     """Of any number of groups, never one group at the end."""
     sizes = []
