@@ -1,19 +1,23 @@
 """Losses of one training on one process and on several: `scaledtensor train --parallel`.
 
-    python -m benchmarks.parallel [--text FILE] [--steps 50] [--ranks 2 4] [--recipes unit fp32]
-        [--reduce fp8]
+    python -m benchmarks.parallel [--text FILE] [--steps 50] [--ranks 2 4] [--reduce fp8]
+        [--recipes unit unit-fp32 fp32]
 
 The demo's GPT (4 layers, d = 128, context 64, batch 16, AdamW at 1e-3). Each row is a way to divide
 the work, against two trainings on one process: of whole batches, and of the same parts of batches,
 one after the other (`accumulated`), which is the same arithmetic as data parallelism but for the
-order of sums. The third column is what dividing the batch changes by itself: a sum in another order
-moves some weight by an ulp, the next cast rounds it to the other side, and the runs part.
+order of sums. The rows of one process are the yardstick: what dividing the batch changes by itself,
+and what a start changes whose weights are each one ulp further up, or down. A cast rounds some of
+them to the other side, and the runs part: so far apart are two trainings in FP8 that nobody would
+call different. `unit-fp32` is `unit` with the same scales on float32 elements, which have no such
+other side: what is left there is of the division and not of the format.
 
 `x 2^-18` is the training with its loss multiplied by that, in the same way: identical, or in how
 many steps the loss differs.
 """
 
 import argparse
+import math
 import os
 import tempfile
 from collections.abc import Sequence
@@ -24,11 +28,23 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import scaledtensor as sct
+from scaledtensor import recipes
 from scaledtensor.demo import parallel, precision, text
 from scaledtensor.demo.model import GPTConfig
 from scaledtensor.demo.training import Settings, Trainer
+from scaledtensor.formats import FP32
 
 BATCH, CONTEXT = 16, 64
+RECIPES = {"unit-fp32": recipes.Unit(forward=FP32, gradient=FP32, activation=FP32)}
+
+
+def nudge(model: torch.nn.Module, towards: float) -> None:
+    """Each weight by one ulp."""
+    with torch.no_grad():
+        for p in model.parameters():
+            elements = p.qdata if isinstance(p, sct.ScaledTensor) else p
+            elements.copy_(torch.nextafter(elements, torch.tensor(towards)))
 
 
 class Accumulating(Trainer):
@@ -50,6 +66,12 @@ class Accumulating(Trainer):
         return total
 
 
+def precision_of(name: str) -> precision.Precision:
+    if name not in RECIPES:
+        return precision.get(name)
+    return precision.Precision(name, name, lambda m: sct.scale_model(m, recipe=RECIPES[name]))
+
+
 def losses(
     options: argparse.Namespace,
     recipe: str,
@@ -57,6 +79,7 @@ def losses(
     reduce: str = "fp32",
     multiplier: float = 1.0,
     parts: int = 0,
+    towards: float | None = None,
 ) -> list[float]:
     """Of each step, on this process."""
     torch.set_num_threads(1)
@@ -71,9 +94,11 @@ def losses(
     settings = Settings(BATCH, loss_multiplier=multiplier)
     device = torch.device("cpu")
     make = Accumulating if parts else Trainer
-    trainer = make(config, precision.get(recipe), corpus, settings, device, processes)
+    trainer = make(config, precision_of(recipe), corpus, settings, device, processes)
     if isinstance(trainer, Accumulating):
         trainer.parts = parts
+    if towards is not None:
+        nudge(trainer.model, towards)
     return [trainer.step() for _ in range(options.steps)]
 
 
@@ -94,8 +119,9 @@ def divided(ranks: int, *arguments: Any) -> list[float]:
 
 
 def apart(a: list[float], b: list[float]) -> str:
-    most = max(abs(x - y) for x, y in zip(a, b, strict=True))
-    return "0" if most == 0 else f"{most:.1e} ({a[-1] - b[-1]:+.4f})"
+    apart = [abs(x - y) for x, y in zip(a, b, strict=True)]
+    of_it = max(x / y for x, y in zip(apart, b, strict=True))
+    return "0" if not any(apart) else f"{max(apart):.1e}, {of_it:.1e} ({a[-1] - b[-1]:+.4f})"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,11 +129,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--text", type=Path, help="default: the standard library's sources")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--recipes", nargs="+", default=["unit", "fp32"])
+    parser.add_argument("--recipes", nargs="+", default=["unit", "unit-fp32", "fp32"])
     parser.add_argument("--reduce", choices=parallel.REDUCTIONS, default="fp32")
     parser.add_argument("--port", type=int, default=29541)
     options = parser.parse_args(argv)
-    print(f"torch {torch.__version__}, {options.steps} steps: largest difference (last step's)\n")
+    print(f"torch {torch.__version__}, {options.steps} steps: largest difference, the largest as a")
+    print("part of the loss (and the last step's)\n")
     print("| ranks | recipe | way | from whole batches | from the same parts | x 2^-18 |")
     print("|---|---|---|---|---|---|")
     for recipe in options.recipes:
@@ -131,8 +158,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                     f"{apart(found, in_parts)} | {told} |",
                     flush=True,
                 )
-        two = losses(options, recipe, parts=2)
-        print(f"| 1 | {recipe} | two parts in turn | {apart(two, alone)} | 0 | |", flush=True)
+        for way, told in {
+            "two parts in turn": losses(options, recipe, parts=2),
+            "weights one ulp up": losses(options, recipe, towards=math.inf),
+            "weights one ulp down": losses(options, recipe, towards=-math.inf),
+        }.items():
+            print(f"| 1 | {recipe} | {way} | {apart(told, alone)} | | |", flush=True)
     return 0
 
 
