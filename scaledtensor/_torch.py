@@ -24,6 +24,7 @@ __all__ = [
     "compute_capability",
     "disable_torch_function",
     "error_on_graph_break",
+    "fma",
     "foreach_copy",
     "foreach_increment",
     "functional_twin",
@@ -146,6 +147,19 @@ def mark_rows_dynamic(tensors: Sequence[Tensor]) -> None:
 
     for x in tensors:
         maybe_mark_dynamic(x, 0)
+
+
+def fma(x: Tensor, y: Tensor | float, z: Tensor | float) -> Tensor:
+    """x y + z of float32 in one rounding, for code that becomes Inductor's C++.
+
+    No public operator is that: `torch.addcmul` rounds twice there, and the option of Inductor that
+    contracts both does so in all of a function, in code that has to have eager's bits too.
+    """
+    from torch._inductor.inductor_prims import fma
+
+    y, z = (c if isinstance(c, Tensor) else x.new_full((), c) for c in (y, z))
+    made: Tensor = fma(x, y, z)
+    return made
 
 
 def is_composite(func: torch._ops.OpOverload) -> bool:

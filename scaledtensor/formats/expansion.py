@@ -38,6 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from scaledtensor import _torch
 from scaledtensor.errors import DTypeError, FormatError, ShapeError
 from scaledtensor.formats.bits import Mode, encode_bits, loop_of_its_own
 from scaledtensor.formats.format import BF16, E4M3FN, E5M2, FP16, INT8, Format, get
@@ -233,7 +234,7 @@ def _codes(rows: Tensor, amax: Tensor, exponent: Tensor, fmt: Format) -> Tensor:
     most = amax.view(torch.int32).unsqueeze(1)
     # What a group has one of is made once, and not for each vector of it.
     place = _log2(torch.minimum(size, most)) - loop_of_its_own(_log2(most))
-    place = place * loop_of_its_own(exponent) + math.log2(fmt.max)
+    place = _torch.fma(place, loop_of_its_own(exponent), math.log2(fmt.max))
     binade = place.floor()
     digits = _exp2(place - binade)
     binade = binade.int()
@@ -254,12 +255,12 @@ def _log2(bits: Tensor) -> Tensor:
     """Of normal numbers; -127 or so of zero and of subnormal ones."""
     exponent = (bits - _ROOT_HALF) >> 23
     f = (bits - (exponent << 23)).view(torch.float32) - 1.0
-    return exponent.float() + f * _polynomial(f, _LOG2)
+    return _torch.fma(f, _polynomial(f, _LOG2), exponent.float())
 
 
 def _exp2(f: Tensor) -> Tensor:
     """Of 0 to 1."""
-    return f * _polynomial(f, _EXP2) + 1.0
+    return _torch.fma(f, _polynomial(f, _EXP2), 1.0)
 
 
 def _polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:
@@ -267,7 +268,9 @@ def _polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:
     terms: list[Tensor | float] = list(coefficients)
     while len(terms) > 1:
         last = terms[-1:] if len(terms) % 2 else []
-        terms = [high * x + low for low, high in zip(terms[::2], terms[1::2], strict=False)]
+        terms = [
+            _torch.fma(x, high, low) for low, high in zip(terms[::2], terms[1::2], strict=False)
+        ]
         terms += last
         x = x * x
     return torch.as_tensor(terms[0])

@@ -41,13 +41,8 @@ _PIECE = 256
 #: call takes a twentieth as long as they do.
 _COMPILED_PIECE = 1 << 11
 
-#: For states that are widened, whose codes are eager's up to ties anyway; others are to the bit.
-#: A multiplication and an addition become one, a tenth faster; and places in `value_table`, which
-#: are made of a byte and a power of 8 bits, are not checked.
-_FASTER: dict[str, Any] = {
-    "cpp.enable_floating_point_contract_flag": "fast",
-    "assert_indirect_indexing": False,
-}
+#: Places in `value_table`, which are made of a byte and a power of 8 bits, are not checked.
+_UNCHECKED: dict[str, Any] = {"assert_indirect_indexing": False}
 
 
 class Plan(NamedTuple):
@@ -166,5 +161,4 @@ def _compiled(plan: Plan) -> Any:
     # Dynamo counts recompilations by code object: a plan has one of its own.
     code = step.__code__.replace(co_name=f"{plan.rule}_step")
     own = FunctionType(code, globals(), closure=step.__closure__)
-    widened = get_format(plan.state_format).bits == 8
-    return torch.compile(own, fullgraph=True, options=_FASTER if widened else None)
+    return torch.compile(own, fullgraph=True, options=_UNCHECKED)
