@@ -5,7 +5,7 @@
 
 The demo's GPT (4 layers, d = 128, context 64, batch 16, AdamW at 1e-3). Each row is a way to divide
 the work, against two trainings on one process: of whole batches, and of the same parts of batches,
-one after the other (`accumulated`), which is the same arithmetic as data parallelism but for the
+one after the other, which is the same arithmetic as data parallelism but for the
 order of sums. The rows of one process are the yardstick: what dividing the batch changes by itself,
 and what a start changes whose weights are each one ulp further up, or down. A cast rounds some of
 them to the other side, and the runs part: so far apart are two trainings in FP8 that nobody would
@@ -21,6 +21,7 @@ import math
 import os
 import tempfile
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import scaledtensor as sct
+from benchmarks.recipe_training import prepared
 from scaledtensor import recipes
 from scaledtensor.demo import parallel, precision, text
 from scaledtensor.demo.model import GPTConfig
@@ -66,12 +68,6 @@ class Accumulating(Trainer):
         return total
 
 
-def precision_of(name: str) -> precision.Precision:
-    if name not in RECIPES:
-        return precision.get(name)
-    return precision.Precision(name, name, lambda m: sct.scale_model(m, recipe=RECIPES[name]))
-
-
 def losses(
     options: argparse.Namespace,
     recipe: str,
@@ -94,7 +90,7 @@ def losses(
     settings = Settings(BATCH, loss_multiplier=multiplier)
     device = torch.device("cpu")
     make = Accumulating if parts else Trainer
-    trainer = make(config, precision_of(recipe), corpus, settings, device, processes)
+    trainer = make(config, prepared(recipe, RECIPES), corpus, settings, device, processes)
     if isinstance(trainer, Accumulating):
         trainer.parts = parts
     if towards is not None:
@@ -119,9 +115,9 @@ def divided(ranks: int, *arguments: Any) -> list[float]:
 
 
 def apart(a: list[float], b: list[float]) -> str:
-    apart = [abs(x - y) for x, y in zip(a, b, strict=True)]
-    of_it = max(x / y for x, y in zip(apart, b, strict=True))
-    return "0" if not any(apart) else f"{max(apart):.1e}, {of_it:.1e} ({a[-1] - b[-1]:+.4f})"
+    found = [abs(x - y) for x, y in zip(a, b, strict=True)]
+    of_it = max(x / y for x, y in zip(found, b, strict=True))
+    return "0" if not any(found) else f"{max(found):.1e}, {of_it:.1e} ({a[-1] - b[-1]:+.4f})"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -137,6 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("part of the loss (and the last step's)\n")
     print("| ranks | recipe | way | from whole batches | from the same parts | x 2^-18 |")
     print("|---|---|---|---|---|---|")
+    in_turn = cache(lambda recipe, parts: losses(options, recipe, parts=parts))
     for recipe in options.recipes:
         alone = losses(options, recipe)
         for ranks in options.ranks:
@@ -150,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 found = divided(ranks, options, recipe, kind, how)
                 scaled = divided(ranks, options, recipe, kind, how, 2.0**-18)
                 data = ranks // tensor
-                in_parts = losses(options, recipe, parts=data) if data > 1 else alone
+                in_parts = in_turn(recipe, data) if data > 1 else alone
                 same = sum(a != b for a, b in zip(found, scaled, strict=True))
                 told = "identical" if not same else f"{same} steps differ"
                 print(
@@ -159,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     flush=True,
                 )
         for way, told in {
-            "two parts in turn": losses(options, recipe, parts=2),
+            "two parts in turn": in_turn(recipe, 2),
             "weights one ulp up": losses(options, recipe, towards=math.inf),
             "weights one ulp down": losses(options, recipe, towards=-math.inf),
         }.items():

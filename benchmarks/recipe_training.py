@@ -15,6 +15,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +62,10 @@ RECIPES: dict[str, Recipe] = {
 ROWS = ("fp32", "bf16", *RECIPES)
 
 
-def prepared(row: str) -> Precision:
-    if row not in RECIPES:
+def prepared(row: str, named: Mapping[str, Recipe] = RECIPES) -> Precision:
+    if row not in named:
         return precision.get(row)
-    return Precision(row, row, prepare=lambda model: sct.scale_model(model, RECIPES[row]))
+    return Precision(row, row, prepare=lambda model: sct.scale_model(model, named[row]))
 
 
 def run(task: tuple[str, int, int, str]) -> dict[str, Any]:
