@@ -17,8 +17,9 @@ from scaledtensor._version import __version__
 from scaledtensor.coded import CodedTensor
 from scaledtensor.formats import Format, PerAxis, PerBlock, PerTensor
 from scaledtensor.inspect import track_scales
+from scaledtensor.machine import hardware
 from scaledtensor.model import scale_model, unscale_model
-from scaledtensor.ops import on_missing
+from scaledtensor.ops import on_missing, products_in
 from scaledtensor.rebalance import rebalance, rebalance_every, statistics
 from scaledtensor.report import report
 from scaledtensor.simulate import simulate_format, simulate_fp8
@@ -41,12 +42,14 @@ __all__ = [
     "errors",
     "formats",
     "functional",
+    "hardware",
     "inspect",
     "mup",
     "nn",
     "on_missing",
     "ops",
     "optim",
+    "products_in",
     "rebalance",
     "rebalance_every",
     "recipes",

@@ -40,6 +40,10 @@ class MupError(ScaledTensorError, ValueError):
     """A parameter without u-muP tags, a tag that cannot be, or a learning-rate rule's option."""
 
 
+class HardwareError(ScaledTensorError, ValueError):
+    """A choice for products that no machine has."""
+
+
 class RegistryError(ScaledTensorError, ValueError):
     """A rule registered twice, or for something that is not an ATen operator."""
 

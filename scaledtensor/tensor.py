@@ -54,7 +54,7 @@ class Engine(NamedTuple):
     functions: dict[Any, Callable[..., Any]]
     """Python-level functions that cast their operands before autograd saves them."""
     fingerprint: Callable[[], str]
-    """A digest of every rule, for caches of compiled code."""
+    """A digest of every rule and of what they ask the machine, for caches of compiled code."""
 
 
 class ScaledTensor(Tensor):

@@ -43,6 +43,7 @@ from scaledtensor.ops import (  # noqa: F401 - imported for the rules that they 
     unsupported,
     views,
 )
+from scaledtensor.ops.products import products_in, state
 from scaledtensor.ops.registry import (
     RULES,
     Raw,
@@ -55,7 +56,7 @@ from scaledtensor.ops.registry import (
 )
 from scaledtensor.tensor import Engine, ScaledTensor
 
-__all__ = ["RULES", "Raw", "Rule", "missing", "on_missing", "rule"]
+__all__ = ["RULES", "Raw", "Rule", "missing", "on_missing", "products_in", "rule"]
 
 _FUNCTIONS = {
     **functions.FUNCTIONS,
@@ -69,4 +70,10 @@ _FUNCTIONS = {
     **scan.FUNCTIONS,
     **linalg.FUNCTIONS,
 }
-ScaledTensor._engine = Engine(dispatch, saved.over(_FUNCTIONS), fingerprint)
+
+
+def _code_depends_on() -> str:
+    return f"{fingerprint()} {state()}"
+
+
+ScaledTensor._engine = Engine(dispatch, saved.over(_FUNCTIONS), _code_depends_on)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from scaledtensor import _torch
 from scaledtensor.formats import Format, decode
+from scaledtensor.ops.products import product_dtype
 from scaledtensor.ops.registry import Raw
 from scaledtensor.scale import nearest_power_of_two, quadrature
 from scaledtensor.tensor import ScaledTensor, is_stored, measured_rms
@@ -48,7 +49,8 @@ def saved_format(x: Any) -> Format | None:
 
 
 def elements(x: ScaledTensor) -> Tensor:
-    """qdata in a dtype that torch computes in: 8-bit elements as bfloat16, which is exact."""
+    """qdata in a dtype that torch computes in: 8-bit elements in the dtype of products (`products`),
+    bfloat16 or float32, which is exact."""
     q = x.qdata
     if q.dtype.itemsize > 1:
         return q
@@ -62,13 +64,14 @@ def elements(x: ScaledTensor) -> Tensor:
 
 
 def _decoded(q: Tensor, fmt: Format) -> Tensor:
+    dtype = product_dtype(q.device)
     if q.dim() > 1 and not q.is_contiguous() and q.mT.is_contiguous():
         # A transposed operand of a product: read in memory order, and once for both its uses.
-        return decode(q.mT, fmt, torch.bfloat16).mT
+        return decode(q.mT, fmt, dtype).mT
     if q.dim() > 3 and q.movedim(1, -1).is_contiguous():
         # An image with its channels last, which they stay for the convolution.
-        return decode(q.movedim(1, -1), fmt, torch.bfloat16).movedim(-1, 1)
-    return decode(q, fmt, torch.bfloat16)
+        return decode(q.movedim(1, -1), fmt, dtype).movedim(-1, 1)
+    return decode(q, fmt, dtype)
 
 
 def value(x: ScaledTensor) -> Tensor:

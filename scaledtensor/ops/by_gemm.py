@@ -7,7 +7,8 @@ the product sums over: rows, blocks, MX, NVFP4; or because the recipe treats the
 
 Where the FP8 units of a device take what shares a scale, they multiply the codes (`hardware`).
 Elsewhere a product is emulated by one of the same values, in bfloat16 where that is exact
-(`quantize.factors`) and else in float32; scales that all of a sum shares are multiplied afterwards.
+(`quantize.factors`) and the machine multiplies it fast (`products`), and else in float32. Scales
+that all of a sum shares are multiplied afterwards.
 
 For the backward pass an operand is kept as that pass will read it, in codes; a matrix, which is a
 weight, is kept itself and cast again.
@@ -27,6 +28,7 @@ from scaledtensor.formats import pack, unpack
 from scaledtensor.formats.format import Format
 from scaledtensor.ops import hardware
 from scaledtensor.ops.algebra import elements
+from scaledtensor.ops.products import multiplied
 from scaledtensor.ops.quantize import Coded, factors, mixed, quantized
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.recipes import Recipe
@@ -239,8 +241,7 @@ def _raw(
     q = _by_units(left, right, ratio, fast)
     if q is None:
         (x, of_x), (y, of_y) = _matrices(left, -1), _matrices(right, -2)
-        if not x.dtype == y.dtype == torch.bfloat16:
-            x, y = x.float(), y.float()
+        x, y = multiplied(x, y)
         outer = ratio
         for factor in (of_x, of_y):
             if factor is not None:

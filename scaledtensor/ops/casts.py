@@ -40,7 +40,8 @@ def to_format(x: ScaledTensor, format: str, rounding: Rounding = "nearest_even")
     )
     if q.dtype.itemsize == 1 and q.is_cpu and torch.compiler.is_compiling():
         # What the emulated product multiplies, from the same registers; codes that nobody reads
-        # are then never made.
+        # are then never made. As bfloat16 also where products are float32 ones: what autograd
+        # keeps is then two bytes an element.
         near = fake_quantize(source, fmt, **how) if how else round_by_arithmetic(source, fmt)
         out.decoded = near.to(torch.bfloat16)
         out.passing = saved_format(x) is not None and not _torch.is_within_backward()

@@ -6,9 +6,9 @@ the taps of a kernel; for the gradient of the input, output channels of a group 
 that see an element; for that of the weight, images times the windows of one. Taps on padding are no
 terms, and are counted out.
 
-8-bit operands are convolved as bfloat16 elements, which is exact: every E4M3 and E5M2 value is a
-bfloat16 value, and products are summed in float32 (measured on a CPU with bfloat16 instructions:
-1.1 to 3.5 times as fast as in float32, backward 1.1 to 2.9).
+8-bit operands are convolved as bfloat16 or float32 elements, whichever the machine multiplies
+faster (`products`). Both are exact: every E4M3 and E5M2 value is one, and products are summed in
+float32. On a CPU with bfloat16 units bfloat16 is 1.1 to 3.5 times as fast, backward 1.1 to 2.9.
 """
 
 import math
@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from scaledtensor.formats import FP32
 from scaledtensor.ops.algebra import Operand, first_scaled, operand, quadrature
+from scaledtensor.ops.products import multiplied
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.ops.windows import expanded, pairs, sym_max
 from scaledtensor.scale import settle
@@ -67,7 +67,7 @@ def convolution(x: Any, w: Any, bias: Any, *geometry: Any) -> Raw:
     """r = rx rw sqrt(channels of a group * taps inside the image), and the bias in quadrature."""
     like = first_scaled(x, w, bias)
     a, b = operand(x, like), operand(w, like)
-    left, right = _same_dtype(a.q, b.q)
+    left, right = multiplied(a.q, b.q)
     q = aten.convolution.default(left, right, None, *geometry)
     stride, padding, dilation, transposed, _, groups = geometry
     n = terms(x.shape, w.shape, q.shape, stride, padding, dilation, transposed, groups)
@@ -91,7 +91,7 @@ def convolution_backward(
     *geometry, mask = options
     like = first_scaled(g, x, w)
     out, a, b = operand(g, like), operand(x, like), operand(w, like)
-    operands = _same_dtype(out.q, a.q, b.q)
+    operands = multiplied(out.q, a.q, b.q)
     dx, dw, _ = aten.convolution_backward.default(
         *operands, None, *geometry, [mask[0], mask[1], False]
     )
@@ -109,10 +109,3 @@ def _summed(g: Operand) -> Raw:
     dims = [0, *range(2, g.q.dim())]
     n = math.prod(g.q.shape[d] for d in dims)
     return Raw(g.q.sum(dims, dtype=torch.float32), g.scale, g.rms * n**0.5, format=FP32)
-
-
-def _same_dtype(*operands: Tensor) -> tuple[Tensor, ...]:
-    # float16 sums leave its range, and its CPU kernels are slower than float32's.
-    if all(q.dtype == torch.bfloat16 for q in operands):
-        return operands
-    return tuple(q.float() for q in operands)

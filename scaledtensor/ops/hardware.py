@@ -32,6 +32,7 @@ __all__ = [
     "groups",
     "multiply",
     "obstacle",
+    "obstacle_of_casts",
     "obstacle_of_codes",
     "obstacle_of_groups",
     "scaled",
@@ -73,6 +74,14 @@ def obstacle(left: Coded, a: Cast, right: Coded, b: Cast) -> str | None:
     if kind is None:
         return f"no FP8 unit multiplies {a} by {b}"
     return _of_kind(kind, left.codes, right.codes)
+
+
+def obstacle_of_casts(a: Cast, b: Cast, held: tuple[int, int] | None) -> str | None:
+    """The same of operands of any size, on a device of the compute capability `held`."""
+    kind = _kind(a, b)
+    if kind is None:
+        return f"no FP8 unit multiplies {a} by {b}"
+    return _of_device(kind, held, a.format.storage_dtype, b.format.storage_dtype)
 
 
 def obstacle_of_codes(a: Tensor, b: Tensor) -> str | None:
@@ -118,13 +127,9 @@ def _kind(a: Cast, b: Cast) -> _Kind | None:
 
 
 def _of_kind(kind: _Kind, a: Tensor, b: Tensor) -> str | None:
-    held = _torch.compute_capability(a)
-    if held is None or not kind.first <= held <= (kind.last, _ANY):
-        least = ".".join(map(str, kind.first))
-        until = "" if kind.last == _ANY else f" to {kind.last}"
-        return f"scales of {kind.left} by {kind.right} want a compute capability of {least}{until}"
-    if a.dtype not in _FP8 or b.dtype not in _FP8 or a.dtype == b.dtype == torch.float8_e5m2:
-        return f"no FP8 unit multiplies {a.dtype} by {b.dtype}"
+    reason = _of_device(kind, _torch.compute_capability(a), a.dtype, b.dtype)
+    if reason is not None:
+        return reason
     if a.dim() != 2:
         return "a batch of matrices has no FP8 product"
     (m, k), n = a.shape, b.shape[1]
@@ -134,6 +139,18 @@ def _of_kind(kind: _Kind, a: Tensor, b: Tensor) -> str | None:
     if k % max(kind.left[1], 1):
         return f"blocks of {kind.left} do not fill a matrix of {m} x {k}"
     return _of_sizes(m, k, n)
+
+
+def _of_device(
+    kind: _Kind, held: tuple[int, int] | None, a: torch.dtype, b: torch.dtype
+) -> str | None:
+    if held is None or not kind.first <= held <= (kind.last, _ANY):
+        least = ".".join(map(str, kind.first))
+        until = "" if kind.last == _ANY else f" to {kind.last}"
+        return f"scales of {kind.left} by {kind.right} want a compute capability of {least}{until}"
+    if a not in _FP8 or b not in _FP8 or a == b == torch.float8_e5m2:
+        return f"no FP8 unit multiplies {a} by {b}"
+    return None
 
 
 def _of_sizes(*sizes: int) -> str | None:

@@ -5,8 +5,9 @@ in-features forward, out-features in dgrad and batch times tokens in wgrad; each
 its own.
 
 8-bit operands are multiplied as 8-bit operands: by the FP8 units of a CUDA device that has them
-(`hardware`), elsewhere by a bfloat16 product of the same elements, which is exact: every E4M3 and
-E5M2 value is a bfloat16 value, and products accumulate in float32.
+(`hardware`), elsewhere by a bfloat16 or float32 product of the same elements, whichever the
+machine multiplies faster (`products`). Both are exact: every E4M3 and E5M2 value is a bfloat16 and
+a float32 value, and products accumulate in float32.
 """
 
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 from scaledtensor import _torch
 from scaledtensor.ops import hardware
 from scaledtensor.ops.algebra import first_scaled, measured, operand, quadrature
+from scaledtensor.ops.products import multiplied
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.scale import settle, settle_product
 from scaledtensor.tensor import ScaledTensor
@@ -77,7 +79,7 @@ def addr(c: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Raw:
     """r = sqrt((beta rc)^2 + (alpha ra rb)^2)."""
     like = first_scaled(c, a, b)
     x, y = operand(a, like), operand(b, like)
-    outer = Raw(torch.outer(*_same_dtype(x.q, y.q)), x.scale * y.scale, x.rms * y.rms)
+    outer = Raw(torch.outer(*multiplied(x.q, y.q)), x.scale * y.scale, x.rms * y.rms)
     return _plus(c, outer, like, beta, alpha)
 
 
@@ -86,7 +88,7 @@ def cross(a: Any, b: Any, *, dim: int = -1) -> Raw:
     """Two products to an element: r = ra rb sqrt(2)."""
     like = first_scaled(a, b)
     x, y = operand(a, like), operand(b, like)
-    q = torch.linalg.cross(*_same_dtype(x.q, y.q), dim=dim)
+    q = torch.linalg.cross(*multiplied(x.q, y.q), dim=dim)
     return Raw(q, x.scale * y.scale, x.rms * y.rms * 2**0.5)
 
 
@@ -108,7 +110,7 @@ def grouped_mm(
         q = hardware.groups(a.qdata, b.qdata, offs, ratio, _is_fast(a, b))
         return Raw(q, scale, rms, settled=True, dtype=out_dtype)
     x, y = operand(a, like), operand(b, like)
-    left, right = _same_dtype(x.q, y.q)
+    left, right = multiplied(x.q, y.q)
     if not (_is_aligned(left) and _is_aligned(right)):
         left, right = left.float(), right.float()
     groups = offs.shape[0] if a.dim() == b.dim() == 2 and offs is not None else 1
@@ -142,7 +144,7 @@ def _product(matmul: Any, a: Any, b: Any) -> Raw:
         return Raw(q, scale, rms, settled=True)
     like = first_scaled(a, b)
     x, y = operand(a, like), operand(b, like)
-    q = matmul(*_same_dtype(x.q, y.q))
+    q = matmul(*multiplied(x.q, y.q))
     scale, ratio, rms = settle_product(k, (x.scale, x.rms), (y.scale, y.rms))
     # In place where it is a tensor of its own; export loses track of a traced one.
     q = q * ratio if _torch.is_tracing(q) else q.mul_(ratio)
@@ -169,10 +171,3 @@ def _is_fast(a: ScaledTensor, b: ScaledTensor) -> bool:
     if _torch.is_within_backward() and not torch.is_grad_enabled():
         return gemms.dgrad.fast and gemms.wgrad.fast
     return gemms.forward.fast
-
-
-def _same_dtype(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    # float16 sums leave its range, and its CPU kernels are slower than float32's.
-    if a.dtype == b.dtype and a.dtype in (torch.bfloat16, torch.float32):
-        return a, b
-    return a.float(), b.float()

@@ -26,6 +26,7 @@ from scaledtensor.formats import (
     quantize_blocks,
 )
 from scaledtensor.ops.algebra import elements
+from scaledtensor.ops.products import product_dtype
 from scaledtensor.ops.registry import rule, store
 from scaledtensor.recipes.casts import HADAMARD, Cast, parsed_cast
 from scaledtensor.recipes.scales import Amax, Fixed, History, LeastError, Microscale, TwoLevel
@@ -36,6 +37,7 @@ __all__ = [
     "Coded",
     "factors",
     "granularity",
+    "is_exact",
     "mixed",
     "part_quantized",
     "quantized",
@@ -153,29 +155,37 @@ def factors(coded: Coded, cast: Cast, dim: int) -> tuple[Tensor, Tensor | None]:
     """Codes as matrices to multiply, and what to multiply their product by: a scale that everything
     summed shares need not be in the sum.
 
-    The matrices are bfloat16 where that is exact: every code of 8 bits or fewer is one, also times
-    a power of two, and a code of 4 bits times an E4M3FN number.
+    The matrices have the dtype that the machine multiplies, and bfloat16 only where that is exact:
+    every code of 8 bits or fewer is a bfloat16 number, also times a power of two, and so is a code
+    of 4 bits times an E4M3FN number.
     """
     codes, scale, whole = coded
     fmt, shape = cast.format, codes.shape
     if fmt.bits > 8:
         return codes, None
     cut = granularity(cast, dim)
+    dtype = product_dtype(codes.device) if is_exact(cast, dim) else torch.float32
     if whole is not None:
-        # Of the format's significant bits and the scale's 4, bfloat16 holds 8.
-        exact = fmt.mantissa_bits + 1 + 4 <= 8
-        dtype = torch.bfloat16 if exact else torch.float32
         one = TwoLevelScale(scale, torch.ones_like(whole))
         return dequantize_blocks(codes, one, fmt, cut, dtype), whole
-    values = decode(codes, fmt, torch.bfloat16)
     if isinstance(cut, PerTensor):
-        return values, scale
+        return decode(codes, fmt, dtype), scale
     if cut.block[dim] == -1:
-        return values, _by_row(_numbers(scale), cut, shape, dim)
-    binary = isinstance(cast.scale, Amax) and cast.scale.power_of_two
-    exact = binary or scale.dtype != torch.float32
-    dtype = torch.bfloat16 if exact else torch.float32
+        return decode(codes, fmt, dtype), _by_row(_numbers(scale), cut, shape, dim)
     return dequantize_blocks(codes, scale, fmt, cut, dtype), None
+
+
+def is_exact(cast: Cast, dim: int) -> bool:
+    """Whether bfloat16 holds the factors of codes that were cast like this, with their scales where
+    those are in the sum over `dim`."""
+    if isinstance(cast.scale, TwoLevel):
+        # Of the format's significant bits and the scale's 4, bfloat16 holds 8.
+        return cast.format.mantissa_bits + 1 + 4 <= 8
+    cut = granularity(cast, dim)
+    if isinstance(cut, PerTensor) or cut.block[dim] == -1:
+        return True
+    binary = isinstance(cast.scale, Amax) and cast.scale.power_of_two
+    return binary or isinstance(cast.scale, Microscale)
 
 
 def _numbers(scale: Tensor) -> Tensor:
