@@ -49,7 +49,7 @@ def saved_format(x: Any) -> Format | None:
 
 
 def elements(x: ScaledTensor) -> Tensor:
-    """qdata in a dtype that torch computes in: 8-bit elements in the dtype of products (`products`),
+    """qdata in a dtype that torch computes in: 8-bit elements in that of products (`products`),
     bfloat16 or float32, which is exact."""
     q = x.qdata
     if q.dtype.itemsize > 1:
