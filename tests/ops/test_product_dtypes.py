@@ -1,0 +1,294 @@
+"""The machine decides what products are computed in; what they mean does not change with it."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from assertions import assert_shifted, dequantized
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import scaledtensor as sct
+from scaledtensor import _torch
+from scaledtensor.errors import HardwareError
+from scaledtensor.ops import products
+from scaledtensor.recipes.casts import GEMMS
+
+CPU = torch.device("cpu")
+BOTH = ("float32", "bfloat16")
+
+#: ATen operators that multiply matrices, in which a bfloat16 operand would take the slow way.
+PRODUCTS = (
+    *("mm", "bmm", "addmm", "baddbmm", "addmv", "mv", "dot", "convolution", "_grouped_mm"),
+    *("convolution_backward", "_scaled_dot_product_flash_attention_for_cpu", "linear", "matmul"),
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+)
+
+
+# --- the choice ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("facts", "capability", "environment", "dtype", "word"),
+    [
+        ({"avx2": True}, "AVX2", {}, torch.float32, "neither"),
+        ({"avx512_f": True}, "AVX512", {}, torch.float32, "neither"),
+        ({"avx512_bf16": True}, "AVX512", {}, torch.bfloat16, "AVX512_BF16"),
+        ({"amx_bf16": True, "avx512_bf16": True}, "AVX512", {}, torch.bfloat16, "AMX"),
+        ({"amx_bf16": True}, "AVX2", {}, torch.float32, "AVX2"),
+        ({"amx_bf16": True}, "AVX512", {"ONEDNN_MAX_CPU_ISA": "AVX2"}, torch.float32, "ONEDNN"),
+        ({"amx_bf16": True}, "AVX512", {"DNNL_MAX_CPU_ISA": "avx2"}, torch.float32, "avx2"),
+        ({"amx_bf16": True}, "AVX512", {"ONEDNN_MAX_CPU_ISA": "ALL"}, torch.bfloat16, "AMX"),
+    ],
+)
+def test__an_x86_cpu__multiplies_bfloat16_where_it_has_units(
+    facts, capability, environment, dtype, word
+):
+    found = products._of_x86(facts, capability, environment)
+    assert found.dtype == dtype
+    assert word in found.reason
+
+
+def test__other_cpus__are_measured():
+    assert products._of_probe(1.0, 2.0).dtype == torch.bfloat16
+    assert products._of_probe(2.0, 1.0).dtype == torch.float32
+    seconds = products._probed()
+    assert all(0 < s < 60 for s in seconds)
+
+
+def test__the_probe__runs_inside_a_tracer(monkeypatch):
+    facts = {"architecture": "aarch64"}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: facts)
+    monkeypatch.setattr(products, "_choices", {})
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        found = products.choice(CPU)
+    assert "times as long" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [((7, 5), torch.float32), ((8, 0), torch.bfloat16)]
+)
+def test__a_cuda_device__multiplies_bfloat16_where_it_has_units(monkeypatch, capability, dtype):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert products._of_cuda(torch.device("cuda", 0)).dtype == dtype
+
+
+def test__products_in__is_a_setting_and_a_context():
+    before = products.product_dtype(CPU)
+    with sct.products_in("bfloat16"):
+        assert products.product_dtype(CPU) == torch.bfloat16
+        with sct.products_in("float32"):
+            assert products.product_dtype(CPU) == torch.float32
+        assert products.product_dtype(CPU) == torch.bfloat16
+    assert products.product_dtype(CPU) == before
+
+
+@pytest.mark.parametrize("name", ["fp32", "float16", "", None])
+def test__products_in__names_what_it_takes(name):
+    before = products.choice(CPU)
+    with pytest.raises(HardwareError, match="'auto', 'bfloat16', 'float32'"):
+        sct.products_in(name)
+    assert products.choice(CPU) == before
+
+
+@pytest.mark.parametrize("name", [*BOTH, "half"])
+def test__the_environment__overrides(name):
+    code = "import scaledtensor as sct; print(sct.hardware(['unit']).devices[0].dtype)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "SCALEDTENSOR_PRODUCTS": name},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if name in BOTH:
+        assert done.stdout.split()[-1] == f"torch.{name}"
+    else:
+        assert "SCALEDTENSOR_PRODUCTS takes one of" in done.stderr
+
+
+def test__compiled_code__is_kept_apart_by_the_choice():
+    x = sct.scaled(torch.randn(4))
+    keys = set()
+    for name in BOTH:
+        with sct.products_in(name):
+            keys.add(x._stable_hash_for_caching())
+    assert len(keys) == 2
+
+
+# --- the report ------------------------------------------------------------------------------
+
+
+def test__hardware__says_what_each_recipe_runs_on():
+    for name in BOTH:
+        with sct.products_in(name):
+            (found, *_) = sct.hardware().devices
+            assert found.device == CPU
+            assert found.dtype == getattr(torch, name)
+            runs = {(p.recipe, p.product): p.runs_on for p in found.products}
+        assert set(runs) == {(r, g) for r in sct.recipes.base.RECIPES for g in GEMMS}
+        assert runs["unit", "dgrad"] == runs["mxfp8", "wgrad"] == name
+        assert runs["nvfp4", "forward"] == name
+        # Scales by block that are no powers of two leave bfloat16.
+        assert runs["blockwise", "forward"] == "float32"
+    assert "unit" in str(sct.hardware())
+    assert str(sct.hardware(["unit"])).count("e4m3fn carried") == 4
+
+
+def test__hardware__of_a_cuda_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a device")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(products, "_choices", {})
+    _, found = sct.hardware(["unit", "mxfp8", sct.recipes.Unit(keep=("dgrad",))]).devices
+    runs = [(p.recipe, p.product, p.runs_on) for p in found.products]
+    assert ("unit", "forward", "FP8 units") in runs
+    assert ("mxfp8", "forward", "bfloat16") in runs
+    assert runs[-2] == ("unit", "dgrad", "bfloat16")
+    assert "compute capability of 10.0" in found.products[3].reason
+
+
+# --- the products ----------------------------------------------------------------------------
+
+
+class Multiplied(_torch.DispatchMode):
+    """Notes the dtypes of the operands of every product that torch itself is given."""
+
+    def __init__(self, dtypes):
+        super().__init__()
+        self.dtypes = dtypes
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name.removeprefix("aten::") in PRODUCTS and not any(
+            isinstance(a, sct.ScaledTensor) for a in args
+        ):
+            self.dtypes |= {a.dtype for a in args if isinstance(a, torch.Tensor) and a.dim() > 1}
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def multiplied(monkeypatch):
+    """Dtypes of products that ran below a ScaledTensor, where a mode around the model sees none."""
+    engine, dtypes = sct.ScaledTensor._engine, set()
+
+    def dispatch(*call):
+        with Multiplied(dtypes):
+            return engine.dispatch(*call)
+
+    monkeypatch.setattr(sct.ScaledTensor, "_engine", engine._replace(dispatch=dispatch))
+    return dtypes
+
+
+def by_attention(x):
+    w = torch.softmax(x @ x.mT, -1)
+    return torch.einsum("bij,bjk->bik", w, x)
+
+
+def grouped(x):
+    experts = sct.scaled(torch.randn(2, 16, 16), recipe="unit")
+    return torch.nn.functional.grouped_mm(x[0], experts, offs=torch.tensor([3, 8]).int())
+
+
+def scaled_model(module, recipe="unit"):
+    return sct.scale_model(module, recipe)
+
+
+MODELS = {
+    "linear": lambda: scaled_model(nn.Linear(16, 16)),
+    "blockwise": lambda: scaled_model(nn.Linear(16, 16), "mxfp8"),
+    "nvfp4": lambda: scaled_model(nn.Linear(16, 16), "nvfp4"),
+    "current": lambda: scaled_model(nn.Linear(16, 16), "current"),
+    "kept high": lambda: scaled_model(nn.Linear(16, 16), sct.recipes.Unit(keep=("wgrad",))),
+    "frozen": lambda: scaled_model(
+        nn.Linear(16, 16).requires_grad_(False), sct.recipes.Unit(store_frozen=True)
+    ),
+    "convolution": lambda: scaled_model(nn.Conv1d(8, 8, 3, padding=1)),
+    "transposed convolution": lambda: scaled_model(nn.ConvTranspose1d(8, 8, 3, padding=1)),
+    "LSTM": lambda: scaled_model(nn.LSTM(16, 16, batch_first=True)),
+    "attention": lambda: scaled_model(nn.TransformerEncoderLayer(16, 2, 16, 0.0)),
+    "attention by hand": lambda: by_attention,
+    "bilinear": lambda: lambda x, m=scaled_model(nn.Bilinear(16, 16, 4)): m(x, x),
+    "grouped": lambda: grouped,
+}
+
+
+def run(name):
+    """Output and gradients of a model, from the same numbers each time."""
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    x = sct.scaled(torch.randn(2, 8, 16), "bf16", recipe="unit").requires_grad_()
+    out = model(x)
+    out = out[0] if isinstance(out, tuple) else out
+    out.backward(sct.scaled(torch.randn(out.shape), "bf16"))
+    parameters = model.parameters() if isinstance(model, nn.Module) else ()
+    return [out, x.grad, *(p.grad for p in parameters if p.grad is not None)]
+
+
+@pytest.mark.filterwarnings("ignore::scaledtensor.errors.RecipeWarning")
+@pytest.mark.parametrize("name", MODELS)
+def test__every_product__is_computed_in_what_was_chosen(name, multiplied):
+    with sct.products_in("float32"):
+        in_float32 = run(name)
+    assert multiplied == {torch.float32}
+    multiplied.clear()
+    with sct.products_in("bfloat16"):
+        in_bfloat16 = run(name)
+    assert torch.bfloat16 in multiplied
+    for a, b in zip(in_float32, in_bfloat16, strict=True):
+        assert a.format == b.format
+        assert torch.equal(a.scale, b.scale)
+        spread = dequantized(a).square().mean().sqrt()
+        assert (dequantized(a) - dequantized(b)).square().mean().sqrt() <= 2.0**-5 * spread
+
+
+FORMATS = ("e4m3fn", "e5m2", "e4m3fnuz", "bf16")
+SIZES = st.integers(1, 40)
+
+
+@given(SIZES, SIZES, SIZES, st.sampled_from(FORMATS), st.sampled_from(FORMATS), st.integers(0, 99))
+def test__a_product_of_codes__is_that_of_their_values(m, k, n, of_a, of_b, seed):
+    """In either dtype the result is the exact sum, rounded to bfloat16, up to the float32 order of
+    summation."""
+    rng = torch.Generator().manual_seed(seed)
+    a, b = torch.randn(m, k, generator=rng), torch.randn(k, n, generator=rng)
+    a, b = sct.scaled(a, of_a), sct.scaled(b, of_b)
+    exact = dequantized(a) @ dequantized(b)
+    sizes = dequantized(a).abs() @ dequantized(b).abs()
+    found = []
+    for name in BOTH:
+        with sct.products_in(name):
+            found.append(a @ b)
+        got = dequantized(found[-1])
+        assert ((got - exact).abs() <= 2.0**-8 * exact.abs() + 2.0**-21 * sizes).all()
+    assert torch.equal(found[0].scale, found[1].scale)
+    assert found[0].format == found[1].format == sct.formats.BF16
+
+
+@pytest.mark.parametrize("path", ["eager", "compiled"])
+@pytest.mark.parametrize("name", BOTH)
+def test__a_step__is_the_same_bits_under_loss_scaling(name, path):
+    def gradients(k):
+        torch.manual_seed(0)
+        model = scaled_model(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8)))
+
+        def loss(x, y):
+            return F.mse_loss(model(x), y) * 2.0**k
+
+        call = loss if path == "eager" else torch.compile(loss, fullgraph=True)
+        call(torch.randn(4, 16), torch.randn(4, 8)).backward()
+        return [p.grad for p in model.parameters()]
+
+    torch.compiler.reset()
+    with sct.products_in(name):
+        plain, small = gradients(0), gradients(-18)
+    for a, b in zip(plain, small, strict=True):
+        assert_shifted(a, b, -18)
