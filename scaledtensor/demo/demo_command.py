@@ -35,9 +35,11 @@ def register(subparsers: Any) -> None:
         "--rows",
         nargs="+",
         choices=ROWS,
-        default=list(ROWS),
         metavar="ROW",
-        help=f"some of {', '.join(ROWS)} (default: all)",
+        help=f"some of {', '.join(ROWS)} (default: all that torch computes fast on this device)",
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="every row, also one that takes torch ten times as long"
     )
     # One thread: neither the figures nor, at this size, the time should depend on free cores.
     options.add_shared(parser, steps=250, threads=1)
@@ -50,7 +52,11 @@ def run(args: argparse.Namespace) -> int:
     config = options.config(args, len(corpus.vocabulary))
     runs: dict[str, Run] = {}
     for name, row in ROWS.items():
-        if name not in args.rows:
+        if args.rows is not None and name not in args.rows:
+            continue
+        slow = precision.get(row.precision).slow(args.device)
+        if slow and args.rows is None and not args.all:
+            print(f"{row.title}: left out, because {slow}; --all runs it", flush=True)
             continue
         with Progress(row.title, args.steps) as progress:
             runs[name] = train_run(

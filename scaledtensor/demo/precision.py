@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import scaledtensor as sct
 from scaledtensor import recipes
 from scaledtensor.errors import RecipeError
+from scaledtensor.ops.products import choice
 
 
 def _unchanged(model: nn.Module) -> None:
@@ -24,9 +24,29 @@ def _no_context(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
+def _multiplies_bf16(device: torch.device) -> bool:
+    return choice(device).dtype == torch.bfloat16
+
+
 def _bf16_autocast(device: torch.device) -> AbstractContextManager[Any]:
     # Weights change at every step, so autocast's cache of their casts has nothing to give.
     return torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=False)
+
+
+def _autocast_where_fast(device: torch.device) -> AbstractContextManager[Any]:
+    """Around FP8 products that are emulated: bfloat16 between them where the device multiplies it
+    fast. Elsewhere float32, which attention is then computed in."""
+    return _bf16_autocast(device) if _multiplies_bf16(device) else nullcontext()
+
+
+def _slow_without_units(device: torch.device) -> str | None:
+    if _multiplies_bf16(device):
+        return None
+    return f"torch multiplies bfloat16 slowly here, since {choice(device).reason}"
+
+
+def _never_slow(device: torch.device) -> str | None:
+    return None
 
 
 @dataclass(frozen=True)
@@ -38,6 +58,8 @@ class Precision:
     prepare: Callable[[nn.Module], object] = _unchanged
     restore: Callable[[nn.Module], object] = _unchanged
     context: Callable[[torch.device], AbstractContextManager[Any]] = _no_context
+    slow: Callable[[torch.device], str | None] = _never_slow
+    """Why torch itself takes many times as long for it on a device; None where it does not."""
 
 
 class _UnscaledGemm(torch.autograd.Function):
@@ -47,22 +69,27 @@ class _UnscaledGemm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         x, weight = _cast(x, torch.float8_e4m3fn), _cast(weight, torch.float8_e4m3fn)
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight)
+        return _product(x, weight.mT)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         grad = _cast(grad_outputs[0], torch.float8_e5m2)
-        return grad @ weight, grad.flatten(0, -2).mT @ x.flatten(0, -2)
+        return _product(grad, weight), _product(grad.flatten(0, -2).mT, x.flatten(0, -2))
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` rounded to an FP8 dtype, saturating, and held in bf16.
+    """`x` rounded to an FP8 dtype, saturating, and held in what the device multiplies fast.
 
-    bf16 holds every FP8 value, so a bf16 GEMM of these operands is the FP8 GEMM.
+    bf16 and fp32 hold every FP8 value, so a GEMM of these operands is the FP8 GEMM.
     """
     largest = torch.finfo(dtype).max
-    return x.clamp(-largest, largest).to(dtype).to(torch.bfloat16)
+    return x.clamp(-largest, largest).to(dtype).to(choice(x.device).dtype)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Rounded to bf16, as FP8 units do, in the dtype of the operands."""
+    return (a @ b).bfloat16().to(a.dtype)
 
 
 class UnscaledFP8Linear(nn.Linear):
@@ -84,8 +111,10 @@ _PLAIN = {
     precision.name: precision
     for precision in (
         Precision("fp32", "FP32"),
-        Precision("bf16", "BF16 (torch.autocast)", context=_bf16_autocast),
-        Precision("fp8", "FP8, no scales", prepare=_cast_linears, context=_bf16_autocast),
+        Precision(
+            "bf16", "BF16 (torch.autocast)", context=_bf16_autocast, slow=_slow_without_units
+        ),
+        Precision("fp8", "FP8, no scales", prepare=_cast_linears, context=_autocast_where_fast),
     )
 }
 PLAIN_NAMES = tuple(_PLAIN)

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+import scaledtensor as sct
 from scaledtensor.__main__ import main
 from scaledtensor.demo import demo_command, progress
 from scaledtensor.demo.comparison import ROWS
@@ -20,7 +21,7 @@ def demo(words, tiny, tmp_path, *more):
 
 
 def test__demo__prints_the_table_and_writes_picture_and_figures(words, tiny, tmp_path, capsys):
-    code, out = demo(words, tiny, tmp_path)
+    code, out = demo(words, tiny, tmp_path, "--all")
     printed = capsys.readouterr().out
     assert code == 0
     for row in ROWS.values():
@@ -39,6 +40,20 @@ def test__demo__takes_some_rows_and_gives_no_verdict_on_others(words, tiny, tmp_
     assert code == 0
     assert "Verdict: none; it needs the rows unit, unit-small too." in printed
     assert list(json.loads(out.with_suffix(".json").read_text())["rows"]) == ["fp32", "fp8"]
+
+
+@pytest.mark.parametrize(("name", "more"), [("float32", ["--all runs it"]), ("bfloat16", [])])
+def test__demo__leaves_out_what_is_slow_here_and_says_why(
+    name, more, words, tiny, tmp_path, capsys
+):
+    with sct.products_in(name):
+        code, out = demo(words, tiny, tmp_path)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
+    assert code == 0
+    assert len(lines) == len(more)
+    assert all(word in line for line, word in zip(lines, more, strict=True))
+    run = set(json.loads(out.with_suffix(".json").read_text())["rows"])
+    assert run == set(ROWS) - ({"bf16"} if more else set())
 
 
 def test__demo_without_matplotlib__says_what_to_install(words, tiny, tmp_path, capsys, monkeypatch):
