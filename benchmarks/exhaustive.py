@@ -3,7 +3,8 @@
     python -m benchmarks.exhaustive [--formats NAME ...] [--processes 2] [--slice 64 [--offset N]]
 
 All 2^32 inputs, to nearest even, in both overflow modes, through `encode` and `fake_quantize`,
-eager and compiled. The expected codes are those of `astype` (for "saturate", of the clipped input;
+eager (in C++, and by PyTorch's operators, which a machine without a compiler runs) and compiled. The
+expected codes are those of `astype` (for "saturate", of the clipped input;
 for integers, which `astype` does not round, of the rounded and clipped one), the expected values
 what ml_dtypes reads in them. Compared byte for byte, but for NaN inputs in two places: in 16 and 32
 bits, where torch's casts choose among the NaNs, any NaN will do; and of the zero that a value
@@ -27,10 +28,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from scaledtensor.formats import FORMATS, Format, decode, encode, fake_quantize, get
+from scaledtensor.formats import FORMATS, Format, decode, encode, fake_quantize, get, native
 
 MODES: tuple[Literal["saturate", "ieee"], ...] = ("saturate", "ieee")
-PATHS = ("eager", "compiled")
+PATHS = ("eager", "operators", "compiled")
 BLOCK = 1 << 18  # inputs at a time: 1 MB, so that a block and its results stay in the cache
 INPUTS = 1 << 32
 DAY = 86_400
@@ -171,8 +172,12 @@ def cast_all(fmt: Format, path: str) -> Casts:
             (encode(x, fmt, overflow=mode), fake_quantize(x, fmt, overflow=mode)) for mode in MODES
         ]
 
-    if path == "eager":
-        return casts
+    def by_operators(x: Tensor) -> list[tuple[Tensor, Tensor]]:
+        with native.left_out():
+            return casts(x)
+
+    if path != "compiled":
+        return casts if path == "eager" else by_operators
     torch.compiler.reset()
     return torch.compile(casts, fullgraph=True, dynamic=False)
 

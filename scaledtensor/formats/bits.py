@@ -87,7 +87,7 @@ def encode_bits(x: Tensor, fmt: Format, mode: Mode, start: int = 0) -> Tensor:
 
 def round_bits(x: Tensor, fmt: Format, mode: Mode) -> Tensor:
     """`decode_bits(encode_bits(x, fmt, mode), fmt)`, without making codes where that is shorter."""
-    if not fmt.signed or fmt.is_integer or not _has_normals(fmt):
+    if not fmt.signed or fmt.is_integer or not has_normals(fmt):
         return _value(_code(x, fmt, mode, 0).int(), fmt)
     carrier = _carrier(x)
     bits = x.view(carrier.ints)
@@ -121,7 +121,7 @@ def _code(x: Tensor, fmt: Format, mode: Mode, start: int) -> Tensor:
     carrier = _carrier(x)
     bits = x.view(carrier.ints)
     magnitude = bits & carrier.largest
-    if mode.rounding == "nearest_even" and rounds_in_float32(fmt) and _has_normals(fmt):
+    if mode.rounding == "nearest_even" and rounds_in_float32(fmt) and has_normals(fmt):
         code = _nearest(magnitude, fmt, mode)
     else:
         code = _side_by_side(x, magnitude, fmt, mode, carrier, start)
@@ -144,7 +144,7 @@ def _nearest(magnitude: Tensor, fmt: Format, mode: Mode) -> Tensor:
     if fmt.is_integer:
         size = magnitude.clamp(max=lowest).view(torch.float32)
         return (size + 2.0**23 * fmt.min_subnormal).view(torch.int32) - (lowest + (shift << 23))
-    clipped = magnitude.clamp(max=(_top_code(fmt, mode) + _rebias(fmt, _SINGLE)) << shift)
+    clipped = magnitude.clamp(max=(top_code(fmt, mode) + _rebias(fmt, _SINGLE)) << shift)
     power = clipped.clamp(min=lowest) & _INF
     addend = power + (shift << 23)
     total = clipped.view(torch.float32) + addend.view(torch.float32)
@@ -172,7 +172,7 @@ def _leading(
     below `min_normal`, not more than that."""
     shift = carrier.mantissa - fmt.mantissa_bits
     rebias = _rebias(fmt, carrier)
-    clipped = magnitude.clamp(max=(_top_code(fmt, mode) + rebias) << shift)
+    clipped = magnitude.clamp(max=(top_code(fmt, mode) + rebias) << shift)
     if shift == 0:
         return clipped
     half = 1 << (shift - 1)
@@ -195,10 +195,7 @@ def _as_subnormal(
     x: Tensor, fmt: Format, mode: Mode, carrier: _Carrier, chance: Tensor | None
 ) -> Tensor:
     """The number of smallest steps, for a number below `min_normal`; above it, as at it."""
-    limit = fmt.min_normal
-    if not fmt.is_integer and _top_code(fmt, mode) == fmt.max_code:
-        limit = min(limit, fmt.max)  # in a format without normal numbers
-    size = x.abs().clamp(max=limit)
+    size = x.abs().clamp(max=limit_of_subnormals(fmt, mode))
     exponent = fmt.mantissa_bits + fmt.bias - 1  # of 1 / min_subnormal
     if mode.rounding == "nearest_even":
         return _times_power(size, exponent).round().to(carrier.ints)
@@ -215,12 +212,19 @@ def _as_subnormal(
     return whole
 
 
+def limit_of_subnormals(fmt: Format, mode: Mode) -> float:
+    """The number at which `_as_subnormal` stops counting."""
+    if not fmt.is_integer and top_code(fmt, mode) == fmt.max_code:
+        return min(fmt.min_normal, fmt.max)  # in a format without normal numbers
+    return fmt.min_normal
+
+
 def _only_infinities(mode: Mode) -> bool:
     """Whether only infinities overflow: these never round a number away past max."""
     return mode.rounding in ("toward_zero", "to_odd")
 
 
-def _top_code(fmt: Format, mode: Mode) -> int:
+def top_code(fmt: Format, mode: Mode) -> int:
     """The magnitude at which numbers are clipped. Past that of max lies infinity or NaN."""
     beyond = mode.overflow == "ieee" and fmt.has_nan and not _only_infinities(mode)
     return fmt.max_code + int(beyond)
@@ -256,7 +260,7 @@ def _carrier(x: Tensor) -> _Carrier:
     return _DOUBLE if x.dtype is torch.float64 else _SINGLE
 
 
-def _has_normals(fmt: Format) -> bool:
+def has_normals(fmt: Format) -> bool:
     """Integers count as having them: their `min_normal` is the size of their least number."""
     return fmt.is_integer or fmt.max_code >= 1 << fmt.mantissa_bits
 
@@ -307,7 +311,7 @@ def _exponent(x: Tensor, fmt: Format, mode: Mode, start: int) -> Tensor:
     else:
         # Ties go up, and so does everything between the two smallest codes, as in ml_dtypes.
         code = ((size + half) >> 23) - (((size - half - 1) >> 31) & 1)
-    top = _top_code(fmt, mode)
+    top = top_code(fmt, mode)
     code = _with_infinity(code.clamp(max=top), size, fmt, mode, _SINGLE)
     # As integers, zero and the negative floats are those below 1, the NaNs those above infinity.
     invalid = (bits >> 31) | ((bits - 1) >> 31) | ((_INF - bits) >> 31)

@@ -1,5 +1,6 @@
 """Stochastic rounding: its exact expectation, its random words, and where they come from."""
 
+import contextlib
 from fractions import Fraction
 from unittest import mock
 
@@ -21,6 +22,7 @@ from scaledtensor.formats import (
     decode,
     encode,
     fake_quantize,
+    native,
     random_key,
 )
 from scaledtensor.formats.stochastic import random_words
@@ -33,15 +35,20 @@ def stochastic(x, fmt, seed=0, **options):
     return encode(x, fmt, rounding="stochastic", generator=generator, **options)
 
 
+@contextlib.contextmanager
 def every_word(bits):
-    """A stand-in for the generator: all words of that many random bits, in order."""
+    """A stand-in for the generator of the Python: all words of that many random bits, in order."""
 
     def words(key, shape, start, kept):
         del key, kept
         index = torch.arange(start, start + shape.numel(), dtype=torch.int64)
         return (index << (32 - bits)).to(torch.int32).view(shape)
 
-    return mock.patch("scaledtensor.formats.bits.random_words", words)
+    with (
+        mock.patch("scaledtensor.formats.bits.random_words", words),
+        native.left_out(),
+    ):
+        yield
 
 
 @pytest.mark.parametrize("overflow", ["saturate", "ieee"])

@@ -1,0 +1,242 @@
+// The casts of 8-bit formats for eager CPU tensors, in one pass over memory.
+//
+// Each function repeats, operation by operation, the arithmetic of `bits.py`, which is the reference:
+// tests hold the two to the same bits. The loops have no branch that depends on an element, so that
+// the compiler turns each into vector instructions. Facts about a format come from Python; see
+// `native.py` for what they are.
+
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <thread>
+#include <vector>
+
+namespace {
+
+struct Facts {
+    int32_t bits, mantissa, bias, max_code, top_code, nan_code;  // nan_code: -1 for none
+    int32_t kind;                                                // of the enumeration below
+    int32_t has_nan, has_inf, p3109;
+    int32_t kept;                                                // random bits of a word
+    float min_normal, min_subnormal, limit;                      // limit: of a subnormal
+};
+
+enum Kind { SIGNED = 0, NO_MINUS_ZERO = 1, INTEGER = 2, EXPONENT = 3 };
+
+constexpr int32_t INF = 0x7F800000, NAN_BITS = 0x7FC00000;
+
+inline float as_float(int32_t x) { float y; std::memcpy(&y, &x, 4); return y; }
+inline int32_t as_int(float x) { int32_t y; std::memcpy(&y, &x, 4); return y; }
+inline int32_t least(int32_t a, int32_t b) { return a < b ? a : b; }
+inline int32_t most(int32_t a, int32_t b) { return a > b ? a : b; }
+// In unsigned arithmetic, which wraps around as int32 tensors do.
+inline int32_t sum(int32_t a, int32_t b) { return int32_t(uint32_t(a) + uint32_t(b)); }
+inline int32_t left(int32_t a, int32_t n) { return int32_t(uint32_t(a) << n); }
+
+// --- floats in memory ------------------------------------------------------------------------
+
+struct Single {
+    using Stored = float;
+    static int32_t load(float x) { return as_int(x); }
+    static float store(int32_t bits) { return as_float(bits); }
+};
+
+struct Half {  // bfloat16; every value of an 8-bit format is one
+    using Stored = uint16_t;
+    static int32_t load(uint16_t x) { return int32_t(uint32_t(x) << 16); }
+    static uint16_t store(int32_t bits) { return uint16_t(uint32_t(bits) >> 16); }
+};
+
+// --- random words: `stochastic.py` -----------------------------------------------------------
+
+struct Key { int32_t first, second; };
+
+inline int32_t mixed(int32_t counter, Key key) {
+    uint32_t w = uint32_t(counter) + uint32_t(key.first);
+    w = (w ^ (w >> 17)) * 0xED5AD4BBu;
+    w += uint32_t(key.second);
+    w = (w ^ (w >> 11)) * 0xAC4C1B51u;
+    w = (w ^ (w >> 15)) * 0x31848BABu;
+    return int32_t(w ^ (w >> 14));
+}
+
+inline int32_t word(const Facts &f, int32_t counter, Key key) {
+    return mixed(counter, key) & int32_t(~0u << (32 - f.kept));
+}
+
+// --- codes -----------------------------------------------------------------------------------
+
+inline int32_t rebias(const Facts &f) { return left(127 - f.bias, f.mantissa); }
+inline int32_t lowest(const Facts &f) { return left(128 - f.bias, 23); }
+
+template <int KIND> inline int32_t nearest(const Facts &f, int32_t magnitude) {
+    const int32_t shift = 23 - f.mantissa, low = lowest(f);
+    if (KIND == INTEGER) {
+        const float size = as_float(least(magnitude, low));
+        return sum(as_int(size + 8388608.0f * f.min_subnormal), -(low + (shift << 23)));
+    }
+    const int32_t clipped = least(magnitude, left(f.top_code + rebias(f), shift));
+    const int32_t power = most(clipped, low) & INF, addend = power + (shift << 23);
+    const float total = as_float(clipped) + as_float(addend);
+    return (as_int(total) - addend) + ((power - low) >> shift);
+}
+
+// Powers of two that `_times_power` of Python multiplies by, in two factors where one is no float32.
+struct Power { float first, second; };
+
+template <int KIND>
+inline int32_t stochastic(const Facts &f, int32_t magnitude, int32_t word, Power power) {
+    const int32_t fraction = 30 - f.mantissa, shift = 23 - f.mantissa;
+    const int32_t chance = (word >> (32 - fraction)) & ((1 << fraction) - 1);
+    const float size = as_float(least(magnitude, as_int(f.limit)));
+    const int32_t fixed = int32_t(size * power.first * power.second);
+    const int32_t small = sum(fixed, chance) >> fraction;
+    if (KIND == INTEGER) return small;
+    const int32_t clipped = least(magnitude, left(f.top_code + rebias(f), shift));
+    return most((sum(clipped, chance >> 7) >> shift) - rebias(f), small);
+}
+
+template <int KIND> inline int32_t with_sign(const Facts &f, int32_t code, int32_t bits) {
+    const int32_t nan = (INF - (bits & 0x7FFFFFFF)) >> 31, minus = bits >> 31;
+    if (KIND == INTEGER) {
+        code = least(code & ~nan, f.max_code - minus);
+        return ((code ^ minus) - minus) & ((1 << f.bits) - 1);
+    }
+    const int32_t top = 1 << (f.bits - 1), sign = minus & top;
+    if (KIND == NO_MINUS_ZERO) {
+        code &= ~nan;
+        return code | (sign & (-code >> 31)) | (nan & top);
+    }
+    const int32_t none = f.nan_code >> 31;  // all ones where the format has no NaN
+    const int32_t known = most(code, nan & f.nan_code) | sign;
+    return (none & ((code & ~nan) | (sign ^ (nan & top)))) | (~none & known);
+}
+
+template <bool RANDOM> inline int32_t exponent(const Facts &f, int32_t bits, int32_t word) {
+    const int32_t half = 1 << 22, one = 1 << 23;
+    const int32_t size = least(most(bits, half), INF), tiny = (size - one) >> 31;
+    int32_t code;
+    if (RANDOM) {
+        const int32_t chance = (word >> 9) & (one - 1);
+        code = sum(sum(size, chance), -((chance - (chance >> 1)) & tiny)) >> 23;
+    } else {
+        code = ((size + half) >> 23) - (((size - half - 1) >> 31) & 1);
+    }
+    const int32_t invalid = (bits >> 31) | (sum(bits, -1) >> 31) | ((INF - bits) >> 31);
+    return least(code, f.top_code) | (invalid & 0xFF);
+}
+
+template <int KIND, bool RANDOM>
+inline int32_t code_of(const Facts &f, int32_t bits, int32_t counter, Key key, Power power) {
+    const int32_t drawn = RANDOM ? word(f, counter, key) : 0;
+    if (KIND == EXPONENT) return exponent<RANDOM>(f, bits, drawn);
+    const int32_t magnitude = bits & 0x7FFFFFFF;
+    const int32_t code = RANDOM ? stochastic<KIND>(f, magnitude, drawn, power)
+                                : nearest<KIND>(f, magnitude);
+    return with_sign<KIND>(f, code, bits);
+}
+
+// --- values ----------------------------------------------------------------------------------
+
+template <int KIND> inline int32_t value_of(const Facts &f, int32_t raw) {
+    if (KIND == EXPONENT) {
+        const int32_t middle = (((raw - 1) | (254 - raw)) >> 31) & (1 << 22);
+        return left(raw, 23) | middle;
+    }
+    if (KIND == INTEGER) {
+        const int32_t number = left(raw, 32 - f.bits) >> (32 - f.bits);
+        return as_int(float(number) * f.min_subnormal);
+    }
+    const int32_t sign_bit = 1 << (f.bits - 1), magnitude = raw & (sign_bit - 1);
+    int32_t bits = sum(left(magnitude, 23 - f.mantissa), left(127 - f.bias, 23));
+    const int32_t small = as_int(as_float(sum(bits, 1 << 23)) - f.min_normal);
+    bits = magnitude < (1 << f.mantissa) ? small : bits;
+    const int32_t special = (f.max_code - magnitude) >> 31;
+    if (KIND == NO_MINUS_ZERO) {
+        const int32_t infinite = special & -f.p3109, nan = -f.has_nan & ~-f.p3109;
+        bits = (bits & ~infinite) | (infinite & INF) | (special & nan & NAN_BITS);
+        bits |= (((raw ^ sign_bit) - 1) >> 31) & NAN_BITS;
+    } else {
+        bits |= special & -f.has_nan & (f.has_inf ? INF : NAN_BITS);
+    }
+    return bits | left(raw & sign_bit, 32 - f.bits);
+}
+
+// --- loops -----------------------------------------------------------------------------------
+
+struct Call {
+    Facts facts;
+    Key key;
+    Power power;
+};
+
+// Each takes the elements [a, b).
+template <class F, int KIND, bool RANDOM>
+void encode(const Call &call, const void *source, void *target, int64_t a, int64_t b) {
+    const auto *x = static_cast<const typename F::Stored *>(source);
+    auto *y = static_cast<uint8_t *>(target);
+    const Call c = call;
+    for (int64_t i = a; i < b; i++)
+        y[i] = uint8_t(code_of<KIND, RANDOM>(
+            c.facts, F::load(x[i]), int32_t(i), c.key, c.power));
+}
+
+template <class F, int KIND, bool RANDOM>
+void quantize(const Call &call, const void *source, void *target, int64_t a, int64_t b) {
+    const auto *x = static_cast<const typename F::Stored *>(source);
+    auto *y = static_cast<typename F::Stored *>(target);
+    const Call c = call;
+    for (int64_t i = a; i < b; i++) {
+        const int32_t code = code_of<KIND, RANDOM>(
+            c.facts, F::load(x[i]), int32_t(i), c.key, c.power);
+        y[i] = F::store(value_of<KIND>(c.facts, code));
+    }
+}
+
+template <class F, int KIND, bool>
+void decode(const Call &call, const void *source, void *target, int64_t a, int64_t b) {
+    const auto *x = static_cast<const uint8_t *>(source);
+    auto *y = static_cast<typename F::Stored *>(target);
+    const Call c = call;
+    for (int64_t i = a; i < b; i++) y[i] = F::store(value_of<KIND>(c.facts, x[i]));
+}
+
+using Loop = void (*)(const Call &, const void *, void *, int64_t, int64_t);
+
+#define LOOPS_OF(name, F, RANDOM)                                                     \
+    {name<F, SIGNED, RANDOM>, name<F, NO_MINUS_ZERO, RANDOM>, name<F, INTEGER, RANDOM>, \
+     name<F, EXPONENT, RANDOM>}
+
+// [cast][bfloat16][random][kind]
+constexpr Loop LOOPS[3][2][2][4] = {
+    {{LOOPS_OF(encode, Single, false), LOOPS_OF(encode, Single, true)},
+     {LOOPS_OF(encode, Half, false), LOOPS_OF(encode, Half, true)}},
+    {{LOOPS_OF(quantize, Single, false), LOOPS_OF(quantize, Single, true)},
+     {LOOPS_OF(quantize, Half, false), LOOPS_OF(quantize, Half, true)}},
+    {{LOOPS_OF(decode, Single, false), LOOPS_OF(decode, Single, true)},
+     {LOOPS_OF(decode, Half, false), LOOPS_OF(decode, Half, true)}},
+};
+
+// Below this a second thread takes longer to start than it saves.
+constexpr int64_t ALONE = 1 << 20;
+
+}  // namespace
+
+// `cast`: 0 encodes, 1 rounds to values, 2 decodes. `key` is null to nearest even.
+extern "C" void scaledtensor_cast(int cast, int bfloat16, const Facts *facts, const int32_t *key,
+                                  float first, float second, const void *source, void *target,
+                                  int64_t count, int threads) {
+    Call call{*facts, {0, 0}, {first, second}};
+    if (key) call.key = {key[0], key[1]};
+    const Loop loop = LOOPS[cast][bfloat16][key != nullptr][facts->kind];
+    if (threads < 2 || count < ALONE) {
+        loop(call, source, target, 0, count);
+        return;
+    }
+    const int64_t part = ((count + threads - 1) / threads + 63) / 64 * 64;
+    std::vector<std::thread> others;
+    for (int64_t a = part; a < count; a += part)
+        others.emplace_back(loop, std::cref(call), source, target, a, a + part < count ? a + part : count);
+    loop(call, source, target, 0, part < count ? part : count);
+    for (auto &other : others) other.join();
+}

@@ -1,0 +1,198 @@
+"""The C++ source of eager casts gives the bits of the Python that it repeats."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from scaledtensor.formats import (
+    FORMATS,
+    custom,
+    decode,
+    encode,
+    fake_quantize,
+    native,
+    random_key,
+)
+from scaledtensor.formats.bits import Mode, decode_bits, encode_bits, has_normals
+
+pytestmark = pytest.mark.skipif(
+    not native.status().startswith("casts are C++"), reason=native.status()
+)
+
+NARROW = {name: fmt for name, fmt in FORMATS.items() if fmt.storage_dtype.itemsize == 1} | {
+    f.name: f
+    for f in (
+        custom(exponent_bits=5, mantissa_bits=1),
+        custom(exponent_bits=1, mantissa_bits=3),
+        custom(4, 3, has_nan=True, signed_zero=False),
+    )
+}
+
+
+def numbers(dtype: torch.dtype) -> torch.Tensor:
+    """Every 16-bit pattern as the upper half of a float32, with lower halves of every kind, and so
+    every bfloat16 there is."""
+    upper = torch.arange(1 << 16, dtype=torch.int32) << 16
+    if dtype is torch.bfloat16:
+        return upper.view(torch.float32).bfloat16()
+    lower = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
+    return (upper[:, None] | lower).view(torch.float32).flatten()
+
+
+def modes(fmt):
+    for overflow in ("saturate", "ieee"):
+        yield Mode("nearest_even", overflow)
+        for kept in (32, 3):
+            yield Mode("stochastic", overflow, random_key(torch.Generator().manual_seed(1)), kept)
+
+
+def raw(x: torch.Tensor) -> torch.Tensor:
+    return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.dtype.itemsize])
+
+
+def same_values(got: torch.Tensor, want: torch.Tensor) -> None:
+    """The same bits; of a NaN and of the zero that a NaN became any."""
+    assert got.dtype == want.dtype
+    known = ~(got.isnan() & want.isnan())
+    assert torch.equal(got[known], want[known])
+    assert torch.equal(got.isnan(), want.isnan())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", NARROW)
+def test__casts__have_the_bits_of_the_python(name, dtype):
+    fmt, x = NARROW[name], numbers(dtype)
+    served = 0
+    for mode in modes(fmt):
+        if not native.serves(fmt, mode):
+            assert native.encode(x, fmt, mode) is None
+            continue
+        served += 1
+        want = encode_bits(x.float(), fmt, mode)
+        codes = native.encode(x, fmt, mode)
+        assert codes.dtype == fmt.storage_dtype
+        assert torch.equal(raw(codes), raw(want))
+        nan = x.isnan()
+        values = decode_bits(want, fmt).to(dtype)
+        same_values(native.fake_quantize(x, fmt, mode)[~nan], values[~nan])
+    assert served == (6 if has_normals(fmt) or not fmt.signed else served)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", NARROW)
+def test__decode__has_the_bits_of_the_python(name, dtype):
+    fmt = NARROW[name]
+    codes = torch.arange(256).to(torch.uint8).repeat(64).view(fmt.storage_dtype)
+    same_values(native.decode(codes, fmt, dtype), decode_bits(codes, fmt).to(dtype))
+
+
+@pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x,
+        lambda x: x.mT,
+        lambda x: x[:, 1:],
+        lambda x: x[::2],
+        lambda x: x.view(8, 16, 8, 128).to(memory_format=torch.channels_last),
+        lambda x: x[:1].expand(64, -1),
+        lambda x: x.view(128, 1, 1024).transpose(0, 1),
+    ],
+    ids=["rows", "columns", "cut", "strided", "channels last", "expanded", "one"],
+)
+def test__strides__change_no_element(view, rounding):
+    fmt = FORMATS["e4m3fn"]
+    x = view(torch.randn(128, 1024, generator=torch.Generator().manual_seed(0)))
+    key = random_key(torch.Generator().manual_seed(0)) if rounding == "stochastic" else None
+    for cast in (encode, fake_quantize):
+        got = cast(x, fmt, rounding=rounding, generator=key)
+        want = cast(x.contiguous(), fmt, rounding=rounding, generator=key)
+        assert got.shape == x.shape
+        assert torch.equal(raw(got.contiguous()), raw(want))
+    codes = encode(x, fmt)
+    assert torch.equal(decode(codes, fmt), fake_quantize(x, fmt))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test__threads__change_no_bit(threads):
+    x = torch.randn((1 << 20) + 77, generator=torch.Generator().manual_seed(0))
+    key, fmt = random_key(torch.Generator().manual_seed(0)), FORMATS["e5m2"]
+    before = torch.get_num_threads()
+    want = encode_bits(x, fmt, Mode("stochastic", "saturate", key))
+    try:
+        torch.set_num_threads(threads)
+        got = encode(x, fmt, rounding="stochastic", generator=key)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(raw(got), raw(want))
+
+
+def test__denormals_that_are_flushed__change_no_bit_from_the_python():
+    x = torch.cat([numbers(torch.float32), numbers(torch.float32) * 2.0**-100])
+    assert torch.set_flush_denormal(True)
+    try:
+        for fmt in NARROW.values():
+            for mode in modes(fmt):
+                if native.serves(fmt, mode):
+                    want = encode_bits(x, fmt, mode)
+                    assert torch.equal(raw(native.encode(x, fmt, mode)), raw(want)), (fmt, mode)
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def test__what_has_no_memory__is_left_to_operators():
+    x, fmt = torch.randn(128, 128), FORMATS["e4m3fn"]
+    want = fake_quantize(x, fmt)
+    mapped = torch.func.vmap(lambda row: fake_quantize(row, fmt))(x)
+    assert torch.equal(mapped, want)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert fake_quantize(x, fmt).shape == x.shape
+        assert encode(torch.empty(128, 128), fmt).dtype == torch.float8_e4m3fn
+    assert encode(x.to("meta"), fmt).is_meta
+
+
+CODE = """
+import torch
+from scaledtensor.formats import encode, native, E4M3FN
+codes = encode(torch.linspace(-500, 500, 10_000), E4M3FN).view(torch.uint8)
+print(native.status()); print(codes.int().sum().item())
+"""
+
+
+def run(**environment: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", CODE],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.splitlines()
+
+
+def test__a_machine_without_a_compiler__has_the_same_codes(tmp_path):
+    built, total = run(XDG_CACHE_HOME=str(tmp_path))
+    assert built.startswith("casts are C++")
+    (library,) = (tmp_path / "scaledtensor").iterdir()
+    assert library.name.startswith("casts-")
+    left_out, same = run(SCALEDTENSOR_NATIVE="0")
+    assert (left_out, same) == ("casts are PyTorch operators: SCALEDTENSOR_NATIVE=0", total)
+    broken, same = run(CXX="false", XDG_CACHE_HOME=str(tmp_path))
+    assert broken.startswith("casts are PyTorch operators: false did not build")
+    assert same == total
+    none, same = run(PATH="", XDG_CACHE_HOME=str(tmp_path))
+    assert "there is no C++ compiler" in none
+    assert same == total
+
+
+def test__a_folder_that_others_can_write_to__is_not_used(tmp_path):
+    folder = tmp_path / "scaledtensor"
+    folder.mkdir()
+    folder.chmod(0o777)
+    built, _ = run(XDG_CACHE_HOME=str(tmp_path))
+    assert built.startswith("casts are C++")
+    assert not list(folder.iterdir())
