@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from scaledtensor.formats import native
 from scaledtensor.ops import products
 from scaledtensor.ops.hardware import obstacle_of_casts
 from scaledtensor.ops.quantize import is_exact
@@ -47,6 +48,8 @@ class Device:
     reason: str
     """What that was decided by."""
     products: tuple[Product, ...]
+    casts: str
+    """How eager casts run."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class Hardware:
             lines += ["", f"{found.device}: {found.name}"]
             lines.append(f"  emulated products are computed in {_spelled(found.dtype)}: ")
             lines[-1] += found.reason
+            lines.append(f"  {found.casts}")
             lines += [f"  {line}" for line in _table(found.products)]
         if len(self.devices) == 1:
             lines += ["", "cuda: torch finds no device"]
@@ -109,7 +113,8 @@ def _device(device: torch.device, recipes: Sequence[Recipe]) -> Device:
         capability = torch.backends.cpu.get_cpu_capability()
         name = f"{model}, {capability}, {torch.get_num_threads()} threads"
     found = (_product(r, gemm, held, dtype) for r in recipes for gemm in GEMMS)
-    return Device(device, name, dtype, reason, tuple(found))
+    casts = native.status() if device.type == "cpu" else "casts are PyTorch operators"
+    return Device(device, name, dtype, reason, tuple(found), casts)
 
 
 def _product(
