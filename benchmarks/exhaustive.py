@@ -2,13 +2,13 @@
 
     python -m benchmarks.exhaustive [--formats NAME ...] [--processes 2] [--slice 64 [--offset N]]
 
-All 2^32 inputs, to nearest even, in both overflow modes, through `encode` and `fake_quantize`: eager
-(in C++), eager by PyTorch's operators (which a machine without a compiler runs), and compiled. The
-expected codes are those of `astype` (for "saturate", of the clipped input; for integers, which
-`astype` does not round, of the rounded and clipped one), the expected values what ml_dtypes reads
-in them. Compared byte for byte, but for NaN inputs in two places: in 16 and 32 bits, where torch's
-casts choose among the NaNs, any NaN will do; and of the zero that a value becomes in a format
-without NaN the sign is free. Exits with 1 on any mismatch.
+All 2^32 inputs, to nearest even, in both overflow modes, through `encode` and `fake_quantize`:
+eager (in C++), eager by PyTorch's operators (which a machine without a compiler runs), and
+compiled. The expected codes are those of `astype` (for "saturate", of the clipped input; for
+integers, which `astype` does not round, of the rounded and clipped one), the expected values what
+ml_dtypes reads in them. Compared byte for byte, but for NaN inputs in two places: in 16 and 32
+bits, where torch's casts choose among the NaNs, any NaN will do; and of the zero that a value
+becomes in a format without NaN the sign is free. Exits with 1 on any mismatch.
 
 `--slice S` takes one of every S neighbouring inputs, at places that a hash scatters over low bits;
 the S offsets together are all inputs. Without `--offset` it is the number of the day, modulo S.

@@ -19,6 +19,7 @@ __all__ = [
     "MAX_SCALE",
     "MIN_SCALE",
     "checked_scale",
+    "is_one",
     "is_power_of_two",
     "nearest_power_of_two",
     "power_of_two_near",
@@ -141,6 +142,13 @@ def _numbers(*tensors: Tensor) -> list[float] | None:
         if type(t) is not Tensor or not t.is_cpu or t.dim():
             return None
     return [t.item() for t in tensors]
+
+
+def is_one(ratio: Tensor) -> bool:
+    """Whether what elements are to be multiplied by is 1, where reading it costs nothing; elsewhere
+    False."""
+    known = _numbers(ratio)
+    return known is not None and known[0] == 1
 
 
 def _single(number: float) -> float:

@@ -20,7 +20,7 @@ from scaledtensor.ops.algebra import (
 )
 from scaledtensor.ops.masks import FILL, HUGE, LARGEST, is_table, saturated
 from scaledtensor.ops.registry import Overload, Raw, rule
-from scaledtensor.scale import settle
+from scaledtensor.scale import is_one, settle
 from scaledtensor.tensor import ScaledTensor, measured_rms
 
 aten = torch.ops.aten
@@ -80,7 +80,7 @@ def _table_rms(x: Tensor) -> Tensor:
 def under(term: Operand, x: Any, ratio: Tensor) -> Tensor:
     """The elements of a term times the ratio of its scale to another."""
     if not is_table(x):
-        return term.q * ratio
+        return term.q if is_one(ratio) else term.q * ratio
     # A finite fill stays finite, as an element and as a value, where bfloat16 holds them: it
     # saturates before the division and after. -inf means something and stays.
     return saturated(term.q, term.q.clamp(-LARGEST, LARGEST) * ratio)

@@ -37,7 +37,7 @@ from scaledtensor.errors import (
 from scaledtensor.formats import BF16, FP32, Format, encode
 from scaledtensor.ops.masks import is_table, saturated
 from scaledtensor.ops.observe import observers
-from scaledtensor.scale import settle, settle_in_place
+from scaledtensor.scale import is_one, settle, settle_in_place
 from scaledtensor.tensor import ScaledTensor, from_plain, is_stored
 
 __all__ = [
@@ -201,7 +201,9 @@ def _wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
         scale, q = raw.held.clone(), raw.q
     else:
         scale, ratio = settle(raw.rms, raw.held)
-        q = raw.q * ratio
+        # Elements of an operand are copied in either case: by the product, or by the store below.
+        stays = raw.q.dtype != fmt.storage_dtype and is_one(ratio)
+        q = raw.q if stays else raw.q * ratio
     if q.dtype != fmt.storage_dtype:
         q = store(q, fmt)
     recipe = next((x.recipe for x in scaled if x.recipe is not None), None)
