@@ -114,9 +114,32 @@ def grouped_mm(
     if not (_is_aligned(left) and _is_aligned(right)):
         left, right = left.float(), right.float()
     groups = offs.shape[0] if a.dim() == b.dim() == 2 and offs is not None else 1
-    q = aten._grouped_mm.default(left, right, offs, bias)
+    q = _grouped(left, right, offs, bias)
     rms = x.rms * y.rms * (a.shape[-1] / max(groups, 1)) ** 0.5
     return Raw(q, x.scale * y.scale, rms, dtype=out_dtype)
+
+
+def _grouped(a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None) -> Tensor:
+    # torch computes float32 products of groups on a CPU, and knows the shapes of bfloat16 ones alone.
+    if _torch.is_tracing(a) and a.dtype == torch.float32 and bias is None:
+        traced: Tensor = torch.ops.scaledtensor.grouped_mm(a, b, offs)
+        return traced
+    product: Tensor = aten._grouped_mm.default(a, b, offs, bias)
+    return product
+
+
+_LIBRARY = torch.library.Library("scaledtensor", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "grouped_mm(Tensor a, Tensor b, Tensor? offs) -> Tensor"
+)
+_LIBRARY.impl("grouped_mm", aten._grouped_mm.default, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+
+
+@torch.library.register_fake("scaledtensor::grouped_mm", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+def _grouped_fake(a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:
+    """Groups of rows, of columns, or of what is summed; and matrices one by one."""
+    groups = () if a.dim() != b.dim() else (b.shape[0],) if offs is None else (offs.shape[0],)
+    return a.new_empty(*groups, a.shape[-2], b.shape[-1])
 
 
 def _is_aligned(x: Tensor) -> bool:

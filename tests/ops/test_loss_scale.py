@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import scaledtensor as sct
+from scaledtensor.ops.products import product_dtype
 
 TOKENS, WIDTH, HEADS, VOCABULARY = 16, 32, 4, 50
 
@@ -151,7 +152,13 @@ def test__compiled_block__moves_only_scales_too():
     _, after = gradients(compiled, by_linear, by_unit_recipe, 2.0**-33)
     eager, want = gradients(gpt, by_linear, by_unit_recipe)
     torch.testing.assert_close(loss, eager, rtol=1e-2, atol=0)
+    _, exact = gradients(gpt, by_linear, torch.clone)
     for name in want:
         assert_shifted(before[name], after[name], -33)
-        difference = before[name].dequantize() - want[name].dequantize()
-        assert difference.norm() < 0.1 * want[name].dequantize().norm(), name
+        compiled, by_eager = (g[name].dequantize() for g in (before, want))
+        if product_dtype(torch.device("cpu")) == torch.bfloat16:
+            assert (compiled - by_eager).norm() < 0.1 * by_eager.norm(), name
+        # A compiler rounds less often than eager code: what it fuses with a float32 product sees
+        # that product before it is rounded to bfloat16.
+        error, of_eager = ((g - exact[name]).norm() for g in (compiled, by_eager))
+        assert error < 1.3 * of_eager, name
