@@ -120,7 +120,7 @@ def grouped_mm(
 
 
 def _grouped(a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None) -> Tensor:
-    # torch computes float32 products of groups on a CPU, and knows the shapes of bfloat16 ones alone.
+    # torch computes float32 products of groups on a CPU, and has shapes for bfloat16 ones alone.
     if _torch.is_tracing(a) and a.dtype == torch.float32 and bias is None:
         traced: Tensor = torch.ops.scaledtensor.grouped_mm(a, b, offs)
         return traced
