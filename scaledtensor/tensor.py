@@ -256,8 +256,8 @@ class ScaledTensor(Tensor):
 
     @classmethod
     # Beside a graph that broke, dynamo would compile the Python of rules.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __torch_dispatch__(
+    @_torch.uncompiled
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Any,
