@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "ops"))
 
 from opinfo import NO_VALUE, OUT_OF_SCOPE, in_scope
 
+import scaledtensor.ops.fsdp  # noqa: F401 - loaded with `fully_shard` alone
 from scaledtensor.ops import RULES
 
 HEAD = """\

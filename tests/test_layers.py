@@ -9,14 +9,14 @@ import scaledtensor as sct
 
 PACKAGE = Path(sct.__file__).parent
 FLOORS = [
-    {"_version", "_torch", "errors", "formats", "scale"},
+    {"_start", "_version", "_torch", "errors", "formats", "scale"},
     {"recipes"},
     {"tensor"},
     {"verbs"},
     {"coded"},
     {"expanded"},
     {"wrap"},
-    {"ops", "shards"},
+    {"ops", "shards", "steps"},
     {"functional", "mup"},
     {"nn", "optim"},
     {"interpose"},

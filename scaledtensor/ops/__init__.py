@@ -3,6 +3,7 @@
 Importing this package installs them into ScaledTensor.
 """
 
+from scaledtensor import steps
 from scaledtensor.ops import (  # noqa: F401 - imported for the rules that they register
     activation,
     arithmetic,
@@ -68,5 +69,6 @@ _FUNCTIONS = {
     **resample.FUNCTIONS,
     **scan.FUNCTIONS,
     **linalg.FUNCTIONS,
+    **steps.FUNCTIONS,
 }
 ScaledTensor._engine = Engine(dispatch, saved.over(_FUNCTIONS), fingerprint)

@@ -38,6 +38,7 @@ from scaledtensor.formats import BF16, FP32, Format, encode
 from scaledtensor.ops.masks import is_table, saturated
 from scaledtensor.ops.observe import observers
 from scaledtensor.scale import settle, settle_in_place
+from scaledtensor.steps import watch
 from scaledtensor.tensor import ScaledTensor, from_plain, is_stored
 
 __all__ = [
@@ -276,6 +277,7 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
         plain = _wrap(value, operands) if isinstance(value, Raw) else value
         target.copy_(dequantized(plain))
         return
+    watch(target)  # what is no parameter by `requires_grad_` is known at its first step
     raw = value if isinstance(value, Raw) else _as_raw(value)
     whole = covers_storage(target.qdata)
     if whole and is_stored(target):  # which is cast anew, by its recipe
