@@ -127,6 +127,12 @@ class _Package(ModuleType):
 
 sys.modules[__name__].__class__ = _Package
 
+
+def _load() -> None:
+    """The tensor in its kinds, and the rules of its operators."""
+    for name in ("ops", "expanded", "wrap"):
+        import_module(f"{__name__}.{name}")
+
+
 if not is_command():
-    for _name in ("ops", "expanded", "wrap"):
-        import_module(f"{__name__}.{_name}")
+    _load()
