@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-import scaledtensor.ops.fsdp  # noqa: F401 - the rule of the operator that collects gradients
 from scaledtensor import steps
 from scaledtensor.coded import as_bytes
 from scaledtensor.model import UNCAST, is_factor
