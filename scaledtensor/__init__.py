@@ -1,7 +1,7 @@
 """scaledtensor: tensors that carry their own power-of-two scale. `import scaledtensor as sct`.
 
-The tensor and the rules of its operators come with the import, so that files which hold such
-tensors load and exported programs run. Everything else is loaded when it is first named.
+The classes that files hold come with the import, so that `torch.load` knows them. Everything else
+is loaded when it is first used.
 """
 
 import sys
@@ -129,9 +129,8 @@ sys.modules[__name__].__class__ = _Package
 
 
 def _load() -> None:
-    """The tensor in its kinds, and the rules of its operators."""
-    for name in ("ops", "expanded", "wrap"):
-        import_module(f"{__name__}.{name}")
+    """The kinds of tensors, which torch is told to be safe to load."""
+    import_module(f"{__name__}.expanded")
 
 
 if not is_command():

@@ -51,8 +51,10 @@ print(json.dumps({
     "hooks": len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks),
     "modes": torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack(),
     "changed": [k for k in before | after if before.get(k) != after.get(k)],
-    "rules": len(sct.ops.RULES) > 300,
-    "operators": torch.ops.scaledtensor.to_format.default.name(),
+    "rules": "scaledtensor.ops" in sys.modules,
+    "operators": [torch.ops.scaledtensor.to_format.default.name(),
+                  torch.ops.scaledtensor.saved_mul.default.name(),
+                  hasattr(torch.ops.scaledtensor, "nothing")],
 }))
 """
     assert fresh(program, json.dumps(HEAVY)) == {
@@ -60,8 +62,8 @@ print(json.dumps({
         "hooks": 0,
         "modes": 0,
         "changed": [],
-        "rules": True,
-        "operators": "scaledtensor::to_format",
+        "rules": False,
+        "operators": ["scaledtensor::to_format", "scaledtensor::saved_mul", False],
     }
 
 
@@ -76,6 +78,27 @@ for name in sct.__all__:
 print(json.dumps([m for m in json.loads(sys.argv[1]) if m in sys.modules]))
 """
     assert fresh(program, json.dumps(HEAVY)) == []
+
+
+def test__the_first_tensor__brings_the_rules_of_operators():
+    """However it is made, and also where it is compiled before anything ran."""
+    program = """
+import io, json, pickle, sys
+import torch
+from scaledtensor.tensor import ScaledTensor
+from scaledtensor.wrap import scaled
+made = {
+    "constructor": lambda: ScaledTensor(torch.ones(4, 4), 1.0, "fp32"),
+    "scaled": lambda: scaled(torch.ones(4, 4)),
+    "compiled": lambda: torch.compile(torch.sin, backend="eager", fullgraph=True)(
+        ScaledTensor(torch.ones(4, 4), 1.0, "fp32")
+    ),
+}
+assert "scaledtensor.ops" not in sys.modules
+print(json.dumps(type(made[sys.argv[1]]() + 1).__name__))
+"""
+    for how in ("constructor", "scaled", "compiled"):
+        assert fresh(program, how) == "ScaledTensor"
 
 
 @pytest.mark.parametrize(
