@@ -12,9 +12,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "ops"))
 
+import torch.distributed.fsdp
+import torch.distributed.tensor  # noqa: F401 - these define operators that have rules
 from opinfo import NO_VALUE, OUT_OF_SCOPE, in_scope
 
-from scaledtensor.ops import RULES
+from scaledtensor.ops import RULES, registry
 
 HEAD = """\
 # Operators
@@ -39,6 +41,7 @@ Nothing to compare: {valueless}.
 
 
 def page() -> str:
+    registry.take_defined()
     names = sorted({r.family for r in RULES.values()})
     functions = {r.function for r in RULES.values()}
     refused = ", ".join(f"`{name}` ({words})" for name, (_, words) in OUT_OF_SCOPE.items())

@@ -8,15 +8,13 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-import torch.distributed as dist
-
+import scaledtensor
 from scaledtensor._version import __version__
-from scaledtensor.demo import demo_command, train_command
+from scaledtensor.commands import demo, formats, hardware, train
 from scaledtensor.errors import ScaledTensorError
-from scaledtensor.formats import formats_command
 
 # A command is a module with `register(subparsers)`, which adds its parser and sets its `run`.
-COMMANDS = (demo_command, train_command, formats_command)
+COMMANDS = (demo, train, formats, hardware)
 
 BAD_INPUT = 2  # what argparse exits with too
 INTERRUPTED = 130  # 128 + SIGINT
@@ -36,6 +34,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
+    scaledtensor._load()  # as any other program has had it done
     try:
         code: int = args.run(args)
     except (ScaledTensorError, OSError) as error:
@@ -50,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def process() -> NoReturn:
     """`main`, as a process of its own."""
     code = main()
+    import torch.distributed as dist  # which the command has loaded; --help does without
+
     if dist.is_available() and dist.is_torchelastic_launched():
         # gloo's threads outlive its groups, and one that lets go of a tensor while the interpreter
         # ends aborts the process, whose work is done (pytorch pull request 179291).

@@ -4,14 +4,18 @@ import contextlib
 import math
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
-from types import FunctionType
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType, FunctionType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor as FakeTensor  # what stands for a tensor while shapes are
-from torch.utils import checkpoint  # worked out: whoever counts has to tell it from a real one
+
+# What stands for a tensor while shapes are worked out: whoever counts has to tell it from a real
+# one.
+from torch._subclasses import FakeTensor as FakeTensor
+from torch.optim import optimizer
+from torch.utils import checkpoint
 
 # What sees every operator of a thread, those that C++ calls included. torch documents it by its own
 # tools (`torch.utils.flop_counter`), and has no public name for it.
@@ -22,6 +26,7 @@ __all__ = [
     "DispatchMode",
     "FakeTensor",
     "compute_capability",
+    "constant_if_compiled",
     "disable_torch_function",
     "error_on_graph_break",
     "fma",
@@ -36,6 +41,7 @@ __all__ = [
     "is_tracing",
     "is_transforming",
     "is_within_backward",
+    "is_within_step",
     "local_part",
     "log",
     "make_wrapper",
@@ -44,6 +50,7 @@ __all__ = [
     "reshape_wrapper",
     "scaled_grouped_mm",
     "scaled_mm",
+    "uncompiled",
     "without_function_modes",
     "without_torch_function",
 ]
@@ -250,6 +257,30 @@ def scaled_grouped_mm(
     return product
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def uncompiled(function: F, reason: str = "") -> F:
+    """`function`, marked: `torch.compile` leaves it, and all that it calls, to Python.
+
+    The public `torch.compiler.disable` imports Dynamo, which takes half as long as torch itself, at
+    each import of this library. It tells Dynamo the same by these attributes, and wraps the
+    function in one that switches Dynamo off; the strategy of a code object has that done by the
+    interpreter, at no cost to a call.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=reason or None)
+    return function
+
+
+def constant_if_compiled(function: F) -> F:
+    """`torch.compiler.assume_constant_result`, which imports Dynamo to set this attribute."""
+    vars(function).update(_dynamo_marked_constant=True)
+    return function
+
+
 def error_on_graph_break() -> Any:
     """A context in which `torch.compile` fails, rather than go on, where it breaks the graph.
 
@@ -294,6 +325,18 @@ def without_function_modes() -> Iterator[None]:
     finally:
         for mode in reversed(modes):
             torch._C._push_on_torch_function_stack(mode)
+
+
+def is_within_step() -> bool:
+    """Whether some thread is in the step of an optimizer, which iterates over the hooks of steps:
+    an error if there come to be fewer of them meanwhile. torch says so nowhere but in the stack."""
+    for frame in sys._current_frames().values():
+        at: FrameType | None = frame
+        while at is not None:
+            if at.f_globals is vars(optimizer):
+                return True
+            at = at.f_back
+    return False
 
 
 def is_swappable(x: Tensor) -> bool:

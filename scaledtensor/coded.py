@@ -177,8 +177,8 @@ class CodedTensor(ScaledTensor):
         return self.widened()
 
     @classmethod
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __torch_dispatch__(
+    @_torch.uncompiled
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}

@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from scaledtensor import verbs
 from scaledtensor.errors import RecipeWarning, UnsupportedError
@@ -25,6 +23,7 @@ from scaledtensor.ops.delayed import GRADIENT, INPUT, WEIGHT
 from scaledtensor.recipes import Delayed, Recipe
 from scaledtensor.shards import by_groups, is_sharded, of_all_parts, part_of, ranks_of
 from scaledtensor.simulate import OPERANDS
+from scaledtensor.steps import Held
 from scaledtensor.tensor import ScaledTensor
 
 __all__ = ["advance", "attach", "check", "detach", "exceeded", "parameter_of"]
@@ -237,16 +236,13 @@ def share_histories(model: nn.Module, group: Any = None) -> None:
             column.copy_(amax)
 
 
-@torch.compiler.disable(reason="a step of the optimizer ends one of the history")  # type: ignore[no-untyped-call, untyped-decorator]
-def _after_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def after_step(held: Held) -> None:
+    """A step of an optimizer ends one of the histories of its parameters."""
     if _LIVE:
-        stepped = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        stepped = {id(p): p for _, ours in held for p in ours}
         _share(stepped)
         for histories in list(_LIVE):
             _advance(histories, set(stepped))
-
-
-register_optimizer_step_post_hook(_after_any_step)
 
 
 @torch.no_grad()

@@ -94,9 +94,11 @@ class Interposed:
 
 # Where Dynamo could not trace the whole, it would go on to compile parts, which do not know how far
 # the modes around them have come.
-_run_uncompiled: Callable[..., Any] = torch.compiler.disable(  # type: ignore[no-untyped-call]
-    Interposed.run, reason="a transform of the model is entered"
-)
+@partial(_torch.uncompiled, reason="a transform of the model is entered")
+def _run_uncompiled(
+    interposed: Interposed, modes: Sequence[TorchFunctionMode], args: Any, kwargs: Any
+) -> Any:
+    return interposed.run(modes, args, kwargs)
 
 
 def _forward(interposed: Interposed, *args: Any, **kwargs: Any) -> Any:

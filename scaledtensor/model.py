@@ -8,16 +8,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from scaledtensor import histories
+from scaledtensor import histories, steps
 from scaledtensor.coded import CodedTensor
 from scaledtensor.errors import ModelError, RecipeError, UnsupportedError
 from scaledtensor.ops.functions import cast_once
 from scaledtensor.recipes import Recipe, Unit
 from scaledtensor.recipes import get as get_recipe
 from scaledtensor.shards import is_sharded, part_of
+from scaledtensor.steps import is_scaled
 from scaledtensor.tensor import ScaledTensor, is_stored
 from scaledtensor.wrap import scaled
 
@@ -37,6 +36,7 @@ UNCAST = "_not_only_factors"
 _OWN = {
     *CodedTensor.INNER,
     *("format", "granularity", "recipe", "nonnegative", "decoded", "amax_history", "_is_param"),
+    steps.MARK,
 }
 
 
@@ -181,28 +181,20 @@ def is_factor(module: nn.Module, name: str, p: Tensor) -> bool:
     return wide and name.endswith(("weight", "proj")) and not isinstance(module, _OTHERS)
 
 
-def _refuse_stored(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            held = part_of(p) if p.grad is not None and _is_scaled(p) else None
-            if held is not None and is_stored(held):
-                raise UnsupportedError(
-                    f"the optimizer has a gradient for a weight of {tuple(p.shape)} that is stored "
-                    f"in {held.format.name} (Recipe.store_frozen), which would round its updates "
-                    "away: widen it first by p.data = p.detach().dequantize(), or let it require "
-                    "a gradient before scale_model()"
-                )
-
-
-register_optimizer_step_pre_hook(_refuse_stored)
+def refuse_stored(held: steps.Held) -> None:
+    """Before each step of an optimizer. Raises UnsupportedError where it would train a weight that
+    is stored as products cast it."""
+    for p in (p for _, ours in held for p in ours if p.grad is not None):
+        if is_stored(part_of(p)):
+            raise UnsupportedError(
+                f"the optimizer has a gradient for a weight of {tuple(p.shape)} that is stored "
+                f"in {part_of(p).format.name} (Recipe.store_frozen), which would round its updates "
+                "away: widen it first by p.data = p.detach().dequantize(), or let it require "
+                "a gradient before scale_model()"
+            )
 
 
 # --- what print(model) shows -----------------------------------------------------------------
-
-
-def _is_scaled(p: Tensor) -> bool:
-    """Whether a parameter is a ScaledTensor, also one that is spread over ranks."""
-    return isinstance(p, ScaledTensor) or is_sharded(p)
 
 
 def _shown(module: nn.Module, own: Callable[[], str] | None) -> str:
@@ -211,7 +203,7 @@ def _shown(module: nn.Module, own: Callable[[], str] | None) -> str:
     recipes = {
         str(part_of(p).recipe)
         for p in module.parameters(recurse=False)
-        if _is_scaled(p) and part_of(p).recipe is not None
+        if is_scaled(p) and part_of(p).recipe is not None
     }
     return ", ".join(filter(None, (usual, *sorted(recipes))))
 
@@ -221,7 +213,7 @@ def _show_recipes(model: nn.Module) -> None:
     for module in model.modules():
         present: Any = module.__dict__.get("extra_repr")
         ours = isinstance(present, partial) and present.func is _shown
-        has_recipe = any(_is_scaled(p) for p in module.parameters(recurse=False))
+        has_recipe = any(is_scaled(p) for p in module.parameters(recurse=False))
         if has_recipe and not ours:
             module.__dict__["extra_repr"] = partial(_shown, module, present)
         elif ours and not has_recipe:

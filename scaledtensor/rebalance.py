@@ -15,7 +15,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from scaledtensor.coded import CodedTensor
 from scaledtensor.errors import DTypeError, ScaleError, UnsupportedError
@@ -23,6 +22,7 @@ from scaledtensor.ops.algebra import elements
 from scaledtensor.ops.registry import covers_storage, store
 from scaledtensor.scale import nearest_power_of_two
 from scaledtensor.shards import by_groups, is_sharded, of_all_parts, part_of, squares_and_amax
+from scaledtensor.steps import Held
 from scaledtensor.tensor import ScaledTensor, is_stored, measured_rms
 
 __all__ = ["Statistics", "rebalance", "rebalance_every", "statistics"]
@@ -164,11 +164,10 @@ def _is_spread(x: Any) -> bool:
 COUNT = "steps_for_rebalance"
 
 
-@torch.compiler.disable(reason="a graph cannot count its calls")  # type: ignore[no-untyped-call, untyped-decorator]
-def _after_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """What `Recipe.rebalance` says, for each optimizer that there is."""
-    for group in optimizer.param_groups:
-        periods = [(p, _period(p)) for p in group["params"]]
+def after_step(held: Held) -> None:
+    """What `Recipe.rebalance` says, after each step of an optimizer."""
+    for group, ours in held:
+        periods = [(p, _period(p)) for p in ours]
         if not any(every for _, every in periods):
             continue
         group[COUNT] = done = group.get(COUNT, 0) + 1
@@ -177,12 +176,8 @@ def _after_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _period(p: Any) -> int:
     """Every how many steps the recipe of a parameter rebalances it."""
-    scaled = isinstance(p, ScaledTensor) or is_sharded(p)
-    recipe = part_of(p).recipe if scaled else None
+    recipe = part_of(p).recipe
     return 0 if recipe is None else recipe.rebalance
-
-
-register_optimizer_step_post_hook(_after_any_step)
 
 
 @torch.no_grad()

@@ -4,17 +4,20 @@ Such a parameter is a `DTensor` whose local tensor is a ScaledTensor. What is tr
 found on each rank for its part, and put together here.
 """
 
+import sys
 from collections.abc import Callable, Iterable
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from scaledtensor import _torch
 from scaledtensor.errors import DTypeError
 from scaledtensor.tensor import ScaledTensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 #: From 2.13 on torch calls it by the first name.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
@@ -23,6 +26,8 @@ __all__ = [
     "Groups",
     "by_groups",
     "groups_of",
+    "is_dtensor",
+    "is_dtensor_class",
     "is_sharded",
     "of_all_parts",
     "part_of",
@@ -34,14 +39,26 @@ __all__ = [
 Groups = tuple[Any, ...]
 
 
-def is_sharded(x: Any) -> TypeGuard[DTensor]:
+def is_dtensor(x: Any) -> "TypeGuard[DTensor]":
+    """Whether `x` is a DTensor. Nothing is one before torch's module of them is imported, which
+    takes a third as long as torch: who has one process does not."""
+    return is_dtensor_class(type(x))
+
+
+def is_dtensor_class(kind: type) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")
+    own = getattr(module, "DTensor", None)  # None, too, while that module is being imported
+    return own is not None and issubclass(kind, own)
+
+
+def is_sharded(x: Any) -> "TypeGuard[DTensor]":
     """Whether `x` is a ScaledTensor that is spread over ranks, whole on each or in parts."""
-    return isinstance(x, DTensor) and isinstance(_torch.local_part(x), ScaledTensor)
+    return is_dtensor(x) and isinstance(_torch.local_part(x), ScaledTensor)
 
 
 def part_of(x: Any) -> ScaledTensor:
     """The ScaledTensor that this rank has of `x`: itself, or its part of one that is sharded."""
-    part: Any = _torch.local_part(x) if isinstance(x, DTensor) else x
+    part: Any = _torch.local_part(x) if is_dtensor(x) else x
     if not isinstance(part, ScaledTensor):
         raise DTypeError(f"this takes a ScaledTensor, or a DTensor of one; got {type(x).__name__}")
     return part
@@ -49,7 +66,7 @@ def part_of(x: Any) -> ScaledTensor:
 
 def groups_of(x: Any) -> Groups:
     """The groups over which `x` is cut into parts; none for what is whole on this rank."""
-    if not isinstance(x, DTensor):
+    if not is_dtensor(x):
         return ()
     mesh = x.device_mesh
     return tuple(

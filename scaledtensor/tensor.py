@@ -3,13 +3,14 @@
 import math
 from collections.abc import Callable
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from scaledtensor import _torch
+from scaledtensor.engine import Engine, OnUse
 from scaledtensor.errors import DTypeError, FormatError, UnsupportedError
 from scaledtensor.formats import Format, Granularity, PerTensor, encode, from_dtype
 from scaledtensor.formats import get as get_format
@@ -44,17 +45,6 @@ APPEARANCES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 Context: TypeAlias = tuple[Format, torch.dtype, Recipe | None, bool]
 """What flatten keeps beside the inner tensors: format, dtype, recipe, nonnegative."""
-
-
-class Engine(NamedTuple):
-    """What this floor needs from the floor above. `scaledtensor.ops` installs it at import."""
-
-    dispatch: Callable[..., Any]
-    """(func, args, kwargs): an ATen operator that met a ScaledTensor."""
-    functions: dict[Any, Callable[..., Any]]
-    """Python-level functions that cast their operands before autograd saves them."""
-    fingerprint: Callable[[], str]
-    """A digest of every rule and of what they ask the machine, for caches of compiled code."""
 
 
 class ScaledTensor(Tensor):
@@ -112,7 +102,8 @@ class ScaledTensor(Tensor):
     #: The largest finite |element| of all those parts, where it was asked for; lost by writing.
     whole_amax: Tensor | None = None
 
-    _engine: ClassVar[Engine]
+    #: The rules of operators.
+    _engine: ClassVar[Engine | OnUse] = OnUse()
 
     @staticmethod
     def __new__(
@@ -256,8 +247,8 @@ class ScaledTensor(Tensor):
 
     @classmethod
     # Beside a graph that broke, dynamo would compile the Python of rules.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __torch_dispatch__(
+    @_torch.uncompiled
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Any,

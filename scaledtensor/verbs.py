@@ -7,6 +7,7 @@ never the format.
 """
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, cast
 
 import torch
@@ -258,3 +259,17 @@ product_gradient = operator(
     _no_gradient,
     _nothing,
 )
+
+
+# --- operators that are defined with the rules of what they are parts of ---------------------
+
+
+def _define_others(name: str) -> Any:
+    """What Python asks for a name that is not in `torch.ops.scaledtensor`, before torch itself: an
+    exported program may name an operator when no tensor has brought the rules yet."""
+    vars(torch.ops.scaledtensor).pop("__getattr__", None)
+    import_module("scaledtensor.ops")
+    raise AttributeError(name)  # now torch looks it up
+
+
+vars(torch.ops.scaledtensor)["__getattr__"] = _define_others

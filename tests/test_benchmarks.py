@@ -128,3 +128,13 @@ def test__casts_compiled__run(capsys):
     printed = capsys.readouterr().out
     assert "compiled encode of float32 / copy                  <= 1.5: " in printed
     assert "compiled encode of float32 / copy                  <= 1.5: not measured" not in printed
+
+
+def test__imports__print_every_figure_beside_its_bar_and_write_json(tmp_path, capsys):
+    from benchmarks.imports import BARS, main
+
+    figures = tmp_path / "imports.json"
+    main(["--rounds", "1", "--steps", "3", "--json", str(figures)])
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in BARS)
+    assert list(json.loads(figures.read_text())["figures"]) == list(BARS)

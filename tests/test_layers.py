@@ -9,23 +9,23 @@ import scaledtensor as sct
 
 PACKAGE = Path(sct.__file__).parent
 FLOORS = [
-    {"_version", "_torch", "errors", "formats", "scale"},
+    {"_start", "_version", "_torch", "engine", "errors", "formats", "scale"},
     {"recipes"},
     {"tensor"},
     {"verbs"},
     {"coded"},
     {"expanded"},
     {"wrap"},
-    {"ops", "shards"},
+    {"ops", "shards", "steps"},
     {"functional", "mup"},
     {"nn", "optim"},
     {"interpose"},
     {"simulate"},
     {"histories"},
-    {"inspect", "model", "rebalance", "report", "unit_scale"},
+    {"inspect", "machine", "model", "rebalance", "report", "unit_scale"},
     {"checkpoint", "distributed"},
     {"__init__"},
-    {"compat", "demo", "__main__"},
+    {"commands", "compat", "demo", "__main__"},
 ]
 FILES = sorted(PACKAGE.rglob("*.py"))
 ids = [str(f.relative_to(PACKAGE)) for f in FILES]

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from scaledtensor import checkpoint
+from scaledtensor.commands.train import KINDS
 from scaledtensor.demo.checkpoint import compare, identity
 from scaledtensor.demo.model import GPT, GPTConfig
 from scaledtensor.demo.training import Alone, Trainer
@@ -33,8 +34,6 @@ from scaledtensor.distributed import (
 from scaledtensor.errors import CheckpointError, DistributedError
 from scaledtensor.tensor import ScaledTensor
 
-KINDS = ("none", "ddp", "fsdp2", "tp", "fsdp2+tp")
-REDUCTIONS = ("fp32", "bf16", "fp8")
 KEPT = 2  # checkpoints
 
 #: Every rank has whole attention heads' worth of features of each matrix, and whole activations
@@ -45,28 +44,6 @@ PLAN: dict[str, Callable[[], ParallelStyle]] = {
     "blocks.*.mlp.0": ColwiseParallel,
     "blocks.*.mlp.2": RowwiseParallel,
 }
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "several processes",
-        "start them with: torchrun --nproc-per-node N -m scaledtensor train ...",
-    )
-    group.add_argument(
-        "--parallel",
-        choices=KINDS,
-        default="none",
-        help="how they share the work (default %(default)s); --checkpoint is then a folder",
-    )
-    group.add_argument(
-        "--reduce",
-        choices=REDUCTIONS,
-        default="fp32",
-        help="what gradients are sent as (default %(default)s)",
-    )
-    group.add_argument(
-        "--backend", metavar="NAME", help="of torch.distributed (default gloo; nccl for CUDA)"
-    )
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 
 from scaledtensor.checkpoint import latest
-from scaledtensor.demo import checkpoint, options, parallel, precision, text
+from scaledtensor.demo import checkpoint, parallel, precision, settings, text
 from scaledtensor.demo.model import GPT, GPTConfig
 from scaledtensor.demo.progress import Progress
 from scaledtensor.demo.training import Alone, Trainer
@@ -23,60 +22,8 @@ from scaledtensor.errors import CheckpointError
 INTERRUPTED = 128 + signal.SIGINT
 
 
-def register(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "train",
-        help="train a small GPT on your text, with checkpoints",
-        description="Train a small character-level GPT on a text. Ctrl-C finishes the step, saves, "
-        "and exits with 130; --resume then continues to the last bit as if nothing had happened "
-        "(on the same machine and thread count).",
-    )
-    options.text_path(parser, required=True)
-    parser.add_argument(
-        "--recipe",
-        default="unit",
-        help=f"{', '.join(precision.PLAIN_NAMES)} (without scales) or a scaledtensor recipe "
-        "(default %(default)s)",
-    )
-    parser.add_argument(
-        "--checkpoint", type=Path, metavar="FILE", required=True, help="where the training is kept"
-    )
-    parser.add_argument("--resume", action="store_true", help="continue from --checkpoint")
-    parser.add_argument(
-        "--save-every",
-        type=options.positive,
-        default=100,
-        metavar="N",
-        help="steps between checkpoints (default %(default)s)",
-    )
-    parser.add_argument(
-        "--sample",
-        type=options.not_negative,
-        default=200,
-        metavar="N",
-        help="characters to write at the end (default %(default)s)",
-    )
-    parser.add_argument("--prompt", help="how the sample begins (default: as the text does)")
-    parser.add_argument(
-        "--temperature",
-        type=options.positive_float,
-        metavar="X",
-        default=0.8,
-        help="default %(default)s",
-    )
-    parser.add_argument(
-        "--losses", type=Path, metavar="FILE", help="write the loss of each step there, a line each"
-    )
-    options.add_shared(parser, steps=1000)
-    parallel.add_options(parser)
-    parser.add_argument(
-        "--dropout", type=float, metavar="X", default=0.0, help="default %(default)s"
-    )
-    parser.set_defaults(run=run)
-
-
 def run(args: argparse.Namespace) -> int:
-    options.apply_threads(args)
+    settings.apply(args)
     if args.parallel == "none":
         parallel.refuse_forgotten()
         checkpoint.check_writable(args.checkpoint)
@@ -93,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
                 "another folder"
             )
     corpus = text.load(args.text, args.context)
-    config = options.config(args, len(corpus.vocabulary), args.dropout)
+    config = settings.config(args, len(corpus.vocabulary), args.dropout)
     if args.parallel == "none":
         return run_in(args, corpus, config, Alone())
     with parallel.joined(args, config) as processes:
@@ -105,8 +52,8 @@ def run_in(
 ) -> int:
     """The command, in one of the processes that share the work."""
     prompt = corpus.encode(args.prompt) if args.prompt else corpus.train[:1]
-    row, settings = precision.get(args.recipe), options.settings(args)
-    trainer = Trainer(config, row, corpus, settings, processes.device_of(args.device), processes)
+    row, chosen = precision.get(args.recipe), settings.settings(args)
+    trainer = Trainer(config, row, corpus, chosen, processes.device_of(args.device), processes)
     kept = checkpoint if args.parallel == "none" else parallel
     if args.resume:
         kept.load(trainer, args.checkpoint)

@@ -1,7 +1,7 @@
 """What FSDP2 gathers of a sharded ScaledTensor: the 8-bit codes of its products, where it can.
 
 `fully_shard` keeps of each parameter a part on each rank, and asks the part what to send
-(`fsdp_pre_all_gather`) and what to make of what arrived (`fsdp_post_all_gather`). The weight of a
+(`before`) and what to make of what arrived (`after`). The weight of a
 product that is cast once, under one scale, is cast before it is sent: a byte an element, the very
 codes that the product would make of the whole. Everything else is sent as it is held, or in the
 `param_dtype` of the `MixedPrecisionPolicy`. A parameter of codes under scales of blocks is widened
@@ -18,9 +18,8 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from scaledtensor import steps
 from scaledtensor.coded import as_bytes
 from scaledtensor.model import UNCAST, is_factor
 from scaledtensor.ops.algebra import elements
@@ -47,19 +46,16 @@ class _Sent(NamedTuple):
     rms: Tensor
 
 
-def _pre_all_gather(
-    self: ScaledTensor,
-    mesh: Any,
-    outer_size: torch.Size,
-    outer_stride: tuple[int, ...],
-    module: nn.Module,
-    mp_policy: Any,
+def before(
+    part: ScaledTensor, mesh: Any, outer_size: torch.Size, module: nn.Module, mp_policy: Any
 ) -> tuple[tuple[Tensor, ...], _Sent]:
-    """The elements to send of this part, padded as the longest, and what they are."""
+    """`fsdp_pre_all_gather`: the elements to send of a part, padded as the longest, and what they
+    are."""
+    steps.watch(part)
     group = mesh.get_group()
     _forget_when_loaded(module)
-    agree(self, group, outer_size.numel())
-    held = _as_sent(self, group, module, mp_policy.param_dtype)
+    agree(part, group, outer_size.numel())
+    held = _as_sent(part, group, module, mp_policy.param_dtype)
     q = as_bytes(held.qdata.detach())  # not every backend knows 8-bit floats
     missing = -(-outer_size[0] // mesh.size()) - q.shape[0] if q.dim() else 0
     if missing > 0 and q.shape[1:] == outer_size[1:]:
@@ -68,16 +64,12 @@ def _pre_all_gather(
     return (q,), _Sent(context, held.scale, held.rms)
 
 
-def _post_all_gather(
-    self: ScaledTensor,
-    all_gather_outputs: tuple[Tensor, ...],
-    metadata: _Sent,
-    param_dtype: torch.dtype,
-    *,
-    out: Any = None,
+def after(
+    arrived: tuple[Tensor, ...], metadata: _Sent, out: Any
 ) -> tuple[ScaledTensor, tuple[Tensor, ...]] | None:
-    """The whole tensor around what arrived; into `out` there is nothing but its scale to write."""
-    (data,) = all_gather_outputs
+    """`fsdp_post_all_gather`: the whole tensor around what arrived; into `out` there is nothing but
+    its scale to write."""
+    (data,) = arrived
     if out is not None:
         whole = part_of(out)
         # New ones: what the forward pass saved keeps those it saw.
@@ -87,13 +79,6 @@ def _post_all_gather(
     scale, rms = metadata.scale.clone(), metadata.rms.clone()
     q = data.view(fmt.storage_dtype)
     return ScaledTensor.make(q, scale, rms, fmt, dtype, recipe, nonnegative), (data,)
-
-
-for _name, _hook in (
-    ("fsdp_pre_all_gather", _pre_all_gather),
-    ("fsdp_post_all_gather", _post_all_gather),
-):
-    setattr(ScaledTensor, _name, _hook)
 
 
 def _as_sent(
@@ -167,16 +152,10 @@ def _forget(module: nn.Module, *_: Any) -> None:
             part_of(p).agreed = False
 
 
-@torch.compiler.disable(reason="a collective after the step")  # type: ignore[no-untyped-call, untyped-decorator]
 @torch.no_grad()
-def _after_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def after_step(held: steps.Held) -> None:
     """The amax of every weight that its recipe scales by it, in one collective."""
-    wanted = [
-        p
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if is_sharded(p) and _is_by_amax(part_of(p))
-    ]
+    wanted = [p for _, ours in held for p in ours if is_sharded(p) and _is_by_amax(part_of(p))]
     for groups, sharded in by_groups(wanted).items():
         parts = [part_of(p) for p in sharded]
         found = of_all_parts(torch.stack([squares_and_amax(part)[1] for part in parts]), groups)
@@ -187,6 +166,3 @@ def _after_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _is_by_amax(part: ScaledTensor) -> bool:
     once = None if part.recipe is None else part.recipe.gemms.once
     return once is not None and isinstance(once[1].scale, Amax)
-
-
-register_optimizer_step_post_hook(_after_any_step)

@@ -13,7 +13,6 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from scaledtensor.formats.format import Format, Specials
 from scaledtensor.formats.stochastic import random_double_words, random_words
@@ -356,6 +355,8 @@ def _bytes(codes: Tensor) -> Tensor:
     """8-bit codes as uint8."""
     if not _compiled_for_cpu(codes) or codes.dtype not in _SCALAR_IN_INDUCTOR:
         return codes.view(torch.uint8)
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy
+
     # A kernel that reads one of these dtypes is not vectorised, and a view between dtypes of one
     # width is part of the kernel; between widths it is not.
     if codes.is_contiguous() and statically_known_true(codes.numel() % 2 == 0):

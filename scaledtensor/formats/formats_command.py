@@ -6,31 +6,10 @@ import argparse
 import textwrap
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from scaledtensor.errors import FormatError, UnsupportedError
 from scaledtensor.formats import describe, page
 from scaledtensor.formats.format import FORMATS, Format, get
-
-
-def register(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "formats",
-        help="the number formats: all in a table, or every value of one",
-        description="Print the table of all number formats, or of one its record and every value. "
-        "Numbers are exact: a short decimal, 2^k, or an odd integer times 2^k.",
-    )
-    parser.add_argument("name", nargs="?", metavar="NAME", help=f"one of {', '.join(FORMATS)}")
-    parser.add_argument(
-        "--plot",
-        type=Path,
-        metavar="FILE",
-        help="draw the values of NAME, and its relative rounding error, as .png, .svg or .pdf",
-    )
-    parser.add_argument(
-        "--markdown", action="store_true", help="print the reference page, docs/formats.md"
-    )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

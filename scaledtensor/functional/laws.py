@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from scaledtensor import _torch
 from scaledtensor.functional.scaling import positive
 
 __all__ = [
@@ -66,10 +67,9 @@ def kept(function: Callable[..., tuple[float, ...]]) -> Callable[..., tuple[floa
     nothing of it is traced."""
     known = cache(function)
 
+    @_torch.constant_if_compiled
     def look_up(*numbers: float) -> tuple[float, ...]:
         return known(*numbers)
-
-    constant = torch.compiler.assume_constant_result(look_up)  # type: ignore[no-untyped-call]
 
     def scales(*numbers: float) -> tuple[float, ...]:
         if torch.compiler.is_compiling():
@@ -77,7 +77,7 @@ def kept(function: Callable[..., tuple[float, ...]]) -> Callable[..., tuple[floa
             from torch.fx.experimental.symbolic_shapes import guard_scalar
 
             numbers = tuple(guard_scalar(n) for n in numbers)
-        found: tuple[float, ...] = constant(*numbers)
+        found: tuple[float, ...] = look_up(*numbers)
         return found
 
     return scales

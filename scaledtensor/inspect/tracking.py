@@ -118,7 +118,7 @@ class TrackedModule(nn.Module):
         vars(self).update({name: getattr(original(model), name) for name in shared})
 
     # Dynamo would trace the bookkeeping, and then run the graph without it.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_torch.uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.capture == "eager":
             with _watching(self.scales, self.module, self.input_gradients):

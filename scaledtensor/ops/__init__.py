@@ -3,6 +3,7 @@
 Importing this package installs them into ScaledTensor.
 """
 
+from scaledtensor import steps
 from scaledtensor.ops import (  # noqa: F401 - imported for the rules that they register
     activation,
     arithmetic,
@@ -69,6 +70,7 @@ _FUNCTIONS = {
     **resample.FUNCTIONS,
     **scan.FUNCTIONS,
     **linalg.FUNCTIONS,
+    **steps.FUNCTIONS,
 }
 
 

@@ -2,33 +2,32 @@
 
 Ranks need not hold what they exchange under the same scale. What is moved brings its scale along,
 in the same message; what is summed is so by value, in bfloat16 or float32, whose exponents hold
-every scale. `fully_shard` asks the ScaledTensors themselves (`scaledtensor.distributed.gather`), so
-that of its operators only the one that collects gradients comes here.
+every scale. `fully_shard` asks the ScaledTensors themselves, here, and is answered by
+`scaledtensor.distributed.gather`, which is loaded when it first asks.
 """
 
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp  # defines fsdp::chunk_cat
-from torch import Tensor
+from torch import Tensor, nn
 
 from scaledtensor import _torch
 from scaledtensor.coded import as_bytes
 from scaledtensor.ops.algebra import elements, value
-from scaledtensor.ops.registry import Raw, rule, store
+from scaledtensor.ops.registry import Raw, rule, rule_once_defined, store
 from scaledtensor.tensor import SENT_AS_ONE, ScaledTensor, from_plain
 
 __all__: list[str] = []
 
 c10d, functional = torch.ops.c10d, torch.ops._c10d_functional
 
-# What a release of torch wraps around a result that may not have arrived.
-_wrapped = getattr(functional, "_wrap_tensor_autograd", None)
 
-
-@rule(functional.wait_tensor.default, *([] if _wrapped is None else [_wrapped.default]))
+# The second is what a release of torch wraps around a result that may not have arrived.
+@rule(functional.wait_tensor.default)
+@rule_once_defined("_c10d_functional::_wrap_tensor_autograd")
 def wait_tensor(x: ScaledTensor) -> ScaledTensor:
     """The results of the rules below have arrived."""
     return x.viewed(x.qdata)
@@ -104,7 +103,7 @@ def allreduce_(tensors: Sequence[Tensor], *args: Any) -> Any:
     return list(tensors), work
 
 
-@rule(torch.ops.fsdp.chunk_cat.default)
+@rule_once_defined("fsdp::chunk_cat")
 def chunk_cat(tensors: Sequence[Tensor], dim: int, chunks: int, out: Tensor) -> None:
     """The gradients of `fully_shard`, by value: those of a group are summed as one."""
     plain = [t.dequantize() if isinstance(t, ScaledTensor) else t for t in tensors]
@@ -124,3 +123,40 @@ def _carried(x: ScaledTensor) -> Tensor:
 def _reduced_rms(x: ScaledTensor, how: str, size: int) -> Tensor:
     expected: Tensor = x.rms * {"sum": size**0.5, "avg": size**-0.5}.get(how, 1.0)
     return expected
+
+
+# --- what `fully_shard` asks of a part, which it looks for on its class --------------------------
+
+
+def _gathering() -> Any:
+    """A floor above this one, and torch's own engine with it: so it is named, and loaded on use."""
+    return import_module("scaledtensor.distributed.gather")
+
+
+def _fsdp_pre_all_gather(
+    self: ScaledTensor,
+    mesh: Any,
+    outer_size: torch.Size,
+    outer_stride: tuple[int, ...],
+    module: nn.Module,
+    mp_policy: Any,
+) -> Any:
+    return _gathering().before(self, mesh, outer_size, module, mp_policy)
+
+
+def _fsdp_post_all_gather(
+    self: ScaledTensor,
+    all_gather_outputs: tuple[Tensor, ...],
+    metadata: Any,
+    param_dtype: torch.dtype,
+    *,
+    out: Any = None,
+) -> Any:
+    return _gathering().after(all_gather_outputs, metadata, out)
+
+
+for _name, _hook in (
+    ("fsdp_pre_all_gather", _fsdp_pre_all_gather),
+    ("fsdp_post_all_gather", _fsdp_post_all_gather),
+):
+    setattr(ScaledTensor, _name, _hook)

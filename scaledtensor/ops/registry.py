@@ -35,9 +35,11 @@ from scaledtensor.errors import (
     ShapeError,
 )
 from scaledtensor.formats import BF16, FP32, Format, encode
+from scaledtensor.ops.foreach import foreach
 from scaledtensor.ops.masks import is_table, saturated
 from scaledtensor.ops.observe import observers
 from scaledtensor.scale import is_one, settle, settle_in_place
+from scaledtensor.steps import watch
 from scaledtensor.tensor import ScaledTensor, from_plain, is_stored
 
 __all__ = [
@@ -51,6 +53,8 @@ __all__ = [
     "on_missing",
     "rule",
     "rule_of",
+    "rule_once_defined",
+    "take_defined",
 ]
 
 Overload = torch._ops.OpOverload
@@ -135,6 +139,29 @@ def rule(*ops: Overload, pass_op: bool = False) -> Callable[[F], F]:
     return register
 
 
+#: Rules of operators that torch defines in modules which it has not loaded yet, by name.
+_later: dict[str, Callable[..., Any]] = {}
+
+
+def rule_once_defined(name: str) -> Callable[[F], F]:
+    """As `rule`, for an operator that is there when torch has loaded what defines it."""
+
+    def register(function: F) -> F:
+        _later[name] = function
+        return function
+
+    return register
+
+
+def take_defined() -> None:
+    """Register the rules of what torch has defined since."""
+    for name in list(_later):
+        library, _, op = name.partition("::")
+        packet = getattr(getattr(torch.ops, library), op, None)
+        if packet is not None:
+            rule(packet.default)(_later.pop(name))
+
+
 def dispatch(op: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an ATen overload on arguments of which at least one is a ScaledTensor."""
     handler = _handlers.get(op)
@@ -158,13 +185,14 @@ def is_missing(op: Overload) -> bool:
 
 
 def _resolve(op: Overload) -> Callable[..., Any]:
+    take_defined()
     if op in RULES:
         return partial(_functional, RULES[op].call)
     twin = _torch.functional_twin(op)
     if twin is not None and twin in RULES:
         return partial(_in_place, op, twin)
     if "_foreach_" in op._schema.name:
-        return partial(_foreach, op)
+        return partial(foreach, op)
     if _torch.is_composite(op):
         return op.decompose
     return partial(_without_rule, op)
@@ -278,6 +306,7 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
         plain = _wrap(value, operands) if isinstance(value, Raw) else value
         target.copy_(dequantized(plain))
         return
+    watch(target)  # what is no parameter by `requires_grad_` is known at its first step
     raw = value if isinstance(value, Raw) else _as_raw(value)
     whole = covers_storage(target.qdata)
     if whole and is_stored(target):  # which is cast anew, by its recipe
@@ -313,53 +342,6 @@ def covers_storage(q: Tensor) -> bool:
 def dequantized(x: Any) -> Any:
     """Plain value of `x`; anything else as it is."""
     return torch.ops.scaledtensor.dequantize(x) if isinstance(x, ScaledTensor) else x
-
-
-# --- 3. foreach ------------------------------------------------------------------------------
-
-
-def _foreach(op: Overload, *args: Any, **kwargs: Any) -> Any:
-    """`_foreach_<name>` over lists is `<name>` over their elements, called through torch."""
-    name = op._schema.name.split("::")[1].removeprefix("_foreach_")
-    call = _FOREACH.get(name) or getattr(Tensor, name, None)
-    if call is None:
-        raise MissingRuleError(f"{op}: torch.Tensor has no method {name} to apply to each element")
-    # addcmul and addcdiv take their factor by keyword only; the list form calls it `scalars`.
-    spelling = {"scalars": "value"} if name.startswith("addc") else {}
-    by_keyword = {"alpha", "value", "dtype", *spelling}
-    given = dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | kwargs
-    results = []
-    for i in range(len(args[0])):
-        each = {k: v[i] if isinstance(v, (list, tuple)) else v for k, v in given.items()}
-        named = {spelling.get(k, k): v for k, v in each.items() if k in by_keyword}
-        results.append(call(*(v for k, v in each.items() if k not in by_keyword), **named))
-    return None if op._schema.is_mutable else results
-
-
-def _maximum(x: Tensor, other: Any) -> Tensor:
-    return torch.maximum(x, other) if isinstance(other, Tensor) else x.clamp_min(other)
-
-
-def _minimum(x: Tensor, other: Any) -> Tensor:
-    return torch.minimum(x, other) if isinstance(other, Tensor) else x.clamp_max(other)
-
-
-def _maximum_(x: Tensor, other: Any) -> Tensor:
-    return x.copy_(torch.maximum(x, other)) if isinstance(other, Tensor) else x.clamp_min_(other)
-
-
-def _minimum_(x: Tensor, other: Any) -> Tensor:
-    return x.copy_(torch.minimum(x, other)) if isinstance(other, Tensor) else x.clamp_max_(other)
-
-
-#: Where the per-tensor form is no method of the same name.
-_FOREACH: dict[str, Callable[..., Any]] = {
-    "norm": torch.linalg.vector_norm,
-    "maximum": _maximum,
-    "minimum": _minimum,
-    "maximum_": _maximum_,
-    "minimum_": _minimum_,
-}
 
 
 # --- 5. no rule ------------------------------------------------------------------------------

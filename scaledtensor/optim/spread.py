@@ -5,31 +5,31 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from scaledtensor import _torch
 from scaledtensor.errors import ShapeError
+from scaledtensor.shards import is_dtensor
 
 __all__ = ["Parts", "as_spread", "check_alike", "part", "parts_of"]
 
 
 def part(x: Any) -> Any:
     """What this rank has of a DTensor; anything else as it is."""
-    return _torch.local_part(x) if isinstance(x, DTensor) else x
+    return _torch.local_part(x) if is_dtensor(x) else x
 
 
 def as_spread(x: Any, like: Tensor) -> Any:
     """A part, as the DTensor that it is one of, if `like` is one."""
-    if not isinstance(like, DTensor) or not isinstance(x, Tensor):
+    if not is_dtensor(like) or not isinstance(x, Tensor):
         return x
     mesh, cut = like.device_mesh, like.placements
     options: Any = {"run_check": False, "shape": like.shape, "stride": like.stride()}
-    return DTensor.from_local(x, mesh, cut, **options)
+    return type(like).from_local(x, mesh, cut, **options)
 
 
 def check_alike(name: str, x: Any, p: Tensor) -> None:
     """Raises ShapeError where a state is not laid out as its parameter is."""
-    layouts = [(t.device_mesh, t.placements) if isinstance(t, DTensor) else None for t in (x, p)]
+    layouts = [(t.device_mesh, t.placements) if is_dtensor(t) else None for t in (x, p)]
     if layouts[0] != layouts[1]:
         raise ShapeError(
             f"state {name!r} of a parameter of shape {tuple(p.shape)} is {_told(x)}, and the "
@@ -38,7 +38,7 @@ def check_alike(name: str, x: Any, p: Tensor) -> None:
 
 
 def _told(x: Any) -> str:
-    return f"spread over ranks as {x.placements}" if isinstance(x, DTensor) else "whole"
+    return f"spread over ranks as {x.placements}" if is_dtensor(x) else "whole"
 
 
 class Parts:

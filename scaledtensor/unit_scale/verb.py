@@ -1,11 +1,12 @@
 """`unit_scale(model)`: another function, of unit variance everywhere, from the same code."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
-import torch
 from torch import nn
 
+from scaledtensor import _torch
 from scaledtensor.functional import transformer_residual_scaling_rule
 from scaledtensor.interpose import interpose, original
 from scaledtensor.unit_scale.correlation import correlations
@@ -51,11 +52,13 @@ class UnitScale:
         self.plans[_key(module, args, kwargs)] = made
 
 
-_plan_uncompiled = torch.compiler.disable(  # type: ignore[no-untyped-call]
-    UnitScale.make_plan,
+@partial(
+    _torch.uncompiled,
     reason="unit_scale records a model's first call of a kind: give unit_scale() the inputs, "
     "or call the model once before compiling it whole",
 )
+def _plan_uncompiled(transform: UnitScale, module: nn.Module, args: Any, kwargs: Any) -> None:
+    transform.make_plan(module, args, kwargs)
 
 
 def _key(module: nn.Module, args: Any, kwargs: Any) -> Key:

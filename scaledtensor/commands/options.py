@@ -1,16 +1,10 @@
-"""The options that `demo` and `train` share, and the argument types behind them."""
+"""The options that `demo` and `train` share, and the types of arguments."""
 
 from __future__ import annotations
 
 import argparse
 import math
 from pathlib import Path
-
-import torch
-
-from scaledtensor.demo.model import GPTConfig
-from scaledtensor.demo.training import Settings
-from scaledtensor.errors import ModelError
 
 
 def positive(text: str) -> int:
@@ -44,14 +38,6 @@ def picture(text: str) -> Path:
     return path
 
 
-def device(text: str) -> torch.device:
-    try:
-        return torch.empty(0, device=text).device
-    except (RuntimeError, AssertionError) as error:  # the latter from a build without CUDA
-        reason = str(error).partition("\n")[0]
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be used here: {reason}") from error
-
-
 def add_shared(parser: argparse.ArgumentParser, *, steps: int, threads: int | None = None) -> None:
     training = parser.add_argument_group("training")
     training.add_argument(
@@ -78,7 +64,8 @@ def add_shared(parser: argparse.ArgumentParser, *, steps: int, threads: int | No
     training.add_argument(
         "--seed", type=not_negative, metavar="N", default=0, help="of the weights and the batches"
     )
-    training.add_argument("--device", type=device, default="cpu", help="default %(default)s")
+    # A name, until torch is loaded to say whether there is such a device.
+    training.add_argument("--device", default="cpu", help="default %(default)s")
     training.add_argument(
         "--threads",
         type=positive,
@@ -86,6 +73,7 @@ def add_shared(parser: argparse.ArgumentParser, *, steps: int, threads: int | No
         metavar="N",
         help=f"CPU threads (default {threads or 'as many as torch chooses'})",
     )
+    parser.set_defaults(usage=parser)
     model = parser.add_argument_group("model")
     model.add_argument(
         "--layers", type=positive, metavar="N", default=4, help="default %(default)s"
@@ -108,26 +96,3 @@ def text_path(parser: argparse.ArgumentParser, *, required: bool) -> None:
     if not required:
         help += " (default: the sources of Python's standard library)"
     parser.add_argument("--text", type=Path, metavar="FILE", required=required, help=help)
-
-
-def config(args: argparse.Namespace, vocab_size: int, dropout: float = 0.0) -> GPTConfig:
-    try:
-        return GPTConfig(
-            vocab_size=vocab_size,
-            block_size=args.context,
-            n_layer=args.layers,
-            n_head=args.heads,
-            n_embd=args.width,
-            dropout=dropout,
-        )
-    except ValueError as error:
-        raise ModelError(str(error)) from error
-
-
-def settings(args: argparse.Namespace, loss_multiplier: float = 1.0) -> Settings:
-    return Settings(args.batch, args.lr, args.seed, loss_multiplier)
-
-
-def apply_threads(args: argparse.Namespace) -> None:
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)

@@ -1,0 +1,151 @@
+"""What `import scaledtensor` costs: programs that use it, and programs that do not.
+
+    python -m benchmarks.imports [--rounds 15] [--json FILE]
+
+Three figures, each beside its bar:
+
+- CPU seconds of `import scaledtensor` over those of `import torch`, each in processes of its own
+  that start in turns, with bytecode as a second start has it;
+- CPU time of a step of SGD on 1,000 plain parameters of 4 elements, after the import over before
+  it; and while a scaled model is alive in the process over when it is gone;
+- seconds until `scaledtensor --help` and a mistyped option are answered.
+
+One thread; medians over the rounds.
+"""
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+#: figure -> the most that it may be
+BARS = {
+    "import scaledtensor / import torch": 1.2,
+    "a plain step, after the import / before": 1.03,
+    "a plain step, beside a scaled model / alone": 1.03,
+    "seconds of --help": 1.0,
+    "seconds of a mistyped option": 1.0,
+}
+
+# An import cannot be undone to alternate with. So the same program runs without it too, in turns,
+# and what changes from the first block of steps to the second there is taken out.
+STEPS = """
+import gc, json, statistics, sys
+import torch
+from benchmarks.timing import cpu_milliseconds
+
+torch.set_num_threads(1)
+parameters = [torch.nn.Parameter(torch.ones(4)) for _ in range(1000)]
+for p in parameters:
+    p.grad = torch.ones(4)
+optimizer = torch.optim.SGD(parameters, 1e-3)
+steps = int(sys.argv[1])
+
+def spent():
+    return statistics.median(cpu_milliseconds(optimizer.step) for _ in range(steps))
+
+spent()
+before = spent()
+if sys.argv[2] == "imported":
+    import scaledtensor
+after = spent()
+times = {"alone": [], "beside": []}
+if sys.argv[2] == "imported":
+    build = lambda: scaledtensor.scale_model(torch.nn.Linear(4, 4))
+    build()
+    gc.freeze()
+    for _ in range(steps):
+        model = build()
+        times["beside"].append(cpu_milliseconds(optimizer.step))
+        del model
+        gc.collect()
+        times["alone"].append(cpu_milliseconds(optimizer.step))
+print(json.dumps([before, after, *(statistics.median(t or [1]) for t in times.values())]))
+"""
+
+
+def environment() -> dict[str, str]:
+    """One thread, and bytecode that is kept from one process to the next."""
+    kept = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    root = str(Path(__file__).resolve().parent.parent)
+    path = os.pathsep.join(filter(None, (root, kept.get("PYTHONPATH"))))
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+
+
+def run(arguments: Sequence[str], code: int = 0) -> tuple[str, float, float]:
+    """What a process of Python printed, its CPU seconds, and the seconds until it ended."""
+    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, *arguments], env=environment(), capture_output=True, text=True, check=False
+    )
+    seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    if done.returncode != code:
+        raise RuntimeError(f"{arguments} ended with {done.returncode}: {done.stderr}")
+    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return done.stdout, spent, seconds
+
+
+def imports(rounds: int) -> tuple[float, float]:
+    """CPU seconds of importing torch, and of importing this library."""
+    programs = ("import torch", "import scaledtensor")
+    spent: dict[str, list[float]] = {program: [] for program in programs}
+    for i in range(rounds + 1):
+        for program in programs:
+            _, seconds, _ = run(["-c", program])
+            if i:  # the first start writes bytecode
+                spent[program].append(seconds)
+    torch, ours = (statistics.median(spent[program]) for program in programs)
+    return torch, ours
+
+
+def steps(rounds: int, count: int) -> tuple[float, float, float]:
+    """Milliseconds of a plain step before the import; the ratio after it to before it; and the
+    ratio while a scaled model is alive to when it is gone."""
+    imported, not_imported = [], []
+    for _ in range(rounds):
+        for found, kind in ((imported, "imported"), (not_imported, "not")):
+            found.append(json.loads(run(["-c", STEPS, str(count), kind])[0]))
+    before = statistics.median(row[0] for row in imported + not_imported)
+    changed, drift = (
+        statistics.median(row[1] / row[0] for row in found) for found in (imported, not_imported)
+    )
+    return before, changed / drift, statistics.median(row[3] / row[2] for row in imported)
+
+
+def answers(rounds: int) -> tuple[float, float]:
+    """Seconds until the command line says how it is used, and what is wrong."""
+    given = ((["--help"], 0), (["train", "--stepz", "3"], 2))
+    found = [
+        statistics.median(run(["-m", "scaledtensor", *a], code)[2] for _ in range(rounds))
+        for a, code in given
+    ]
+    return found[0], found[1]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=100, help="in each block (default 100)")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args(argv)
+    torch, ours = imports(options.rounds)
+    before, after, beside = steps(options.rounds, options.steps)
+    figures = dict(zip(BARS, (ours / torch, after, beside, *answers(options.rounds)), strict=True))
+    print(f"import torch {torch:.2f} s, import scaledtensor {ours:.2f} s of CPU time")
+    print(f"a step of SGD on 1,000 plain parameters: {before:.2f} ms before the import\n")
+    for name, figure in figures.items():
+        met = "met" if figure <= BARS[name] else "NOT met"
+        print(f"{name:46}{figure:7.3f}   <= {BARS[name]}: {met}")
+    if options.json is not None:
+        seconds = {"import torch": torch, "import scaledtensor": ours, "step": before / 1e3}
+        options.json.write_text(json.dumps({"seconds": seconds, "figures": figures}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
