@@ -11,7 +11,8 @@ In "plain input" the row is given a bfloat16 tensor, whose RMS is measured, and 
 leaves as one: what the first layer of a model does. torchao's layer has bfloat16 parameters and
 scales tensor by tensor from each one's maximum (`convert_to_float8_training`), with its products
 emulated, which on a CPU takes no longer than `torch._scaled_mm` does; ours are emulated too. To
-have it: `pip install --no-deps torchao`.
+have it: `pip install --no-deps torchao`. On a CPU without bfloat16 units the rows of bfloat16
+products are left out unless `--all` is given, and ours is compared with float32.
 """
 
 import argparse
@@ -26,13 +27,17 @@ from torch import Tensor, nn
 
 import scaledtensor as sct
 from benchmarks.peers import installed
-from benchmarks.timing import Step, interleaved
+from benchmarks.timing import Step, device_name, interleaved, multiplies_bfloat16
 from benchmarks.unit_scaling import profile
 
 PATHS = ("eager", "compiled")
 
-#: recipe -> the most that its ratio to bfloat16 may be, by path
-BARS = {"unit": {"eager": 1.5, "compiled": 1.3}}
+#: By whether there are bfloat16 units: what is compared with, and for a recipe the most that its
+#: ratio to that may be, by path.
+BARS: dict[bool, tuple[str, dict[str, dict[str, float]]]] = {
+    True: ("bf16", {"unit": {"eager": 1.4, "compiled": 1.15}}),
+    False: ("fp32", {"unit": {"eager": 1.25, "compiled": 1.1}}),
+}
 
 #: size -> variant -> milliseconds
 Times = dict[int, dict[str, float]]
@@ -45,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=PATHS)
     parser.add_argument("--bias", action="store_true", help="the layers have one")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--all", action="store_true", help="rows of bfloat16 products in any case")
     parser.add_argument("--json", help="write the figures there")
     parser.add_argument(
         "--profile", metavar="VARIANT", help="run this one alone, at the first size"
@@ -60,7 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for n in options.sizes:
         # Compiled anew for each size, which would otherwise become a symbol in the kernels.
         torch.compiler.reset()
-        steps = variants(n, options.recipes, options.paths, options.bias)
+        halves = options.all or multiplies_bfloat16(torch.device("cpu"))
+        steps = variants(n, options.recipes, options.paths, options.bias, halves)
         if options.profile is not None:
             if options.profile not in steps:
                 parser.error(f"--profile takes one of: {'; '.join(steps)}. Got {options.profile!r}")
@@ -74,17 +81,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def variants(
-    n: int, recipes: Sequence[str], paths: Sequence[str], bias: bool = False
+    n: int,
+    recipes: Sequence[str],
+    paths: Sequence[str],
+    bias: bool = False,
+    halves: bool = True,
 ) -> dict[str, Step]:
-    """What is timed, by "row path"."""
+    """What is timed, by "row path"; `halves` are the rows of bfloat16 products."""
     x, grad = torch.randn(n, n), torch.randn(n, n)
     half, half_grad = x.bfloat16(), grad.bfloat16()
     layer = nn.Linear(n, n, bias=bias)
-    rows = {
-        "fp32": (layer, x, grad),
-        "bf16": (copy.deepcopy(layer).bfloat16(), half, half_grad),
-    }
-    if installed("torchao"):
+    rows = {"fp32": (layer, x, grad)}
+    if halves:
+        rows["bf16"] = (copy.deepcopy(layer).bfloat16(), half, half_grad)
+    if halves and installed("torchao"):
         rows["torchao float8"] = (torchao_layer(layer), half, half_grad)
     for name in recipes:
         ours = sct.scale_model(copy.deepcopy(layer), name)
@@ -121,21 +131,28 @@ def versions() -> dict[str, str]:
 
 
 def show(times: Times) -> None:
+    device = torch.device("cpu")
+    base, bars = BARS[multiplies_bfloat16(device)]
     print(", ".join(f"{name} {number}" for name, number in versions().items()), end="")
-    print("; cpu, 1 thread; medians of CPU time")
+    print(f"; {device_name(device)}; medians of CPU time")
     if not installed("torchao"):
         print("torchao is not installed: its row is left out")
     for n, spent in times.items():
-        print(f"\n| {n} x {n} x {n} | path | ms | / fp32 | / bf16 | bar |")
+        print(f"\n| {n} x {n} x {n} | path | ms | / fp32 | / bf16 | bar, / {base} |")
         print("|---|---|---|---|---|---|")
         for variant, milliseconds in spent.items():
             row, path = variant.rsplit(" ", 1)
-            ratios = {base: milliseconds / spent[f"{base} {path}"] for base in ("fp32", "bf16")}
-            bar = BARS.get(row, {}).get(path)
-            verdict = "met" if bar and ratios["bf16"] <= bar else "NOT met"
+            ratios = {
+                other: milliseconds / spent[f"{other} {path}"]
+                for other in ("fp32", "bf16")
+                if f"{other} {path}" in spent
+            }
+            bar = bars.get(row, {}).get(path)
+            verdict = "met" if bar and ratios[base] <= bar else "NOT met"
+            cells = [f"{ratios[o]:.2f}" if o in ratios else "" for o in ("fp32", "bf16")]
             print(
-                f"| {row} | {path} | {milliseconds:.1f} | {ratios['fp32']:.2f} "
-                f"| {ratios['bf16']:.2f} | {f'{bar}: {verdict}' if bar else ''} |"
+                f"| {row} | {path} | {milliseconds:.1f} | {cells[0]} | {cells[1]} "
+                f"| {f'{bar}: {verdict}' if bar else ''} |"
             )
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import scaledtensor as sct
+
 
 @pytest.fixture(autouse=True)
 def _from_the_root(monkeypatch):
@@ -28,7 +30,8 @@ def test__linear__prints_every_row_with_its_ratios(
     else:
         monkeypatch.setattr(linear, "installed", lambda name: name != "torchao")
     figures = tmp_path / "times.json"
-    given = ["--sizes", *map(str, sizes), "--rounds", "1", *options, "--json", str(figures)]
+    given = ["--sizes", *map(str, sizes), "--rounds", "1", *options, "--all"]
+    given += ["--json", str(figures)]
     linear.main(given)
     printed = capsys.readouterr().out
     paths = ["eager"] if "--paths" in options else ["eager", "compiled"]
@@ -66,4 +69,18 @@ def test__linear__profiles_one_variant_and_names_them_all(capsys):
     assert "Self CPU" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main([*small, "--profile", "theirs"])
-    assert "bf16 eager" in capsys.readouterr().err
+    assert "unit, plain input eager" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("products", "rows"), [("float32", 3), ("bfloat16", 4)])
+def test__linear__compares_with_what_the_machine_multiplies_fast(products, rows, capsys):
+    from benchmarks import linear
+
+    with sct.products_in(products):
+        linear.main(["--sizes", "16", "--rounds", "1", "--paths", "eager"])
+    printed = capsys.readouterr().out
+    assert f"products in {products}" in printed
+    assert printed.count("\n| ") - 1 - ("torchao float8" in printed) == rows
+    (unit,) = (line for line in printed.splitlines() if line.startswith("| unit | eager"))
+    bar = linear.BARS[products == "bfloat16"][1]["unit"]["eager"]
+    assert f"| {bar}: " in unit
