@@ -82,7 +82,12 @@ def encode_bits(x: Tensor, fmt: Format, mode: Mode, start: int = 0) -> Tensor:
             return loop_of_its_own(round_bits(x, fmt, mode)).to(storage)
     code = _code(x, fmt, mode, start)
     narrow = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[storage.itemsize]
-    return loop_of_its_own(loop_of_its_own(code).to(narrow)).view(storage)
+    code = loop_of_its_own(code)
+    if storage.itemsize == 1 and _compiled_for_cpu(code):
+        # Inductor's C++ for AVX2 has vectors of bytes from floats, and not from integers: 0.6
+        # against 1.3 ns an element. A code is a small integer, which float32 holds as it is.
+        code = code.int().float()
+    return loop_of_its_own(code.to(narrow)).view(storage)
 
 
 def round_bits(x: Tensor, fmt: Format, mode: Mode) -> Tensor:
