@@ -44,6 +44,7 @@ __all__ = [
     "reshape_wrapper",
     "scaled_grouped_mm",
     "scaled_mm",
+    "vectors_of_bytes",
     "without_function_modes",
     "without_torch_function",
 ]
@@ -160,6 +161,67 @@ def fma(x: Tensor, y: Tensor | float, z: Tensor | float) -> Tensor:
     y, z = (c if isinstance(c, Tensor) else x.new_full((), c) for c in (y, z))
     made: Tensor = fma(x, y, z)
     return made
+
+
+def _have_vectors_of_bytes() -> bool:
+    """Teach Inductor's C++ two things for AVX2, once a process; True wherever it knows them.
+
+    Of eight bytes it makes a vector through a buffer that it writes in pieces and reads as a whole,
+    which costs a CPU some 30 cycles (for AVX-512 it has the load in one go); and it reinterprets
+    bits lane by lane. Both are the same values in other instructions, here as everywhere in the
+    process. Decoding takes 0.3 instead of 1.5 ns an element with them. No public option changes the
+    C++ that is written for a load. A torch that has not these names, or another kind of CPU, is
+    left as it is; so is a kernel that Inductor finds in its cache on disk.
+    """
+    if torch.backends.cpu.get_cpu_capability() != "AVX2":
+        return True
+    try:
+        from torch._inductor.codegen import cpp
+        from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+        kernel, overrides = cpp.CppVecKernel, cpp.CppVecOverrides
+        load, names = kernel._get_vec_load_line, cpp.DTYPE_TO_CPP
+        cast, widths = overrides.to_dtype_bitcast, kernel._get_num_vectors
+    except (ImportError, AttributeError):
+        return False
+    if getattr(load, "of_scaledtensor", False):
+        return True
+
+    def _get_vec_load_line(
+        self: Any, var: str, index: Any, dtype: torch.dtype, load_mask: Any = None
+    ) -> Any:
+        whole = load_mask is None and self.num_elems == 8 and str(pick_vec_isa()) == "avx2"
+        if not whole or dtype not in _BYTES:
+            return load(self, var, index, dtype, load_mask)
+        place = f"{var} + {cpp.cexpr_index(index)}" if index != 0 else var
+        # The other lanes are ones, as Inductor has them, so that nothing divides by zero there.
+        eight = (
+            "at::vec::Vectorized<uint8_t>(_mm256_blend_epi32(_mm256_set1_epi8(1), "
+            "_mm256_castsi128_si256(_mm_loadl_epi64(reinterpret_cast<const __m128i*>"
+            f"({place}))), 3))"
+        )
+        if dtype is torch.uint8:
+            return eight
+        return f"c10::bit_cast<at::vec::Vectorized<{names[dtype]}>>({eight})"
+
+    def to_dtype_bitcast(x: Any, dtype: torch.dtype, src_dtype: torch.dtype) -> Any:
+        own = cpp.V.kernel
+        known = dtype in _LANES and x.dtype in _LANES and dtype.itemsize == x.dtype.itemsize
+        if known and widths(own, dtype) == widths(own, x.dtype):
+            return f"c10::bit_cast<{own._get_vec_type(dtype)}>({x})"
+        return cast(x, dtype, src_dtype)
+
+    _get_vec_load_line.of_scaledtensor = True  # type: ignore[attr-defined]
+    kernel._get_vec_load_line = _get_vec_load_line
+    overrides.to_dtype_bitcast = staticmethod(to_dtype_bitcast)
+    return True
+
+
+_BYTES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+_LANES = (*_BYTES, torch.int32, torch.float32, torch.int64, torch.float64)
+
+# Dynamo runs it while it traces, before a line of C++ is written.
+vectors_of_bytes = torch.compiler.assume_constant_result(_have_vectors_of_bytes)  # type: ignore[no-untyped-call]
 
 
 def is_composite(func: torch._ops.OpOverload) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from scaledtensor import _torch
 from scaledtensor.formats.format import Format, Specials
 from scaledtensor.formats.stochastic import random_double_words, random_words
 
@@ -350,7 +351,10 @@ def _value(raw: Tensor, fmt: Format) -> Tensor:
 
 
 def _compiled_for_cpu(x: Tensor) -> bool:
-    return torch.compiler.is_compiling() and x.is_cpu
+    if not (torch.compiler.is_compiling() and x.is_cpu):
+        return False
+    _torch.vectors_of_bytes()
+    return True
 
 
 def _bytes(codes: Tensor) -> Tensor:
