@@ -1,6 +1,7 @@
 """The one module that touches private torch names, each with the reason it cannot be avoided."""
 
 import contextlib
+import importlib
 import math
 import sys
 import weakref
@@ -44,9 +45,9 @@ __all__ = [
     "reshape_wrapper",
     "scaled_grouped_mm",
     "scaled_mm",
-    "whole_loads",
     "without_function_modes",
     "without_torch_function",
+    "write_whole_loads",
 ]
 
 # The public `torch.overrides` cannot run a function without re-entering `__torch_function__`;
@@ -163,41 +164,42 @@ def fma(x: Tensor, y: Tensor | float, z: Tensor | float) -> Tensor:
     return made
 
 
-def _have_whole_loads() -> bool:
-    """Teach Inductor's C++ two things for AVX2, once a process; True wherever it knows them.
+def _write_whole_loads() -> bool:
+    """Have Inductor write two things differently in C++ for AVX2; whether the C++ is as wanted.
 
-    It loads eight bytes, or eight int32, through a buffer that it writes in pieces and reads as a
-    whole, for which the CPU waits some 30 cycles (for AVX-512 it has the load in one go); and it
-    reinterprets bits lane by lane. The lines written here give the same values, in whatever kernel
-    of the process. With them decoding takes 0.35 instead of 1.5 ns an element, and stochastic
-    rounding 1.3 instead of 3. No public option changes the C++ that is written for a load. A torch
-    without these names, and another kind of CPU, keep what they have; so does a kernel that
-    Inductor finds in its cache on disk.
+    Inductor loads eight bytes, or eight int32, through a buffer that is written in pieces and read
+    as a whole, for which a CPU waits some 30 cycles; and it reinterprets bits lane by lane. What is
+    written here computes the same values, lane for lane, so it may stand in any kernel of the
+    process. Decoding takes 0.35 instead of 1.5 ns an element with it, and stochastic rounding 1.4
+    instead of 3. For AVX-512 Inductor has whole loads, and is left alone; so is a torch without
+    the names below, and a kernel that torch finds in its cache on disk.
+
+    No public option changes the C++ that is written for a load, and no public operator loads bytes
+    in another way.
     """
     if torch.backends.cpu.get_cpu_capability() != "AVX2":
         return True
     try:
-        from torch._inductor.codegen import cpp
-        from torch._inductor.cpu_vec_isa import pick_vec_isa
-
+        cpp: Any = importlib.import_module("torch._inductor.codegen.cpp")
+        pick_vec_isa: Any = importlib.import_module("torch._inductor.cpu_vec_isa").pick_vec_isa
         kernel, overrides = cpp.CppVecKernel, cpp.CppVecOverrides
-        load, names = kernel._get_vec_load_line, cpp.DTYPE_TO_CPP
-        cast, widths = overrides.to_dtype_bitcast, kernel._get_num_vectors
+        theirs, their_cast = kernel._get_vec_load_line, overrides.to_dtype_bitcast
+        names, vectors, type_of = cpp.DTYPE_TO_CPP, kernel._get_num_vectors, kernel._get_vec_type
     except (ImportError, AttributeError):
         return False
-    if getattr(load, "of_scaledtensor", False):
+    if hasattr(theirs, "loads_whole"):
         return True
 
-    def _get_vec_load_line(
+    def load_line(
         self: Any, var: str, index: Any, dtype: torch.dtype, load_mask: Any = None
     ) -> Any:
-        whole = load_mask is None and self.num_elems == 8 and str(pick_vec_isa()) == "avx2"
-        if not whole or dtype not in (*_BYTES, torch.int32):
-            return load(self, var, index, dtype, load_mask)
+        lanes = self.num_elems == self.tiling_factor == 8 and str(pick_vec_isa()) == "avx2"
+        if not lanes or load_mask is not None or dtype not in (*_BYTES, torch.int32):
+            return theirs(self, var, index, dtype, load_mask)
         place = f"{var} + {cpp.cexpr_index(index)}" if index != 0 else var
         if dtype is torch.int32:
             return f"at::vec::Vectorized<int32_t>::loadu({place})"
-        # The other lanes are ones, as Inductor has them, so that nothing divides by zero there.
+        # The lanes beyond the eight are ones, as in Inductor's, so that nothing divides by zero.
         eight = (
             "at::vec::Vectorized<uint8_t>(_mm256_blend_epi32(_mm256_set1_epi8(1), "
             "_mm256_castsi128_si256(_mm_loadl_epi64(reinterpret_cast<const __m128i*>"
@@ -207,15 +209,16 @@ def _have_whole_loads() -> bool:
             return eight
         return f"c10::bit_cast<at::vec::Vectorized<{names[dtype]}>>({eight})"
 
+    # Inductor looks the scalar form up by this name.
     def to_dtype_bitcast(x: Any, dtype: torch.dtype, src_dtype: torch.dtype) -> Any:
-        own = cpp.V.kernel
-        known = dtype in _LANES and x.dtype in _LANES and dtype.itemsize == x.dtype.itemsize
-        if known and widths(own, dtype) == widths(own, x.dtype):
-            return f"c10::bit_cast<{own._get_vec_type(dtype)}>({x})"
-        return cast(x, dtype, src_dtype)
+        here = cpp.V.kernel
+        plain = dtype in _LANES and x.dtype in _LANES and dtype.itemsize == x.dtype.itemsize
+        if plain and vectors(here, dtype) == vectors(here, x.dtype):
+            return f"c10::bit_cast<{type_of(here, dtype)}>({x})"
+        return their_cast(x, dtype, src_dtype)
 
-    _get_vec_load_line.of_scaledtensor = True  # type: ignore[attr-defined]
-    kernel._get_vec_load_line = _get_vec_load_line
+    load_line.loads_whole = True  # type: ignore[attr-defined]
+    kernel._get_vec_load_line = load_line
     overrides.to_dtype_bitcast = staticmethod(to_dtype_bitcast)
     return True
 
@@ -223,8 +226,8 @@ def _have_whole_loads() -> bool:
 _BYTES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 _LANES = (*_BYTES, torch.int32, torch.float32, torch.int64, torch.float64)
 
-# Dynamo runs it while it traces, before a line of C++ is written.
-whole_loads = torch.compiler.assume_constant_result(_have_whole_loads)  # type: ignore[no-untyped-call]
+# Dynamo runs this while it traces, before Inductor writes a line of C++.
+write_whole_loads = torch.compiler.assume_constant_result(_write_whole_loads)  # type: ignore[no-untyped-call]
 
 
 def is_composite(func: torch._ops.OpOverload) -> bool:

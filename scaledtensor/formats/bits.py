@@ -353,7 +353,7 @@ def _value(raw: Tensor, fmt: Format) -> Tensor:
 def _compiled_for_cpu(x: Tensor) -> bool:
     if not (torch.compiler.is_compiling() and x.is_cpu):
         return False
-    _torch.whole_loads()
+    _torch.write_whole_loads()
     return True
 
 
