@@ -252,7 +252,7 @@ def _with_sign(code: Tensor, bits: Tensor, nan: Tensor, fmt: Format, carrier: _C
     sign = (bits >> (carrier.width - fmt.bits)) & top
     if fmt.specials in (Specials.FNUZ, Specials.P3109):
         code = code & ~nan
-        return code | (sign & (-code >> last)) | (nan & top)
+        return code | (sign & (code + (top - 1))) | (nan & top)  # no sign for code 0
     if fmt.nan_code is None:
         return (code & ~nan) | (sign ^ (nan & top))
     return torch.maximum(code, nan & fmt.nan_code) | sign
