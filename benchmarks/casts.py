@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     torch.set_num_threads(1)
     device = torch.device(options.device)
-    warm = device.type == "cpu" and not options.fresh_pages and keep_freed_memory()
+    warm = device.type == "cpu" and not options.fresh_pages and keep_freed_memory(options.size**2)
     pages = "kept and reused" if warm else "the device's" if device.type == "cuda" else "fresh"
     skipped = [library for library in peers.LIBRARIES if not peers.installed(library)]
     capability = torch.backends.cpu.get_cpu_capability()
@@ -176,14 +176,22 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def keep_freed_memory() -> bool:
-    """Tells the C library to serve large blocks from its heap too and never to shrink it."""
+def keep_freed_memory(elements: int) -> bool:
+    """Tells the C library to serve large blocks from its heap too and never to shrink it, and has
+    it hold pages for results of that many elements.
+
+    Results do not land where the one before them lay: asked for an aligned block, the C library
+    passes over a free one of just that size, and goes on to where no page is yet.
+    """
     mmap_max, trim_threshold = -4, -1  # the names in glibc's malloc.h, M_ before them
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
         return False  # another C library
-    return bool(mallopt(mmap_max, 0)) and bool(mallopt(trim_threshold, 2**31 - 1))
+    kept = bool(mallopt(mmap_max, 0)) and bool(mallopt(trim_threshold, 2**31 - 1))
+    if kept:
+        torch.ones(16, elements)  # written, so that the pages exist, and freed
+    return kept
 
 
 def measure(fmt: Format, options: argparse.Namespace, device: torch.device) -> list[Figure]:
