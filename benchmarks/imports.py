@@ -10,7 +10,7 @@ Three figures, each beside its bar:
   it; and while a scaled model is alive in the process over when it is gone;
 - seconds until `scaledtensor --help` and a mistyped option are answered.
 
-One thread; medians over the rounds.
+One thread; medians of what runs in turns.
 """
 
 import argparse
@@ -33,40 +33,60 @@ BARS = {
     "seconds of a mistyped option": 1.0,
 }
 
-# An import cannot be undone to alternate with. So the same program runs without it too, in turns,
-# and what changes from the first block of steps to the second there is taken out.
+# An import cannot be undone to alternate with. So two processes fork off one that has torch, one of
+# them imports this library, and they step in turns.
 STEPS = """
-import gc, json, statistics, sys
+import gc, json, os, statistics, sys
 import torch
 from benchmarks.timing import cpu_milliseconds
 
 torch.set_num_threads(1)
+if hasattr(os, "sched_setaffinity"):  # both on one core: what else runs there slows both
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 parameters = [torch.nn.Parameter(torch.ones(4)) for _ in range(1000)]
 for p in parameters:
     p.grad = torch.ones(4)
 optimizer = torch.optim.SGD(parameters, 1e-3)
+optimizer.step()
 steps = int(sys.argv[1])
 
-def spent():
-    return statistics.median(cpu_milliseconds(optimizer.step) for _ in range(steps))
+def forked(imported):
+    (asked, ask), (answer, answers) = os.pipe(), os.pipe()
+    if os.fork() == 0:
+        os.close(ask)
+        if imported:
+            import scaledtensor
+        while os.read(asked, 1):
+            os.write(answers, repr(cpu_milliseconds(optimizer.step)).ljust(32).encode())
+        os._exit(0)
+    os.close(asked)
 
-spent()
-before = spent()
-if sys.argv[2] == "imported":
-    import scaledtensor
-after = spent()
-times = {"alone": [], "beside": []}
-if sys.argv[2] == "imported":
-    build = lambda: scaledtensor.scale_model(torch.nn.Linear(4, 4))
-    build()
-    gc.freeze()
-    for _ in range(steps):
-        model = build()
-        times["beside"].append(cpu_milliseconds(optimizer.step))
-        del model
-        gc.collect()
-        times["alone"].append(cpu_milliseconds(optimizer.step))
-print(json.dumps([before, after, *(statistics.median(t or [1]) for t in times.values())]))
+    def step():
+        os.write(ask, b"1")
+        return float(os.read(answer, 32))
+
+    return step
+
+processes = {"before": forked(False), "after": forked(True)}
+times = {name: [] for name in (*processes, "alone", "beside")}
+for _ in range(steps):
+    for name, step in processes.items():
+        times[name].append(step())
+
+import scaledtensor
+
+def build():
+    return scaledtensor.scale_model(torch.nn.Linear(4, 4))
+
+build()
+gc.freeze()
+for _ in range(steps):
+    model = build()
+    times["beside"].append(cpu_milliseconds(optimizer.step))
+    del model
+    gc.collect()
+    times["alone"].append(cpu_milliseconds(optimizer.step))
+print(json.dumps({name: statistics.median(spent) for name, spent in times.items()}))
 """
 
 
@@ -104,18 +124,12 @@ def imports(rounds: int) -> tuple[float, float]:
     return torch, ours
 
 
-def steps(rounds: int, count: int) -> tuple[float, float, float]:
+def steps(count: int) -> tuple[float, float, float]:
     """Milliseconds of a plain step before the import; the ratio after it to before it; and the
     ratio while a scaled model is alive to when it is gone."""
-    imported, not_imported = [], []
-    for _ in range(rounds):
-        for found, kind in ((imported, "imported"), (not_imported, "not")):
-            found.append(json.loads(run(["-c", STEPS, str(count), kind])[0]))
-    before = statistics.median(row[0] for row in imported + not_imported)
-    changed, drift = (
-        statistics.median(row[1] / row[0] for row in found) for found in (imported, not_imported)
-    )
-    return before, changed / drift, statistics.median(row[3] / row[2] for row in imported)
+    found = json.loads(run(["-c", STEPS, str(count)])[0])
+    after, beside = found["after"] / found["before"], found["beside"] / found["alone"]
+    return found["before"], after, beside
 
 
 def answers(rounds: int) -> tuple[float, float]:
@@ -131,11 +145,11 @@ def answers(rounds: int) -> tuple[float, float]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=100, help="in each block (default 100)")
+    parser.add_argument("--steps", type=int, default=500, help="of each kind (default 500)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(argv)
     torch, ours = imports(options.rounds)
-    before, after, beside = steps(options.rounds, options.steps)
+    before, after, beside = steps(options.steps)
     figures = dict(zip(BARS, (ours / torch, after, beside, *answers(options.rounds)), strict=True))
     print(f"import torch {torch:.2f} s, import scaledtensor {ours:.2f} s of CPU time")
     print(f"a step of SGD on 1,000 plain parameters: {before:.2f} ms before the import\n")

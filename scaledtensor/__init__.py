@@ -9,7 +9,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from scaledtensor._start import is_command
+from scaledtensor._start import is_command as _is_command
 from scaledtensor._version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def _found(name: str) -> Any:
     """A public name, or any module of this package, on first use."""
     if name.startswith("__"):  # what Python and its tools ask of any module
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
@@ -117,8 +117,12 @@ def __getattr__(name: str) -> Any:
     return found
 
 
+if not TYPE_CHECKING:  # a type checker would take any name for one that there is
+    __getattr__ = _found
+
+
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)
 
 
 class _Package(ModuleType):
@@ -138,5 +142,5 @@ def _load() -> None:
     import_module(f"{__name__}.expanded")
 
 
-if not is_command():
+if not _is_command():
     _load()
