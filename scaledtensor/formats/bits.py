@@ -23,7 +23,7 @@ Rounding = Literal["nearest_even", "nearest_away", "toward_zero", "to_odd", "sto
 #: Of these dtypes Inductor has no vectors.
 _SCALAR_IN_INDUCTOR = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu)
 #: Whether Inductor writes C++ for AVX2.
-_AVX2 = torch.backends.cpu.get_cpu_capability() == "AVX2"
+ON_AVX2 = torch.backends.cpu.get_cpu_capability() == "AVX2"
 _INF = 0x7F800000
 _NAN = 0x7FC00000
 
@@ -84,7 +84,7 @@ def encode_bits(x: Tensor, fmt: Format, mode: Mode, start: int = 0) -> Tensor:
     code = _code(x, fmt, mode, start)
     narrow = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[storage.itemsize]
     code = loop_of_its_own(code)
-    if storage.itemsize == 1 and _AVX2 and _compiled_for_cpu(code):
+    if storage.itemsize == 1 and ON_AVX2 and _compiled_for_cpu(code):
         # Inductor's C++ for AVX2 has vectors of bytes from floats, and not from integers: 0.6
         # against 1.3 ns an element. A code is a small integer, which float32 holds as it is.
         code = code.int().float()

@@ -117,12 +117,12 @@ def decode(codes: Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> Te
     if codes.dtype in _WIDE:
         mixed = {codes.dtype, dtype} == {*_HALVES}  # which Inductor's C++ would not vectorise well
         return (loop_of_its_own(codes.float()) if mixed else codes).to(dtype)
+    made = native.decode(codes, fmt, dtype)
+    if made is not None:
+        return made
     # Other types (FakeTensor for one) stand for data that a table of real numbers cannot meet.
     real = not torch.compiler.is_compiling() and codes.is_cpu and type(codes) is Tensor
     if real and codes.dtype.itemsize == 1:
-        made = native.decode(codes, fmt, dtype)
-        if made is not None:
-            return made
         return in_pieces(lambda t, _, out: tables.look_up(t, fmt, dtype, out), codes, dtype)
     return loop_of_its_own(decode_bits(codes, fmt)).to(dtype)
 
@@ -143,6 +143,9 @@ def fake_quantize(
     mode = _checked(x, rounding, overflow, generator, random_bits)
     x = x.detach() if x.requires_grad else x
     nearest, storage = rounding == "nearest_even", fmt.storage_dtype
+    made = native.fake_quantize(x, fmt, mode)
+    if made is not None:
+        return made
     if torch.compiler.is_compiling():
         # GPU compilers contract a product and a sum; there the bits are as fast.
         if nearest and x.is_cpu and x.dtype not in (torch.float64, storage) and fuses(fmt, x.dtype):
@@ -152,8 +155,6 @@ def fake_quantize(
             if wide.dtype is not x.dtype:  # and so no view of the caller's
                 wide = loop_of_its_own(wide)
             return loop_of_its_own(round_bits(wide, fmt, mode)).to(x.dtype)
-    elif (made := native.fake_quantize(x, fmt, mode)) is not None:
-        return made
     elif nearest and storage not in _WIDE and rounds_in_float32(fmt):
         if tables.serves(x):
             return tables.fake_quantize(x, fmt, mode, lambda t: _rounded(t, fmt, overflow))
@@ -163,6 +164,9 @@ def fake_quantize(
 
 def _encode(x: Tensor, fmt: Format, mode: Mode) -> Tensor:
     storage, nearest = fmt.storage_dtype, mode.rounding == "nearest_even"
+    made = native.encode(x, fmt, mode)
+    if made is not None:
+        return made
     if torch.compiler.is_compiling():
         if nearest and (storage is torch.float32 or x.dtype is storage):
             return _cast(x, fmt, mode.overflow)
@@ -171,9 +175,6 @@ def _encode(x: Tensor, fmt: Format, mode: Mode) -> Tensor:
             # is done before it.
             return loop_of_its_own(fuse_rounding(x, fmt, mode.overflow)).to(storage)
         return _by_bits(x, fmt, mode)
-    made = native.encode(x, fmt, mode)
-    if made is not None:
-        return made
     castable = nearest and storage not in _RAW and fmt.signed
     if castable and (mode.overflow == "saturate" or storage in _WIDE):
         return in_pieces(lambda t, _, out: _cast(t, fmt, mode.overflow, out), x, storage)

@@ -10,6 +10,7 @@ from torch._subclasses import FakeTensorMode
 
 from scaledtensor.formats import (
     FORMATS,
+    bits,
     custom,
     decode,
     encode,
@@ -196,3 +197,49 @@ def test__a_folder_that_others_can_write_to__is_not_used(tmp_path):
     built, _ = run(XDG_CACHE_HOME=str(tmp_path))
     assert built.startswith("casts are C++")
     assert not list(folder.iterdir())
+
+
+on_avx2 = pytest.mark.skipif(not bits.ON_AVX2, reason="Inductor's own code is as fast")
+
+
+@on_avx2
+@pytest.mark.parametrize("dynamic", [False, True])
+def test__compiled_code__calls_it_for_what_inductor_does_slowly(dynamic):
+    """And has the bits of eager code, whatever the strides; sizes that are no numbers are left to
+    Inductor."""
+    torch.compiler.reset()
+    fmt = FORMATS["e4m3fn"]
+    key = random_key(torch.Generator().manual_seed(0))
+
+    def run(x):
+        codes = encode(x, fmt, rounding="stochastic", generator=key)
+        return (
+            codes,
+            decode(codes, fmt),
+            fake_quantize(x.mT, fmt, rounding="stochastic", generator=key),
+        )
+
+    x = torch.randn(96, 160, generator=torch.Generator().manual_seed(0))
+    compiled = torch.compile(run, fullgraph=True, dynamic=dynamic)
+    got, code = torch._inductor.utils.run_and_get_code(compiled, x)
+    assert ("scaledtensor.cast" in "".join(code)) is not dynamic
+    for a, b in zip(got, run(x), strict=True):
+        assert a.stride() == b.stride()
+        assert torch.equal(raw(a.contiguous()), raw(b.contiguous()))
+
+
+@on_avx2
+def test__compiled_transforms_and_exports__hold_nothing_of_this_machine():
+    fmt = FORMATS["e4m3fn"]
+    codes = encode(torch.randn(64, 128), fmt)
+    torch.compiler.reset()
+    mapped = torch.compile(torch.func.vmap(lambda c: decode(c, fmt)), dynamic=False)(codes)
+    assert torch.equal(mapped, decode(codes, fmt))
+
+    class Decoder(torch.nn.Module):
+        def forward(self, codes):
+            return decode(codes, fmt)
+
+    program = torch.export.export(Decoder(), (codes,))
+    assert not any("scaledtensor" in str(node.target) for node in program.graph.nodes)
+    assert torch.equal(program.module()(codes), decode(codes, fmt))
