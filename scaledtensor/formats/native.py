@@ -202,7 +202,8 @@ def _recorded(integers: Sequence[int], floats: Sequence[float]) -> tuple[_Facts,
 _LIBRARY = torch.library.Library("scaledtensor", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(  # type: ignore[no-untyped-call]
     "cast(Tensor x, Tensor? key, int cast, int[] integers, float[] floats, ScalarType dtype, "
-    "ScalarType wide) -> Tensor"
+    "ScalarType wide) -> Tensor",
+    tags=(torch.Tag.needs_exact_strides,),
 )
 
 
