@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # torch is pinned to a build that runs on a CPU; pyproject.toml allows torch>=2.11.
 TORCH ?= torch==2.13.0
 
-.PHONY: venv demo test test-all check bench bench-casts exhaustive clean
+.PHONY: venv demo test test-all test-kinds check bench bench-casts exhaustive clean
 
 venv: $(STAMP)
 
@@ -25,6 +25,17 @@ test: venv
 
 test-all: venv
 	$(BIN)/python -m pytest -n auto -m ""
+
+# What a machine decides, decided otherwise: products in the other dtype, the vectors of another CPU,
+# casts without a C++ compiler.
+PRODUCTS := tests/test_products.py tests/recipes/test_recipe_products.py tests/ops/test_recurrent.py
+test-kinds: venv
+	SCALEDTENSOR_PRODUCTS=float32 $(BIN)/python -m pytest -n auto $(PRODUCTS)
+	SCALEDTENSOR_PRODUCTS=bfloat16 $(BIN)/python -m pytest -n auto $(PRODUCTS)
+	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 \
+		$(BIN)/python -m pytest -n auto $(PRODUCTS) tests/ops/test_product_dtypes.py tests/formats/test_native.py
+	SCALEDTENSOR_NATIVE=0 $(BIN)/python -m pytest -n auto tests/formats/test_encode.py \
+		tests/formats/test_decode.py tests/formats/test_rounding_modes.py tests/formats/test_stochastic.py
 
 check: venv
 	$(BIN)/ruff check .
