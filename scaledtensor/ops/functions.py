@@ -44,7 +44,8 @@ def _governing(*operands: Any) -> Recipe | None:
 
 
 def _promoted(operands: Sequence[Any]) -> Sequence[Any]:
-    if not any(isinstance(x, ScaledTensor) for x in operands):  # but the bias, perhaps
+    count = sum(isinstance(x, ScaledTensor) for x in operands)
+    if count in (0, len(operands)):  # none but the bias, perhaps
         return operands
     # Detached: a product needs no gradient for the sake of what it is promoted by.
     like = first_scaled(*operands).detach()
