@@ -59,15 +59,15 @@ pass as that pass will read it, in codes; a weight is kept itself.
 
 On a CPU products are emulated exactly: the same values, summed in float32. A CPU with bfloat16
 units multiplies them in bfloat16 where that holds them, any other CPU in float32; results are
-rounded to the activation format in either case. `sct.hardware()` prints which it is, and what each
-recipe will run on. The FP8 units of a CUDA device do products of E4M3FN and E5M2 under one scale a tensor
-or a row (compute capability 8.9 and later), under 1x128 by 1x128 or 128x128 (9.0), of MXFP8 (10.0),
-and the grouped products of experts in E4M3FN under one scale a tensor (9.0). Everything else is
-emulated there too: FP4 and FP6, batches of matrices, sizes that are no multiples of 16. A
-`RecipeWarning` says so once for each reason. `fast_accumulation` says which products those units
-may add up in fewer bits than float32: the forward one, as in torchao and TransformerEngine. All
-this is tested against torch's own checks of arguments and float64 on a CPU; on a device it has
-not run yet.
+rounded to the activation format in either case. `sct.hardware()` prints which it is, and what
+each recipe will run on. The FP8 units of a CUDA device do products of E4M3FN and E5M2 under
+one scale a tensor or a row (compute capability 8.9 and later), under 1x128 by 1x128 or 128x128
+(9.0), of MXFP8 (10.0), and the grouped products of experts in E4M3FN under one scale a tensor
+(9.0). Everything else is emulated there too: FP4 and FP6, batches of matrices, sizes that are
+no multiples of 16. A `RecipeWarning` says so once for each reason. `fast_accumulation` says
+which products those units may add up in fewer bits than float32: the forward one, as in
+torchao and TransformerEngine. All this is tested against torch's own checks of arguments and
+float64 on a CPU; on a device it has not run yet.
 
 ## Which one
 

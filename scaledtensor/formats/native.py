@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import hashlib
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -324,7 +325,8 @@ def _of_cpu() -> tuple[str, ...]:
     """The instructions that torch itself runs with."""
     if torch.backends.cpu.get_cpu_capability() == "AVX2":
         return ("-mavx2", "-mfma")
-    return ("-march=native",)
+    # Compilers for ARM know the CPU by the other name.
+    return ("-march=native",) if platform.machine() in ("x86_64", "AMD64") else ("-mcpu=native",)
 
 
 def _folder() -> Path:
