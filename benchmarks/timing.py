@@ -7,8 +7,6 @@ from typing import TypeVar
 
 import torch
 
-from scaledtensor.ops.products import product_dtype
-
 Step = Callable[[], object]
 Name = TypeVar("Name", bound=Hashable)
 
@@ -47,14 +45,21 @@ def cuda_milliseconds(run: Step) -> float:
 def multiplies_bfloat16(device: torch.device) -> bool:
     """Whether the device has bfloat16 units. Without them a bfloat16 model takes 10 to 60 times as
     long as a float32 one on a CPU, and bars are other ones."""
-    return product_dtype(device) == torch.bfloat16
+    return _product_dtype(device) == torch.bfloat16
 
 
 def device_name(device: torch.device) -> str:
     """A device as a figure of it is named; of a CPU what decides about speed, and the threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    products = str(product_dtype(device)).removeprefix("torch.")
+    products = str(_product_dtype(device)).removeprefix("torch.")
     count = torch.get_num_threads()
     capability = torch.backends.cpu.get_cpu_capability()
     return f"cpu ({capability}, products in {products}), {count} thread{'s' * (count > 1)}"
+
+
+def _product_dtype(device: torch.device) -> torch.dtype:
+    # Loaded here: `benchmarks.imports` times programs that have not loaded the library.
+    from scaledtensor.ops.products import product_dtype
+
+    return product_dtype(device)
