@@ -6,14 +6,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 
 import scaledtensor as sct
 from scaledtensor import commands
-from scaledtensor.commands import demo, formats, train
+from scaledtensor.commands import demo, formats, hardware, train
 from scaledtensor.demo import comparison, precision
+from scaledtensor.ops import products
 
 HEAVY = [
     *("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp"),
@@ -225,6 +227,7 @@ def test__names_that_the_parsers_repeat__are_those_of_the_commands():
     assert tuple(comparison.ROWS) == demo.ROWS
     assert tuple(sct.formats.FORMATS) == formats.FORMATS
     assert train.WITHOUT_SCALES == precision.PLAIN_NAMES
+    assert get_args(products.Name) == hardware.PRODUCTS
 
 
 def test__the_parsers__import_nothing_but_each_other():

@@ -14,6 +14,7 @@ from torch import nn
 
 import scaledtensor as sct
 from scaledtensor import _torch
+from scaledtensor.__main__ import main
 from scaledtensor.errors import HardwareError
 from scaledtensor.ops import products
 from scaledtensor.recipes.casts import GEMMS
@@ -140,6 +141,15 @@ def test__hardware__says_what_each_recipe_runs_on():
         assert runs["blockwise", "forward"] == "float32"
     assert "unit" in str(sct.hardware())
     assert str(sct.hardware(["unit"])).count("e4m3fn carried") == 4
+
+
+def test__the_command__prints_the_report(capsys):
+    assert main(["hardware", "unit", "--products", "bfloat16"]) == 0
+    printed = capsys.readouterr().out
+    assert "computed in bfloat16" in printed
+    assert printed.count("e4m3fn carried") == 4
+    assert main(["hardware", "unknown"]) == 2
+    assert "unknown recipe" in capsys.readouterr().err
 
 
 def test__hardware__of_a_cuda_device(monkeypatch):
