@@ -68,8 +68,10 @@ def _decoded(q: Tensor, fmt: Format) -> Tensor:
     if q.dim() > 1 and not q.is_contiguous() and q.mT.is_contiguous():
         # A transposed operand of a product: read in memory order, and once for both its uses.
         return decode(q.mT, fmt, dtype).mT
-    if q.dim() > 3 and q.movedim(1, -1).is_contiguous():
-        # An image with its channels last, which they stay for the convolution.
+    if q.dim() > 3 and not q.is_contiguous() and q.movedim(1, -1).is_contiguous():
+        # An image with its channels last, which they stay for the convolution. (A 1 x 1 kernel is
+        # contiguous either way, and keeps its strides: float32 gradients of one that is spelled
+        # with its channels last, of an image that is not, corrupt torch's memory on AVX2.)
         return decode(q.movedim(1, -1), fmt, dtype).movedim(-1, 1)
     return decode(q, fmt, dtype)
 

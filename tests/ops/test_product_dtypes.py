@@ -17,6 +17,7 @@ from scaledtensor import _torch
 from scaledtensor.__main__ import main
 from scaledtensor.errors import HardwareError
 from scaledtensor.ops import products
+from scaledtensor.ops.algebra import elements
 from scaledtensor.recipes.casts import GEMMS
 
 CPU = torch.device("cpu")
@@ -311,3 +312,16 @@ def test__a_step__is_the_same_bits_under_loss_scaling(name, path):
         plain, small = gradients(0), gradients(-18)
     for a, b in zip(plain, small, strict=True):
         assert_shifted(a, b, -18)
+
+
+def test__a_kernel_of_one_pixel__keeps_its_strides():
+    """Spelled with its channels last, beside an image that is not, it has torch's float32
+    convolution write beyond its memory on AVX2."""
+    layer = scaled_model(nn.Conv2d(3, 8, 1, stride=2, bias=False))
+    codes = layer.weight.detach().to_format("e4m3fn")
+    for name in BOTH:
+        with sct.products_in(name):
+            assert elements(codes).stride() == codes.stride() == (3, 1, 1, 1)
+            layer(sct.scaled(torch.randn(4, 3, 16, 16), "bf16", recipe="unit")).sum().backward()
+    image = sct.scaled(torch.randn(2, 4, 6, 5).to(memory_format=torch.channels_last), "e4m3fn")
+    assert elements(image).is_contiguous(memory_format=torch.channels_last)
