@@ -30,7 +30,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from scaledtensor import _torch
 from scaledtensor.formats import bits
@@ -115,6 +114,8 @@ def _takes(x: Tensor, slow_in_inductor: bool) -> bool:
     element there and 0.4 here, stochastic rounding 3 and 1.3.
     """
     if torch.compiler.is_compiling():
+        from torch.fx.experimental.symbolic_shapes import statically_known_true  # brings sympy
+
         return (
             slow_in_inductor
             and bits.ON_AVX2
