@@ -12,6 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "ops"))
 
+import torch._inductor.inductor_prims
 import torch.distributed.fsdp
 import torch.distributed.tensor  # noqa: F401 - these define operators that have rules
 from opinfo import NO_VALUE, OUT_OF_SCOPE, in_scope

@@ -25,6 +25,7 @@ __all__ = [
     "BODIES",
     "DispatchMode",
     "FakeTensor",
+    "coerce_plain_tangents",
     "compute_capability",
     "constant_if_compiled",
     "disable_torch_function",
@@ -35,6 +36,7 @@ __all__ = [
     "functional_twin",
     "grouped_mm",
     "inlined",
+    "inlined_only",
     "innermost_checkpoint",
     "is_composite",
     "is_swappable",
@@ -221,6 +223,25 @@ def is_transforming() -> bool:
     return levels >= 0 or torch._C._are_functorch_transforms_active()
 
 
+def coerce_plain_tangents(into: type[Tensor], coerce: Callable[[Tensor, Any], Tensor]) -> None:
+    """Have the backward pass of compiled code take a plain gradient where its graph expects one of
+    class `into`: `coerce(gradient, context)`, with the context that `into` flattens to.
+
+    An output of compiled code is of class `into`, and so is the gradient that AOTAutograd traced
+    for it. What the user computes from that output decides the real one: `y.sum()` is plain and
+    sends a plain gradient, `y.backward(torch.ones(...))` gives one, and an output that the loss
+    does not read (the logits beside a loss) gets plain zeros. AOTAutograd asks the gradient itself
+    to be what the graph expects, by this method of its class; torch has no other place for it.
+    Without the method it raises an error, and where it answers None as well: so nothing changes for
+    other classes.
+    """
+
+    def answer(x: Tensor, context: Any, expected: type | None = None) -> Tensor | None:
+        return coerce(x, context) if expected is into else None
+
+    Tensor.__coerce_same_metadata_as_tangent__ = inlined_only(answer)  # type: ignore[attr-defined]
+
+
 def is_tracing(x: Tensor) -> bool:
     """Whether `x` is symbolic: a FakeTensor or a FunctionalTensor inside torch.compile/export."""
     return type(x) is not Tensor and not isinstance(x, torch.nn.Parameter)
@@ -260,19 +281,29 @@ def scaled_grouped_mm(
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+def inlined_only(function: F) -> F:
+    """`function`, marked: `torch.compile` traces it as a part of what calls it, and never compiles
+    its frame by itself, nor those of what it calls.
+
+    Dynamo tries to compile every Python frame that runs beside a graph that broke, those that torch
+    calls from C++ included. The strategy of a code object has the interpreter leave them alone, at
+    no cost to a call; there is no public name for it.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    return function
+
+
 def uncompiled(function: F, reason: str = "") -> F:
     """`function`, marked: `torch.compile` leaves it, and all that it calls, to Python.
 
     The public `torch.compiler.disable` imports Dynamo, which takes half as long as torch itself, at
     each import of this library. It tells Dynamo the same by these attributes, and wraps the
-    function in one that switches Dynamo off; the strategy of a code object has that done by the
-    interpreter, at no cost to a call.
+    function in one that switches Dynamo off; `inlined_only` does that at no cost to a call.
     """
-    frames = torch._C._dynamo.eval_frame
-    skip = frames._FrameAction.SKIP
-    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
     vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=reason or None)
-    return function
+    return inlined_only(function)
 
 
 def constant_if_compiled(function: F) -> F:

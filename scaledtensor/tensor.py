@@ -26,6 +26,7 @@ __all__ = [
     "Engine",
     "ScaledTensor",
     "appearance",
+    "as_tangent",
     "check_storable",
     "check_strided",
     "from_plain",
@@ -102,6 +103,9 @@ class ScaledTensor(Tensor):
     #: The largest finite |element| of all those parts, where it was asked for; lost by writing.
     whole_amax: Tensor | None = None
 
+    #: While a graph is traced, what a difference is from and to.
+    towards: Any = None
+
     #: The rules of operators.
     _engine: ClassVar[Engine | OnUse] = OnUse()
 
@@ -136,6 +140,7 @@ class ScaledTensor(Tensor):
         super().__init__()
 
     @classmethod
+    @_torch.inlined_only
     def make(
         cls,
         qdata: Tensor,
@@ -186,10 +191,12 @@ class ScaledTensor(Tensor):
 
     # --- what torch asks of a wrapper subclass -----------------------------------------------
 
+    @_torch.inlined_only
     def __tensor_flatten__(self) -> tuple[list[str], Context]:
         return list(self.INNER), (self.format, self.dtype, self.recipe, self.nonnegative)
 
     @classmethod
+    @_torch.inlined_only
     def __tensor_unflatten__(
         cls,
         inner: dict[str, Tensor],
@@ -200,11 +207,13 @@ class ScaledTensor(Tensor):
         qdata, scale, rms = (inner[name] for name in cls.INNER)
         return cls.make(qdata, scale, rms, *context)
 
+    @_torch.inlined_only
     def __coerce_tangent_metadata__(self) -> Self:
         # AOTAutograd guesses a gradient's metadata from its output's. The scale is a tensor, so
         # nothing about it is guessed; a sign may not be.
         return self.make(self.qdata, self.scale, self.rms, self.format, self.dtype, self.recipe)
 
+    @_torch.inlined_only
     def __coerce_same_metadata_as_tangent__(
         self, expected: Context, expected_type: Any = None
     ) -> Tensor:
@@ -230,6 +239,7 @@ class ScaledTensor(Tensor):
         )
 
     @classmethod
+    @_torch.inlined_only
     def __torch_function__(
         cls,
         func: Callable[..., Any],
@@ -464,6 +474,12 @@ def _finite_norm(x: Tensor) -> Tensor | None:
     norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in pieces(x)]
     norm: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     return norm if math.isfinite(norm.item()) else None
+
+
+def as_tangent(x: Tensor, context: Context) -> ScaledTensor:
+    """A plain gradient as the ScaledTensor that compiled code was made for."""
+    fmt, dtype, recipe, _ = context
+    return from_plain(x, fmt, dtype, recipe)
 
 
 def under_scale(

@@ -341,7 +341,7 @@ PUBLIC = {
         "Engine",
         "SENT_AS_ONE",
         "ScaledTensor",
-        "appearance",
+        "appearance", "as_tangent",
         "check_storable",
         "check_strided",
         "from_plain",
@@ -414,7 +414,7 @@ MEMBERS = [
     "share_memory_",
     "to_format",
     "tolist",
-    "viewed",
+    "towards", "viewed",
     "whole_amax",
 ]
 

@@ -3,7 +3,7 @@
 Importing this package installs them into ScaledTensor.
 """
 
-from scaledtensor import steps
+from scaledtensor import _torch, steps
 from scaledtensor.ops import (  # noqa: F401 - imported for the rules that they register
     activation,
     arithmetic,
@@ -55,7 +55,7 @@ from scaledtensor.ops.registry import (
     on_missing,
     rule,
 )
-from scaledtensor.tensor import Engine, ScaledTensor
+from scaledtensor.tensor import Engine, ScaledTensor, as_tangent
 
 __all__ = ["RULES", "Raw", "Rule", "missing", "on_missing", "products_in", "rule"]
 
@@ -79,3 +79,4 @@ def _code_depends_on() -> str:
 
 
 ScaledTensor._engine = Engine(dispatch, saved.over(_FUNCTIONS), _code_depends_on)
+_torch.coerce_plain_tangents(ScaledTensor, as_tangent)

@@ -19,7 +19,7 @@ from scaledtensor.ops.algebra import (
     value,
 )
 from scaledtensor.ops.masks import FILL, HUGE, LARGEST, is_table, saturated
-from scaledtensor.ops.registry import Overload, Raw, rule
+from scaledtensor.ops.registry import Overload, Raw, Towards, rule, rule_once_defined, starts_at
 from scaledtensor.scale import is_one, settle
 from scaledtensor.tensor import ScaledTensor, measured_rms
 
@@ -39,7 +39,10 @@ def add(x: Any, y: Any, alpha: float = 1) -> Raw:
 @rule(aten.sub.Tensor, aten.sub.Scalar, torch.ops.prims.sub.default)
 def sub(x: Any, y: Any, alpha: float = 1) -> Raw:
     """As add."""
-    return _sum(x, y, -alpha)
+    raw = _sum(x, y, -alpha)
+    if alpha == 1 and isinstance(x, ScaledTensor) and isinstance(y, ScaledTensor):
+        return raw._replace(towards=Towards(y.qdata, x.rms))
+    return raw
 
 
 @rule(aten.rsub.Tensor, aten.rsub.Scalar)
@@ -124,7 +127,10 @@ def addcmul(x: Any, a: Any, b: Any, value: float = 1) -> Raw:
     """r = sqrt(rx^2 + (c ra rb)^2); a sum of squares (Adam's second moment) adds linearly."""
     like = first_scaled(x, a, b)
     base, left, right = (operand(t, like) for t in (x, a, b))
-    if a is b and value >= 0:
+    if starts_at(b, x):
+        # x + w (y - x), which is how Dynamo spells the lerp of an optimizer's first moment.
+        rms = _lerp_rms(base.rms, b.towards.rms, (left.q * left.scale * value).mean())
+    elif a is b and value >= 0:
         rms = base.rms + left.rms.square() * (gaussian_moment(2) * value)
     else:
         rms = quadrature(base.rms, left.rms * right.rms * abs(value))
@@ -132,6 +138,19 @@ def addcmul(x: Any, a: Any, b: Any, value: float = 1) -> Raw:
     q = torch.addcmul(base.q * ratio, left.q * right.q, factor, value=value)
     positive = base.nonnegative and a is b and value >= 0
     return Raw(q, scale, rms, settled=True, nonnegative=positive)
+
+
+@rule_once_defined("prims::fma")
+def fma(a: Any, b: Any, x: Any) -> Raw:
+    """a b + x as addcmul; squares add linearly. Dynamo takes the steps of optimizers apart so."""
+    like = first_scaled(a, b, x)
+    left, right, base = (operand(t, like) for t in (a, b, x))
+    product = left.rms * right.rms
+    squares = left.nonnegative and right.nonnegative
+    rms = base.rms + product if squares else quadrature(base.rms, product)
+    scale, ratio, factor = settle(rms, base.scale, left.scale * right.scale)
+    q = torch.addcmul(base.q * ratio, left.q * right.q, factor)
+    return Raw(q, scale, rms, settled=True, nonnegative=base.nonnegative and squares)
 
 
 @rule(aten.addcdiv.default)
@@ -153,11 +172,16 @@ def lerp(x: Any, y: Any, weight: Any) -> Raw:
     w = plain(weight)
     if not isinstance(w, Tensor):
         w = torch.full((), w, device=a.scale.device)
-    share = w if w.dim() == 0 else w.mean()
-    rms = quadrature(a.rms * (1 - share), b.rms * share)
+    rms = _lerp_rms(a.rms, b.rms, w if w.dim() == 0 else w.mean())
     scale, ratio_a, ratio_b = settle(rms, a.scale, b.scale)
     left, right = a.q * ratio_a, b.q * ratio_b
     return Raw(left + w * (right - left), scale, rms, settled=True)
+
+
+def _lerp_rms(start: Tensor, end: Tensor, weight: Tensor) -> Tensor:
+    """Of (1 - w) x + w y, x and y independent. As x + w (y - x) it has terms that are not: in each
+    step of an optimizer it would grow."""
+    return quadrature(start * (1 - weight), end * weight)
 
 
 # --- homogeneous -----------------------------------------------------------------------------

@@ -61,6 +61,21 @@ Overload = torch._ops.OpOverload
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+class Towards(NamedTuple):
+    """What is known of a difference y - x besides its value."""
+
+    start: Tensor
+    """The elements of x."""
+    rms: Tensor
+    """The RMS of y."""
+
+
+def starts_at(difference: Any, x: Any) -> bool:
+    """Whether `difference` is y - x."""
+    towards = getattr(difference, "towards", None)
+    return towards is not None and isinstance(x, ScaledTensor) and towards.start is x.qdata
+
+
 class Raw(NamedTuple):
     """What a rule computed: the value is `q * scale`, and its RMS should come out near `rms`."""
 
@@ -76,6 +91,7 @@ class Raw(NamedTuple):
     dtype: torch.dtype | None = None
     """The appearance; None promotes those of the operands."""
     nonnegative: bool = False
+    towards: Towards | None = None
 
     @property
     def held(self) -> Tensor:
@@ -237,7 +253,10 @@ def _wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
     recipe = next((x.recipe for x in scaled if x.recipe is not None), None)
     dtype = raw.dtype or _appearance(operands)
     rms = raw.rms.clone() if any(raw.rms is x.rms for x in scaled) else raw.rms
-    return ScaledTensor.make(q, scale, rms, fmt, dtype, recipe, raw.nonnegative)
+    made = ScaledTensor.make(q, scale, rms, fmt, dtype, recipe, raw.nonnegative)
+    if raw.towards is not None and torch.compiler.is_compiling():  # no code is compiled to keep it
+        made.towards = raw.towards
+    return made
 
 
 def store(q: Tensor, fmt: Format) -> Tensor:
