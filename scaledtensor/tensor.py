@@ -12,7 +12,7 @@ from torch import Tensor
 from scaledtensor import _torch
 from scaledtensor.engine import Engine, OnUse
 from scaledtensor.errors import DTypeError, FormatError, UnsupportedError
-from scaledtensor.formats import Format, Granularity, PerTensor, encode, from_dtype
+from scaledtensor.formats import FP32, Format, Granularity, PerTensor, encode, from_dtype
 from scaledtensor.formats import get as get_format
 from scaledtensor.formats.pieces import in_pieces, pieces
 from scaledtensor.recipes import Recipe
@@ -29,6 +29,7 @@ __all__ = [
     "as_tangent",
     "check_storable",
     "check_strided",
+    "entered",
     "from_plain",
     "is_parameter",
     "is_storable",
@@ -474,6 +475,13 @@ def _finite_norm(x: Tensor) -> Tensor | None:
     norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in pieces(x)]
     norm: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     return norm if math.isfinite(norm.item()) else None
+
+
+def entered(x: Tensor, recipe: Recipe | None) -> ScaledTensor:
+    """A plain tensor where a scaled one is needed: its RMS is measured, once, at the door."""
+    x = x if x.dtype.is_floating_point else x.float()
+    fmt = FP32 if x.dtype == torch.float64 else from_dtype(x.dtype)
+    return from_plain(x, fmt, x.dtype, recipe)
 
 
 def as_tangent(x: Tensor, context: Context) -> ScaledTensor:

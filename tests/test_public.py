@@ -341,7 +341,8 @@ PUBLIC = {
         "Engine",
         "SENT_AS_ONE",
         "ScaledTensor",
-        "appearance", "as_tangent",
+        "appearance",
+        "as_tangent",
         "check_storable",
         "check_strided",
         "from_plain",
@@ -414,7 +415,8 @@ MEMBERS = [
     "share_memory_",
     "to_format",
     "tolist",
-    "towards", "viewed",
+    "towards",
+    "viewed",
     "whole_amax",
 ]
 

@@ -14,6 +14,7 @@ from scaledtensor.ops import (  # noqa: F401 - imported for the rules that they 
     casts,
     collectives,
     compare,
+    complex_numbers,
     convolution,
     creation,
     delayed,
@@ -69,6 +70,7 @@ _FUNCTIONS = {
     **recurrent.FUNCTIONS,
     **resample.FUNCTIONS,
     **scan.FUNCTIONS,
+    **complex_numbers.FUNCTIONS,
     **linalg.FUNCTIONS,
     **steps.FUNCTIONS,
 }

@@ -15,7 +15,7 @@ from scaledtensor.ops.algebra import elements, saved_format, value
 from scaledtensor.ops.functions import cast_once
 from scaledtensor.ops.registry import covers_storage, rule, store, write
 from scaledtensor.scale import MAX_SCALE, MIN_SCALE, settle
-from scaledtensor.tensor import SENT_AS_ONE, ScaledTensor, from_plain, is_stored
+from scaledtensor.tensor import SENT_AS_ONE, ScaledTensor, entered, from_plain, is_stored
 
 aten = torch.ops.aten
 
@@ -93,9 +93,7 @@ def promote(x: Tensor, like: ScaledTensor) -> ScaledTensor:
     """A plain tensor enters: its RMS is measured, once, at the door."""
     if isinstance(x, ScaledTensor):
         return x
-    x = x if x.dtype.is_floating_point else x.float()
-    fmt = FP32 if x.dtype == torch.float64 else from_dtype(x.dtype)
-    return from_plain(x, fmt, x.dtype, like.recipe)
+    return entered(x, like.recipe)
 
 
 @rule(aten._to_copy.default)

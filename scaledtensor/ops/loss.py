@@ -102,9 +102,9 @@ def nll_loss_backward(
 # --- of a difference -------------------------------------------------------------------------
 
 
-def _differing(x: Any, y: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _differing(x: Any, y: Any, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Both values in float32, and the RMS of their difference."""
-    like = first_scaled(x, y)
+    like = first_scaled(x, y, *others)
     a, b = operand(x, like), operand(y, like)
     return a.q.float() * a.scale, b.q.float() * b.scale, quadrature(a.rms, b.rms)
 
@@ -121,7 +121,7 @@ def mse_loss(x: Any, y: Any, reduction: int = _MEAN) -> Any:
 def mse_loss_backward(g: Any, x: Any, y: Any, reduction: int) -> Raw:
     """2 g (x - y) / n: r = 2 r_g sqrt(rx^2 + ry^2) / n."""
     into = incoming(g, first_scaled(x, y, g), x.numel(), reduction)
-    left, right, spread = _differing(x, y)
+    left, right, spread = _differing(x, y, g)
     return Raw(into.q * (left - right), into.scale * 2, into.rms * spread * 2)
 
 
@@ -161,7 +161,7 @@ def smooth_l1_loss_backward(
     """g clamp(d, -1, 1) / n, d = (x - y) / edge: r = r_g sqrt(d^2 / (1 + 0.97 d^2)) / n, within 7%
     of the integral; times the edge for huber."""
     into = incoming(g, first_scaled(x, y, g), x.numel(), reduction)
-    left, right, spread = _differing(x, y)
+    left, right, spread = _differing(x, y, g)
     q = op(into.q, left, right, into.reduction, edge)
     slope = _clamped_rms(spread, edge) if edge else torch.ones_like(spread)
     if op is aten.huber_loss_backward.default:

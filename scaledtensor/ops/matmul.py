@@ -10,6 +10,7 @@ machine multiplies faster (`products`). Both are exact: every E4M3 and E5M2 valu
 a float32 value, and products accumulate in float32.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -117,6 +118,35 @@ def grouped_mm(
     q = _grouped(left, right, offs, bias)
     rms = x.rms * y.rms * (a.shape[-1] / max(groups, 1)) ** 0.5
     return Raw(q, x.scale * y.scale, rms, dtype=out_dtype)
+
+
+@rule(aten._trilinear.default)
+def trilinear(
+    a: Any,
+    b: Any,
+    c: Any,
+    expand1: Sequence[int],
+    expand2: Sequence[int],
+    expand3: Sequence[int],
+    sumdim: Sequence[int],
+    unroll_dim: int = 1,
+) -> Raw:
+    """r = ra rb rc sqrt(terms): a part of the derivative of a plain nn.Bilinear."""
+    like = first_scaled(a, b, c)
+    factors = [operand(x, like) for x in (a, b, c)]
+    expanded = (expand1, expand2, expand3)
+    terms = 1
+    for dim in sumdim:
+        terms *= max(
+            # Where an operand is expanded to its left, its own dimension stands further left.
+            f.q.shape[dim - sum(d < dim for d in dims)]
+            for f, dims in zip(factors, expanded, strict=True)
+            if dim not in dims
+        )
+    x, y, z = (f.q.float() for f in factors)
+    q = aten._trilinear.default(x, y, z, *expanded, sumdim, unroll_dim)
+    (s1, s2, s3), (r1, r2, r3) = ([f.scale for f in factors], [f.rms for f in factors])
+    return Raw(q, s1 * s2 * s3, r1 * r2 * r3 * terms**0.5)
 
 
 def _grouped(a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None) -> Tensor:

@@ -17,7 +17,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, partial, wraps
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -40,7 +40,7 @@ from scaledtensor.ops.masks import is_table, saturated
 from scaledtensor.ops.observe import observers
 from scaledtensor.scale import is_one, settle, settle_in_place
 from scaledtensor.steps import watch
-from scaledtensor.tensor import ScaledTensor, from_plain, is_stored
+from scaledtensor.tensor import ScaledTensor, entered, from_plain, is_stored
 
 __all__ = [
     "RULES",
@@ -146,13 +146,45 @@ def rule(*ops: Overload, pass_op: bool = False) -> Callable[[F], F]:
                     f"{op} has a rule already: {RULES[op].function.__module__}."
                     f"{RULES[op].function.__qualname__}"
                 )
+        call = _with_scaled(function)
         for op in ops:
-            RULES[op] = Rule(op, function, partial(function, op) if pass_op else function)
+            RULES[op] = Rule(op, function, partial(call, op) if pass_op else call)
         _handlers.clear()
         fingerprint.cache_clear()
         return function
 
     return register
+
+
+def _with_scaled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with plain tensors scaled where it declares that it takes a ScaledTensor.
+
+    An operator comes here when one of its arguments is scaled. It need not be that one: the
+    derivative of a plain activation that meets scaled tensors later has a scaled gradient.
+    """
+    parameters = list(inspect.signature(function).parameters.values())
+    places = [i for i, p in enumerate(parameters) if p.annotation is ScaledTensor]
+    tensors = [p for p in parameters if p.annotation is Any or "Tensor" in str(p.annotation)]
+    if not places or len(tensors) < 2:  # dispatch sees to the only one
+        return function
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for i in places:
+            if i < len(args) and not isinstance(args[i], ScaledTensor) and _is_plain(args[i]):
+                args = (*args[:i], _entered(args[i], _operands(args, kwargs)), *args[i + 1 :])
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _is_plain(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype.is_floating_point
+
+
+def _entered(x: Tensor, operands: list[Any]) -> ScaledTensor:
+    scaled = (other for other in operands if isinstance(other, ScaledTensor))
+    return entered(x, next(scaled).recipe)
 
 
 #: Rules of operators that torch defines in modules which it has not loaded yet, by name.

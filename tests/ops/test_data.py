@@ -76,18 +76,45 @@ def test__embedding_with_a_largest_norm__cuts_the_rows_in_use():
     assert_holds(x, table, 2.0**-20)
 
 
-UNSUPPORTED = {
-    "complex": lambda x: torch.complex(x, x),
-    "fft": lambda x: torch.fft.rfft(x),
-    "eig": lambda x: torch.linalg.eig(x),
-    "sparse": lambda x: x.to_sparse(),
-}
-
-
-@pytest.mark.parametrize("name", UNSUPPORTED)
-def test__result_without_a_scaled_form__says_so(name):
+def test__a_sparse_result__has_no_scaled_form_and_says_so():
     with pytest.raises(sct.errors.UnsupportedError, match="dequantize"):
-        UNSUPPORTED[name](sct.scaled(gaussian(4, 4)))
+        sct.scaled(gaussian(4, 4)).to_sparse()
+
+
+def rotary(x: torch.Tensor) -> torch.Tensor:
+    """As Meta's Llama and torchtitan turn queries: as a product of complex numbers."""
+    angles = torch.outer(torch.arange(6.0), 10.0 ** -torch.arange(4.0))
+    turned = torch.view_as_complex(x.float().reshape(6, 4, 2)) * torch.polar(
+        torch.ones_like(angles), angles
+    )
+    return torch.view_as_real(turned).flatten(1).type_as(x)
+
+
+def mixed(x: torch.Tensor) -> torch.Tensor:
+    """As FNet mixes tokens."""
+    return torch.fft.fftn(x, dim=(0, 1)).real
+
+
+def correlated(x: torch.Tensor) -> torch.Tensor:
+    """As Autoformer finds periods."""
+    f = torch.fft.rfft(x, dim=0)
+    return torch.fft.irfft(f * torch.conj(f), n=len(x), dim=0)
+
+
+@pytest.mark.parametrize("function", [rotary, mixed, correlated])
+def test__complex_numbers_on_the_way__are_plain(function):
+    plain, w = gaussian(6, 8).requires_grad_(), gaussian(8, 8)
+    function(plain).mm(w).square().mean().backward()
+    found = []
+    for multiplier in (1.0, 2.0**-20):
+        x = sct.scaled(plain.detach()).requires_grad_()
+        weight = sct.scaled(w)
+        y = function(x) @ weight
+        assert isinstance(y, sct.ScaledTensor)
+        (y.square().mean() * multiplier).backward()
+        found.append(x.grad)
+    assert_holds(found[0], plain.grad, 2.0**-6)
+    assert torch.equal(dequantized(found[0]) * 2.0**-20, dequantized(found[1]))
 
 
 def route(x, w):

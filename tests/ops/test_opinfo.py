@@ -20,6 +20,7 @@ from opinfo import (
     OUT_OF_SCOPE,
     NotApplicableError,
     backward,
+    backward_of_plain,
     compiled,
     forward,
     samples,
@@ -50,6 +51,15 @@ def test__gradients__are_those_of_the_plain_operator(name):
     for sample in drawn(name):
         if OPS[name].supports_autograd:
             backward(sample)
+
+
+@every_op
+def test__a_scaled_gradient__passes_through_the_plain_operator(name):
+    """As behind a layer that a filter left out."""
+    if not OPS[name].supports_autograd:
+        pytest.skip("has no derivative")
+    for sample in drawn(name):
+        backward_of_plain(sample)
 
 
 @pytest.mark.parametrize("name", OUT_OF_SCOPE)
