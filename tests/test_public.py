@@ -345,6 +345,7 @@ PUBLIC = {
         "as_tangent",
         "check_storable",
         "check_strided",
+        "entered",
         "from_plain",
         "is_parameter",
         "is_storable",
