@@ -49,6 +49,7 @@ from scaledtensor.ops.registry import (
     RULES,
     Raw,
     Rule,
+    absent,
     dispatch,
     fingerprint,
     missing,
@@ -57,7 +58,7 @@ from scaledtensor.ops.registry import (
 )
 from scaledtensor.tensor import Engine, ScaledTensor
 
-__all__ = ["RULES", "Raw", "Rule", "missing", "on_missing", "products_in", "rule"]
+__all__ = ["RULES", "Raw", "Rule", "absent", "missing", "on_missing", "products_in", "rule"]
 
 _FUNCTIONS = {
     **functions.FUNCTIONS,
