@@ -7,7 +7,8 @@ STAMP := $(VENV)/.installed
 # torch is pinned to a build that runs on a CPU; pyproject.toml allows torch>=2.11.
 TORCH ?= torch==2.13.0
 
-.PHONY: venv demo test test-all test-kinds check bench bench-casts exhaustive clean
+.PHONY: venv demo test test-all test-kinds test-torch torch-names dist check bench bench-casts \
+	exhaustive clean
 
 venv: $(STAMP)
 
@@ -41,6 +42,38 @@ test-kinds: venv
 		$(BIN)/python -m pytest -n auto $(PRODUCTS) tests/ops/test_product_dtypes.py \
 		tests/formats/test_native.py; fi
 
+# The suite under another version of torch, in an environment of its own:
+# `make test-torch VERSION=2.15.0`, or with TESTS=tests/ops for a part of it. torch says which setuptools
+# it takes. On Linux PyPI's torch brings CUDA; pip's own PIP_EXTRA_INDEX_URL and PIP_FIND_LINKS choose others.
+VERSION ?= 2.15.0
+TESTS ?= tests
+OTHER_VENV := .venv-torch-$(VERSION)
+test-torch: $(OTHER_VENV)/.installed
+	$(OTHER_VENV)/bin/python -m pytest -n auto $(TESTS)
+
+.venv-torch-%/.installed: pyproject.toml requirements-dev.txt
+	$(PYTHON) -m venv $(@D)
+	grep -v '^setuptools==' requirements-dev.txt > $(@D)/requirements.txt
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check torch==$* -r $(@D)/requirements.txt
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	touch $@
+
+# What each minor version of torch lacks of the names in use: tests/torch_versions/*.json.
+VERSIONS := 2.11.0 2.12.1 2.14.1 2.15.0
+NAMES := tests/torch_versions/names.py
+torch-names: venv $(VERSIONS:%=.venv-torch-%/.installed)
+	mkdir -p build/names
+	$(BIN)/python $(NAMES) write build/names/first
+	for v in $(VERSIONS); do .venv-torch-$$v/bin/python $(NAMES) write build/names/$$v || exit 1; done
+	rm -f tests/torch_versions/*.json
+	$(BIN)/python $(NAMES) compare build/names/first $(VERSIONS:%=build/names/%)
+
+# What a release uploads: dist/*.whl and dist/*.tar.gz. `tests/test_dist.py` installs such a wheel.
+dist: venv
+	rm -rf build dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m pytest tests/test_dist.py
+
 check: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -56,4 +89,4 @@ exhaustive: venv
 	$(BIN)/python -m benchmarks.exhaustive
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) .venv-torch-* .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

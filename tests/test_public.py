@@ -290,6 +290,7 @@ PUBLIC = {
         "RULES",
         "Raw",
         "Rule",
+        "absent",
         "missing",
         "on_missing",
         "products_in",

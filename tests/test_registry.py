@@ -8,8 +8,9 @@ import torch
 from assertions import assert_holds, dequantized
 
 import scaledtensor as sct
+from scaledtensor import ops
 from scaledtensor.errors import MissingRuleError, MissingRuleWarning, RegistryError
-from scaledtensor.ops import RULES, Raw, missing, registry, rule
+from scaledtensor.ops import RULES, Raw, missing, operators, registry, rule
 
 aten = torch.ops.aten
 sinh = aten.sinh.default
@@ -74,6 +75,57 @@ def test__a_rule_for_something_else__is_an_error(given, restored):
     with pytest.raises(RegistryError, match=r"torch\.ops\.aten\.add\.Tensor"):
         rule(sinh, given)(lambda x: x)
     assert sinh not in RULES
+
+
+# --- operators that torch has not ------------------------------------------------------------
+
+
+@pytest.fixture
+def waiting():
+    """Afterwards the rules that wait are as they were."""
+    before = dict(registry._waiting)
+    yield
+    registry._waiting.clear()
+    registry._waiting.update(before)
+
+
+def test__a_rule_for_an_operator_that_torch_lacks__waits_until_it_is_defined(restored, waiting):
+    before = ops.absent()
+    given = operators.aten.sinh.default, operators.aten.sinh.of_another_version
+
+    @rule(*given, pass_op=True)
+    def halved(op, x):
+        return Raw(x.qdata * 0.5, x.scale, x.rms * 0.5)
+
+    assert RULES[sinh].function is halved
+    assert set(ops.absent()) - set(before) == {"aten.sinh.of_another_version"}
+    library = torch.library.Library("aten", "FRAGMENT")
+    try:
+        library.define("sinh.of_another_version(Tensor self) -> Tensor")
+        op = operators.aten.sinh.of_another_version
+        assert_holds(op(sample()), dequantized(sample()) / 2, 0)
+        assert RULES[op].function is halved
+        assert ops.absent() == before
+    finally:
+        vars(operators.aten.sinh).pop("of_another_version", None)
+        vars(torch.ops.aten.sinh).pop("of_another_version", None)
+        library._destroy()
+
+
+def test__an_operator_that_torch_lacks__says_so_when_it_is_called(waiting):
+    op = operators.aten.sinhh.default
+    with pytest.raises(sct.errors.UnsupportedError, match=r"has no operator aten\.sinhh\.default"):
+        op(sample())
+    rule(op)(lambda x: x)
+    with pytest.raises(RegistryError, match=r"aten\.sinhh\.default has a rule already"):
+        rule(op)(lambda x: x)
+
+
+def test__the_names_of_operators__are_torchs_own():
+    assert operators.aten.add.Tensor is aten.add.Tensor
+    assert operators.find("aten.add.Tensor") is aten.add.Tensor
+    assert not hasattr(operators.aten, "__wrapped__")
+    assert not hasattr(operators.aten.add, "__wrapped__")
 
 
 # --- the policy ------------------------------------------------------------------------------

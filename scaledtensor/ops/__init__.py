@@ -50,6 +50,7 @@ from scaledtensor.ops.registry import (
     RULES,
     Raw,
     Rule,
+    absent,
     dispatch,
     fingerprint,
     missing,
@@ -58,7 +59,7 @@ from scaledtensor.ops.registry import (
 )
 from scaledtensor.tensor import Engine, ScaledTensor, as_tangent
 
-__all__ = ["RULES", "Raw", "Rule", "missing", "on_missing", "products_in", "rule"]
+__all__ = ["RULES", "Raw", "Rule", "absent", "missing", "on_missing", "products_in", "rule"]
 
 _FUNCTIONS = {
     **functions.FUNCTIONS,

@@ -28,10 +28,9 @@ from scaledtensor.ops.algebra import (
     value,
 )
 from scaledtensor.ops.moments import gaussian_rms, integrand
+from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, Raw, dequantized, rule, write
 from scaledtensor.tensor import ScaledTensor
-
-aten = torch.ops.aten
 
 
 def _between_half_and_root_half(rms: Tensor, c: float) -> Tensor:

@@ -19,24 +19,22 @@ from scaledtensor.ops.algebra import (
     value,
 )
 from scaledtensor.ops.masks import FILL, HUGE, LARGEST, is_table, saturated
-from scaledtensor.ops.registry import Overload, Raw, Towards, rule, rule_once_defined, starts_at
+from scaledtensor.ops.operators import aten, prims
+from scaledtensor.ops.registry import Overload, Raw, Towards, rule, starts_at
 from scaledtensor.scale import is_one, settle
 from scaledtensor.tensor import ScaledTensor, measured_rms
-
-aten = torch.ops.aten
-
 
 # --- sums ------------------------------------------------------------------------------------
 
 
 # Derivatives of derivatives come in part from torch's Python references, which end in prims.
-@rule(aten.add.Tensor, aten.add.Scalar, torch.ops.prims.add.default)
+@rule(aten.add.Tensor, aten.add.Scalar, prims.add.default)
 def add(x: Any, y: Any, alpha: float = 1) -> Raw:
     """Independent terms: r = sqrt(rx^2 + ry^2), which grows over depth; a constant by its value."""
     return _sum(x, y, alpha)
 
 
-@rule(aten.sub.Tensor, aten.sub.Scalar, torch.ops.prims.sub.default)
+@rule(aten.sub.Tensor, aten.sub.Scalar, prims.sub.default)
 def sub(x: Any, y: Any, alpha: float = 1) -> Raw:
     """As add."""
     raw = _sum(x, y, -alpha)
@@ -92,7 +90,7 @@ def under(term: Operand, x: Any, ratio: Tensor) -> Tensor:
 # --- products --------------------------------------------------------------------------------
 
 
-@rule(aten.mul.Tensor, aten.mul.Scalar, torch.ops.prims.mul.default)
+@rule(aten.mul.Tensor, aten.mul.Scalar, prims.mul.default)
 def mul(x: Any, y: Any) -> Raw:
     """r = rx ry. A constant moves its power of two into the scale, exactly."""
     if not isinstance(x, Tensor):
@@ -109,7 +107,7 @@ def mul(x: Any, y: Any) -> Raw:
     return Raw(a.q * b.q, a.scale * b.scale, rms, nonnegative=positive)
 
 
-@rule(aten.div.Tensor, aten.div.Scalar, torch.ops.prims.div.default)
+@rule(aten.div.Tensor, aten.div.Scalar, prims.div.default)
 def div(x: Any, y: Any) -> Raw:
     """r = rx / ry. A zero divisor shows in the elements, never as a scale of inf or NaN."""
     if not isinstance(y, Tensor):
@@ -140,7 +138,7 @@ def addcmul(x: Any, a: Any, b: Any, value: float = 1) -> Raw:
     return Raw(q, scale, rms, settled=True, nonnegative=positive)
 
 
-@rule_once_defined("prims::fma")
+@rule(prims.fma.default)
 def fma(a: Any, b: Any, x: Any) -> Raw:
     """a b + x as addcmul; squares add linearly. Dynamo takes the steps of optimizers apart so."""
     like = first_scaled(a, b, x)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from scaledtensor.ops.algebra import bounded_square, elements, first_scaled, operand
+from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.ops.softmax import (
     MASKED,
@@ -37,8 +38,6 @@ from scaledtensor.ops.softmax import (
 from scaledtensor.tensor import ScaledTensor
 
 __all__ = ["FUNCTIONS"]
-
-aten = torch.ops.aten
 
 
 def attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:

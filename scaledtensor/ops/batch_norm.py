@@ -13,10 +13,9 @@ from torch import Tensor
 
 from scaledtensor.ops.algebra import first_scaled, operand, plain, quadrature
 from scaledtensor.ops.norm import affine_rms, norm_gradients
+from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Raw, rule, write
 from scaledtensor.tensor import ScaledTensor
-
-aten = torch.ops.aten
 
 
 def _operands(x: Any, weight: Any) -> tuple[Tensor, Tensor | None]:

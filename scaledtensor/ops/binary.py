@@ -11,12 +11,11 @@ from scaledtensor import verbs
 from scaledtensor.ops.algebra import Operand, first_scaled, measured, operand, plain, quadrature
 from scaledtensor.ops.arithmetic import div, log_rms, mul
 from scaledtensor.ops.elementary import spellings
+from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.scale import settle
 
 __all__ = ["FUNCTIONS"]
-
-aten = torch.ops.aten
 
 
 def _pair(x: Any, y: Any) -> tuple[Operand, Operand, Tensor, Tensor]:

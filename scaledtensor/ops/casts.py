@@ -13,11 +13,10 @@ from scaledtensor.formats.pieces import in_pieces
 from scaledtensor.formats.rounding import Rounding, round_by_arithmetic
 from scaledtensor.ops.algebra import elements, saved_format, value
 from scaledtensor.ops.functions import cast_once
+from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import covers_storage, rule, store, write
 from scaledtensor.scale import MAX_SCALE, MIN_SCALE, settle
 from scaledtensor.tensor import SENT_AS_ONE, ScaledTensor, entered, from_plain, is_stored
-
-aten = torch.ops.aten
 
 
 @rule(verbs.to_format)

@@ -17,17 +17,16 @@ from torch import Tensor, nn
 from scaledtensor import _torch
 from scaledtensor.coded import as_bytes
 from scaledtensor.ops.algebra import elements, value
-from scaledtensor.ops.registry import Raw, rule, rule_once_defined, store
+from scaledtensor.ops.operators import c10d, fsdp
+from scaledtensor.ops.operators import c10d_functional as functional
+from scaledtensor.ops.registry import Raw, rule, store
 from scaledtensor.tensor import SENT_AS_ONE, ScaledTensor, from_plain
 
 __all__: list[str] = []
 
-c10d, functional = torch.ops.c10d, torch.ops._c10d_functional
-
 
 # The second is what a release of torch wraps around a result that may not have arrived.
-@rule(functional.wait_tensor.default)
-@rule_once_defined("_c10d_functional::_wrap_tensor_autograd")
+@rule(functional.wait_tensor.default, functional._wrap_tensor_autograd.default)
 def wait_tensor(x: ScaledTensor) -> ScaledTensor:
     """The results of the rules below have arrived."""
     return x.viewed(x.qdata)
@@ -103,11 +102,11 @@ def allreduce_(tensors: Sequence[Tensor], *args: Any) -> Any:
     return list(tensors), work
 
 
-@rule_once_defined("fsdp::chunk_cat")
+@rule(fsdp.chunk_cat.default)
 def chunk_cat(tensors: Sequence[Tensor], dim: int, chunks: int, out: Tensor) -> None:
     """The gradients of `fully_shard`, by value: those of a group are summed as one."""
     plain = [t.dequantize() if isinstance(t, ScaledTensor) else t for t in tensors]
-    torch.ops.fsdp.chunk_cat.default(plain, dim, chunks, out=out)
+    fsdp.chunk_cat.default(plain, dim, chunks, out=out)
 
 
 def _waited(x: Tensor) -> Tensor:

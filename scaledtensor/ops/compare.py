@@ -7,10 +7,9 @@ from torch import Tensor
 
 from scaledtensor.errors import DTypeError
 from scaledtensor.ops.algebra import value
+from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, rule
 from scaledtensor.tensor import ScaledTensor
-
-aten = torch.ops.aten
 
 
 @rule(

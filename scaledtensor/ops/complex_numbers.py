@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, dequantized, rule
 
 __all__ = ["FUNCTIONS"]
-
-aten = torch.ops.aten
 
 
 @rule(

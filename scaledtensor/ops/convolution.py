@@ -19,12 +19,11 @@ import torch
 
 from scaledtensor.formats import FP32
 from scaledtensor.ops.algebra import Operand, first_scaled, operand, quadrature
+from scaledtensor.ops.operators import aten
 from scaledtensor.ops.products import multiplied
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.ops.windows import expanded, pairs, sym_max
 from scaledtensor.scale import settle
-
-aten = torch.ops.aten
 
 
 class Terms(NamedTuple):

@@ -9,12 +9,11 @@ from torch import Tensor
 
 from scaledtensor.formats import from_dtype
 from scaledtensor.ops.algebra import elements, operand, plain
+from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.views import fill_under, moves_scale
 from scaledtensor.scale import nearest_power_of_two
 from scaledtensor.tensor import ScaledTensor, is_stored
-
-aten = torch.ops.aten
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -16,13 +16,12 @@ from torch import Tensor
 from scaledtensor import verbs
 from scaledtensor.formats import FP32
 from scaledtensor.ops.algebra import at_value, bounded_square, count, quadrature, value
+from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.ops.softmax import logsumexp_rms
 from scaledtensor.tensor import ScaledTensor
 
 __all__ = ["FUNCTIONS"]
-
-aten = torch.ops.aten
 
 
 # --- logsumexp -------------------------------------------------------------------------------

@@ -6,15 +6,13 @@ E|z|^p of a Gaussian gives the p-norm of n differences of RMS r: r (n E|z|^p)^(1
 import math
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from scaledtensor.formats import FP32
 from scaledtensor.ops.algebra import first_scaled, gaussian_moment, operand, quadrature
+from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.tensor import ScaledTensor
-
-aten = torch.ops.aten
 
 
 def _length(n: int, p: float) -> float:

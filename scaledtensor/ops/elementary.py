@@ -19,13 +19,12 @@ from scaledtensor.ops.algebra import at_value, elements, operand, value
 from scaledtensor.ops.arithmetic import exponential
 from scaledtensor.ops.masks import LARGEST, saturated
 from scaledtensor.ops.moments import gaussian_rms, integrand
+from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.scale import settle
 from scaledtensor.tensor import ScaledTensor
 
-__all__ = ["FUNCTIONS", "elementwise", "with_slope"]
-
-aten = torch.ops.aten
+__all__ = ["FUNCTIONS", "elementwise", "spellings", "with_slope"]
 
 Function = Callable[..., Tensor]
 
@@ -98,9 +97,8 @@ def with_slope(
     FUNCTIONS.update(dict.fromkeys(caught, call))
 
 
-def spellings(*names: str) -> set[Any]:
-    """The functions of these names in torch, torch.Tensor and torch.special."""
-    places = (torch, Tensor, torch.special)
+def spellings(*names: str, places: Iterable[Any] = (torch, Tensor, torch.special)) -> set[Any]:
+    """The functions of these names, wherever among `places` this version of torch has them."""
     return {getattr(p, n) for p in places for n in names if hasattr(p, n)}
 
 
@@ -268,8 +266,8 @@ def rounded(op: Overload, x: ScaledTensor) -> Raw:
     return at_value(op, x, rms, nonnegative=x.nonnegative)
 
 
-for _op in (aten.floor.default, aten.ceil.default, aten.round.default, aten.trunc.default):
-    integrand(_op._schema.name.split("::")[1], _op)
+for _name in ("floor", "ceil", "round", "trunc"):
+    integrand(_name, getattr(torch, _name))
 
 
 @rule(aten.round.decimals)

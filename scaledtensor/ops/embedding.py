@@ -1,14 +1,12 @@
 """Embedding tables."""
 
-import torch
 from torch import Tensor
 
 from scaledtensor.formats import FP32
 from scaledtensor.ops.algebra import elements, operand, value
+from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.tensor import ScaledTensor
-
-aten = torch.ops.aten
 
 
 @rule(aten.embedding.default)

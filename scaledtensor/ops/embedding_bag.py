@@ -2,16 +2,14 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from scaledtensor.formats import FP32
 from scaledtensor.ops.algebra import first_scaled, operand
+from scaledtensor.ops.operators import aten
 from scaledtensor.ops.reduction import extreme_rms
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.tensor import ScaledTensor
-
-aten = torch.ops.aten
 
 _SUM, _MEAN, _MAX = 0, 1, 2
 

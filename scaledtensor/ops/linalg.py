@@ -17,11 +17,10 @@ from scaledtensor import verbs
 from scaledtensor.errors import UnsupportedError
 from scaledtensor.formats import FP32
 from scaledtensor.ops.algebra import elements, measured, operand, plain, quadrature
+from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.scale import MAX_SCALE, MIN_SCALE
 from scaledtensor.tensor import ScaledTensor
-
-aten = torch.ops.aten
 
 
 @rule(
@@ -39,6 +38,7 @@ aten = torch.ops.aten
     aten.linalg_lu_factor_ex.default,
     aten.linalg_lu_solve.default,
     aten.linalg_matrix_exp.default,
+    aten.linalg_matrix_sqrth.default,
     aten.linalg_pinv.atol_rtol_tensor,
     aten._linalg_solve_ex.default,
     aten.linalg_solve_triangular.default,
@@ -82,6 +82,13 @@ def qr(x: ScaledTensor, mode: str = "reduced") -> Any:
     """Q: 1 / sqrt(rows). R has the norm of the matrix: r sqrt(elements of it per element of R)."""
     q, r = aten.linalg_qr.default(elements(x).float(), mode)
     return _orthonormal(q, x.shape[-2], x), _shares_norm(r, x)
+
+
+@rule(aten.linalg_polar.default)
+def polar(x: ScaledTensor) -> Any:
+    """U: 1 / sqrt(rows). H has the norm of the matrix: r sqrt(elements of it per element of H)."""
+    u, h = aten.linalg_polar.default(elements(x).float())
+    return _orthonormal(u, x.shape[-2], x), _shares_norm(h, x)
 
 
 @rule(aten._linalg_svd.default)

@@ -21,13 +21,13 @@ from scaledtensor.ops.algebra import (
     quadrature,
     value,
 )
+from scaledtensor.ops.elementary import spellings
 from scaledtensor.ops.functions import linear
+from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.tensor import ScaledTensor
 
 __all__ = ["FUNCTIONS", "Incoming", "incoming", "unreduced", "wide"]
-
-aten = torch.ops.aten
 
 _REDUCTIONS = ("none", "mean", "sum")  # in the order of at::Reduction
 _NONE, _MEAN, _SUM = range(3)
@@ -354,5 +354,8 @@ def linear_cross_entropy(
 #: function that a user may call -> the same by operators with rules.
 FUNCTIONS: dict[Any, Callable[..., Tensor]] = {
     torch.nn.functional.binary_cross_entropy_with_logits: binary_cross_entropy_with_logits,
-    torch.nn.functional.linear_cross_entropy: linear_cross_entropy,
+    # torch before 2.12 has none.
+    **dict.fromkeys(
+        spellings("linear_cross_entropy", places=(torch.nn.functional,)), linear_cross_entropy
+    ),
 }

@@ -7,15 +7,13 @@ sqrt 2), here (1 + t / sqrt(t^2 + pi / 2)) / 2: within 2% of Phi.
 import math
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from scaledtensor.ops.algebra import bounded_square, first_scaled, operand
 from scaledtensor.ops.loss import incoming, unreduced, wide
+from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.tensor import ScaledTensor
-
-aten = torch.ops.aten
 
 
 def _violated(rms: Tensor, margin: float) -> tuple[Tensor, Tensor]:

@@ -19,12 +19,11 @@ from torch import Tensor
 from scaledtensor import _torch
 from scaledtensor.ops import hardware
 from scaledtensor.ops.algebra import first_scaled, measured, operand, quadrature
+from scaledtensor.ops.operators import aten
 from scaledtensor.ops.products import multiplied
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.scale import settle, settle_product
 from scaledtensor.tensor import ScaledTensor
-
-aten = torch.ops.aten
 
 
 @rule(aten.mm.default)

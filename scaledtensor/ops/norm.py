@@ -14,10 +14,9 @@ from torch import Tensor
 
 from scaledtensor.formats import FP32
 from scaledtensor.ops.algebra import first_scaled, operand, plain, quadrature
+from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.tensor import ScaledTensor, measured_rms
-
-aten = torch.ops.aten
 
 
 def _rms(x: Any, like: Tensor) -> Tensor:

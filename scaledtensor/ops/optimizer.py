@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from scaledtensor.ops.algebra import elements
+from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, covers_storage, rule
 from scaledtensor.scale import MAX_SCALE, MIN_SCALE, nearest_power_of_two
 from scaledtensor.tensor import ScaledTensor
-
-aten = torch.ops.aten
 
 Number = float | Tensor
 

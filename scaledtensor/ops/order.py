@@ -3,15 +3,13 @@
 from statistics import NormalDist
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from scaledtensor.ops.algebra import count, elements, plain
+from scaledtensor.ops.operators import aten
 from scaledtensor.ops.reduction import extreme_rms
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.tensor import ScaledTensor
-
-aten = torch.ops.aten
 
 
 @rule(aten.topk.default, aten.sort.default, aten.sort.stable, pass_op=True)

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from scaledtensor.ops.algebra import elements, operand
+from scaledtensor.ops.operators import aten
 from scaledtensor.ops.reduction import growth
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.windows import expanded, pairs, sym_max
 from scaledtensor.tensor import ScaledTensor
-
-aten = torch.ops.aten
 
 
 def _share(part: Sequence[int], whole: Sequence[int]) -> Any:

@@ -15,10 +15,9 @@ from torch import Tensor
 from scaledtensor._torch import log
 from scaledtensor.formats import FP32
 from scaledtensor.ops.algebra import count, elements, first_scaled, operand, plain, value
+from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.tensor import ScaledTensor
-
-aten = torch.ops.aten
 
 Dims = int | Sequence[int] | None
 

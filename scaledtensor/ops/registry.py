@@ -38,14 +38,17 @@ from scaledtensor.formats import BF16, FP32, Format, encode
 from scaledtensor.ops.foreach import foreach
 from scaledtensor.ops.masks import is_table, saturated
 from scaledtensor.ops.observe import observers
+from scaledtensor.ops.operators import Absent, Overload, find
 from scaledtensor.scale import is_one, settle, settle_in_place
 from scaledtensor.steps import watch
 from scaledtensor.tensor import ScaledTensor, entered, from_plain, is_stored
 
 __all__ = [
     "RULES",
+    "Overload",
     "Raw",
     "Rule",
+    "absent",
     "dispatch",
     "fingerprint",
     "is_missing",
@@ -53,11 +56,8 @@ __all__ = [
     "on_missing",
     "rule",
     "rule_of",
-    "rule_once_defined",
-    "take_defined",
 ]
 
-Overload = torch._ops.OpOverload
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -121,14 +121,17 @@ class Rule:
 #: The rule table: functional ATen overload -> rule.
 RULES: dict[Overload, Rule] = {}
 
+#: Rules of operators that torch has not defined, or not yet: name -> (function, pass_op).
+_waiting: dict[str, tuple[Callable[..., Any], bool]] = {}
+
 _handlers: dict[Overload, Callable[..., Any]] = {}
 
 
-def rule(*ops: Overload, pass_op: bool = False) -> Callable[[F], F]:
+def rule(*ops: Overload | Absent, pass_op: bool = False) -> Callable[[F], F]:
     """Register a rule for functional overloads; their in-place, out= and foreach forms follow.
 
     `pass_op` hands the overload to the rule as its first argument, for families whose members share
-    one rule.
+    one rule. For an operator that torch lacks, the rule waits until torch defines it (`absent`).
 
     Raises:
         RegistryError: one of `ops` is not an ATen overload, or has a rule already.
@@ -136,19 +139,22 @@ def rule(*ops: Overload, pass_op: bool = False) -> Callable[[F], F]:
 
     def register(function: F) -> F:
         for op in ops:
-            if not isinstance(op, Overload):
+            if not isinstance(op, Overload | Absent):
                 raise RegistryError(
                     "a rule is for an operator overload such as torch.ops.aten.add.Tensor; "
                     f"got {op!r}"
                 )
-            if op in RULES:
+            other = _function_of(op)
+            if other is not None:
                 raise RegistryError(
-                    f"{op} has a rule already: {RULES[op].function.__module__}."
-                    f"{RULES[op].function.__qualname__}"
+                    f"{op} has a rule already: {other.__module__}.{other.__qualname__}"
                 )
         call = _with_scaled(function)
         for op in ops:
-            RULES[op] = Rule(op, function, partial(call, op) if pass_op else call)
+            if isinstance(op, Absent):
+                _waiting[op.name] = function, pass_op
+            else:
+                RULES[op] = Rule(op, function, partial(call, op) if pass_op else call)
         _handlers.clear()
         fingerprint.cache_clear()
         return function
@@ -187,27 +193,23 @@ def _entered(x: Tensor, operands: list[Any]) -> ScaledTensor:
     return entered(x, next(scaled).recipe)
 
 
-#: Rules of operators that torch defines in modules which it has not loaded yet, by name.
-_later: dict[str, Callable[..., Any]] = {}
+def _function_of(op: Overload | Absent) -> Callable[..., Any] | None:
+    if isinstance(op, Absent):
+        return _waiting.get(op.name, (None, False))[0]
+    return RULES[op].function if op in RULES else None
 
 
-def rule_once_defined(name: str) -> Callable[[F], F]:
-    """As `rule`, for an operator that is there when torch has loaded what defines it."""
+def absent() -> list[str]:
+    """Operators that have a rule here and that torch has not defined, by name, sorted.
 
-    def register(function: F) -> F:
-        _later[name] = function
-        return function
-
-    return register
-
-
-def take_defined() -> None:
-    """Register the rules of what torch has defined since."""
-    for name in list(_later):
-        library, _, op = name.partition("::")
-        packet = getattr(getattr(torch.ops, library), op, None)
-        if packet is not None:
-            rule(packet.default)(_later.pop(name))
+    Other versions of torch have them, or modules of torch that nothing has loaded.
+    """
+    for name in list(_waiting):
+        found = find(name)
+        if isinstance(found, Overload):
+            function, pass_op = _waiting.pop(name)
+            rule(found, pass_op=pass_op)(function)
+    return sorted(_waiting)
 
 
 def dispatch(op: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -233,7 +235,7 @@ def is_missing(op: Overload) -> bool:
 
 
 def _resolve(op: Overload) -> Callable[..., Any]:
-    take_defined()
+    absent()  # registers the rules of what torch has defined since
     if op in RULES:
         return partial(_functional, RULES[op].call)
     twin = _torch.functional_twin(op)

@@ -15,12 +15,11 @@ from torch import Tensor
 
 from scaledtensor import verbs
 from scaledtensor.ops.algebra import elements, first_scaled, operand, plain
+from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.views import move
 from scaledtensor.ops.windows import expanded, pairs, sym_max
 from scaledtensor.tensor import ScaledTensor
-
-aten = torch.ops.aten
 
 rule(
     aten.channel_shuffle.default,

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from scaledtensor.ops.algebra import first_scaled, measured, operand, plain, value
+from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.tensor import ScaledTensor
-
-aten = torch.ops.aten
 
 
 def _like(x: ScaledTensor) -> Tensor:

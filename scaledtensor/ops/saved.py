@@ -52,12 +52,11 @@ from scaledtensor import verbs
 from scaledtensor.formats import FP32
 from scaledtensor.ops.algebra import saved_format, value
 from scaledtensor.ops.copies import is_worth_it, keep, keep_sign, kept
-from scaledtensor.ops.registry import RULES, Overload, rule
+from scaledtensor.ops.operators import Absent, Overload, aten
+from scaledtensor.ops.registry import RULES, rule
 from scaledtensor.tensor import ScaledTensor
 
 __all__ = ["over"]
-
-aten = torch.ops.aten
 
 Function = Callable[..., Any]
 
@@ -65,7 +64,7 @@ Function = Callable[..., Any]
 
 
 def _operator(
-    op: Overload,
+    op: Overload | Absent,
     setup: Function,
     backward: Function,
     *,
@@ -77,6 +76,8 @@ def _operator(
     `setup(ctx, inputs, output)` keeps; `backward(ctx, *grads)` gives a gradient for each argument.
     `further` are arguments that these two read.
     """
+    if isinstance(op, Absent):
+        return op  # which raises where a recipe asks for it
     arguments = op._schema.arguments
     count = sum(not a.kwarg_only for a in arguments)
     name = op._schema.name.split("::")[1].strip("_")
@@ -131,7 +132,9 @@ def _keeps(*args: Any) -> bool:
 # --- of one tensor ---------------------------------------------------------------------------
 
 
-def _of_input(op: Overload, derivative: Function, *spellings: Any, sign: bool = False) -> None:
+def _of_input(
+    op: Overload | Absent, derivative: Function, *spellings: Any, sign: bool = False
+) -> None:
     """A function of one tensor, whose `derivative` takes (g, x, the other arguments)."""
 
     def setup(ctx: Any, inputs: Any, output: Tensor) -> None:
@@ -146,6 +149,9 @@ def _of_input(op: Overload, derivative: Function, *spellings: Any, sign: bool = 
         return derivative(grad, x, *ctx.others), *(None for _ in ctx.others)
 
     own = _operator(op, setup, backward)
+    if isinstance(op, Absent):
+        _catch(own, *spellings)
+        return
     count = len(op._schema.arguments) - 1
 
     def call(input: Tensor, *others: Any, **options: Any) -> Any:

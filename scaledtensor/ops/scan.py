@@ -11,12 +11,11 @@ from scaledtensor import verbs
 from scaledtensor.errors import UnsupportedError
 from scaledtensor.formats import FP32
 from scaledtensor.ops.algebra import count, elements, operand, plain, quadrature, value
+from scaledtensor.ops.operators import aten
 from scaledtensor.ops.reduction import growth
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.softmax import logsumexp_rms
 from scaledtensor.tensor import ScaledTensor
-
-aten = torch.ops.aten
 
 
 @rule(aten.cumsum.default)

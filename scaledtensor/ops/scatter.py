@@ -14,14 +14,12 @@ import torch
 from torch import Tensor
 
 from scaledtensor.ops.algebra import Operand, elements, first_scaled, operand, quadrature
+from scaledtensor.ops.operators import aten
 from scaledtensor.ops.reduction import extreme_rms, growth
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.views import fill_under, masked_fill, moves_scale
 from scaledtensor.scale import settle
 from scaledtensor.tensor import ScaledTensor
-
-aten = torch.ops.aten
-
 
 # --- replaced --------------------------------------------------------------------------------
 

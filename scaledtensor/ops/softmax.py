@@ -17,10 +17,9 @@ from scaledtensor._torch import log
 from scaledtensor.formats import FP32
 from scaledtensor.ops.algebra import at_value, bounded_square, count, operand, quadrature, value
 from scaledtensor.ops.masks import FILL
+from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.tensor import ScaledTensor
-
-aten = torch.ops.aten
 
 #: A logit under this is masked: a fill was added to it.
 MASKED = FILL / 2

@@ -13,10 +13,9 @@ from torch import Tensor
 from scaledtensor.ops.algebra import at_value, measured, plain, value
 from scaledtensor.ops.elementary import elementwise, spellings, with_slope
 from scaledtensor.ops.moments import gaussian_rms, integrand
+from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.tensor import ScaledTensor
-
-aten = torch.ops.aten
 
 # --- gamma -----------------------------------------------------------------------------------
 
@@ -171,10 +170,12 @@ _POLYNOMIALS = (
     aten.igammac.default,
     *(
         getattr(getattr(aten, f"special_{name}"), overload)
-        for name in ("zeta", *_POLYNOMIALS)
-        for overload in getattr(aten, f"special_{name}").overloads()
-        if "out" not in overload
+        for name in _POLYNOMIALS
+        for overload in ("default", "x_scalar", "n_scalar")
     ),
+    aten.special_zeta.default,
+    aten.special_zeta.self_scalar,
+    aten.special_zeta.other_scalar,
     pass_op=True,
 )
 def of_two(op: Overload, *args: Any) -> Raw:

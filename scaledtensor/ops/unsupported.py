@@ -2,13 +2,11 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from scaledtensor.errors import UnsupportedError
+from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, rule
-
-aten = torch.ops.aten
 
 
 @rule(aten._to_sparse.default, aten._to_sparse.sparse_dim, pass_op=True)

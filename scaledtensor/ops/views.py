@@ -16,12 +16,11 @@ from scaledtensor.errors import DTypeError
 from scaledtensor.ops.algebra import Operand, elements, first_scaled, operand, quadrature
 from scaledtensor.ops.arithmetic import term, under
 from scaledtensor.ops.masks import FILL, HUGE, LARGEST
+from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.windows import sym_max
 from scaledtensor.scale import settle
 from scaledtensor.tensor import ScaledTensor
-
-aten = torch.ops.aten
 
 
 @rule(

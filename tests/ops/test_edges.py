@@ -12,7 +12,7 @@ FILLS = [float("-inf"), torch.finfo(torch.float32).min, torch.finfo(torch.bfloat
 SINGULAR_AT_0 = {
     *("div", "addcdiv", "log", "log2", "reciprocal", "rsqrt", "rsqrt_elements"),
     *("pow_half", "sqrt", "std", "norm", "layer_norm_eps_0", "prod"),
-    *("qr_q", "qr_r", "slogdet"),
+    *("qr_q", "qr_r", "polar_u", "polar_h", "slogdet"),
 }
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 
