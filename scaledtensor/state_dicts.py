@@ -66,19 +66,27 @@ def joined(name: str, parts: dict[str, Tensor]) -> ScaledTensor:
     return made
 
 
-def parted_names(name: str, kind: type[ScaledTensor] = CodedTensor) -> list[str]:
+def parted_names(name: str) -> list[str]:
     """What the parts of a tensor of that name may be called."""
-    return [f"{name}.{part}" for part in (*kind.INNER, FACTS)]
+    return [f"{name}.{part}" for part in (*CodedTensor.INNER, FACTS)]
 
 
 def assembled(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by name, with a ScaledTensor in place of its parts."""
+    """Tensors by name, with a ScaledTensor in place of its parts. A name that has facts alone is
+    of a tensor that is tied to another, and is left out."""
     found = dict(tensors)
     ending = f".{FACTS}"
     for name in [key.removesuffix(ending) for key in tensors if key.endswith(ending)]:
-        parts = {key: found.pop(key) for key in parted_names(name) if key in found}
-        found[name] = joined(name, {k.removeprefix(f"{name}."): x for k, x in parts.items()})
+        parts = _taken(found, name)
+        if set(parts) != {FACTS}:
+            found[name] = joined(name, parts)
     return found
+
+
+def _taken(tensors: dict[str, Any], name: str) -> dict[str, Tensor]:
+    """The parts of the tensor of that name, taken out of what holds them."""
+    keys = [key for key in parted_names(name) if key in tensors]
+    return {key.removeprefix(f"{name}."): tensors.pop(key) for key in keys}
 
 
 # --- the hooks -------------------------------------------------------------------------------
@@ -151,10 +159,10 @@ def _take(
         if not isinstance(p, ScaledTensor):
             continue
         full = prefix + name
-        parts = {key: state.pop(key) for key in parted_names(full) if key in state}
-        if set(parts) == {f"{full}.{FACTS}"}:
+        parts = _taken(state, full)
+        if set(parts) == {FACTS}:
             # It is tied to another, under whose name its parts are: they are missed under this one.
             state[full] = p.detach()
-            missing.extend(key for key in parted_names(full, type(p)) if key not in parts)
+            missing.extend(f"{full}.{part}" for part in p.INNER)
         elif parts:
-            state[full] = joined(full, {k.removeprefix(f"{full}."): x for k, x in parts.items()})
+            state[full] = joined(full, parts)

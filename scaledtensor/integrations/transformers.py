@@ -36,7 +36,7 @@ from scaledtensor.model import complete, scale_model, unscale_model
 from scaledtensor.recipes import Recipe, Unit
 from scaledtensor.recipes import get as get_recipe
 from scaledtensor.state_dicts import FACTS, joined, parted, parted_names
-from scaledtensor.tensor import ScaledTensor
+from scaledtensor.tensor import ScaledTensor, is_stored
 
 __all__ = ["METHOD", "ScaledConfig", "ScaledQuantizer", "attach", "detach"]
 
@@ -165,6 +165,9 @@ class ScaledQuantizer(HfQuantizer):  # type: ignore[misc]
         else:
             vars(model).pop("_weight_conversions", None)
             complete(model)
+            for p in model.parameters():
+                if isinstance(p, ScaledTensor) and is_stored(p):
+                    p.requires_grad_(False)  # as it was: transformers asks for gradients of all
             vars(model).pop("_keys_to_ignore_on_load_unexpected", None)
             with torch.no_grad():
                 for name, read in _read(self.files, self.histories):
