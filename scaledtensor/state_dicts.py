@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from scaledtensor.coded import CodedTensor
 from scaledtensor.errors import CheckpointError
+from scaledtensor.histories import name_of
 from scaledtensor.tensor import ScaledTensor
 
 __all__ = ["FACTS", "assembled", "attach", "detach", "joined", "parted", "parted_names"]
@@ -117,8 +118,8 @@ def _as_value(name: str, x: ScaledTensor) -> dict[str, Tensor]:
 
 
 #: The modules that hand the state dict of a model to safetensors, and what each is given. Parts
-#: resume a training bit for bit. Adapters are files for any library, under names that a library
-#: tells by their endings: they are values.
+#: resume a training bit for bit. Adapters are for any library to read, which knows them by the
+#: endings of their names: they are values, without histories of delayed scaling.
 _READERS: dict[str, Callable[[str, ScaledTensor], dict[str, Tensor]]] = {
     "accelerate.accelerator": _as_parts,
     "safetensors.torch": _as_parts,
@@ -136,6 +137,8 @@ def _give(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> 
         if isinstance(x, ScaledTensor):
             del state[prefix + name]
             state.update(reader(prefix + name, x))
+            if reader is _as_value and name_of(name) in module._buffers:
+                del state[prefix + name_of(name)]
 
 
 def _asking() -> str:

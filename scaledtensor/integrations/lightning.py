@@ -1,4 +1,4 @@
-"""Lightning: `Trainer(plugins=ScaledPrecision("unit"))` trains a LightningModule as ScaledTensors."""
+"""Lightning: `Trainer(plugins=ScaledPrecision("unit"))` trains a module as ScaledTensors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,9 +17,9 @@ __all__ = ["ScaledPrecision"]
 class ScaledPrecision(Precision):  # type: ignore[misc]
     """Wraps the parameters of a LightningModule by `scale_model`, before its optimizers are made.
 
-    It takes the place of `precision=` in `lightning.pytorch.Trainer`. A module that has ScaledTensor
-    parameters already is left as it is. Checkpoints hold the ScaledTensors, and load into modules
-    that are converted and, by value, into plain ones.
+    It takes the place of `precision=` in `lightning.pytorch.Trainer`. A module that has
+    ScaledTensor parameters already is left as it is. Checkpoints hold the ScaledTensors, and load
+    into modules that are converted and, by value, into plain ones.
 
     Args:
         recipe: how products cast, or the name of a recipe.
