@@ -11,6 +11,16 @@ import scaledtensor as sct
 accelerate = pytest.importorskip("accelerate")
 
 
+@pytest.fixture(autouse=True)
+def _one_program_a_test():
+    """accelerate keeps its state for as long as a process."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
 def tied() -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 32), nn.Linear(32, 32))

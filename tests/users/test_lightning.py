@@ -61,15 +61,19 @@ def run(module: Module, folder: Path, resume: Path | None = None, **options: Any
     return trainer
 
 
-@pytest.mark.parametrize("scaled", [False, True], ids=["by the plug-in", "in the module"])
-def test__fit__goes_on_where_a_checkpoint_was(scaled, tmp_path, assert_same_bits):
-    options = {} if scaled else {"plugins": ScaledPrecision("unit")}
+@pytest.mark.parametrize("recipe", ["unit", "delayed", None], ids=str)
+def test__fit__goes_on_where_a_checkpoint_was(recipe, tmp_path, assert_same_bits):
+    """By the plug-in, and where the module converts itself."""
+
+    def options() -> dict[str, Any]:
+        return {} if recipe is None else {"plugins": ScaledPrecision(recipe)}
+
     torch.manual_seed(0)
-    module = Module(scaled)
-    trainer = run(module, tmp_path / "one", **options)
+    module = Module(recipe is None)
+    trainer = run(module, tmp_path / "one", **options())
     assert all(isinstance(p, sct.ScaledTensor) for p in module.parameters())
-    resumed = Module(scaled)
-    run(resumed, tmp_path / "two", tmp_path / "one" / "epoch=0.ckpt", **options)
+    resumed = Module(recipe is None)
+    run(resumed, tmp_path / "two", tmp_path / "one" / "epoch=0.ckpt", **options())
     assert resumed.losses == module.losses[16:]
     assert_same_bits(module, resumed)
     (found,) = trainer.validate(module, loader(), verbose=False)
@@ -79,7 +83,7 @@ def test__fit__goes_on_where_a_checkpoint_was(scaled, tmp_path, assert_same_bits
 def test__a_checkpoint__loads_into_a_plain_module(tmp_path):
     torch.manual_seed(0)
     module = Module()
-    run(module, tmp_path, plugins=ScaledPrecision("unit"))
+    run(module, tmp_path, plugins=ScaledPrecision("delayed"))
     plain = Module.load_from_checkpoint(tmp_path / "epoch=2.ckpt")
     assert type(plain.net[0].weight) is nn.Parameter
     assert torch.equal(plain.net[0].weight, module.net[0].weight.dequantize())
