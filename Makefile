@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # torch is pinned to a build that runs on a CPU; pyproject.toml allows torch>=2.11.
 TORCH ?= torch==2.13.0
 
-.PHONY: venv demo test test-all test-kinds check bench bench-casts exhaustive clean
+.PHONY: venv demo test test-all test-kinds test-users check bench bench-casts exhaustive clean
 
 venv: $(STAMP)
 
@@ -41,6 +41,26 @@ test-kinds: venv
 		$(BIN)/python -m pytest -n auto $(PRODUCTS) tests/ops/test_product_dtypes.py \
 		tests/formats/test_native.py; fi
 
+# Programs of users, in an environment of their own: the libraries that they use are many. Whatever these
+# ask for, the build of torch stays the one that TORCH named. timm and torchvision, which ask for another,
+# come without what they need. PyPI's torchvision does not load beside a CPU build of torch, and then breaks
+# what looks for it: it goes again.
+USERS := .venv-users
+USERS_BIN := $(USERS)/bin
+USERS_PIP := $(USERS_BIN)/python -m pip --quiet --disable-pip-version-check
+test-users: $(USERS)/.installed
+	$(USERS_BIN)/python -m pytest -m "" tests/users
+
+$(USERS)/.installed: pyproject.toml requirements-dev.txt requirements-users.txt
+	$(PYTHON) -m venv $(USERS)
+	$(USERS_PIP) install $(TORCH) -r requirements-dev.txt
+	$(USERS_BIN)/python -c "import torch; print('torch==' + torch.__version__)" > $(USERS)/torch.txt
+	$(USERS_PIP) install -c $(USERS)/torch.txt -r requirements-users.txt
+	$(USERS_PIP) install --no-deps timm==1.0.31 torchvision==0.28.0
+	$(USERS_BIN)/python -c "import torchvision" || $(USERS_PIP) uninstall --yes torchvision
+	$(USERS_PIP) install --no-deps --no-build-isolation -e .
+	touch $@
+
 check: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -56,4 +76,4 @@ exhaustive: venv
 	$(BIN)/python -m benchmarks.exhaustive
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(USERS) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
