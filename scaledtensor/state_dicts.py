@@ -59,7 +59,7 @@ def joined(name: str, parts: dict[str, Tensor]) -> ScaledTensor:
         )
     try:
         told = json.loads(bytes(facts.tolist()))
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise CheckpointError(f"{name}.{FACTS} is damaged: {error}") from error
     module = import_module("scaledtensor.checkpoint.parts")
     inner = {part: x for part, x in parts.items() if part != FACTS}

@@ -15,6 +15,7 @@ The import registers the quantization method "scaledtensor" with transformers, b
 import json
 import re
 from collections.abc import Container, Iterator, Sequence
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -150,7 +151,7 @@ class ScaledQuantizer(HfQuantizer):  # type: ignore[misc]
         self, weight_conversions: list[Any], model: PreTrainedModel
     ) -> list[Any]:
         """A checkpoint of parts has the model's own names, and so nothing else to convert."""
-        if not self.pre_quantized:
+        if not self.serialized_names:
             return weight_conversions
         converters: list[WeightConverter] = self.get_weight_conversions()
         return converters
@@ -160,7 +161,7 @@ class ScaledQuantizer(HfQuantizer):  # type: ignore[misc]
     ) -> PreTrainedModel:
         # To transformers a quantized model is one that takes no .float() and no .half().
         model.is_quantized = False
-        if not self.pre_quantized:
+        if not self.serialized_names:  # a plain checkpoint, whatever its config.json says
             scale_model(model, self.quantization_config.recipe)
         else:
             vars(model).pop("_weight_conversions", None)
@@ -226,7 +227,6 @@ def attach(
             held = config if isinstance(config, ScaledConfig) else ScaledConfig(config)
             quantizer = ScaledQuantizer(held)
         own.hf_quantizer = quantizer
-        _show(own, quantizer.quantization_config)
 
 
 def detach(model: nn.Module) -> None:
@@ -245,10 +245,17 @@ def _pretrained(model: nn.Module) -> Iterator[PreTrainedModel]:
 
 def _show(model: PreTrainedModel, config: ScaledConfig) -> None:
     """Have config.json name this method, where the checkpoint is to be loaded by it."""
-    if not config.dequantize:
+    before = model.config
+    held = getattr(before, "quantization_config", None)
+    if config.dequantize and isinstance(held, ScaledConfig):
+        del before.quantization_config
+    elif not config.dequantize and held is not config:
+        # In a config of its own: other models may be made of the one that it was made of.
+        model.config = copy(before)
         model.config.quantization_config = config
-    elif isinstance(getattr(model.config, "quantization_config", None), ScaledConfig):
-        del model.config.quantization_config
+        for module in model.modules():
+            if vars(module).get("config") is before:
+                module.config = model.config
 
 
 # --- files -----------------------------------------------------------------------------------

@@ -174,6 +174,19 @@ def test__dequantize__writes_the_original_checkpoint(make, loaded, tmp_path):
     assert "lm_head.weight" not in load_file(tmp_path / "codes/model.safetensors")
 
 
+def test__the_config_of_other_models__stays_as_it_is(tmp_path):
+    model = llama()
+    config = model.config
+    sct.scale_model(model).save_pretrained(tmp_path / "codes")
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "plain")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    assert type(loaded.lm_head.weight) is nn.Parameter
+    # A plain checkpoint whose config.json asks for this method is converted.
+    (tmp_path / "plain/config.json").write_text((tmp_path / "codes/config.json").read_text())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    assert isinstance(loaded.lm_head.weight, sct.ScaledTensor)
+
+
 def test__a_config_with_dequantize__saves_plain_ones_from_the_start(tmp_path):
     torch.manual_seed(0)
     gpt2().save_pretrained(tmp_path / "plain")
