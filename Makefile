@@ -7,8 +7,8 @@ STAMP := $(VENV)/.installed
 # torch is pinned to a build that runs on a CPU; pyproject.toml allows torch>=2.11.
 TORCH ?= torch==2.13.0
 
-.PHONY: venv demo test test-all test-kinds test-torch torch-names dist check bench bench-casts \
-	exhaustive clean
+.PHONY: venv demo test test-all test-kinds test-torch test-users torch-names dist check bench \
+	bench-casts exhaustive clean
 
 venv: $(STAMP)
 
@@ -74,6 +74,25 @@ dist: venv
 	$(BIN)/python -m build --no-isolation
 	$(BIN)/python -m pytest tests/test_dist.py
 
+# Programs of users, in an environment of their own: the libraries that they use are many. Whatever these
+# ask for, the build of torch stays the one that TORCH named. timm and torchvision, which ask for another,
+# come without what they need. PyPI's torchvision does not load beside a CPU build of torch until its
+# operators have names: tests/users/conftest.py gives them.
+USERS := .venv-users
+USERS_BIN := $(USERS)/bin
+USERS_PIP := $(USERS_BIN)/python -m pip --quiet --disable-pip-version-check
+test-users: $(USERS)/.installed
+	$(USERS_BIN)/python -m pytest -m "" tests/users
+
+$(USERS)/.installed: pyproject.toml requirements-dev.txt requirements-users.txt
+	$(PYTHON) -m venv $(USERS)
+	$(USERS_PIP) install $(TORCH) -r requirements-dev.txt
+	$(USERS_BIN)/python -c "import torch; print('torch==' + torch.__version__)" > $(USERS)/torch.txt
+	$(USERS_PIP) install -c $(USERS)/torch.txt -r requirements-users.txt
+	$(USERS_PIP) install --no-deps timm==1.0.31 torchvision==0.28.0
+	$(USERS_PIP) install --no-deps --no-build-isolation -e .
+	touch $@
+
 check: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -89,4 +108,5 @@ exhaustive: venv
 	$(BIN)/python -m benchmarks.exhaustive
 
 clean:
-	rm -rf $(VENV) .venv-torch-* .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) .venv-torch-* $(USERS) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist \
+		*.egg-info

@@ -24,6 +24,10 @@ class ShapeError(ScaledTensorError, ValueError):
     """Shapes that do not fit together."""
 
 
+class StorageError(ScaledTensorError, RuntimeError):
+    """A ScaledTensor was asked for the address of its memory; it consists of several tensors."""
+
+
 class RecipeError(ScaledTensorError, ValueError):
     """An unknown recipe name or a field outside what it allows."""
 

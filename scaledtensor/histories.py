@@ -26,7 +26,7 @@ from scaledtensor.simulate import OPERANDS
 from scaledtensor.steps import Held
 from scaledtensor.tensor import ScaledTensor
 
-__all__ = ["advance", "attach", "check", "detach", "exceeded", "parameter_of"]
+__all__ = ["advance", "attach", "check", "detach", "exceeded", "name_of", "parameter_of"]
 
 _ROWS = {"input": INPUT, "weight": WEIGHT, "gradient": GRADIENT}
 _SUFFIX = "_amax"
@@ -181,6 +181,11 @@ def detach(module: nn.Module) -> None:
 def parameter_of(name: str) -> str:
     """The name of the parameter whose history is called `name`; empty for any other name."""
     return name.removesuffix(_SUFFIX) if name.endswith(_SUFFIX) else ""
+
+
+def name_of(parameter: str) -> str:
+    """What the history of the parameter of that name is called."""
+    return parameter + _SUFFIX
 
 
 def _names(module: nn.Module) -> list[str]:

@@ -1,15 +1,17 @@
 """Whole-model verbs: wrap the parameters of an unchanged model, and unwrap them again."""
 
 import fnmatch
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from scaledtensor import histories, steps
+from scaledtensor import histories, state_dicts, steps
 from scaledtensor.coded import CodedTensor
 from scaledtensor.errors import ModelError, RecipeError, UnsupportedError
 from scaledtensor.ops.functions import cast_once
@@ -97,11 +99,30 @@ def scale_model(
         return cast_once(held) if own.store_frozen and id(p) in frozen else held
 
     _replace_parameters(model, wrap, scaled, filter_fn)
+    complete(model)
+    for plug_in in _plug_ins(model):
+        plug_in.attach(model, chosen)
+    return model
+
+
+def complete(model: nn.Module) -> None:
+    """Give the modules of `model` what they have beside ScaledTensor parameters."""
     for module in model.modules():
         histories.attach(module)
+        state_dicts.attach(module)
     _note_ties(model)
     _show_recipes(model)
-    return model
+
+
+def _plug_ins(model: nn.Module) -> list[Any]:
+    """What tells transformers that `model` consists of ScaledTensors, if it is one of its models:
+    only then is transformers loaded, by the user."""
+    library, models = map(sys.modules.get, ("transformers", "transformers.modeling_utils"))
+    if library is None or models is None or int(library.__version__.partition(".")[0]) < 5:
+        return []
+    if not any(isinstance(module, models.PreTrainedModel) for module in model.modules()):
+        return []
+    return [import_module("scaledtensor.integrations.transformers")]
 
 
 def unscale_model(model: M) -> M:
@@ -134,7 +155,11 @@ def unscale_model(model: M) -> M:
     for module in model.modules():
         histories.detach(module)
     _replace_parameters(model, unwrap, plain, None)
+    for module in model.modules():
+        state_dicts.attach(module)
     _show_recipes(model)
+    for plug_in in _plug_ins(model):
+        plug_in.detach(model)
     return model
 
 

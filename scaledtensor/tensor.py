@@ -11,7 +11,7 @@ from torch import Tensor
 
 from scaledtensor import _torch
 from scaledtensor.engine import Engine, OnUse
-from scaledtensor.errors import DTypeError, FormatError, UnsupportedError
+from scaledtensor.errors import DTypeError, FormatError, StorageError, UnsupportedError
 from scaledtensor.formats import FP32, Format, Granularity, PerTensor, encode, from_dtype
 from scaledtensor.formats import get as get_format
 from scaledtensor.formats.pieces import in_pieces, pieces
@@ -323,6 +323,15 @@ class ScaledTensor(Tensor):
 
     def is_shared(self) -> bool:
         return all(getattr(self, name).is_shared() for name in self.INNER)
+
+    def data_ptr(self) -> int:
+        raise StorageError(  # torch's own message names no way out
+            f"a {type(self).__name__} has no bytes of its own, which safetensors asks for: write "
+            "it by scaledtensor.checkpoint.save_safetensors(model_or_state_dict, path), with "
+            "dequantized=True for a plain file; one plain tensor is x.dequantize()"
+        )
+
+    storage: Any = data_ptr  #: safetensors asks this next
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         symbolic = _torch.is_tracing(self.qdata) or self.device.type == "meta"

@@ -21,11 +21,11 @@ FLOORS = [
     {"nn", "optim"},
     {"interpose"},
     {"simulate"},
-    {"histories"},
+    {"histories", "state_dicts"},
     {"inspect", "machine", "model", "rebalance", "report", "unit_scale"},
     {"checkpoint", "distributed"},
     {"__init__"},
-    {"commands", "compat", "demo", "__main__"},
+    {"commands", "compat", "demo", "integrations", "__main__"},
 ]
 FILES = sorted(PACKAGE.rglob("*.py"))
 ids = [str(f.relative_to(PACKAGE)) for f in FILES]

@@ -22,6 +22,7 @@ from scaledtensor.checkpoint.parts import (
     spelled_dtype,
 )
 from scaledtensor.errors import CheckpointError
+from scaledtensor.state_dicts import assembled
 from scaledtensor.tensor import ScaledTensor
 
 __all__ = ["load_safetensors", "save_safetensors"]
@@ -98,8 +99,9 @@ def load_safetensors(
     Tied names share one tensor. `load_into(model, ...)` puts them into a model.
 
     Args:
-        path: a file that `save_safetensors` or any other library wrote; or a folder with
-            `model.safetensors`, or with the `model.safetensors.index.json` of several.
+        path: a file that `save_safetensors` or any other library wrote, such as transformers by
+            `save_pretrained`; or a folder with `model.safetensors`, or with the
+            `model.safetensors.index.json` of several.
         dequantized: plain tensors of the same values instead.
         device: where to.
 
@@ -109,7 +111,10 @@ def load_safetensors(
     found: dict[str, Tensor] = {}
     for file in _files(Path(path)):
         found |= _load(file, dequantized, torch.device(device))
-    return found
+    whole = assembled(found)
+    if dequantized:
+        return {n: x.dequantize() if isinstance(x, ScaledTensor) else x for n, x in whole.items()}
+    return whole
 
 
 def _files(path: Path) -> list[Path]:

@@ -8,7 +8,7 @@ import pytest
 import safetensors
 import torch
 from killed import dies_at, ended, forked
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import nn
 
 import scaledtensor as sct
@@ -260,3 +260,73 @@ def test__a_module_with_other_things_in_its_state__is_refused_by_name(tmp_path):
         CheckpointError, match=r"0\._extra_state in the model's state dict is a dict"
     ):
         checkpoint.save_safetensors(nn.Sequential(Counts()), tmp_path / "x")
+
+
+# --- files by safetensors itself -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["unit", "delayed", Unit(master="bf16")], ids=str)
+def test__save_model_and_load_model__keep_every_bit(recipe, tmp_path):
+    """Of a tied model too, of which a file has one name."""
+    model, other = gpt(0, recipe), gpt(1, recipe)
+    save_model(model, tmp_path / "file.safetensors")
+    load_model(other, tmp_path / "file.safetensors")
+    assert other.head.weight is other.token_embedding.weight
+    for x, y in zip(model.state_dict().values(), other.state_dict().values(), strict=True):
+        assert_same(x, y)
+    stored = load_file(tmp_path / "file.safetensors")
+    assert {type(x) for x in stored.values()} == {torch.Tensor}
+    with pytest.raises(RuntimeError, match="qdata"):
+        load_model(gpt(1), tmp_path / "file.safetensors")
+
+
+def test__frozen_weights_in_8_bits__are_saved_and_loaded_so(tmp_path):
+    def make(seed):
+        torch.manual_seed(seed)
+        return sct.scale_model(nn.Linear(8, 8).requires_grad_(False), Unit(store_frozen=True))
+
+    model, other = make(0), make(1)
+    save_model(model, tmp_path / "file.safetensors")
+    load_model(other, tmp_path / "file.safetensors")
+    assert_same(model.weight, other.weight)
+    assert load_file(tmp_path / "file.safetensors")["weight.qdata"].dtype == torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("of", [sct.scaled, lambda x: sct.scaled(x, "e2m1fn", granularity=32)])
+def test__save_file__names_what_saves(of, tmp_path):
+    with pytest.raises(sct.errors.StorageError, match="save_safetensors"):
+        save_file({"weight": of(torch.randn(4, 32))}, tmp_path / "file.safetensors")
+    with pytest.raises(sct.errors.StorageError, match="save_safetensors"):
+        of(torch.randn(4, 32)).data_ptr()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("missing", ["facts", "scale", "qdata"])
+def test__parts__are_refused_unless_all_are_there(missing, tmp_path):
+    path = tmp_path / "file.safetensors"
+    save_model(sct.scale_model(nn.Linear(4, 4)), path)
+    parts = load_file(path)
+    del parts[f"weight.{missing}"]
+    with pytest.raises(CheckpointError, match=f"weight.*{missing}"):
+        sct.scale_model(nn.Linear(4, 4)).load_state_dict(parts)
+    save_file(parts, path)
+    with pytest.raises(CheckpointError, match=r"weight"):
+        checkpoint.load_into(sct.scale_model(nn.Linear(4, 4)), checkpoint.load_safetensors(path))
+
+
+def test__facts__that_are_no_json__are_refused(tmp_path):
+    path = tmp_path / "file.safetensors"
+    save_model(sct.scale_model(nn.Linear(4, 4)), path)
+    parts = load_file(path)
+    parts["weight.facts"] = parts["weight.facts"].flip(0)
+    with pytest.raises(CheckpointError, match=r"weight\.facts is damaged"):
+        sct.scale_model(nn.Linear(4, 4)).load_state_dict(parts)
+
+
+def test__whoever_else_asks__gets_the_tensors_themselves():
+    model = sct.scale_model(nn.Linear(4, 4))
+    assert list(model.state_dict()) == ["weight", "bias"]
+    assert isinstance(model.state_dict()["weight"], sct.ScaledTensor)
+    sct.unscale_model(model)
+    assert not model._state_dict_hooks
+    assert not model._load_state_dict_pre_hooks

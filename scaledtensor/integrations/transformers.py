@@ -1,0 +1,276 @@
+"""transformers: `from_pretrained`, `save_pretrained` and Trainer for models of ScaledTensors.
+
+The import registers the quantization method "scaledtensor" with transformers, by which
+`from_pretrained` loads a checkpoint of this method, or converts a plain one:
+
+    import scaledtensor.integrations.transformers as st
+
+    config = st.ScaledConfig("unit")
+    model = AutoModelForCausalLM.from_pretrained(path, quantization_config=config)
+
+`scaledtensor.scale_model` attaches the same to a model of transformers that it converts, so that
+`save_pretrained` and Trainer save it.
+"""
+
+import json
+import re
+from collections.abc import Container, Iterator, Sequence
+from copy import copy
+from functools import partial
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.quantizers import (
+    HfQuantizer,
+    register_quantization_config,
+    register_quantizer,
+)
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from scaledtensor.errors import CheckpointError, RecipeError
+from scaledtensor.histories import parameter_of
+from scaledtensor.model import complete, scale_model, unscale_model
+from scaledtensor.recipes import Recipe, Unit
+from scaledtensor.recipes import get as get_recipe
+from scaledtensor.state_dicts import FACTS, joined, parted, parted_names
+from scaledtensor.tensor import ScaledTensor, is_stored
+
+__all__ = ["METHOD", "ScaledConfig", "ScaledQuantizer", "attach", "detach"]
+
+#: What `quant_method` is in config.json.
+METHOD = "scaledtensor"
+
+
+@register_quantization_config(METHOD)
+class ScaledConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """The `quantization_config` of a model of ScaledTensors.
+
+    Args:
+        recipe: how products cast, the name of a recipe, or what `config.json` has of one.
+        dequantize: `save_pretrained` writes a plain checkpoint of the values, in the original
+            format of the model, and says nothing of this method in config.json. By default it
+            writes codes, scales and formats, from which `from_pretrained` and Trainer restore all
+            bits.
+
+    Raises:
+        RecipeError: no recipe has that name, or its fields are outside what it allows.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe | str | dict[str, Any] = Unit(),  # noqa: B008 - frozen
+        dequantize: bool = False,
+        quant_method: str = METHOD,
+    ) -> None:
+        told = isinstance(recipe, dict)
+        self.recipe = Recipe.from_json(json.dumps(recipe)) if told else get_recipe(recipe)  # type: ignore[arg-type]
+        self.dequantize = dequantize
+        self.quant_method = quant_method
+
+    def to_dict(self) -> dict[str, Any]:
+        """What JSON can hold: transformers prints it, and writes it to config.json."""
+        try:
+            recipe = json.loads(self.recipe.to_json())
+        except RecipeError:  # of a class that is not registered: it prints, and saving it raises
+            recipe = str(self.recipe)
+        return {
+            "quant_method": self.quant_method,
+            "recipe": recipe,
+            "dequantize": self.dequantize,
+        }
+
+
+class Join(ConversionOps):  # type: ignore[misc]
+    """The parts of a tensor, as they are in a checkpoint, become a ScaledTensor."""
+
+    def __init__(self, hf_quantizer: HfQuantizer) -> None:
+        # By this name transformers sees that it must not cast the parts.
+        self.hf_quantizer = hf_quantizer
+
+    def convert(
+        self, input_dict: dict[str, Any], *args: Any, full_layer_name: str, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        parts = {name.rpartition(".")[2]: found[0] for name, found in input_dict.items()}
+        return {full_layer_name: joined(full_layer_name, parts)}
+
+
+@register_quantizer(METHOD)
+class ScaledQuantizer(HfQuantizer):  # type: ignore[misc]
+    """What transformers asks while it loads and saves a model of ScaledTensors."""
+
+    requires_calibration = False
+
+    def __init__(self, quantization_config: ScaledConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.files: list[str] = []
+        self.histories: set[str] = set()
+        self.serialized_names: dict[str, list[str]] = {}
+        #: In place of the model's conversions while its own names are saved, and those.
+        self.no_conversions: list[Any] = []
+        self.conversions: list[Any] | None = None
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    @property
+    def is_qat_trainable(self) -> bool:
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+    # --- loading -----------------------------------------------------------------------------
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
+    ) -> None:
+        if self.pre_quantized:
+            self.files = list(checkpoint_files or ())
+            state = model.state_dict()
+            found = [name for name, _ in _read(self.files)]
+            leaves = sorted({n.split(".")[-2] for n in found if n.endswith(f".{FACTS}")})
+            self.serialized_names = {leaf: parted_names(leaf) for leaf in leaves}
+            # Histories of delayed scaling have a place once their parameters are here.
+            self.histories = {n for n in found if parameter_of(n) in state and n not in state}
+            known = set(model._keys_to_ignore_on_load_unexpected or ())
+            model._keys_to_ignore_on_load_unexpected = known | set(map(re.escape, self.histories))
+
+    def get_load_operations(self) -> dict[str, Any]:
+        return {"deserialize": Join, "dequantize": Join}
+
+    def update_weight_conversions(
+        self, weight_conversions: list[Any], model: PreTrainedModel
+    ) -> list[Any]:
+        """A checkpoint of parts has the model's own names, and so nothing else to convert."""
+        if not self.serialized_names:
+            return weight_conversions
+        converters: list[WeightConverter] = self.get_weight_conversions()
+        return converters
+
+    def _process_model_after_weight_loading(
+        self, model: PreTrainedModel, **kwargs: Any
+    ) -> PreTrainedModel:
+        # To transformers a quantized model is one that takes no .float() and no .half().
+        model.is_quantized = False
+        if not self.serialized_names:  # a plain checkpoint, whatever its config.json says
+            scale_model(model, self.quantization_config.recipe)
+        else:
+            vars(model).pop("_weight_conversions", None)
+            complete(model)
+            for p in model.parameters():
+                if isinstance(p, ScaledTensor) and is_stored(p):
+                    p.requires_grad_(False)  # as it was: transformers asks for gradients of all
+            vars(model).pop("_keys_to_ignore_on_load_unexpected", None)
+            with torch.no_grad():
+                for name, read in _read(self.files, self.histories):
+                    model.get_buffer(name).copy_(read())
+        attach(model, self.quantization_config, self)
+        return model
+
+    # --- saving ------------------------------------------------------------------------------
+
+    def get_state_dict_and_metadata(
+        self, model: PreTrainedModel
+    ) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
+        """The tensors that `save_pretrained` writes, and what it adds to the metadata of files."""
+        _show(model, self.quantization_config)
+        if getattr(model, "_hf_peft_config_loaded", False):
+            return None, {}  # adapters, as PEFT asks for them
+        plain = self.quantization_config.dequantize
+        held = vars(model).get("_weight_conversions")
+        if not plain and held is not self.no_conversions:
+            self.conversions, model._weight_conversions = held, self.no_conversions
+        elif plain and held is self.no_conversions:
+            model._weight_conversions = self.conversions
+        state = model.state_dict(keep_vars=True)
+        ties = model.all_tied_weights_keys.items()
+        left = {name for name, source in ties if state.get(name) is state.get(source)}
+        if plain:
+            left |= {n for n in state if isinstance(state.get(parameter_of(n)), ScaledTensor)}
+        found: dict[str, Tensor] = {}
+        for name, x in state.items():
+            if name in left:
+                continue
+            if not isinstance(x, ScaledTensor):
+                found[name] = x.detach() if isinstance(x, Tensor) else x
+            elif plain:
+                found[name] = x.detach().dequantize()
+            else:
+                found |= {f"{name}.{part}": t for part, t in parted(x).items()}
+        return found, {}
+
+    def _dequantize(
+        self, model: PreTrainedModel, dtype: torch.dtype | None = None
+    ) -> PreTrainedModel:
+        plain: PreTrainedModel = unscale_model(model)
+        return plain.to(dtype) if isinstance(dtype, torch.dtype) else plain
+
+
+# --- what scale_model calls ------------------------------------------------------------------
+
+
+def attach(
+    model: nn.Module, config: ScaledConfig | Recipe, quantizer: ScaledQuantizer | None = None
+) -> None:
+    """Tell transformers of each of its models in `model` that it consists of ScaledTensors."""
+    for own in _pretrained(model):
+        if quantizer is None:
+            held = config if isinstance(config, ScaledConfig) else ScaledConfig(config)
+            quantizer = ScaledQuantizer(held)
+        own.hf_quantizer = quantizer
+
+
+def detach(model: nn.Module) -> None:
+    """Tell transformers no more."""
+    for own in _pretrained(model):
+        quantizer = vars(own).get("hf_quantizer")
+        if isinstance(quantizer, ScaledQuantizer):
+            if vars(own).get("_weight_conversions") is quantizer.no_conversions:
+                own._weight_conversions = quantizer.conversions
+            quantizer.remove_quantization_config(own)
+
+
+def _pretrained(model: nn.Module) -> Iterator[PreTrainedModel]:
+    return (m for m in model.modules() if isinstance(m, PreTrainedModel))
+
+
+def _show(model: PreTrainedModel, config: ScaledConfig) -> None:
+    """Have config.json name this method, where the checkpoint is to be loaded by it."""
+    before = model.config
+    held = getattr(before, "quantization_config", None)
+    if config.dequantize and isinstance(held, ScaledConfig):
+        del before.quantization_config
+    elif not config.dequantize and held is not config:
+        # In a config of its own: other models may be made of the one that it was made of.
+        model.config = copy(before)
+        model.config.quantization_config = config
+        for module in model.modules():
+            if vars(module).get("config") is before:
+                module.config = model.config
+
+
+# --- files -----------------------------------------------------------------------------------
+
+
+def _read(files: Sequence[str], wanted: Container[str] | None = None) -> Iterator[tuple[str, Any]]:
+    """The names in safetensors files, or those of them that are wanted, each with what reads its
+    tensor."""
+    for path in files:
+        if not str(path).endswith(".safetensors"):
+            raise CheckpointError(
+                f"{path} is no safetensors file, as checkpoints of this method are; weights of "
+                "other files go into a model by scaledtensor.checkpoint.load_into"
+            )
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                if wanted is None or name in wanted:
+                    yield name, partial(file.get_tensor, name)

@@ -1,0 +1,126 @@
+"""Programs in the style of PEFT: adapters on a scaled model, and a scaled model of adapters."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import scaledtensor as sct
+
+pytest.importorskip("peft")
+pytest.importorskip("transformers", minversion="5")
+
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+TEXT = torch.randint(1, 64, (2, 16), generator=torch.Generator().manual_seed(0))
+ORDERS = ["peft, then scale_model", "scale_model, then peft"]
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, vocab_size=64, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def lora() -> LoraConfig:
+    return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+
+def adapted(order: str, recipe: str = "unit") -> Any:
+    torch.manual_seed(1)
+    if order.startswith("peft"):
+        return sct.scale_model(get_peft_model(llama(), lora()), recipe)
+    return get_peft_model(sct.scale_model(llama(), recipe), lora())
+
+
+def trained(model: Any, steps: int = 3) -> Any:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for _ in range(steps):
+        model(input_ids=TEXT, labels=TEXT).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    return model.eval()(input_ids=TEXT).logits.dequantize()
+
+
+@pytest.mark.parametrize("recipe", ["unit", "delayed"])
+@pytest.mark.parametrize("order", ORDERS)
+def test__an_adapter__is_a_plain_file__that_loads_into_any_model(order, recipe, tmp_path):
+    model = trained(adapted(order, recipe))
+    model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "adapter_model.safetensors")
+    on_plain = PeftModel.from_pretrained(llama(), tmp_path)
+    on_plain.save_pretrained(tmp_path / "plain")
+    want = load_file(tmp_path / "plain/adapter_model.safetensors")
+    assert stored.keys() == want.keys()
+    assert all(torch.equal(stored[name], want[name]) for name in want)
+    assert any(x.any() for name, x in stored.items() if "lora_B" in name)
+    again = trained(adapted(order, recipe), 1)
+    found = again.load_adapter(tmp_path, "default", is_trainable=True)
+    assert not found.missing_keys
+    assert not found.unexpected_keys
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    loaded = [p for p in again.parameters() if p.requires_grad]
+    for p, q in zip(trainable, loaded, strict=True):
+        assert type(p) is type(q)
+        assert torch.equal(p.detach().dequantize(), q.detach().dequantize())
+
+
+def test__from_pretrained__says_what_the_saved_model_says(tmp_path):
+    for i, order in enumerate(ORDERS):
+        model = trained(adapted(order))
+        model.save_pretrained(tmp_path / str(i))
+        if order.startswith("peft"):
+            fresh = sct.scale_model(PeftModel.from_pretrained(llama(), tmp_path / str(i)))
+        else:
+            fresh = PeftModel.from_pretrained(sct.scale_model(llama()), tmp_path / str(i))
+        assert torch.equal(logits(fresh), logits(model))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test__merged__it_is_saved_as_any_scaled_model(order, tmp_path):
+    merged = trained(adapted(order)).merge_and_unload()
+    merged.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert isinstance(loaded.lm_head.weight, sct.ScaledTensor)
+    assert torch.equal(logits(loaded), logits(merged))
+
+
+def test__adapters_of_transformers_itself__are_saved_too(tmp_path):
+    model = sct.scale_model(llama())
+    model.add_adapter(lora())
+    trained(model).save_pretrained(tmp_path)
+    fresh = sct.scale_model(llama())
+    fresh.load_adapter(str(tmp_path))
+    assert torch.equal(logits(fresh), logits(model))
+
+
+@pytest.mark.users
+@pytest.mark.parametrize("order", ORDERS)
+def test__trainer__saves_and_resumes_adapters(order, tmp_path):
+    from transformers import Trainer, TrainingArguments, set_seed
+
+    def go(folder: Any, resume: Any = None) -> Any:
+        set_seed(0)
+        arguments = TrainingArguments(
+            output_dir=str(folder), max_steps=6, save_steps=3, logging_steps=1, use_cpu=True,
+            report_to=[], disable_tqdm=True, learning_rate=1e-2, bf16=True,
+        )  # fmt: skip
+        data = [{"input_ids": x, "labels": x} for x in TEXT.repeat(8, 1)]
+        trainer = Trainer(adapted(order), arguments, train_dataset=data)
+        trainer.train(resume_from_checkpoint=resume)
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    straight = go(tmp_path / "one")
+    resumed = go(tmp_path / "two", str(tmp_path / "one" / "checkpoint-3"))
+    # The scale of an adapter's weights is no part of its file, so the last bits may differ.
+    assert resumed == pytest.approx(straight, rel=1e-3)
