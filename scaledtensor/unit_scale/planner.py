@@ -24,18 +24,18 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils import _pytree as pytree
 
+from scaledtensor.errors import UnsupportedError
 from scaledtensor.functional.residual import residual_weights
 from scaledtensor.functional.spellings import COUNTERPARTS
 from scaledtensor.unit_scale.cuts import Cuts
 from scaledtensor.unit_scale.delays import delays
-from scaledtensor.unit_scale.plan import Call, Place, Plan, Split, Step
+from scaledtensor.unit_scale.plan import Call, Place, Plan, Split, Step, apart
 from scaledtensor.unit_scale.record import (
     PARAMETER,
     VARIABLE,
     Node,
     Recording,
     attention_options,
-    is_in_place,
 )
 from scaledtensor.unit_scale.residuals import MOVES, find_residuals, is_shared, places_of
 
@@ -94,9 +94,13 @@ class _Planner:
             step = self.step_of(node)
             if step is not None:
                 steps[node.call] = step
+        for node in self.nodes:
+            if node.kind == VARIABLE and node.name == "alias":
+                self.add_arguments(steps, node)
         self.add_shared(steps)
         self.add_delays(steps)
         self.add_residuals(steps)
+        self.add_writes(steps)
         names = {name for name, _ in steps}
         calls = tuple(name for name in self.recording.calls if name in names)
         in_order = {n.call: steps[n.call] for n in self.nodes if n.call in steps}
@@ -116,7 +120,6 @@ class _Planner:
                 skip=node.operands.index(skip),
                 tau=tau,
                 waiting=residual.waits,
-                in_place=is_in_place(node),
             )
             if residual.waits:
                 _extend(steps, skip, split=Split(index, tau))
@@ -145,6 +148,14 @@ class _Planner:
                 elif len(users) > 1:
                     _extend(steps, node, shared=((which, place),))
 
+    def add_writes(self, steps: dict[Call, Step]) -> None:
+        for node in self.nodes:
+            if node.call in steps and (node.in_place or node.is_overwritten):
+                written = replace(
+                    steps[node.call], in_place=node.in_place, overwritten=node.is_overwritten
+                )
+                steps[node.call] = written
+
     def add_delays(self, steps: dict[Call, Step]) -> None:
         for node in self.nodes:
             step = steps.get(node.call) if node.call is not None else None
@@ -171,8 +182,8 @@ class _Planner:
         return self.done.get(self.roots[node]) == [node]
 
     def step_of(self, node: Node) -> Step | None:
-        if node in self.residual or node.name == "__setitem__":
-            return None  # add_residuals; or no result to scale
+        if node in self.residual:
+            return None  # add_residuals
         if node.func in BORDERS or (node.func in _POINTWISE and self.is_alone(node)):
             causal = node.func is scaled_dot_product_attention and _is_causal(node)
             tied = node.name == "embedding" and any(map(self.is_tied, node.operands))
@@ -194,12 +205,36 @@ class _Planner:
         choice = self.is_choice(node)
         if scale == 1.0 and not parameters and not choice:
             return None
-        return Step(scale=scale, parameters=parameters, in_place=is_in_place(node), choice=choice)
+        if scale != 1.0 and node.is_view and node.is_overwritten:
+            raise _written_view(node)
+        return Step(scale=scale, parameters=parameters, choice=choice)
+
+    def add_arguments(self, steps: dict[Call, Step], node: Node) -> None:
+        """The scale of a tensor that was written through a view of it. No call has it as a result,
+        so that calls get it as an argument."""
+        root = self.roots[node]
+        scale = 1.0
+        if root is node:
+            scale = self.scale_of(node, node.variables)
+        elif self.ends(node):
+            scale = self.scale_of(node, (root,))
+        if scale == 1.0:
+            return
+        for user in dict.fromkeys(node.users):
+            if self.roots.get(user) is not root:
+                places = places_of(node, user)
+                if user.call is None or len(places) != user.operands.count(node):
+                    raise _written_view(node)
+                _extend(steps, user, arguments=tuple((place, scale) for place in places))
+        if node.returned or node.is_overwritten:
+            raise _written_view(node)
 
     def is_choice(self, node: Node) -> bool:
         """Whether it takes a part of a tensor, and the rest goes nowhere."""
         if node.name not in _CHOICES or len(node.variables) != 1 or node.output is not None:
             return False
+        if node.is_view and node.is_overwritten:
+            return False  # the write is meant for what it is a view of, too
         (source,) = node.variables
         fewer = node.shape.numel() < source.shape.numel()
         return fewer and node.args[0] is source and self.cuts.is_cut(source, node)
@@ -265,6 +300,14 @@ class _Planner:
         return 1.0 if abs(math.log(rms)) < _CLOSE else 1.0 / rms
 
 
+def _written_view(node: Node) -> UnsupportedError:
+    return UnsupportedError(
+        f"unit_scale: the model writes into a view, and one of the tensors that share its memory, "
+        f"of shape {tuple(node.shape)}, needs a scale of its own, which the others must not have. "
+        "Write out of place, y = y + z instead of y += z, or write into a copy"
+    )
+
+
 def _extend(steps: dict[Call, Step], node: Node, **fields: Any) -> None:
     """Set fields of a call's step; a tuple is added to what is there."""
     assert node.call is not None
@@ -313,11 +356,12 @@ def _replayed(node: Node, sources: tuple[Node, ...]) -> float:
             args, kwargs = pytree.tree_map(
                 lambda a: value(a) if isinstance(a, Node) else a, (n.args, n.kwargs)
             )
-            if is_in_place(n) or n.name == "__setitem__":
-                args = (args[0].clone(), *args[1:])
+            target, args, kwargs = apart(args, kwargs) if n.in_place else (None, args, kwargs)
             result = n.func(*args, **kwargs)
-            result = args[0] if n.name == "__setitem__" else result
-            known[n] = result if n.output is None else result[n.output]
+            if n.in_place:
+                known[n] = target
+            else:
+                known[n] = result if n.output is None else result[n.output]
         return known[n]
 
     with torch.no_grad():
@@ -328,8 +372,9 @@ def _replayed(node: Node, sources: tuple[Node, ...]) -> float:
 
 def _typical(source: Node, rng: torch.Generator) -> Tensor:
     """Unit RMS: Gaussian, or the shares of a softmax of Gaussians."""
-    x = torch.randn(source.shape, generator=rng)
+    assert source.layout is not None
+    x = source.layout.gaussian(rng)
     if source.name != "softmax":
         return x
     shares = x.softmax(-1)
-    return shares / shares.square().mean().sqrt()
+    return x.copy_(shares / shares.square().mean().sqrt())

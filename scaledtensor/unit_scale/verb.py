@@ -1,6 +1,6 @@
 """`unit_scale(model)`: another function, of unit variance everywhere, from the same code."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
@@ -40,14 +40,19 @@ class UnitScale:
             _plan_uncompiled(self, module, args, kwargs)
         return UnitScaling(self.plans[key])
 
+    def forward(self, module: nn.Module) -> Callable[..., Any]:
+        """What a plan is made for."""
+        return original(module)
+
     def make_plan(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        recording = record(module, original(module), args, kwargs)
+        forward = self.forward(module)
+        recording = record(module, forward, args, kwargs)
         rule = self.residual_rule or transformer_residual_scaling_rule()
         made = plan(recording, rule)
         n = len(made.correlations)
         if n:
             if n not in self.correlations:
-                self.correlations[n] = correlations(module, original(module), args, kwargs, made)
+                self.correlations[n] = correlations(module, forward, args, kwargs, made)
             made = plan(recording, rule, self.correlations[n])
         self.plans[_key(module, args, kwargs)] = made
 

@@ -49,6 +49,8 @@ CALLS = {
     Tensor.addmm: ((C, A, B), {"beta": 0, "alpha": 2}, lambda: 2 * U.matmul(A, B)),
     torch.baddbmm: ((C3, A3, B3), {}, lambda: U.add(C3, U.bmm(A3, B3))),
     Tensor.baddbmm: ((C3, A3, B3), {"beta": 2}, lambda: U.add(C3 * 2, U.bmm(A3, B3))),
+    Tensor.addmm_: ((C, A, B), {"alpha": 2}, lambda: U.add(C, 2 * U.matmul(A, B))),
+    Tensor.baddbmm_: ((C3, A3, B3), {}, lambda: U.add(C3, U.bmm(A3, B3))),
     F.grouped_mm: ((A, B3), {"offs": ENDS}, lambda: U.grouped_linear(A, B3, ENDS)),
     torch.add: ((A, ROWS), {"alpha": 2}, lambda: U.add(A, ROWS, alpha=2)),
     Tensor.add: ((A, ROWS), {}, lambda: U.add(A, ROWS)),
@@ -74,11 +76,19 @@ CALLS = {
     F.relu: ((A,), {"inplace": True}, lambda: U.relu(A)),
     torch.relu: ((A,), {}, lambda: U.relu(A)),
     Tensor.relu: ((A,), {}, lambda: U.relu(A)),
+    torch.relu_: ((A,), {}, lambda: U.relu(A)),
+    Tensor.relu_: ((A,), {}, lambda: U.relu(A)),
     F.leaky_relu: ((A, 0.1, True), {}, lambda: U.leaky_relu(A, 0.1)),
-    **{f: ((A,), {}, lambda: U.tanh(A)) for f in (torch.tanh, Tensor.tanh, F.tanh)},
+    **{
+        f: ((A,), {}, lambda: U.tanh(A))
+        for f in (torch.tanh, Tensor.tanh, F.tanh, torch.tanh_, Tensor.tanh_)
+    },
     **{
         f: ((A,), {}, lambda: U.sigmoid(A))
-        for f in (torch.sigmoid, Tensor.sigmoid, F.sigmoid, torch.special.expit)
+        for f in (
+            *(torch.sigmoid, Tensor.sigmoid, F.sigmoid, torch.special.expit),
+            *(torch.sigmoid_, Tensor.sigmoid_),
+        )
     },
     F.softmax: ((A, -1), {"_stacklevel": 5}, lambda: U.softmax(A, -1)),
     torch.softmax: ((A,), {"dim": 0}, lambda: U.softmax(A, 0)),
@@ -90,6 +100,7 @@ CALLS = {
     Tensor.log_softmax: ((A, -1), {}, lambda: U.log_softmax(A, -1)),
     F.dropout: ((A, 0.5, False), {}, lambda: A),
     torch.dropout: ((A, 0.5, False), {}, lambda: A),
+    torch.dropout_: ((A, 0.5, False), {}, lambda: A),
     torch.conv1d: ((X1, W1, B1), {"padding": 1}, lambda: U.conv1d(X1, W1, B1, padding=1)),
     torch.conv2d: ((X2, W2, None, 2), {}, lambda: U.conv2d(X2, W2, stride=2)),
     torch.conv3d: ((X3, W3), {"dilation": 2}, lambda: U.conv3d(X3, W3, dilation=2)),

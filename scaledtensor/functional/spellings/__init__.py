@@ -5,8 +5,8 @@ also takes `constraint=` where its unit-scaled function does.
 
 What a spelling does not say is read from its operands: a matrix that is an `nn.Parameter`, or a
 view of one, is a weight, whose gradient no constraint reaches; as a factor or a term of an
-elementwise operator it is a gain or a bias. `inplace=True` is not taken literally: the result is a
-new tensor, which is what models go on with.
+elementwise operator it is a gain or a bias. No function here writes into its argument: the result
+of `inplace=True` and of `relu_` is a new tensor. Whoever wants it there writes it.
 """
 
 from collections.abc import Callable
@@ -42,6 +42,8 @@ COUNTERPARTS: dict[Callable[..., Any], Callable[..., Any]] = {
     Tensor.addmm: arithmetic.addmm,
     torch.baddbmm: arithmetic.baddbmm,
     Tensor.baddbmm: arithmetic.baddbmm,
+    Tensor.addmm_: arithmetic.addmm,
+    Tensor.baddbmm_: arithmetic.baddbmm,
     F.grouped_mm: arithmetic.grouped_mm,
     # sums and elementwise products
     torch.add: arithmetic.add,
@@ -69,12 +71,18 @@ COUNTERPARTS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.relu: elementwise.relu,
     torch.relu: elementwise.relu,
     Tensor.relu: elementwise.relu,
+    torch.relu_: elementwise.relu,
+    Tensor.relu_: elementwise.relu,
     F.leaky_relu: elementwise.leaky_relu,
     torch.tanh: elementwise.tanh,
     Tensor.tanh: elementwise.tanh,
+    torch.tanh_: elementwise.tanh,
+    Tensor.tanh_: elementwise.tanh,
     F.tanh: elementwise.tanh,
     torch.sigmoid: elementwise.sigmoid,
     Tensor.sigmoid: elementwise.sigmoid,
+    torch.sigmoid_: elementwise.sigmoid,
+    Tensor.sigmoid_: elementwise.sigmoid,
     F.sigmoid: elementwise.sigmoid,
     torch.special.expit: elementwise.sigmoid,
     F.softmax: elementwise.f_softmax,
@@ -87,6 +95,7 @@ COUNTERPARTS: dict[Callable[..., Any], Callable[..., Any]] = {
     Tensor.log_softmax: elementwise.log_softmax,
     F.dropout: elementwise.f_dropout,
     torch.dropout: elementwise.dropout,
+    torch.dropout_: elementwise.dropout,
     # convolutions
     torch.conv1d: layers.convolution(convolutions.conv1d),
     torch.conv2d: layers.convolution(convolutions.conv2d),
