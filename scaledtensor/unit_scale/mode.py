@@ -92,7 +92,7 @@ class UnitScaling(Mode):
         if target is not None:
             result = target.copy_(result)
         elif step.overwritten and (step.choice or step.undo or skip is not None):
-            # A tensor with a factor for its gradient is a view that autograd lets nobody write into.
+            # What has a factor for its gradient is a view that autograd lets nobody write into.
             result = [x.clone() for x in result] if isinstance(result, list) else result.clone()
         if step.split is not None:
             assert skip is not None
@@ -161,7 +161,8 @@ class UnitScaling(Mode):
                 raise _other_path("a residual sum is of something else than what it started at")
             return U.residual_add(branch, waited, step.tau)
         of_branch, of_skip = residual_weights(step.tau)
-        return branch * of_branch + skip * of_skip
+        total: Tensor = branch * of_branch + skip * of_skip
+        return total
 
     def __enter__(self) -> Self:
         super().__enter__()  # type: ignore[no-untyped-call]

@@ -9,7 +9,18 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import get_overridable_functions
 
-__all__ = ["NAMES", "Place", "Plan", "Split", "Step", "Undo", "apart", "given", "is_counted"]
+__all__ = [
+    "NAMES",
+    "Place",
+    "Plan",
+    "Split",
+    "Step",
+    "Undo",
+    "apart",
+    "given",
+    "is_average",
+    "is_counted",
+]
 
 #: Of every function that a mode sees, but for attributes of tensors, which compilers do not call.
 #: By object: Dynamo looks that up, and reads no name of a builtin.
@@ -57,6 +68,12 @@ def apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any, A
     return copy, (copy, *args[1:]) if args else args, kwargs if args else kwargs | {"input": copy}
 
 
+def is_average(call: Call) -> bool:
+    """Whether a call is an average over positions, or may be a part of a formula that is none."""
+    name, _ = call
+    return name == "mean" or "avg_pool" in name
+
+
 @dataclass(frozen=True)
 class Split:
     """A result that a residual branch starts from: the branch's gradient is delayed to here."""
@@ -89,7 +106,8 @@ class Step:
     #: Whether its mask is causal. The law then is that of causal attention, however it is spelled:
     #: models give a mask in one mode of execution, and say `is_causal` in another.
     causal: bool = False
-    #: Of attention without a causal mask: between the tokens that it reads. None of all else.
+    #: Of attention without a causal mask: between the tokens that it reads. Of an average: between
+    #: what it is of. None of all else.
     correlation: float | None = None
     #: What the result is multiplied by, forwards and backwards.
     scale: float = 1.0
@@ -158,7 +176,7 @@ def _words(step: Step) -> str:
     if step.tied:
         said.append("tied to a product")
     if step.correlation:
-        said.append(f"tokens correlated {step.correlation:.2f}")
+        said.append(f"correlated {step.correlation:.2f}")
     if step.parameters:
         said.append("parameters broadcast")
     if step.scale != 1:

@@ -2,7 +2,9 @@
 residual.
 
 1. A product, norm, attention, embedding or loss becomes its unit-scaled counterpart
-   (scaledtensor.functional.spellings), whose closed form follows from the shapes of each call.
+   (scaledtensor.functional.spellings), whose closed form follows from the shapes of each call. So
+   does an average over positions by which alone what is above it reaches the result; any other is
+   a part of a formula, such as a norm's.
 2. What lies between those and depends on one tensor alone (an activation in any spelling, a rotary
    embedding, a norm written by hand) is one function of it: where it ends, the result is divided by
    the RMS that the recorded calls give Gaussians. Where it ends in a softmax or in attention's
@@ -15,7 +17,7 @@ residual.
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +31,7 @@ from scaledtensor.functional.residual import residual_weights
 from scaledtensor.functional.spellings import COUNTERPARTS
 from scaledtensor.unit_scale.cuts import Cuts
 from scaledtensor.unit_scale.delays import delays
-from scaledtensor.unit_scale.plan import Call, Place, Plan, Split, Step, apart
+from scaledtensor.unit_scale.plan import Call, Place, Plan, Split, Step, apart, is_average
 from scaledtensor.unit_scale.record import (
     PARAMETER,
     VARIABLE,
@@ -50,35 +52,52 @@ _PARTS = {
     *_SUMS,
     *("gelu", "silu", "relu", "leaky_relu", "tanh", "sigmoid"),
 }
+_POOLS = {f for f, counterpart in COUNTERPARTS.items() if is_average((counterpart.__name__, 0))}
 _POINTWISE = {
     f for f, counterpart in COUNTERPARTS.items() if counterpart.__name__ in _PARTS - _SUMS
 }
-BORDERS = {f for f, counterpart in COUNTERPARTS.items() if counterpart.__name__ not in _PARTS}
+BORDERS = {
+    f for f, counterpart in COUNTERPARTS.items() if counterpart.__name__ not in _PARTS
+} - _POOLS
 _LOGITS = {"softmax", "log_softmax", "scaled_dot_product_attention", "cross_entropy", "logsumexp"}
 _CHOICES = {"__getitem__", "select", "narrow", "index_select"}
 #: A result within this of unit RMS, in log, needs no constant.
 _CLOSE = 0.08
+#: A gradient's RMS from here to its reciprocal needs none either.
+_LOW = 0.7
 #: Magnitudes that are the fills of a mask, and no part of an RMS.
 _FILL = 1e30
 
 
-def plan(recording: Recording, rule: ResidualRule, correlations: Iterable[float] = ()) -> Plan:
+def plan(
+    recording: Recording,
+    rule: ResidualRule,
+    correlations: Iterable[float] = (),
+    gradients: Mapping[int, float] | None = None,
+) -> Plan:
     """The plan of a recorded run. `correlations` are those of the tokens that each attention
-    without a causal mask reads, in order; 0 where they end."""
-    return _Planner(recording, rule, correlations).plan()
+    without a causal mask reads, and of what each average is of, in order; 0 where they end.
+    `gradients` are RMS by the id of a parameter: those of a run by a plan without them."""
+    return _Planner(recording, rule, correlations, gradients or {}).plan()
 
 
 class _Planner:
     def __init__(
-        self, recording: Recording, rule: ResidualRule, correlations: Iterable[float]
+        self,
+        recording: Recording,
+        rule: ResidualRule,
+        correlations: Iterable[float],
+        gradients: Mapping[int, float],
     ) -> None:
         self.correlations = iter(correlations)
+        self.gradients = gradients
         self.recording = recording
         self.rule = rule
         self.nodes = recording.nodes
         self.cuts = Cuts(recording.nodes)
         self.residual = find_residuals(self.nodes, self.cuts, BORDERS)
         self.roots: dict[Node, Node] = {}
+        self.pools = {node for node in self.nodes if self.is_pool(node)}
         #: By root, what its region does to it, other than views.
         self.done: dict[Node, list[Node]] = {}
 
@@ -98,6 +117,7 @@ class _Planner:
             if node.kind == VARIABLE and node.name == "alias":
                 self.add_arguments(steps, node)
         self.add_shared(steps)
+        self.add_gradients(steps)
         self.add_delays(steps)
         self.add_residuals(steps)
         self.add_writes(steps)
@@ -148,6 +168,23 @@ class _Planner:
                 elif len(users) > 1:
                     _extend(steps, node, shared=((which, place),))
 
+    def add_gradients(self, steps: dict[Call, Step]) -> None:
+        """Of parameters above an average: what its gradient is a sum over has one gradient for all
+        positions, so that the terms do not average out."""
+        below = set(self.pools)
+        for node in reversed(self.nodes):
+            if any(user in below for user in node.users):
+                below.add(node)
+        for node in below - self.pools:
+            for parameter in dict.fromkeys(node.operands):
+                owner = _owner(parameter)
+                if owner is None or _uses(owner) != [node] or node.call not in steps:
+                    continue
+                rms = self.gradients.get(id(owner.tensor), 1.0)
+                places = places_of(parameter, node)
+                if len(places) == 1 and not _LOW < rms < 1 / _LOW:
+                    _extend(steps, node, delays=((places[0], 1 / rms),))
+
     def add_writes(self, steps: dict[Call, Step]) -> None:
         for node in self.nodes:
             if node.call in steps and (node.in_place or node.is_overwritten):
@@ -174,7 +211,28 @@ class _Planner:
         return roots.pop() if len(roots) == 1 else node
 
     def is_border(self, node: Node) -> bool:
-        return not node.operands or node.func in BORDERS or node in self.residual
+        borders = node.func in BORDERS or node in self.pools
+        return not node.operands or borders or node in self.residual
+
+    def is_pool(self, node: Node) -> bool:
+        """Whether it is an average by which alone all above it has an effect, on functions with
+        parameters or on a result. What a loss or a statistic averages has none."""
+        if node.func not in _POOLS or node.call is None or node.output is not None:
+            return False
+        if len(node.variables) != 1 or node.shape.numel() == 1:
+            return False
+        return self.cuts.is_cut(node.variables[0], node) and self.has_use(node)
+
+    def has_use(self, node: Node) -> bool:
+        seen, todo = {node}, [node]
+        while todo:
+            found = todo.pop()
+            if found.func in BORDERS or (found.returned and found.shape.numel() > 1):
+                return True
+            new = [user for user in found.users if user not in seen]
+            seen.update(new)
+            todo += new
+        return False
 
     def is_alone(self, node: Node) -> bool:
         """Whether a function of one tensor is all that its region does, so that it is what its name
@@ -184,6 +242,8 @@ class _Planner:
     def step_of(self, node: Node) -> Step | None:
         if node in self.residual:
             return None  # add_residuals
+        if node in self.pools:
+            return Step(counterpart=True, free=True, correlation=next(self.correlations, 0.0))
         if node.func in BORDERS or (node.func in _POINTWISE and self.is_alone(node)):
             causal = node.func is scaled_dot_product_attention and _is_causal(node)
             tied = node.name == "embedding" and any(map(self.is_tied, node.operands))
@@ -356,11 +416,11 @@ def _replayed(node: Node, sources: tuple[Node, ...]) -> float:
             args, kwargs = pytree.tree_map(
                 lambda a: value(a) if isinstance(a, Node) else a, (n.args, n.kwargs)
             )
-            target, args, kwargs = apart(args, kwargs) if n.in_place else (None, args, kwargs)
-            result = n.func(*args, **kwargs)
             if n.in_place:
-                known[n] = target
+                known[n], args, kwargs = apart(args, kwargs)
+                n.func(*args, **kwargs)
             else:
+                result = n.func(*args, **kwargs)
                 known[n] = result if n.output is None else result[n.output]
         return known[n]
 

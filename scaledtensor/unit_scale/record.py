@@ -22,6 +22,7 @@ __all__ = [
     "Recording",
     "attention_options",
     "copied",
+    "leaves_of",
     "left_alone",
     "record",
 ]
@@ -41,7 +42,7 @@ class Layout:
 
     @classmethod
     def of(cls, x: Tensor) -> Self:
-        return cls(x.shape, x.stride(), x.storage_offset(), x.dtype, x.device)
+        return cls(x.shape, x.stride(), int(x.storage_offset()), x.dtype, x.device)
 
     @property
     def end(self) -> int:
@@ -290,17 +291,18 @@ def record(module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Recording
                 recorder.know(leaf, Node(VARIABLE, "input"))
         with _torch.without_function_modes(), left_alone(module), recorder:
             result = forward(*args, **kwargs)
-    for leaf in pytree.tree_leaves(_plain(result)):
+    for leaf in leaves_of(result):
         node = recorder.nodes.get(id(leaf)) if isinstance(leaf, Tensor) else None
         if node is not None:
             node.returned = True
     return recorder.recording
 
 
-def _plain(result: Any) -> Any:
-    """Outputs in classes that pytree does not know (dataclasses, mappings): their values."""
+def leaves_of(result: Any) -> list[Any]:
+    """What a model returns, one by one; of classes that pytree does not know (dataclasses,
+    mappings) the values."""
     if isinstance(result, dict):
-        return list(result.values())
+        return pytree.tree_leaves(list(result.values()))
     if hasattr(result, "__dict__") and not isinstance(result, Tensor):
-        return list(vars(result).values())
-    return result
+        return pytree.tree_leaves(list(vars(result).values()))
+    return pytree.tree_leaves(result)

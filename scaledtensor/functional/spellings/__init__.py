@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scaledtensor.functional import convolutions, losses
+from scaledtensor.functional import convolutions, losses, pooling
 from scaledtensor.functional.spellings import arithmetic, elementwise, layers
 
 __all__ = ["COUNTERPARTS"]
@@ -103,6 +103,15 @@ COUNTERPARTS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.conv_transpose1d: layers.transposed(convolutions.conv_transpose1d),
     torch.conv_transpose2d: layers.transposed(convolutions.conv_transpose2d),
     torch.conv_transpose3d: layers.transposed(convolutions.conv_transpose3d),
+    # averages
+    F.avg_pool1d: pooling.avg_pool1d,
+    F.avg_pool2d: pooling.avg_pool2d,
+    F.avg_pool3d: pooling.avg_pool3d,
+    F.adaptive_avg_pool1d: pooling.adaptive_avg_pool1d,
+    F.adaptive_avg_pool2d: pooling.adaptive_avg_pool2d,
+    F.adaptive_avg_pool3d: pooling.adaptive_avg_pool3d,
+    torch.mean: layers.mean,
+    Tensor.mean: layers.mean,
     # norms
     F.layer_norm: layers.f_layer_norm,
     torch.layer_norm: layers.layer_norm,
