@@ -32,7 +32,7 @@ __all__ = [
     "mean",
 ]
 
-AdaptiveSizes: TypeAlias = int | None | Sequence[int | None]
+AdaptiveSizes: TypeAlias = int | Sequence[int | None] | None
 
 
 def avg_pool1d(
@@ -145,10 +145,10 @@ def mean(
         keepdim, dtype: as of torch.
         constraint, correlation: as of avg_pool1d.
     """
-    dims = range(input.dim()) if dim is None else (dim,) if isinstance(dim, int) else dim
+    dims = (dim,) if isinstance(dim, int) else tuple(range(input.dim()) if dim is None else dim)
     count = product([input.shape[d] for d in dims])
     return _scaled(
-        lambda x: torch.mean(x, dim, keepdim, dtype=dtype),
+        lambda x: torch.mean(x, dims, keepdim, dtype=dtype),
         input,
         count,
         count,

@@ -50,7 +50,7 @@ def measure(
         with _torch.without_function_modes(), left_alone(module):
             named = dict(module.named_parameters())
             fresh = {name: _fresh(p, i) for i, (name, p) in enumerate(named.items())}
-            given = {f"module.{name}": p for name, p in fresh.items()}
+            given: dict[str, Tensor] = {f"module.{name}": p for name, p in fresh.items()}
             with torch.set_grad_enabled(any(map(is_average, plan.steps))):
                 with mode:
                     result = torch.func.functional_call(_Run(module, forward), given, args, kwargs)
@@ -93,7 +93,7 @@ class _Run(nn.Module):
 
 
 class _Measuring(UnitScaling):
-    """Each attention and average is scaled by what it is seen to read, as later ones will find it."""
+    """Each attention and average is scaled by what it reads, as later ones will find it."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)

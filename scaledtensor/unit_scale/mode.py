@@ -37,7 +37,7 @@ class UnitScaling(Mode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in ENTERED:
+        if func in ENTERED and func not in COUNTERPARTS:
             with self:
                 return ENTERED[func](*args, **kwargs)
         step = self.next_step(func, args, kwargs)

@@ -112,7 +112,9 @@ class _Planner:
                 continue
             step = self.step_of(node)
             if step is not None:
-                steps[node.call] = step
+                # Of several results, which have one step, the model may use one alone.
+                free = step.free or (node.call in steps and steps[node.call].free)
+                steps[node.call] = replace(step, free=free)
         for node in self.nodes:
             if node.kind == VARIABLE and node.name == "alias":
                 self.add_arguments(steps, node)
@@ -159,6 +161,8 @@ class _Planner:
                 if owner is not None:
                     places = places_of(operand, node)
                     seen.setdefault(owner, []).extend((node, place) for place in places)
+                    if not places and len({user.call for user in _uses(owner)}) > 1:
+                        _extend(steps, node, exact=True)  # one of a list of several calls
         for which, (owner, uses) in enumerate(seen.items()):
             users = {node for node, _ in uses}
             for node, place in uses:

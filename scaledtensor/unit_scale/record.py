@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from scaledtensor import _torch
+from scaledtensor.functional.spellings import COUNTERPARTS
 from scaledtensor.interpose import ENTERED
 from scaledtensor.unit_scale.plan import NAMES, is_counted
 
@@ -142,7 +143,7 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in ENTERED:
+        if func in ENTERED and func not in COUNTERPARTS:
             with self:
                 return ENTERED[func](*args, **kwargs)
         name = getattr(func, "__name__", "")

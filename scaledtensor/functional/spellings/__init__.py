@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scaledtensor.functional import convolutions, losses, pooling
+from scaledtensor.functional import convolutions, losses, pooling, recurrent
 from scaledtensor.functional.spellings import arithmetic, elementwise, layers
 
 __all__ = ["COUNTERPARTS"]
@@ -112,6 +112,8 @@ COUNTERPARTS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.adaptive_avg_pool3d: pooling.adaptive_avg_pool3d,
     torch.mean: layers.mean,
     Tensor.mean: layers.mean,
+    # recurrent layers
+    **recurrent.FUNCTIONS,
     # norms
     F.layer_norm: layers.f_layer_norm,
     torch.layer_norm: layers.layer_norm,
