@@ -48,6 +48,7 @@ __all__ = [
     "log",
     "make_wrapper",
     "mark_rows_dynamic",
+    "memory_of",
     "process_group_named",
     "reshape_wrapper",
     "scaled_grouped_mm",
@@ -208,6 +209,16 @@ def log(n: float) -> float:
     if isinstance(n, (torch.SymInt, torch.SymFloat)):
         return torch._sym_log2(n) * math.log(2)
     return math.log(n)
+
+
+def memory_of(x: Tensor) -> int:
+    """A number that tensors have in common while they share memory: views of each other do.
+
+    The public `data_ptr()` is zero for every tensor whose memory is not here, such as a wrapper's
+    or one on the meta device.
+    """
+    number: int = x.untyped_storage()._cdata
+    return number
 
 
 def is_transforming() -> bool:

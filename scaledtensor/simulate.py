@@ -70,6 +70,9 @@ OPERANDS_FROM: dict[Callable[..., Any], int] = {
     **dict.fromkeys((torch.linalg.multi_dot, torch.chain_matmul, torch.functional.chain_matmul), 0),
 }
 
+#: Products that are written into the first argument.
+IN_PLACE = {Tensor.addmm_, Tensor.addmv_, Tensor.baddbmm_, Tensor.addbmm_}
+
 
 @dataclass(frozen=True)
 class SimulateFormat:
@@ -118,7 +121,9 @@ class _Rounded(torch.autograd.Function):
         backward: Format | None,
     ) -> Tensor:
         if forward is None:
-            return x.view_as(x)
+            # The same memory, but not a view, which autograd would let no model write into. Nobody
+            # but the product's derivative has `x` itself, and that is told of writes.
+            return x.detach()
         return fake_quantize(x, forward, rounding=rounding, overflow=overflow)
 
     @staticmethod
@@ -166,7 +171,10 @@ class _Simulation(Mode):
                 args[position] = self.how.operand(args[position])
             elif name in kwargs:
                 kwargs = {**kwargs, name: self.how.operand(kwargs[name])}
-        return self.how.result(func(*args, **kwargs))
+        if func not in IN_PLACE:
+            return self.how.result(func(*args, **kwargs))
+        target, *rest = args
+        return target.copy_(self.how.result(func(target.clone(), *rest, **kwargs)))
 
 
 def simulate_format(

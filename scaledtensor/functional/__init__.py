@@ -40,6 +40,15 @@ from scaledtensor.functional.losses import (
     smooth_l1_loss,
 )
 from scaledtensor.functional.norms import batch_norm, group_norm, layer_norm, rms_norm
+from scaledtensor.functional.pooling import (
+    adaptive_avg_pool1d,
+    adaptive_avg_pool2d,
+    adaptive_avg_pool3d,
+    avg_pool1d,
+    avg_pool2d,
+    avg_pool3d,
+    mean,
+)
 from scaledtensor.functional.products import bmm, einsum, linear, linear_readout, matmul
 from scaledtensor.functional.residual import (
     add,
@@ -53,8 +62,14 @@ from scaledtensor.functional.routing import grouped_linear, moe_route
 from scaledtensor.functional.scaling import scale_bwd, scale_fwd
 
 __all__ = [
+    "adaptive_avg_pool1d",
+    "adaptive_avg_pool2d",
+    "adaptive_avg_pool3d",
     "add",
     "apply_rotary",
+    "avg_pool1d",
+    "avg_pool2d",
+    "avg_pool3d",
     "batch_norm",
     "binary_cross_entropy_with_logits",
     "bmm",
@@ -80,6 +95,7 @@ __all__ = [
     "linear_readout",
     "log_softmax",
     "matmul",
+    "mean",
     "moe_route",
     "mse_loss",
     "mul",

@@ -24,6 +24,7 @@ __all__ = [
     "conv_transpose1d",
     "conv_transpose2d",
     "conv_transpose3d",
+    "spread",
 ]
 
 Sizes: TypeAlias = int | Sequence[int]
@@ -159,7 +160,7 @@ def _convolution(
 ) -> Tensor:
     stride, padding, dilation, groups = shape
     fan_out, fan_in, *taps = weight.shape
-    steps = _spread(stride, len(taps))
+    steps = spread(stride, len(taps))
     batch, sizes = _batch(input, taps), input.shape[-len(taps) :]
     positions = _positions(sizes, taps, steps, padding, dilation)
     count = product(taps)
@@ -193,7 +194,7 @@ def _transposed(
     fan_in, fan_out, *taps = weight.shape
     count = product(taps)
     # Of the taps over a position, one in `stride` meets an input.
-    reached = count / product(_spread(stride, len(taps)))
+    reached = count / product(spread(stride, len(taps)))
     batch, sizes = _batch(input, taps), input.shape[-len(taps) :]
     positions = _transposed_positions(sizes, taps, stride, padding, output_padding, dilation)
     return _scaled(
@@ -244,12 +245,12 @@ def _positions(
     kernel does not fit, which torch says better."""
     if padding == "same":  # torch allows it at stride 1 only
         return product(sizes)
-    pads = _spread(0 if padding == "valid" else padding, len(taps))
-    spread = _spread(dilation, len(taps))
+    pads = spread(0 if padding == "valid" else padding, len(taps))
+    gaps = spread(dilation, len(taps))
     return product(
         [
             max((n + 2 * pad - gap * (tap - 1) - 1) // step + 1, 0)
-            for n, tap, step, pad, gap in zip(sizes, taps, steps, pads, spread, strict=True)
+            for n, tap, step, pad, gap in zip(sizes, taps, steps, pads, gaps, strict=True)
         ]
     )
 
@@ -264,7 +265,7 @@ def _transposed_positions(
 ) -> int:
     """As above, by torch.nn.ConvTranspose1d's formula."""
     steps, pads, more, gaps = (
-        _spread(x, len(taps)) for x in (stride, padding, output_padding, dilation)
+        spread(x, len(taps)) for x in (stride, padding, output_padding, dilation)
     )
     return product(
         [
@@ -276,7 +277,7 @@ def _transposed_positions(
     )
 
 
-def _spread(sizes: Sizes, dims: int) -> Sequence[int]:
+def spread(sizes: Sizes, dims: int) -> Sequence[int]:
     """One number for each dimension; torch also takes one for all, in a sequence or not."""
     if isinstance(sizes, int):
         return (sizes,) * dims

@@ -217,7 +217,10 @@ def kl_div(
 
 def _as_sum(loss: Tensor, reduction: str, count: int) -> Tensor:
     """A mean over `count` terms, with the gradient of their sum."""
-    return scale_bwd(loss, max(count, 1)) if reduction in ("mean", "batchmean") else loss
+    if reduction not in ("mean", "batchmean"):
+        return loss
+    # A copy, since autograd lets nobody write into the other: `loss += penalty`.
+    return scale_bwd(loss, max(count, 1)).clone()
 
 
 def _as_counted_sum(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from scaledtensor.ops.functions import cast_once, linear
 
-__all__ = ["FUNCTIONS"]
+__all__ = ["CELLS", "FUNCTIONS", "Parts", "State", "Weights", "cell", "network"]
 
 State = tuple[Tensor, ...]
 """(h,), or (h, c) of an LSTM; each (batch, width)."""
@@ -63,6 +63,33 @@ def _elman(
     return (activation(gates + linear(h, w.hidden, w.hidden_bias)),)
 
 
+class Parts(NamedTuple):
+    """What networks are made of."""
+
+    #: torch's name -> cell.
+    cells: dict[str, Cell]
+    #: (input of all steps, weights, constraint) -> what it gives to the gates of all steps.
+    gates: Callable[[Tensor, Weights, Any], Tensor]
+    #: (weights, input of all steps, constraint) -> weights for the steps one by one.
+    prepared: Callable[[Weights, Tensor, Any], Weights]
+    #: (x, probability) -> x between two layers in training.
+    dropout: Callable[[Tensor, float], Tensor]
+
+
+def _gates(x: Tensor, w: Weights, constraint: Any) -> Tensor:
+    gates: Tensor = linear(x, w.input, w.input_bias)
+    return gates
+
+
+def _cast(w: Weights, x: Tensor, constraint: Any) -> Weights:
+    projection = None if w.projection is None else cast_once(w.projection, x)
+    return w._replace(hidden=cast_once(w.hidden, x), projection=projection)
+
+
+def _dropout(x: Tensor, p: float) -> Tensor:
+    return torch.dropout(x, p, True)
+
+
 #: torch's name -> cell.
 CELLS: dict[str, Cell] = {
     "lstm": _lstm,
@@ -71,19 +98,21 @@ CELLS: dict[str, Cell] = {
     "rnn_relu": partial(_elman, torch.relu),
 }
 
+PLAIN = Parts(CELLS, _gates, _cast, _dropout)
+
 
 # --- sequences -------------------------------------------------------------------------------
 
 
-def _steps(cell: Cell, x: Tensor, sizes: list[int] | None, start: State, w: Weights) -> Any:
-    """One layer in one direction: outputs as `x` is laid out, and the final state.
+def _steps(
+    cell: Cell, gates: Tensor, sizes: list[int] | None, start: State, w: Weights
+) -> tuple[Tensor, list[Tensor]]:
+    """One layer in one direction: outputs as `gates` is laid out, and the final state.
 
-    `x` is (time, batch, features), or packed: (rows, features) with the batch of each step in
+    `gates` is (time, batch, features), or packed: (rows, features) with the batch of each step in
     `sizes`, which never grows. A sequence that is over keeps the state it had.
     """
-    gates = linear(x, w.input, w.input_bias)
-    parts = gates.unbind(0) if sizes is None else gates.split(sizes)
-    w = _cast(w, x)
+    parts = gates.unbind(0) if sizes is None else gates.split(sizes)  # type: ignore[no-untyped-call]
     outputs, over = [], []
     state = start
     for part in parts:
@@ -97,11 +126,11 @@ def _steps(cell: Cell, x: Tensor, sizes: list[int] | None, start: State, w: Weig
     return _joined(outputs, sizes), [torch.cat(p) if len(p) > 1 else p[0] for p in final]
 
 
-def _steps_back(cell: Cell, x: Tensor, sizes: list[int] | None, start: State, w: Weights) -> Any:
+def _steps_back(
+    cell: Cell, gates: Tensor, sizes: list[int] | None, start: State, w: Weights
+) -> tuple[Tensor, list[Tensor]]:
     """As `_steps`, from the end. A sequence starts where its last element is."""
-    gates = linear(x, w.input, w.input_bias)
-    parts = gates.unbind(0) if sizes is None else gates.split(sizes)
-    w = _cast(w, x)
+    parts = gates.unbind(0) if sizes is None else gates.split(sizes)  # type: ignore[no-untyped-call]
     outputs = []
     state = tuple(s[: parts[-1].shape[0]] for s in start)
     for part in reversed(parts):
@@ -113,11 +142,6 @@ def _steps_back(cell: Cell, x: Tensor, sizes: list[int] | None, start: State, w:
         state = cell(part, state, w)
         outputs.append(state[0])
     return _joined(outputs[::-1], sizes), list(state)
-
-
-def _cast(w: Weights, x: Tensor) -> Weights:
-    projection = None if w.projection is None else cast_once(w.projection, x)
-    return w._replace(hidden=cast_once(w.hidden, x), projection=projection)
 
 
 def _joined(outputs: list[Tensor], sizes: list[int] | None) -> Tensor:
@@ -135,9 +159,12 @@ def _layers(params: Sequence[Tensor], biased: bool, projected: bool) -> Iterator
         yield w._replace(projection=own[-1]) if projected else w
 
 
-def network(name: str, *args: Any) -> tuple[Tensor, ...]:
+def network(
+    name: str, *args: Any, made_of: Parts = PLAIN, constraint: Any = None
+) -> tuple[Tensor, ...]:
     """`torch.lstm` and its kin: (input, hx, params, has_biases, num_layers, dropout, train,
-    bidirectional, batch_first), or for packed sequences (data, batch_sizes, hx, params, ...)."""
+    bidirectional, batch_first), or for packed sequences (data, batch_sizes, hx, params, ...).
+    `constraint` is what the parts make of it."""
     x, *rest = args
     # Sizes come before the states: a tensor where the LSTM's pair, or the list of weights, is next.
     packed = isinstance(rest[0 if name == "lstm" else 1], Tensor)
@@ -154,23 +181,36 @@ def network(name: str, *args: Any) -> tuple[Tensor, ...]:
         outputs = []
         for way in ways:
             own = tuple(s[len(finals)] for s in start)
-            output, final = way(CELLS[name], x, sizes, own, next(weights))
+            w = next(weights)
+            gates = made_of.gates(x, w, constraint)
+            w = made_of.prepared(w, x, constraint)
+            output, final = way(made_of.cells[name], gates, sizes, own, w)
             outputs.append(output)
             finals.append(final)
         x = torch.cat(outputs, -1) if both_ways else outputs[0]
         if dropout and train and layer < layers - 1:
-            x = torch.dropout(x, dropout, True)
+            x = made_of.dropout(x, dropout)
     x = x.transpose(0, 1) if by_batch else x
     return x, *(torch.stack(parts) for parts in zip(*finals, strict=True))
 
 
 def cell(
-    name: str, x: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
+    name: str,
+    x: Tensor,
+    hx: Any,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Any = None,
+    b_hh: Any = None,
+    *,
+    made_of: Parts = PLAIN,
+    constraint: Any = None,
 ) -> Any:
     """`torch.lstm_cell` and its kin: one step."""
     state = tuple(hx) if name == "lstm" else (hx,)
     w = Weights(w_ih, w_hh, b_ih, b_hh)
-    new = CELLS[name](linear(x, w_ih, b_ih), state, w)
+    gates = made_of.gates(x, w, constraint)
+    new = made_of.cells[name](gates, state, made_of.prepared(w, x, constraint))
     return new if name == "lstm" else new[0]
 
 

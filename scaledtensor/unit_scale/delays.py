@@ -17,7 +17,7 @@ from scaledtensor.functional.attention import attention_scales
 from scaledtensor.scale import power_of_two_near
 from scaledtensor.unit_scale.cuts import Cuts
 from scaledtensor.unit_scale.plan import Step, Undo
-from scaledtensor.unit_scale.record import PARAMETER, VARIABLE, Node, attention_options, is_in_place
+from scaledtensor.unit_scale.record import PARAMETER, VARIABLE, Node, attention_options
 from scaledtensor.unit_scale.residuals import is_shared
 
 __all__ = ["delays"]
@@ -104,4 +104,6 @@ def _undo(node: Node, factor: float, borders: Set[Any]) -> dict[str, Any] | None
     alone = len(node.variables) == 1 and bool(node.args) and node.args[0] is node.variables[0]
     if node.func in borders and alone:
         return {"delays": (((0, None), factor),)}
-    return None if is_in_place(node) else {"undo": (Undo(factor, node.output),)}
+    if node.is_view and node.is_overwritten:
+        return None  # the write is meant for what it is a view of, too
+    return {"undo": (Undo(factor, node.output),)}

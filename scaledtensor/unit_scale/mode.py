@@ -10,9 +10,16 @@ from scaledtensor.errors import ModelError
 from scaledtensor.functional.residual import residual_weights
 from scaledtensor.functional.spellings import COUNTERPARTS
 from scaledtensor.interpose import ENTERED, Mode
-from scaledtensor.unit_scale.plan import NAMES, Plan, Step, given, is_counted
+from scaledtensor.unit_scale.plan import NAMES, Plan, Step, apart, given, is_counted
 
 __all__ = ["UnitScaling"]
+
+
+#: What writes into a tensor its shape alone.
+_OF_SHAPE = {
+    getattr(Tensor, f"{name}_")
+    for name in ("squeeze", "unsqueeze", "t", "transpose", "swapaxes", "swapdims", "as_strided")
+}
 
 
 class UnitScaling(Mode):
@@ -30,14 +37,14 @@ class UnitScaling(Mode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in ENTERED:
+        if func in ENTERED and func not in COUNTERPARTS:
             with self:
                 return ENTERED[func](*args, **kwargs)
         step = self.next_step(func, args, kwargs)
         if step is None:
             return func(*args, **kwargs)
         self.refuse_checkpoint()
-        return self.split(step, self.applied(step, func, args, kwargs))
+        return self.applied(step, func, args, kwargs)
 
     def next_step(self, func: Any, args: Any, kwargs: Any) -> Step | None:
         """What the plan has for this call; the call then counts as done."""
@@ -51,17 +58,26 @@ class UnitScaling(Mode):
         self.counts[name] = index + 1
         return self.plan.steps.get((name, index))
 
-    def split(self, step: Step, result: Any) -> Any:
-        """Where a residual branch starts: what the branch goes on with."""
-        if step.split is None:
-            return result
-        branch, skip = U.residual_split(result, step.split.tau)
-        self.waiting[step.split.add] = branch, skip
-        return branch
-
     def applied(self, step: Step, func: Any, args: Any, kwargs: Any) -> Any:
+        """The call as its step has it."""
+        if not step.in_place:
+            return self.finished(step, self.changed(step, func, args, kwargs), args)
+        target = args[0] if args else kwargs["input"]
+        if step.add is not None:
+            return self.finished(step, self.residual(step, args, kwargs), args, target)
+        if func in _OF_SHAPE:
+            return self.finished(step, func(*args, **kwargs) * step.scale, args, target)
+        # Into a copy: what the call then is made of and leaves may be saved for its derivative.
+        _, args, kwargs = apart(args, kwargs)
+        return self.finished(step, self.changed(step, func, args, kwargs), args, target)
+
+    def changed(self, step: Step, func: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = self.compensated(step, func, args, kwargs)
-        result = self.scaled(step, func, args, kwargs)
+        return self.scaled(step, func, args, kwargs)
+
+    def finished(self, step: Step, result: Any, args: Any, target: Tensor | None = None) -> Any:
+        """A call's result with factors for its gradient, and where a residual branch starts what
+        the branch goes on with; written into `target`, which then is that."""
         if step.choice:
             result = U.scale_bwd(result, (args[0].numel() / max(result.numel(), 1)) ** 0.5)
         for undo in step.undo:
@@ -70,13 +86,27 @@ class UnitScaling(Mode):
             else:
                 result = list(result)
                 result[undo.output] = U.scale_bwd(result[undo.output], undo.factor)
+        skip = None
+        if step.split is not None:
+            result, skip = U.residual_split(result, step.split.tau)
+        if target is not None:
+            result = target.copy_(result)
+        elif step.overwritten and (step.choice or step.undo or skip is not None):
+            # What has a factor for its gradient is a view that autograd lets nobody write into.
+            result = [x.clone() for x in result] if isinstance(result, list) else result.clone()
+        if step.split is not None:
+            assert skip is not None
+            self.waiting[step.split.add] = result, skip
         return result
 
     def compensated(self, step: Step, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Arguments whose gradients have factors."""
-        if not (step.delays or step.shared):
+        """Arguments that have factors, or whose gradients do."""
+        if not (step.delays or step.shared or step.arguments):
             return args, kwargs
         factors, args, kwargs = [*step.delays], list(args), dict(kwargs)
+        for place, factor in step.arguments:
+            where, key = given(place, args, kwargs)
+            where[key] = where[key] * factor
         if step.shared:
             places = [given(place, args, kwargs) for _, place in step.shared]
             terms = _terms(func, args, kwargs, [key for _, key in places])
@@ -112,11 +142,13 @@ class UnitScaling(Mode):
                 for i, a in enumerate(args)
             )
         result = func(*args, **kwargs)
+        if result is None:  # of `__setitem__`
+            result = args[0]
         if step.scale == 1.0:
             return result
         if isinstance(result, (tuple, list)):
             return [part * step.scale for part in result]
-        return result.mul_(step.scale) if step.in_place else result * step.scale
+        return result * step.scale
 
     def residual(self, step: Step, args: Any, kwargs: Any) -> Tensor:
         if kwargs.get("alpha", 1) != 1:
@@ -127,12 +159,10 @@ class UnitScaling(Mode):
             # Dynamo gives a tensor another identity when a function that has modes returns it.
             if skip is not start and not torch.compiler.is_compiling():
                 raise _other_path("a residual sum is of something else than what it started at")
-            result = U.residual_add(branch, waited, step.tau)
-        else:
-            of_branch, of_skip = residual_weights(step.tau)
-            result = branch * of_branch + skip * of_skip
-        # `x += y` and `x.add_(y)` arrive alike, and whoever wrote the second looks at x.
-        return args[0].copy_(result) if step.in_place else result
+            return U.residual_add(branch, waited, step.tau)
+        of_branch, of_skip = residual_weights(step.tau)
+        total: Tensor = branch * of_branch + skip * of_skip
+        return total
 
     def __enter__(self) -> Self:
         super().__enter__()  # type: ignore[no-untyped-call]

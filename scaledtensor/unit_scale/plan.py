@@ -9,7 +9,18 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import get_overridable_functions
 
-__all__ = ["NAMES", "Place", "Plan", "Split", "Step", "Undo", "given", "is_counted"]
+__all__ = [
+    "NAMES",
+    "Place",
+    "Plan",
+    "Split",
+    "Step",
+    "Undo",
+    "apart",
+    "given",
+    "is_average",
+    "is_counted",
+]
 
 #: Of every function that a mode sees, but for attributes of tensors, which compilers do not call.
 #: By object: Dynamo looks that up, and reads no name of a builtin.
@@ -46,6 +57,23 @@ def given(place: Place, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, A
     return (kwargs, name) if name in kwargs else (args, position)
 
 
+def apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any, Any]:
+    """A call that writes into its first argument, made to write into a copy.
+
+    Returns:
+        The copy, and the arguments with it.
+    """
+    target: Tensor = args[0] if args else kwargs["input"]
+    copy = target.clone()
+    return copy, (copy, *args[1:]) if args else args, kwargs if args else kwargs | {"input": copy}
+
+
+def is_average(call: Call) -> bool:
+    """Whether a call is an average over positions, or may be a part of a formula that is none."""
+    name, _ = call
+    return name == "mean" or "avg_pool" in name
+
+
 @dataclass(frozen=True)
 class Split:
     """A result that a residual branch starts from: the branch's gradient is delayed to here."""
@@ -78,7 +106,8 @@ class Step:
     #: Whether its mask is causal. The law then is that of causal attention, however it is spelled:
     #: models give a mask in one mode of execution, and say `is_causal` in another.
     causal: bool = False
-    #: Of attention without a causal mask: between the tokens that it reads. None of all else.
+    #: Of attention without a causal mask: between the tokens that it reads. Of an average: between
+    #: what it is of. None of all else.
     correlation: float | None = None
     #: What the result is multiplied by, forwards and backwards.
     scale: float = 1.0
@@ -87,6 +116,9 @@ class Step:
     #: (which parameter, its place) of those that other calls use as well: the gradient is a
     #: sum, of which all terms have the scale of the first, however many rows each call has.
     shared: tuple[tuple[int, Place], ...] = ()
+    #: By place: what arguments are multiplied by, of which no call says that they are complete: a
+    #: tensor that was written through a view of it.
+    arguments: tuple[tuple[Place, float], ...] = ()
     #: By place: what gradients of arguments are multiplied by. They are delayed from here on, or
     #: have been up to here; or they leave a branch whose gradients are.
     delays: tuple[tuple[Place, float], ...] = ()
@@ -101,8 +133,10 @@ class Step:
     #: Whether its skip connection waits in a split; otherwise both terms are scaled here.
     waiting: bool = True
     split: Split | None = None
-    #: Whether the call writes into its first argument.
+    #: Whether the call writes into its first argument: what becomes of the result is written there.
     in_place: bool = False
+    #: Whether a later call writes into the result.
+    overwritten: bool = False
 
 
 @dataclass
@@ -130,6 +164,7 @@ def _words(step: Step) -> str:
     said = []
     if step.shared:
         said.append("parameters of other calls")
+    said += [f"argument {_named(place)} x {x:.4g}" for place, x in step.arguments]
     said += [f"gradient of argument {_named(place)} x {x:.4g}" for place, x in step.delays]
     for undo in step.undo:
         result = "result" if undo.output is None else f"result {undo.output}"
@@ -141,7 +176,7 @@ def _words(step: Step) -> str:
     if step.tied:
         said.append("tied to a product")
     if step.correlation:
-        said.append(f"tokens correlated {step.correlation:.2f}")
+        said.append(f"correlated {step.correlation:.2f}")
     if step.parameters:
         said.append("parameters broadcast")
     if step.scale != 1:

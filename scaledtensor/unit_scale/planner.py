@@ -2,7 +2,9 @@
 residual.
 
 1. A product, norm, attention, embedding or loss becomes its unit-scaled counterpart
-   (scaledtensor.functional.spellings), whose closed form follows from the shapes of each call.
+   (scaledtensor.functional.spellings), whose closed form follows from the shapes of each call. So
+   does an average over positions by which alone what is above it reaches the result; any other is
+   a part of a formula, such as a norm's.
 2. What lies between those and depends on one tensor alone (an activation in any spelling, a rotary
    embedding, a norm written by hand) is one function of it: where it ends, the result is divided by
    the RMS that the recorded calls give Gaussians. Where it ends in a softmax or in attention's
@@ -15,7 +17,7 @@ residual.
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,18 +26,18 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils import _pytree as pytree
 
+from scaledtensor.errors import UnsupportedError
 from scaledtensor.functional.residual import residual_weights
 from scaledtensor.functional.spellings import COUNTERPARTS
 from scaledtensor.unit_scale.cuts import Cuts
 from scaledtensor.unit_scale.delays import delays
-from scaledtensor.unit_scale.plan import Call, Place, Plan, Split, Step
+from scaledtensor.unit_scale.plan import Call, Place, Plan, Split, Step, apart, is_average
 from scaledtensor.unit_scale.record import (
     PARAMETER,
     VARIABLE,
     Node,
     Recording,
     attention_options,
-    is_in_place,
 )
 from scaledtensor.unit_scale.residuals import MOVES, find_residuals, is_shared, places_of
 
@@ -50,35 +52,52 @@ _PARTS = {
     *_SUMS,
     *("gelu", "silu", "relu", "leaky_relu", "tanh", "sigmoid"),
 }
+_POOLS = {f for f, counterpart in COUNTERPARTS.items() if is_average((counterpart.__name__, 0))}
 _POINTWISE = {
     f for f, counterpart in COUNTERPARTS.items() if counterpart.__name__ in _PARTS - _SUMS
 }
-BORDERS = {f for f, counterpart in COUNTERPARTS.items() if counterpart.__name__ not in _PARTS}
+BORDERS = {
+    f for f, counterpart in COUNTERPARTS.items() if counterpart.__name__ not in _PARTS
+} - _POOLS
 _LOGITS = {"softmax", "log_softmax", "scaled_dot_product_attention", "cross_entropy", "logsumexp"}
 _CHOICES = {"__getitem__", "select", "narrow", "index_select"}
 #: A result within this of unit RMS, in log, needs no constant.
 _CLOSE = 0.08
+#: A gradient's RMS from here to its reciprocal needs none either.
+_LOW = 0.7
 #: Magnitudes that are the fills of a mask, and no part of an RMS.
 _FILL = 1e30
 
 
-def plan(recording: Recording, rule: ResidualRule, correlations: Iterable[float] = ()) -> Plan:
+def plan(
+    recording: Recording,
+    rule: ResidualRule,
+    correlations: Iterable[float] = (),
+    gradients: Mapping[int, float] | None = None,
+) -> Plan:
     """The plan of a recorded run. `correlations` are those of the tokens that each attention
-    without a causal mask reads, in order; 0 where they end."""
-    return _Planner(recording, rule, correlations).plan()
+    without a causal mask reads, and of what each average is of, in order; 0 where they end.
+    `gradients` are RMS by the id of a parameter: those of a run by a plan without them."""
+    return _Planner(recording, rule, correlations, gradients or {}).plan()
 
 
 class _Planner:
     def __init__(
-        self, recording: Recording, rule: ResidualRule, correlations: Iterable[float]
+        self,
+        recording: Recording,
+        rule: ResidualRule,
+        correlations: Iterable[float],
+        gradients: Mapping[int, float],
     ) -> None:
         self.correlations = iter(correlations)
+        self.gradients = gradients
         self.recording = recording
         self.rule = rule
         self.nodes = recording.nodes
         self.cuts = Cuts(recording.nodes)
         self.residual = find_residuals(self.nodes, self.cuts, BORDERS)
         self.roots: dict[Node, Node] = {}
+        self.pools = {node for node in self.nodes if self.is_pool(node)}
         #: By root, what its region does to it, other than views.
         self.done: dict[Node, list[Node]] = {}
 
@@ -93,10 +112,17 @@ class _Planner:
                 continue
             step = self.step_of(node)
             if step is not None:
-                steps[node.call] = step
+                # Of several results, which have one step, the model may use one alone.
+                free = step.free or (node.call in steps and steps[node.call].free)
+                steps[node.call] = replace(step, free=free)
+        for node in self.nodes:
+            if node.kind == VARIABLE and node.name == "alias":
+                self.add_arguments(steps, node)
         self.add_shared(steps)
+        self.add_gradients(steps)
         self.add_delays(steps)
         self.add_residuals(steps)
+        self.add_writes(steps)
         names = {name for name, _ in steps}
         calls = tuple(name for name in self.recording.calls if name in names)
         in_order = {n.call: steps[n.call] for n in self.nodes if n.call in steps}
@@ -116,7 +142,6 @@ class _Planner:
                 skip=node.operands.index(skip),
                 tau=tau,
                 waiting=residual.waits,
-                in_place=is_in_place(node),
             )
             if residual.waits:
                 _extend(steps, skip, split=Split(index, tau))
@@ -136,6 +161,8 @@ class _Planner:
                 if owner is not None:
                     places = places_of(operand, node)
                     seen.setdefault(owner, []).extend((node, place) for place in places)
+                    if not places and len({user.call for user in _uses(owner)}) > 1:
+                        _extend(steps, node, exact=True)  # one of a list of several calls
         for which, (owner, uses) in enumerate(seen.items()):
             users = {node for node, _ in uses}
             for node, place in uses:
@@ -144,6 +171,31 @@ class _Planner:
                         _extend(steps, node, exact=True)
                 elif len(users) > 1:
                     _extend(steps, node, shared=((which, place),))
+
+    def add_gradients(self, steps: dict[Call, Step]) -> None:
+        """Of parameters above an average: what its gradient is a sum over has one gradient for all
+        positions, so that the terms do not average out."""
+        below = set(self.pools)
+        for node in reversed(self.nodes):
+            if any(user in below for user in node.users):
+                below.add(node)
+        for node in below - self.pools:
+            for parameter in dict.fromkeys(node.operands):
+                owner = _owner(parameter)
+                if owner is None or _uses(owner) != [node] or node.call not in steps:
+                    continue
+                rms = self.gradients.get(id(owner.tensor), 1.0)
+                places = places_of(parameter, node)
+                if len(places) == 1 and not _LOW < rms < 1 / _LOW:
+                    _extend(steps, node, delays=((places[0], 1 / rms),))
+
+    def add_writes(self, steps: dict[Call, Step]) -> None:
+        for node in self.nodes:
+            if node.call in steps and (node.in_place or node.is_overwritten):
+                written = replace(
+                    steps[node.call], in_place=node.in_place, overwritten=node.is_overwritten
+                )
+                steps[node.call] = written
 
     def add_delays(self, steps: dict[Call, Step]) -> None:
         for node in self.nodes:
@@ -163,7 +215,28 @@ class _Planner:
         return roots.pop() if len(roots) == 1 else node
 
     def is_border(self, node: Node) -> bool:
-        return not node.operands or node.func in BORDERS or node in self.residual
+        borders = node.func in BORDERS or node in self.pools
+        return not node.operands or borders or node in self.residual
+
+    def is_pool(self, node: Node) -> bool:
+        """Whether it is an average by which alone all above it has an effect, on functions with
+        parameters or on a result. What a loss or a statistic averages has none."""
+        if node.func not in _POOLS or node.call is None or node.output is not None:
+            return False
+        if len(node.variables) != 1 or node.shape.numel() == 1:
+            return False
+        return self.cuts.is_cut(node.variables[0], node) and self.has_use(node)
+
+    def has_use(self, node: Node) -> bool:
+        seen, todo = {node}, [node]
+        while todo:
+            found = todo.pop()
+            if found.func in BORDERS or (found.returned and found.shape.numel() > 1):
+                return True
+            new = [user for user in found.users if user not in seen]
+            seen.update(new)
+            todo += new
+        return False
 
     def is_alone(self, node: Node) -> bool:
         """Whether a function of one tensor is all that its region does, so that it is what its name
@@ -171,8 +244,10 @@ class _Planner:
         return self.done.get(self.roots[node]) == [node]
 
     def step_of(self, node: Node) -> Step | None:
-        if node in self.residual or node.name == "__setitem__":
-            return None  # add_residuals; or no result to scale
+        if node in self.residual:
+            return None  # add_residuals
+        if node in self.pools:
+            return Step(counterpart=True, free=True, correlation=next(self.correlations, 0.0))
         if node.func in BORDERS or (node.func in _POINTWISE and self.is_alone(node)):
             causal = node.func is scaled_dot_product_attention and _is_causal(node)
             tied = node.name == "embedding" and any(map(self.is_tied, node.operands))
@@ -194,12 +269,36 @@ class _Planner:
         choice = self.is_choice(node)
         if scale == 1.0 and not parameters and not choice:
             return None
-        return Step(scale=scale, parameters=parameters, in_place=is_in_place(node), choice=choice)
+        if scale != 1.0 and node.is_view and node.is_overwritten:
+            raise _written_view(node)
+        return Step(scale=scale, parameters=parameters, choice=choice)
+
+    def add_arguments(self, steps: dict[Call, Step], node: Node) -> None:
+        """The scale of a tensor that was written through a view of it. No call has it as a result,
+        so that calls get it as an argument."""
+        root = self.roots[node]
+        scale = 1.0
+        if root is node:
+            scale = self.scale_of(node, node.variables)
+        elif self.ends(node):
+            scale = self.scale_of(node, (root,))
+        if scale == 1.0:
+            return
+        for user in dict.fromkeys(node.users):
+            if self.roots.get(user) is not root:
+                places = places_of(node, user)
+                if user.call is None or len(places) != user.operands.count(node):
+                    raise _written_view(node)
+                _extend(steps, user, arguments=tuple((place, scale) for place in places))
+        if node.returned or node.is_overwritten:
+            raise _written_view(node)
 
     def is_choice(self, node: Node) -> bool:
         """Whether it takes a part of a tensor, and the rest goes nowhere."""
         if node.name not in _CHOICES or len(node.variables) != 1 or node.output is not None:
             return False
+        if node.is_view and node.is_overwritten:
+            return False  # the write is meant for what it is a view of, too
         (source,) = node.variables
         fewer = node.shape.numel() < source.shape.numel()
         return fewer and node.args[0] is source and self.cuts.is_cut(source, node)
@@ -265,6 +364,14 @@ class _Planner:
         return 1.0 if abs(math.log(rms)) < _CLOSE else 1.0 / rms
 
 
+def _written_view(node: Node) -> UnsupportedError:
+    return UnsupportedError(
+        f"unit_scale: the model writes into a view, and one of the tensors that share its memory, "
+        f"of shape {tuple(node.shape)}, needs a scale of its own, which the others must not have. "
+        "Write out of place, y = y + z instead of y += z, or write into a copy"
+    )
+
+
 def _extend(steps: dict[Call, Step], node: Node, **fields: Any) -> None:
     """Set fields of a call's step; a tuple is added to what is there."""
     assert node.call is not None
@@ -313,11 +420,12 @@ def _replayed(node: Node, sources: tuple[Node, ...]) -> float:
             args, kwargs = pytree.tree_map(
                 lambda a: value(a) if isinstance(a, Node) else a, (n.args, n.kwargs)
             )
-            if is_in_place(n) or n.name == "__setitem__":
-                args = (args[0].clone(), *args[1:])
-            result = n.func(*args, **kwargs)
-            result = args[0] if n.name == "__setitem__" else result
-            known[n] = result if n.output is None else result[n.output]
+            if n.in_place:
+                known[n], args, kwargs = apart(args, kwargs)
+                n.func(*args, **kwargs)
+            else:
+                result = n.func(*args, **kwargs)
+                known[n] = result if n.output is None else result[n.output]
         return known[n]
 
     with torch.no_grad():
@@ -328,8 +436,9 @@ def _replayed(node: Node, sources: tuple[Node, ...]) -> float:
 
 def _typical(source: Node, rng: torch.Generator) -> Tensor:
     """Unit RMS: Gaussian, or the shares of a softmax of Gaussians."""
-    x = torch.randn(source.shape, generator=rng)
+    assert source.layout is not None
+    x = source.layout.gaussian(rng)
     if source.name != "softmax":
         return x
     shares = x.softmax(-1)
-    return shares / shares.square().mean().sqrt()
+    return x.copy_(shares / shares.square().mean().sqrt())

@@ -14,7 +14,7 @@ __all__ = ["MOVES", "Residual", "find_residuals", "is_shared", "places_of"]
 #: Functions whose result has the elements of one tensor.
 MOVES = {
     *("view", "reshape", "transpose", "permute", "contiguous", "to", "type_as", "float"),
-    *("flatten", "unflatten", "unsqueeze", "squeeze", "detach", "clone", "__get__"),
+    *("flatten", "unflatten", "unsqueeze", "squeeze", "detach", "clone", "__get__", "alias"),
 }
 _ADDS = {"add", "add_", "__add__", "__radd__", "__iadd__"}
 
@@ -49,13 +49,20 @@ def find_residuals(nodes: Sequence[Node], cuts: Cuts, borders: Set[Any]) -> dict
             if not _leads(source, branch, borders, order):
                 continue
             residual = Residual(node, skip, False)
-            if source is skip and skip.call is not None and skip.output is None:
+            if source is skip and _may_be_split(skip):
                 between = _between(nodes[order[skip] + 1 : order[node]], skip, branch)
                 if cuts.is_only_used_by(skip, {*between, node}):
                     residual = _waiting(residual, between, found.keys())
             found[node] = residual
             break
     return found
+
+
+def _may_be_split(skip: Node) -> bool:
+    """Whether the model can go on with another tensor in the place of a skip connection."""
+    if skip.call is None or skip.output is not None:
+        return False
+    return not (skip.is_view and skip.is_overwritten)
 
 
 def _waiting(residual: Residual, between: Sequence[Node], sums: Set[Node]) -> Residual:

@@ -1,6 +1,6 @@
 """`unit_scale(model)`: another function, of unit variance everywhere, from the same code."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
@@ -9,7 +9,7 @@ from torch import nn
 from scaledtensor import _torch
 from scaledtensor.functional import transformer_residual_scaling_rule
 from scaledtensor.interpose import interpose, original
-from scaledtensor.unit_scale.correlation import correlations
+from scaledtensor.unit_scale.correlation import Measured, measure
 from scaledtensor.unit_scale.initialize import unit_parameters
 from scaledtensor.unit_scale.mode import UnitScaling
 from scaledtensor.unit_scale.plan import Plan
@@ -30,9 +30,9 @@ class UnitScale:
     def __init__(self, residual_rule: ResidualRule | None) -> None:
         self.residual_rule = residual_rule
         self.plans: dict[Key, Plan] = {}
-        #: Of the tokens that attention reads, where that is not causal, by how many there are in
-        #: a plan: what was measured for the first plan of so many holds for all.
-        self.correlations: dict[int, tuple[float, ...]] = {}
+        #: By how many correlations there are in a plan: what was measured for the first plan of so
+        #: many holds for all.
+        self.measured: dict[int, Measured] = {}
 
     def mode(self, module: nn.Module, args: Any, kwargs: Any) -> UnitScaling:
         key = _key(module, args, kwargs)
@@ -40,15 +40,23 @@ class UnitScale:
             _plan_uncompiled(self, module, args, kwargs)
         return UnitScaling(self.plans[key])
 
+    def forward(self, module: nn.Module) -> Callable[..., Any]:
+        """What a plan is made for."""
+        return original(module)
+
     def make_plan(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        recording = record(module, original(module), args, kwargs)
+        forward = self.forward(module)
+        recording = record(module, forward, args, kwargs)
         rule = self.residual_rule or transformer_residual_scaling_rule()
         made = plan(recording, rule)
         n = len(made.correlations)
         if n:
-            if n not in self.correlations:
-                self.correlations[n] = correlations(module, original(module), args, kwargs, made)
-            made = plan(recording, rule, self.correlations[n])
+            if n not in self.measured:
+                self.measured[n] = measure(module, forward, args, kwargs, made)
+            found = self.measured[n]
+            parameters = dict(module.named_parameters())
+            gradients = {id(parameters[name]): rms for name, rms in found.gradients.items()}
+            made = plan(recording, rule, found.correlations, gradients)
         self.plans[_key(module, args, kwargs)] = made
 
 

@@ -193,3 +193,39 @@ def test__what_cannot_be_replaced__is_named():
         unit_scale(nn.Linear(2, 2), replace={nn.GELU(): U.gelu})
     with pytest.raises(errors.ModelError, match="functions to functions"):
         unit_scale(Global(), replace={new_gelu: 2.0})
+
+
+@pytest.mark.parametrize("key", [new_gelu, F.gelu], ids=["python", "torch"])
+@pytest.mark.parametrize("function", [F.silu, F.mish], ids=["a counterpart", "a formula"])
+def test__a_function_of_torch_in_its_place__is_scaled_as_if_the_model_called_it(key, function):
+    class Called(Torchs):
+        def forward(self, x: Tensor) -> Tensor:
+            x = function(self.l1(x))
+            return x + self.l2(function(x))
+
+    torch.manual_seed(0)
+    model = Torchs() if key is F.gelu else Pythons()
+    scaled = unit_scale(model, replace={key: function})
+    expected = Called()
+    expected.load_state_dict(model.state_dict())
+    expected = unit_scale(expected)
+    x, seed = torch.randn(256, 16, requires_grad=True), torch.randn(256, 16)
+    ours, theirs = scaled(x), expected(x)
+    torch.testing.assert_close(ours, theirs)
+    ours, theirs = (torch.autograd.grad(out, x, seed) for out in (ours, theirs))
+    torch.testing.assert_close(ours, theirs)
+
+
+class Pythons(Torchs):
+    def forward(self, x: Tensor) -> Tensor:
+        x = new_gelu(self.l1(x))
+        return x + self.l2(new_gelu(x))
+
+
+def test__two_functions_of_torch__may_change_places():
+    torch.manual_seed(0)
+    scaled = unit_scale(Torchs(), replace={F.gelu: torch.tanh, torch.tanh: F.gelu})
+    again = unit_scale(Torchs(), replace={F.gelu: torch.tanh})
+    again.load_state_dict(scaled.state_dict())
+    x = torch.randn(8, 16)
+    assert torch.equal(scaled(x), again(x))

@@ -29,6 +29,58 @@ TOKENS = torch.arange(8) % 4
 ENDS = torch.tensor([3, 8], dtype=torch.int32)
 TARGET = torch.rand(8, 4)
 
+NETWORKS = {
+    torch.lstm: torch.lstm_cell,
+    torch.gru: torch.gru_cell,
+    torch.rnn_tanh: torch.rnn_tanh_cell,
+    torch.rnn_relu: torch.rnn_relu_cell,
+}
+GATES = {torch.lstm: 4, torch.gru: 3}
+XT, HT, CT = randn(2, 5, 8), randn(5, 6), randn(5, 6, seed=3)
+
+
+def rms_of(function):
+    z = torch.linspace(-10, 10, 100_001, dtype=torch.float64)
+    weight = (-z.square() / 2).exp()
+    return float((weight * function(z).square()).sum() / weight.sum()) ** 0.5
+
+
+def recurrent(network, steps=0):
+    """(arguments, keyword arguments, the expected call), of a cell or of a network of steps."""
+    n = 6 * GATES.get(network, 1)
+    w, u, b, d = randn(n, 8), randn(n, 6), randn(n), randn(n, seed=1)
+    s, t = rms_of(torch.sigmoid), rms_of(torch.tanh)
+    kept = {torch.lstm: 1.2, torch.gru: 1.1}.get(network, 1) * s * t / (1 - s * s) ** 0.5
+
+    def step(x, h, c):
+        x, y = U.linear(x, w) / 2**0.5 + b, U.linear(h, u) / 2**0.5 + d
+        if network is torch.lstm:
+            i, f, g, o = (x + y).chunk(4, -1)
+            c = f.sigmoid() * c + i.sigmoid() * g.tanh() / kept
+            return o.sigmoid() * (c * kept).tanh() / (s * rms_of(lambda z: (kept * z).tanh())), c
+        if network is torch.gru:
+            (r, z, n), (rh, zh, nh) = x.chunk(3, -1), y.chunk(3, -1)
+            n, z = (n + (r + rh).sigmoid() / s * nh).tanh() / kept, (z + zh).sigmoid()
+            return (1 - z) * n + z * h, c
+        return ((x + y).tanh() / t if network is torch.rnn_tanh else (x + y).relu() * 2**0.5), c
+
+    def expected():
+        h, c, outputs = HT, CT, []
+        for x in XT[: steps or 1]:
+            h, c = step(x, h, c)
+            outputs.append(h)
+        states = (h, c) if network is torch.lstm else (h,)
+        if not steps:
+            return states if network is torch.lstm else h
+        return torch.stack(outputs), *(state[None] for state in states)
+
+    states = (HT, CT) if network is torch.lstm else HT
+    if not steps:
+        return (XT[0], states, w, u, b, d), {}, expected
+    states = (HT[None], CT[None]) if network is torch.lstm else HT[None]
+    return (XT, states, [w, u, b, d], True, 1, 0.0, True, False, False), {}, expected
+
+
 #: spelling -> (arguments, keyword arguments, the expected call).
 CALLS = {
     F.linear: ((A, ROWS, randn(8)), {}, lambda: U.linear(A, ROWS, randn(8))),
@@ -49,6 +101,8 @@ CALLS = {
     Tensor.addmm: ((C, A, B), {"beta": 0, "alpha": 2}, lambda: 2 * U.matmul(A, B)),
     torch.baddbmm: ((C3, A3, B3), {}, lambda: U.add(C3, U.bmm(A3, B3))),
     Tensor.baddbmm: ((C3, A3, B3), {"beta": 2}, lambda: U.add(C3 * 2, U.bmm(A3, B3))),
+    Tensor.addmm_: ((C, A, B), {"alpha": 2}, lambda: U.add(C, 2 * U.matmul(A, B))),
+    Tensor.baddbmm_: ((C3, A3, B3), {}, lambda: U.add(C3, U.bmm(A3, B3))),
     F.grouped_mm: ((A, B3), {"offs": ENDS}, lambda: U.grouped_linear(A, B3, ENDS)),
     torch.add: ((A, ROWS), {"alpha": 2}, lambda: U.add(A, ROWS, alpha=2)),
     Tensor.add: ((A, ROWS), {}, lambda: U.add(A, ROWS)),
@@ -74,11 +128,19 @@ CALLS = {
     F.relu: ((A,), {"inplace": True}, lambda: U.relu(A)),
     torch.relu: ((A,), {}, lambda: U.relu(A)),
     Tensor.relu: ((A,), {}, lambda: U.relu(A)),
+    torch.relu_: ((A,), {}, lambda: U.relu(A)),
+    Tensor.relu_: ((A,), {}, lambda: U.relu(A)),
     F.leaky_relu: ((A, 0.1, True), {}, lambda: U.leaky_relu(A, 0.1)),
-    **{f: ((A,), {}, lambda: U.tanh(A)) for f in (torch.tanh, Tensor.tanh, F.tanh)},
+    **{
+        f: ((A,), {}, lambda: U.tanh(A))
+        for f in (torch.tanh, Tensor.tanh, F.tanh, torch.tanh_, Tensor.tanh_)
+    },
     **{
         f: ((A,), {}, lambda: U.sigmoid(A))
-        for f in (torch.sigmoid, Tensor.sigmoid, F.sigmoid, torch.special.expit)
+        for f in (
+            *(torch.sigmoid, Tensor.sigmoid, F.sigmoid, torch.special.expit),
+            *(torch.sigmoid_, Tensor.sigmoid_),
+        )
     },
     F.softmax: ((A, -1), {"_stacklevel": 5}, lambda: U.softmax(A, -1)),
     torch.softmax: ((A,), {"dim": 0}, lambda: U.softmax(A, 0)),
@@ -90,6 +152,7 @@ CALLS = {
     Tensor.log_softmax: ((A, -1), {}, lambda: U.log_softmax(A, -1)),
     F.dropout: ((A, 0.5, False), {}, lambda: A),
     torch.dropout: ((A, 0.5, False), {}, lambda: A),
+    torch.dropout_: ((A, 0.5, False), {}, lambda: A),
     torch.conv1d: ((X1, W1, B1), {"padding": 1}, lambda: U.conv1d(X1, W1, B1, padding=1)),
     torch.conv2d: ((X2, W2, None, 2), {}, lambda: U.conv2d(X2, W2, stride=2)),
     torch.conv3d: ((X3, W3), {"dilation": 2}, lambda: U.conv3d(X3, W3, dilation=2)),
@@ -108,6 +171,20 @@ CALLS = {
         {},
         lambda: U.conv_transpose3d(X3, W3.transpose(0, 1)),
     ),
+    F.avg_pool1d: ((X1, 4, 2, 1), {}, lambda: U.avg_pool1d(X1, 4, 2, 1)),
+    F.avg_pool2d: (
+        (X2, (2, 4)),
+        {"stride": [], "divisor_override": 3},
+        lambda: U.avg_pool2d(X2, (2, 4), divisor_override=3),
+    ),
+    F.avg_pool3d: ((X3, [2], 1), {}, lambda: U.avg_pool3d(X3, 2, 1)),
+    F.adaptive_avg_pool1d: ((X1, 4), {}, lambda: U.adaptive_avg_pool1d(X1, [4])),
+    F.adaptive_avg_pool2d: ((X2, (None, 1)), {}, lambda: U.adaptive_avg_pool2d(X2, (8, 1))),
+    F.adaptive_avg_pool3d: ((X3, 2), {}, lambda: U.adaptive_avg_pool3d(X3, (2, 2, 2))),
+    torch.mean: ((X2, (2, 3), True), {}, lambda: U.mean(X2, (2, 3), True)),
+    Tensor.mean: ((X2, -1), {"dtype": torch.float64}, lambda: U.mean(X2, -1, dtype=torch.float64)),
+    **{network: recurrent(network, steps=2) for network in NETWORKS},
+    **{cell: recurrent(network) for network, cell in NETWORKS.items()},
     F.layer_norm: ((A, [16], G, H), {}, lambda: U.layer_norm(A, [16], G, H)),
     torch.layer_norm: ((A, [16], G, H, 1e-3, False), {}, lambda: U.layer_norm(A, [16], G, H, 1e-3)),
     F.rms_norm: ((A, [16], G), {}, lambda: U.rms_norm(A, [16], G, None)),

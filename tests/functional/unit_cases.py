@@ -137,6 +137,32 @@ CASES = [
     ),
     Case("linear", U.linear, (((4, 64, 256), (128, 256), (128,)),), BINARY, bias=True),
     Case("linear_readout", U.linear_readout, (((4, 64, 64), (128, 64)),), BINARY, unscaled=True),
+    Case("avg_pool1d", partial(U.avg_pool1d, kernel_size=4), (((8, 16, 64),),), BINARY),
+    Case(
+        "avg_pool2d",
+        partial(U.avg_pool2d, kernel_size=3, stride=2, divisor_override=2),
+        (((4, 8, 33, 33),),),
+        BINARY,
+    ),
+    Case(
+        "adaptive_avg_pool1d",
+        partial(U.adaptive_avg_pool1d, output_size=16),
+        (((8, 16, 64),), ((8, 16, 4),)),
+        BINARY,
+    ),
+    Case(
+        "adaptive_avg_pool2d",
+        partial(U.adaptive_avg_pool2d, output_size=(None, 1)),
+        (((16, 32, 8, 8),),),
+        BINARY,
+    ),
+    Case(
+        "adaptive_avg_pool3d",
+        partial(U.adaptive_avg_pool3d, output_size=2),
+        (((4, 32, 4, 8, 4),),),
+        BINARY,
+    ),
+    Case("mean", partial(U.mean, dim=(-2, -1)), (((16, 64, 4, 8),),), BINARY),
     Case(
         "conv1d",
         partial(U.conv1d, dilation=2),
@@ -302,6 +328,7 @@ CASES = [
 
 #: Functions that compute no tensor of their own, and where they are tested.
 ELSEWHERE = {
+    "avg_pool3d": "torch has no BF16 kernel of it for a CPU: test_spellings.py",
     "global_batch": "a setting: test_scaling.py",
     "residual_add": "in residual_apply",
     "scale_bwd": "test_scaling.py",

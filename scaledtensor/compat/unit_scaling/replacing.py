@@ -22,7 +22,7 @@ from scaledtensor.errors import ModelError, UnsupportedError
 from scaledtensor.interpose import interpose
 from scaledtensor.unit_scale.initialize import unit_parameters
 from scaledtensor.unit_scale.mode import UnitScaling
-from scaledtensor.unit_scale.plan import NAMES, Plan
+from scaledtensor.unit_scale.plan import NAMES, Plan, Step
 from scaledtensor.unit_scale.verb import UnitScale
 
 __all__ = ["ReplacingUnitScale", "overridable"]
@@ -69,6 +69,26 @@ class ReplacingUnitScale(UnitScale):
             plan = super().mode(module, args, kwargs).plan
         return _Running(plan, self.replace)
 
+    def forward(self, module: nn.Module) -> Function:
+        """The model, as if its code called functions of torch that take the place of others."""
+        run, torchs = super().forward(module), _torchs(self.replace)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with _Called(torchs):
+                return run(*args, **kwargs)
+
+        return forward
+
+
+def _torchs(replace: Replacements) -> dict[Function, Function]:
+    """Those by functions of torch, which are scaled as if the model called them."""
+    return {f: g for f, g in replace.items() if f in NAMES and g in NAMES}
+
+
+def _own(replace: Replacements) -> dict[Function, Function]:
+    """Those by functions that somebody wrote: each is one function, and is not scaled again."""
+    return {f: g for f, g in replace.items() if g not in NAMES}
+
 
 class _Asked(threading.local):
     """The modes that wrappers ask, of each thread; the innermost is last."""
@@ -82,8 +102,11 @@ _ASKED = _Asked()
 class _Replacing(TorchFunctionMode):
     """Calls other functions in the place of some."""
 
-    replace: Replacements
     inside = False  # of a replacement, which is left alone
+
+    def keep(self, replace: Replacements) -> None:
+        self.replace = replace
+        self.torchs, self.own = _torchs(replace), _own(replace)
 
     def __enter__(self) -> Self:
         _ASKED.modes = (*_ASKED.modes, self)
@@ -96,14 +119,27 @@ class _Replacing(TorchFunctionMode):
 
     def called(self, function: Function, args: Any, kwargs: Any) -> Any:
         """In the place of a Python function that is replaced."""
-        return self.replaced(function, args, kwargs)
+        if function in self.own:
+            return self.replaced(function, args, kwargs)
+        return self.replace[function](*args, **kwargs)  # of torch: every mode sees it
 
     def replaced(self, function: Function, args: Any, kwargs: Any) -> Any:
         self.inside = True
         try:
-            return self.replace[function](*args, **kwargs)
+            return self.own[function](*args, **kwargs)
         finally:
             self.inside = False
+
+
+class _Called(TorchFunctionMode):
+    """Functions of torch, called in the place of others."""
+
+    def __init__(self, torchs: Replacements) -> None:
+        super().__init__()
+        self.torchs = torchs
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.torchs.get(func, func)(*args, **(kwargs or {}))
 
 
 class _Recording(_Replacing):
@@ -111,15 +147,17 @@ class _Recording(_Replacing):
 
     def __init__(self, replace: Replacements) -> None:
         super().__init__()
-        self.replace = replace
+        self.keep(replace)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self.replace and not self.inside:
+        if func in self.own and not self.inside:
             return self.replaced(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
     def called(self, function: Function, args: Any, kwargs: Any) -> Any:
         """As one function, whatever it consists of: so it is recorded."""
+        if function not in self.own:
+            return super().called(function, args, kwargs)
 
         def opaque(*args: Any, **kwargs: Any) -> Any:
             return self.replaced(function, args, kwargs)
@@ -132,21 +170,23 @@ class _Running(_Replacing, UnitScaling):
 
     def __init__(self, plan: Plan, replace: Replacements) -> None:
         super().__init__(plan)
-        self.replace = replace
+        self.keep(replace)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.inside:
             return func(*args, **(kwargs or {}))
-        if func not in self.replace:
+        func = self.torchs.get(func, func)
+        if func not in self.own:
             return super().__torch_function__(func, types, args, kwargs)
         step = self.next_step(func, args, kwargs or {})
         if step is None:
             return self.replaced(func, args, kwargs or {})
-        if step.add is None:
-            result = self.replaced(func, args, kwargs or {})
-        else:  # a residual sum is no function's
-            result = self.residual(step, args, kwargs or {})
-        return self.split(step, result)
+        return self.applied(step, func, args, kwargs or {})
+
+    def scaled(self, step: Step, func: Any, args: Any, kwargs: Any) -> Any:
+        if step.add is None and func in self.own:  # a residual sum is no function's
+            return self.replaced(func, args, kwargs)
+        return super().scaled(step, func, args, kwargs)
 
 
 def _wrapper(function: Function) -> Function:

@@ -56,11 +56,12 @@ def unit_scale(
 
     Args:
         module: any module; it stays as it is.
-        replace: functions that the model calls -> what is called instead, which is not scaled
-            again: `{new_gelu: U.gelu}`. Most need none of this, since a formula written in torch's
-            functions is scaled as a whole. A key that is a plain Python function is made
-            overridable (`torch.overrides.wrap_torch_function`) where the code of the model finds
-            it, once and for all; nothing else about it changes.
+        replace: functions that the model calls -> what is called instead. A function of torch is
+            scaled as if the model called it: `{new_gelu: F.gelu}`. Any other is called as it is,
+            and is not scaled again: `{new_gelu: U.gelu}`. Most need none of this, since a formula
+            written in torch's functions is scaled as a whole. A key that is a plain Python function
+            is made overridable (`torch.overrides.wrap_torch_function`) where the code of the model
+            finds it, once and for all; nothing else about it changes.
 
     Raises:
         ModelError: `module` is no module, is compiled, or is unit-scaled already.

@@ -5,8 +5,8 @@ also takes `constraint=` where its unit-scaled function does.
 
 What a spelling does not say is read from its operands: a matrix that is an `nn.Parameter`, or a
 view of one, is a weight, whose gradient no constraint reaches; as a factor or a term of an
-elementwise operator it is a gain or a bias. `inplace=True` is not taken literally: the result is a
-new tensor, which is what models go on with.
+elementwise operator it is a gain or a bias. No function here writes into its argument: the result
+of `inplace=True` and of `relu_` is a new tensor. Whoever wants it there writes it.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scaledtensor.functional import convolutions, losses
+from scaledtensor.functional import convolutions, losses, pooling, recurrent
 from scaledtensor.functional.spellings import arithmetic, elementwise, layers
 
 __all__ = ["COUNTERPARTS"]
@@ -42,6 +42,8 @@ COUNTERPARTS: dict[Callable[..., Any], Callable[..., Any]] = {
     Tensor.addmm: arithmetic.addmm,
     torch.baddbmm: arithmetic.baddbmm,
     Tensor.baddbmm: arithmetic.baddbmm,
+    Tensor.addmm_: arithmetic.addmm,
+    Tensor.baddbmm_: arithmetic.baddbmm,
     F.grouped_mm: arithmetic.grouped_mm,
     # sums and elementwise products
     torch.add: arithmetic.add,
@@ -69,12 +71,18 @@ COUNTERPARTS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.relu: elementwise.relu,
     torch.relu: elementwise.relu,
     Tensor.relu: elementwise.relu,
+    torch.relu_: elementwise.relu,
+    Tensor.relu_: elementwise.relu,
     F.leaky_relu: elementwise.leaky_relu,
     torch.tanh: elementwise.tanh,
     Tensor.tanh: elementwise.tanh,
+    torch.tanh_: elementwise.tanh,
+    Tensor.tanh_: elementwise.tanh,
     F.tanh: elementwise.tanh,
     torch.sigmoid: elementwise.sigmoid,
     Tensor.sigmoid: elementwise.sigmoid,
+    torch.sigmoid_: elementwise.sigmoid,
+    Tensor.sigmoid_: elementwise.sigmoid,
     F.sigmoid: elementwise.sigmoid,
     torch.special.expit: elementwise.sigmoid,
     F.softmax: elementwise.f_softmax,
@@ -87,6 +95,7 @@ COUNTERPARTS: dict[Callable[..., Any], Callable[..., Any]] = {
     Tensor.log_softmax: elementwise.log_softmax,
     F.dropout: elementwise.f_dropout,
     torch.dropout: elementwise.dropout,
+    torch.dropout_: elementwise.dropout,
     # convolutions
     torch.conv1d: layers.convolution(convolutions.conv1d),
     torch.conv2d: layers.convolution(convolutions.conv2d),
@@ -94,6 +103,17 @@ COUNTERPARTS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.conv_transpose1d: layers.transposed(convolutions.conv_transpose1d),
     torch.conv_transpose2d: layers.transposed(convolutions.conv_transpose2d),
     torch.conv_transpose3d: layers.transposed(convolutions.conv_transpose3d),
+    # averages
+    F.avg_pool1d: pooling.avg_pool1d,
+    F.avg_pool2d: pooling.avg_pool2d,
+    F.avg_pool3d: pooling.avg_pool3d,
+    F.adaptive_avg_pool1d: pooling.adaptive_avg_pool1d,
+    F.adaptive_avg_pool2d: pooling.adaptive_avg_pool2d,
+    F.adaptive_avg_pool3d: pooling.adaptive_avg_pool3d,
+    torch.mean: layers.mean,
+    Tensor.mean: layers.mean,
+    # recurrent layers
+    **recurrent.FUNCTIONS,
     # norms
     F.layer_norm: layers.f_layer_norm,
     torch.layer_norm: layers.layer_norm,

@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from scaledtensor.errors import UnsupportedError
-from scaledtensor.functional import embeddings, losses, norms
+from scaledtensor.functional import embeddings, losses, norms, pooling
 from scaledtensor.functional.attention import scaled_dot_product_attention
-from scaledtensor.functional.spellings.operands import OUTPUT
+from scaledtensor.functional.spellings.operands import OUTPUT, refuse_out
 
 
 def convolution(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -239,3 +239,19 @@ def _error(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 mse_loss = _error(losses.mse_loss)
 l1_loss = _error(losses.l1_loss)
+
+
+def mean(
+    input: Any,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: Any = None,
+    out: Any = None,
+    constraint: Any = OUTPUT,
+    correlation: float = 0.0,
+) -> Tensor:
+    refuse_out(out)
+    return pooling.mean(
+        input, dim, keepdim, dtype=dtype, constraint=constraint, correlation=correlation
+    )
