@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from scaledtensor import _torch
-from scaledtensor.errors import FormatError, UnsupportedError
-from scaledtensor.formats import E4M3FN, E5M2, Format, fake_quantize, get
+from scaledtensor.errors import UnsupportedError
+from scaledtensor.formats import E4M3FN, E5M2, Format, FormatLike, fake_quantize, get
 from scaledtensor.formats.rounding import Overflow, Rounding
 from scaledtensor.interpose import ENTERED, Mode, interpose
 from scaledtensor.tensor import ScaledTensor
@@ -171,8 +171,8 @@ class _Simulation(Mode):
 
 def simulate_format(
     model: M,
-    fwd_format: Format | str | None = E4M3FN,
-    bwd_format: Format | str | None = E5M2,
+    fwd_format: FormatLike | None = E4M3FN,
+    bwd_format: FormatLike | None = E5M2,
     *,
     rounding: Rounding = "nearest_even",
     bwd_rounding: Rounding | None = None,
@@ -189,7 +189,8 @@ def simulate_format(
 
     Args:
         model: any module; compile it afterwards. `scaledtensor.interpose.remove` undoes it.
-        fwd_format: any format of `scaledtensor.formats`, or its name; None rounds no operand.
+        fwd_format: any format of `scaledtensor.formats`, its name or its torch dtype; None rounds
+            no operand.
         bwd_format: the same for gradients.
         rounding: of operands: see `scaledtensor.formats.encode`. "stochastic" draws from torch's
             generator.
@@ -205,9 +206,8 @@ def simulate_format(
         UnsupportedError: when called: a part of it is checkpointed, or its parameters are
             ScaledTensors.
     """
-    how = SimulateFormat(
-        _format(fwd_format), _format(bwd_format), rounding, bwd_rounding or rounding, overflow
-    )
+    forward, backward = (None if f is None else get(f) for f in (fwd_format, bwd_format))
+    how = SimulateFormat(forward, backward, rounding, bwd_rounding or rounding, overflow)
     probe = torch.zeros(1)
     for fmt, mode in ((how.forward, how.rounding), (how.backward, how.backward_rounding)):
         if fmt is not None:
@@ -218,9 +218,3 @@ def simulate_format(
 def simulate_fp8(model: M) -> M:
     """`simulate_format` with the OCP formats: E4M3FN forwards, E5M2 backwards, to nearest even."""
     return simulate_format(model, E4M3FN, E5M2)
-
-
-def _format(fmt: Format | str | None) -> Format | None:
-    if fmt is None or isinstance(fmt, (Format, str)):
-        return None if fmt is None else get(fmt)
-    raise FormatError(f"a format is a Format, its name or None; got {fmt!r}")

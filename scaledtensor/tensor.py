@@ -12,7 +12,7 @@ from torch import Tensor
 from scaledtensor import _torch
 from scaledtensor.engine import Engine, OnUse
 from scaledtensor.errors import DTypeError, FormatError, UnsupportedError
-from scaledtensor.formats import Format, Granularity, PerTensor, encode, from_dtype
+from scaledtensor.formats import Format, FormatLike, Granularity, PerTensor, encode, from_dtype
 from scaledtensor.formats import get as get_format
 from scaledtensor.formats.pieces import in_pieces, pieces
 from scaledtensor.recipes import Recipe
@@ -53,7 +53,7 @@ class ScaledTensor(Tensor):
     Args:
         qdata: the elements, in `format.storage_dtype`, of any shape.
         scale: one power of two (a float or a 0-dim tensor).
-        format: the number format of the elements, or its name.
+        format: the number format of the elements: a `Format`, its name or its torch dtype.
         dtype: what autograd and optimizers see as `.dtype`; by default `qdata.dtype` where that is
             a 16-bit or wider float, else float32.
         recipe: how matrix products cast this tensor, or the name of a recipe; None leaves its
@@ -110,7 +110,7 @@ class ScaledTensor(Tensor):
         cls,
         qdata: Tensor,
         scale: float | Tensor,
-        format: Format | str,
+        format: FormatLike,
         *,
         dtype: torch.dtype | None = None,
         recipe: Recipe | str | None = None,
@@ -172,7 +172,7 @@ class ScaledTensor(Tensor):
         """The plain tensor of the same value, shape and dtype. Differentiable."""
         return cast(Tensor, torch.ops.scaledtensor.dequantize(self))
 
-    def to_format(self, format: Format | str) -> "ScaledTensor":
+    def to_format(self, format: FormatLike) -> "ScaledTensor":
         """Round the elements into another format; the scale stays. 8-bit formats saturate.
         Differentiable."""
         fmt = get_format(format)

@@ -37,7 +37,7 @@ Overrides = tuple[tuple[str, "Recipe | None"], ...]
 class Recipe:
     """Formats by role, and what is left alone. Subclasses say how each operand is cast: `cast`.
 
-    Every role takes a `Format` or the name of one.
+    Every role takes a `Format`, its name or its torch dtype.
 
     Raises:
         RecipeError: a format is unknown, or cannot play its role; or fields contradict each other.
