@@ -272,6 +272,15 @@ class ScaledTensor(Tensor):
         values = self.numpy()
         return values if dtype is None else values.astype(dtype, copy=False)
 
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        raise UnsupportedError(
+            "DLPack hands on memory, and the value of a ScaledTensor lies in none: export "
+            "x.detach().dequantize(), or x.qdata and x.scale"
+        )
+
+    def __dlpack_device__(self) -> Any:
+        return self.__dlpack__()
+
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
 
@@ -283,8 +292,14 @@ class ScaledTensor(Tensor):
     @data.setter
     def data(self, new: Tensor) -> None:
         # torch's own setter replaces the wrapper alone and would leave the elements behind.
-        # Required by Module.double() and whoever assigns to `.data`.
-        keeps = new.dtype in (self.dtype, torch.float64)
+        # Required by Module.to() and whoever assigns to `.data`.
+        if new.dtype == torch.float64 != self.dtype:
+            raise UnsupportedError(
+                f"this ScaledTensor computes in {self.format.name}, and no format has the bits of "
+                "float64: .double() would change what it is called alone. For a float64 model "
+                "(gradcheck, say): scaledtensor.unscale_model(model).double()"
+            )
+        keeps = new.dtype == self.dtype
         plain = not isinstance(new, ScaledTensor)
         held = self.recipe.master if self.recipe is not None and is_stored(self) else self.format
         fmt = held if keeps else from_dtype(new.dtype)
@@ -303,6 +318,14 @@ class ScaledTensor(Tensor):
             setattr(self, name, getattr(held, name))
         self.format, _, self.recipe, self.nonnegative = held.__tensor_flatten__()[1][:4]
         self.decoded, self.agreed, self.whole_amax = None, False, None
+
+    def new(self, *args: Any, **kwargs: Any) -> Any:
+        # Required by default_collate: in a DataLoader's worker it stacks a batch into
+        # `x.new(storage).resize_(...)`, memory for values. Here, an empty tensor of the kind that
+        # a stack of such as this is; in it, as elsewhere, elements and scale are what is shared.
+        if args and isinstance(args[0], (torch.TypedStorage, torch.UntypedStorage)):
+            return torch.stack([self.detach().flatten()[:0]])
+        return super().new(*args, **kwargs)
 
     def share_memory_(self) -> Self:
         """Move the inner tensors to shared memory; the wrapper has none."""
