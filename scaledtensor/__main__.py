@@ -10,14 +10,15 @@ from typing import NoReturn
 
 import scaledtensor
 from scaledtensor._version import __version__
-from scaledtensor.commands import demo, formats, hardware, train
+from scaledtensor.commands import demo, formats, hardware, sample, train
 from scaledtensor.errors import ScaledTensorError
 
 # A command is a module with `register(subparsers)`, which adds its parser and sets its `run`.
-COMMANDS = (demo, train, formats, hardware)
+COMMANDS = (demo, train, sample, formats, hardware)
 
 BAD_INPUT = 2  # what argparse exits with too
 INTERRUPTED = 130  # 128 + SIGINT
+BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 
 def parser() -> argparse.ArgumentParser:
@@ -37,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     scaledtensor._load()  # as any other program has had it done
     try:
         code: int = args.run(args)
+    except BrokenPipeError:
+        raise  # an OSError that is no mistake: `process` ends quietly
     except (ScaledTensorError, OSError) as error:
         print(f"scaledtensor: {error}", file=sys.stderr)
         return BAD_INPUT
@@ -48,7 +51,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def process() -> NoReturn:
     """`main`, as a process of its own."""
-    code = main()
+    try:
+        try:
+            code = main()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader has read enough, as `| head` does
+        # The interpreter flushes once more as it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(BROKEN_PIPE)
     import torch.distributed as dist  # which the command has loaded; --help does without
 
     if dist.is_available() and dist.is_torchelastic_launched():

@@ -24,6 +24,7 @@ from scaledtensor.formats import (
     FORMATS,
     FP32,
     Format,
+    FormatLike,
     Granularity,
     PerAxis,
     PerTensor,
@@ -65,7 +66,8 @@ class CodedTensor(ScaledTensor):
         scale: as `formats.quantize_blocks` returns it: one positive number for each block, of the
             shape that `granularity` gives, in float32 or float8_e8m0fnu; or a
             `formats.TwoLevelScale`, for a format of 8 bits or fewer.
-        format: the number format of the codes, or its name. Any with a sign.
+        format: the number format of the codes: a `Format`, its name or its torch dtype. Any with a
+            sign.
         granularity: which elements share a scale.
         dtype: what autograd sees as `.dtype`; by default float32.
         recipe: how matrix products cast what is read from this tensor.
@@ -91,7 +93,7 @@ class CodedTensor(ScaledTensor):
         cls,
         codes: Tensor,
         scale: Tensor | TwoLevelScale,
-        format: Format | str,
+        format: FormatLike,
         granularity: Granularity = PerTensor(),  # noqa: B008 - frozen
         *,
         dtype: torch.dtype = torch.float32,

@@ -16,6 +16,11 @@ class DTypeError(ScaledTensorError, TypeError):
     """A tensor of a dtype that the call cannot take."""
 
 
+class DTypeMismatchError(ScaledTensorError, RuntimeError):
+    """Operands of a product have different dtypes. It is a RuntimeError, as torch's own is, and no
+    TypeError, whose message Python withholds where an operator such as @ raises it."""
+
+
 class ScaleError(ScaledTensorError, ValueError):
     """A scale that is not a positive finite number, or not a power of two where one is required."""
 
@@ -38,6 +43,10 @@ class RecipeWarning(UserWarning):
 
 class ModelError(ScaledTensorError, ValueError):
     """A model that cannot be converted, or that was not converted."""
+
+
+class ModelWarning(UserWarning):
+    """Parameters were loaded that may belong to another function of the same code."""
 
 
 class MupError(ScaledTensorError, ValueError):

@@ -13,7 +13,14 @@ from torch import Tensor
 
 from scaledtensor.coded import CodedTensor, as_bytes
 from scaledtensor.errors import ScaleError, ShapeError
-from scaledtensor.formats import Expanded, Format, dequantize_expanded, pack, quantize_expanded
+from scaledtensor.formats import (
+    Expanded,
+    Format,
+    FormatLike,
+    dequantize_expanded,
+    pack,
+    quantize_expanded,
+)
 from scaledtensor.formats import get as get_format
 from scaledtensor.formats.packing import packed_shape
 from scaledtensor.formats.rounding import Rounding
@@ -56,7 +63,7 @@ class ExpandedTensor(CodedTensor):
     def __new__(
         cls,
         x: Tensor,
-        format: Format | str = "e4m3fn",
+        format: FormatLike = "e4m3fn",
         group: int = 128,
         *,
         dtype: torch.dtype | None = None,

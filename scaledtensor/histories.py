@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from scaledtensor import verbs
 from scaledtensor.errors import RecipeWarning, UnsupportedError
-from scaledtensor.interpose import ENTERED, Mode, interpose, remove, transforms
+from scaledtensor.interpose import ENTERED, Mode, drop_load_hook, interpose, remove, transforms
 from scaledtensor.ops import delayed
 from scaledtensor.ops.delayed import GRADIENT, INPUT, WEIGHT
 from scaledtensor.recipes import Delayed, Recipe
@@ -49,6 +49,7 @@ class Histories:
     """The transform of a module that has weights with histories."""
 
     order: ClassVar[int] = 2
+    mark: ClassVar[str | None] = None
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -172,10 +173,7 @@ def detach(module: nn.Module) -> None:
         interpose(module, t)
     for name in _names(module):
         del module._buffers[name + _SUFFIX]
-    hooks = module._load_state_dict_pre_hooks
-    for key, hook in list(hooks.items()):
-        if getattr(hook, "hook", hook) is _allow_missing:
-            del hooks[key]
+    drop_load_hook(module, _allow_missing)
 
 
 def parameter_of(name: str) -> str:

@@ -8,6 +8,7 @@ deep-copies, generates and compiles (Dynamo traces modes) as before, and `remove
 
 import contextlib
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar, cast
@@ -17,10 +18,21 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from scaledtensor import _torch
-from scaledtensor.errors import ModelError, UnsupportedError
+from scaledtensor.errors import ModelError, ModelWarning, UnsupportedError
 from scaledtensor.ops import recurrent
 
-__all__ = ["ENTERED", "Mode", "Transform", "interpose", "original", "remove", "transforms"]
+__all__ = [
+    "ENTERED",
+    "UNIT_SCALED",
+    "Mode",
+    "Transform",
+    "drop_load_hook",
+    "interpose",
+    "note_missing",
+    "original",
+    "remove",
+    "transforms",
+]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -32,12 +44,20 @@ ENTERED: dict[Callable[..., Any], Callable[..., Any]] = {
 }
 
 
+#: The mark of unit scaling.
+UNIT_SCALED = "unit_scaled"
+
+
 class Transform(Protocol):
     """What a model's forward is run under. Picklable, since it is kept in the model."""
 
     #: Of several on one model those of a lower order see the model's functions first, and those of
     #: a higher order see what the lower ones make of them. A model has one of an order.
     order: ClassVar[int]
+
+    #: A buffer by which a state dict says that its parameters are those of the transformed
+    #: function; None where they serve the model without the transform as well.
+    mark: ClassVar[str | None]
 
     def mode(self, module: nn.Module, args: Any, kwargs: Any) -> TorchFunctionMode:
         """A fresh mode for one call of `module`'s own forward."""
@@ -154,6 +174,8 @@ def interpose(module: M, transform: Transform) -> M:
                 f"the model has a {type(t).__name__} already; "
                 "scaledtensor.interpose.remove(model) takes its transforms away"
             )
+    if transform.mark is not None:
+        _mark(module, transform.mark)
     # The lowest order is entered last.
     every = (*interposed.transforms, transform)
     interposed.transforms = tuple(sorted(every, key=lambda t: -t.order))
@@ -179,4 +201,49 @@ def remove(module: M) -> M:
         del module.__dict__["forward"]
         if interposed.own is not None:
             module.__dict__["forward"] = interposed.own
+        for mark in _marks(interposed):
+            del module._buffers[mark]
+        drop_load_hook(module, _note_missing)
     return module
+
+
+def drop_load_hook(module: nn.Module, function: Callable[..., Any]) -> None:
+    """Undo `module.register_load_state_dict_pre_hook(function)`, wherever its handle is."""
+    hooks = module._load_state_dict_pre_hooks
+    for key, hook in list(hooks.items()):
+        if getattr(hook, "hook", hook) is function:
+            del hooks[key]
+
+
+# --- what a state dict says of the function ----------------------------------------------------
+
+
+def _mark(module: nn.Module, name: str) -> None:
+    # A buffer is the one entry of a state dict that every way of saving takes. It goes where the
+    # parameters are: DistributedDataParallel broadcasts buffers by the means of their devices.
+    device = next((p.device for p in module.parameters()), None)
+    module.register_buffer(name, torch.ones((), dtype=torch.uint8, device=device))
+    module.register_load_state_dict_pre_hook(_note_missing)  # type: ignore[no-untyped-call]
+
+
+def _marks(interposed: Interposed | None) -> list[str]:
+    found = () if interposed is None else interposed.transforms
+    return [t.mark for t in found if t.mark is not None]
+
+
+def _note_missing(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    for mark in _marks(_interposed(module)):
+        if prefix + mark not in state:
+            note_missing(prefix + mark)
+            state[prefix + mark] = module._buffers[mark]
+
+
+def note_missing(mark: str) -> None:
+    """Warn that a state dict without this mark goes into a model that has it."""
+    warnings.warn(
+        f"this state dict has no {mark!r}: it was saved from a model without that transform, or by "
+        "a release that did not mark it. With the parameters of an untransformed model this one "
+        "computes another function than that did",
+        ModelWarning,
+        stacklevel=3,
+    )

@@ -18,6 +18,7 @@ from scaledtensor.ops.functions import cast_once
 from scaledtensor.recipes import Recipe, Unit
 from scaledtensor.recipes import get as get_recipe
 from scaledtensor.shards import is_sharded, part_of
+from scaledtensor.simulate import refuse_simulated
 from scaledtensor.steps import is_scaled
 from scaledtensor.tensor import ScaledTensor, is_stored
 from scaledtensor.wrap import scaled
@@ -74,9 +75,11 @@ def scale_model(
             or carries hooks of its own. The model is then unchanged.
         RecipeError: no recipe has that name; a pattern of its overrides matches no module; or a
             weight does not fit its blocks and the recipe has no padding.
-        UnsupportedError: a recipe by history, for a model that `unit_scale` made.
+        UnsupportedError: a recipe by history, for a model that `unit_scale` made; or a model that
+            simulates a format.
     """
     chosen = get_recipe(recipe)
+    refuse_simulated(model)
     _check_patterns(model, chosen)
     histories.check(model, chosen)
     frozen = _frozen_weights(model)

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from scaledtensor import _torch
-from scaledtensor.errors import FormatError, UnsupportedError
-from scaledtensor.formats import E4M3FN, E5M2, Format, fake_quantize, get
+from scaledtensor.errors import UnsupportedError
+from scaledtensor.formats import E4M3FN, E5M2, Format, FormatLike, fake_quantize, get
 from scaledtensor.formats.rounding import Overflow, Rounding
-from scaledtensor.interpose import ENTERED, Mode, interpose
+from scaledtensor.interpose import ENTERED, Mode, interpose, transforms
+from scaledtensor.steps import is_scaled
 from scaledtensor.tensor import ScaledTensor
 
-__all__ = ["SimulateFormat", "simulate_format", "simulate_fp8"]
+__all__ = ["SimulateFormat", "refuse_simulated", "simulate_format", "simulate_fp8"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -74,11 +75,18 @@ OPERANDS_FROM: dict[Callable[..., Any], int] = {
 IN_PLACE = {Tensor.addmm_, Tensor.addmv_, Tensor.baddbmm_, Tensor.addbmm_}
 
 
+_BOTH = (
+    "simulate_format rounds plain tensors; ScaledTensors are rounded by their recipe already: "
+    "scale_model(model, Unit(forward=..., gradient=...)) does both in one"
+)
+
+
 @dataclass(frozen=True)
 class SimulateFormat:
     """The transform: rounding by a format, forwards and backwards; None rounds nothing."""
 
     order: ClassVar[int] = 1  # after unit scaling: its products are products
+    mark: ClassVar[str | None] = None
 
     forward: Format | None = E4M3FN
     backward: Format | None = E5M2
@@ -92,10 +100,7 @@ class SimulateFormat:
     def operand(self, x: Any) -> Any:
         """A product's operand: rounded, its gradient as it comes."""
         if isinstance(x, ScaledTensor):
-            raise UnsupportedError(
-                "simulate_format rounds plain tensors; ScaledTensors are rounded by their recipe "
-                "already: scale_model(model, Unit(forward=..., gradient=...))"
-            )
+            raise UnsupportedError(_BOTH)
         if self.forward is None or not isinstance(x, Tensor) or not x.is_floating_point():
             return x
         return _rounded(x, self.forward, self.rounding, self.overflow, None)
@@ -179,8 +184,8 @@ class _Simulation(Mode):
 
 def simulate_format(
     model: M,
-    fwd_format: Format | str | None = E4M3FN,
-    bwd_format: Format | str | None = E5M2,
+    fwd_format: FormatLike | None = E4M3FN,
+    bwd_format: FormatLike | None = E5M2,
     *,
     rounding: Rounding = "nearest_even",
     bwd_rounding: Rounding | None = None,
@@ -197,7 +202,8 @@ def simulate_format(
 
     Args:
         model: any module; compile it afterwards. `scaledtensor.interpose.remove` undoes it.
-        fwd_format: any format of `scaledtensor.formats`, or its name; None rounds no operand.
+        fwd_format: any format of `scaledtensor.formats`, its name or its torch dtype; None rounds
+            no operand.
         bwd_format: the same for gradients.
         rounding: of operands: see `scaledtensor.formats.encode`. "stochastic" draws from torch's
             generator.
@@ -210,25 +216,29 @@ def simulate_format(
     Raises:
         FormatError: no format has that name.
         ModelError: `model` is no module, is compiled, or simulates a format already.
-        UnsupportedError: when called: a part of it is checkpointed, or its parameters are
-            ScaledTensors.
+        UnsupportedError: a parameter of it is a ScaledTensor. When called: a part of it is
+            checkpointed, or it multiplies ScaledTensors.
     """
-    how = SimulateFormat(
-        _format(fwd_format), _format(bwd_format), rounding, bwd_rounding or rounding, overflow
-    )
+    forward, backward = (None if f is None else get(f) for f in (fwd_format, bwd_format))
+    how = SimulateFormat(forward, backward, rounding, bwd_rounding or rounding, overflow)
     probe = torch.zeros(1)
     for fmt, mode in ((how.forward, how.rounding), (how.backward, how.backward_rounding)):
         if fmt is not None:
             fake_quantize(probe, fmt, rounding=mode, overflow=overflow)  # names what is wrong
+    if isinstance(model, nn.Module) and any(map(is_scaled, model.parameters())):
+        raise UnsupportedError(_BOTH)
     return interpose(model, how)
+
+
+def refuse_simulated(model: nn.Module) -> None:
+    """Raises UnsupportedError where a module of `model` simulates a format: `scale_model` asks."""
+    for module in model.modules():
+        if any(isinstance(t, SimulateFormat) for t in transforms(module)):
+            raise UnsupportedError(
+                f"{_BOTH}; scaledtensor.interpose.remove(model) takes the simulation away"
+            )
 
 
 def simulate_fp8(model: M) -> M:
     """`simulate_format` with the OCP formats: E4M3FN forwards, E5M2 backwards, to nearest even."""
     return simulate_format(model, E4M3FN, E5M2)
-
-
-def _format(fmt: Format | str | None) -> Format | None:
-    if fmt is None or isinstance(fmt, (Format, str)):
-        return None if fmt is None else get(fmt)
-    raise FormatError(f"a format is a Format, its name or None; got {fmt!r}")

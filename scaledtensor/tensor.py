@@ -12,7 +12,15 @@ from torch import Tensor
 from scaledtensor import _torch
 from scaledtensor.engine import Engine, OnUse
 from scaledtensor.errors import DTypeError, FormatError, StorageError, UnsupportedError
-from scaledtensor.formats import FP32, Format, Granularity, PerTensor, encode, from_dtype
+from scaledtensor.formats import (
+    FP32,
+    Format,
+    FormatLike,
+    Granularity,
+    PerTensor,
+    encode,
+    from_dtype,
+)
 from scaledtensor.formats import get as get_format
 from scaledtensor.formats.pieces import in_pieces, pieces
 from scaledtensor.recipes import Recipe
@@ -55,7 +63,7 @@ class ScaledTensor(Tensor):
     Args:
         qdata: the elements, in `format.storage_dtype`, of any shape.
         scale: one power of two (a float or a 0-dim tensor).
-        format: the number format of the elements, or its name.
+        format: the number format of the elements: a `Format`, its name or its torch dtype.
         dtype: what autograd and optimizers see as `.dtype`; by default `qdata.dtype` where that is
             a 16-bit or wider float, else float32.
         recipe: how matrix products cast this tensor, or the name of a recipe; None leaves its
@@ -115,7 +123,7 @@ class ScaledTensor(Tensor):
         cls,
         qdata: Tensor,
         scale: float | Tensor,
-        format: Format | str,
+        format: FormatLike,
         *,
         dtype: torch.dtype | None = None,
         recipe: Recipe | str | None = None,
@@ -178,7 +186,7 @@ class ScaledTensor(Tensor):
         """The plain tensor of the same value, shape and dtype. Differentiable."""
         return cast(Tensor, torch.ops.scaledtensor.dequantize(self))
 
-    def to_format(self, format: Format | str) -> "ScaledTensor":
+    def to_format(self, format: FormatLike) -> "ScaledTensor":
         """Round the elements into another format; the scale stays. 8-bit formats saturate.
         Differentiable."""
         fmt = get_format(format)
@@ -283,6 +291,15 @@ class ScaledTensor(Tensor):
         values = self.numpy()
         return values if dtype is None else values.astype(dtype, copy=False)
 
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        raise UnsupportedError(
+            "DLPack hands on memory, and the value of a ScaledTensor lies in none: export "
+            "x.detach().dequantize(), or x.qdata and x.scale"
+        )
+
+    def __dlpack_device__(self) -> Any:
+        return self.__dlpack__()
+
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
 
@@ -294,8 +311,14 @@ class ScaledTensor(Tensor):
     @data.setter
     def data(self, new: Tensor) -> None:
         # torch's own setter replaces the wrapper alone and would leave the elements behind.
-        # Required by Module.double() and whoever assigns to `.data`.
-        keeps = new.dtype in (self.dtype, torch.float64)
+        # Required by Module.to() and whoever assigns to `.data`.
+        if new.dtype == torch.float64 != self.dtype:
+            raise UnsupportedError(
+                f"this ScaledTensor computes in {self.format.name}, and no format has the bits of "
+                "float64: .double() would change what it is called alone. For a float64 model "
+                "(gradcheck, say): scaledtensor.unscale_model(model).double()"
+            )
+        keeps = new.dtype == self.dtype
         plain = not isinstance(new, ScaledTensor)
         held = self.recipe.master if self.recipe is not None and is_stored(self) else self.format
         fmt = held if keeps else from_dtype(new.dtype)
@@ -314,6 +337,14 @@ class ScaledTensor(Tensor):
             setattr(self, name, getattr(held, name))
         self.format, _, self.recipe, self.nonnegative = held.__tensor_flatten__()[1][:4]
         self.decoded, self.agreed, self.whole_amax = None, False, None
+
+    def new(self, *args: Any, **kwargs: Any) -> Any:
+        # Required by default_collate: in a DataLoader's worker it stacks a batch into
+        # `x.new(storage).resize_(...)`, memory for values. Here, an empty tensor of the kind that
+        # a stack of such as this is; in it, as elsewhere, elements and scale are what is shared.
+        if args and isinstance(args[0], (torch.TypedStorage, torch.UntypedStorage)):
+            return torch.stack([self.detach().flatten()[:0]])
+        return super().new(*args, **kwargs)
 
     def share_memory_(self) -> Self:
         """Move the inner tensors to shared memory; the wrapper has none."""
@@ -487,8 +518,8 @@ def _finite_norm(x: Tensor) -> Tensor | None:
 
 
 def entered(x: Tensor, recipe: Recipe | None) -> ScaledTensor:
-    """A plain tensor where a scaled one is needed: its RMS is measured, once, at the door."""
-    x = x if x.dtype.is_floating_point else x.float()
+    """A plain tensor of floats where a scaled one is needed: its RMS is measured, once, at the
+    door."""
     fmt = FP32 if x.dtype == torch.float64 else from_dtype(x.dtype)
     return from_plain(x, fmt, x.dtype, recipe)
 

@@ -9,6 +9,7 @@ from scaledtensor.coded import CodedTensor
 from scaledtensor.errors import DTypeError, ScaleError
 from scaledtensor.formats import (
     Format,
+    FormatLike,
     Granularity,
     PerTensor,
     TwoLevelScale,
@@ -53,7 +54,7 @@ Choice = Literal["rms", "amax", "one", "floor", "rceil", "ceil", "even", "nvfp4"
 
 def scaled(
     x: Tensor,
-    format: Format | str | None = None,
+    format: FormatLike | None = None,
     scale: Choice | float | Tensor = "rms",
     granularity: Granularity = PerTensor(),  # noqa: B008 - frozen
     *,
@@ -64,7 +65,8 @@ def scaled(
 
     Args:
         x: float16, bfloat16, float32 or float64, of any shape.
-        format: of the elements; by default the one that stores `x.dtype` exactly.
+        format: of the elements: a `Format`, its name or its torch dtype; by default the one that
+            stores `x.dtype` exactly.
         scale: how a scale is chosen for the elements that share it. "rms", the power of two nearest
             to their RMS; "amax", max|x| / format.max, which fills the format and is no power of
             two; "floor", "rceil", "ceil", "even", the power of two by their amax as in OCP MX

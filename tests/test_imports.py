@@ -227,6 +227,7 @@ def test__names_that_the_parsers_repeat__are_those_of_the_commands():
     assert tuple(comparison.ROWS) == demo.ROWS
     assert tuple(sct.formats.FORMATS) == formats.FORMATS
     assert train.WITHOUT_SCALES == precision.PLAIN_NAMES
+    assert tuple(sorted(sct.recipes.base.RECIPES)) == train.RECIPES
     assert get_args(products.Name) == hardware.PRODUCTS
 
 

@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import scaledtensor as sct
-from scaledtensor.errors import ModelError, RecipeError
+from scaledtensor.errors import ModelError, RecipeError, UnsupportedError
+from scaledtensor.recipes import Unit
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
@@ -233,10 +234,23 @@ def test__module_to__converts_parameters_and_keeps_them_scaled(trained):
     assert out.dtype == torch.bfloat16
     out.square().sum().backward()
     assert weight.grad.dtype == torch.bfloat16
-    model.double()
-    assert isinstance(weight, sct.ScaledTensor)
-    assert (weight.dtype, model[0].weight.format.name) == (torch.float64, "bf16")
-    assert_holds(weight, before["0.weight"].bfloat16(), 0)
+
+
+@pytest.mark.parametrize(
+    "recipe", ["unit", Unit(forward="fp32", gradient="fp32", activation="fp32")]
+)
+@pytest.mark.parametrize("convert", [nn.Module.double, lambda model: model.to(torch.float64)])
+def test__a_scaled_model__is_no_double_and_says_so(recipe, convert):
+    model, x = sct.scale_model(mlp(), recipe), torch.randn(3, 8)
+    want = model[:4](x)
+    with pytest.raises(UnsupportedError, match=r"float64.*unscale_model\(model\)\.double\(\)"):
+        convert(model)
+    with pytest.raises(UnsupportedError, match="float64"):
+        model[0].weight.data = torch.zeros(model[0].weight.shape, dtype=torch.float64)
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    assert_holds(model[:4](x), want.dequantize(), 0)
+    plain = sct.unscale_model(model)[:4].double()
+    assert torch.autograd.gradcheck(plain, (x.double().requires_grad_(),))
 
 
 def test__meta_models__can_be_scaled_and_filled():

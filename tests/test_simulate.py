@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import scaledtensor as sct
 from scaledtensor import errors, formats, interpose
 from scaledtensor.formats import E2M1FN, E4M3FN, E5M2, fake_quantize
 from scaledtensor.ops import functions
@@ -145,7 +146,7 @@ def test__bad_input__is_named() -> None:
     layer = nn.Linear(2, 2)
     with pytest.raises(errors.FormatError, match="e9m9"):
         simulate_format(layer, "e9m9")
-    with pytest.raises(errors.FormatError, match="Format, its name or None"):
+    with pytest.raises(errors.FormatError, match="unknown format 8"):
         simulate_format(layer, 8)
     with pytest.raises(ValueError, match="rounding"):
         simulate_format(layer, rounding="up")
@@ -156,3 +157,15 @@ def test__bad_input__is_named() -> None:
     simulate_fp8(layer)
     with pytest.raises(errors.ModelError, match="already"):
         simulate_fp8(layer)
+
+
+def test__scaled_models__are_refused_in_either_order() -> None:
+    simulated = simulate_fp8(nn.Linear(2, 2))
+    for model in (simulated, nn.Sequential(nn.Linear(2, 2), simulated)):
+        with pytest.raises(errors.UnsupportedError, match=r"Unit\(forward.*interpose\.remove"):
+            sct.scale_model(model)
+        assert not any(isinstance(p, sct.ScaledTensor) for p in model.parameters())
+    scaled = sct.scale_model(interpose.remove(simulated))
+    with pytest.raises(errors.UnsupportedError, match=r"Unit\(forward"):
+        simulate_fp8(nn.Sequential(nn.Linear(2, 2), scaled))
+    assert isinstance(scaled(torch.ones(1, 2)), sct.ScaledTensor)

@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import scaledtensor as sct
-from scaledtensor.errors import DTypeError, FormatError, RecipeError, ScaleError
+from scaledtensor.errors import (
+    DTypeError,
+    FormatError,
+    RecipeError,
+    ScaleError,
+    UnsupportedError,
+)
 from scaledtensor.formats import FORMATS
 from scaledtensor.scale import is_power_of_two
 
@@ -303,6 +309,20 @@ def test__python_and_numpy__see_the_values():
     np.testing.assert_array_equal(x.numpy(force=True), plain.numpy())
     with pytest.raises(RuntimeError, match="6 elements"):
         x.item()
+
+
+def test__memory__is_that_of_the_elements():
+    x = sct.scaled(gaussian(2, 3))
+    assert x.data_ptr() == 0 != x.qdata.data_ptr()
+    values = x.numpy()
+    values[:] = 0  # a copy
+    assert x.abs().min() > 0
+    coded = sct.scaled(gaussian(2, 32), "e2m1fn", granularity=32)
+    for held in (x, x.clone().requires_grad_(), nn.Parameter(x), coded):
+        for export in (torch.from_dlpack, np.from_dlpack, lambda t: t.__dlpack__()):
+            with pytest.raises(UnsupportedError, match=r"DLPack.*dequantize\(\)"):
+                export(held)
+    assert torch.equal(torch.from_dlpack(x.dequantize()), x.dequantize())
 
 
 def test__data__can_be_assigned():

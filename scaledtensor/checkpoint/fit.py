@@ -16,6 +16,7 @@ from scaledtensor import _torch
 from scaledtensor.coded import CodedTensor, as_bytes
 from scaledtensor.errors import CheckpointError
 from scaledtensor.histories import parameter_of
+from scaledtensor.interpose import UNIT_SCALED, note_missing
 from scaledtensor.recipes import Delayed
 from scaledtensor.tensor import ScaledTensor, is_stored
 
@@ -44,7 +45,7 @@ def load_into(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     `scale_model` would give it. Into a plain parameter goes the value. Recipes stay the model's.
 
     Tied names need only one of theirs; histories of delayed scaling that only one side has are left
-    as they are.
+    as they are. What a model without `unit_scale` saved goes into a unit-scaled one with a warning.
 
     Args:
         model: any module; also one that DistributedDataParallel, torch.compile or `fully_shard`
@@ -106,17 +107,30 @@ def matched(
     missing = [
         name
         for name, x in targets.items()
-        if name not in sources and id(x) not in have and not _is_history(name, targets)
+        if name not in sources
+        and id(x) not in have
+        and not _is_history(name, targets)
+        and not _is_mark(name)
     ]
     unknown = [name for name in sources if name not in targets and not _is_history(name, sources)]
     if missing or unknown:
         parts = [f"it has no {_some(missing)}"] if missing else []
         parts += [f"this model has no {_some(unknown)}"] if unknown else []
+        if any(map(_is_mark, unknown)):
+            parts.append("call scaledtensor.unit_scale on the model first")
         raise CheckpointError(f"{where} belongs to another model: {'; '.join(parts)}")
+    for name in filter(_is_mark, targets):
+        if name not in sources:
+            note_missing(name)
     pairs = {name: (x, sources[name]) for name, x in targets.items() if name in sources}
     for name, (target, source) in pairs.items():
         check_fit(where, name, target, source)
     return pairs
+
+
+def _is_mark(name: str) -> bool:
+    """Whether a tensor of that name says that a model is unit-scaled."""
+    return name.rpartition(".")[2] == UNIT_SCALED
 
 
 def _is_history(name: str, tensors: Mapping[str, Any]) -> bool:

@@ -64,16 +64,7 @@ def add_shared(parser: argparse.ArgumentParser, *, steps: int, threads: int | No
     training.add_argument(
         "--seed", type=not_negative, metavar="N", default=0, help="of the weights and the batches"
     )
-    # A name, until torch is loaded to say whether there is such a device.
-    training.add_argument("--device", default="cpu", help="default %(default)s")
-    training.add_argument(
-        "--threads",
-        type=positive,
-        default=threads,
-        metavar="N",
-        help=f"CPU threads (default {threads or 'as many as torch chooses'})",
-    )
-    parser.set_defaults(usage=parser)
+    add_machine(parser, training, threads)
     model = parser.add_argument_group("model")
     model.add_argument(
         "--layers", type=positive, metavar="N", default=4, help="default %(default)s"
@@ -88,6 +79,35 @@ def add_shared(parser: argparse.ArgumentParser, *, steps: int, threads: int | No
         metavar="N",
         default=64,
         help="characters seen (default %(default)s)",
+    )
+
+
+def add_machine(
+    parser: argparse.ArgumentParser,
+    group: argparse._ArgumentGroup | None = None,
+    threads: int | None = None,
+) -> None:
+    """The options of `scaledtensor.demo.settings.apply`."""
+    into = group or parser
+    # A name, until torch is loaded to say whether there is such a device.
+    into.add_argument("--device", default="cpu", help="default %(default)s")
+    into.add_argument(
+        "--threads",
+        type=positive,
+        default=threads,
+        metavar="N",
+        help=f"CPU threads (default {threads or 'as many as torch chooses'})",
+    )
+    parser.set_defaults(usage=parser)
+
+
+def add_temperature(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--temperature",
+        type=positive_float,
+        metavar="X",
+        default=0.8,
+        help="default %(default)s",
     )
 
 

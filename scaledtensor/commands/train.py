@@ -10,6 +10,11 @@ from scaledtensor.commands import options
 
 #: Names of `scaledtensor.demo.precision.PLAIN_NAMES`.
 WITHOUT_SCALES = ("fp32", "bf16", "fp8")
+#: Names of `scaledtensor.recipes.base.RECIPES`.
+RECIPES = (
+    *("blockwise", "constant", "current", "delayed", "min_mse", "mxfp4", "mxfp6", "mxfp8"),
+    *("nvfp4", "per_gemm", "unit"),
+)
 KINDS = ("none", "ddp", "fsdp2", "tp", "fsdp2+tp")
 REDUCTIONS = ("fp32", "bf16", "fp8")
 
@@ -26,8 +31,9 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--recipe",
         default="unit",
-        help=f"{', '.join(WITHOUT_SCALES)} (without scales) or a scaledtensor recipe "
-        "(default %(default)s)",
+        metavar="NAME",
+        help=f"without scales: {', '.join(WITHOUT_SCALES)}; scaledtensor recipes: "
+        f"{', '.join(RECIPES)} (default %(default)s)",
     )
     parser.add_argument(
         "--checkpoint", type=Path, metavar="FILE", required=True, help="where the training is kept"
@@ -48,13 +54,7 @@ def register(subparsers: Any) -> None:
         help="characters to write at the end (default %(default)s)",
     )
     parser.add_argument("--prompt", help="how the sample begins (default: as the text does)")
-    parser.add_argument(
-        "--temperature",
-        type=options.positive_float,
-        metavar="X",
-        default=0.8,
-        help="default %(default)s",
-    )
+    options.add_temperature(parser)
     parser.add_argument(
         "--losses", type=Path, metavar="FILE", help="write the loss of each step there, a line each"
     )

@@ -46,7 +46,7 @@ def save(trainer: Trainer, path: Path) -> None:
 
 def load(trainer: Trainer, path: Path) -> None:
     """Continue `trainer` from `path`. Whatever does not fit raises before anything is changed."""
-    state = _read(path, trainer.device)
+    state = read(path, trainer.device)
     compare(path, state["identity"], identity(trainer))
     _fits(path, state["model"], trainer.model.state_dict())
     # assign: the tensors themselves come back, with whatever they carry beside their values.
@@ -69,7 +69,8 @@ def identity(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def _read(path: Path, device: torch.device) -> dict[str, Any]:
+def read(path: Path, device: torch.device) -> dict[str, Any]:
+    """What `save` wrote, checked. Raises CheckpointError."""
     if not path.exists():
         raise CheckpointError(f"{path} does not exist, so there is nothing to resume")
     try:

@@ -10,12 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-import torch
-
 from scaledtensor.checkpoint import latest
 from scaledtensor.demo import checkpoint, parallel, precision, settings, text
-from scaledtensor.demo.model import GPT, GPTConfig
+from scaledtensor.demo.model import GPTConfig
 from scaledtensor.demo.progress import Progress
+from scaledtensor.demo.sample_command import written
 from scaledtensor.demo.training import Alone, Trainer
 from scaledtensor.errors import CheckpointError
 
@@ -73,7 +72,8 @@ def run_in(
     if processes.first:
         print(f"step {trainer.steps_done}: held-out loss {loss:.4f}")
         if args.sample:
-            print(sample(trainer, model, prompt, args.sample, args.temperature))
+            seed = trainer.settings.seed
+            print(written(model, corpus, prompt, args.sample, args.temperature, seed))
     return 0
 
 
@@ -142,11 +142,3 @@ def ctrl_c_noted() -> Iterator[list[int]]:
         yield noted
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def sample(
-    trainer: Trainer, model: GPT, prompt: torch.Tensor, count: int, temperature: float
-) -> str:
-    generator = torch.Generator(trainer.device).manual_seed(trainer.settings.seed)
-    tokens = model.eval().generate(prompt.to(trainer.device)[None], count, temperature, generator)
-    return trainer.corpus.decode(tokens[0])

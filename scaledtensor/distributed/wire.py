@@ -53,7 +53,7 @@ class Wire:
     """How gradients travel.
 
     Attributes:
-        format: of the codes: E4M3FN or E5M2, or its name.
+        format: of the codes: E4M3FN or E5M2, or its name or torch dtype.
         scaling: "block" or "auto", see the module's docstring.
         rounding: "nearest_even", or "stochastic", which is unbiased; ranks draw differently.
         gather: how the sum of an all-reduce comes back: "fp8", or "bf16", whose rounding is 16

@@ -37,7 +37,8 @@ import torch
 from torch import Tensor
 
 from scaledtensor.errors import DTypeError, FormatError
-from scaledtensor.formats.format import E4M3FN, E8M0FNU, Format, from_dtype, get
+from scaledtensor.formats.format import E4M3FN, E8M0FNU, Format, FormatLike, from_dtype, get
+from scaledtensor.formats.given import check_tensor
 from scaledtensor.formats.granularity import (
     Granularity,
     PerTensor,
@@ -79,7 +80,7 @@ Shape = tuple[int, ...]
 
 def quantize_blocks(
     x: Tensor,
-    fmt: Format,
+    fmt: FormatLike,
     block: Granularity | int | tuple[int, ...],
     scale_format: ScaleFormat = "e8m0",
     mode: Mode = "rceil",
@@ -93,14 +94,15 @@ def quantize_blocks(
 
     Args:
         x: float32, bfloat16, float16 or float64, of any shape. No gradient flows through.
-        fmt: the format of the elements, one with a sign and a zero.
+        fmt: the format of the elements, one with a sign and a zero: a `Format`, its name, or the
+            torch dtype of its codes.
         block: a granularity, or a block size (32) or the sizes of a block ((1, 32)) for PerBlock.
         scale_format: "e8m0", "pow2", "fp32" or "nvfp4".
         mode: how e8m0 and pow2 round to a power of two. The other two know only "rceil".
         rounding, overflow, generator, random_bits: of the elements, as `encode` takes them.
 
     Returns:
-        Codes in `fmt.storage_dtype`, of the shape of `x`, and scales in the shape that
+        Codes in the storage dtype of `fmt`, of the shape of `x`, and scales in the shape that
         `scale_shape` gives: float8_e8m0fnu, float32, or a `TwoLevelScale`.
 
     Raises:
@@ -108,6 +110,7 @@ def quantize_blocks(
         FormatError: `fmt` cannot hold elements, or an unknown or unfit `scale_format` or `mode`.
         ShapeError: `block` is no granularity, or none of a tensor of this shape.
     """
+    check_tensor(x, "quantize_blocks")
     fmt, granularity = get(fmt), as_granularity(block)
     _check(x, fmt, scale_format, mode)
     blocks = to_blocks(x.detach(), granularity)
@@ -132,7 +135,7 @@ def quantize_blocks(
 
 def encode_blocks(
     x: Tensor,
-    fmt: Format,
+    fmt: FormatLike,
     block: Granularity | int | tuple[int, ...],
     scale: Tensor,
     *,
@@ -150,8 +153,10 @@ def encode_blocks(
     Raises:
         DTypeError, FormatError, ShapeError: an argument is outside what is allowed.
     """
+    check_tensor(x, "encode_blocks")
     fmt, granularity = get(fmt), as_granularity(block)
     _check(x, fmt, "fp32", "rceil")
+    check_tensor(scale, "encode_blocks", "scale")
     if scale.dtype is not torch.float32:
         raise DTypeError(f"scales that are given are float32; got {scale.dtype}")
     check_scale_shape(scale, granularity, x.shape)
@@ -199,7 +204,7 @@ def _codes(
 def dequantize_blocks(
     codes: Tensor,
     scale: Scale,
-    fmt: Format,
+    fmt: FormatLike,
     block: Granularity | int | tuple[int, ...],
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
@@ -208,7 +213,7 @@ def dequantize_blocks(
     Beyond the range of `dtype` that is an infinity. An element under a NaN scale is NaN.
 
     Args:
-        codes: in `fmt.storage_dtype`.
+        codes: in the storage dtype of `fmt`.
         scale: as `quantize_blocks` returns it: float8_e8m0fnu, float32 or a `TwoLevelScale`.
         fmt: the format of the elements.
         block: the granularity that the scales were made with.
@@ -218,6 +223,7 @@ def dequantize_blocks(
         DTypeError: `codes` or the scales are in other dtypes, or `dtype` is none of these.
         ShapeError: the scales do not have the shape that `scale_shape` gives.
     """
+    check_tensor(codes, "dequantize_blocks", "codes")
     fmt, granularity = get(fmt), as_granularity(block)
     if dtype not in FLOATS:
         raise DTypeError(f"cannot dequantize to {dtype}; allowed are {_names(FLOATS)}")
@@ -408,6 +414,8 @@ def _dtype_of_products(fmt: Format, scale: Scale, dtype: torch.dtype) -> torch.d
 
 def _levels(scale: Scale) -> tuple[Tensor | None, Tensor]:
     if isinstance(scale, TwoLevelScale):
+        for name, level in scale._asdict().items():
+            check_tensor(level, "dequantize_blocks", f"scale.{name}")
         if scale.block.dtype is not torch.float8_e4m3fn or scale.tensor.dtype is not torch.float32:
             raise DTypeError(
                 "a two-level scale is float8_e4m3fn for the blocks and float32 for the tensor; got"
@@ -415,10 +423,10 @@ def _levels(scale: Scale) -> tuple[Tensor | None, Tensor]:
             )
         check_scale_shape(scale.tensor, PerTensor(), ())
         return scale.tensor, scale.block
-    if not isinstance(scale, Tensor) or scale.dtype not in (torch.float8_e8m0fnu, torch.float32):
+    check_tensor(scale, "dequantize_blocks", "scale")
+    if scale.dtype not in (torch.float8_e8m0fnu, torch.float32):
         raise DTypeError(
-            "scales are float8_e8m0fnu, float32 or a TwoLevelScale; got"
-            f" {scale.dtype if isinstance(scale, Tensor) else type(scale).__name__}"
+            f"scales are float8_e8m0fnu, float32 or a TwoLevelScale; got {scale.dtype}"
         )
     return None, scale
 

@@ -13,7 +13,7 @@ from fractions import Fraction
 
 import torch
 
-from scaledtensor.formats.format import Format
+from scaledtensor.formats.format import Format, FormatLike, get
 from scaledtensor.formats.rounding import Overflow, encode
 
 _SHORT = 6  # characters of a decimal that is easier to read than a power of two
@@ -41,8 +41,9 @@ def _decimal(value: float) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def facts(fmt: Format) -> dict[str, str]:
+def facts(fmt: FormatLike) -> dict[str, str]:
     """The record of `fmt` and the numbers that follow from it."""
+    fmt = get(fmt)
     return {
         "name": fmt.name,
         "bits": str(fmt.bits),
@@ -71,8 +72,9 @@ def _type_name(fmt: Format) -> str:
     return f"{module}.{fmt.ml_dtype.__name__}" if module == "numpy" else fmt.ml_dtype.__name__
 
 
-def policies(fmt: Format) -> dict[str, str]:
+def policies(fmt: FormatLike) -> dict[str, str]:
     """What becomes of the inputs that have no nearest value, found by encoding them."""
+    fmt = get(fmt)
     beyond = (math.nextafter(2 * fmt.max, math.inf), math.inf)
     low = fmt.min_subnormal
     return {
@@ -87,8 +89,9 @@ def policies(fmt: Format) -> dict[str, str]:
     }
 
 
-def specials(fmt: Format) -> dict[str, str]:
+def specials(fmt: FormatLike) -> dict[str, str]:
     """The codes that are not finite numbers."""
+    fmt = get(fmt)
     half = fmt.num_codes >> int(fmt.signed)
     inf = [fmt.max_code + 1, fmt.max_code + 1 + half] if fmt.has_inf else []
     return {
@@ -98,8 +101,9 @@ def specials(fmt: Format) -> dict[str, str]:
     }
 
 
-def outcome(fmt: Format, inputs: Sequence[float], overflow: Overflow = "saturate") -> str:
+def outcome(fmt: FormatLike, inputs: Sequence[float], overflow: Overflow = "saturate") -> str:
     """The one value that all `inputs` are encoded to (or several, joined by "or")."""
+    fmt = get(fmt)
     found = encode(torch.tensor(inputs, dtype=torch.float64), fmt, overflow=overflow)
     words = [number(fmt.value(code)) for code in unsigned(found)]
     return " or ".join(dict.fromkeys(words))
@@ -112,8 +116,9 @@ def unsigned(codes: torch.Tensor) -> list[int]:
     return [code & mask for code in codes.view(dtype).tolist()]
 
 
-def values(fmt: Format) -> list[str]:
+def values(fmt: FormatLike) -> list[str]:
     """Lines that give the value of every code: one by one up to 8 bits, else by ranges."""
+    fmt = get(fmt)
     half = fmt.num_codes >> int(fmt.signed)
     if fmt.bits > 8:
         return _ranges(fmt, half)

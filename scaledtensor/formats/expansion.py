@@ -41,7 +41,8 @@ from torch import Tensor
 from scaledtensor import _torch
 from scaledtensor.errors import DTypeError, FormatError, ShapeError
 from scaledtensor.formats.bits import Mode, encode_bits, loop_of_its_own
-from scaledtensor.formats.format import BF16, E4M3FN, E5M2, FP16, INT8, Format, get
+from scaledtensor.formats.format import BF16, E4M3FN, E5M2, FP16, INT8, Format, FormatLike, get
+from scaledtensor.formats.given import check_tensor
 from scaledtensor.formats.rounding import FLOATS, Rounding, decode, encode
 from scaledtensor.formats.stochastic import Randomness, key_for, random_words
 
@@ -88,7 +89,7 @@ class Expanded(NamedTuple):
 
 def quantize_expanded(
     x: Tensor,
-    fmt: Format | str,
+    fmt: FormatLike,
     group: int = 128,
     *,
     rounding: Rounding = "nearest_even",
@@ -98,7 +99,8 @@ def quantize_expanded(
 
     Args:
         x: float32, bfloat16, float16 or float64, of any shape. No gradient flows through.
-        fmt: a signed format of 8 bits or fewer with a zero, bf16 or fp16, or its name.
+        fmt: a signed format of 8 bits or fewer with a zero, bf16 or fp16: the record, its name or
+            its torch dtype.
         group: how many elements share M and p, in the order of memory of a contiguous tensor. The
             last group may be shorter.
         rounding: "nearest_even", or "stochastic", unbiased in the values.
@@ -109,10 +111,10 @@ def quantize_expanded(
         FormatError: another format or rounding.
         ShapeError: `group` is no positive int.
     """
+    check_tensor(x, "quantize_expanded")
     fmt = _checked(fmt, group)
-    if not isinstance(x, Tensor) or x.dtype not in FLOATS:
-        given = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise DTypeError(f"groups are of float32, bfloat16, float16 or float64; got {given}")
+    if x.dtype not in FLOATS:
+        raise DTypeError(f"groups are of float32, bfloat16, float16 or float64; got {x.dtype}")
     if rounding not in ("nearest_even", "stochastic"):
         raise FormatError(f"groups are rounded 'nearest_even' or 'stochastic'; got {rounding!r}")
     if generator is not None and rounding != "stochastic":
@@ -147,7 +149,7 @@ def widen_rows(rows: Tensor, fmt: Format, key: Tensor | None = None, start: int 
 
 
 def dequantize_expanded(
-    expanded: Expanded, fmt: Format | str, group: int = 128, dtype: torch.dtype = torch.float32
+    expanded: Expanded, fmt: FormatLike, group: int = 128, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """The values of what `quantize_expanded` made with the same `fmt` and `group`, in `dtype`.
 
@@ -199,7 +201,7 @@ def _is_for_vectors(x: Tensor) -> bool:
     return torch.compiler.is_compiling() and x.is_cpu
 
 
-def _checked(fmt: Format | str, group: int) -> Format:
+def _checked(fmt: FormatLike, group: int) -> Format:
     found = get(fmt)
     narrow = found.bits <= 8 or found in (BF16, FP16)
     if not narrow or not found.signed or not found.has_zero:

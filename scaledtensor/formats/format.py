@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from math import frexp, inf, ldexp, nan
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
@@ -389,14 +389,25 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
 _BY_DTYPE = {f.storage_dtype: f for f in FORMATS.values() if f.storage_dtype not in _RAW_STORAGE}
 
 
-def get(name: "str | Format") -> Format:
-    """The format of that name, in any case; a `Format` is returned as it is."""
-    if isinstance(name, Format):
-        return name
-    fmt = FORMATS.get(name.lower()) if isinstance(name, str) else None
-    if fmt is None:
-        raise FormatError(f"unknown format {name!r}; known are {', '.join(FORMATS)}")
-    return fmt
+FormatLike: TypeAlias = Format | str | torch.dtype
+"""What every function and class of this library takes where it takes a format: the record, its name
+in any case, or the torch dtype of its codes."""
+
+
+def get(fmt: FormatLike) -> Format:
+    """The format of that name, or of that torch dtype; a `Format` is returned as it is.
+
+    Raises:
+        FormatError: there is no such format.
+    """
+    if isinstance(fmt, Format):
+        return fmt
+    if isinstance(fmt, torch.dtype):
+        return from_dtype(fmt)
+    found = FORMATS.get(fmt.lower()) if isinstance(fmt, str) else None
+    if found is None:
+        raise FormatError(f"unknown format {fmt!r}; known are {', '.join(FORMATS)}")
+    return found
 
 
 def from_dtype(dtype: torch.dtype) -> Format:
@@ -405,6 +416,7 @@ def from_dtype(dtype: torch.dtype) -> Format:
     if fmt is None:
         raise FormatError(
             f"no format is stored as {dtype}; those with a torch dtype of their own are"
-            f" {', '.join(map(str, _BY_DTYPE))}"
+            f" {', '.join(map(str, _BY_DTYPE))}. The others go by their names:"
+            f" {', '.join(f.name for f in FORMATS.values() if f.storage_dtype in _RAW_STORAGE)}"
         )
     return fmt

@@ -23,7 +23,7 @@ from torch import Tensor
 from scaledtensor.errors import DTypeError
 from scaledtensor.formats import blocks, packing
 from scaledtensor.formats import rounding as casts
-from scaledtensor.formats.format import E4M3FN, E8M0FNU, Format, get
+from scaledtensor.formats.format import E4M3FN, E8M0FNU, Format, FormatLike, get
 from scaledtensor.formats.granularity import Granularity
 
 __all__ = [
@@ -67,7 +67,7 @@ Scale = Array | TwoLevelScale
 
 def encode(
     x: ArrayLike,
-    fmt: Format,
+    fmt: FormatLike,
     *,
     rounding: casts.Rounding = "nearest_even",
     overflow: casts.Overflow = "saturate",
@@ -91,7 +91,7 @@ def encode(
     return _codes_out(codes, fmt)
 
 
-def decode(codes: ArrayLike, fmt: Format, dtype: DTypeLike = np.float32) -> Array:
+def decode(codes: ArrayLike, fmt: FormatLike, dtype: DTypeLike = np.float32) -> Array:
     """The values of `codes` in `dtype`, one of the four types of floats.
 
     Raises:
@@ -103,7 +103,7 @@ def decode(codes: ArrayLike, fmt: Format, dtype: DTypeLike = np.float32) -> Arra
 
 def fake_quantize(
     x: ArrayLike,
-    fmt: Format,
+    fmt: FormatLike,
     *,
     rounding: casts.Rounding = "nearest_even",
     overflow: casts.Overflow = "saturate",
@@ -127,7 +127,7 @@ def fake_quantize(
     return _array(rounded, _NUMPY_FLOATS[given.dtype])
 
 
-def pack(codes: ArrayLike, fmt: Format) -> Array:
+def pack(codes: ArrayLike, fmt: FormatLike) -> Array:
     """`codes` without unused bits, uint8; codes of 8 bits and more as they are.
 
     Raises:
@@ -138,7 +138,7 @@ def pack(codes: ArrayLike, fmt: Format) -> Array:
     return _array(packed, np.dtype(np.uint8)) if fmt.bits < 8 else _codes_out(packed, fmt)
 
 
-def unpack(packed: ArrayLike, fmt: Format, shape: Sequence[int]) -> Array:
+def unpack(packed: ArrayLike, fmt: FormatLike, shape: Sequence[int]) -> Array:
     """The codes of `shape` that `pack` made `packed` of.
 
     Raises:
@@ -155,7 +155,7 @@ def unpack(packed: ArrayLike, fmt: Format, shape: Sequence[int]) -> Array:
 
 def quantize_blocks(
     x: ArrayLike,
-    fmt: Format,
+    fmt: FormatLike,
     block: Granularity | int | tuple[int, ...],
     scale_format: blocks.ScaleFormat = "e8m0",
     mode: blocks.Mode = "rceil",
@@ -189,7 +189,7 @@ def quantize_blocks(
 def dequantize_blocks(
     codes: ArrayLike,
     scale: Scale,
-    fmt: Format,
+    fmt: FormatLike,
     block: Granularity | int | tuple[int, ...],
     dtype: DTypeLike = np.float32,
 ) -> Array:

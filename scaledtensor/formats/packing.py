@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scaledtensor.errors import DTypeError, ShapeError
-from scaledtensor.formats.format import Format, get
+from scaledtensor.formats.format import Format, FormatLike, get
+from scaledtensor.formats.given import check_tensor
 
 
 class _Stream(NamedTuple):
@@ -53,8 +54,8 @@ def packed_shape(fmt: Format, shape: Sequence[int]) -> tuple[int, ...]:
     return (*rows, -(-last * fmt.bits // 8))
 
 
-def pack(codes: Tensor, fmt: Format) -> Tensor:
-    """`codes`, a tensor of `fmt.storage_dtype`, as uint8 of shape `packed_shape(fmt, codes.shape)`.
+def pack(codes: Tensor, fmt: FormatLike) -> Tensor:
+    """`codes`, in the storage dtype of `fmt`, as uint8 of shape `packed_shape(fmt, codes.shape)`.
 
     Bits of a code above `fmt.bits` are ignored, as in `decode`. A format of 8 bits or more is
     returned as it is, in its own dtype.
@@ -62,6 +63,7 @@ def pack(codes: Tensor, fmt: Format) -> Tensor:
     Raises:
         DTypeError: `codes` are not in the storage dtype of `fmt`.
     """
+    check_tensor(codes, "pack", "codes")
     fmt = get(fmt)
     if codes.dtype is not fmt.storage_dtype:
         raise DTypeError(f"codes of {fmt!r} are {fmt.storage_dtype}, got {codes.dtype}")
@@ -75,13 +77,14 @@ def pack(codes: Tensor, fmt: Format) -> Tensor:
     return packed[..., : packed_shape(fmt, codes.shape)[-1]].contiguous() if missing else packed
 
 
-def unpack(packed: Tensor, fmt: Format, shape: Sequence[int]) -> Tensor:
-    """The codes of `shape` that `pack` made `packed` of, in `fmt.storage_dtype`.
+def unpack(packed: Tensor, fmt: FormatLike, shape: Sequence[int]) -> Tensor:
+    """The codes of `shape` that `pack` made `packed` of, in the storage dtype of `fmt`.
 
     Raises:
         DTypeError: `packed` is not uint8 (for a format of 8 bits or more, its storage dtype).
         ShapeError: `packed` is not of shape `packed_shape(fmt, shape)`.
     """
+    check_tensor(packed, "unpack", "packed")
     fmt, shape = get(fmt), tuple(shape)
     stream = _STREAMS.get(fmt.bits)
     dtype = torch.uint8 if stream else fmt.storage_dtype

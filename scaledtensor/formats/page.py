@@ -36,7 +36,46 @@ PAGE = """\
 scaledtensor/formats/format.py, or the words in scaledtensor/formats/page.py. -->
 
 `scaledtensor.formats` encodes, decodes and rounds tensors in the formats below, exactly, for every
-input. `scaledtensor formats NAME` prints every value of one; `--plot FILE.png` draws it.
+input.
+
+```python
+import torch
+from scaledtensor import formats
+
+x = torch.tensor([0.3, -3.1, 10.0])
+codes = formats.encode(x, "e4m3fn")
+print(codes.dtype)  # torch.float8_e4m3fn
+print(formats.decode(codes, "e4m3fn"))  # tensor([ 0.3125, -3.0000, 10.0000])
+print(formats.fake_quantize(x, "e2m1fn"))  # tensor([ 0.5000, -3.0000,  6.0000])
+
+codes = formats.encode(x, "e2m1fn")  # 4 bits, each in the low bits of a byte
+print(codes)  # tensor([ 1, 13,  7], dtype=torch.uint8)
+packed = formats.pack(codes, "e2m1fn")  # two in a byte
+print(packed)  # tensor([209,   7], dtype=torch.uint8)
+print(formats.unpack(packed, "e2m1fn", x.shape))  # tensor([ 1, 13,  7], dtype=torch.uint8)
+```
+
+A format is a record, its name in any case, or the torch dtype of its codes: `formats.E4M3FN`,
+`"e4m3fn"` and `torch.float8_e4m3fn` are one. That holds wherever this library takes a format. NumPy
+arrays and lists have functions of the same names, whose codes are arrays of the `ml_dtypes` type:
+
+```python
+import numpy as np
+from scaledtensor.formats import numpy as fnp
+
+x = np.array([0.3, -3.1, 10.0])
+codes = fnp.encode(x, "e4m3fn")
+print(codes.dtype)  # float8_e4m3fn
+print(fnp.decode(codes, "e4m3fn"))  # [ 0.3125 -3.     10.    ]
+
+codes = fnp.encode(x, "e2m1fn")
+print(codes)  # [0.5 -3 6]
+packed = fnp.pack(codes, "e2m1fn")
+print(packed)  # [209   7]
+print(fnp.unpack(packed, "e2m1fn", x.shape))  # [0.5 -3 6]
+```
+
+`scaledtensor formats NAME` prints every value of one; `--plot FILE.png` draws it.
 
 {facts}
 

@@ -47,7 +47,8 @@ from scaledtensor.formats.bits import (
     round_bits,
     rounds_in_float32,
 )
-from scaledtensor.formats.format import Format
+from scaledtensor.formats.format import Format, FormatLike, get
+from scaledtensor.formats.given import check_tensor
 from scaledtensor.formats.pieces import in_pieces
 from scaledtensor.formats.stochastic import Randomness, checked_random_bits, key_for
 
@@ -71,18 +72,18 @@ _RAW = (torch.uint8, torch.int16)
 
 def encode(
     x: Tensor,
-    fmt: Format,
+    fmt: FormatLike,
     *,
     rounding: Rounding = "nearest_even",
     overflow: Overflow = "saturate",
     generator: Randomness = None,
     random_bits: int | None = None,
 ) -> Tensor:
-    """The codes of `x` in `fmt`, a tensor of `fmt.storage_dtype` and of the shape of `x`.
+    """The codes of `x` in `fmt`, a tensor of the format's `storage_dtype` and the shape of `x`.
 
     Args:
         x: float64, float32, bfloat16 or float16, of any shape and strides. No gradient flows.
-        fmt: the format.
+        fmt: the format: a `Format`, its name, or the torch dtype of its codes.
         rounding: "nearest_even"; "nearest_away" (ties away from zero); "toward_zero"; "to_odd"
             (of the two neighbours of an inexact number the one with the odd code, so that a later
             rounding to fewer bits is as if it were the first); "stochastic" (up with a chance equal
@@ -96,20 +97,24 @@ def encode(
             2^(mantissa_bits - 30) of a step (exact unless the number has digits below that);
             for float64 within 2^(mantissa_bits - 62).
 
-    Raises DTypeError for other tensors, FormatError for unknown names and for `generator` or
-    `random_bits` without "stochastic", UnsupportedError for "stochastic" on 2^31 elements or more.
+    Raises DTypeError for anything but such a tensor, FormatError for unknown names and for
+    `generator` or `random_bits` without "stochastic", UnsupportedError for "stochastic" on 2^31
+    elements or more.
     """
+    check_tensor(x, "encode")
     mode = _checked(x, rounding, overflow, generator, random_bits)
-    return _encode(x.detach() if x.requires_grad else x, fmt, mode)
+    return _encode(x.detach() if x.requires_grad else x, get(fmt), mode)
 
 
-def decode(codes: Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> Tensor:
+def decode(codes: Tensor, fmt: FormatLike, dtype: torch.dtype = torch.float32) -> Tensor:
     """The values of `codes`, in `dtype`.
 
     Exact where `dtype` holds every value of `fmt`, else rounded once to nearest even. Raises
-    DTypeError for codes of another dtype than `fmt.storage_dtype`, or another `dtype` than
+    DTypeError for codes of another dtype than the format's `storage_dtype`, or another `dtype` than
     float64, float32, bfloat16 and float16.
     """
+    check_tensor(codes, "decode", "codes")
+    fmt = get(fmt)
     if codes.dtype is not fmt.storage_dtype:
         raise DTypeError(f"codes of {fmt!r} are {fmt.storage_dtype}, got {codes.dtype}")
     if dtype not in FLOATS:
@@ -129,7 +134,7 @@ def decode(codes: Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> Te
 
 def fake_quantize(
     x: Tensor,
-    fmt: Format,
+    fmt: FormatLike,
     *,
     rounding: Rounding = "nearest_even",
     overflow: Overflow = "saturate",
@@ -140,7 +145,8 @@ def fake_quantize(
 
     Takes and raises what `encode` does. No gradient flows.
     """
-    mode = _checked(x, rounding, overflow, generator, random_bits)
+    check_tensor(x, "fake_quantize")
+    mode, fmt = _checked(x, rounding, overflow, generator, random_bits), get(fmt)
     x = x.detach() if x.requires_grad else x
     nearest, storage = rounding == "nearest_even", fmt.storage_dtype
     made = native.fake_quantize(x, fmt, mode)

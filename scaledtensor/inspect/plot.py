@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import fx
 
 from scaledtensor.errors import ModelError, UnsupportedError
-from scaledtensor.formats import E4M3FN, E5M2, Format
+from scaledtensor.formats import E4M3FN, E5M2, FormatLike
 from scaledtensor.formats import get as get_format
 from scaledtensor.inspect.metrics import Metrics
 from scaledtensor.inspect.prune import prune_non_float_tensors, prune_same_scale_tensors
@@ -27,8 +27,8 @@ def plot(
     *,
     title: str = "",
     metric: str = "rms",
-    format: Format | str = E4M3FN,
-    gradient_format: Format | str | None = E5M2,
+    format: FormatLike = E4M3FN,
+    gradient_format: FormatLike | None = E5M2,
     of: str = "value",
     prune_same_scale: bool = True,
     show_arrows: bool = True,

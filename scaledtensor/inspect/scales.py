@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 
 from scaledtensor.errors import ModelError
-from scaledtensor.formats import E4M3FN, E5M2, Format
+from scaledtensor.formats import E4M3FN, E5M2, FormatLike
 from scaledtensor.formats import get as get_format
 from scaledtensor.inspect.compiled import interpreter
 from scaledtensor.inspect.metrics import Data, Metrics
@@ -22,7 +22,8 @@ class Scales:
     """The numbers of every tensor in the last call of a model, and of its gradient.
 
     Args:
-        forward: the format whose losses are counted in values; a `Format` or its name.
+        forward: the format whose losses are counted in values; a `Format`, its name or its
+            torch dtype.
         backward: that of gradients.
 
     It records while `tracking(model)` is open or a `track_scales(model)` runs. Numbers of
@@ -30,7 +31,7 @@ class Scales:
     and pickles of it are empty: a recording belongs to the call that it was made of.
     """
 
-    def __init__(self, forward: Format | str = E4M3FN, backward: Format | str = E5M2) -> None:
+    def __init__(self, forward: FormatLike = E4M3FN, backward: FormatLike = E5M2) -> None:
         self.forward, self.backward = get_format(forward), get_format(backward)
         self._recorder: Recorder | None = None
         self._ran: set[int] = set()

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from scaledtensor import _torch
 from scaledtensor.errors import ModelError, UnsupportedError
-from scaledtensor.formats import E4M3FN, E5M2, Format
+from scaledtensor.formats import E4M3FN, E5M2, FormatLike
 from scaledtensor.inspect.metrics import is_readable
 from scaledtensor.inspect.mode import TrackingMode
 from scaledtensor.inspect.places import Places
@@ -24,8 +24,8 @@ __all__ = ["TrackedModule", "track_scales", "tracking"]
 @contextmanager
 def tracking(
     model: nn.Module,
-    forward: Format | str = E4M3FN,
-    backward: Format | str = E5M2,
+    forward: FormatLike = E4M3FN,
+    backward: FormatLike = E5M2,
     *,
     input_gradients: bool = False,
 ) -> Iterator[Scales]:
@@ -61,8 +61,8 @@ def tracking(
 
 def track_scales(
     model: nn.Module,
-    forward: Format | str = E4M3FN,
-    backward: Format | str = E5M2,
+    forward: FormatLike = E4M3FN,
+    backward: FormatLike = E5M2,
     *,
     capture: Literal["eager", "dynamo"] = "eager",
     input_gradients: bool = False,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from scaledtensor import _torch
+from scaledtensor.errors import DTypeMismatchError
 from scaledtensor.formats import Format, decode
 from scaledtensor.ops.products import product_dtype
 from scaledtensor.ops.registry import Raw
@@ -18,11 +19,13 @@ __all__ = [
     "Operand",
     "at_value",
     "bounded_square",
+    "check_dtypes",
     "count",
     "elements",
     "first_scaled",
     "gaussian_moment",
     "measured",
+    "mismatch",
     "operand",
     "plain",
     "quadrature",
@@ -91,6 +94,30 @@ def plain(x: Any) -> Any:
 def first_scaled(*xs: Any) -> ScaledTensor:
     """The first ScaledTensor among the operands; dispatch guarantees one."""
     return next(x for x in xs if isinstance(x, ScaledTensor))
+
+
+def check_dtypes(*operands: Any) -> None:
+    """Raises DTypeMismatchError unless the operands of a product have one dtype. torch checks so in
+    its kernels; a rule would promote them. Autocast has given the operators that it knows one
+    already where rules run, and is still to come where functions are caught."""
+    first, *others = (x.dtype for x in operands)
+    for other in others:
+        if other != first and not (first in _AUTOCAST and other in _AUTOCAST and _autocasts()):
+            raise mismatch(first, other)
+
+
+_AUTOCAST = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _autocasts() -> bool:
+    return any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+
+
+def mismatch(first: torch.dtype, other: torch.dtype) -> DTypeMismatchError:
+    return DTypeMismatchError(
+        f"the operands of a product have one dtype, as in torch; got {first} and {other}. Convert "
+        f"one, as x.to({other}), or run the model under torch.autocast"
+    )
 
 
 def operand(x: Any, like: ScaledTensor) -> Operand:

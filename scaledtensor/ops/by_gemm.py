@@ -27,7 +27,7 @@ from scaledtensor import _torch, verbs
 from scaledtensor.formats import pack, unpack
 from scaledtensor.formats.format import Format
 from scaledtensor.ops import hardware
-from scaledtensor.ops.algebra import elements
+from scaledtensor.ops.algebra import check_dtypes, elements
 from scaledtensor.ops.products import multiplied
 from scaledtensor.ops.quantize import Coded, factors, mixed, quantized
 from scaledtensor.ops.registry import Raw, rule
@@ -54,6 +54,7 @@ class Side(NamedTuple):
 
 def matmul(a: Tensor, b: Tensor, recipe: Recipe) -> Tensor:
     """`torch.matmul`, each product cast by the recipe."""
+    check_dtypes(a, b)
     if a.dim() == 1:
         return matmul(a.unsqueeze(0), b, recipe).squeeze(-2)
     if b.dim() == 1:

@@ -11,7 +11,7 @@ from scaledtensor.formats import FP32, encode, fake_quantize, from_dtype
 from scaledtensor.formats import get as get_format
 from scaledtensor.formats.pieces import in_pieces
 from scaledtensor.formats.rounding import Rounding, round_by_arithmetic
-from scaledtensor.ops.algebra import elements, saved_format, value
+from scaledtensor.ops.algebra import elements, mismatch, saved_format, value
 from scaledtensor.ops.functions import cast_once
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import covers_storage, rule, store, write
@@ -89,9 +89,12 @@ def dequantize(x: ScaledTensor) -> Tensor:
 
 @rule(verbs.promote)
 def promote(x: Tensor, like: ScaledTensor) -> ScaledTensor:
-    """A plain tensor enters: its RMS is measured, once, at the door."""
+    """A plain tensor enters, an operand of a product or a gradient: its RMS is measured, once, at
+    the door."""
     if isinstance(x, ScaledTensor):
         return x
+    if not x.dtype.is_floating_point:
+        raise mismatch(x.dtype, like.dtype)
     return entered(x, like.recipe)
 
 

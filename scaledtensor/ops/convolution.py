@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from scaledtensor.formats import FP32
-from scaledtensor.ops.algebra import Operand, first_scaled, operand, quadrature
+from scaledtensor.ops.algebra import Operand, check_dtypes, first_scaled, operand, quadrature
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.products import multiplied
 from scaledtensor.ops.registry import Raw, rule
@@ -64,6 +64,7 @@ def terms(
 @rule(aten.convolution.default)
 def convolution(x: Any, w: Any, bias: Any, *geometry: Any) -> Raw:
     """r = rx rw sqrt(channels of a group * taps inside the image), and the bias in quadrature."""
+    check_dtypes(x, w)
     like = first_scaled(x, w, bias)
     a, b = operand(x, like), operand(w, like)
     left, right = multiplied(a.q, b.q)

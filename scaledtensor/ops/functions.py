@@ -18,7 +18,7 @@ from scaledtensor import _torch, verbs
 from scaledtensor.errors import RecipeWarning, UnsupportedError
 from scaledtensor.formats import from_dtype
 from scaledtensor.ops import by_gemm
-from scaledtensor.ops.algebra import first_scaled
+from scaledtensor.ops.algebra import check_dtypes, first_scaled
 from scaledtensor.recipes import Recipe
 from scaledtensor.recipes.casts import Cast
 from scaledtensor.recipes.scales import Carried, Fixed
@@ -142,7 +142,15 @@ def _reflected(function: Callable[..., Any], a: Any, b: Any) -> Any:
 def linear(input: Any, weight: Any, bias: Any = None) -> Any:
     """The bias is added outside, so that its gradient sums uncast terms."""
     y = _product(torch.nn.functional.linear, input, weight)
-    return y if bias is None else y + bias
+    return y if bias is None else y + _bias(bias, y)
+
+
+def _bias(bias: Any, y: Any) -> Any:
+    """A bias in the dtype of the product that it is added to: autocast converts it too."""
+    if bias.dtype == y.dtype:
+        return bias
+    check_dtypes(y, bias)
+    return bias.to(y.dtype)
 
 
 def added(
@@ -202,7 +210,7 @@ def chain(*matrices: Any, **kwargs: Any) -> Any:
 def bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Any:
     """As an einsum: torch's own operator has no rule, and no product with a scale in it."""
     y = _product(partial(torch.einsum, "...i,...j,oij->...o"), input1, input2, weight)
-    return y if bias is None else y + bias
+    return y if bias is None else y + _bias(bias, y)
 
 
 def convolution(
@@ -211,7 +219,7 @@ def convolution(
     """As for linear, the bias is added outside: (input, weight, bias, stride, padding, ...)."""
     bias, *rest = args or (kw.pop("bias", None),)
     y = _product(lambda x, w: function(x, w, None, *rest, **kw), input, weight, spelled=function)
-    return y if bias is None else y + bias.view(-1, *[1] * (weight.dim() - 2))
+    return y if bias is None else y + _bias(bias, y).view(-1, *[1] * (weight.dim() - 2))
 
 
 def conv_tbc(input: Any, weight: Any, bias: Any, pad: int = 0) -> Any:
@@ -219,7 +227,7 @@ def conv_tbc(input: Any, weight: Any, bias: Any, pad: int = 0) -> Any:
     y = _product(
         partial(torch.conv1d, padding=pad), input.permute(1, 2, 0), weight.permute(2, 1, 0)
     )
-    return y.permute(2, 0, 1) + bias
+    return y.permute(2, 0, 1) + _bias(bias, y)
 
 
 def _refuse_out(function: Callable[..., Any], kwargs: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from scaledtensor import _torch
 from scaledtensor.ops import hardware
-from scaledtensor.ops.algebra import first_scaled, measured, operand, quadrature
+from scaledtensor.ops.algebra import check_dtypes, first_scaled, measured, operand, quadrature
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.products import multiplied
 from scaledtensor.ops.registry import Raw, rule
@@ -47,6 +47,7 @@ def mv(a: Any, b: Any) -> Raw:
 @rule(aten.dot.default, aten.vdot.default)
 def dot(a: Any, b: Any) -> Tensor:
     """A scalar statistic: leaves as plain float32."""
+    check_dtypes(a, b)
     like = first_scaled(a, b)
     x, y = operand(a, like), operand(b, like)
     return torch.dot(x.q.float(), y.q.float()) * x.scale * y.scale
@@ -98,6 +99,7 @@ def grouped_mm(
 ) -> Raw:
     """As mm within each group: r = ra rb sqrt(K), where K is shared out among the groups if it is
     K that is grouped."""
+    check_dtypes(a, b)
     like = first_scaled(a, b)
     if (
         isinstance(a, ScaledTensor)
@@ -185,6 +187,7 @@ def _plus(c: Any, product: Raw, like: ScaledTensor, beta: float, alpha: float) -
 
 
 def _product(matmul: Any, a: Any, b: Any) -> Raw:
+    check_dtypes(a, b)
     k = a.shape[-1]
     if (
         isinstance(a, ScaledTensor)

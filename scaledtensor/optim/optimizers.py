@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from scaledtensor.errors import MupError
+from scaledtensor.formats import FormatLike
 from scaledtensor.optim.groups import GroupRule, Tagged, groups_of
 from scaledtensor.optim.rules import (
     LRScale,
@@ -72,10 +73,11 @@ class SGD(_Scaled, torch.optim.SGD):
             by default where there are no others.
         readout_constraint: the `constraint` of the model's `LinearReadout`.
         state_format: what momenta are kept in, see `scaledtensor.optim.states`: "fp32", "bf16",
-            "fp16", "e4m3fn", "e5m2" or "int8". Groups may have their own, as of the two below.
+            "fp16", "e4m3fn", "e5m2" or "int8", or the `Format` or torch dtype of one. Groups may
+            have their own, as of the two below.
         state_rounding: of these but "fp32", "nearest_even" or "stochastic".
         master_format: what the values of parameters are kept in: None, "fp32", "fp16", "bf16" or
-            "bf16+16".
+            "bf16+16"; of the first three the `Format` or torch dtype too.
         compiled: whether the step in low precision is compiled; None: from 2^18 elements on.
         **options: further ones of torch.
 
@@ -98,9 +100,9 @@ class SGD(_Scaled, torch.optim.SGD):
         independent_weight_decay: bool | None = None,
         allow_non_unit_scaling_params: bool | None = None,
         readout_constraint: str | None = None,
-        state_format: str = "fp32",
+        state_format: FormatLike = "fp32",
         state_rounding: str = "nearest_even",
-        master_format: str | None = None,
+        master_format: FormatLike | None = None,
         compiled: bool | None = None,
         **options: Any,
     ) -> None:
@@ -135,10 +137,11 @@ class Adam(_Scaled, torch.optim.Adam):
         allow_non_unit_scaling_params: whether parameters without tags are taken, at the plain `lr`;
             by default where there are no others.
         state_format: what momenta are kept in, see `scaledtensor.optim.states`: "fp32", "bf16",
-            "fp16", "e4m3fn", "e5m2" or "int8". Groups may have their own, as of the two below.
+            "fp16", "e4m3fn", "e5m2" or "int8", or the `Format` or torch dtype of one. Groups may
+            have their own, as of the two below.
         state_rounding: of these but "fp32", "nearest_even" or "stochastic".
         master_format: what the values of parameters are kept in: None, "fp32", "fp16", "bf16" or
-            "bf16+16".
+            "bf16+16"; of the first three the `Format` or torch dtype too.
         compiled: whether the step in low precision is compiled; None: from 2^18 elements on.
         **options: further ones of torch.
 
@@ -160,9 +163,9 @@ class Adam(_Scaled, torch.optim.Adam):
         weight_decay: float | None = None,
         independent_weight_decay: bool | None = None,
         allow_non_unit_scaling_params: bool | None = None,
-        state_format: str = "fp32",
+        state_format: FormatLike = "fp32",
         state_rounding: str = "nearest_even",
-        master_format: str | None = None,
+        master_format: FormatLike | None = None,
         compiled: bool | None = None,
         **options: Any,
     ) -> None:
@@ -197,10 +200,11 @@ class AdamW(_Scaled, torch.optim.AdamW):
         allow_non_unit_scaling_params: whether parameters without tags are taken, at the plain `lr`;
             by default where there are no others.
         state_format: what momenta are kept in, see `scaledtensor.optim.states`: "fp32", "bf16",
-            "fp16", "e4m3fn", "e5m2" or "int8". Groups may have their own, as of the two below.
+            "fp16", "e4m3fn", "e5m2" or "int8", or the `Format` or torch dtype of one. Groups may
+            have their own, as of the two below.
         state_rounding: of these but "fp32", "nearest_even" or "stochastic".
         master_format: what the values of parameters are kept in: None, "fp32", "fp16", "bf16" or
-            "bf16+16".
+            "bf16+16"; of the first three the `Format` or torch dtype too.
         compiled: whether the step in low precision is compiled; None: from 2^18 elements on.
         **options: further ones of torch.
 
@@ -222,9 +226,9 @@ class AdamW(_Scaled, torch.optim.AdamW):
         weight_decay: float | None = None,
         independent_weight_decay: bool | None = None,
         allow_non_unit_scaling_params: bool | None = None,
-        state_format: str = "fp32",
+        state_format: FormatLike = "fp32",
         state_rounding: str = "nearest_even",
-        master_format: str | None = None,
+        master_format: FormatLike | None = None,
         compiled: bool | None = None,
         **options: Any,
     ) -> None:
@@ -258,7 +262,8 @@ class Muon(_Scaled, torch.optim.Muon):
             by default where there are no others.
         adjust_lr_fn: the factor of the shape that torch multiplies by; the rule allows for it.
         state_format: what momenta are kept in, see `scaledtensor.optim.states`: "fp32", "bf16",
-            "fp16", "e4m3fn", "e5m2" or "int8". Groups may have their own, as of the two below.
+            "fp16", "e4m3fn", "e5m2" or "int8", or the `Format` or torch dtype of one. Groups may
+            have their own, as of the two below.
         state_rounding: of these but "fp32", "nearest_even" or "stochastic".
         compiled: as of the others; the step is torch's own, so that nothing is.
         **options: further ones of torch.
@@ -280,7 +285,7 @@ class Muon(_Scaled, torch.optim.Muon):
         independent_weight_decay: bool | None = None,
         allow_non_unit_scaling_params: bool | None = None,
         adjust_lr_fn: str | None = None,
-        state_format: str = "fp32",
+        state_format: FormatLike = "fp32",
         state_rounding: str = "nearest_even",
         compiled: bool | None = None,
         **options: Any,
@@ -340,10 +345,11 @@ class Lion(_Scaled, _Lion):
             by default where there are no others.
         maximize: step up instead.
         state_format: what momenta are kept in, see `scaledtensor.optim.states`: "fp32", "bf16",
-            "fp16", "e4m3fn", "e5m2" or "int8". Groups may have their own, as of the two below.
+            "fp16", "e4m3fn", "e5m2" or "int8", or the `Format` or torch dtype of one. Groups may
+            have their own, as of the two below.
         state_rounding: of these but "fp32", "nearest_even" or "stochastic".
         master_format: what the values of parameters are kept in: None, "fp32", "fp16", "bf16" or
-            "bf16+16".
+            "bf16+16"; of the first three the `Format` or torch dtype too.
         compiled: whether the step in low precision is compiled; None: from 2^18 elements on.
 
     Raises:
@@ -365,9 +371,9 @@ class Lion(_Scaled, _Lion):
         independent_weight_decay: bool | None = None,
         allow_non_unit_scaling_params: bool | None = None,
         maximize: bool = False,
-        state_format: str = "fp32",
+        state_format: FormatLike = "fp32",
         state_rounding: str = "nearest_even",
-        master_format: str | None = None,
+        master_format: FormatLike | None = None,
         compiled: bool | None = None,
     ) -> None:
         groups, decay = self._prepare(

@@ -34,7 +34,8 @@ from scaledtensor import _torch
 from scaledtensor.coded import CodedTensor
 from scaledtensor.errors import DTypeError, FormatError, UnsupportedError
 from scaledtensor.expanded import ExpandedTensor
-from scaledtensor.formats import Format, from_dtype
+from scaledtensor.formats import Format, FormatLike, from_dtype
+from scaledtensor.formats import get as get_format
 from scaledtensor.optim.buckets import TOGETHER, Bucket, Entry, Scratch, groups_in
 from scaledtensor.optim.files import (
     LARGEST_UNIT,
@@ -81,16 +82,16 @@ class LowPrecision(Optimizer):
 
     def _choose(
         self,
-        state_format: str,
+        state_format: FormatLike,
         state_rounding: str,
-        master_format: str | None,
+        master_format: FormatLike | None,
         compiled: bool | None,
     ) -> None:
         """Before the constructor of torch's class, which adds the groups."""
         if compiled not in (None, True, False):
             raise FormatError(f"compiled is True, False or None; got {compiled!r}")
         self.compiled = compiled
-        chosen = (state_format, state_rounding, master_format)
+        chosen = (_named(state_format), state_rounding, _named(master_format))
         self._chosen = dict(zip(OPTIONS, chosen, strict=True)) | {"draws": 0}
         self._chosen["seed"] = int(torch.randint(1 << 62, ()))
         self._forget()
@@ -118,6 +119,7 @@ class LowPrecision(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         full = self._chosen | param_group
+        full.update({name: _named(full[name]) for name in ("state_format", "master_format")})
         _check_options(full, self.rule)
         super().add_param_group(full)
 
@@ -302,6 +304,13 @@ class LowPrecision(Optimizer):
         float32 tensors, or as ordinary ScaledTensors where parameters are such, and nothing of
         masters."""
         return exported(self)
+
+
+def _named(option: FormatLike | None) -> str | None:
+    """The name of a format, which is what groups and files keep."""
+    if isinstance(option, str):
+        return option.lower()  # a master may be none of the formats: "bf16+16"
+    return None if option is None else get_format(option).name
 
 
 def _check_options(group: dict[str, Any], rule: str | None) -> None:

@@ -1,10 +1,11 @@
 """What every recipe has, and the table of recipes by name."""
 
 import fnmatch
+import inspect
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 
@@ -37,10 +38,11 @@ Overrides = tuple[tuple[str, "Recipe | None"], ...]
 class Recipe:
     """Formats by role, and what is left alone. Subclasses say how each operand is cast: `cast`.
 
-    Every role takes a `Format` or the name of one.
+    Every role takes a `Format`, its name or its torch dtype.
 
     Raises:
-        RecipeError: a format is unknown, or cannot play its role; or fields contradict each other.
+        RecipeError: a field or a format is unknown, a format cannot play its role, or fields
+            contradict each other.
     """
 
     name: ClassVar[str] = ""
@@ -86,6 +88,17 @@ class Recipe:
     bits, in place of `master`: the same products, bit for bit, for a quarter of the bytes. Weights
     are what has two dimensions and a name that ends in "weight" or "proj", of no embedding or norm.
     A part of one (an expert picked out) is under the scale of the whole."""
+
+    def __new__(cls, *args: Any, **given: Any) -> Self:
+        # Before the constructor that `dataclass` writes, which answers with a bare TypeError.
+        taken = inspect.signature(cls.__init__).parameters
+        open_ended = any(p.kind is p.VAR_KEYWORD for p in taken.values())
+        if not open_ended and (unknown := sorted(given.keys() - taken.keys())):
+            raise RecipeError(
+                f"{cls.__name__} has no {', '.join(unknown)}; it has "
+                f"{', '.join(sorted(taken.keys() - {'self'}))}"
+            )
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for role in ROLES:
@@ -313,11 +326,6 @@ def _from_values(values: Any) -> Recipe:
         raise RecipeError(f'a recipe in JSON has a "recipe", its name; got {values!r}')
     given = {k: v for k, v in values.items() if k != "recipe"}
     recipe = _registered(values["recipe"])
-    known = {f.name for f in fields(recipe)}
-    if unknown := sorted(set(given) - known):
-        raise RecipeError(
-            f"{recipe.__name__} has no {', '.join(unknown)}; it has {', '.join(sorted(known))}"
-        )
     if isinstance(given.get("overrides"), list):
         given["overrides"] = [
             (pattern, None if r is None else _from_values(r)) for pattern, r in given["overrides"]
@@ -360,10 +368,14 @@ def get(name: "str | Recipe") -> Recipe:
     """The recipe called `name` with its defaults; a recipe is returned as it is.
 
     Raises:
-        RecipeError: no recipe has that name.
+        RecipeError: no recipe has that name, or it is a class in place of an instance.
     """
     if isinstance(name, Recipe):
         return name
+    if isinstance(name, type) and issubclass(name, Recipe):
+        raise RecipeError(
+            f"a recipe is an instance, or a name; got the class {name.__name__}: {name.__name__}()"
+        )
     # Registered recipes have defaults for every field, which the base class has not.
     make: Callable[[], Recipe] = cast(Any, _registered(name))
     return make()

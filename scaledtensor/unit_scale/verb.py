@@ -8,7 +8,7 @@ from torch import nn
 
 from scaledtensor import _torch
 from scaledtensor.functional import transformer_residual_scaling_rule
-from scaledtensor.interpose import interpose, original
+from scaledtensor.interpose import UNIT_SCALED, interpose, original
 from scaledtensor.unit_scale.correlation import Measured, measure
 from scaledtensor.unit_scale.initialize import unit_parameters
 from scaledtensor.unit_scale.mode import UnitScaling
@@ -26,6 +26,7 @@ class UnitScale:
     """The transform: plans by the way a model is called."""
 
     order: ClassVar[int] = 0  # the model's own functions, before any other transform
+    mark: ClassVar[str | None] = UNIT_SCALED
 
     def __init__(self, residual_rule: ResidualRule | None) -> None:
         self.residual_rule = residual_rule
@@ -93,9 +94,10 @@ def unit_scale(
 
     Nothing is replaced by name: the model runs once, on copies and without gradients, and what it
     calls is written down (scaledtensor.unit_scale.planner says what becomes of it, and
-    `scaledtensor.inspect.plans(model)` what became of it). It keeps its class, methods and
-    state_dict; it compiles, pickles, deep-copies and exports. Every parameter's gradient is a
-    multiple of that of the function computed, if this ends in one loss.
+    `scaledtensor.inspect.plans(model)` what became of it). It keeps its class and methods; it
+    compiles, pickles, deep-copies and exports. Its state_dict has one more entry, the buffer
+    `unit_scaled`, by which a model that is not unit-scaled refuses it. Every parameter's gradient
+    is a multiple of that of the function computed, if this ends in one loss.
 
     Args:
         model: any module that calls torch functions; compile it afterwards.

@@ -8,8 +8,10 @@ import zipfile
 import pytest
 import torch
 
+import scaledtensor as sct
 from scaledtensor.__main__ import main
-from scaledtensor.demo import checkpoint, train_command
+from scaledtensor.demo import checkpoint, precision, sample_command, train_command
+from scaledtensor.demo.model import GPT, GPTConfig
 from scaledtensor.demo.training import Trainer
 from scaledtensor.errors import CheckpointError
 
@@ -61,6 +63,44 @@ def test__finished_training__resumes_to_its_sample(train, tmp_path, capsys):
     assert train("--resume") == 0
     assert "step 6: held-out loss" in capsys.readouterr().out
     assert contents(tmp_path / "run.pt") == before
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test__a_sample__needs_nothing_but_the_checkpoint(recipe, train, words, tmp_path, capsys):
+    train("--prompt", "two", "--dropout", "0.1", recipe=recipe)
+    wanted = capsys.readouterr().out
+    path = str(tmp_path / "run.pt")
+    words.unlink()
+    # As several processes keep it: in a folder for each step.
+    known, state = sample_command.identity(tmp_path / "run.pt", torch.device("cpu"))
+    model = GPT(GPTConfig(len(known["vocabulary"]), 8, 1, 2, 16))
+    precision.get(recipe).prepare(model)
+    model.load_state_dict(state["model"])
+    (tmp_path / "runs").mkdir()
+    step = sct.checkpoint.step_folder(tmp_path / "runs", 6)
+    sct.checkpoint.save(step, model, extra={"identity": known})
+    for where in (path, str(tmp_path / "runs"), str(step)):
+        assert main(["sample", where, "--prompt", "two", "--count", "5"]) == 0
+        sample = capsys.readouterr().out
+        assert sample.startswith("two")
+        assert wanted.endswith(sample)
+    assert main(["sample", path, "--count", "3", "--seed", "1", "--temperature", "0.5"]) == 0
+    assert len(capsys.readouterr().out) == len("\n" + "123" + "\n")
+    assert main(["sample", path, "--prompt", "§"]) == 2
+    assert "'§' does not occur" in capsys.readouterr().err
+
+
+def test__a_sample_from_something_else__is_refused(tmp_path, capsys):
+    torch.save({}, tmp_path / "other.pt")
+    sct.checkpoint.save(tmp_path / "folder", torch.nn.Linear(2, 2), extra={"step": 1})
+    for name, words in (
+        ("nowhere.pt", "does not exist"),
+        ("other.pt", "not one that `scaledtensor train` saved"),
+        ("folder", "no checkpoint of `scaledtensor train`"),
+        (".", "is no checkpoint"),
+    ):
+        assert main(["sample", str(tmp_path / name)]) == 2
+        assert words in capsys.readouterr().err
 
 
 def test__existing_checkpoint__is_not_overwritten_unasked(train, tmp_path, capsys):

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -138,7 +139,9 @@ def test__bad_arguments__exit_with_two(arguments, capsys):
     assert "usage: scaledtensor" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["train", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["demo", "--help"], ["train", "--help"], ["sample", "--help"]]
+)
 def test__help__is_there(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
         main(arguments)
@@ -161,3 +164,17 @@ def test__a_process_of_torchrun__leaves_without_ending_the_interpreter(under_tor
         assert done.returncode == expected, done.stderr
         assert said in done.stdout
         assert done.stdout.endswith("ended\n") is not under_torchrun
+
+
+def test__help_of_train__lists_every_recipe(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    printed = " ".join(capsys.readouterr().out.split())
+    for name in (*sct.recipes.base.RECIPES, "fp32", "bf16", "fp8"):
+        assert re.search(rf"[ :]{name}[ ,;]", printed), name
+
+
+def test__a_reader_that_stops__ends_the_command_quietly():
+    unread = f"{sys.executable} -m scaledtensor formats --markdown | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", unread], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (141, "")

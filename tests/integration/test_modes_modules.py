@@ -279,3 +279,79 @@ def test__an_exported_convnet__gives_the_same_bits() -> None:
     model, (x, _) = sct.scale_model(style.build()).eval(), style.batch(0)
     got = torch.export.export(model, (x,)).module()(x)
     assert_shifted(got, model(x), 0)
+
+
+# --- data ------------------------------------------------------------------------------------
+
+
+class Samples(torch.utils.data.Dataset[Any]):
+    """Samples of a dozen binades, with their number."""
+
+    def __init__(self, *how: Any) -> None:
+        rng = torch.Generator().manual_seed(0)
+        self.samples = [
+            sct.scaled(torch.randn(2, 32, generator=rng) * 2.0 ** (3 * i), *how) for i in range(4)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        return self.samples[i], i
+
+
+@pytest.mark.parametrize(
+    "how",
+    [("fp32",), ("e4m3fn",), ("e2m1fn", "floor", sct.PerBlock((1, 32)))],
+    ids=lambda how: how[0],
+)
+def test__workers_of_a_data_loader__give_the_batches_of_its_own_process(how: Any) -> None:
+    data = Samples(*how)
+    batches = [
+        next(iter(torch.utils.data.DataLoader(data, batch_size=size, num_workers=workers)))
+        for size in (4, None)
+        for workers in (0, 2)
+    ]
+    for (alone, i), (of_worker, j) in (batches[:2], batches[2:]):
+        assert type(alone) is type(of_worker)
+        assert isinstance(of_worker, sct.ScaledTensor)
+        assert alone.format == of_worker.format
+        assert torch.equal(alone.scale, of_worker.scale)
+        assert torch.equal(alone.dequantize(), of_worker.dequantize())
+        assert torch.equal(torch.as_tensor(i), torch.as_tensor(j))
+    values = torch.stack([x.dequantize() for x in data.samples])
+    assert_holds(batches[1][0], values, 2.0**-8)
+
+
+# --- transformers ----------------------------------------------------------------------------
+
+
+def test__resized_token_embeddings__stay_scaled_and_a_new_head_is_wrapped_by_itself() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=50,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    t = tokens()[:, :8] % 40
+    for tied in (True, False):
+        config.tie_word_embeddings = tied
+        model = sct.scale_model(transformers.LlamaForCausalLM(config))
+        with torch.no_grad():  # while a graph of the old size lives, torch expects its gradients
+            want = model(t).logits
+        model.resize_token_embeddings(60)
+        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+        assert isinstance(embedding, sct.ScaledTensor)
+        assert embedding.recipe == sct.recipes.Unit()
+        assert (head.weight is embedding) == tied
+        if not tied:  # transformers makes a new module
+            assert not isinstance(head.weight, sct.ScaledTensor)
+            sct.scale_model(head)
+        got = model(t, labels=t)
+        assert_holds(got.logits[..., :50], want.dequantize(), 0.05)
+        got.loss.backward()
+        assert all(isinstance(p.grad, sct.ScaledTensor) for p in model.parameters())

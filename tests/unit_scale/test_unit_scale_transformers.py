@@ -40,6 +40,7 @@ class Watch:
     """Sees what the model's code sees: the results of every other transform."""
 
     order: ClassVar[int] = -1
+    mark: ClassVar[str | None] = None
 
     def __init__(self) -> None:
         self.seen: Seen = {"forward": [], "backward": []}

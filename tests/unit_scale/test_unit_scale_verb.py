@@ -3,6 +3,8 @@
 import copy
 import math
 import pickle
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ import scaledtensor as sct
 import scaledtensor.functional as U
 from scaledtensor import errors, interpose, mup
 from scaledtensor.demo.model import GPT, GPTConfig
+from scaledtensor.errors import CheckpointError, ModelWarning
 from scaledtensor.unit_scale.plan import Plan
 
 WIDTH = 32
@@ -348,8 +351,58 @@ def test__the_given_parameters__stay_on_request() -> None:
     model = Block()
     before = copy.deepcopy(model.state_dict())
     sct.unit_scale(model, initialize=False)
-    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert all(torch.equal(model.state_dict()[k], v) for k, v in before.items())
     assert not any(mup.has_parameter_data(p) for p in model.parameters())
+
+
+def test__a_state_dict__belongs_to_the_function_that_it_was_saved_from(tmp_path: Path) -> None:
+    model, x = sct.unit_scale(Stack(Block(), Block())), inputs(4, WIDTH)
+    want, plain = model(x), Stack(Block(), Block())
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    sct.checkpoint.save_safetensors(model, tmp_path / "model.safetensors")
+    sct.checkpoint.save(tmp_path / "folder", model)
+    saved = {
+        "torch": torch.load(tmp_path / "state.pt"),
+        "safetensors": sct.checkpoint.load_safetensors(tmp_path / "model.safetensors"),
+    }
+    for state in saved.values():
+        with pytest.raises(RuntimeError, match=r'Unexpected key.*"unit_scaled"'):
+            plain.load_state_dict(state)
+        with pytest.raises(CheckpointError, match=r"no unit_scaled; call scaledtensor\.unit_scale"):
+            sct.checkpoint.load_into(plain, state)
+    with pytest.raises(CheckpointError, match=r"no unit_scaled; call scaledtensor\.unit_scale"):
+        sct.checkpoint.load(tmp_path / "folder", plain)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for load in (
+            lambda m: m.load_state_dict(saved["torch"]),
+            lambda m: m.load_state_dict(saved["torch"], assign=True),
+            lambda m: sct.checkpoint.load_into(m, saved["safetensors"]),
+            lambda m: sct.checkpoint.load(tmp_path / "folder", m),
+        ):
+            again = sct.unit_scale(Stack(Block(), Block()))
+            load(again)
+            assert torch.equal(again(x), want)
+
+
+def test__a_state_dict_of_another_function__is_loaded_with_a_warning() -> None:
+    model, state = sct.unit_scale(Block()), Block().state_dict()
+    for held in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        for load in (
+            lambda m: m.load_state_dict(state),
+            lambda m: sct.checkpoint.load_into(m, state),
+        ):
+            with pytest.warns(ModelWarning, match="no 'unit_scaled'"):
+                load(held)
+            assert all(torch.equal(held.state_dict()[name], x) for name, x in state.items())
+    inner = nn.Sequential(model)
+    with pytest.warns(ModelWarning, match=r"no '0\.unit_scaled'"):
+        inner.load_state_dict({f"0.{name}": x for name, x in state.items()})
+    interpose.remove(model)
+    assert model.state_dict().keys() == state.keys()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.load_state_dict(state)
 
 
 def test__a_residual_rule__is_the_callers() -> None:
@@ -382,7 +435,7 @@ def test__recording__leaves_no_trace() -> None:
     sct.unit_scale(model, (x, cache))
     assert torch.equal(torch.get_rng_state(), state)
     assert cache == []
-    assert all(torch.equal(buffers[k], v) for k, v in model.named_buffers())
+    assert all(torch.equal(model.get_buffer(k), v) for k, v in buffers.items())
     assert all(p.grad is None for p in model.parameters())
 
 
