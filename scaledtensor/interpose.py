@@ -23,12 +23,9 @@ from scaledtensor.ops import recurrent
 
 __all__ = [
     "ENTERED",
-    "UNIT_SCALED",
     "Mode",
     "Transform",
-    "drop_load_hook",
     "interpose",
-    "note_missing",
     "original",
     "remove",
     "transforms",

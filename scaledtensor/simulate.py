@@ -21,7 +21,7 @@ from scaledtensor.interpose import ENTERED, Mode, interpose, transforms
 from scaledtensor.steps import is_scaled
 from scaledtensor.tensor import ScaledTensor
 
-__all__ = ["SimulateFormat", "refuse_simulated", "simulate_format", "simulate_fp8"]
+__all__ = ["SimulateFormat", "simulate_format", "simulate_fp8"]
 
 M = TypeVar("M", bound=nn.Module)
 

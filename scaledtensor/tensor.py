@@ -292,13 +292,9 @@ class ScaledTensor(Tensor):
         return values if dtype is None else values.astype(dtype, copy=False)
 
     def __dlpack__(self, **kwargs: Any) -> Any:
-        raise UnsupportedError(
-            "DLPack hands on memory, and the value of a ScaledTensor lies in none: export "
-            "x.detach().dequantize(), or x.qdata and x.scale"
-        )
+        raise UnsupportedError("DLPack takes memory: export x.detach().dequantize() in its place")
 
-    def __dlpack_device__(self) -> Any:
-        return self.__dlpack__()
+    __dlpack_device__: Any = __dlpack__
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
@@ -310,18 +306,15 @@ class ScaledTensor(Tensor):
 
     @data.setter
     def data(self, new: Tensor) -> None:
-        # torch's own setter replaces the wrapper alone and would leave the elements behind.
-        # Required by Module.to() and whoever assigns to `.data`.
+        # torch's own setter, which Module.to() calls, would replace the wrapper alone.
         if new.dtype == torch.float64 != self.dtype:
             raise UnsupportedError(
-                f"this ScaledTensor computes in {self.format.name}, and no format has the bits of "
-                "float64: .double() would change what it is called alone. For a float64 model "
-                "(gradcheck, say): scaledtensor.unscale_model(model).double()"
+                f"no format has the bits of float64; this tensor computes in {self.format.name}. "
+                "A float64 model (for gradcheck, say): scaledtensor.unscale_model(model).double()"
             )
-        keeps = new.dtype == self.dtype
         plain = not isinstance(new, ScaledTensor)
         held = self.recipe.master if self.recipe is not None and is_stored(self) else self.format
-        fmt = held if keeps else from_dtype(new.dtype)
+        fmt = held if new.dtype == self.dtype else from_dtype(new.dtype)
         self._adopt(from_plain(new, fmt, new.dtype, self.recipe) if plain else new)
 
     def _adopt(self, held: Any) -> None:
@@ -339,9 +332,7 @@ class ScaledTensor(Tensor):
         self.decoded, self.agreed, self.whole_amax = None, False, None
 
     def new(self, *args: Any, **kwargs: Any) -> Any:
-        # Required by default_collate: in a DataLoader's worker it stacks a batch into
-        # `x.new(storage).resize_(...)`, memory for values. Here, an empty tensor of the kind that
-        # a stack of such as this is; in it, as elsewhere, elements and scale are what is shared.
+        # Required by default_collate, which stacks into it: empty, of the kind that a stack is.
         if args and isinstance(args[0], (torch.TypedStorage, torch.UntypedStorage)):
             return torch.stack([self.detach().flatten()[:0]])
         return super().new(*args, **kwargs)
@@ -417,8 +408,8 @@ def _rebuild(
     is_parameter: bool,
 ) -> ScaledTensor:
     """Unpickle. A module-level function, so that `weights_only` loading can allow it by name."""
-    name, dtype, recipe, nonnegative = context
-    (qdata, scale, rms), fmt = inner, get_format(name)
+    (name, dtype, recipe, nonnegative), (qdata, scale, rms) = context, inner
+    fmt = get_format(name)
     made = ScaledTensor.make(
         qdata.view(fmt.storage_dtype), scale, rms, fmt, dtype, recipe, nonnegative
     )
@@ -504,11 +495,8 @@ def measured_rms(x: Tensor, below: float = float("inf")) -> Tensor:
 
 
 def _finite_norm(x: Tensor) -> Tensor | None:
-    """The norm in one pass, where that it is finite, as it nearly always is, costs nothing to see:
-    on a CPU, outside tracing and transforms. None elsewhere.
-
-    The norm makes a copy in float64, which is why this goes by pieces.
-    """
+    """The norm in one pass, where seeing that it is finite costs nothing: on a CPU, outside tracing
+    and transforms. None elsewhere. By pieces, since the norm makes a copy in float64."""
     real = type(x) is Tensor and x.is_cpu and not torch.compiler.is_compiling()
     if not real or _torch.is_transforming():
         return None
