@@ -35,6 +35,9 @@ sct.scale_model(model, MXFP8(mode="even", overrides={"head": None, "blocks.0": U
 print(model)  # shows the recipe of each module
 ```
 
+Parameters stay the objects that they are, so that the optimizer, its states and tied weights go
+on, from plain to scaled, from recipe to recipe and back by `unscale_model`.
+
 `overrides` chooses by the name of a module (None leaves it plain), `min_size` leaves small weights
 plain, `keep` leaves whole products in the activation format, `saved` keeps what other operators
 need for the backward pass in 8 bits, `store_frozen` keeps frozen weights as products cast them

@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, FunctionType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 # What stands for a tensor while shapes are worked out: whoever counts has to tell it from a real
 # one.
 from torch._subclasses import FakeTensor as FakeTensor
+from torch.autograd.graph import get_gradient_edge
 from torch.optim import optimizer
 from torch.utils import checkpoint
 
@@ -35,11 +36,11 @@ __all__ = [
     "foreach_increment",
     "functional_twin",
     "grouped_mm",
+    "holder_of",
     "inlined",
     "inlined_only",
     "innermost_checkpoint",
     "is_composite",
-    "is_swappable",
     "is_tracing",
     "is_transforming",
     "is_within_backward",
@@ -53,9 +54,11 @@ __all__ = [
     "reshape_wrapper",
     "scaled_grouped_mm",
     "scaled_mm",
+    "swap",
     "uncompiled",
     "without_function_modes",
     "without_torch_function",
+    "without_weak_references",
 ]
 
 # The public `torch.overrides` cannot run a function without re-entering `__torch_function__`;
@@ -381,10 +384,64 @@ def is_within_step() -> bool:
     return False
 
 
-def is_swappable(x: Tensor) -> bool:
-    """Whether `torch.utils.swap_tensors` takes `x`: nothing but Python's references hold it."""
-    held: int = x._use_count()  # type: ignore[attr-defined]
-    return held == 1 and not weakref.getweakrefs(x)
+def holder_of(x: Tensor) -> Literal["weak reference", "hook", "tensor"] | None:
+    """What keeps `swap` from a leaf; None where nothing does.
+
+    `torch.utils.swap_tensors` asks for the number of references from C++ as well. It takes a second
+    one where the node that accumulates a gradient has it: that of a graph which is kept, mostly one
+    whose backward pass has run, as `loss` is in a loop. It does not ask whether somebody has hooks
+    at that node, which would never be called again.
+    """
+    if weakref.getweakrefs(x):
+        return "weak reference"
+    if x._use_count() == 1:  # type: ignore[attr-defined]
+        return None
+    if not (x.is_leaf and x.requires_grad):
+        return "tensor"
+    node = get_gradient_edge(x).node  # made, and counted, if it was not there
+    if x._use_count() != 2:  # type: ignore[attr-defined]
+        return "tensor"
+    return "hook" if _has_hooks(node) else None
+
+
+def _has_hooks(node: Any) -> bool:
+    """Whether Python has hooks at a node of a graph. torch tells those who register one."""
+    found = False
+    for register in (node.register_hook, node.register_prehook):
+        handle = register(lambda *_: None)
+        found |= len(handle.hooks_dict_ref()) > 1
+        handle.remove()
+    return found
+
+
+@contextlib.contextmanager
+def without_weak_references(model: torch.nn.Module) -> Iterator[None]:
+    """Recurrent layers keep weak references to their parameters, which `swap` does not take. Their
+    own `_apply` puts these aside in the same way."""
+    layers = [m for m in model.modules() if isinstance(m, torch.nn.RNNBase)]
+    for layer in layers:
+        layer._flat_weight_refs = []
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._flat_weight_refs = [
+                None if p is None else weakref.ref(p) for p in layer._flat_weights
+            ]
+
+
+def swap(x: Tensor, new: Tensor, stale: Callable[[], Exception]) -> None:
+    """Let `x`, which nothing holds (`holder_of`), be what `new` is. The backward pass of an earlier
+    graph with `x` in it, which would accumulate a gradient where nobody looks, raises `stale()`;
+    torch would tell of a module's `.half()` there.
+    """
+    if x._use_count() > 1:  # type: ignore[attr-defined]
+
+        def refuse(*_: Any) -> None:
+            raise stale()
+
+        get_gradient_edge(x).node.register_prehook(refuse)
+    torch.utils.swap_tensors(x, new)  # type: ignore[no-untyped-call]
 
 
 def local_part(x: Any) -> Tensor:

@@ -145,15 +145,16 @@ def check(model: nn.Module, recipe: Recipe) -> None:
 
 
 def attach(module: nn.Module) -> None:
-    """Give each weight of `module` that its recipe scales by history one, and no other; those that
-    there are stay."""
+    """Give each weight of `module` that its recipe scales by history one, and no other; those of
+    that length that there are stay."""
     found = {}
     for name, p in module.named_parameters(recurse=False):
         recipe = p.recipe if isinstance(p, ScaledTensor) else None
         looked_up = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
         if isinstance(recipe, Delayed) and p.dim() > 1 and not looked_up:
             found[name] = delayed.new(recipe.history, p.device)
-    if list(found) == _names(module):
+    present = {name: module.get_buffer(name + _SUFFIX).shape for name in _names(module)}
+    if present == {name: history.shape for name, history in found.items()}:
         return
     detach(module)
     for name, history in found.items():

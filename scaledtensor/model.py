@@ -5,22 +5,24 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from scaledtensor import histories, state_dicts, steps
+from scaledtensor import _torch, histories, state_dicts, steps
 from scaledtensor.coded import CodedTensor
 from scaledtensor.errors import ModelError, RecipeError, UnsupportedError
 from scaledtensor.ops.functions import cast_once
+from scaledtensor.ops.registry import dequantized
 from scaledtensor.recipes import Recipe, Unit
 from scaledtensor.recipes import get as get_recipe
-from scaledtensor.shards import is_sharded, part_of
+from scaledtensor.recipes.casts import Cast
+from scaledtensor.shards import is_dtensor, is_sharded, part_of
 from scaledtensor.simulate import refuse_simulated
 from scaledtensor.steps import is_scaled
-from scaledtensor.tensor import ScaledTensor, is_stored
+from scaledtensor.tensor import ScaledTensor, check_strided, is_stored
 from scaledtensor.wrap import scaled
 
 __all__ = ["scale_model", "unscale_model"]
@@ -38,7 +40,8 @@ UNCAST = "_not_only_factors"
 #: Attributes that make a ScaledTensor parameter one. Every other is a tag of the user's, and stays.
 _OWN = {
     *CodedTensor.INNER,
-    *("format", "granularity", "recipe", "nonnegative", "decoded", "amax_history", "_is_param"),
+    *("format", "granularity", "recipe", "nonnegative", "decoded", "passing", "copies", "agreed"),
+    *("whole_amax", "_is_param"),
     steps.MARK,
 }
 
@@ -48,11 +51,17 @@ def scale_model(
     recipe: Recipe | str = Unit(),  # noqa: B008 - frozen
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
 ) -> M:
-    """Wrap every floating-point parameter of `model` in a ScaledTensor, in place.
+    """Wrap every floating-point parameter of `model` in a ScaledTensor, in place; or switch a model
+    that is scaled already to another recipe.
 
-    Modules are not replaced: hooks, modes, overridden forwards and parametrizations stay. Tied
-    parameters stay tied, frozen ones frozen. Buffers and integer parameters stay plain. Create the
-    optimizer afterwards, since the parameters are new objects.
+    Modules are not replaced: hooks, modes, overridden forwards and parametrizations stay. Nor are
+    parameters: each stays the object that it is, with its `requires_grad`, its gradient and its
+    attributes, so that tied parameters stay tied and whatever was made of them before goes on:
+    optimizers with their states, schedulers, averages of weights. Buffers and integer parameters
+    stay plain.
+
+    A scaled model under another recipe is what its values would be in a fresh model: what the
+    recipe leaves plain becomes plain again, and masters of another format are rounded to it.
 
     Under a recipe with `store_frozen`, weights of products that require no gradient now are stored
     as products cast them. To train one later, widen it first: `p.data = p.detach().dequantize()`.
@@ -64,15 +73,18 @@ def scale_model(
         recipe: how products cast, or the name of a recipe. Its `overrides` and `min_size` choose
             for each module by name and by the size of its weight.
         filter_fn: called as `filter_fn(module, fqn)` with the module that owns a parameter and its
-            fully qualified name; False leaves that module's own parameters plain, and its matrix
-            products in the activation format.
+            fully qualified name; False leaves that module's own parameters as they are. Products
+            with plain ones are in the activation format.
 
     Returns:
         The same model.
 
     Raises:
-        ModelError: a parameter is wrapped already, has no data yet, is of a dtype without a format,
-            or carries hooks of its own. The model is then unchanged.
+        ModelError: a parameter has no data yet, is of a dtype without a format, is spread over
+            ranks, is a `CodedTensor`, or carries hooks of its own; or it cannot stay the object
+            that it is, since DistributedDataParallel, a graph whose backward pass has not run, a
+            view or a weak reference holds it. The model is then unchanged. The backward pass of a
+            graph that was recorded before the conversion raises it too.
         RecipeError: no recipe has that name; a pattern of its overrides matches no module; or a
             weight does not fit its blocks and the recipe has no padding.
         UnsupportedError: a recipe by history, for a model that `unit_scale` made; or a model that
@@ -82,26 +94,24 @@ def scale_model(
     refuse_simulated(model)
     _check_patterns(model, chosen)
     histories.check(model, chosen)
-    frozen = _frozen_weights(model)
-
-    def wrap(p: nn.Parameter, fqn: str, name: str) -> Tensor | None:
-        if is_lazy(p):
-            raise ModelError(f"{name} has no shape yet; run one batch through the model first")
-        if isinstance(p, ScaledTensor):
-            raise ModelError(f"{name} is a ScaledTensor already; unscale_model() undoes it")
+    changes: dict[int, _Change] = {}
+    for module, fqn, name, p in _parameters(model):
+        if filter_fn is not None and not filter_fn(module, fqn):
+            continue
+        full = f"{fqn}.{name}" if fqn else name
+        _check_scalable(p, full)
         if not p.dtype.is_floating_point:
-            return None
-        if p.dtype not in _DTYPES:
-            allowed = ", ".join(str(d) for d in _DTYPES)
-            raise ModelError(f"{name} is {p.dtype}; parameters are one of {allowed}")
+            continue
         own = chosen.for_module(fqn)
-        if own is None or _is_small(p, own):
-            return None
-        own.check_shape(tuple(p.shape), name)
-        held = scaled(p.detach(), own.master, recipe=own)
-        return cast_once(held) if own.store_frozen and id(p) in frozen else held
-
-    _replace_parameters(model, wrap, scaled, filter_fn)
+        if own is not None and _is_small(p, own):
+            own = None
+        if own is not None:
+            own.check_shape(tuple(p.shape), full)
+        # Of a tied parameter, the first owner that has a recipe for it decides.
+        if id(p) not in changes or changes[id(p)].recipe is None:
+            changes[id(p)] = _Change(p, full, own, own is not None and own.store_frozen)
+    frozen = _frozen_weights(model)
+    _convert(model, [c._replace(stored=c.stored and key in frozen) for key, c in changes.items()])
     complete(model)
     for plug_in in _plug_ins(model):
         plug_in.attach(model, chosen)
@@ -129,16 +139,18 @@ def _plug_ins(model: nn.Module) -> list[Any]:
 
 
 def unscale_model(model: M) -> M:
-    """Replace every ScaledTensor parameter of `model` by a plain one of the same value, in place.
+    """Make every ScaledTensor parameter of `model` a plain one of the same value, in place.
 
-    Exact wherever the appearance dtype holds the value; gradients are dequantised too. Of a weight
-    that was stored as products cast it (`Recipe.store_frozen`), that is the rounded value.
+    Parameters stay the objects that they are, as in `scale_model`. Exact wherever the appearance
+    dtype holds the value; gradients are dequantised too. Of a weight that was stored as products
+    cast it (`Recipe.store_frozen`), that is the rounded value.
 
     Returns:
         The same model.
 
     Raises:
-        ModelError: no parameter of `model` is a ScaledTensor.
+        ModelError: no parameter of `model` is a ScaledTensor, or one carries hooks of its own or
+            cannot stay the object that it is (see `scale_model`). The model is then unchanged.
     """
     if any(is_sharded(p) for p in model.parameters()):
         raise ModelError(
@@ -146,20 +158,19 @@ def unscale_model(model: M) -> M:
             "p.full_tensor().dequantize() of each into a new model, or a checkpoint of it "
             "(scaledtensor.checkpoint) into a plain one"
         )
-    if not any(isinstance(p, ScaledTensor) for p in model.parameters()):
+    changes = {
+        id(p): _Change(p, f"{fqn}.{name}" if fqn else name, None, False)
+        for _, fqn, name, p in _parameters(model)
+        if isinstance(p, ScaledTensor)
+    }
+    if not changes:
         raise ModelError("no parameter of this model is a ScaledTensor")
-
-    def unwrap(p: nn.Parameter, fqn: str, name: str) -> Tensor | None:
-        return p.detach().dequantize() if isinstance(p, ScaledTensor) else None
-
-    def plain(g: Tensor) -> Tensor:
-        return g.dequantize() if isinstance(g, ScaledTensor) else g
-
+    _convert(model, list(changes.values()))
     for module in model.modules():
         histories.detach(module)
-    _replace_parameters(model, unwrap, plain, None)
     for module in model.modules():
         state_dicts.attach(module)
+    _note_ties(model)
     _show_recipes(model)
     for plug_in in _plug_ins(model):
         plug_in.detach(model)
@@ -197,8 +208,10 @@ def _note_ties(model: nn.Module) -> None:
     """Tell each module which of its weights are read elsewhere by what is no product."""
     owners = list(_parameters(model))
     others = {id(p) for module, _, name, p in owners if not is_factor(module, name, p)}
+    for module in model.modules():
+        module.__dict__.pop(UNCAST, None)
     for module, _, name, p in owners:
-        if id(p) in others and is_factor(module, name, p):
+        if is_scaled(p) and id(p) in others and is_factor(module, name, p):
             module.__dict__[UNCAST] = (*module.__dict__.get(UNCAST, ()), name)
 
 
@@ -250,38 +263,74 @@ def _show_recipes(model: nn.Module) -> None:
                 module.__dict__["extra_repr"] = present.args[1]
 
 
-def _replace_parameters(
-    model: nn.Module,
-    convert: Callable[[nn.Parameter, str, str], Tensor | None],
-    convert_grad: Callable[[Tensor], Tensor],
-    filter_fn: Callable[[nn.Module, str], bool] | None,
-) -> None:
-    """Convert all first, then swap: an error leaves the model as it was."""
-    made: dict[int, nn.Parameter] = {}
-    for module, fqn, name, p in _parameters(model):
-        if id(p) in made or (filter_fn is not None and not filter_fn(module, fqn)):
-            continue
-        full = f"{fqn}.{name}" if fqn else name
-        data = convert(p, fqn, full)
-        if data is None:
-            continue
-        _check_hookless(p, full)
-        new = nn.Parameter(data, p.requires_grad)
-        for key, tag in vars(p).items():
-            if key not in _OWN:
-                setattr(new, key, tag)
-        if p.grad is not None:
-            if p.grad.layout != torch.strided:
-                raise ModelError(
-                    f"the gradient of {full} is {p.grad.layout}, which has no scaled form; call "
-                    "model.zero_grad() first"
-                )
-            new.grad = convert_grad(p.grad)
-        made[id(p)] = new
-    for module, _, name, p in list(_parameters(model)):
-        if id(p) in made:
-            # As an assignment would: recurrent layers keep a list of their parameters beside it.
-            setattr(module, name, made[id(p)])
+# --- parameters become others and stay the same objects --------------------------------------
+
+
+class _Change(NamedTuple):
+    """What a parameter is to be."""
+
+    parameter: nn.Parameter
+    name: str
+    recipe: Recipe | None
+    """None: plain."""
+    stored: bool
+    """Whether it is to be stored as products cast it."""
+
+    @property
+    def swaps(self) -> bool:
+        """Whether a plain parameter becomes a ScaledTensor, or the other way round."""
+        return (self.recipe is not None) != isinstance(self.parameter, ScaledTensor)
+
+
+def _convert(model: nn.Module, changes: list[_Change]) -> None:
+    """Check all first, so that an error leaves the model as it was. Then one after another, so that
+    there are never two copies of more than one parameter."""
+    stepping = steps.optimizers()  # which are forgotten with the last ScaledTensor
+    with _torch.without_weak_references(model):
+        for change in changes:
+            if change.swaps:
+                _check_swap(change)
+        for change in changes:
+            if change.swaps:
+                _swap(change)
+            elif change.recipe is not None:
+                _switch(change.parameter, change.recipe, change.stored)
+    for optimizer in stepping:
+        steps.adopt_states(optimizer, (p for p, _, recipe, _ in changes if recipe is None))
+
+
+def _swap(change: _Change) -> None:
+    p, own = change.parameter, change.recipe
+    data = p.detach().dequantize() if own is None else _held(p.detach(), own, change.stored)
+    new = nn.Parameter(data, p.requires_grad)
+    for key, tag in vars(p).items():
+        if key not in _OWN:
+            setattr(new, key, tag)
+    if p.grad is not None:
+        new.grad = dequantized(p.grad) if own is None else scaled(p.grad)
+    _torch.swap(p, new, lambda: ModelError(_RECORDED.format(change.name)))
+
+
+def _switch(p: Any, recipe: Recipe, stored: bool) -> None:
+    """Another recipe for a ScaledTensor, which is rounded anew only where it is kept otherwise."""
+    if stored and is_stored(p) and _weight_cast(p.recipe) == _weight_cast(recipe):
+        p.recipe = recipe
+    else:
+        # In float64: the dtype that it appears as may hold less than its elements.
+        p.data = _held(p.detach().to(torch.float64).dequantize(), recipe, stored, p.dtype)
+    steps.watch(p)
+
+
+def _weight_cast(recipe: Recipe) -> Cast | None:
+    return None if recipe.gemms.once is None else recipe.gemms.once[1]
+
+
+def _held(
+    x: Tensor, recipe: Recipe, stored: bool, dtype: torch.dtype | None = None
+) -> ScaledTensor:
+    """Plain values as a recipe keeps them."""
+    made = scaled(x, recipe.master, dtype=dtype, recipe=recipe)
+    return cast(ScaledTensor, cast_once(made)) if stored else made
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:
@@ -291,9 +340,55 @@ def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Para
                 yield module, fqn, name, p
 
 
-def _check_hookless(p: nn.Parameter, name: str) -> None:
+def _check_scalable(p: nn.Parameter, name: str) -> None:
+    if is_lazy(p):
+        raise ModelError(f"{name} has no shape yet; run one batch through the model first")
+    if is_dtensor(p):
+        raise ModelError(
+            f"{name} is spread over ranks; call scale_model() before fully_shard() and "
+            "parallelize_module()"
+        )
+    if isinstance(p, CodedTensor):
+        raise ModelError(
+            f"{name} is a CodedTensor, whose codes and scales were made together; unscale_model() "
+            "makes it plain"
+        )
+    if p.dtype.is_floating_point and p.dtype not in _DTYPES and not isinstance(p, ScaledTensor):
+        allowed = ", ".join(str(d) for d in _DTYPES)
+        raise ModelError(f"{name} is {p.dtype}; parameters are one of {allowed}")
+
+
+def _check_swap(change: _Change) -> None:
+    p, name = change.parameter, change.name
+    check_strided(p)
     if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
         raise ModelError(
-            f"{name} has hooks registered on the parameter itself, which a new parameter would "
-            "lose; register them after the conversion"
+            f"{name} has hooks registered on the parameter itself, which see a gradient of another "
+            "class after the conversion, and which the parameter would lose; register them "
+            "after it"
         )
+    if p.grad is not None and p.grad.layout != torch.strided:
+        raise ModelError(
+            f"the gradient of {name} is {p.grad.layout}, which has no scaled form; call "
+            "model.zero_grad() first"
+        )
+    holder = _torch.holder_of(p)
+    if holder is not None:
+        raise ModelError(f"{name} cannot become another kind of tensor: {_HELD[holder]}")
+
+
+#: By what `_torch.holder_of` finds: what holds a parameter, and what to do about it.
+_HELD = {
+    "weak reference": "a weak reference to it is alive, as a compiled step of an optimizer keeps; "
+    "convert the model first, and compile optimizer.step afterwards",
+    "hook": "hooks are registered at the node of the graph that accumulates its gradient, as "
+    "DeepSpeed does, and would not be called again; convert the model first",
+    "tensor": "a graph whose backward pass has not run, a view of it or DistributedDataParallel "
+    "holds it. Convert the model before DistributedDataParallel(model); run the backward pass "
+    "first, or delete what the model returned",
+}
+
+_RECORDED = (
+    "this graph was recorded before {} was converted (scale_model, unscale_model), so that its "
+    "gradient has no place to go: run the backward pass before, or the forward pass again"
+)

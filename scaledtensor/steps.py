@@ -8,7 +8,7 @@ holds such parameters, and do nothing for one that holds none. With the last par
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any, TypeAlias
 
@@ -24,7 +24,7 @@ from scaledtensor import _torch
 from scaledtensor.shards import is_dtensor, is_dtensor_class, is_sharded
 from scaledtensor.tensor import ScaledTensor
 
-__all__ = ["FUNCTIONS", "MARK", "Held", "held", "is_scaled", "watch"]
+__all__ = ["FUNCTIONS", "MARK", "Held", "adopt_states", "held", "is_scaled", "optimizers", "watch"]
 
 Held: TypeAlias = list[tuple[dict[str, Any], list[Any]]]
 """The groups of an optimizer that hold ScaledTensors, whole or spread over ranks, and those."""
@@ -42,6 +42,10 @@ MARK = "_keeps_step_hooks"
 class _Kept:
     """One object for all parameters to hold: it dies with the last of them. (Weak references to
     the parameters themselves would keep `Module.to` from swapping them.)"""
+
+    def __init__(self) -> None:
+        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """Those that have stepped such parameters."""
 
 
 def _nothing() -> None:
@@ -121,7 +125,14 @@ def is_scaled(p: Any) -> bool:
 
 @_torch.uncompiled
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    _do(_BEFORE, held(optimizer))
+    found = held(optimizer)
+    _do(_BEFORE, found)
+    kept = _kept()
+    if found and kept is not None:
+        kept.optimizers.add(optimizer)
+        adopt_states(
+            optimizer, (p for _, ours in found for p in ours if isinstance(p, ScaledTensor))
+        )
 
 
 @_torch.uncompiled
@@ -130,6 +141,37 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _do(_AFTER, found)
     if any(is_dtensor(p) for _, ours in found for p in ours):
         _do(_AFTER_SPREAD, found)
+
+
+# --- states ----------------------------------------------------------------------------------
+
+
+def optimizers() -> list[Optimizer]:
+    """Those that have stepped a parameter with a recipe."""
+    kept = _kept()
+    return [] if kept is None else list(kept.optimizers)
+
+
+@torch.no_grad()
+def adopt_states(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
+    """States of the elements of a parameter, made before it became a ScaledTensor or a plain tensor
+    (or loaded from such a run), become what the optimizer would make of it now.
+
+    They would do as they are, but a plain one has to be measured for each operator that meets a
+    ScaledTensor. What keeps states in a way of its own (`optim.LowPrecision`) goes on with them.
+    """
+    itself = getattr(optimizer, "_steps_itself", None)
+    if itself is not None and itself():
+        return
+    for p in parameters:
+        state = optimizer.state.get(p) or {}
+        for name, x in list(state.items()):
+            if _is_of_elements(x, p) and (type(x) is ScaledTensor) != isinstance(p, ScaledTensor):
+                state[name] = torch.zeros_like(p, dtype=x.dtype).copy_(x)
+
+
+def _is_of_elements(x: Any, p: Tensor) -> bool:
+    return type(x) in (Tensor, ScaledTensor) and x.is_floating_point() and x.shape == p.shape != ()
 
 
 def _do(actions: tuple[tuple[str, str], ...], found: Held) -> None:

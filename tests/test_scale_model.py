@@ -178,12 +178,11 @@ def sparse():
     [
         (lambda: nn.Linear(2, 2).double(), "float64"),
         (lambda: nn.LazyLinear(2), "run one batch"),
-        (lambda: sct.scale_model(nn.Linear(2, 2)), "already"),
         (lambda: hooked("register_hook"), "hooks"),
         (lambda: hooked("register_post_accumulate_grad_hook"), "hooks"),
         (sparse, "sparse"),
     ],
-    ids=["float64", "lazy", "twice", "hook", "post-hook", "sparse gradient"],
+    ids=["float64", "lazy", "hook", "post-hook", "sparse gradient"],
 )
 def test__a_model_that_cannot_be_converted__is_named_and_unchanged(broken, words):
     model = Twice(broken())

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from scaledtensor import _torch
 from scaledtensor.coded import as_bytes
+from scaledtensor.errors import UnsupportedError
 from scaledtensor.ops.algebra import elements, value
 from scaledtensor.ops.operators import c10d, fsdp
 from scaledtensor.ops.operators import c10d_functional as functional
@@ -102,6 +103,16 @@ def allreduce_(tensors: Sequence[Tensor], *args: Any) -> Any:
     return list(tensors), work
 
 
+@rule(c10d.scatter_.default)
+def scatter_(*args: Any) -> Any:
+    """torch's styles of tensor parallelism cut parameters so: UnsupportedError."""
+    raise UnsupportedError(
+        "a DTensor knows nothing of recipes, so that distribute_tensor() and torch's "
+        "ColwiseParallel and RowwiseParallel take no ScaledTensors: the styles of the same names "
+        "and arguments in scaledtensor.distributed do. For dist.scatter(), scatter x.dequantize()"
+    )
+
+
 @rule(fsdp.chunk_cat.default)
 def chunk_cat(tensors: Sequence[Tensor], dim: int, chunks: int, out: Tensor) -> None:
     """The gradients of `fully_shard`, by value: those of a group are summed as one."""
@@ -154,8 +165,18 @@ def _fsdp_post_all_gather(
     return _gathering().after(all_gather_outputs, metadata, out)
 
 
+def _is_flattened(self: ScaledTensor) -> bool:
+    """What FullyShardedDataParallel asks each parameter first."""
+    raise UnsupportedError(
+        "FullyShardedDataParallel copies its parameters into one flat tensor, where ScaledTensors "
+        "would have neither formats nor scales of their own: use "
+        "torch.distributed.fsdp.fully_shard(model), which takes them as they are"
+    )
+
+
 for _name, _hook in (
     ("fsdp_pre_all_gather", _fsdp_pre_all_gather),
     ("fsdp_post_all_gather", _fsdp_post_all_gather),
+    ("_fsdp_flattened", property(_is_flattened)),
 ):
     setattr(ScaledTensor, _name, _hook)

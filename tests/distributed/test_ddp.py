@@ -123,3 +123,36 @@ def test__histories__hold_what_any_rank_saw(world):
         largest = torch.maximum(own[name], other[name])
         assert torch.equal(first[name], largest)
         assert torch.equal(second[name], largest)
+
+
+def converted_late():
+    gpt = training.model(None)
+    ddp = training.ddp(gpt)
+    told = []
+    for convert in (lambda: sct.scale_model(ddp), lambda: sct.scale_model(gpt)):
+        with pytest.raises(sct.errors.ModelError) as caught:
+            convert()
+        told.append(str(caught.value))
+    return told, not any(isinstance(p, sct.ScaledTensor) for p in gpt.parameters())
+
+
+def test__a_conversion_of_what_ddp_holds__is_refused_by_name(world):
+    ((told, unchanged),) = world(1, converted_late)
+    assert unchanged
+    assert all("before DistributedDataParallel(model)" in words for words in told)
+
+
+def switched(steps):
+    gpt = training.model("unit")
+    ddp = training.ddp(gpt)
+    before = training.train(ddp, steps)
+    sct.scale_model(gpt, "current")
+    return before + training.train(ddp, steps)
+
+
+def test__another_recipe__goes_into_what_ddp_holds(world):
+    (losses,) = world(1, switched, 4)
+    gpt = training.model("unit")
+    alone = training.train(gpt, 4, share=False)
+    sct.scale_model(gpt, "current")
+    assert losses == pytest.approx(alone + training.train(gpt, 4, share=False), abs=1e-6)

@@ -300,3 +300,19 @@ def loaded_in_part():
 
 def test__uneven_parts__agree_again_after_loading(world):
     assert world(2, loaded_in_part) == [True, True]
+
+
+def flattened():
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    try:
+        FullyShardedDataParallel(
+            training.model("unit"), use_orig_params=True, device_id=torch.device("cpu")
+        )
+    except sct.errors.UnsupportedError as error:
+        return str(error)
+
+
+def test__the_class_that_flattens_parameters__is_refused_by_name(world):
+    (message,) = world(1, flattened)
+    assert "fully_shard(model)" in message

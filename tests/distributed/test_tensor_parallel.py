@@ -6,6 +6,7 @@ import torch.distributed as dist
 import training
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import parallel as parallel_styles
 from torch.distributed.tensor.parallel import parallelize_module
 
 import scaledtensor as sct
@@ -200,3 +201,15 @@ def test__what_does_not_fit__is_refused_by_name(world, prepare, style, words):
 def test__layouts__go_in_pairs():
     with pytest.raises(ModelError, match="got 1 and 2"):
         PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=(Replicate(), None))
+
+
+def of_torch(style):
+    return refused(uneven, style)
+
+
+@pytest.mark.parametrize(
+    "style", [parallel_styles.ColwiseParallel, parallel_styles.RowwiseParallel]
+)
+def test__the_styles_of_torch__are_refused_by_name(world, style):
+    (message,) = world(1, of_torch, style())
+    assert "scaledtensor.distributed do" in message

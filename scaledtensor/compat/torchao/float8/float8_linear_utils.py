@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import scaledtensor as sct
-from scaledtensor import _torch, histories
+from scaledtensor import histories
 from scaledtensor.compat.torchao.float8.config import (
     Float8LinearConfig,
     Float8LinearRecipeName,
@@ -52,8 +52,7 @@ def convert_to_float8_training(
         The same module.
 
     Raises:
-        ModelError: what `scale_model` cannot convert; or the graph of an earlier forward pass, or a
-            weak reference, holds a parameter.
+        ModelError: what `scale_model` cannot convert.
         RecipeError: `config` is no `Float8LinearConfig` of this module, or a product of its formats
             needs `emulate=True`.
         UnsupportedError: some casts are delayed and some are not, or delayed scales are to be
@@ -72,45 +71,15 @@ def convert_to_float8_training(
         for fqn, m in module.named_modules()
         if isinstance(m, nn.Linear) and (module_filter_fn is None or module_filter_fn(m, fqn))
     ]
-    present = [
-        (owner, name, p)
-        for owner in module.modules()
-        for name, p in owner.named_parameters(recurse=False, remove_duplicate=False)
-    ]
-    _check_free(chosen)
     for dtype in dict.fromkeys(m.weight.dtype for m in chosen):
         recipe = recipe_of(config, _FORMATS.get(dtype, FP32))
         sct.scale_model(module, recipe, _among([m for m in chosen if m.weight.dtype == dtype]))
-    for owner, name, p in present:
-        _keep_object(owner, name, p)
     return module
 
 
 def _among(modules: list[nn.Linear]) -> Filter:
     ids = {id(m) for m in modules}
     return lambda module, fqn: id(module) in ids
-
-
-def _check_free(modules: list[nn.Linear]) -> None:
-    """`swap_tensors` would let the graphs that hold a parameter fail, later."""
-    for module in modules:
-        for name, p in module.named_parameters(recurse=False):
-            if not _torch.is_swappable(p):
-                raise ModelError(
-                    f"{name} of {module} is held by the graph of an earlier forward pass, or by a "
-                    "weak reference; delete what the model returned, or convert it before its "
-                    "first forward pass"
-                )
-
-
-def _keep_object(owner: nn.Module, name: str, p: nn.Parameter) -> None:
-    """Let `p` be what has taken its place: torchao's examples make the optimizer first."""
-    new = getattr(owner, name)
-    if new is p:
-        return
-    if not isinstance(p, sct.ScaledTensor):  # else tied, and it is the new one by now
-        torch.utils.swap_tensors(p, new)  # type: ignore[no-untyped-call]
-    setattr(owner, name, p)
 
 
 def linear_requires_sync(config: Float8LinearConfig) -> bool:
