@@ -39,6 +39,7 @@ from scaledtensor.formats import get as get_format
 from scaledtensor.formats.format import Specials
 from scaledtensor.formats.granularity import as_granularity, check_scale_shape
 from scaledtensor.formats.packing import packed_shape
+from scaledtensor.measure import measured_rms
 from scaledtensor.recipes import Recipe
 from scaledtensor.recipes import get as get_recipe
 from scaledtensor.scale import MIN_SCALE
@@ -48,7 +49,6 @@ from scaledtensor.tensor import (
     check_strided,
     from_plain,
     is_parameter,
-    measured_rms,
     with_autograd,
 )
 

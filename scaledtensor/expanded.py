@@ -25,8 +25,9 @@ from scaledtensor.formats import get as get_format
 from scaledtensor.formats.packing import packed_shape
 from scaledtensor.formats.rounding import Rounding
 from scaledtensor.formats.stochastic import Randomness
+from scaledtensor.measure import measured_rms
 from scaledtensor.scale import checked_scale
-from scaledtensor.tensor import appearance, is_parameter, measured_rms, with_autograd
+from scaledtensor.tensor import appearance, is_parameter, with_autograd
 
 __all__ = ["ExpandedTensor"]
 

@@ -18,12 +18,13 @@ from torch.optim import Optimizer
 
 from scaledtensor.coded import CodedTensor
 from scaledtensor.errors import DTypeError, ScaleError, UnsupportedError
+from scaledtensor.measure import measured_rms
 from scaledtensor.ops.algebra import elements
 from scaledtensor.ops.registry import covers_storage, store
 from scaledtensor.scale import nearest_power_of_two
 from scaledtensor.shards import by_groups, is_sharded, of_all_parts, part_of, squares_and_amax
 from scaledtensor.steps import Held
-from scaledtensor.tensor import ScaledTensor, is_stored, measured_rms
+from scaledtensor.tensor import ScaledTensor, is_stored
 
 __all__ = ["Statistics", "rebalance", "rebalance_every", "statistics"]
 

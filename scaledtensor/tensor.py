@@ -12,17 +12,10 @@ from torch import Tensor
 from scaledtensor import _torch
 from scaledtensor.engine import Engine, OnUse
 from scaledtensor.errors import DTypeError, FormatError, StorageError, UnsupportedError
-from scaledtensor.formats import (
-    FP32,
-    Format,
-    FormatLike,
-    Granularity,
-    PerTensor,
-    encode,
-    from_dtype,
-)
+from scaledtensor.formats import Format, FormatLike, Granularity, PerTensor, encode, from_dtype
 from scaledtensor.formats import get as get_format
-from scaledtensor.formats.pieces import in_pieces, pieces
+from scaledtensor.formats.pieces import in_pieces
+from scaledtensor.measure import measured_rms
 from scaledtensor.recipes import Recipe
 from scaledtensor.recipes import get as get_recipe
 from scaledtensor.scale import checked_scale, nearest_power_of_two
@@ -34,15 +27,12 @@ __all__ = [
     "Engine",
     "ScaledTensor",
     "appearance",
-    "as_tangent",
     "check_storable",
     "check_strided",
-    "entered",
     "from_plain",
     "is_parameter",
     "is_storable",
     "is_stored",
-    "measured_rms",
     "under_scale",
     "with_autograd",
 ]
@@ -477,45 +467,6 @@ def from_plain(x: Tensor, fmt: Format, dtype: torch.dtype, recipe: Recipe | None
     """
     rms = measured_rms(x)
     return under_scale(x, nearest_power_of_two(rms), rms, fmt, dtype, recipe)
-
-
-def measured_rms(x: Tensor, below: float = float("inf")) -> Tensor:
-    """RMS of the elements of a plain tensor whose magnitude is under `below`, 0-dim float32.
-
-    Summed in float64, where no square of a float32 overflows. Infinities and NaNs are left out: one
-    of them must not spoil the scale of all others.
-    """
-    x = x.detach()
-    norm = _finite_norm(x) if below == float("inf") else None
-    if norm is None:
-        magnitude = x.double().abs()
-        norm = torch.linalg.vector_norm(torch.where(magnitude < below, magnitude, 0.0))
-    rms: Tensor = norm / max(x.numel(), 1) ** 0.5
-    return rms.float()
-
-
-def _finite_norm(x: Tensor) -> Tensor | None:
-    """The norm in one pass, where seeing that it is finite costs nothing: on a CPU, outside tracing
-    and transforms. None elsewhere. By pieces, since the norm makes a copy in float64."""
-    real = type(x) is Tensor and x.is_cpu and not torch.compiler.is_compiling()
-    if not real or _torch.is_transforming():
-        return None
-    norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in pieces(x)]
-    norm: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-    return norm if math.isfinite(norm.item()) else None
-
-
-def entered(x: Tensor, recipe: Recipe | None) -> ScaledTensor:
-    """A plain tensor of floats where a scaled one is needed: its RMS is measured, once, at the
-    door."""
-    fmt = FP32 if x.dtype == torch.float64 else from_dtype(x.dtype)
-    return from_plain(x, fmt, x.dtype, recipe)
-
-
-def as_tangent(x: Tensor, context: Context) -> ScaledTensor:
-    """A plain gradient as the ScaledTensor that compiled code was made for."""
-    fmt, dtype, recipe, _ = context
-    return from_plain(x, fmt, dtype, recipe)
 
 
 def under_scale(

@@ -26,6 +26,7 @@ from scaledtensor.formats.granularity import (
     scale_shape,
     to_blocks,
 )
+from scaledtensor.measure import measured_rms
 from scaledtensor.recipes import Recipe
 from scaledtensor.recipes import get as get_recipe
 from scaledtensor.scale import (
@@ -42,7 +43,6 @@ from scaledtensor.tensor import (
     check_strided,
     from_plain,
     is_storable,
-    measured_rms,
     under_scale,
 )
 

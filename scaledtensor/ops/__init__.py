@@ -3,7 +3,7 @@
 Importing this package installs them into ScaledTensor.
 """
 
-from scaledtensor import _torch, steps
+from scaledtensor import steps
 from scaledtensor.ops import (  # noqa: F401 - imported for the rules that they register
     activation,
     arithmetic,
@@ -57,7 +57,7 @@ from scaledtensor.ops.registry import (
     on_missing,
     rule,
 )
-from scaledtensor.tensor import Engine, ScaledTensor, as_tangent
+from scaledtensor.tensor import Engine, ScaledTensor
 
 __all__ = ["RULES", "Raw", "Rule", "absent", "missing", "on_missing", "products_in", "rule"]
 
@@ -82,4 +82,3 @@ def _code_depends_on() -> str:
 
 
 ScaledTensor._engine = Engine(dispatch, saved.over(_FUNCTIONS), _code_depends_on)
-_torch.coerce_plain_tangents(ScaledTensor, as_tangent)

@@ -10,10 +10,11 @@ from torch import Tensor
 from scaledtensor import _torch
 from scaledtensor.errors import DTypeMismatchError
 from scaledtensor.formats import Format, decode
+from scaledtensor.measure import measured_rms
 from scaledtensor.ops.products import product_dtype
 from scaledtensor.ops.registry import Raw
 from scaledtensor.scale import nearest_power_of_two, quadrature
-from scaledtensor.tensor import ScaledTensor, is_stored, measured_rms
+from scaledtensor.tensor import ScaledTensor, is_stored
 
 __all__ = [
     "Operand",

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scaledtensor.measure import measured_rms
 from scaledtensor.ops.algebra import (
     Operand,
     at_value,
@@ -22,7 +23,7 @@ from scaledtensor.ops.masks import FILL, HUGE, LARGEST, is_table, saturated
 from scaledtensor.ops.operators import aten, prims
 from scaledtensor.ops.registry import Overload, Raw, Towards, rule, starts_at
 from scaledtensor.scale import is_one, settle
-from scaledtensor.tensor import ScaledTensor, measured_rms
+from scaledtensor.tensor import ScaledTensor
 
 # --- sums ------------------------------------------------------------------------------------
 

@@ -12,11 +12,12 @@ from scaledtensor.formats import get as get_format
 from scaledtensor.formats.pieces import in_pieces
 from scaledtensor.formats.rounding import Rounding, round_by_arithmetic
 from scaledtensor.ops.algebra import elements, mismatch, saved_format, value
+from scaledtensor.ops.entering import entered
 from scaledtensor.ops.functions import cast_once
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import covers_storage, rule, store, write
 from scaledtensor.scale import MAX_SCALE, MIN_SCALE, settle
-from scaledtensor.tensor import SENT_AS_ONE, ScaledTensor, entered, from_plain, is_stored
+from scaledtensor.tensor import SENT_AS_ONE, Context, ScaledTensor, from_plain, is_stored
 
 
 @rule(verbs.to_format)
@@ -182,3 +183,12 @@ def is_pinned(x: ScaledTensor, device: Any = None) -> bool:
 def item(x: ScaledTensor) -> Any:
     """`.item()`: the value as a Python number."""
     return verbs.dequantize(x).item()
+
+
+def as_tangent(x: Tensor, context: Context) -> ScaledTensor:
+    """A plain gradient as the ScaledTensor that compiled code was made for."""
+    fmt, dtype, recipe, _ = context
+    return from_plain(x, fmt, dtype, recipe)
+
+
+_torch.coerce_plain_tangents(ScaledTensor, as_tangent)

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from scaledtensor.formats import FP32
+from scaledtensor.measure import measured_rms
 from scaledtensor.ops.algebra import first_scaled, operand, plain, quadrature
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Raw, rule
-from scaledtensor.tensor import ScaledTensor, measured_rms
+from scaledtensor.tensor import ScaledTensor
 
 
 def _rms(x: Any, like: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial, wraps
+from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -35,13 +35,14 @@ from scaledtensor.errors import (
     ShapeError,
 )
 from scaledtensor.formats import BF16, FP32, Format, encode
+from scaledtensor.ops.entering import with_scaled
 from scaledtensor.ops.foreach import foreach
 from scaledtensor.ops.masks import is_table, saturated
 from scaledtensor.ops.observe import observers
 from scaledtensor.ops.operators import Absent, Overload, find
 from scaledtensor.scale import is_one, settle, settle_in_place
 from scaledtensor.steps import watch
-from scaledtensor.tensor import ScaledTensor, entered, from_plain, is_stored
+from scaledtensor.tensor import ScaledTensor, from_plain, is_stored
 
 __all__ = [
     "RULES",
@@ -149,7 +150,7 @@ def rule(*ops: Overload | Absent, pass_op: bool = False) -> Callable[[F], F]:
                 raise RegistryError(
                     f"{op} has a rule already: {other.__module__}.{other.__qualname__}"
                 )
-        call = _with_scaled(function)
+        call = with_scaled(function)
         for op in ops:
             if isinstance(op, Absent):
                 _waiting[op.name] = function, pass_op
@@ -160,37 +161,6 @@ def rule(*ops: Overload | Absent, pass_op: bool = False) -> Callable[[F], F]:
         return function
 
     return register
-
-
-def _with_scaled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with plain tensors scaled where it declares that it takes a ScaledTensor.
-
-    An operator comes here when one of its arguments is scaled. It need not be that one: the
-    derivative of a plain activation that meets scaled tensors later has a scaled gradient.
-    """
-    parameters = list(inspect.signature(function).parameters.values())
-    places = [i for i, p in enumerate(parameters) if p.annotation is ScaledTensor]
-    tensors = [p for p in parameters if p.annotation is Any or "Tensor" in str(p.annotation)]
-    if not places or len(tensors) < 2:  # dispatch sees to the only one
-        return function
-
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        for i in places:
-            if i < len(args) and not isinstance(args[i], ScaledTensor) and _is_plain(args[i]):
-                args = (*args[:i], _entered(args[i], _operands(args, kwargs)), *args[i + 1 :])
-        return function(*args, **kwargs)
-
-    return call
-
-
-def _is_plain(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.dtype.is_floating_point
-
-
-def _entered(x: Tensor, operands: list[Any]) -> ScaledTensor:
-    scaled = (other for other in operands if isinstance(other, ScaledTensor))
-    return entered(x, next(scaled).recipe)
 
 
 def _function_of(op: Overload | Absent) -> Callable[..., Any] | None:
