@@ -116,8 +116,8 @@ def test__measuring__leaves_the_model_alone() -> None:
     state, generator = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     sct.unit_scale(model, (tokens(16),), initialize=False)
     assert torch.equal(torch.get_rng_state(), generator)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, state[name]), name
+    for name, value in state.items():
+        assert torch.equal(model.state_dict()[name], value), name
     assert all(type(p) is nn.Parameter and p.requires_grad for p in model.parameters())
 
 
