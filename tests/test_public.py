@@ -391,6 +391,7 @@ ERRORS = {
     "ScaleError": "ValueError",
     "ScaledTensorError": "Exception",
     "ShapeError": "ValueError",
+    "StorageError": "RuntimeError",
     "TextError": "ValueError",
     "UnsupportedError": "NotImplementedError",
 }
@@ -400,6 +401,7 @@ MEMBERS = [
     "agreed",
     "copies",
     "data",
+    "data_ptr",
     "decoded",
     "dequantize",
     "fsdp_post_all_gather",
@@ -412,6 +414,7 @@ MEMBERS = [
     "passing",
     "rescale",
     "share_memory_",
+    "storage",
     "to_format",
     "tolist",
     "viewed",
