@@ -39,7 +39,7 @@ from scaledtensor.recipes import get as get_recipe
 from scaledtensor.state_dicts import FACTS, joined, parted, parted_names
 from scaledtensor.tensor import ScaledTensor, is_stored
 
-__all__ = ["METHOD", "ScaledConfig", "ScaledQuantizer", "attach", "detach"]
+__all__ = ["ScaledConfig", "ScaledQuantizer"]
 
 #: What `quant_method` is in config.json.
 METHOD = "scaledtensor"
