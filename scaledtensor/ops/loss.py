@@ -354,7 +354,7 @@ def linear_cross_entropy(
 #: function that a user may call -> the same by operators with rules.
 FUNCTIONS: dict[Any, Callable[..., Tensor]] = {
     torch.nn.functional.binary_cross_entropy_with_logits: binary_cross_entropy_with_logits,
-    # torch before 2.12 has none.
+    # torch 2.11 has none.
     **dict.fromkeys(
         spellings("linear_cross_entropy", places=(torch.nn.functional,)), linear_cross_entropy
     ),

@@ -294,7 +294,7 @@ TALL = each((5, 3), (64, 16))
 FACTORS = {**SOLVED, "tolerance": 64}
 case("qr_q", lambda x: la.qr(x)[0].abs(), TALL, (1, 0), **FACTORS)
 case("qr_r", lambda x: la.qr(x)[1].abs(), TALL, LINEAR, **FACTORS)
-if hasattr(la, "polar"):  # from torch 2.15 on
+if hasattr(la, "polar"):  # from torch 2.14 on
     case("polar_u", lambda x: la.polar(x)[0].abs(), TALL, (1, 0), **FACTORS)
     case("polar_h", lambda x: la.polar(x)[1].abs(), TALL, LINEAR, **FACTORS)
     case("matrix_sqrth", lambda x: la.matrix_sqrth(definite(x)), SQUARE, **SOLVED)
