@@ -14,8 +14,8 @@ from scaledtensor.tensor import ScaledTensor
 __all__ = ["differentiate", "left_untouched", "start_of_backward"]
 
 
-#: torch calls these with `__torch_function__` off where a tensor is a ScaledTensor. A checkpoint that
-#: ran its module again within them would then not cast as it did the first time.
+#: torch calls these with `__torch_function__` off where a tensor is a ScaledTensor. A checkpoint
+#: that ran its module again within them would then not cast as it did the first time.
 _backward = _torch.inlined(torch.autograd.backward)
 _grad = _torch.inlined(torch.autograd.grad)
 
