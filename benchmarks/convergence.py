@@ -25,6 +25,7 @@ saturated or underflowed in the cast. The picture shows them over the steps.
 import argparse
 import json
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from importlib.util import find_spec
@@ -155,19 +156,24 @@ def measured(trainer: Trainer, step: int) -> list[dict[str, Any]]:
     """Every cast of an operand, on one batch that is the same at every step."""
     generator = torch.Generator().manual_seed(1)
     batch = draw_batch(trainer.corpus.held_out, 64, trainer.settings.batch_size, generator)
-    found = sct.report(trainer.model, *batch)
+    casts: dict[tuple[str, bool], list[Any]] = defaultdict(list)
+    for r in sct.report(trainer.model, *batch).rows():
+        if r.elements and r.low is not None:
+            casts[r.module, r.backward].append(r)
     return [
         {
             "step": step,
-            "module": r.module,
-            "gradient": r.backward,
-            "low": r.low,
-            "high": r.high,
-            "saturated": r.saturated,
-            "underflowed": r.underflowed,
+            "module": module,
+            "gradient": backward,
+            "low": min(r.low for r in rows),
+            "high": max(r.high for r in rows),
+            **{
+                share: sum(getattr(r, share) * r.elements for r in rows)
+                / sum(r.elements for r in rows)
+                for share in ("saturated", "underflowed")
+            },
         }
-        for r in found.rows
-        if r.elements
+        for (module, backward), rows in casts.items()
     ]
 
 

@@ -7,16 +7,15 @@ from collections.abc import Iterator
 from math import inf
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from scaledtensor.errors import ModelError
 from scaledtensor.inspect.metrics import Data, Metrics
+from scaledtensor.inspect.passes import differentiate, left_untouched, start_of_backward
 from scaledtensor.inspect.places import Line, forward_code
 from scaledtensor.inspect.scales import Scales
 from scaledtensor.inspect.tracking import original, tracking
-from scaledtensor.report import left_untouched, start_of_backward
 
 __all__ = ["analyse_module"]
 
@@ -86,7 +85,7 @@ def analyse_module(
         if backward is not None:
             seed = backward
         leaves = [*root.parameters(), *tree_leaves((args, options))]
-        _differentiate(out, seed, [x for x in leaves if _is_source(x)])
+        differentiate(out, seed, [x for x in leaves if _is_source(x)])
     return "\n\n".join(_Listing(root, scales, metric).text(library))
 
 
@@ -96,23 +95,6 @@ def _is_torchs(kind: type) -> bool:
 
 def _is_source(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_leaf and x.requires_grad
-
-
-def _differentiate(out: Tensor, seed: Tensor | None, leaves: list[Tensor]) -> None:
-    """A backward pass that leaves no gradients behind."""
-    if any(getattr(x, "_post_accumulate_grad_hooks", None) for x in leaves):
-        # Such hooks step optimizers. They run when gradients are accumulated, which this does not.
-        torch.autograd.grad(out, leaves, seed, allow_unused=True)
-        return
-    # Checkpoints of the older, reentrant kind know no other way.
-    held = [x.grad for x in leaves]
-    for x in leaves:
-        x.grad = None
-    try:
-        torch.autograd.backward(out, seed)
-    finally:
-        for x, grad in zip(leaves, held, strict=True):
-            x.grad = grad
 
 
 def _heading(lines: list[str]) -> tuple[int, range]:

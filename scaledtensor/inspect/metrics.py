@@ -106,7 +106,7 @@ def is_readable(x: Any) -> bool:
     return x.layout == torch.strided and x.device.type != "meta" and not packed
 
 
-def measure(x: Tensor, format: Format) -> Data:
+def measure(x: Tensor, format: Format, scale: float | None = None) -> Data:
     """The numbers of `x`, in float64, with the shares that `format` would lose.
 
     Args:
@@ -114,6 +114,8 @@ def measure(x: Tensor, format: Format) -> Data:
             for autograd. Waits for its device, once.
         format: what the elements are (or would be) cast to: those of a ScaledTensor for
             `.qdata`, the values for the rest.
+        scale: the numbers are those of value / scale, which a cast under that scale rounds; None
+            takes values, and elements of a ScaledTensor beside them.
 
     Raises:
         UnsupportedError: `x` is no strided float tensor with data.
@@ -123,10 +125,12 @@ def measure(x: Tensor, format: Format) -> Data:
         raise UnsupportedError(f"measure() takes strided float tensors that hold data; got {kind}")
     with torch.no_grad(), _torch.disable_torch_function():
         if not isinstance(x, ScaledTensor):
-            return _numbers(x.detach(), format)
+            return _numbers(x.detach(), format, 1.0 if scale is None else 1.0 / scale)
         plain = x.widened() if isinstance(x, CodedTensor) else x
-        q, scale = elements(plain).detach(), float(plain.scale)
-        return replace(_numbers(q, format, scale), scale=scale, qdata=_numbers(q, format))
+        q, own = elements(plain).detach(), float(plain.scale)
+        if scale is not None:
+            return _numbers(q, format, own / scale)
+        return replace(_numbers(q, format, own), scale=own, qdata=_numbers(q, format))
 
 
 def _numbers(x: Tensor, fmt: Format, factor: float = 1.0) -> Data:

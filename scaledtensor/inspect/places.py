@@ -64,6 +64,11 @@ class Places:
         self.model, self.entered, self.left = model, entered, left
         self.stack: list[tuple[str, CodeType | None]] = []
 
+    @property
+    def module(self) -> str:
+        """The innermost module that runs; empty for the model itself and outside of it."""
+        return self.stack[-1][0] if self.stack else ""
+
     @contextmanager
     def followed(self) -> Iterator[None]:
         handles = []
@@ -112,4 +117,4 @@ class Places:
                     pending = i - 1
                     break
             frame = frame.f_back
-        return Place(self.stack[-1][0] if self.stack else "", source, tuple(lines))
+        return Place(self.module, source, tuple(lines))

@@ -1,6 +1,7 @@
-"""A recording: the graph of one call of a model, with the numbers of every tensor in it.
+"""A recording: the graph of one call of a model, with the numbers of every tensor in it; or, one
+floor below, a row for each operator that ran in each module.
 
-Operators are told to it as they run, by whoever sees them (`mode` in eager mode, `compiled` for
+Functions are told to it as they run, by whoever sees them (`mode` in eager mode, `compiled` for
 graphs that Dynamo captured). Which result feeds which operator follows from the identity of
 tensors. Gradients are read by tensor hooks, which change nothing: an identity function in between
 would turn views into copies, and so break what writes into them.
@@ -17,10 +18,17 @@ from torch.utils._pytree import tree_iter
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from scaledtensor import _torch
-from scaledtensor.formats import Format
+from scaledtensor import _torch, verbs
+from scaledtensor.coded import CodedTensor
+from scaledtensor.formats import E4M3FN, E5M2, Format
+from scaledtensor.inspect.costs import floats, flops, is_narrow, is_view, traffic
 from scaledtensor.inspect.metrics import Metrics, is_readable, measure
 from scaledtensor.inspect.places import Place
+from scaledtensor.inspect.rows import Ran, Row
+from scaledtensor.ops.algebra import elements
+from scaledtensor.ops.registry import is_missing, rule_of
+from scaledtensor.recipes.casts import parsed_gemms
+from scaledtensor.tensor import ScaledTensor, is_parameter
 
 __all__ = ["Recorder", "clean_name"]
 
@@ -41,7 +49,9 @@ class _Known:
 class Recorder:
     """Builds the graph of one call."""
 
-    def __init__(self, model: nn.Module | None, forward: Format, backward: Format) -> None:
+    def __init__(
+        self, model: nn.Module | None, forward: Format = E4M3FN, backward: Format = E5M2
+    ) -> None:
         self.forward, self.backward = forward, backward
         self._graph = fx.Graph()
         self._known = WeakTensorKeyDictionary()
@@ -54,6 +64,8 @@ class Recorder:
         self.calls = 0
         #: The nodes that a module was given last, by its name and theirs in its `forward`.
         self.given: dict[str, list[tuple[str, fx.Node]]] = {}
+        #: What operators ran: rows by what tells one from another.
+        self.rows: dict[tuple[Any, ...], Row] = {}
         if model is not None:
             for names in (model.named_buffers(), model.named_parameters()):
                 self._names |= {id(tensor): name for name, tensor in names}
@@ -132,6 +144,38 @@ class Recorder:
         self._probe(known, x)
         return known.node
 
+    def operator(
+        self, op: Any, args: tuple[Any, ...], result: Any, module: str, backward: bool
+    ) -> None:
+        """An operator that has run in a module, on ScaledTensors or on plain ones."""
+        rule = rule_of(op)
+        operands = list(floats(args))
+        scaled = any(isinstance(x, ScaledTensor) for x in operands)
+        if scaled and rule is None and not is_missing(op):
+            return  # a composite: its parts came before it
+        results = list(floats(result))
+        if not scaled and not operands and not results:
+            return
+        family = rule.family if scaled and rule is not None else ""
+        ran: Ran = _ran(op, args, operands) if family else "fallback" if scaled else "plain"
+        cast_to = results[0] if op in CASTS and results and is_narrow(results[0]) else None
+        operand = "" if cast_to is None else _role(args[0], backward)
+        key = (module, str(op), backward, ran, operand)
+        row = self.rows.setdefault(key, Row(*key[:4], rule=family, operand=operand))
+        row.hits += 1
+        count = flops(op, args, result)
+        row.flops += count
+        if not count and not is_view(op):
+            moved, narrow = traffic([*operands, *results])
+            row.bytes += moved
+            row.narrow_bytes += narrow
+        if isinstance(cast_to, ScaledTensor):
+            _take_cast(row, args[0], cast_to)
+        if op not in FILLING:  # the scale of such a cast fills the format, and keeps no RMS
+            for x in results:
+                if isinstance(x, ScaledTensor) and x.rms and is_readable(x):
+                    _take_range(row, x)
+
     # --- nodes -------------------------------------------------------------------------------
 
     def _find(self, x: Tensor) -> _Known | None:
@@ -203,6 +247,65 @@ def _reader(metrics: Metrics, fmt: Format) -> Callable[[Tensor], None]:
             metrics.bwd = measure(gradient, fmt)
 
     return read
+
+
+#: Operators that cast an operand of products; those of them under a scale that fills the format.
+FILLING = {verbs.quantize, verbs.quantize_under}
+CASTS = {verbs.to_format, *FILLING}
+
+
+def _ran(op: Any, args: tuple[Any, ...], operands: list[Tensor]) -> Ran:
+    """Whether an operator with a rule had what the recipe cast for all of its operands."""
+    if op in (verbs.product, verbs.product_gradient):  # which cast for themselves
+        gemm = args[6] if op is verbs.product_gradient else "forward"
+        how = getattr(parsed_gemms(args[-1]), gemm)
+        return "rule" if how.left is None or how.right is None else "recipe"
+    return "recipe" if operands and all(map(_is_cast, operands)) else "rule"
+
+
+def _is_cast(x: Tensor) -> bool:
+    """Whether a tensor is in a format that its recipe casts operands of products to."""
+    if is_narrow(x):
+        return True
+    once = x.recipe.gemms.once if isinstance(x, ScaledTensor) and x.recipe is not None else None
+    return once is not None and any(cast.format == x.format for cast in once)  # type: ignore[attr-defined]
+
+
+def _role(x: Any, backward: bool) -> str:
+    if is_parameter(x):
+        return "weight"
+    return "gradient" if backward else "input"
+
+
+def _take_cast(row: Row, before: Tensor, after: ScaledTensor) -> None:
+    """What a cast to 8 bits lost, and what others would have."""
+    fmt, own = after.format, float(before.scale) if isinstance(before, ScaledTensor) else 1.0
+    now = measure(before, fmt, float(after.scale))
+    if not now.numel:
+        return
+    filling = now.abs_max * float(after.scale) / fmt.max
+    by_amax = measure(before, fmt, filling) if filling else now
+    carried = measure(before, fmt, own)
+    narrow = measure(before, E4M3FN, own)
+    row.format = fmt.name
+    row.add_cast(
+        now.numel,
+        now.abs_max / fmt.max,
+        saturated=now.saturated,
+        underflowed=now.underflowed,
+        amax_underflowed=by_amax.underflowed,
+        carried_saturated=carried.saturated,
+        carried_underflowed=carried.underflowed,
+        e4m3fn_saturated=narrow.saturated,
+        e4m3fn_underflowed=narrow.underflowed,
+    )
+
+
+def _take_range(row: Row, x: ScaledTensor) -> None:
+    plain = x.widened() if isinstance(x, CodedTensor) else x
+    rms = measure(elements(plain).detach(), plain.format).rms
+    if rms:
+        row.add_range(rms)
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

@@ -1,0 +1,126 @@
+"""Writes docs/report.md: the program on the page, and what it prints.
+
+    python docs/write_report.py > docs/report.md
+
+A test fails when the page is not what this prints. Numbers of other machines differ in their last
+digits, and the test leaves numbers out.
+"""
+
+import contextlib
+import io
+import sys
+import warnings
+
+PROGRAM = """\
+import torch
+from torch import Tensor, nn
+
+import scaledtensor as sct
+
+
+@torch.library.custom_op("mylib::wave", mutates_args=())
+def wave(x: Tensor) -> Tensor:
+    return x.sin()
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, width: int = 64, layers: int = 6) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(100, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.head = nn.Linear(width, 100, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        x = x + wave(x.detach())
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+torch.manual_seed(0)
+model = sct.scale_model(Model(), filter_fn=lambda module, name: name != "head")
+with torch.no_grad():  # as a training may leave a weight that nothing rebalances
+    model.blocks[3].up.weight.qdata.mul_(2.0**8)
+print(sct.report(model, torch.randint(0, 100, (8, 16))))
+"""
+
+PAGE = """\
+# What ran, and what to do about it
+
+<!-- Written by `python docs/write_report.py`; a test compares. -->
+
+`sct.report(model, *inputs)` runs a wrapped model forward and backward once, leaves it as it was,
+and says what happened:
+
+- **how much is covered**: of the FLOPs of all products and of the bytes that all other operators
+  read and write, the shares in the recipe's format, by a rule in 16 or 32 bits, by the float32
+  fallback, and on plain tensors that no wrapped weight reaches;
+- **the worst places**, each with the number that was measured and what to do about it. First come
+  casts that saturate, then the rest by its share: of elements that underflow, of FLOPs or bytes
+  that the recipe does not reach, of the binades of E4M3FN that a drift takes;
+- **recipes to try**, each for itself, with the numbers that it follows from. Every cast is measured
+  under three scales (its own, the scale of the rules, the amax) and, under the scale of the rules,
+  in E4M3FN. A suggestion is about this batch and this state of the model;
+- **a row for each operator in each module**, forward and backward. Numbered layers with the same
+  rows are one, with a count and the range of their RMS; a layer that differs stands alone.
+
+A row of the backward pass belongs to the module whose forward pass made it. The sum of a tensor's
+gradients belongs to the innermost module around all uses of that tensor.
+
+What recipes with a scale for each row or block lose is not measured: they cast within the product.
+
+```python
+{program}```
+
+prints
+
+```
+{printed}```
+
+## Parts of it, and all of it as data
+
+```python
+found = sct.report(model, tokens)
+print(found.where("blocks.3.*"))  # by the name of modules; * and ? are wildcards
+print(found.where(operator="aten.mm*", problem="*"))  # by operator; with any problem
+print(found.findings[0].advice, found.suggestions[0].recipe, found.coverage.products["recipe"])
+json.dumps(found.to_dict())  # built-in types only
+pandas.DataFrame(found.rows())  # a column for each field of a row
+```
+
+A problem is one of these:
+
+{problems}
+"""
+
+
+def printed() -> str:
+    """What the program prints."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the operator without a rule, which the report lists
+        exec(PROGRAM, {"__name__": "page"})
+    return out.getvalue()
+
+
+def page(shown: str) -> str:
+    from scaledtensor.inspect.rows import PROBLEMS
+
+    problems = "\n".join(f"- `{name}`: {words}" for name, words in PROBLEMS.items())
+    return PAGE.format(program=PROGRAM, printed=shown, problems=problems)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page(printed()))
