@@ -92,7 +92,26 @@ def _inside(operand: Node, user: Node, cuts: Cuts, borders: Set[Any]) -> dict[No
             if inside and cuts.is_only_used_by(source, found.keys()):
                 found[source] = None
                 waiting.append(source)
-    return found
+    return _up_to_begins(operand, found, borders)
+
+
+def _up_to_begins(operand: Node, found: dict[Node, None], borders: Set[Any]) -> dict[Node, None]:
+    """Those of `found` that no call stands before at which the gradient gets its factor back: one
+    that reads something else as well gives it back to all that it reads."""
+    while True:
+        reached = dict.fromkeys([operand])
+        waiting = [operand]
+        while waiting:
+            node = waiting.pop()
+            if node.func in borders or any(n not in found for n in node.variables):
+                continue
+            for source in node.variables:
+                if source not in reached:
+                    reached[source] = None
+                    waiting.append(source)
+        if len(reached) == len(found):
+            return found
+        found = reached
 
 
 def _undo(node: Node, factor: float, borders: Set[Any]) -> dict[str, Any] | None:
