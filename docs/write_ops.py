@@ -8,6 +8,7 @@ A test fails when the page is not what this prints.
 import importlib
 import inspect
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "ops"))
@@ -17,6 +18,7 @@ import torch.distributed.tensor  # noqa: F401 - these define operators that have
 from opinfo import NO_VALUE, OUT_OF_SCOPE, in_scope
 
 from scaledtensor.ops import RULES, registry
+from scaledtensor.sparse import TABLE
 
 HEAD = """\
 # Operators
@@ -67,6 +69,10 @@ def section(family: str) -> str:
     for op, rule in RULES.items():
         if rule.family == family:
             rows.setdefault(rule.function, []).append(f"`{str(op).removesuffix('.default')}`")
+    if family == "sparse":  # what these do that is no rule of a dense tensor
+        for op, function in TABLE.items():
+            if not isinstance(function, partial):
+                rows.setdefault(function, []).append(f"`{str(op).removesuffix('.default')}`")
     for function, ops in rows.items():
         words = " ".join(inspect.cleandoc(function.__doc__ or "").split()).replace("|", "\\|")
         lines.append(f"| {', '.join(ops)} | {words} |\n")

@@ -96,12 +96,21 @@ def scale_model(
         held = scaled(p.detach(), own.master, recipe=own)
         return cast_once(held) if own.store_frozen and id(p) in frozen else held
 
-    _replace_parameters(model, wrap, scaled, filter_fn)
+    _replace_parameters(model, wrap, _scaled_gradient, filter_fn)
     for module in model.modules():
         histories.attach(module)
     _note_ties(model)
     _show_recipes(model)
     return model
+
+
+def _scaled_gradient(g: Tensor) -> Tensor:
+    """That of an embedding may be sparse."""
+    if not g.is_sparse:
+        return scaled(g)
+    return torch.sparse_coo_tensor(
+        g._indices(), scaled(g._values()), g.shape, check_invariants=False
+    )
 
 
 def unscale_model(model: M) -> M:
@@ -243,11 +252,6 @@ def _replace_parameters(
             if key not in _OWN:
                 setattr(new, key, tag)
         if p.grad is not None:
-            if p.grad.layout != torch.strided:
-                raise ModelError(
-                    f"the gradient of {full} is {p.grad.layout}, which has no scaled form; call "
-                    "model.zero_grad() first"
-                )
             new.grad = convert_grad(p.grad)
         made[id(p)] = new
     for module, _, name, p in list(_parameters(model)):

@@ -40,6 +40,7 @@ from scaledtensor.ops import (  # noqa: F401 - imported for the rules that they 
     scan,
     scatter,
     softmax,
+    sparse,
     special,
     unsupported,
     views,
@@ -70,6 +71,7 @@ _FUNCTIONS = {
     **resample.FUNCTIONS,
     **scan.FUNCTIONS,
     **linalg.FUNCTIONS,
+    **sparse.FUNCTIONS,
     **steps.FUNCTIONS,
 }
 

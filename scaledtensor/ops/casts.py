@@ -14,7 +14,9 @@ from scaledtensor.formats.rounding import Rounding, round_by_arithmetic
 from scaledtensor.ops.algebra import elements, saved_format, value
 from scaledtensor.ops.functions import cast_once
 from scaledtensor.ops.registry import covers_storage, rule, store, write
+from scaledtensor.ops.sparse import wrapped
 from scaledtensor.scale import MAX_SCALE, MIN_SCALE, settle
+from scaledtensor.sparse import is_sparse
 from scaledtensor.tensor import SENT_AS_ONE, ScaledTensor, from_plain, is_stored
 
 aten = torch.ops.aten
@@ -46,6 +48,12 @@ def to_format(x: ScaledTensor, format: str, rounding: Rounding = "nearest_even")
         out.decoded = near.to(torch.bfloat16)
         out.passing = saved_format(x) is not None and not _torch.is_within_backward()
     return out
+
+
+@rule(verbs.scaled_gradient)
+def scaled_gradient(x: ScaledTensor) -> ScaledTensor:
+    """The identity forward; what comes back is wrapped, if it is plain."""
+    return x.like(x.qdata, x.scale, x.rms)
 
 
 @rule(verbs.gradient_to_format)
@@ -90,9 +98,12 @@ def dequantize(x: ScaledTensor) -> Tensor:
 
 @rule(verbs.promote)
 def promote(x: Tensor, like: ScaledTensor) -> ScaledTensor:
-    """A plain tensor enters: its RMS is measured, once, at the door."""
+    """A plain tensor enters: its RMS is measured, once, at the door. Of a sparse one that is the
+    RMS of the values that it stores."""
     if isinstance(x, ScaledTensor):
         return x
+    if is_sparse(x):
+        return wrapped(x, like)
     x = x if x.dtype.is_floating_point else x.float()
     fmt = FP32 if x.dtype == torch.float64 else from_dtype(x.dtype)
     return from_plain(x, fmt, x.dtype, like.recipe)

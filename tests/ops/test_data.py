@@ -80,7 +80,7 @@ UNSUPPORTED = {
     "complex": lambda x: torch.complex(x, x),
     "fft": lambda x: torch.fft.rfft(x),
     "eig": lambda x: torch.linalg.eig(x),
-    "sparse": lambda x: x.to_sparse(),
+    "sparse": lambda x: x.to_sparse_csr(),
 }
 
 
