@@ -62,12 +62,17 @@ PUBLIC = {
         "CastConfig",
         "DelayedScalingConfig",
         "Float8GemmConfig",
+        "Float8Linear",
         "Float8LinearConfig",
         "Float8LinearRecipeName",
+        "LinearMMConfig",
+        "ScaledMMConfig",
         "ScalingGranularity",
         "ScalingType",
         "_auto_filter_for_recipe",
         "convert_to_float8_training",
+        "e4m3_dtype",
+        "e5m2_dtype",
         "linear_requires_sync",
         "precompute_float8_dynamic_scale_for_fsdp",
         "sync_float8_amax_and_scale_history",
@@ -370,6 +375,7 @@ PUBLIC = {
         "quantize",
         "quantize_under",
         "rescale",
+        "scaled_gradient",
         "to_format",
     ],
     "scaledtensor.wrap": ["scaled"],
@@ -393,6 +399,7 @@ ERRORS = {
     "ShapeError": "ValueError",
     "TextError": "ValueError",
     "UnsupportedError": "NotImplementedError",
+    "OptionError": "ValueError",
 }
 
 MEMBERS = [

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import scaledtensor as sct
 from scaledtensor.compat.unit_scaling.formats import FPFormat
+from scaledtensor.compat.unit_scaling.functional import torch_map
 from scaledtensor.compat.unit_scaling.replacing import ReplacingUnitScale
 from scaledtensor.errors import FormatError, ModelError
 from scaledtensor.inspect import (
@@ -56,11 +57,12 @@ def unit_scale(
 
     Args:
         module: any module; it stays as it is.
-        replace: functions that the model calls -> what is called instead, which is not scaled
-            again: `{new_gelu: U.gelu}`. Most need none of this, since a formula written in torch's
-            functions is scaled as a whole. A key that is a plain Python function is made
-            overridable (`torch.overrides.wrap_torch_function`) where the code of the model finds
-            it, once and for all; nothing else about it changes.
+        replace: functions that the model calls -> what is called instead, `{new_gelu: U.gelu}`. A
+            function of torch, `{new_gelu: F.gelu}`, stands for its counterpart in
+            `functional.torch_map`; any other is not scaled again. Most models need none of this,
+            since a formula written in torch's functions is scaled as a whole. A key that is a plain
+            Python function is made overridable (`torch.overrides.wrap_torch_function`) where the
+            code of the model finds it, once and for all; nothing else about it changes.
 
     Raises:
         ModelError: `module` is no module, is compiled, or is unit-scaled already.
@@ -69,7 +71,8 @@ def unit_scale(
     scaled = _copied(module)
     if not replace:
         return sct.unit_scale(scaled)
-    return ReplacingUnitScale.apply(scaled, replace)
+    at_unit_scale = {f: torch_map.get(g, g) for f, g in replace.items()}
+    return ReplacingUnitScale.apply(scaled, at_unit_scale)
 
 
 def simulate_format(module: M, fwd_format: FPFormat, bwd_format: FPFormat) -> M:
