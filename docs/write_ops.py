@@ -9,6 +9,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from opinfo import NO_VALUE, OUT_OF_SCOPE, in_scope
 
 from scaledtensor.ops import RULES, registry
 from scaledtensor.ops.operators import Absent
+from scaledtensor.sparse import TABLE
 
 HEAD = """\
 # Operators
@@ -82,7 +84,12 @@ def section(name: str) -> str:
     module = importlib.import_module(f"scaledtensor.ops.{name}")
     title = (module.__doc__ or "").strip().split("\n")[0]
     lines = [f"\n## {name}\n\n{title}\n\n| operators | rule |\n| --- | --- |\n"]
-    for function, ops in rows().items():
+    served = rows()
+    if name == "sparse":  # what these do that is no rule of a dense tensor
+        for op, function in TABLE.items():
+            if not isinstance(function, partial):
+                served.setdefault(function, []).append(f"`{str(op).removesuffix('.default')}`")
+    for function, ops in served.items():
         if family(function) == name:
             words = " ".join(inspect.cleandoc(function.__doc__ or "").split()).replace("|", "\\|")
             lines.append(f"| {', '.join(ops)} | {words} |\n")

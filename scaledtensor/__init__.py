@@ -140,6 +140,7 @@ sys.modules[__name__].__class__ = _Package
 def _load() -> None:
     """The kinds of tensors, which torch is told to be safe to load."""
     import_module(f"{__name__}.expanded")
+    import_module(f"{__name__}.sparse")
 
 
 if not _is_command():

@@ -47,6 +47,7 @@ __all__ = [
     "is_within_step",
     "local_part",
     "log",
+    "make_sparse_wrapper",
     "make_wrapper",
     "mark_rows_dynamic",
     "memory_of",
@@ -91,6 +92,13 @@ def make_wrapper(
         storage_offset=like.storage_offset(),
         dtype=dtype,
         device=like.device,
+    )
+
+
+def make_sparse_wrapper(cls: type[Tensor], like: Tensor, dtype: torch.dtype) -> Any:
+    """The same in the layout `torch.sparse_coo`, of the shape of `like`: no places, no values."""
+    return Tensor._make_wrapper_subclass(
+        cls, like.shape, dtype=dtype, layout=torch.sparse_coo, device=like.device
     )
 
 

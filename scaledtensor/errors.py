@@ -65,6 +65,10 @@ class UnsupportedError(ScaledTensorError, NotImplementedError):
     """A combination that the library knows of and does not support; it names what to do instead."""
 
 
+class OptionError(UnsupportedError, ValueError):
+    """An option of torch's that has no meaning for a unit-scaled function or module."""
+
+
 class MissingRuleError(ScaledTensorError, NotImplementedError):
     """An operator has no scale rule and the policy is `error`."""
 

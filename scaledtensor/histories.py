@@ -20,6 +20,7 @@ from scaledtensor.errors import RecipeWarning, UnsupportedError
 from scaledtensor.interpose import ENTERED, Mode, drop_load_hook, interpose, remove, transforms
 from scaledtensor.ops import delayed
 from scaledtensor.ops.delayed import GRADIENT, INPUT, WEIGHT
+from scaledtensor.ops.functions import plus
 from scaledtensor.recipes import Delayed, Recipe
 from scaledtensor.shards import by_groups, is_sharded, of_all_parts, part_of, ranks_of
 from scaledtensor.simulate import OPERANDS
@@ -90,13 +91,13 @@ class _Delayed(Mode):
         operands = [self.cast(x, weight, history) for x in found]
         if func in _ADDED:
             y = delayed.gradient_cast(_ADDED[func](*operands), history, self.gradient(weight))
-            return args[0] + y
+            return plus(y, args[0])
         bias, rest, kwargs = _without_bias(func, args[len(found) :], kwargs, spots)
         y = func(*operands, *rest, **kwargs)
         y = delayed.gradient_cast(y, history, self.gradient(weight))
         if bias is None:
             return y
-        return y + (bias if func is F.linear else bias.view(-1, *[1] * (weight.dim() - 2)))
+        return plus(y, bias if func is F.linear else bias.view(-1, *[1] * (weight.dim() - 2)))
 
     def of(self, operands: list[Any]) -> tuple[Any, Tensor | None]:
         """The operand that has a history, and it. A parameter that `torch.func` put in place of one

@@ -307,8 +307,17 @@ def _swap(change: _Change) -> None:
         if key not in _OWN:
             setattr(new, key, tag)
     if p.grad is not None:
-        new.grad = dequantized(p.grad) if own is None else scaled(p.grad)
+        new.grad = dequantized(p.grad) if own is None else _scaled_gradient(p.grad)
     _torch.swap(p, new, lambda: ModelError(_RECORDED.format(change.name)))
+
+
+def _scaled_gradient(g: Tensor) -> Tensor:
+    """The gradient of an embedding may be sparse."""
+    if not g.is_sparse:
+        return scaled(g)
+    return torch.sparse_coo_tensor(
+        g._indices(), scaled(g._values()), g.shape, check_invariants=False
+    )
 
 
 def _switch(p: Any, recipe: Recipe, stored: bool) -> None:

@@ -23,6 +23,7 @@ from scaledtensor.ops.algebra import elements
 from scaledtensor.ops.registry import covers_storage, store
 from scaledtensor.scale import nearest_power_of_two
 from scaledtensor.shards import by_groups, is_sharded, of_all_parts, part_of, squares_and_amax
+from scaledtensor.sparse import SparseTensor
 from scaledtensor.steps import Held
 from scaledtensor.tensor import ScaledTensor, is_stored
 
@@ -153,7 +154,7 @@ def _all_rebalanced(tensors: Iterable[Any], by: str) -> list[Tensor]:
 
 
 def _is_whole(x: Any) -> bool:
-    scaled = isinstance(x, ScaledTensor) and not isinstance(x, CodedTensor)
+    scaled = isinstance(x, ScaledTensor) and not isinstance(x, (CodedTensor, SparseTensor))
     return scaled and covers_storage(x.qdata) and not is_stored(x)
 
 

@@ -13,7 +13,7 @@ FLOORS = [
     {"recipes"},
     {"tensor"},
     {"verbs"},
-    {"coded"},
+    {"coded", "sparse"},
     {"expanded"},
     {"wrap"},
     {"ops", "shards", "steps"},

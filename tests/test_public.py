@@ -62,12 +62,17 @@ PUBLIC = {
         "CastConfig",
         "DelayedScalingConfig",
         "Float8GemmConfig",
+        "Float8Linear",
         "Float8LinearConfig",
         "Float8LinearRecipeName",
+        "LinearMMConfig",
+        "ScaledMMConfig",
         "ScalingGranularity",
         "ScalingType",
         "_auto_filter_for_recipe",
         "convert_to_float8_training",
+        "e4m3_dtype",
+        "e5m2_dtype",
         "linear_requires_sync",
         "precompute_float8_dynamic_scale_for_fsdp",
         "sync_float8_amax_and_scale_history",
@@ -378,6 +383,7 @@ PUBLIC = {
         "quantize",
         "quantize_under",
         "rescale",
+        "scaled_gradient",
         "to_format",
     ],
     "scaledtensor.wrap": ["scaled"],
@@ -404,6 +410,7 @@ ERRORS = {
     "StorageError": "RuntimeError",
     "TextError": "ValueError",
     "UnsupportedError": "NotImplementedError",
+    "OptionError": "ValueError",
 }
 
 MEMBERS = [

@@ -167,12 +167,6 @@ def hooked(register):
     return layer
 
 
-def sparse():
-    layer = nn.Embedding(5, 3, sparse=True)
-    layer(torch.tensor([1])).sum().backward()
-    return layer
-
-
 @pytest.mark.parametrize(
     ("broken", "words"),
     [
@@ -180,9 +174,8 @@ def sparse():
         (lambda: nn.LazyLinear(2), "run one batch"),
         (lambda: hooked("register_hook"), "hooks"),
         (lambda: hooked("register_post_accumulate_grad_hook"), "hooks"),
-        (sparse, "sparse"),
     ],
-    ids=["float64", "lazy", "hook", "post-hook", "sparse gradient"],
+    ids=["float64", "lazy", "hook", "post-hook"],
 )
 def test__a_model_that_cannot_be_converted__is_named_and_unchanged(broken, words):
     model = Twice(broken())

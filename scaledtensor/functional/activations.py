@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scaledtensor.errors import UnsupportedError
+from scaledtensor.errors import OptionError
 from scaledtensor.functional.constraints import Constraint, apply_constraint, parameter_scale
 from scaledtensor.functional.laws import gaussian_rms, gaussian_std, interpolate, kept, sharpness
 from scaledtensor.functional.scaling import positive, scale, scale_bwd, scale_fwd
@@ -78,7 +78,7 @@ def silu(
     """silu(mult x) / mult at unit scale. As gelu; the derivative turns at a larger mult.
 
     Raises:
-        UnsupportedError: `inplace`.
+        OptionError: `inplace`.
     """
     _refuse_inplace("silu", inplace)
     return _elementwise(
@@ -114,7 +114,7 @@ def relu(
     max(z, 0) has mean 1/sqrt(2 pi) and second moment 1/2, its derivative second moment 1/2.
 
     Raises:
-        UnsupportedError: `inplace`.
+        OptionError: `inplace`.
     """
     return leaky_relu(input, 0.0, inplace, constraint)
 
@@ -131,7 +131,7 @@ def leaky_relu(
     (1 + a^2) / 2.
 
     Raises:
-        UnsupportedError: `inplace`.
+        OptionError: `inplace`.
     """
     _refuse_inplace("relu", inplace)
     square = (1 + negative_slope**2) / 2
@@ -203,7 +203,7 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     In evaluation it is the identity, without a scale.
 
     Raises:
-        UnsupportedError: `inplace`.
+        OptionError: `inplace`.
     """
     _refuse_inplace("dropout", inplace)
     if not training or not 0 < p < 1:
@@ -233,7 +233,7 @@ def _sigmoid_scales(mult: float) -> tuple[float, ...]:
 
 def _refuse_inplace(name: str, inplace: bool) -> None:
     if inplace:
-        raise UnsupportedError(
+        raise OptionError(
             f"{name}(inplace=True): its scaled result has another value than its input may be "
             "left with; assign the result instead"
         )

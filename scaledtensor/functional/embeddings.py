@@ -4,12 +4,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scaledtensor.errors import UnsupportedError
+from scaledtensor.errors import OptionError
 from scaledtensor.functional.batch import batch_factor
 from scaledtensor.functional.constraints import Constraint, parameter_scale
 from scaledtensor.functional.scaling import scale_bwd
 
-__all__ = ["apply_rotary", "embedding"]
+__all__ = ["apply_rotary", "check_options", "embedding"]
+
+
+def check_options(max_norm: float | None, scale_grad_by_freq: bool) -> None:
+    """Raises OptionError for either."""
+    if max_norm is not None or scale_grad_by_freq:
+        raise OptionError(
+            "embedding: max_norm and scale_grad_by_freq set the scale of rows or gradients "
+            "themselves; leave them out"
+        )
 
 
 def embedding(
@@ -31,13 +40,9 @@ def embedding(
         constraint: "exact" gives the true gradient; no other reaches it.
 
     Raises:
-        UnsupportedError: `max_norm` or `scale_grad_by_freq`, under which that is not so.
+        OptionError: `max_norm` or `scale_grad_by_freq`, under which that is not so.
     """
-    if max_norm is not None or scale_grad_by_freq:
-        raise UnsupportedError(
-            "embedding: max_norm and scale_grad_by_freq set the scale of rows or gradients "
-            "themselves; leave them out"
-        )
+    check_options(max_norm, scale_grad_by_freq)
     terms = max(input.numel(), 1) * batch_factor() / weight.shape[0]
     weight = scale_bwd(weight, parameter_scale(constraint, terms**-0.5))
     return F.embedding(input, weight, padding_idx, sparse=sparse)

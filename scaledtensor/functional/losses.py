@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scaledtensor.errors import ShapeError, UnsupportedError
+from scaledtensor.errors import OptionError, ShapeError
 from scaledtensor.functional.constraints import Constraint, parameter_scale
 from scaledtensor.functional.laws import gaussian_rms, kept
 from scaledtensor.functional.scaling import positive, scale, scale_bwd
@@ -56,7 +56,7 @@ def cross_entropy(
 
     Raises:
         ShapeError: `input` has no dimension of classes.
-        UnsupportedError: `size_average` or `reduce`, torch's former names of `reduction`.
+        OptionError: `size_average` or `reduce`, torch's former names of `reduction`.
     """
     _refuse_former(size_average, reduce)
     if input.dim() == 0:
@@ -113,7 +113,7 @@ def mse_loss(
 
     Raises:
         ShapeError: `input` and `target` have different shapes.
-        UnsupportedError: `size_average` or `reduce`.
+        OptionError: `size_average` or `reduce`.
     """
     _refuse_former(size_average, reduce)
     input, target = _both(input, target, "mse_loss", constraint, 8**-0.5)
@@ -173,7 +173,7 @@ def binary_cross_entropy_with_logits(
 
     Raises:
         ShapeError: `input` and `target` have different shapes.
-        UnsupportedError: `size_average` or `reduce`.
+        OptionError: `size_average` or `reduce`.
     """
     _refuse_former(size_average, reduce)
     _check_shapes("binary_cross_entropy_with_logits", input, target)
@@ -201,7 +201,7 @@ def kl_div(
 
     Raises:
         ShapeError: `input` and `target` have different shapes.
-        UnsupportedError: `size_average` or `reduce`.
+        OptionError: `size_average` or `reduce`.
     """
     _refuse_former(size_average, reduce)
     _check_shapes("kl_div", input, target)
@@ -266,7 +266,7 @@ def _check_shapes(name: str, input: Tensor, target: Tensor) -> None:
 
 def _refuse_former(size_average: bool | None, reduce: bool | None) -> None:
     if size_average is not None or reduce is not None:
-        raise UnsupportedError(
+        raise OptionError(
             "size_average and reduce are torch's former names; say reduction='mean', 'sum' or "
             "'none'"
         )

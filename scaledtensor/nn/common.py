@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from scaledtensor.errors import UnsupportedError
+from scaledtensor.errors import OptionError
 from scaledtensor.mup import MupType, has_parameter_data, keep_tags, tag
 
 __all__ = ["described", "refuse_inplace", "tag_own"]
@@ -36,9 +36,9 @@ def described(module: nn.Module, inherited: str, *names: str) -> str:
 
 
 def refuse_inplace(module: nn.Module, inplace: bool) -> None:
-    """Raises UnsupportedError if `inplace`."""
+    """Raises OptionError if `inplace`."""
     if inplace:
-        raise UnsupportedError(
+        raise OptionError(
             f"{type(module).__name__}(inplace=True): a scaled function does not have the value "
             "that its input would be overwritten with; leave inplace off"
         )

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 import scaledtensor.functional as U
 from scaledtensor.functional.constraints import Constraint
+from scaledtensor.functional.embeddings import check_options
 from scaledtensor.mup import MupType
 from scaledtensor.nn.common import described, tag_own
 
@@ -80,7 +81,11 @@ class LinearReadout(Linear):
 
 
 class Embedding(nn.Embedding):
-    """`functional.embedding` with rows of unit variance. The arguments of `torch.nn.Embedding`."""
+    """`functional.embedding` with rows of unit variance. The arguments of `torch.nn.Embedding`.
+
+    Raises:
+        OptionError: `max_norm` or `scale_grad_by_freq`.
+    """
 
     def __init__(
         self,
@@ -97,6 +102,7 @@ class Embedding(nn.Embedding):
         dtype: Any = None,
         constraint: Constraint = None,
     ) -> None:
+        check_options(max_norm, scale_grad_by_freq)
         super().__init__(
             num_embeddings,
             embedding_dim,

@@ -41,6 +41,7 @@ from scaledtensor.ops import (  # noqa: F401 - imported for the rules that they 
     scan,
     scatter,
     softmax,
+    sparse,
     special,
     unsupported,
     views,
@@ -73,6 +74,7 @@ _FUNCTIONS = {
     **scan.FUNCTIONS,
     **complex_numbers.FUNCTIONS,
     **linalg.FUNCTIONS,
+    **sparse.FUNCTIONS,
     **steps.FUNCTIONS,
 }
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from scaledtensor import _torch
-from scaledtensor.errors import DTypeMismatchError
+from scaledtensor.errors import DTypeMismatchError, UnsupportedError
 from scaledtensor.formats import Format, decode
 from scaledtensor.measure import measured_rms
 from scaledtensor.ops.products import product_dtype
@@ -131,6 +131,12 @@ def operand(x: Any, like: ScaledTensor) -> Operand:
     if not isinstance(x, Tensor):
         q = torch.full((), float(x), device=like.device)
         return Operand(q, torch.ones_like(q), q.abs(), x >= 0)
+    if x.layout != torch.strided:
+        raise UnsupportedError(
+            f"this operator takes no plain tensor in {x.layout} beside a ScaledTensor, as products "
+            "do: of scaled values, torch.sparse_coo_tensor(indices, scaledtensor.scaled(values), "
+            "size), or as x.to_dense()"
+        )
     if not x.dtype.is_floating_point:
         x = x.float()
     if x.dim() == 0:

@@ -16,7 +16,9 @@ from scaledtensor.ops.entering import entered
 from scaledtensor.ops.functions import cast_once
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import covers_storage, rule, store, write
+from scaledtensor.ops.sparse import wrapped
 from scaledtensor.scale import MAX_SCALE, MIN_SCALE, settle
+from scaledtensor.sparse import is_sparse
 from scaledtensor.tensor import SENT_AS_ONE, Context, ScaledTensor, from_plain, is_stored
 
 
@@ -46,6 +48,12 @@ def to_format(x: ScaledTensor, format: str, rounding: Rounding = "nearest_even")
         out.decoded = near.to(torch.bfloat16)
         out.passing = saved_format(x) is not None and not _torch.is_within_backward()
     return out
+
+
+@rule(verbs.scaled_gradient)
+def scaled_gradient(x: ScaledTensor) -> ScaledTensor:
+    """The identity forward; what comes back is wrapped, if it is plain."""
+    return x.like(x.qdata, x.scale, x.rms)
 
 
 @rule(verbs.gradient_to_format)
@@ -91,9 +99,11 @@ def dequantize(x: ScaledTensor) -> Tensor:
 @rule(verbs.promote)
 def promote(x: Tensor, like: ScaledTensor) -> ScaledTensor:
     """A plain tensor enters, an operand of a product or a gradient: its RMS is measured, once, at
-    the door."""
+    the door. Of a sparse one that is the RMS of the values that it stores."""
     if isinstance(x, ScaledTensor):
         return x
+    if is_sparse(x):
+        return wrapped(x, like)
     if not x.dtype.is_floating_point:
         raise mismatch(x.dtype, like.dtype)
     return entered(x, like.recipe)

@@ -46,7 +46,10 @@ def advance(history: Tensor) -> None:
 
 
 def cast(x: ScaledTensor, history: Tensor, cast: Cast, row: int) -> Any:
-    """`x` cast by a row of a history, which is written to where gradients are recorded."""
+    """`x` cast by a row of a history, which is written to where gradients are recorded; or by its
+    own amax, where the recipe says so of that operand."""
+    if not isinstance(cast.scale, History):
+        return verbs.quantize(x, cast.spec)
     record = torch.is_grad_enabled()
     with torch.no_grad():
         held = verbs.delayed_scale(x.detach(), history, cast.spec, row, record)
@@ -54,7 +57,9 @@ def cast(x: ScaledTensor, history: Tensor, cast: Cast, row: int) -> Any:
 
 
 def gradient_cast(y: ScaledTensor, history: Tensor, cast: Cast) -> Any:
-    """`y` itself, its gradient cast by its row."""
+    """`y` itself, its gradient cast by its row, or by its own amax."""
+    if not isinstance(cast.scale, History):
+        return verbs.gradient_quantize(y, cast.spec)
     return verbs.gradient_delayed(y, history, cast.spec)
 
 

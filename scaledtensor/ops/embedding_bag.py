@@ -9,6 +9,7 @@ from scaledtensor.ops.algebra import first_scaled, operand
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.reduction import extreme_rms
 from scaledtensor.ops.registry import Overload, Raw, rule
+from scaledtensor.ops.sparse import made
 from scaledtensor.tensor import ScaledTensor
 
 _SUM, _MEAN, _MAX = 0, 1, 2
@@ -35,7 +36,6 @@ def embedding_bag(
     if per_sample_weights is not None:
         side = operand(per_sample_weights, like)
         weights, scale, rms = side.q.float(), scale * side.scale, rms * side.rms
-    # Sparse gradients have no scale: the dense derivative is asked for.
     q, *rest = op(
         table.q.float(),
         indices,
@@ -69,9 +69,9 @@ def embedding_bag_backward(
     sparse: bool,
     per_sample_weights: Any,
     padding_idx: int = -1,
-) -> Raw:
-    """B rows over V of the table: r sqrt(max(1, B / V)), divided by n for the mean. Dense: sparse
-    tensors carry no scale."""
+) -> Any:
+    """B rows over V of the table: r sqrt(max(1, B / V)), divided by n for the mean. A sparse one
+    has a row for each that a bag takes: r, divided by n for the mean."""
     like = first_scaled(g, per_sample_weights)
     left = operand(g, like)
     scale, rms, weights = left.scale, left.rms, None
@@ -88,12 +88,14 @@ def embedding_bag_backward(
         num_weights,
         scale_grad_by_freq,
         mode,
-        False,
+        sparse,
         weights,
         padding_idx,
     )
     bags = max(left.q.shape[0], 1)
     n = max(indices.numel() / bags, 1.0)
+    if sparse:
+        return made(q, scale, rms / n if mode == _MEAN else rms, like)
     rows = bags if mode == _MAX else indices.numel()
     hits = max(1.0, rows / max(num_weights, 1))
     return Raw(q, scale, rms * (hits**0.5 / (n if mode == _MEAN else 1.0)), format=FP32)

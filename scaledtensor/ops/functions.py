@@ -22,9 +22,10 @@ from scaledtensor.ops.algebra import check_dtypes, first_scaled
 from scaledtensor.recipes import Recipe
 from scaledtensor.recipes.casts import Cast
 from scaledtensor.recipes.scales import Carried, Fixed
+from scaledtensor.sparse import is_sparse
 from scaledtensor.tensor import ScaledTensor, is_parameter
 
-__all__ = ["FUNCTIONS", "cast_input", "cast_once", "linear"]
+__all__ = ["FUNCTIONS", "cast_input", "cast_once", "linear", "plus"]
 
 
 def _governing(*operands: Any) -> Recipe | None:
@@ -85,6 +86,8 @@ def _product(
     or, where the recipe casts for each product, `lowered` or that of `BY_GEMM`. `spelled` is the
     function to name where there is neither."""
     recipe = _governing(*operands)
+    if any(map(is_sparse, operands)):
+        return function(*_beside_sparse(operands, recipe), **kwargs)
     if recipe is None:
         # Promoted here as the rule would: so the gradient of a plain parameter is plain as well.
         return function(*_promoted(operands), **kwargs)
@@ -93,10 +96,37 @@ def _product(
         matmul = lowered or BY_GEMM.get(function)
         if matmul is None or kwargs:
             return _uncast(function, spelled or function, recipe, scaled, kwargs)
-        return matmul(*scaled, recipe=recipe)
+        return _under_autocast(matmul(*scaled, recipe=recipe))
     first, weight, gradient = once
     cast = [_cast(x, weight if i == 1 else first) for i, x in enumerate(scaled)]
     return _gradient_cast(function(*cast, **kwargs), gradient)
+
+
+def _under_autocast(y: Any) -> Any:
+    """What torch's own product would have been cast to, which an operator of ours is not."""
+    kind = y.device.type
+    if not torch.is_autocast_enabled(kind) or y.dtype == torch.float64:
+        return y
+    return y.to(torch.get_autocast_dtype(kind))
+
+
+def _beside_sparse(operands: Sequence[Any], recipe: Recipe | None) -> Sequence[Any]:
+    """Operands of a product with a sparse one, which no recipe casts to 8 bits: the dense one is in
+    the activation format. A plain sparse one without a gradient stays as it is."""
+    constant = [
+        is_sparse(x) and not (isinstance(x, ScaledTensor) or x.requires_grad) for x in operands
+    ]
+    with_gradients = [x for x, stays in zip(operands, constant, strict=True) if not stays]
+    promoted = iter(_promoted([_as_coo(x) for x in with_gradients]))
+    held = [x if stays else next(promoted) for x, stays in zip(operands, constant, strict=True)]
+    if recipe is None:
+        return held
+    return [x if is_sparse(x) else _cast(x, Cast(recipe.activation)) for x in held]
+
+
+def _as_coo(x: Any) -> Any:
+    """The layout of a sparse ScaledTensor, where a sparse tensor is to become one."""
+    return x.to_sparse() if is_sparse(x) and x.layout != torch.sparse_coo else x
 
 
 def _uncast(
@@ -142,15 +172,15 @@ def _reflected(function: Callable[..., Any], a: Any, b: Any) -> Any:
 def linear(input: Any, weight: Any, bias: Any = None) -> Any:
     """The bias is added outside, so that its gradient sums uncast terms."""
     y = _product(torch.nn.functional.linear, input, weight)
-    return y if bias is None else y + _bias(bias, y)
+    return y if bias is None else plus(y, bias)
 
 
-def _bias(bias: Any, y: Any) -> Any:
-    """A bias in the dtype of the product that it is added to: autocast converts it too."""
-    if bias.dtype == y.dtype:
-        return bias
-    check_dtypes(y, bias)
-    return bias.to(y.dtype)
+def plus(y: Any, bias: Any) -> Any:
+    """The sum of a product and what is added to it, which autocast converts too."""
+    if bias.dtype != y.dtype:
+        check_dtypes(y, bias)
+        bias = bias.to(y.dtype)
+    return y + bias
 
 
 def added(
@@ -164,7 +194,7 @@ def added(
     beta, alpha = kwargs.pop("beta", 1), kwargs.pop("alpha", 1)
     y = _product(function, *args, *kwargs.values())  # mat1, mat2; batch1, batch2; mat, vec
     y = y if alpha == 1 else y * alpha
-    return y + (input if beta == 1 else input * beta)
+    return plus(y, input if beta == 1 else input * beta)
 
 
 def _summed_bmm(a: Any, b: Any) -> Any:
@@ -210,7 +240,7 @@ def chain(*matrices: Any, **kwargs: Any) -> Any:
 def bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Any:
     """As an einsum: torch's own operator has no rule, and no product with a scale in it."""
     y = _product(partial(torch.einsum, "...i,...j,oij->...o"), input1, input2, weight)
-    return y if bias is None else y + _bias(bias, y)
+    return y if bias is None else plus(y, bias)
 
 
 def convolution(
@@ -219,7 +249,7 @@ def convolution(
     """As for linear, the bias is added outside: (input, weight, bias, stride, padding, ...)."""
     bias, *rest = args or (kw.pop("bias", None),)
     y = _product(lambda x, w: function(x, w, None, *rest, **kw), input, weight, spelled=function)
-    return y if bias is None else y + _bias(bias, y).view(-1, *[1] * (weight.dim() - 2))
+    return y if bias is None else plus(y, bias.view(-1, *[1] * (weight.dim() - 2)))
 
 
 def conv_tbc(input: Any, weight: Any, bias: Any, pad: int = 0) -> Any:
@@ -227,7 +257,14 @@ def conv_tbc(input: Any, weight: Any, bias: Any, pad: int = 0) -> Any:
     y = _product(
         partial(torch.conv1d, padding=pad), input.permute(1, 2, 0), weight.permute(2, 1, 0)
     )
-    return y.permute(2, 0, 1) + _bias(bias, y)
+    return plus(y.permute(2, 0, 1), bias)
+
+
+def sparse_mm(a: Any, b: Any, reduce: str | None = None) -> Any:
+    """`torch.sparse.mm`, of which the gradient of a sparse operand is sparse too."""
+    if reduce is None:
+        return _product(torch.sparse.mm, a, b)
+    return _product(partial(torch.sparse.mm, reduce=reduce), a, b)
 
 
 def _refuse_out(function: Callable[..., Any], kwargs: dict[str, Any]) -> None:
@@ -290,6 +327,10 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
         for spelling in (torch.nn.functional.grouped_mm, _torch.grouped_mm)
     },
     torch.linalg.matmul: partial(binary, torch.matmul),
+    torch.sparse.mm: sparse_mm,
+    torch.spmm: partial(binary, torch.mm),
+    torch.dsmm: partial(binary, torch.mm),
+    torch.sparse.addmm: partial(added, torch.sparse.mm, torch.sparse.addmm),
     torch.linalg.multi_dot: chain,
     torch.chain_matmul: chain,
     torch.functional.chain_matmul: chain,

@@ -17,18 +17,20 @@ import torch
 from torch import Tensor
 
 from scaledtensor import _torch
-from scaledtensor.ops import hardware
+from scaledtensor.ops import hardware, sparse
 from scaledtensor.ops.algebra import check_dtypes, first_scaled, measured, operand, quadrature
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.products import multiplied
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.scale import settle, settle_product
+from scaledtensor.sparse import is_sparse
 from scaledtensor.tensor import ScaledTensor
 
 
 @rule(aten.mm.default)
 def mm(a: Any, b: Any) -> Raw:
-    """r = ra rb sqrt(K)."""
+    """r = ra rb sqrt(K). Of a sparse operand with E stored elements in N rows, here and in the
+    products below, K is E / N, and r is seen where there is anything to see."""
     return _product(torch.mm, a, b)
 
 
@@ -53,7 +55,12 @@ def dot(a: Any, b: Any) -> Tensor:
     return torch.dot(x.q.float(), y.q.float()) * x.scale * y.scale
 
 
-@rule(aten.addmm.default, aten.baddbmm.default, aten.addmv.default)
+@rule(
+    aten.addmm.default,
+    aten.baddbmm.default,
+    aten.addmv.default,
+    aten._sparse_addmm.default,  # torch.sparse.mm, of beta = 0
+)
 def addmm(c: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Raw:
     """r = sqrt((beta rc)^2 + (alpha ra rb)^2 K). Of c = a or c = b, one term of a polynomial of a
     matrix (Newton-Schulz), the parts cancel by its coefficients: measured."""
@@ -63,6 +70,8 @@ def addmm(c: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Raw:
         base = operand(c, c)
         ratio = base.scale / product.held * beta
         return measured(base.q.float() * ratio + product.q * alpha, product.held)
+    if beta == 0 and alpha == 1:
+        return product
     return _plus(c, product, first_scaled(c, a, b), beta, alpha)
 
 
@@ -188,6 +197,8 @@ def _plus(c: Any, product: Raw, like: ScaledTensor, beta: float, alpha: float) -
 
 def _product(matmul: Any, a: Any, b: Any) -> Raw:
     check_dtypes(a, b)
+    if is_sparse(a) or is_sparse(b):
+        return sparse.product(matmul, a, b)
     k = a.shape[-1]
     if (
         isinstance(a, ScaledTensor)

@@ -7,9 +7,11 @@ from scaledtensor.errors import RecipeError
 from scaledtensor.formats import BF16, E4M3FN, E5M2, FP32, Format
 from scaledtensor.recipes.base import Recipe, register
 from scaledtensor.recipes.casts import Cast
-from scaledtensor.recipes.scales import History, check_bool, check_exponent
+from scaledtensor.recipes.scales import Amax, History, Scale, check_bool, check_exponent
 
-__all__ = ["Delayed"]
+__all__ = ["ROLES", "Delayed"]
+
+ROLES = ("input", "weight", "gradient")
 
 
 @register
@@ -41,6 +43,8 @@ class Delayed(Recipe):
     """What would saturate is scaled by its own amax instead, so that growth from one step to the
     next loses nothing. False lets it saturate, as the published recipes do. Both are counted
     (`scaledtensor.histories.exceeded`); what saturated is warned of after the step."""
+    current: tuple[str, ...] = ()
+    """Operands, of "input", "weight" and "gradient", whose scale is their own amax in each step."""
 
     def __post_init__(self) -> None:
         check_exponent(self, "history", range(1, 1025))
@@ -48,8 +52,18 @@ class Delayed(Recipe):
         check_bool(self, "guard")
         if self.choose not in ("max", "recent"):
             raise RecipeError(f"Delayed.choose is 'max' or 'recent'; got {self.choose!r}")
+        given = tuple(self.current) if isinstance(self.current, (list, tuple)) else None
+        if given is None or not set(given) < set(ROLES):
+            raise RecipeError(
+                "Delayed.current has one or two of 'input', 'weight' and 'gradient', or none; got "
+                f"{self.current!r}. With all of them it is Current()"
+            )
+        # In one order, so that equal recipes are equal; files have lists.
+        object.__setattr__(self, "current", tuple(r for r in ROLES if r in given))
         super().__post_init__()
 
     def cast(self, role: str, gemm: str) -> Cast:
-        scale = History(self.history, self.margin, self.choose, self.guard)
+        scale: Scale = History(self.history, self.margin, self.choose, self.guard)
+        if role in self.current:
+            scale = Amax(margin=self.margin)
         return Cast(self.of_role(role), scale, rounding=self.rounding_of(role))

@@ -17,6 +17,7 @@ from scaledtensor.compat.torchao.float8 import (
     CastConfig,
     DelayedScalingConfig,
     Float8GemmConfig,
+    Float8Linear,
     Float8LinearConfig,
     Float8LinearRecipeName,
     ScalingGranularity,
@@ -220,6 +221,48 @@ def test__a_root_that_is_a_linear_layer__is_converted():
     assert isinstance(layer.weight, sct.ScaledTensor)
 
 
+def test__converted_layers__are_of_the_class_that_programs_ask_for():
+    class Own(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    m = nn.Sequential(nn.Linear(32, 32), Own(32, 32), nn.Linear(32, 3))
+    calls = []
+    m[0].register_forward_hook(lambda *_: calls.append(1))
+    config = Float8LinearConfig(emulate=True)
+    convert_to_float8_training(m, config=config, module_filter_fn=lambda mod, fqn: fqn != "2")
+    assert [type(layer) for layer in m] == [Float8Linear, Own, nn.Linear]
+    assert isinstance(m[1].weight, sct.ScaledTensor)
+    assert "i:dyn_ten_e4m3,w:dyn_ten_e4m3,go:dyn_ten_e5m2" in repr(m[0])
+    assert m[0].config is config
+    products = m[0].linear_mm_config
+    assert (products.output.emulate, products.output.use_fast_accum) == (True, True)
+    assert not products.grad_weight.use_fast_accum
+    twin = copy.deepcopy(m)
+    assert type(twin[0]) is Float8Linear
+    x = torch.randn(4, 32)
+    assert torch.equal(plain(m(x)), plain(twin(x)))
+    assert calls == [1, 1]
+    one = Float8Linear.from_float(nn.Linear(16, 16, bias=False), config)
+    assert type(one) is Float8Linear
+    assert isinstance(one.weight, sct.ScaledTensor)
+    assert (float8.e4m3_dtype, float8.e5m2_dtype) == (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test__under_autocast__the_result_is_in_its_dtype(name, dtype):
+    config = Float8LinearConfig.from_recipe_name(name)
+    m = convert_to_float8_training(mlp(dtype), config=config)
+    x = torch.randn(16, 64, dtype=dtype)
+    assert m(x).dtype == dtype
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = m(x)
+    assert y.dtype == torch.bfloat16
+    y.float().sum().backward()
+    assert m[0].bias.grad.dtype == dtype
+
+
 def test__each_layer__keeps_the_dtype_of_its_weight():
     m = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32, dtype=torch.bfloat16))
     convert_to_float8_training(m)
@@ -286,6 +329,35 @@ def test__a_delayed_config__is_the_recipe_of_that_name():
     )
     assert recipe_of(config, FP32) == Delayed(history=4, activation=FP32)
     assert not linear_requires_sync(Float8LinearConfig())
+
+
+@pytest.mark.parametrize("weight", ["dynamic", "delayed"])
+@pytest.mark.parametrize("given", ["dynamic", "delayed"])
+@pytest.mark.parametrize("gradient", ["dynamic", "delayed"])
+def test__each_operand__is_delayed_or_dynamic_as_it_says(given, weight, gradient):
+    kinds = [given, weight, gradient]
+    config = Float8LinearConfig(
+        **{
+            f"cast_config_{name}": CastConfig(scaling_type=ScalingType(kind))
+            for name, kind in zip(("input", "weight", "grad_output"), kinds, strict=True)
+        }
+    )
+    assert linear_requires_sync(config) == ("delayed" in kinds)
+    layer = convert_to_float8_training(nn.Linear(32, 16), config=config)
+    x = torch.randn(8, 32)
+    error = []
+    for _ in range(2):
+        x.mul_(3)  # which a history has not seen: its guard scales by the amax of this step
+        layer.zero_grad()
+        y = layer(x)
+        y.square().sum().backward()
+        wanted = x.double().T @ (2 * plain(y))
+        error.append(decibels(plain(layer.weight.grad).T, wanted))
+        sync_float8_amax_and_scale_history(layer)
+    assert min(error) > 18
+    if "delayed" in kinds:
+        seen = (layer.weight_amax[:, 1] > 0).tolist()
+        assert seen == [kind == "delayed" for kind in kinds]
 
 
 def test__target_dtypes_and_emulate__reach_the_recipe():
@@ -392,11 +464,25 @@ ROW = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE)
         (lambda: Float8LinearConfig.from_recipe_name("blockwise"), RecipeError, "tensorwise"),
         (
             lambda: convert_to_float8_training(
-                mlp(), config=Float8LinearConfig(cast_config_input=DELAYED)
+                mlp(),
+                config=Float8LinearConfig(cast_config_input=DELAYED, cast_config_weight=static(2)),
             ),
             UnsupportedError,
-            "DELAYED, DYNAMIC",
+            "DELAYED TENSORWISE, STATIC TENSORWISE",
         ),
+        (
+            lambda: convert_to_float8_training(
+                mlp(), config=Float8LinearConfig(cast_config_input_for_grad_weight=DELAYED)
+            ),
+            UnsupportedError,
+            "both products",
+        ),
+        (
+            lambda: Float8LinearConfig(cast_config_weight=ROW, enable_fsdp_float8_all_gather=True),
+            RecipeError,
+            "TENSORWISE",
+        ),
+        (lambda: Float8Linear.from_float(nn.Sequential()), ModelError, "nn.Linear"),
         (
             lambda: convert_to_float8_training(
                 mlp(), config=Float8LinearConfig(round_scales_to_power_of_2=True, **ALL_DELAYED)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
+from assertions import assert_shifted
 from torch import Tensor, nn
 
 import scaledtensor as sct
@@ -177,3 +178,25 @@ def test__a_changed_rule_is_not_served_from_the_cache(tmp_path: Path) -> None:
         printed.append((float(value), int(hits)))
     assert [value for value, _ in printed] == [3.0, 3.0, 5.0, 3.0]
     assert [hits for _, hits in printed] == [0, 1, 0, 1]
+
+
+STATISTICS = {
+    "sum": lambda y: y.sum(),
+    "mean": lambda y: torch.mean(y),
+    "of a view": lambda y: y[:, -1].sum(),
+    "dequantized": lambda y: y.dequantize().square().sum(),
+}
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+def test__a_plain_statistic_of_what_was_compiled__goes_back_into_it(name):
+    """Its gradient is plain, where the compiled backward pass was made for scaled ones."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layer, x = sct.scale_model(torch.nn.Linear(16, 8)), torch.randn(4, 16)
+    found = []
+    for run in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        layer.zero_grad()
+        STATISTICS[name](run(x)).backward()
+        found.append(layer.weight.grad)
+    assert_shifted(*found, 0)

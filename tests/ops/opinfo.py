@@ -11,7 +11,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves, tree_map
 
 import scaledtensor as sct
-from scaledtensor.errors import MissingRuleError, UnsupportedError
+from scaledtensor.errors import UnsupportedError
 
 
 def name_of(info: Any) -> str:
@@ -20,12 +20,11 @@ def name_of(info: Any) -> str:
 
 OPS = {name_of(info): info for info in op_db}
 
-SPARSE = (MissingRuleError, "sparse")
+SPARSE = (UnsupportedError, "sparse")
 
 #: name -> the error, and words of it. What the library says it does not do.
 OUT_OF_SCOPE: dict[str, tuple[type[Exception], str]] = {
     **dict.fromkeys(("sparse.sampled_addmm", "sparse.mm.reduce"), SPARSE),
-    "to_sparse": (UnsupportedError, "dense"),
 }
 
 #: Operators with no value to compare, or none here.

@@ -76,9 +76,9 @@ def test__embedding_with_a_largest_norm__cuts_the_rows_in_use():
     assert_holds(x, table, 2.0**-20)
 
 
-def test__a_sparse_result__has_no_scaled_form_and_says_so():
+def test__a_compressed_result__has_no_scaled_form_and_says_so():
     with pytest.raises(sct.errors.UnsupportedError, match="dequantize"):
-        sct.scaled(gaussian(4, 4)).to_sparse()
+        sct.scaled(gaussian(4, 4)).to_sparse_csr()
 
 
 def rotary(x: torch.Tensor) -> torch.Tensor:

@@ -45,6 +45,10 @@ transforms                     graphs that Dynamo captures       modes around th
 `plot`                         draws on pyplot's current figure  draws on a figure of its own
 `visualiser`, `example_batch`  download a data set               take a batch, or say so
 `scale_fwd`, `scale_bwd`       any factor                        a positive one
+`weight`, `label_smoothing`    ValueError                        taken
+of cross entropy; `sparse`
+of an embedding
+logs of transforms             at level INFO                     none
 `apply_constraint`             any name in the module            the names of a table, and "exact"
 `copy.deepcopy(parameter)`     keeps tags                        the copy of its *module* does;
                                                                  see `scaledtensor.mup`
@@ -52,9 +56,10 @@ biases, ignored tokens,        shrunk by 1/sqrt(fan_in),         not shrunk, not
 dropout in evaluation          counted, scaled                   the identity
 =============================  ================================  =================================
 
-Errors are this library's (`scaledtensor.errors`); each is the ValueError or NotImplementedError
-that it takes the place of. Modules are those of the published package but for `docs` and
-`transforms.utils`, which hold what it is made with.
+Errors are this library's (`scaledtensor.errors`). What takes the place of a ValueError is one, and
+so is what takes the place of an `assert`; a missing matplotlib or pandas is an UnsupportedError.
+Modules are those of the published package but for `docs` and `transforms.utils`, which hold what it
+is made with.
 """
 
 from scaledtensor._version import __version__

@@ -1,18 +1,19 @@
 """`unit_scaling.optim`: see `scaledtensor.optim`, which has Muon, Lion and SOAP rules too.
 
-As published, parameters without tags are an error unless `allow_non_unit_scaling_params`, and
-weight decay is independent by default.
+As published, parameters without tags are an error unless `allow_non_unit_scaling_params`, weight
+decay is independent by default, and each parameter has a group of its own, in the order in which
+they were given: a `state_dict` of the published optimizers loads, and so does one of these there.
 """
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+from torch import Tensor
+
 from scaledtensor import optim
-from scaledtensor.optim import (
-    lr_scale_for_depth,
-    lr_scale_func_adam,
-    lr_scale_func_sgd,
-    scaled_parameters,
-)
+from scaledtensor.errors import MupError
+from scaledtensor.optim import lr_scale_for_depth, lr_scale_func_adam, lr_scale_func_sgd
+from scaledtensor.optim.rules import LRScale
 
 __all__ = [
     "SGD",
@@ -25,11 +26,48 @@ __all__ = [
 ]
 
 
+def scaled_parameters(
+    params: Iterable[Any],
+    lr_scale_func: LRScale,
+    lr: float | Tensor | None = None,
+    weight_decay: float = 0,
+    independent_weight_decay: bool = True,
+    allow_non_unit_scaling_params: bool = False,
+) -> list[dict[str, Any]]:
+    """`scaledtensor.optim.scaled_parameters`, a group for each parameter.
+
+    Raises:
+        MupError: no learning rate, a parameter without tags, or an independent weight decay at
+            learning rate 0.
+    """
+    return optim.scaled_parameters(
+        _one_each(params),
+        lr_scale_func,
+        lr,
+        weight_decay,
+        independent_weight_decay,
+        allow_non_unit_scaling_params,
+    )
+
+
+def _one_each(params: Iterable[Any]) -> Iterator[dict[str, Any]]:
+    if isinstance(params, Tensor):
+        raise MupError("params is an iterable of parameters; got one tensor. Put it in a list")
+    for entry in params:
+        if not isinstance(entry, dict):
+            yield {"params": [entry]}
+            continue
+        given = entry["params"]
+        for one in [given] if isinstance(given, Tensor) else given:
+            yield entry | {"params": [one]}
+
+
 class SGD(optim.SGD):
     """`scaledtensor.optim.SGD`, of tagged parameters."""
 
     def __init__(
         self,
+        params: Iterable[Any],
         *args: Any,
         weight_decay: float = 0,
         independent_weight_decay: bool = True,
@@ -38,6 +76,7 @@ class SGD(optim.SGD):
         **options: Any,
     ) -> None:
         super().__init__(
+            list(_one_each(params)),
             *args,
             weight_decay=weight_decay,
             independent_weight_decay=independent_weight_decay,
@@ -52,6 +91,7 @@ class Adam(optim.Adam):
 
     def __init__(
         self,
+        params: Iterable[Any],
         *args: Any,
         weight_decay: float = 0,
         independent_weight_decay: bool = True,
@@ -59,6 +99,7 @@ class Adam(optim.Adam):
         **options: Any,
     ) -> None:
         super().__init__(
+            list(_one_each(params)),
             *args,
             weight_decay=weight_decay,
             independent_weight_decay=independent_weight_decay,
@@ -72,6 +113,7 @@ class AdamW(optim.AdamW):
 
     def __init__(
         self,
+        params: Iterable[Any],
         *args: Any,
         weight_decay: float = 0,
         independent_weight_decay: bool = True,
@@ -79,6 +121,7 @@ class AdamW(optim.AdamW):
         **options: Any,
     ) -> None:
         super().__init__(
+            list(_one_each(params)),
             *args,
             weight_decay=weight_decay,
             independent_weight_decay=independent_weight_decay,

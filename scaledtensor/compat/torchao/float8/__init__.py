@@ -11,6 +11,13 @@ from scaledtensor.compat.torchao.float8.config import (
     Float8LinearRecipeName,
     ScalingGranularity,
     ScalingType,
+    e4m3_dtype,
+    e5m2_dtype,
+)
+from scaledtensor.compat.torchao.float8.float8_linear import (
+    Float8Linear,
+    LinearMMConfig,
+    ScaledMMConfig,
 )
 from scaledtensor.compat.torchao.float8.float8_linear_utils import (
     _auto_filter_for_recipe,
@@ -24,12 +31,17 @@ __all__ = [
     "CastConfig",
     "DelayedScalingConfig",
     "Float8GemmConfig",
+    "Float8Linear",
     "Float8LinearConfig",
     "Float8LinearRecipeName",
+    "LinearMMConfig",
+    "ScaledMMConfig",
     "ScalingGranularity",
     "ScalingType",
     "_auto_filter_for_recipe",
     "convert_to_float8_training",
+    "e4m3_dtype",
+    "e5m2_dtype",
     "linear_requires_sync",
     "precompute_float8_dynamic_scale_for_fsdp",
     "sync_float8_amax_and_scale_history",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from scaledtensor.errors import RecipeError, UnsupportedError
+from scaledtensor.formats import from_dtype
 
 __all__ = [
     "CastConfig",
@@ -18,7 +19,12 @@ __all__ = [
     "Float8LinearRecipeName",
     "ScalingGranularity",
     "ScalingType",
+    "e4m3_dtype",
+    "e5m2_dtype",
 ]
+
+#: The default dtypes of operands, of every device: OCP's (torchao's are FNUZ on an MI300).
+e4m3_dtype, e5m2_dtype = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def _check_type(record: object, name: str, kind: type) -> None:
@@ -39,6 +45,10 @@ class ScalingType(enum.Enum):
     DISABLED = "disabled"
     """No cast: the product runs in the dtype of the weight."""
 
+    def short_str(self) -> str:
+        """As a layer prints it: "dyn", "del", "sta" or "dis"."""
+        return self.value[:3]
+
 
 class ScalingGranularity(enum.Enum):
     """What shares a scale."""
@@ -46,6 +56,10 @@ class ScalingGranularity(enum.Enum):
     TENSORWISE = "tensorwise"
     AXISWISE = "axiswise"
     """A row of the left operand of a product, a column of the right one."""
+
+    def short_str(self) -> str:
+        """As a layer prints it: "ten" or "axs"."""
+        return {"tensorwise": "ten", "axiswise": "axs"}[self.value]
 
 
 class Float8LinearRecipeName(enum.Enum):
@@ -95,6 +109,11 @@ class CastConfig:
             isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize == 1
         ):
             raise RecipeError(f"CastConfig.target_dtype is an FP8 dtype of torch; got {dtype!r}")
+
+    def short_str(self) -> str:
+        """As a layer prints it, such as "dyn_ten_e4m3"."""
+        dtype = from_dtype(self.target_dtype).name[:4] if self.target_dtype is not None else "none"
+        return f"{self.scaling_type.short_str()}_{self.scaling_granularity.short_str()}_{dtype}"
 
     @property
     def exponent(self) -> int:
@@ -148,9 +167,9 @@ def _power_of_two(given: object) -> float:
 
 #: (the two casts of an operand, their default dtype). Micikevicius et al., arXiv 2209.05433.
 _OPERANDS = (
-    ("cast_config_input", "cast_config_input_for_grad_weight", torch.float8_e4m3fn),
-    ("cast_config_weight", "cast_config_weight_for_grad_input", torch.float8_e4m3fn),
-    ("cast_config_grad_output", "cast_config_grad_output_for_grad_weight", torch.float8_e5m2),
+    ("cast_config_input", "cast_config_input_for_grad_weight", e4m3_dtype),
+    ("cast_config_weight", "cast_config_weight_for_grad_input", e4m3_dtype),
+    ("cast_config_grad_output", "cast_config_grad_output_for_grad_weight", e5m2_dtype),
 )
 
 _PRODUCTS = (
@@ -191,7 +210,9 @@ class Float8LinearConfig:
     gemm_config_grad_input: Float8GemmConfig = Float8GemmConfig()
     gemm_config_grad_weight: Float8GemmConfig = Float8GemmConfig()
     enable_fsdp_float8_all_gather: bool = False
-    """Refused: no parameter is sharded here."""
+    """Without effect: with either choice `fully_shard` gathers the 8-bit codes of a weight that has
+    one scale, DYNAMIC or STATIC, and the elements of any other. True is refused for AXISWISE
+    weights, as torchao does."""
     pad_inner_dim: bool = False
     """Sizes that are no multiples of 16 need no padding here: what FP8 units do not take is a
     bfloat16 product of the same values, with either choice."""
@@ -247,7 +268,7 @@ class Float8LinearConfig:
         if name is Float8LinearRecipeName.TENSORWISE:
             return Float8LinearConfig()
         by_row = CastConfig(
-            scaling_granularity=ScalingGranularity.AXISWISE, target_dtype=torch.float8_e4m3fn
+            scaling_granularity=ScalingGranularity.AXISWISE, target_dtype=e4m3_dtype
         )
         rowwise = Float8LinearConfig(
             cast_config_input=by_row,
@@ -257,10 +278,10 @@ class Float8LinearConfig:
         )
         if name is Float8LinearRecipeName.ROWWISE:
             return rowwise
-        high = CastConfig(ScalingType.DISABLED, target_dtype=torch.float8_e4m3fn)
+        high = CastConfig(ScalingType.DISABLED, target_dtype=e4m3_dtype)
         return replace(
             rowwise,
-            cast_config_weight_for_grad_input=CastConfig(target_dtype=torch.float8_e4m3fn),
+            cast_config_weight_for_grad_input=CastConfig(target_dtype=e4m3_dtype),
             cast_config_input_for_grad_weight=high,
             cast_config_grad_output_for_grad_weight=high,
         )
@@ -283,10 +304,29 @@ class Float8LinearConfig:
             )
 
     def _check_products(self) -> None:
+        shared = self.cast_config_weight.scaling_granularity
+        if self.enable_fsdp_float8_all_gather and shared is not ScalingGranularity.TENSORWISE:
+            raise RecipeError(
+                "enable_fsdp_float8_all_gather is for TENSORWISE weights; got "
+                f"{shared} for cast_config_weight"
+            )
         for product, left, right in _PRODUCTS:
             kinds = (getattr(self, left).scaling_type, getattr(self, right).scaling_type)
             if (kinds[0] is ScalingType.DISABLED) != (kinds[1] is ScalingType.DISABLED):
                 raise RecipeError(
-                    f"both operands of {product} are cast or neither; {left} is {kinds[0]}, "
-                    f"{right} {kinds[1]}"
+                    f"incompatible operand precision for {product}: both operands are cast or "
+                    f"neither; {left} is {kinds[0]}, {right} {kinds[1]}"
                 )
+
+    def short_str(self) -> str:
+        """The casts of input, weight and gradient as a layer prints them, and those that differ in
+        the other product of the operand."""
+        parts = []
+        for name, (first, second, _), other in zip(
+            ("i", "w", "go"), _OPERANDS, ("i_gw", "w_gi", "go_gw"), strict=True
+        ):
+            one, two = getattr(self, first), getattr(self, second)
+            parts.append(f"{name}:{one.short_str()}")
+            if two != one:
+                parts.append(f"{other}:{two.short_str()}")
+        return ",".join(parts)

@@ -14,6 +14,7 @@ from scaledtensor.compat.torchao.float8.config import (
     Float8LinearRecipeName,
     ScalingType,
 )
+from scaledtensor.compat.torchao.float8.float8_linear import Float8Linear
 from scaledtensor.compat.torchao.float8.recipe import casts, recipe_of
 from scaledtensor.errors import ModelError, RecipeError, UnsupportedError
 from scaledtensor.formats import BF16, FP16, FP32
@@ -40,7 +41,9 @@ def convert_to_float8_training(
     """Train the linear layers of `module` in FP8, in place: `scale_model` with the config's recipe.
 
     Activations and parameters keep the dtype of each layer's weight. The parameters stay the
-    objects that they are, so that an optimizer made before still has them.
+    objects that they are, so that an optimizer made before still has them; so do the modules, of
+    which those of the class `nn.Linear` become `Float8Linear`. A class derived from it keeps its
+    own forward.
 
     Args:
         module: any module; a linear layer itself too.
@@ -55,8 +58,8 @@ def convert_to_float8_training(
         ModelError: what `scale_model` cannot convert.
         RecipeError: `config` is no `Float8LinearConfig` of this module, or a product of its formats
             needs `emulate=True`.
-        UnsupportedError: some casts are delayed and some are not, or delayed scales are to be
-            rounded.
+        UnsupportedError: delayed casts beside others than tensorwise dynamic ones, or delayed
+            scales that are to be rounded.
     """
     if not isinstance(module, nn.Module):
         raise ModelError(f"convert_to_float8_training takes an nn.Module; got {module!r}")
@@ -74,6 +77,10 @@ def convert_to_float8_training(
     for dtype in dict.fromkeys(m.weight.dtype for m in chosen):
         recipe = recipe_of(config, _FORMATS.get(dtype, FP32))
         sct.scale_model(module, recipe, _among([m for m in chosen if m.weight.dtype == dtype]))
+    for m in chosen:
+        if type(m) is nn.Linear:
+            vars(m)["config"] = config
+            m.__class__ = Float8Linear
     return module
 
 

@@ -25,6 +25,7 @@ from scaledtensor.recipes import (
     Recipe,
 )
 from scaledtensor.recipes.casts import GEMMS
+from scaledtensor.recipes.delayed import ROLES
 
 __all__ = ["casts", "recipe_of"]
 
@@ -37,8 +38,8 @@ def recipe_of(config: Float8LinearConfig, weight: Format) -> Recipe:
     `Constant` where it says what the config does, else `PerGemm`.
 
     Raises:
-        UnsupportedError: some casts are delayed and some are not, or delayed scales are to be
-            rounded.
+        UnsupportedError: delayed casts beside others than tensorwise dynamic ones, or delayed
+            scales that are to be rounded.
     """
     sums = (
         config.gemm_config_output,
@@ -54,16 +55,20 @@ def recipe_of(config: Float8LinearConfig, weight: Format) -> Recipe:
     given = casts(config)
     kinds = {c.scaling_type for c in given}
     inputs, weights, gradients = given[:3]
-    if ScalingType.DELAYED in kinds and len(kinds) > 1:
+    delayed = ScalingType.DELAYED in kinds
+    shared = {c.scaling_granularity for c in given}
+    mixed = given[:3] != given[3:] or not kinds <= {ScalingType.DELAYED, ScalingType.DYNAMIC}
+    if delayed and (mixed or shared != {ScalingGranularity.TENSORWISE}):
         raise UnsupportedError(
-            "delayed scaling is for input, weight and grad_output in all three products, or for "
-            f"none of them; got {', '.join(sorted(k.name for k in kinds))}"
+            "a delayed cast of an operand is for both products that it is in, and the others are "
+            "DELAYED or DYNAMIC, and TENSORWISE; got "
+            + ", ".join(f"{c.scaling_type.name} {c.scaling_granularity.name}" for c in given)
         )
-    if ScalingType.DELAYED in kinds and config.round_scales_to_power_of_2:
+    if delayed and config.round_scales_to_power_of_2:
         raise UnsupportedError(
             "round_scales_to_power_of_2 is for DYNAMIC scales; delayed ones are not rounded"
         )
-    if given[:3] == given[3:] and len(kinds) == 1:
+    if delayed or (given[:3] == given[3:] and len(kinds) == 1):
         formats: dict[str, Any] = {
             "forward": _format(inputs),
             "weight": _format(weights),
@@ -71,8 +76,17 @@ def recipe_of(config: Float8LinearConfig, weight: Format) -> Recipe:
         }
         if formats["weight"] == formats["forward"]:
             del formats["weight"]
-        if kinds == {ScalingType.DELAYED}:
-            return Delayed(history=config.delayed_scaling_config.history_len, **formats, **common)
+        if delayed:
+            return Delayed(
+                history=config.delayed_scaling_config.history_len,
+                current=tuple(
+                    role
+                    for role, c in zip(ROLES, given, strict=False)
+                    if c.scaling_type is ScalingType.DYNAMIC
+                ),
+                **formats,
+                **common,
+            )
         if kinds == {ScalingType.STATIC}:
             return Constant(
                 input_exponent=inputs.exponent,
@@ -81,7 +95,6 @@ def recipe_of(config: Float8LinearConfig, weight: Format) -> Recipe:
                 **formats,
                 **common,
             )
-        shared = {c.scaling_granularity for c in given}
         if kinds == {ScalingType.DYNAMIC} and len(shared) == 1:
             return Current(
                 granularity=_GRANULARITIES[shared.pop()],
