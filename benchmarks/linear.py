@@ -7,7 +7,7 @@
 All variants of a size run interleaved in one process; a figure is the median of their CPU times on
 one thread. Ours has float32 parameters, cast anew in each step, and gives them float32 gradients;
 between layers flow ScaledTensors of bfloat16 elements, so that is what a recipe's row is given.
-In "plain input" the row is given a bfloat16 tensor, whose RMS is measured, and whose gradient
+In "plain input" the row is given a float32 tensor, whose RMS is measured, and whose gradient
 leaves as one: what the first layer of a model does. torchao's layer has bfloat16 parameters and
 scales tensor by tensor from each one's maximum (`convert_to_float8_training`), with its products
 emulated, which on a CPU takes no longer than `torch._scaled_mm` does; ours are emulated too. To
@@ -101,7 +101,7 @@ def variants(
         scaled = sct.scaled(x, "bf16", recipe=name)
         scaled_grad = sct.scaled(grad, "bf16", recipe=name)
         rows[name] = (ours, scaled, scaled_grad)
-        rows[f"{name}, plain input"] = (ours, half, scaled_grad)
+        rows[f"{name}, plain input"] = (ours, x, scaled_grad)
     return {f"{row} {path}": step(path, *given) for row, given in rows.items() for path in paths}
 
 

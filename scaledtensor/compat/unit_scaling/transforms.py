@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 import scaledtensor as sct
 from scaledtensor.compat.unit_scaling.formats import FPFormat
-from scaledtensor.compat.unit_scaling.functional import torch_map
 from scaledtensor.compat.unit_scaling.replacing import ReplacingUnitScale
 from scaledtensor.errors import FormatError, ModelError
 from scaledtensor.inspect import (
@@ -71,8 +70,7 @@ def unit_scale(
     scaled = _copied(module)
     if not replace:
         return sct.unit_scale(scaled)
-    at_unit_scale = {f: torch_map.get(g, g) for f, g in replace.items()}
-    return ReplacingUnitScale.apply(scaled, at_unit_scale)
+    return ReplacingUnitScale.apply(scaled, replace)
 
 
 def simulate_format(module: M, fwd_format: FPFormat, bwd_format: FPFormat) -> M:
