@@ -74,23 +74,23 @@ dist: venv
 	$(BIN)/python -m build --no-isolation
 	$(BIN)/python -m pytest tests/test_dist.py
 
-# Programs of users, in an environment of their own: the libraries that they use are many. Whatever these
-# ask for, the build of torch stays the one that TORCH named. timm and torchvision, which ask for another,
+# Programs of users, in an environment of their own on top of .venv: the libraries that they use are many.
+# What .venv has stays as it is, torch's build above all. MARKS chooses tests, all by default. timm and torchvision, which ask for another,
 # come without what they need. PyPI's torchvision does not load beside a CPU build of torch until its
 # operators have names: tests/users/conftest.py gives them.
 USERS := .venv-users
-USERS_BIN := $(USERS)/bin
-USERS_PIP := $(USERS_BIN)/python -m pip --quiet --disable-pip-version-check
+USERS_PIP := $(USERS)/bin/python -m pip --quiet --disable-pip-version-check
+MARKS ?=
 test-users: $(USERS)/.installed
-	$(USERS_BIN)/python -m pytest -m "" tests/users
+	$(USERS)/bin/python -m pytest -n auto -m "$(MARKS)" tests/users
 
-$(USERS)/.installed: pyproject.toml requirements-dev.txt requirements-users.txt
+$(USERS)/.installed: $(STAMP) requirements-users.txt
 	$(PYTHON) -m venv $(USERS)
-	$(USERS_PIP) install $(TORCH) -r requirements-dev.txt
-	$(USERS_BIN)/python -c "import torch; print('torch==' + torch.__version__)" > $(USERS)/torch.txt
-	$(USERS_PIP) install -c $(USERS)/torch.txt -r requirements-users.txt
+	$(BIN)/python -c "import site; print('import site; site.addsitedir(%r)' % site.getsitepackages()[0])" \
+		> $(USERS)/lib/$$(ls $(USERS)/lib)/site-packages/base.pth
+	$(BIN)/python -m pip freeze --exclude-editable > $(USERS)/base.txt
+	$(USERS_PIP) install -c $(USERS)/base.txt -r requirements-users.txt
 	$(USERS_PIP) install --no-deps timm==1.0.31 torchvision==0.28.0
-	$(USERS_PIP) install --no-deps --no-build-isolation -e .
 	touch $@
 
 check: venv
