@@ -376,11 +376,6 @@ def _check_swap(change: _Change) -> None:
             "class after the conversion, and which the parameter would lose; register them "
             "after it"
         )
-    if p.grad is not None and p.grad.layout != torch.strided:
-        raise ModelError(
-            f"the gradient of {name} is {p.grad.layout}, which has no scaled form; call "
-            "model.zero_grad() first"
-        )
     holder = _torch.holder_of(p)
     if holder is not None:
         raise ModelError(f"{name} cannot become another kind of tensor: {_HELD[holder]}")

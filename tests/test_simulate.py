@@ -67,7 +67,7 @@ def test__every_spelling__multiplies_rounded_operands(spelling: Any, compiled: b
 
 def test__a_product_that_scaled_tensors_cast__is_simulated_too() -> None:
     missing = functions.FUNCTIONS.keys() - OPERANDS.keys() - OPERANDS_FROM.keys()
-    assert not missing
+    assert missing == {torch.sparse.mm, torch.sparse.addmm}  # which no recipe casts
 
 
 def test__attention_and_recurrent_layers__are_entered() -> None:

@@ -13,6 +13,7 @@ from scaledtensor.ops.algebra import (
     elements,
     first_scaled,
     gaussian_moment,
+    measured,
     operand,
     plain,
     quadrature,
@@ -99,6 +100,8 @@ def mul(x: Any, y: Any) -> Raw:
     if not isinstance(y, Tensor):
         c = float(y)
         nonnegative = x.nonnegative and c >= 0
+        if not math.isfinite(c):  # no scale: infinities show in the elements
+            return Raw(elements(x) * c, x.scale, x.rms, settled=True, nonnegative=nonnegative)
         return Raw(elements(x), x.scale * c, x.rms * abs(c), nonnegative=nonnegative)
     like = first_scaled(x, y)
     a, b = operand(x, like), operand(y, like)
@@ -141,15 +144,16 @@ def addcmul(x: Any, a: Any, b: Any, value: float = 1) -> Raw:
 
 @rule(prims.fma.default)
 def fma(a: Any, b: Any, x: Any) -> Raw:
-    """a b + x as addcmul; squares add linearly. Dynamo takes the steps of optimizers apart so."""
+    """a b + x, measured: Dynamo takes the steps of optimizers apart so, and no longer tells what is
+    a square and what is a step from x."""
     like = first_scaled(a, b, x)
     left, right, base = (operand(t, like) for t in (a, b, x))
-    product = left.rms * right.rms
-    squares = left.nonnegative and right.nonnegative
-    rms = base.rms + product if squares else quadrature(base.rms, product)
+    rms = quadrature(base.rms, left.rms * right.rms)
     scale, ratio, factor = settle(rms, base.scale, left.scale * right.scale)
     q = torch.addcmul(base.q * ratio, left.q * right.q, factor)
-    return Raw(q, scale, rms, settled=True, nonnegative=base.nonnegative and squares)
+    return measured(
+        q, scale, nonnegative=base.nonnegative and left.nonnegative and right.nonnegative
+    )
 
 
 @rule(aten.addcdiv.default)

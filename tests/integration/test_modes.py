@@ -156,7 +156,10 @@ def trained(
 def test__a_grad_scaler__trains_to_the_same_bits(autocast: bool, clip: float) -> None:
     first, second = gpt(), gpt()
     scaler = torch.amp.GradScaler("cpu", growth_interval=2)
-    plain, scaled = trained(first, None, False, clip, 5), trained(second, scaler, autocast, clip, 5)
+    plain, scaled = (
+        trained(first, None, autocast, clip, 5),
+        trained(second, scaler, autocast, clip, 5),
+    )
     assert scaler.get_scale() == 2.0**18
     for p, q in zip(first.parameters(), second.parameters(), strict=True):
         assert_shifted(p, q, 0)
@@ -417,7 +420,7 @@ def test__sums_over_everything__are_plain_and_so_is_what_only_adds() -> None:
     layer.zero_grad()
     layer(torch.randn(3, 8)).sum().backward()
     assert_sane({"weight": layer.weight.grad})
-    assert type(layer.bias.grad) is Tensor
+    assert isinstance(layer.bias.grad, sct.ScaledTensor)
     assert torch.equal(layer.bias.grad, torch.full((4,), 3.0))
     torch.optim.AdamW([*layer.parameters(), factor], lr=0.1).step()
     assert_in_range([layer.weight, layer.bias], 0.25, 4)

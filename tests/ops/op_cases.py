@@ -273,7 +273,11 @@ def spelled_out(q: Tensor, k: Tensor, v: Tensor, fill: float = 0.0) -> Tensor:
     """Causal; with a fill, by an additive mask of it."""
     logits = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
     future = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1)
-    hidden = logits + future * fill if fill else logits.masked_fill(future, float("-inf"))
+    hidden = (
+        logits + (future * fill).to(logits.dtype)
+        if fill
+        else logits.masked_fill(future, float("-inf"))
+    )
     return hidden.softmax(-1) @ v
 
 
