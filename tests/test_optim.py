@@ -306,8 +306,8 @@ def test__a_compiled_step__is_the_eager_one(name):
         return parameters
 
     for eager, compiled in zip(train(False), train(True), strict=True):
-        # Dynamo spells some updates as a copy, which brings a scale of its own; in eager a parameter
-        # keeps the one that it has.
+        # Dynamo spells some updates as a copy, which brings a scale of its own; in eager one that
+        # is there stays.
         assert float(compiled.qdata.square().mean().sqrt()) < 4
         assert torch.allclose(eager.dequantize(), compiled.dequantize(), rtol=1e-4, atol=1e-5)
 
