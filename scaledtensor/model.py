@@ -21,6 +21,7 @@ from scaledtensor.recipes import get as get_recipe
 from scaledtensor.recipes.casts import Cast
 from scaledtensor.shards import is_dtensor, is_sharded, part_of
 from scaledtensor.simulate import refuse_simulated
+from scaledtensor.sparse import coo
 from scaledtensor.steps import is_scaled
 from scaledtensor.tensor import ScaledTensor, check_strided, is_stored
 from scaledtensor.wrap import scaled
@@ -168,7 +169,6 @@ def unscale_model(model: M) -> M:
     _convert(model, list(changes.values()))
     for module in model.modules():
         histories.detach(module)
-    for module in model.modules():
         state_dicts.attach(module)
     _note_ties(model)
     _show_recipes(model)
@@ -313,11 +313,7 @@ def _swap(change: _Change) -> None:
 
 def _scaled_gradient(g: Tensor) -> Tensor:
     """The gradient of an embedding may be sparse."""
-    if not g.is_sparse:
-        return scaled(g)
-    return torch.sparse_coo_tensor(
-        g._indices(), scaled(g._values()), g.shape, check_invariants=False
-    )
+    return coo(g, scaled(g._values())) if g.is_sparse else scaled(g)
 
 
 def _switch(p: Any, recipe: Recipe, stored: bool) -> None:

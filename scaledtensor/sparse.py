@@ -10,16 +10,14 @@ other is refused by name, since a rule for dense elements would take every place
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from scaledtensor import _torch
 from scaledtensor.errors import UnsupportedError
-from scaledtensor.formats import Format
 from scaledtensor.formats import get as get_format
-from scaledtensor.recipes import Recipe
 from scaledtensor.tensor import ScaledTensor, is_parameter, with_autograd
 
 __all__ = ["TABLE", "SparseTensor", "coo", "is_sparse"]
@@ -44,20 +42,8 @@ class SparseTensor(ScaledTensor):
         )
 
     @classmethod
-    def make(
-        cls,
-        qdata: Tensor,
-        scale: Tensor,
-        rms: Tensor,
-        format: Format,
-        dtype: torch.dtype,
-        recipe: Recipe | None,
-        nonnegative: bool = False,
-    ) -> Self:
-        self = cast(Self, _torch.make_sparse_wrapper(cls, qdata, dtype))
-        self.qdata, self.scale, self.rms = qdata, scale, rms
-        self.format, self.recipe, self.nonnegative = format, recipe, nonnegative
-        return self
+    def _wrapper(cls, qdata: Tensor, dtype: torch.dtype) -> Any:
+        return _torch.make_sparse_wrapper(cls, qdata, dtype)
 
     @classmethod
     @_torch.uncompiled

@@ -151,10 +151,14 @@ class ScaledTensor(Tensor):
         nonnegative: bool = False,
     ) -> Self:
         """The one constructor path, unchecked: for rules, which make only valid tensors."""
-        self = cast(Self, _torch.make_wrapper(cls, qdata, dtype))
+        self = cast(Self, cls._wrapper(qdata, dtype))
         self.qdata, self.scale, self.rms = qdata, scale, rms
         self.format, self.recipe, self.nonnegative = format, recipe, nonnegative
         return self
+
+    @classmethod
+    def _wrapper(cls, qdata: Tensor, dtype: torch.dtype) -> Any:
+        return _torch.make_wrapper(cls, qdata, dtype)
 
     def like(self, *inner: Tensor) -> Self:
         """A tensor with this one's format, dtype and recipe around other tensors for `INNER`."""

@@ -31,6 +31,8 @@ OPTIMIZERS = {
     "adafactor": (optim.Adafactor, {"lr": 0.01}),
     "muon": (optim.Muon, {"lr": 0.02}),
 }
+#: Those of which torch compiles another form than it runs in eager.
+OTHER_FORM = ("adagrad", "rmsprop", "radam", "rprop")
 FORMS = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 FUSED = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
 
@@ -290,7 +292,8 @@ def test__accumulated_gradients__are_the_sum():
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test__a_compiled_step__is_the_eager_one(name):
-    """Without fullgraph, which torch's own optimizers refuse."""
+    """Without fullgraph, which torch's own optimizers refuse. Where torch compiles another form of
+    the step (tensors and `where` for the numbers and branches of eager), the scale may differ."""
     make, options = OPTIMIZERS[name]
 
     def train(compiled: bool) -> list[nn.Parameter]:
@@ -306,9 +309,8 @@ def test__a_compiled_step__is_the_eager_one(name):
         return parameters
 
     for eager, compiled in zip(train(False), train(True), strict=True):
-        # Dynamo spells some updates as a copy, which brings a scale of its own; in eager one that
-        # is there stays.
-        assert float(compiled.qdata.square().mean().sqrt()) < 4
+        assert name in OTHER_FORM or torch.equal(eager.scale, compiled.scale)
+        assert torch.isfinite(compiled.rms)
         assert torch.allclose(eager.dequantize(), compiled.dequantize(), rtol=1e-4, atol=1e-5)
 
 

@@ -31,7 +31,7 @@ from scaledtensor import verbs
 from scaledtensor.errors import UnsupportedError
 from scaledtensor.formats import BF16, FP32, from_dtype
 from scaledtensor.measure import measured_rms
-from scaledtensor.ops.algebra import elements, first_scaled, operand
+from scaledtensor.ops.algebra import elements, first_scaled, operand, rms_seen
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.reduction import growth
 from scaledtensor.ops.registry import Overload, Raw, dispatch, rule, store
@@ -85,13 +85,7 @@ def product(matmul: F, a: Any, b: Any) -> Raw:
     terms = _count(matrix) * shape[summed] / max(shape.numel(), 1)
     scale = x.scale * y.scale
     expected = x.rms * y.rms * terms**0.5
-    return Raw(q, scale, _seen(q, expected / scale) * scale)
-
-
-def _seen(q: Tensor, otherwise: Tensor) -> Tensor:
-    """RMS of elements of moderate size; `otherwise` where some overflow or all are zero."""
-    norm = torch.linalg.vector_norm(q.detach()) / max(q.numel(), 1) ** 0.5
-    return torch.where(norm.isfinite() & (norm > 0), norm, otherwise)
+    return Raw(q, scale, rms_seen(q, expected / scale) * scale)
 
 
 @takes_sparse(aten._sparse_sparse_matmul.default)
@@ -149,7 +143,7 @@ def sparse_mm_reduce(a: Tensor, b: Any, reduce: str) -> Any:
     """As a product, with the sum, mean or extreme of a row's terms: measured."""
     y = operand(b, b)
     q, chosen = aten._sparse_mm_reduce_impl.default(_wide(a), _wide(y.q), reduce)
-    return Raw(q, y.scale, _seen(q, y.rms / y.scale) * y.scale), chosen
+    return Raw(q, y.scale, rms_seen(q, y.rms / y.scale) * y.scale), chosen
 
 
 # --- made, taken apart -----------------------------------------------------------------------

@@ -279,7 +279,8 @@ def _where(condition: Tensor, x: Any, y: Any) -> Raw:
     deciding = [
         p.rms for p, s in zip(sides, (x, y), strict=True) if isinstance(s, Tensor) or moves_scale(s)
     ]
-    rms = deciding[0] if len(deciding) == 1 else torch.maximum(*deciding)
+    # A side that is not a number, as a root that the condition guards, expects nothing.
+    rms = deciding[0] if len(deciding) == 1 else torch.fmax(*deciding)
     (scale,) = settle(rms)
     left, right = (
         _aligned(s, p, scale, elements(like)) for s, p in zip((x, y), sides, strict=True)

@@ -328,18 +328,18 @@ def test__workers_of_a_data_loader__give_the_batches_of_its_own_process(how: Any
 
 def test__resized_token_embeddings__stay_scaled_and_a_new_head_is_wrapped_by_itself() -> None:
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        vocab_size=50,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
     t = tokens()[:, :8] % 40
     for tied in (True, False):
-        config.tie_word_embeddings = tied
+        config = transformers.LlamaConfig(  # resizing writes the new size into it
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            vocab_size=50,
+            bos_token_id=0,
+            eos_token_id=1,
+            tie_word_embeddings=tied,
+        )
         model = sct.scale_model(transformers.LlamaForCausalLM(config))
         with torch.no_grad():  # while a graph of the old size lives, torch expects its gradients
             want = model(t).logits

@@ -66,6 +66,18 @@ def test__additive_mask__is_no_part_of_the_range(fill):
         assert_holds(F.softmax(y, -1), F.softmax(dequantized(x) + mask, -1), 2.0**-16)
 
 
+def test__a_side_of_where_that_is_not_a_number__expects_nothing():
+    """As the root in torch's RAdam, which its condition guards."""
+    x = sct.scaled(gaussian(64))
+    root = x * torch.tensor(-2.0).sqrt()
+    for y in (
+        torch.where(torch.tensor(True), x, root),
+        torch.where(torch.tensor(False), root, x),
+    ):
+        assert_holds(y, dequantized(x), 0)
+        assert float(y.scale) == 1
+
+
 @pytest.mark.parametrize("special", [float("inf"), float("-inf"), float("nan")])
 def test__one_special_element__stays_one_and_moves_no_scale(special):
     plain = gaussian(64)
