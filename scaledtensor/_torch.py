@@ -21,6 +21,7 @@ from torch.utils import checkpoint
 # What sees every operator of a thread, those that C++ calls included. torch documents it by its own
 # tools (`torch.utils.flop_counter`), and has no public name for it.
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "BODIES",
@@ -51,6 +52,7 @@ __all__ = [
     "make_wrapper",
     "mark_rows_dynamic",
     "memory_of",
+    "outside_modes",
     "process_group_named",
     "reshape_wrapper",
     "scaled_grouped_mm",
@@ -378,6 +380,14 @@ def without_function_modes() -> Iterator[None]:
     finally:
         for mode in reversed(modes):
             torch._C._push_on_torch_function_stack(mode)
+
+
+@contextlib.contextmanager
+def outside_modes() -> Iterator[None]:
+    """No dispatch mode sees what runs here either: a tensor made here is a real one, also while
+    another is being traced. The public way, `torch.utils._python_dispatch`, is private as well."""
+    with without_function_modes(), _disable_current_modes():
+        yield
 
 
 def is_within_step() -> bool:

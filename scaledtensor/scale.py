@@ -6,14 +6,15 @@ it is exact, does not synchronise with a device, and is the same in eager and in
 """
 
 import math
-import struct
 from collections.abc import Sequence
 from numbers import Real
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from scaledtensor.errors import ScaleError
+from scaledtensor.singles import Amount, Single, rounded, single_of, tensor_of
 
 __all__ = [
     "MAX_SCALE",
@@ -21,6 +22,7 @@ __all__ = [
     "checked_scale",
     "is_one",
     "is_power_of_two",
+    "larger",
     "nearest_power_of_two",
     "power_of_two_near",
     "quadrature",
@@ -28,6 +30,9 @@ __all__ = [
     "settle_in_place",
     "settle_product",
 ]
+
+A = TypeVar("A", Tensor, Single)
+"""An Amount: all of a call are tensors, or all numbers."""
 
 MIN_SCALE = 2.0**-126
 MAX_SCALE = 2.0**127
@@ -58,56 +63,63 @@ def nearest_power_of_two(rms: Tensor) -> Tensor:
     return bits.masked_fill_(bits == 0, _ONE_BITS).view(torch.float32)
 
 
-def settle(rms: Tensor, *scales: Tensor) -> list[Tensor]:
+def settle(rms: A, *scales: A) -> list[A]:
     """The power of two next to `rms`, and what takes elements held under each of `scales` there.
 
     Returns [scale, scales[0] / scale, scales[1] / scale, ...]. The ratios are kept finite, since
     0 * inf would be NaN.
     """
-    if rms.is_cpu and torch.compiler.is_compiling():
+    if _are_numbers(rms, *scales):
+        return _settle_singles(rms, scales)  # type: ignore[return-value]
+    tensor, held = tensor_of(rms), list(map(tensor_of, scales))
+    return _settle_tensors(tensor, held)  # type: ignore[return-value]
+
+
+def _settle_singles(rms: Any, scales: Sequence[Any]) -> list[Single]:
+    power = power_of_two_near(rms)
+    return [Single(power), *[_ratio_of(s, power) for s in scales]]
+
+
+def _are_numbers(*amounts: Any) -> bool:
+    for x in amounts:  # noqa: SIM110 - a generator takes three times as long
+        if type(x) is not Single:
+            return False
+    return True
+
+
+def _settle_tensors(tensor: Tensor, held: list[Tensor]) -> list[Tensor]:
+    if tensor.is_cpu and torch.compiler.is_compiling():
         # Opaque there: Inductor's C++ would inline this scalar arithmetic into every kernel that
         # reads the result and redo it for each vector of elements (measured: 3x on a gelu).
-        out: list[Tensor] = torch.ops.scaledtensor.settle(rms, scales)
+        out: list[Tensor] = torch.ops.scaledtensor.settle(tensor, held)
         return out
-    if _numbers(rms) is not None:
-        return _settle_numbers(rms, scales)
-    scale = nearest_power_of_two(rms)
-    return [scale, *((s / scale).clamp_max_(_FLOAT32_MAX) for s in scales)]
+    if type(tensor) is Tensor and tensor.is_cpu and not tensor.dim():
+        return _settle_numbers(tensor, held)
+    power = nearest_power_of_two(tensor)
+    return [power, *((s / power).clamp_max_(_FLOAT32_MAX) for s in held)]
 
 
-def settle_product(
-    terms: float, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
+def settle_product(terms: float, a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any, Any]:
     """For sums of `terms` independent products of two operands, each given as (scale, rms): the
     scale, the ratio of what the products are held under to it, and the RMS."""
-    known = _numbers(*a, *b)
-    if known is None:
-        rms = a[1] * b[1] * terms**0.5
-        scale, ratio = settle(rms, a[0] * b[0])
-        return scale, ratio, rms
-    scale_a, rms_a, scale_b, rms_b = known
-    product = _single(_single(rms_a * rms_b) * _single(terms**0.5))
-    power = power_of_two_near(product)
-    ratio = _tensor_of(_ratio_of(_single(scale_a * scale_b), power))
-    return _tensor_of(power), ratio, _tensor_of(product)
+    rms = a[1] * b[1] * terms**0.5
+    scale, ratio = settle(rms, a[0] * b[0])
+    return scale, ratio, rms
 
 
-def settle_in_place(
-    kept: Tensor, was: Tensor, rms: Tensor, held: Tensor, whole: bool
-) -> tuple[Tensor, Tensor]:
+def settle_in_place(kept: Any, was: Any, rms: Any, held: Any, whole: bool) -> tuple[Any, Any]:
     """As `settle`, for elements under `held` that go into a tensor of scale `kept` and RMS `was`.
 
     Its scale stays, unless it is known to be zero, or all of it (`whole`) is replaced by values of
-    another order (`rsqrt_` of tiny squares): then it is the power of two next to `rms`.
+    another order (`rsqrt_` of tiny squares): then it is the power of two next to `rms`. Returns
+    (scale, held / scale); a scale that stays is `kept` itself.
     """
-    known = _numbers(kept, was, rms, held)
-    if known is not None:
-        scale, before, r, given = known
-        far = whole and r > 0 and not scale / _FAR <= r <= scale * _FAR
-        if before and not far:
-            return kept, _tensor_of(_ratio_of(given, scale))
-        scale = power_of_two_near(r)
-        return _tensor_of(scale), _tensor_of(_ratio_of(given, scale))
+    kept, was, rms, held = single_of(kept), single_of(was), single_of(rms), single_of(held)
+    if _are_numbers(kept, was, rms, held):
+        far = whole and rms > 0 and not float(kept) / _FAR <= rms <= float(kept) * _FAR
+        scale = Single(power_of_two_near(rms)) if not was or far else kept
+        return scale, _ratio_of(held, scale)
+    kept, was, rms, held = map(tensor_of, (kept, was, rms, held))
     free = was == 0
     if whole:
         value, unit = rms.double(), kept.double()
@@ -116,57 +128,32 @@ def settle_in_place(
     return new, (held / new).clamp_max_(_FLOAT32_MAX)
 
 
-def quadrature(*rms: Tensor) -> Tensor:
+def quadrature(*rms: Any) -> Any:
     """RMS of a sum of independent terms, sqrt(sum of squares), float32.
 
     In float64, so that no square leaves the range.
     """
-    known = _numbers(*rms)
-    if known is not None:
-        return _tensor_of(math.sqrt(sum(r * r for r in known)))
-    total = rms[0].double().square()
+    if _are_numbers(*rms):
+        return Single(rounded(math.sqrt(sum([float.__mul__(r, r) for r in rms]))))
+    total = tensor_of(rms[0]).double().square()
     for r in rms[1:]:
-        total = total + r.double().square()
+        total = total + tensor_of(r).double().square()
     return total.sqrt().float()
 
 
-# On a CPU, outside tracing, a 0-dim tensor is a number that costs nothing to read, and Python's
-# arithmetic on it, bit for bit that of the tensors, a tenth of the time of as many operators.
+def larger(a: Amount, b: Amount) -> Any:
+    """The larger of two RMS; NaN if one is."""
+    a, b = single_of(a), single_of(b)
+    if isinstance(a, Single) and isinstance(b, Single):
+        return b if b > a or b != b else a
+    return torch.maximum(tensor_of(a), tensor_of(b))
 
 
-def _numbers(*tensors: Tensor) -> list[float] | None:
-    """What 0-dim tensors hold, where reading them costs nothing; elsewhere None."""
-    if torch.compiler.is_compiling():
-        return None
-    for t in tensors:
-        if type(t) is not Tensor or not t.is_cpu or t.dim():
-            return None
-    return [t.item() for t in tensors]
-
-
-def is_one(ratio: Tensor) -> bool:
+def is_one(ratio: Amount) -> bool:
     """Whether what elements are to be multiplied by is 1, where reading it costs nothing; elsewhere
     False."""
-    known = _numbers(ratio)
-    return known is not None and known[0] == 1
-
-
-def _single(number: float) -> float:
-    """A number rounded to float32."""
-    try:
-        return _SINGLE.unpack(_SINGLE.pack(number))[0]  # type: ignore[no-any-return]
-    except OverflowError:  # what rounds past the largest
-        return math.copysign(math.inf, number)
-
-
-_SINGLE = struct.Struct("f")
-
-
-def _tensor_of(number: float) -> Tensor:
-    """A number as a 0-dim float32 tensor, rounded."""
-    if number > _FLOAT32_MAX:  # an error for a float32, where a cast rounds to max or infinity
-        return torch.scalar_tensor(number, dtype=torch.float64).float()
-    return torch.scalar_tensor(number, dtype=torch.float32)
+    known = single_of(ratio)
+    return isinstance(known, Single) and float(known) == 1
 
 
 def power_of_two_near(rms: float) -> float:
@@ -179,14 +166,17 @@ def power_of_two_near(rms: float) -> float:
     return max(math.ldexp(1.0, exponent - (significand < _ROOT_HALF)), MIN_SCALE)
 
 
-def _ratio_of(held: float, scale: float) -> float:
+def _ratio_of(held: float, scale: float) -> Single:
     """What takes elements held under one float32 scale to another, as `settle` gives it."""
-    return min(held / scale, _FLOAT32_MAX)
+    ratio = float.__truediv__(held, scale)
+    if MIN_SCALE <= ratio <= _FLOAT32_MAX:  # float32 as it is: `scale` is a power of two
+        return Single(ratio)
+    return Single(rounded(min(ratio, _FLOAT32_MAX)))
 
 
 def _settle_numbers(rms: Tensor, scales: Sequence[Tensor]) -> list[Tensor]:
-    scale = power_of_two_near(rms.item())
-    return [_tensor_of(scale), *(_tensor_of(_ratio_of(s.item(), scale)) for s in scales)]
+    held = [s.item() for s in scales]
+    return [s.tensor() for s in _settle_singles(rms.item(), held)]
 
 
 _LIBRARY = torch.library.Library("scaledtensor", "FRAGMENT")  # type: ignore[no-untyped-call]

@@ -19,6 +19,7 @@ from scaledtensor.measure import measured_rms
 from scaledtensor.recipes import Recipe
 from scaledtensor.recipes import get as get_recipe
 from scaledtensor.scale import checked_scale, nearest_power_of_two
+from scaledtensor.singles import Amount, Cell, asked, hold, shared, single_of
 
 __all__ = [
     "APPEARANCES",
@@ -143,8 +144,8 @@ class ScaledTensor(Tensor):
     def make(
         cls,
         qdata: Tensor,
-        scale: Tensor,
-        rms: Tensor,
+        scale: Amount | Cell,
+        rms: Amount | Cell,
         format: Format,
         dtype: torch.dtype,
         recipe: Recipe | None,
@@ -152,22 +153,25 @@ class ScaledTensor(Tensor):
     ) -> Self:
         """The one constructor path, unchecked: for rules, which make only valid tensors."""
         self = cast(Self, cls._wrapper(qdata, dtype))
-        self.qdata, self.scale, self.rms = qdata, scale, rms
-        self.format, self.recipe, self.nonnegative = format, recipe, nonnegative
+        self.qdata, self.format = qdata, format
+        self.recipe, self.nonnegative = recipe, nonnegative
+        hold(self, scale, rms)
         return self
+
+    __getattr__ = asked  # a scale that is held as a number becomes a tensor when it is read
 
     @classmethod
     def _wrapper(cls, qdata: Tensor, dtype: torch.dtype) -> Any:
         return _torch.make_wrapper(cls, qdata, dtype)
 
-    def like(self, *inner: Tensor) -> Self:
+    def like(self, *inner: Any) -> Self:
         """A tensor with this one's format, dtype and recipe around other tensors for `INNER`."""
         qdata, scale, rms = inner
         return self.make(qdata, scale, rms, *self.__tensor_flatten__()[1])
 
     def viewed(self, qdata: Tensor) -> Self:
         """A view of this tensor, around a view of its elements: the very same scale."""
-        others = [getattr(self, name) for name in self.INNER[1:]]
+        others = [shared(self, name) for name in self.INNER[1:]]
         if torch.is_inference_mode_enabled() and not self.is_inference():
             # A view of a tensor from outside inference mode is one itself: torch sees to it.
             with torch.inference_mode(False):
@@ -497,4 +501,4 @@ def under_scale(
         return encode(wide / scale, fmt, overflow=overflow)
 
     qdata = in_pieces(divided, x.detach(), fmt.storage_dtype)
-    return ScaledTensor.make(qdata, scale, rms, fmt, dtype, recipe)
+    return ScaledTensor.make(qdata, single_of(scale), single_of(rms), fmt, dtype, recipe)

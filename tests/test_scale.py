@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from scaledtensor import scale
 from scaledtensor.scale import is_power_of_two, nearest_power_of_two
+from scaledtensor.singles import Single
 
 MANTISSAS = [0, 1, 0x3504F2, 0x3504F3, 0x3504F4, 0x7FFFFF]  # around sqrt(2), and the ends
 EDGES = torch.tensor([e << 23 | m for e in range(255) for m in MANTISSAS], dtype=torch.int32)
@@ -40,8 +41,8 @@ def test__numbers_and_tensors__round_alike_at_every_edge() -> None:
 
 @given(floats, scales, floats)
 def test__numbers_and_tensors__settle_alike(rms: float, held: float, was: float) -> None:
-    """The eager CPU path reads 0-dim tensors as numbers; tracing and devices keep them tensors."""
-    r, s, w = (torch.tensor(v) for v in (rms, held, was))
+    """The eager CPU path calculates with numbers; tracing and devices have tensors."""
+    r, s, w = (Single(v) for v in (rms, held, was))
 
     def in_place():
         return [x for whole in (False, True) for x in scale.settle_in_place(s, w, r, s, whole)]
@@ -51,7 +52,56 @@ def test__numbers_and_tensors__settle_alike(rms: float, held: float, was: float)
         return [*scale.settle(r, s), *in_place(), scale.quadrature(r, s, w), *product]
 
     numbers = all_of()
-    r, s, w = (t.reshape(1) for t in (r, s, w))  # not 0-dim: no number
+    assert all(isinstance(number, Single) for number in numbers)
+    r, s, w = (torch.tensor([v]) for v in (rms, held, was))  # not 0-dim: no number
     tensors = all_of()
     for a, b in zip(numbers, tensors, strict=True):
-        torch.testing.assert_close(a.reshape(1), b, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(torch.tensor([a]), b, rtol=0, atol=0, equal_nan=True)
+
+
+TWO = {
+    "mul": lambda x, y: x * y,
+    "div": lambda x, y: x / y,
+    "add": lambda x, y: x + y,
+    "sub": lambda x, y: x - y,
+}
+ONE = {
+    "neg": lambda x: -x,
+    "abs": lambda x: abs(x),
+    "square": lambda x: x.square(),
+    "cube": lambda x: x**3,
+    "reciprocal": lambda x: x.reciprocal(),
+    "clamp_max": lambda x: x.clamp_max(0.1),
+    "clamp_min": lambda x: x.clamp_min(0.1),
+    "times": lambda x: x * 0.1,
+    "from_left": lambda x: 0.1 * x,
+    "over": lambda x: x / 0.3,
+    "under": lambda x: 0.3 / x,
+    "less": lambda x: x - 0.1,
+    "from": lambda x: 0.1 - x,
+    "more": lambda x: 0.1 + x,
+}
+every = st.floats(width=32)
+
+
+@given(every, every, st.sampled_from(list(TWO)))
+def test__a_single__calculates_as_float32_tensors_do(x: float, y: float, name: str) -> None:
+    function = TWO[name]
+    got, want = function(Single(x), Single(y)), function(torch.tensor(x), torch.tensor(y))
+    assert isinstance(got, Single)
+    torch.testing.assert_close(torch.tensor(got), want, rtol=0, atol=0, equal_nan=True)
+
+
+@given(every, st.sampled_from(list(ONE)))
+def test__a_single_and_a_number__calculate_as_a_tensor_and_a_number_do(x: float, name: str) -> None:
+    got, want = ONE[name](Single(x)), ONE[name](torch.tensor(x))
+    assert isinstance(got, Single)
+    torch.testing.assert_close(torch.tensor(got), want, rtol=0, atol=0, equal_nan=True)
+
+
+@given(floats)
+def test__the_root_of_a_single__is_the_nearest(x: float) -> None:
+    """As compiled code has it. MKL's, which eager tensors get, is off by an ulp for one in five."""
+    want = torch.tensor(x).double().sqrt().float().item()
+    assert Single(x).sqrt() == Single(x) ** 0.5 == want
+    assert math.isnan(Single(-1.0).sqrt())

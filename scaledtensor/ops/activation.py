@@ -25,15 +25,17 @@ from scaledtensor.ops.algebra import (
     first_scaled,
     operand,
     rms_seen,
+    side,
     value,
 )
 from scaledtensor.ops.moments import gaussian_rms, integrand
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, Raw, dequantized, rule, write
+from scaledtensor.singles import Amount, rms_of, scale_of
 from scaledtensor.tensor import ScaledTensor
 
 
-def _between_half_and_root_half(rms: Tensor, c: float) -> Tensor:
+def _between_half_and_root_half(rms: Any, c: float) -> Any:
     r2 = bounded_square(rms)
     return (0.25 + 0.25 * (r2 / (r2 + c))).sqrt()
 
@@ -44,9 +46,9 @@ def _between(rms: Tensor, low: float, high: float, c: float) -> Tensor:
     return (low + (high - low) * (r2 / (r2 + c))).sqrt()
 
 
-def _backward(g: Any, saved: ScaledTensor, slope: Tensor, kernel: Callable[..., Tensor]) -> Raw:
+def _backward(g: Any, saved: ScaledTensor, slope: Amount, kernel: Callable[..., Tensor]) -> Raw:
     """A gradient is linear in `g`: computed on its elements, it cannot leave the range."""
-    left, v = operand(g, saved), value(saved)
+    left, v = side(g, saved), value(saved)
     return Raw(kernel(left.q.to(v.dtype), v), left.scale, left.rms * slope)
 
 
@@ -56,14 +58,15 @@ def _backward(g: Any, saved: ScaledTensor, slope: Tensor, kernel: Callable[..., 
 @rule(aten.relu.default)
 def relu(x: ScaledTensor) -> Raw:
     """Homogeneous: the scale passes through; half of the energy survives, r / sqrt(2)."""
-    return Raw(elements(x).relu(), x.scale, x.rms * 0.5**0.5, settled=True, nonnegative=True)
+    q, rms = elements(x).relu(), rms_of(x) * 0.5**0.5
+    return Raw(q, scale_of(x), rms, settled=True, nonnegative=True)
 
 
 @rule(aten.threshold_backward.default)
 def threshold_backward(g: Any, x: ScaledTensor, threshold: float) -> Raw:
     """Half of the gradients survive: r / sqrt(2). With another threshold than 0, a share of
     P(r z > t)."""
-    left = operand(g, x)
+    left = side(g, x)
     q = torch.where(value(x) > threshold, left.q, 0.0)
     if threshold == 0:
         return Raw(q, left.scale, left.rms * 0.5**0.5, settled=True)
@@ -75,7 +78,7 @@ def threshold_backward(g: Any, x: ScaledTensor, threshold: float) -> Raw:
 def leaky_relu(x: ScaledTensor, negative_slope: float = 0.01) -> Raw:
     """Homogeneous: r sqrt((1 + a^2) / 2)."""
     q = aten.leaky_relu.default(elements(x), negative_slope)
-    return Raw(q, x.scale, x.rms * ((1 + negative_slope**2) / 2) ** 0.5, settled=True)
+    return Raw(q, scale_of(x), rms_of(x) * ((1 + negative_slope**2) / 2) ** 0.5, settled=True)
 
 
 @rule(aten.leaky_relu_backward.default)
@@ -106,7 +109,8 @@ def hardtanh_backward(g: Any, x: ScaledTensor, low: float, high: float) -> Raw:
 @rule(aten.gelu.default)
 def gelu(x: ScaledTensor, *, approximate: str = "none") -> Raw:
     """r * sqrt(1/4 (1 + r^2 / (r^2 + 0.6)))."""
-    rms = x.rms * _between_half_and_root_half(x.rms, 0.6)
+    r = rms_of(x)
+    rms = r * _between_half_and_root_half(r, 0.6)
     return at_value(lambda v: aten.gelu.default(v, approximate=approximate), x, rms)
 
 
@@ -114,19 +118,20 @@ def gelu(x: ScaledTensor, *, approximate: str = "none") -> Raw:
 def gelu_backward(g: Any, x: ScaledTensor, *, approximate: str = "none") -> Raw:
     """r_g * sqrt(1/4 (1 + r^2 / (r^2 + 0.5)))."""
     kernel = partial(aten.gelu_backward.default, approximate=approximate)
-    return _backward(g, x, _between_half_and_root_half(x.rms, 0.5), kernel)
+    return _backward(g, x, _between_half_and_root_half(rms_of(x), 0.5), kernel)
 
 
 @rule(aten.silu.default)
 def silu(x: ScaledTensor) -> Raw:
     """r * sqrt(1/4 (1 + r^2 / (r^2 + 2)))."""
-    return at_value(torch.nn.functional.silu, x, x.rms * _between_half_and_root_half(x.rms, 2.0))
+    rms = rms_of(x) * _between_half_and_root_half(rms_of(x), 2.0)
+    return at_value(torch.nn.functional.silu, x, rms)
 
 
 @rule(aten.silu_backward.default)
 def silu_backward(g: Any, x: ScaledTensor) -> Raw:
     """r_g * sqrt(1/4 (1 + r^2 / (r^2 + 1.2)))."""
-    slope = _between_half_and_root_half(x.rms, 1.2)
+    slope = _between_half_and_root_half(rms_of(x), 1.2)
     return _backward(g, x, slope, aten.silu_backward.default)
 
 

@@ -13,11 +13,23 @@ from scaledtensor.formats import Format, decode
 from scaledtensor.measure import measured_rms
 from scaledtensor.ops.products import product_dtype
 from scaledtensor.ops.registry import Raw
-from scaledtensor.scale import nearest_power_of_two, quadrature
+from scaledtensor.scale import A, nearest_power_of_two, quadrature
+from scaledtensor.singles import (
+    ONE,
+    Amount,
+    Single,
+    calculates,
+    factor,
+    rms_of,
+    rounded,
+    scale_of,
+    single_of,
+)
 from scaledtensor.tensor import ScaledTensor, is_stored
 
 __all__ = [
     "Operand",
+    "Side",
     "at_value",
     "bounded_square",
     "check_dtypes",
@@ -32,6 +44,7 @@ __all__ = [
     "quadrature",
     "rms_seen",
     "saved_format",
+    "side",
     "value",
 ]
 
@@ -42,6 +55,15 @@ class Operand(NamedTuple):
     q: Tensor
     scale: Tensor
     rms: Tensor
+    nonnegative: bool = False
+
+
+class Side(NamedTuple):
+    """The same for rules that calculate with Amounts."""
+
+    q: Tensor
+    scale: Any
+    rms: Any
     nonnegative: bool = False
 
 
@@ -84,7 +106,10 @@ def value(x: ScaledTensor) -> Tensor:
     """The value itself. Exact under a power of two: bfloat16 and float32 have its exponent range.
     Under another scale, as 8-bit elements may have, it is the nearest float32."""
     q = elements(x)
-    return (q.float() if q.dtype == torch.float16 or x.qdata.itemsize == 1 else q) * x.scale
+    wide: Tensor = (q.float() if q.dtype == torch.float16 or x.qdata.itemsize == 1 else q) * factor(
+        scale_of(x)
+    )
+    return wide
 
 
 def plain(x: Any) -> Any:
@@ -150,7 +175,18 @@ def operand(x: Any, like: ScaledTensor) -> Operand:
     return Operand(q / scale, scale, rms)
 
 
-def at_value(function: Callable[..., Tensor], x: ScaledTensor, rms: Tensor, **kwargs: Any) -> Raw:
+def side(x: Any, like: ScaledTensor) -> Side:
+    """As `operand`, for rules that calculate with Amounts."""
+    if isinstance(x, ScaledTensor):
+        return Side(elements(x), scale_of(x), rms_of(x), x.nonnegative)
+    if not isinstance(x, Tensor) and calculates(like):
+        number = Single(rounded(float(x)))
+        return Side(torch.full((), number), ONE, abs(number), x >= 0)
+    q, scale, rms, nonnegative = operand(x, like)
+    return Side(q, single_of(scale), single_of(rms), nonnegative)
+
+
+def at_value(function: Callable[..., Tensor], x: ScaledTensor, rms: Amount, **kwargs: Any) -> Raw:
     """A function that is not homogeneous, applied to the value."""
     return Raw(function(value(x)), None, rms, **kwargs)
 
@@ -179,7 +215,7 @@ def rms_seen(q: Tensor, otherwise: Tensor) -> Tensor:
     return torch.where(seen.isfinite() & (seen > 0), seen, otherwise)
 
 
-def bounded_square(rms: Tensor) -> Tensor:
+def bounded_square(rms: A) -> A:
     """rms^2 in the forms that saturate: past 2^60 they have, and the square stays in range."""
     return rms.clamp_max(2.0**60).square()
 

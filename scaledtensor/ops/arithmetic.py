@@ -8,7 +8,7 @@ from torch import Tensor
 
 from scaledtensor.measure import measured_rms
 from scaledtensor.ops.algebra import (
-    Operand,
+    Side,
     at_value,
     elements,
     first_scaled,
@@ -18,12 +18,14 @@ from scaledtensor.ops.algebra import (
     plain,
     quadrature,
     rms_seen,
+    side,
     value,
 )
 from scaledtensor.ops.masks import FILL, HUGE, LARGEST, is_table, saturated
 from scaledtensor.ops.operators import aten, prims
 from scaledtensor.ops.registry import Overload, Raw, Towards, rule, starts_at
 from scaledtensor.scale import is_one, settle
+from scaledtensor.singles import ONE, Amount, Single, factor, rms_of, rounded, scale_of, single_of
 from scaledtensor.tensor import ScaledTensor
 
 # --- sums ------------------------------------------------------------------------------------
@@ -41,7 +43,7 @@ def sub(x: Any, y: Any, alpha: float = 1) -> Raw:
     """As add."""
     raw = _sum(x, y, -alpha)
     if alpha == 1 and isinstance(x, ScaledTensor) and isinstance(y, ScaledTensor):
-        return raw._replace(towards=Towards(y.qdata, x.rms))
+        return raw._replace(towards=Towards(y.qdata, rms_of(x)))
     return raw
 
 
@@ -61,13 +63,13 @@ def _sum(x: Any, y: Any, alpha: float) -> Raw:
     return Raw(q, scale, rms, settled=True, nonnegative=positive)
 
 
-def term(x: Any, like: ScaledTensor) -> Operand:
+def term(x: Any, like: ScaledTensor) -> Side:
     """`x` as one that is added or chosen from: the fills of a mask are no part of its RMS."""
     if is_table(x):
         x = x.float()
-        one = torch.ones((), device=x.device)
-        return Operand(x, one, _table_rms(x))
-    return operand(x, like)
+        rms = single_of(_table_rms(x))
+        return Side(x, ONE if isinstance(rms, Single) else torch.ones_like(rms), rms)
+    return side(x, like)
 
 
 def _table_rms(x: Tensor) -> Tensor:
@@ -80,10 +82,10 @@ def _table_rms(x: Tensor) -> Tensor:
     return torch.where(fills.all(), least.abs().clamp_max(HUGE), rms)
 
 
-def under(term: Operand, x: Any, ratio: Tensor) -> Tensor:
+def under(term: Side, x: Any, ratio: Amount) -> Tensor:
     """The elements of a term times the ratio of its scale to another."""
     if not is_table(x):
-        return term.q if is_one(ratio) else term.q * ratio
+        return term.q if is_one(ratio) else term.q * factor(ratio)
     # A finite fill stays finite, as an element and as a value, where bfloat16 holds them: it
     # saturates before the division and after. -inf means something and stays.
     return saturated(term.q, term.q.clamp(-LARGEST, LARGEST) * ratio)
@@ -101,10 +103,11 @@ def mul(x: Any, y: Any) -> Raw:
         c = float(y)
         nonnegative = x.nonnegative and c >= 0
         if not math.isfinite(c):  # no scale: infinities show in the elements
-            return Raw(elements(x) * c, x.scale, x.rms, settled=True, nonnegative=nonnegative)
-        return Raw(elements(x), x.scale * c, x.rms * abs(c), nonnegative=nonnegative)
+            q = elements(x) * c
+            return Raw(q, scale_of(x), rms_of(x), settled=True, nonnegative=nonnegative)
+        return Raw(elements(x), scale_of(x) * c, rms_of(x) * abs(c), nonnegative=nonnegative)
     like = first_scaled(x, y)
-    a, b = operand(x, like), operand(y, like)
+    a, b = side(x, like), side(y, like)
     square = x is y
     rms = a.rms * b.rms * (gaussian_moment(2) if square else 1.0)
     positive = square or (a.nonnegative and b.nonnegative)
@@ -116,9 +119,10 @@ def div(x: Any, y: Any) -> Raw:
     """r = rx / ry. A zero divisor shows in the elements, never as a scale of inf or NaN."""
     if not isinstance(y, Tensor):
         nonnegative = x.nonnegative and y > 0
-        return Raw(elements(x) / y, x.scale, x.rms / abs(float(y)), nonnegative=nonnegative)
+        rms = rms_of(x) / abs(float(y))
+        return Raw(elements(x) / y, scale_of(x), rms, nonnegative=nonnegative)
     like = first_scaled(x, y)
-    a, b = operand(x, like), operand(y, like)
+    a, b = side(x, like), side(y, like)
     # As for x * c: a 0-dim divisor keeps its float32 value.
     q = a.q / b.q
     return Raw(q, a.scale / b.scale, a.rms / b.rms, nonnegative=a.nonnegative and b.nonnegative)
@@ -128,7 +132,7 @@ def div(x: Any, y: Any) -> Raw:
 def addcmul(x: Any, a: Any, b: Any, value: float = 1) -> Raw:
     """r = sqrt(rx^2 + (c ra rb)^2); a sum of squares (Adam's second moment) adds linearly."""
     like = first_scaled(x, a, b)
-    base, left, right = (operand(t, like) for t in (x, a, b))
+    base, left, right = (side(t, like) for t in (x, a, b))
     if starts_at(b, x):
         # x + w (y - x), which is how Dynamo spells the lerp of an optimizer's first moment.
         rms = _lerp_rms(base.rms, b.towards.rms, (left.q * left.scale * value).mean())
@@ -136,8 +140,8 @@ def addcmul(x: Any, a: Any, b: Any, value: float = 1) -> Raw:
         rms = base.rms + left.rms.square() * (gaussian_moment(2) * value)
     else:
         rms = quadrature(base.rms, left.rms * right.rms * abs(value))
-    scale, ratio, factor = settle(rms, base.scale, left.scale * right.scale)
-    q = torch.addcmul(base.q * ratio, left.q * right.q, factor, value=value)
+    scale, ratio, held = settle(rms, base.scale, left.scale * right.scale)
+    q = plus_product(base.q, ratio, left.q * right.q, held, value)
     positive = base.nonnegative and a is b and value >= 0
     return Raw(q, scale, rms, settled=True, nonnegative=positive)
 
@@ -160,28 +164,45 @@ def fma(a: Any, b: Any, x: Any) -> Raw:
 def addcdiv(x: Any, a: Any, b: Any, value: float = 1) -> Raw:
     """r = sqrt(rx^2 + (c ra / rb)^2): an optimizer's update."""
     like = first_scaled(x, a, b)
-    base, left, right = (operand(t, like) for t in (x, a, b))
+    base, left, right = (side(t, like) for t in (x, a, b))
     rms = quadrature(base.rms, left.rms / right.rms * abs(value))
-    scale, ratio, factor = settle(rms, base.scale, left.scale / right.scale)
-    q = torch.addcmul(base.q * ratio, left.q / right.q, factor, value=value)
+    scale, ratio, held = settle(rms, base.scale, left.scale / right.scale)
+    q = plus_product(base.q, ratio, left.q / right.q, held, value)
     return Raw(q, scale, rms, settled=True)
+
+
+def plus_product(
+    base: Tensor, ratio: Amount, product: Tensor, held: Amount, value: float
+) -> Tensor:
+    """base ratio + value held product."""
+    start = base if is_one(ratio) else base * factor(ratio)
+    if isinstance(held, Single):
+        # Finite: 0 * inf is NaN.
+        largest = torch.finfo(torch.float32).max
+        return torch.add(start, product, alpha=max(min(held * value, largest), -largest))
+    return torch.addcmul(start, product, held, value=value)
 
 
 @rule(aten.lerp.Scalar, aten.lerp.Tensor)
 def lerp(x: Any, y: Any, weight: Any) -> Raw:
     """x + w (y - x): r = sqrt(((1 - w) rx)^2 + (w ry)^2). Adam's first moment."""
     like = first_scaled(x, y)
-    a, b = operand(x, like), operand(y, like)
+    a, b = side(x, like), side(y, like)
     w = plain(weight)
-    if not isinstance(w, Tensor):
-        w = torch.full((), w, device=a.scale.device)
-    rms = _lerp_rms(a.rms, b.rms, w if w.dim() == 0 else w.mean())
+    if isinstance(a.rms, Single) and isinstance(b.rms, Single) and not isinstance(w, Tensor):
+        w = Single(rounded(w))
+    elif not isinstance(w, Tensor):
+        w = torch.full((), w, device=like.device)
+    mean = w.mean() if isinstance(w, Tensor) and w.dim() else w
+    rms = _lerp_rms(a.rms, b.rms, mean)
     scale, ratio_a, ratio_b = settle(rms, a.scale, b.scale)
-    left, right = a.q * ratio_a, b.q * ratio_b
+    left, right = (p.q if is_one(r) else p.q * factor(r) for p, r in ((a, ratio_a), (b, ratio_b)))
+    if isinstance(w, Single) and left.dtype == right.dtype:
+        return Raw(torch.lerp(left, right, w), scale, rms, settled=True)
     return Raw(left + w * (right - left), scale, rms, settled=True)
 
 
-def _lerp_rms(start: Tensor, end: Tensor, weight: Tensor) -> Tensor:
+def _lerp_rms(start: Amount, end: Amount, weight: Amount) -> Any:
     """Of (1 - w) x + w y, x and y independent. As x + w (y - x) it has terms that are not: in each
     step of an optimizer it would grow."""
     return quadrature(start * (1 - weight), end * weight)
@@ -193,13 +214,13 @@ def _lerp_rms(start: Tensor, end: Tensor, weight: Tensor) -> Tensor:
 @rule(aten.neg.default)
 def neg(x: ScaledTensor) -> Raw:
     """r."""
-    return Raw(-elements(x), x.scale, x.rms, settled=True)
+    return Raw(-elements(x), scale_of(x), rms_of(x), settled=True)
 
 
 @rule(aten.abs.default)
 def abs_(x: ScaledTensor) -> Raw:
     """r."""
-    return Raw(elements(x).abs(), x.scale, x.rms, settled=True, nonnegative=True)
+    return Raw(elements(x).abs(), scale_of(x), rms_of(x), settled=True, nonnegative=True)
 
 
 @rule(aten.sign.default, aten.sgn.default)
@@ -283,32 +304,32 @@ def _power(x: ScaledTensor, p: float) -> Raw:
     p = float(p)
     if p == 1:
         q = elements(x).clone()  # no view: writing to it must not reach `x`
-        return Raw(q, x.scale, x.rms, settled=True, nonnegative=x.nonnegative)
+        return Raw(q, scale_of(x), rms_of(x), settled=True, nonnegative=x.nonnegative)
     positive = x.nonnegative or p % 2 == 0
     if p == 2:
         q = elements(x)
-        rms = x.rms.square() * gaussian_moment(2)
-        return Raw(q * q, x.scale.square(), rms, nonnegative=True)
-    rms = x.rms.pow(p) * (1.0 if x.nonnegative else gaussian_moment(p))
+        rms = rms_of(x).square() * gaussian_moment(2)
+        return Raw(q * q, scale_of(x).square(), rms, nonnegative=True)
+    rms = rms_of(x).pow(p) * (1.0 if x.nonnegative else gaussian_moment(p))
     return at_value(lambda v: v.pow(p), x, rms, nonnegative=positive)
 
 
 @rule(aten.sqrt.default)
 def sqrt(x: ScaledTensor) -> Raw:
     """r = sqrt(rx). On the value, so an odd power of two leaves its sqrt(2) in the elements."""
-    return at_value(torch.sqrt, x, x.rms.sqrt(), nonnegative=True)
+    return at_value(torch.sqrt, x, rms_of(x).sqrt(), nonnegative=True)
 
 
 @rule(aten.rsqrt.default)
 def rsqrt(x: ScaledTensor) -> Raw:
     """r = 1 / sqrt(rx)."""
-    return at_value(torch.rsqrt, x, x.rms.rsqrt(), nonnegative=True)
+    return at_value(torch.rsqrt, x, rms_of(x).rsqrt(), nonnegative=True)
 
 
 @rule(aten.reciprocal.default)
 def reciprocal(x: ScaledTensor) -> Raw:
     """r = 1 / rx."""
-    return Raw(elements(x).reciprocal(), x.scale.reciprocal(), x.rms.reciprocal())
+    return Raw(elements(x).reciprocal(), scale_of(x).reciprocal(), rms_of(x).reciprocal())
 
 
 # --- transcendental --------------------------------------------------------------------------
@@ -344,7 +365,8 @@ def log1p(x: ScaledTensor) -> Raw:
 def log_rms(rms: Tensor) -> Tensor:
     """RMS of ln|x|, x a Gaussian: its mean is ln r - (ln 2 + gamma) / 2, its variance pi^2 / 8."""
     spread = torch.full_like(rms, math.pi / 8**0.5)
-    return quadrature(rms.clamp_min(2.0**-126).log() - 0.635, spread)
+    logarithm: Tensor = quadrature(rms.clamp_min(2.0**-126).log() - 0.635, spread)
+    return logarithm
 
 
 @rule(aten.log.default, aten.log2.default, aten.log10.default, pass_op=True)

@@ -127,7 +127,8 @@ def xlog1py(x: Any, y: Any) -> Raw:
 
 def _larger(a: Operand, b: Operand, at_zero: float) -> Tensor:
     """Of max(x, y) plus what is `at_zero` where they are equal and falls off from there."""
-    return quadrature(quadrature(a.rms, b.rms) * 0.5**0.5, torch.full_like(a.rms, at_zero))
+    rms: Tensor = quadrature(quadrature(a.rms, b.rms) * 0.5**0.5, torch.full_like(a.rms, at_zero))
+    return rms
 
 
 def _unbroadcast(grad: Tensor, like: Tensor) -> Tensor:

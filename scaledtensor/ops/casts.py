@@ -18,6 +18,7 @@ from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import covers_storage, rule, store, write
 from scaledtensor.ops.sparse import wrapped
 from scaledtensor.scale import MAX_SCALE, MIN_SCALE, settle
+from scaledtensor.singles import copied, factor, put, rms_of, scale_of
 from scaledtensor.sparse import is_sparse
 from scaledtensor.tensor import SENT_AS_ONE, Context, ScaledTensor, from_plain, is_stored
 
@@ -37,9 +38,8 @@ def to_format(x: ScaledTensor, format: str, rounding: Rounding = "nearest_even")
     q = encode(source, fmt, **how) if how else store(source, fmt)
     if q is x.qdata:
         q = q.clone()
-    out = ScaledTensor.make(
-        q, x.scale.clone(), x.rms.clone(), fmt, x.dtype, x.recipe, x.nonnegative
-    )
+    scale, rms = copied(scale_of(x)), copied(rms_of(x))
+    out = ScaledTensor.make(q, scale, rms, fmt, x.dtype, x.recipe, x.nonnegative)
     if q.dtype.itemsize == 1 and q.is_cpu and torch.compiler.is_compiling():
         # What the emulated product multiplies, from the same registers; codes that nobody reads
         # are then never made. As bfloat16 also where products are float32 ones: what autograd
@@ -61,7 +61,7 @@ def gradient_to_format(
     x: ScaledTensor, format: str, rounding: Rounding = "nearest_even"
 ) -> ScaledTensor:
     """The identity forward; the cast happens to the gradient."""
-    return x.like(x.qdata, x.scale, x.rms)
+    return x.viewed(x.qdata)
 
 
 @rule(verbs.rescale)
@@ -93,7 +93,8 @@ def drop(x: ScaledTensor) -> ScaledTensor:
 def dequantize(x: ScaledTensor) -> Tensor:
     """The plain value in the dtype that the tensor appears in."""
     carrier = torch.promote_types(x.dtype, torch.float32)
-    return in_pieces(lambda q, *_: (q.to(carrier) * x.scale).to(x.dtype), elements(x), x.dtype)
+    scale = factor(scale_of(x))
+    return in_pieces(lambda q, *_: (q.to(carrier) * scale).to(x.dtype), elements(x), x.dtype)
 
 
 @rule(verbs.promote)
@@ -132,7 +133,10 @@ def to_copy(
     fmt = x.format if keeps else from_dtype(typing.cast(torch.dtype, dtype))
     q = x.qdata if fmt == x.format else store(elements(x), fmt)
     q = aten._to_copy.default(q, memory_format=memory_format, **move)
-    scale, rms = (aten._to_copy.default(t, **move) for t in (x.scale, x.rms))
+    if device is None or device == x.device:
+        scale, rms = copied(scale_of(x)), copied(rms_of(x))
+    else:
+        scale, rms = (aten._to_copy.default(t, **move) for t in (x.scale, x.rms))
     return ScaledTensor.make(q, scale, rms, fmt, dtype or x.dtype, x.recipe, x.nonnegative)
 
 
@@ -155,8 +159,8 @@ def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         target.qdata.copy_(
             held.qdata if held.format == target.format else store(elements(held), target.format)
         )
-        target.scale.copy_(held.scale)
-        target.rms.copy_(held.rms)
+        put(target, "scale", scale_of(held))
+        put(target, "rms", rms_of(held))
         target.nonnegative = held.nonnegative
     else:
         if not _torch.is_tracing(target.qdata):  # zeros fit the scale that comes

@@ -13,6 +13,7 @@ from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.views import fill_under, moves_scale
 from scaledtensor.scale import nearest_power_of_two
+from scaledtensor.singles import Single, calculates, scale_of
 from scaledtensor.tensor import ScaledTensor, is_stored
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -86,7 +87,8 @@ def new_full(x: ScaledTensor, size: Sequence[int], number: float, **options: Any
 @rule(aten.zero.default)
 def zero(x: ScaledTensor) -> Raw:
     """All zeros: the scale is free."""
-    return Raw(torch.zeros_like(elements(x)), x.scale, torch.zeros_like(x.rms), settled=True)
+    zero = Single(0.0) if calculates(x) else torch.zeros_like(x.rms)
+    return Raw(torch.zeros_like(elements(x)), scale_of(x), zero, settled=True)
 
 
 @rule(aten.fill.Scalar, aten.fill.Tensor)

@@ -18,11 +18,13 @@ from torch import Tensor
 
 from scaledtensor import _torch
 from scaledtensor.ops import hardware, sparse
-from scaledtensor.ops.algebra import check_dtypes, first_scaled, measured, operand, quadrature
+from scaledtensor.ops.algebra import check_dtypes, first_scaled, measured, operand, quadrature, side
+from scaledtensor.ops.arithmetic import plus_product
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.products import multiplied
 from scaledtensor.ops.registry import Raw, rule
-from scaledtensor.scale import settle, settle_product
+from scaledtensor.scale import is_one, settle, settle_product
+from scaledtensor.singles import factor, rms_of, scale_of, tensor_of
 from scaledtensor.sparse import is_sparse
 from scaledtensor.tensor import ScaledTensor
 
@@ -68,8 +70,8 @@ def addmm(c: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Raw:
     product = _product(matmul, a, b)
     if c is a or c is b:
         base = operand(c, c)
-        ratio = base.scale / product.held * beta
-        return measured(base.q.float() * ratio + product.q * alpha, product.held)
+        ratio = base.scale / tensor_of(product.held) * beta
+        return measured(base.q.float() * ratio + product.q * alpha, tensor_of(product.held))
     if beta == 0 and alpha == 1:
         return product
     return _plus(c, product, first_scaled(c, a, b), beta, alpha)
@@ -188,10 +190,10 @@ def _is_aligned(x: Tensor) -> bool:
 
 
 def _plus(c: Any, product: Raw, like: ScaledTensor, beta: float, alpha: float) -> Raw:
-    base = operand(c, like)
+    base = side(c, like)
     rms = quadrature(base.rms * abs(beta), product.rms * abs(alpha))
     scale, ratio, factor = settle(rms, base.scale, product.held)
-    q = torch.addcmul(base.q * ratio * beta, product.q, factor, value=alpha)
+    q = plus_product(base.q * beta if beta != 1 else base.q, ratio, product.q, factor, alpha)
     return Raw(q, scale, rms, settled=True)
 
 
@@ -205,15 +207,16 @@ def _product(matmul: Any, a: Any, b: Any) -> Raw:
         and isinstance(b, ScaledTensor)
         and _has_units(a, b, hardware.obstacle_of_codes)
     ):
-        scale, ratio, rms = settle_product(k, (a.scale, a.rms), (b.scale, b.rms))
+        scale, ratio, rms = settle_product(k, (scale_of(a), rms_of(a)), (scale_of(b), rms_of(b)))
         q = hardware.scaled(a.qdata, b.qdata, ratio, _is_fast(a, b))
         return Raw(q, scale, rms, settled=True)
     like = first_scaled(a, b)
-    x, y = operand(a, like), operand(b, like)
+    x, y = side(a, like), side(b, like)
     q = matmul(*multiplied(x.q, y.q))
     scale, ratio, rms = settle_product(k, (x.scale, x.rms), (y.scale, y.rms))
     # In place where it is a tensor of its own; export loses track of a traced one.
-    q = q * ratio if _torch.is_tracing(q) else q.mul_(ratio)
+    if not is_one(ratio):
+        q = q * ratio if _torch.is_tracing(q) else q.mul_(factor(ratio))
     return Raw(q, scale, rms, settled=True)
 
 

@@ -17,6 +17,7 @@ from scaledtensor.formats import FP32
 from scaledtensor.ops.algebra import count, elements, first_scaled, operand, plain, value
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, Raw, rule
+from scaledtensor.singles import rms_of, scale_of
 from scaledtensor.tensor import ScaledTensor
 
 Dims = int | Sequence[int] | None
@@ -43,10 +44,9 @@ def _sum(x: ScaledTensor, dims: Dims, keepdim: bool, divide: bool, dtype: Any) -
     if divide:
         q, factor = q / n, factor / max(n, 1)
     if _is_full(x, dims, keepdim):
-        return q * x.scale
-    return Raw(
-        q, x.scale, x.rms * factor, format=FP32, nonnegative=x.nonnegative, dtype=dtype or x.dtype
-    )
+        return q * scale_of(x)
+    rms, positive = rms_of(x) * factor, x.nonnegative
+    return Raw(q, scale_of(x), rms, format=FP32, nonnegative=positive, dtype=dtype or x.dtype)
 
 
 @rule(aten.sum.dim_IntList)

@@ -40,7 +40,18 @@ from scaledtensor.ops.foreach import foreach
 from scaledtensor.ops.masks import is_table, saturated
 from scaledtensor.ops.observe import observers
 from scaledtensor.ops.operators import Absent, Overload, find
-from scaledtensor.scale import is_one, settle, settle_in_place
+from scaledtensor.scale import is_one, larger, settle, settle_in_place
+from scaledtensor.singles import (
+    ONE,
+    Amount,
+    Single,
+    copied,
+    factor,
+    put,
+    rms_of,
+    scale_of,
+    single_of,
+)
 from scaledtensor.steps import watch
 from scaledtensor.tensor import ScaledTensor, from_plain, is_stored
 
@@ -81,10 +92,10 @@ class Raw(NamedTuple):
     """What a rule computed: the value is `q * scale`, and its RMS should come out near `rms`."""
 
     q: Tensor
-    scale: Tensor | None
-    """0-dim float32, any positive number; None is 1."""
-    rms: Tensor
-    """0-dim float32, not negative."""
+    scale: Amount | None
+    """Any positive float32 number, 0-dim; None is 1."""
+    rms: Amount
+    """A float32 number that is not negative, 0-dim."""
     settled: bool = False
     """`scale` is the power of two to keep. False derives it from `rms`."""
     format: Format | None = None
@@ -95,9 +106,11 @@ class Raw(NamedTuple):
     towards: Towards | None = None
 
     @property
-    def held(self) -> Tensor:
-        """The scale that `q` is held under."""
-        return torch.ones_like(self.rms) if self.scale is None else self.scale
+    def held(self) -> Any:
+        """The scale that `q` is held under: an Amount, as `rms` is."""
+        if self.scale is not None:
+            return self.scale
+        return ONE if isinstance(self.rms, Single) else torch.ones_like(self.rms)
 
 
 @dataclass(frozen=True)
@@ -210,7 +223,8 @@ def _resolve(op: Overload) -> Callable[..., Any]:
         return partial(_functional, RULES[op].call)
     twin = _torch.functional_twin(op)
     if twin is not None and twin in RULES:
-        return partial(_in_place, op, twin)
+        outputs = [a.name for a in op._schema.arguments if a.is_out]
+        return partial(_in_place if not outputs else _into_outputs, twin, outputs)
     if "_foreach_" in op._schema.name:
         return partial(foreach, op)
     if _torch.is_composite(op):
@@ -244,20 +258,20 @@ def _operands(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Any]:
 def _wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
     scaled = [x for x in operands if isinstance(x, ScaledTensor)]
     fmt = raw.format or narrowest(scaled)
+    q, rms = raw.q, single_of(raw.rms)
     if raw.settled:
         # Only views share a scale object with another tensor: writing in place changes it.
-        scale, q = raw.held.clone(), raw.q
+        scale = copied(single_of(raw.held))
     else:
-        scale, ratio = settle(raw.rms, raw.held)
+        scale, ratio = settle(rms, single_of(raw.held))
         # Elements of an operand are copied in either case: by the product, or by the store below.
-        stays = raw.q.dtype != fmt.storage_dtype and is_one(ratio)
-        q = raw.q if stays else raw.q * ratio
+        if q.dtype == fmt.storage_dtype or not is_one(ratio):
+            q = q * factor(ratio)
     if q.dtype != fmt.storage_dtype:
         q = store(q, fmt)
     recipe = next((x.recipe for x in scaled if x.recipe is not None), None)
     dtype = raw.dtype or _appearance(operands)
-    rms = raw.rms.clone() if any(raw.rms is x.rms for x in scaled) else raw.rms
-    made = ScaledTensor.make(q, scale, rms, fmt, dtype, recipe, raw.nonnegative)
+    made = ScaledTensor.make(q, scale, copied(rms), fmt, dtype, recipe, raw.nonnegative)
     if raw.towards is not None and torch.compiler.is_compiling():  # no code is compiled to keep it
         made.towards = raw.towards
     return made
@@ -298,11 +312,15 @@ def _appearance(operands: list[Tensor]) -> torch.dtype:
 # --- 2. in-place and out= --------------------------------------------------------------------
 
 
-def _in_place(op: Overload, twin: Overload, *args: Any, **kwargs: Any) -> Any:
-    names = [a.name for a in op._schema.arguments if a.is_out]
-    targets = [kwargs.pop(name) for name in names] if names else [args[0]]
+def _in_place(twin: Overload, _: list[str], *args: Any, **kwargs: Any) -> Any:
+    write(args[0], RULES[twin].call(*args, **kwargs), _operands(args, kwargs))
+    return args[0]
+
+
+def _into_outputs(twin: Overload, names: list[str], *args: Any, **kwargs: Any) -> Any:
+    targets = [kwargs.pop(name) for name in names]
     inputs = _operands(args, kwargs)
-    # Where only the target of an out= is scaled, there is nothing for a rule to work on.
+    # Where only the target is scaled, there is nothing for a rule to work on.
     scaled = any(isinstance(x, ScaledTensor) for x in inputs)
     result = (RULES[twin].call if scaled else twin)(*args, **kwargs)
     many = isinstance(result, (tuple, list)) and not isinstance(result, Raw)
@@ -335,26 +353,29 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
     if whole and is_stored(target):  # which is cast anew, by its recipe
         target.copy_(_wrap(raw._replace(format=FP32), [target, *operands]))
         return
-    was, free = (target.scale, False) if target.agreed else (target.rms, whole)
+    kept, expected = scale_of(target), rms_of(target)
+    was, free = (kept, False) if target.agreed else (expected, whole)
     target.whole_amax = None
-    scale, ratio = settle_in_place(target.scale, was, raw.rms, raw.held, free)
+    scale, ratio = settle_in_place(kept, was, raw.rms, raw.held, free)
     wide = raw.q if raw.q.dtype.itemsize > 1 else raw.q.float()
     if any(is_table(x) for x in operands):
         target.qdata.copy_(store(saturated(wide, wide * ratio), target.format))
     elif target.qdata.dtype.itemsize == 1 or _torch.is_tracing(wide):
-        target.qdata.copy_(store(wide * ratio, target.format))
+        target.qdata.copy_(store(wide * factor(ratio), target.format))
+    elif is_one(ratio):
+        target.qdata.copy_(wide)
     else:
-        torch.mul(wide, ratio, out=target.qdata)
-    if scale is not target.scale:
-        target.scale.copy_(scale)
+        torch.mul(wide, factor(ratio), out=target.qdata)
+    if scale is not kept:
+        put(target, "scale", scale)
     # A part that became zero does not make the whole known to be zero.
-    target.rms.copy_(raw.rms if whole else torch.maximum(target.rms, raw.rms))
+    put(target, "rms", raw.rms if whole else larger(expected, raw.rms))
     target.nonnegative = raw.nonnegative
 
 
 def _as_raw(x: Tensor) -> Raw:
     held = x if isinstance(x, ScaledTensor) else from_plain(x, FP32, torch.float32, None)
-    return Raw(held.qdata, held.scale, held.rms)
+    return Raw(held.qdata, scale_of(held), rms_of(held))
 
 
 def covers_storage(q: Tensor) -> bool:

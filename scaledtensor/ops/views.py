@@ -13,13 +13,14 @@ from torch import Tensor
 
 from scaledtensor import _torch
 from scaledtensor.errors import DTypeError
-from scaledtensor.ops.algebra import Operand, elements, first_scaled, operand, quadrature
+from scaledtensor.ops.algebra import Side, elements, first_scaled, quadrature, side
 from scaledtensor.ops.arithmetic import term, under
 from scaledtensor.ops.masks import FILL, HUGE, LARGEST
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.windows import sym_max
-from scaledtensor.scale import settle
+from scaledtensor.scale import is_one, settle
+from scaledtensor.singles import Amount, copied, factor, rms_of, scale_of, single_of, tensor_of
 from scaledtensor.tensor import ScaledTensor
 
 
@@ -137,9 +138,9 @@ def move(op: Overload, x: ScaledTensor, *args: Any, **kwargs: Any) -> Any:
     narrow = x.qdata.dtype.itemsize == 1
     q = op(x.qdata.view(torch.uint8) if narrow else x.qdata, *args, **kwargs)
     parts = q if isinstance(q, (list, tuple)) else [q]
+    scale, rms = scale_of(x), rms_of(x)
     out = [
-        x.like(p.view(x.qdata.dtype) if narrow else p, x.scale.clone(), x.rms.clone())
-        for p in parts
+        x.like(p.view(x.qdata.dtype) if narrow else p, copied(scale), copied(rms)) for p in parts
     ]
     return out if isinstance(q, (list, tuple)) else out[0]
 
@@ -153,7 +154,7 @@ def move(op: Overload, x: ScaledTensor, *args: Any, **kwargs: Any) -> Any:
 def zero_filled(op: Overload, g: ScaledTensor, sizes: Sequence[int], *args: Any) -> Raw:
     """The elements among zeros, which do not move the scale; the RMS over all is diluted."""
     share = (g.numel() / max(math.prod(sizes), 1)) ** 0.5
-    return Raw(op(elements(g), sizes, *args), g.scale, g.rms * share, settled=True)
+    return Raw(op(elements(g), sizes, *args), scale_of(g), rms_of(g) * share, settled=True)
 
 
 @rule(aten.diag_embed.default)
@@ -225,22 +226,25 @@ def chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int) -> Raw:
     return Raw(out, scale, rms, settled=True, nonnegative=nonnegative)
 
 
-def _join(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, Tensor, bool]:
+def _join(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Any, Any, bool]:
     like = first_scaled(*tensors)
-    parts = [operand(t, like) for t in tensors]
+    parts = [side(t, like) for t in tensors]
     total = sym_max(sum(t.numel() for t in tensors), 1)
     rms = quadrature(
         *(p.rms * (t.numel() / total) ** 0.5 for p, t in zip(parts, tensors, strict=True))
     )
     scale, *ratios = settle(rms, *(p.scale for p in parts))
-    aligned = [p.q * ratio for p, ratio in zip(parts, ratios, strict=True)]
+    aligned = [
+        p.q if is_one(ratio) else p.q * factor(ratio)
+        for p, ratio in zip(parts, ratios, strict=True)
+    ]
     return aligned, scale, rms, all(p.nonnegative for p in parts)
 
 
 # --- masks -----------------------------------------------------------------------------------
 
 
-def fill_under(number: float, scale: Tensor, like: Tensor) -> Tensor:
+def fill_under(number: float, scale: Amount, like: Tensor) -> Tensor:
     """A fill value under a scale. It saturates before the division and after, so that a mask of
     `torch.finfo(...).min` stays finite as an element and as a value; true infinities stay."""
     finite = abs(number) != float("inf")
@@ -280,7 +284,9 @@ def _where(condition: Tensor, x: Any, y: Any) -> Raw:
         p.rms for p, s in zip(sides, (x, y), strict=True) if isinstance(s, Tensor) or moves_scale(s)
     ]
     # A side that is not a number, as a root that the condition guards, expects nothing.
-    rms = deciding[0] if len(deciding) == 1 else torch.fmax(*deciding)
+    rms = deciding[0]
+    if len(deciding) == 2:
+        rms = single_of(torch.fmax(*map(tensor_of, deciding)))
     (scale,) = settle(rms)
     left, right = (
         _aligned(s, p, scale, elements(like)) for s, p in zip((x, y), sides, strict=True)
@@ -298,7 +304,7 @@ def _plain_number(x: Any) -> Any:
     return x
 
 
-def _aligned(x: Any, side: Operand, scale: Tensor, like: Tensor) -> Tensor:
+def _aligned(x: Any, part: Side, scale: Amount, like: Tensor) -> Tensor:
     if not isinstance(x, Tensor):
         return fill_under(x, scale, like)
-    return under(side, x, side.scale / scale)
+    return under(part, x, part.scale / scale)

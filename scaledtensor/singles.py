@@ -1,0 +1,267 @@
+"""Scales and expected RMS as numbers of the host.
+
+A 0-dim tensor costs as much per operator as the elements of a small layer, and a rule is a dozen
+such operators. On a CPU, outside tracing, a rule that reads its operands by `scale_of` and `rms_of`
+calculates with `Single`s in their place: Python numbers with the arithmetic of float32, bit for bit
+what the tensors give, at a tenth of the time. Elsewhere both give the tensors.
+
+What such a rule makes keeps its numbers in a `Cell`, which views share, until somebody reads
+`x.scale`: from then on the tensor that was handed out is what counts, and may be written to.
+"""
+
+import math
+from ctypes import c_float
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from scaledtensor import _torch
+
+__all__ = [
+    "ONE",
+    "Amount",
+    "Cell",
+    "Single",
+    "asked",
+    "calculates",
+    "copied",
+    "factor",
+    "hold",
+    "put",
+    "rms_of",
+    "rounded",
+    "scale_of",
+    "shared",
+    "single_of",
+    "tensor_of",
+]
+
+
+def rounded(number: float) -> float:
+    """A number rounded to float32, to infinity beyond its range."""
+    return c_float(number).value
+
+
+class Single(float):
+    """A float32 number that calculates as a 0-dim float32 tensor on a CPU does.
+
+    Beside Python numbers, which are rounded to float32 first, and other Singles. A tensor takes it
+    as the number that it is. Float64 holds sums, products, quotients and roots of two float32
+    numbers well enough that rounding the result a second time changes nothing. A root is the
+    nearest number, as in compiled code; eager tensors get MKL's, which may be the one beside it.
+    """
+
+    __slots__ = ()
+
+    def __mul__(self, other: Any) -> Any:
+        number = _number(other)
+        if number is None:
+            return NotImplemented
+        return Single(c_float(float.__mul__(self, number)).value)
+
+    __rmul__ = __mul__
+
+    def __add__(self, other: Any) -> Any:
+        number = _number(other)
+        if number is None:
+            return NotImplemented
+        return Single(c_float(float.__add__(self, number)).value)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Any:
+        number = _number(other)
+        if number is None:
+            return NotImplemented
+        return Single(c_float(float.__sub__(self, number)).value)
+
+    def __rsub__(self, other: Any) -> Any:
+        return -(self - other)
+
+    def __truediv__(self, other: Any) -> Any:
+        number = _number(other)
+        if number is None:
+            return NotImplemented
+        return Single(c_float(_quotient(self, number)).value)
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return Single(rounded(_quotient(rounded(other), self)))
+
+    def __pow__(self, exponent: Any, modulus: None = None) -> Any:
+        if exponent == 0.5:
+            return self.sqrt()
+        return self.square() if exponent == 2 else self.pow(exponent)
+
+    def __neg__(self) -> "Single":
+        return Single(float.__neg__(self))
+
+    def __abs__(self) -> "Single":
+        return Single(float.__abs__(self))
+
+    abs = __abs__
+
+    def sqrt(self) -> "Single":
+        return Single(rounded(math.sqrt(self)) if self >= 0 else math.nan)
+
+    def square(self) -> "Single":
+        return Single(rounded(float.__mul__(self, self)))
+
+    def reciprocal(self) -> "Single":
+        return Single(rounded(_quotient(1.0, self)))
+
+    def rsqrt(self) -> "Single":
+        return Single(rounded(_quotient(1.0, math.sqrt(self))) if self >= 0 else math.nan)
+
+    def clamp_max(self, most: float) -> "Single":
+        return Single(rounded(most)) if self > most else self
+
+    def clamp_min(self, least: float) -> "Single":
+        return Single(rounded(least)) if self < least else self
+
+    def pow(self, exponent: float) -> "Single":
+        return Single(self.tensor().pow(exponent).item())
+
+    def tensor(self) -> Tensor:
+        """The same as a 0-dim float32 tensor."""
+        return torch.scalar_tensor(self, dtype=torch.float32)
+
+
+ONE = Single(1.0)
+
+Amount: TypeAlias = Tensor | Single
+"""A scale or an RMS: a 0-dim float32 tensor, or the number that one would hold."""
+
+
+def _number(x: Any) -> float | None:
+    if type(x) is Single:
+        return x
+    return c_float(x).value if isinstance(x, (float, int)) else None
+
+
+def _quotient(a: float, b: float) -> float:
+    if b == 0:
+        return math.nan if a == 0 or a != a else math.copysign(math.inf, a) * math.copysign(1.0, b)
+    return float.__truediv__(a, b)
+
+
+class Cell:
+    """A number that a tensor and its views share, and the 0-dim tensor of it, once there is one."""
+
+    __slots__ = ("made", "number")
+
+    def __init__(self, number: Single) -> None:
+        self.number = number
+        self.made: Tensor | None = None
+
+    def write(self, number: Single) -> None:
+        if self.made is None:
+            self.number = number
+        else:
+            self.made.fill_(number)
+
+    def tensor(self, inference: bool) -> Tensor:
+        """The tensor that counts from now on: a real one, whatever is being traced."""
+        if self.made is None:
+            with _torch.outside_modes(), torch.inference_mode(inference):
+                self.made = torch.scalar_tensor(self.number, dtype=torch.float32, device="cpu")
+        return self.made
+
+
+def single_of(x: Amount) -> Any:
+    """What a 0-dim float32 tensor holds, where reading it costs nothing; elsewhere itself."""
+    if type(x) is not Tensor or not x.is_cpu or x.dim() or torch.compiler.is_compiling():
+        return x
+    return Single(x.item())
+
+
+def scale_of(x: Any) -> Any:
+    """The scale of a ScaledTensor to calculate with: an Amount."""
+    return _read(x, "scale", "_scale")
+
+
+def rms_of(x: Any) -> Any:
+    """The RMS that the rules expect of a ScaledTensor to calculate with: an Amount."""
+    return _read(x, "rms", "_rms")
+
+
+def _read(x: Any, name: str, numbered: str) -> Any:
+    held = x.__dict__
+    tensor = held.get(name)
+    if tensor is not None:
+        return single_of(tensor)
+    if torch.compiler.is_compiling():
+        return getattr(x, name)
+    cell = held[numbered]
+    return cell.number if cell.made is None else single_of(cell.made)
+
+
+def tensor_of(x: Amount) -> Tensor:
+    """As a 0-dim tensor."""
+    return x.tensor() if isinstance(x, Single) else x
+
+
+def hold(x: Any, scale: "Amount | Cell", rms: "Amount | Cell") -> None:
+    """Give a new ScaledTensor its scale and RMS."""
+    if isinstance(scale, Tensor):
+        x.scale = scale
+    else:
+        x._scale = scale if isinstance(scale, Cell) else Cell(scale)
+    if isinstance(rms, Tensor):
+        x.rms = rms
+    else:
+        x._rms = rms if isinstance(rms, Cell) else Cell(rms)
+
+
+def asked(x: Any, name: str) -> Tensor:
+    """The "scale" or "rms" of a ScaledTensor that holds a number, as a tensor from now on. What
+    Python asks for an attribute that is not there. Raises AttributeError for any other."""
+    cell = x.__dict__.get(f"_{name}") if name in ("scale", "rms") else None
+    if cell is None:
+        raise AttributeError(f"{type(x).__name__!r} object has no attribute {name!r}")
+    made: Tensor = cell.tensor(x.is_inference())
+    x.__dict__[name] = made
+    return made
+
+
+def shared(x: Any, name: str) -> Tensor | Cell:
+    """What a view of `x` has as its "scale" or "rms": the same one."""
+    held = x.__dict__.get(name)
+    return x.__dict__[f"_{name}"] if held is None else held  # type: ignore[no-any-return]
+
+
+def factor(x: Amount) -> Amount:
+    """What to multiply a tensor by: of a power of two a 0-dim tensor that is there already, which
+    takes a third of the time of the number. Not to be written to."""
+    if not isinstance(x, Single):
+        return x
+    found = _FACTORS.get(x)
+    if found is None:
+        if abs(math.frexp(x)[0]) != 0.5:
+            return x
+        found = _FACTORS[x] = Cell(x).tensor(False)
+    return found
+
+
+_FACTORS: dict[float, Tensor] = {}
+
+
+def calculates(x: Any) -> bool:
+    """Whether `scale_of` and `rms_of` give numbers for a ScaledTensor."""
+    return isinstance(scale_of(x), Single)
+
+
+def copied(x: Amount) -> Any:
+    """One of its own for another tensor: numbers never change."""
+    return x if isinstance(x, Single) else x.clone()
+
+
+def put(x: Any, name: str, number: Amount) -> None:
+    """Write a scale ("scale") or an RMS ("rms") into a ScaledTensor and into its views."""
+    held = x.__dict__.get(name)
+    if held is None and isinstance(number, Single):
+        x.__dict__[f"_{name}"].write(number)
+    elif isinstance(number, Single):
+        held.fill_(number)
+    else:
+        getattr(x, name).copy_(number)
