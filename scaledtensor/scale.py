@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from scaledtensor.errors import ScaleError
-from scaledtensor.singles import Amount, Single, rounded, single_of, tensor_of
+from scaledtensor.singles import Amount, Single, multiplier, rounded, single_of, tensor_of
 
 __all__ = [
     "MAX_SCALE",
@@ -29,6 +29,7 @@ __all__ = [
     "settle",
     "settle_in_place",
     "settle_product",
+    "times",
 ]
 
 A = TypeVar("A", Tensor, Single)
@@ -154,6 +155,11 @@ def is_one(ratio: Amount) -> bool:
     False."""
     known = single_of(ratio)
     return isinstance(known, Single) and float(known) == 1
+
+
+def times(q: Tensor, ratio: Amount) -> Tensor:
+    """Elements times a ratio of scales: `q` itself where that is seen to be 1."""
+    return q if is_one(ratio) else q * multiplier(ratio)
 
 
 def power_of_two_near(rms: float) -> float:

@@ -26,8 +26,8 @@ __all__ = [
     "asked",
     "calculates",
     "copied",
-    "factor",
     "hold",
+    "multiplier",
     "put",
     "rms_of",
     "rounded",
@@ -230,7 +230,7 @@ def shared(x: Any, name: str) -> Tensor | Cell:
     return x.__dict__[f"_{name}"] if held is None else held  # type: ignore[no-any-return]
 
 
-def factor(x: Amount) -> Amount:
+def multiplier(x: Amount) -> Amount:
     """What to multiply a tensor by: of a power of two a 0-dim tensor that is there already, which
     takes a third of the time of the number. Not to be written to."""
     if not isinstance(x, Single):

@@ -167,7 +167,8 @@ class ScaledTensor(Tensor):
     def like(self, *inner: Any) -> Self:
         """A tensor with this one's format, dtype and recipe around other tensors for `INNER`."""
         qdata, scale, rms = inner
-        return self.make(qdata, scale, rms, *self.__tensor_flatten__()[1])
+        context = self.format, self.dtype, self.recipe, self.nonnegative
+        return self.make(qdata, scale, rms, *context)
 
     def viewed(self, qdata: Tensor) -> Self:
         """A view of this tensor, around a view of its elements: the very same scale."""

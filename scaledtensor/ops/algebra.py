@@ -19,7 +19,7 @@ from scaledtensor.singles import (
     Amount,
     Single,
     calculates,
-    factor,
+    multiplier,
     rms_of,
     rounded,
     scale_of,
@@ -46,6 +46,7 @@ __all__ = [
     "saved_format",
     "side",
     "value",
+    "wide_value",
 ]
 
 
@@ -106,10 +107,9 @@ def value(x: ScaledTensor) -> Tensor:
     """The value itself. Exact under a power of two: bfloat16 and float32 have its exponent range.
     Under another scale, as 8-bit elements may have, it is the nearest float32."""
     q = elements(x)
-    wide: Tensor = (q.float() if q.dtype == torch.float16 or x.qdata.itemsize == 1 else q) * factor(
-        scale_of(x)
-    )
-    return wide
+    if q.dtype == torch.float16 or x.qdata.itemsize == 1:
+        q = q.float()
+    return q * multiplier(scale_of(x))
 
 
 def plain(x: Any) -> Any:
@@ -188,7 +188,20 @@ def side(x: Any, like: ScaledTensor) -> Side:
 
 def at_value(function: Callable[..., Tensor], x: ScaledTensor, rms: Amount, **kwargs: Any) -> Raw:
     """A function that is not homogeneous, applied to the value."""
-    return Raw(function(value(x)), None, rms, **kwargs)
+    return Raw(function(wide_value(x)), None, rms, **kwargs)
+
+
+def wide_value(x: ScaledTensor) -> Tensor:
+    """The value for a kernel that computes in float32 whatever it is given: in eager code on a CPU
+    as float32, since kernels convert bfloat16 slowly where there are no units for it. To be read
+    only: it may be the elements themselves."""
+    scale = scale_of(x)
+    if not isinstance(scale, Single):
+        return value(x)
+    q = elements(x)
+    if scale == ONE:
+        return q.float()
+    return q * multiplier(scale) if q.dtype == torch.float32 else q.float().mul_(multiplier(scale))
 
 
 def measured(q: Tensor, scale: Tensor | None = None, **kwargs: Any) -> Raw:

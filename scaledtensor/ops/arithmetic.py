@@ -24,8 +24,16 @@ from scaledtensor.ops.algebra import (
 from scaledtensor.ops.masks import FILL, HUGE, LARGEST, is_table, saturated
 from scaledtensor.ops.operators import aten, prims
 from scaledtensor.ops.registry import Overload, Raw, Towards, rule, starts_at
-from scaledtensor.scale import is_one, settle
-from scaledtensor.singles import ONE, Amount, Single, factor, rms_of, rounded, scale_of, single_of
+from scaledtensor.scale import settle, times
+from scaledtensor.singles import (
+    ONE,
+    Amount,
+    Single,
+    rms_of,
+    rounded,
+    scale_of,
+    single_of,
+)
 from scaledtensor.tensor import ScaledTensor
 
 # --- sums ------------------------------------------------------------------------------------
@@ -58,7 +66,11 @@ def _sum(x: Any, y: Any, alpha: float) -> Raw:
     a, b = term(x, like), term(y, like)
     rms = quadrature(a.rms, b.rms if abs(alpha) == 1 else b.rms * abs(alpha))
     scale, ratio_a, ratio_b = settle(rms, a.scale, b.scale)
-    q = torch.add(under(a, x, ratio_a), under(b, y, ratio_b), alpha=alpha)
+    if isinstance(ratio_b, Single) and not is_table(y) and ratio_b * abs(alpha) < HUGE:
+        # In one pass: a product with a power of two rounds nothing.
+        q = torch.add(under(a, x, ratio_a), b.q, alpha=float(ratio_b) * alpha)
+    else:
+        q = torch.add(under(a, x, ratio_a), under(b, y, ratio_b), alpha=alpha)
     positive = a.nonnegative and b.nonnegative and alpha > 0
     return Raw(q, scale, rms, settled=True, nonnegative=positive)
 
@@ -85,7 +97,7 @@ def _table_rms(x: Tensor) -> Tensor:
 def under(term: Side, x: Any, ratio: Amount) -> Tensor:
     """The elements of a term times the ratio of its scale to another."""
     if not is_table(x):
-        return term.q if is_one(ratio) else term.q * factor(ratio)
+        return times(term.q, ratio)
     # A finite fill stays finite, as an element and as a value, where bfloat16 holds them: it
     # saturates before the division and after. -inf means something and stays.
     return saturated(term.q, term.q.clamp(-LARGEST, LARGEST) * ratio)
@@ -175,7 +187,7 @@ def plus_product(
     base: Tensor, ratio: Amount, product: Tensor, held: Amount, value: float
 ) -> Tensor:
     """base ratio + value held product."""
-    start = base if is_one(ratio) else base * factor(ratio)
+    start = times(base, ratio)
     if isinstance(held, Single):
         # Finite: 0 * inf is NaN.
         largest = torch.finfo(torch.float32).max
@@ -196,7 +208,7 @@ def lerp(x: Any, y: Any, weight: Any) -> Raw:
     mean = w.mean() if isinstance(w, Tensor) and w.dim() else w
     rms = _lerp_rms(a.rms, b.rms, mean)
     scale, ratio_a, ratio_b = settle(rms, a.scale, b.scale)
-    left, right = (p.q if is_one(r) else p.q * factor(r) for p, r in ((a, ratio_a), (b, ratio_b)))
+    left, right = times(a.q, ratio_a), times(b.q, ratio_b)
     if isinstance(w, Single) and left.dtype == right.dtype:
         return Raw(torch.lerp(left, right, w), scale, rms, settled=True)
     return Raw(left + w * (right - left), scale, rms, settled=True)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scaledtensor.ops.algebra import bounded_square, elements, first_scaled, operand
+from scaledtensor.ops.algebra import bounded_square, elements, first_scaled, side
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.ops.softmax import (
@@ -35,6 +35,7 @@ from scaledtensor.ops.softmax import (
     selection,
     visible,
 )
+from scaledtensor.singles import multiplier, scale_of
 from scaledtensor.tensor import ScaledTensor
 
 __all__ = ["FUNCTIONS"]
@@ -62,8 +63,8 @@ def _folded(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any, list[Tensor]]:
     1024 (measured), and it rounds more.
     """
     like = first_scaled(q, k, v)
-    a, b, c = (operand(x, like) for x in (q, k, v))
-    return a, b, c, [a.q.float() * (a.scale * b.scale), b.q.float(), c.q.float()]
+    a, b, c = (side(x, like) for x in (q, k, v))
+    return a, b, c, [a.q.float() * multiplier(a.scale * b.scale), b.q.float(), c.q.float()]
 
 
 def _mask(mask: Any) -> Any:
@@ -126,12 +127,12 @@ def flash_cpu_backward(
     """dq = c sqrt(d) r_g r_v r_k sqrt(E), dk and dv likewise: see the module."""
     factor = _scale(scale, query)
     a, b, c, operands = _folded(query, key, value)
-    g = operand(grad_out, query)
+    g = side(grad_out, query)
     mask = _mask(attn_mask)
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
         g.q.float().contiguous(),
         *operands,
-        (elements(out) * (out.scale / c.scale)).float(),
+        elements(out).float() * multiplier(scale_of(out) / c.scale),
         logsumexp,
         dropout_p,
         is_causal,

@@ -18,7 +18,7 @@ from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import covers_storage, rule, store, write
 from scaledtensor.ops.sparse import wrapped
 from scaledtensor.scale import MAX_SCALE, MIN_SCALE, settle
-from scaledtensor.singles import copied, factor, put, rms_of, scale_of
+from scaledtensor.singles import copied, multiplier, put, rms_of, scale_of
 from scaledtensor.sparse import is_sparse
 from scaledtensor.tensor import SENT_AS_ONE, Context, ScaledTensor, from_plain, is_stored
 
@@ -93,7 +93,7 @@ def drop(x: ScaledTensor) -> ScaledTensor:
 def dequantize(x: ScaledTensor) -> Tensor:
     """The plain value in the dtype that the tensor appears in."""
     carrier = torch.promote_types(x.dtype, torch.float32)
-    scale = factor(scale_of(x))
+    scale = multiplier(scale_of(x))
     return in_pieces(lambda q, *_: (q.to(carrier) * scale).to(x.dtype), elements(x), x.dtype)
 
 

@@ -24,7 +24,7 @@ from scaledtensor.ops.operators import aten
 from scaledtensor.ops.products import multiplied
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.scale import is_one, settle, settle_product
-from scaledtensor.singles import factor, rms_of, scale_of, tensor_of
+from scaledtensor.singles import multiplier, rms_of, scale_of, tensor_of
 from scaledtensor.sparse import is_sparse
 from scaledtensor.tensor import ScaledTensor
 
@@ -216,7 +216,7 @@ def _product(matmul: Any, a: Any, b: Any) -> Raw:
     scale, ratio, rms = settle_product(k, (x.scale, x.rms), (y.scale, y.rms))
     # In place where it is a tensor of its own; export loses track of a traced one.
     if not is_one(ratio):
-        q = q * ratio if _torch.is_tracing(q) else q.mul_(factor(ratio))
+        q = q * ratio if _torch.is_tracing(q) else q.mul_(multiplier(ratio))
     return Raw(q, scale, rms, settled=True)
 
 

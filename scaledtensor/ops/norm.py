@@ -14,21 +14,24 @@ from torch import Tensor
 
 from scaledtensor.formats import FP32
 from scaledtensor.measure import measured_rms
-from scaledtensor.ops.algebra import first_scaled, operand, plain, quadrature
+from scaledtensor.ops.algebra import first_scaled, plain, quadrature, side
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Raw, rule
+from scaledtensor.singles import ONE, Single, rms_of, single_of
 from scaledtensor.tensor import ScaledTensor
 
 
-def _rms(x: Any, like: Tensor) -> Tensor:
+def _rms(x: Any, like: Any) -> Any:
     if x is None:
-        return torch.ones_like(like)
-    return x.rms if isinstance(x, ScaledTensor) else measured_rms(x)
+        return ONE if isinstance(like, Single) else torch.ones_like(like)
+    return rms_of(x) if isinstance(x, ScaledTensor) else single_of(measured_rms(x))
 
 
-def affine_rms(weight: Any, bias: Any, v: Tensor) -> Tensor:
+def affine_rms(weight: Any, bias: Any, v: Tensor) -> Any:
     """What a normalised `v` has after weight and bias: sqrt(r_gamma^2 + r_beta^2)."""
-    like = v.new_ones((), dtype=torch.float32)
+    like = (
+        single_of(v.new_ones((), dtype=torch.float32)) if weight is None or bias is None else None
+    )
     rms = _rms(weight, like)
     return rms if bias is None else quadrature(rms, _rms(bias, like))
 
@@ -64,7 +67,7 @@ def layer_norm_backward(
 ) -> Any:
     """dx: r_g r_gamma rms(rstd); d_gamma, d_beta: r_g sqrt(rows)."""
     like = first_scaled(g, x, weight)
-    left = operand(g, like)
+    left = side(g, like)
     v, w, b = norm_operands(x, weight, bias)
     if w is None and v.dtype == torch.bfloat16:
         w = torch.ones(shape, device=v.device)
@@ -95,7 +98,7 @@ def rms_norm_backward(
 ) -> tuple[Raw | None, Raw | None]:
     """dx: r_g r_gamma rms(rstd); d_gamma: r_g sqrt(rows)."""
     like = first_scaled(g, x, weight)
-    left = operand(g, like)
+    left = side(g, like)
     v = plain(x).float()
     q = left.q.float()
     dims = tuple(range(-len(shape), 0))
@@ -122,12 +125,12 @@ def weight_norm(v: Any, g: Any, dim: int = 0) -> tuple[Raw, Tensor]:
 @rule(aten._weight_norm_interface_backward.default)
 def weight_norm_backward(grad: Any, v: Any, g: Any, norms: Tensor, dim: int) -> tuple[Raw, Raw]:
     """dv: r_w r_g rms(1 / |v|); dg, a product with a direction: r_w."""
-    upstream = operand(grad, first_scaled(grad, v, g))
+    upstream = side(grad, first_scaled(grad, v, g))
     left, right = plain(v).float(), plain(g).float()
     dv, dg = aten._weight_norm_interface_backward.default(
         upstream.q.float(), left, right, norms, dim
     )
-    rms = upstream.rms * _rms(g, upstream.rms) * measured_rms(norms.reciprocal())
+    rms = upstream.rms * _rms(g, upstream.rms) * single_of(measured_rms(norms.reciprocal()))
     return Raw(dv, upstream.scale, rms, format=FP32), Raw(
         dg, upstream.scale, upstream.rms, format=FP32
     )
@@ -144,6 +147,8 @@ def norm_gradients(
     rows = (numel / max(width, 1)) ** 0.5
     dx, *parameters = raw
     return (
-        None if dx is None else Raw(dx, g.scale, g.rms * _rms(weight, g.rms) * measured_rms(rstd)),
+        None
+        if dx is None
+        else Raw(dx, g.scale, g.rms * _rms(weight, g.rms) * single_of(measured_rms(rstd))),
         *(None if d is None else Raw(d, g.scale, g.rms * rows, format=FP32) for d in parameters),
     )

@@ -46,7 +46,7 @@ from scaledtensor.singles import (
     Amount,
     Single,
     copied,
-    factor,
+    multiplier,
     put,
     rms_of,
     scale_of,
@@ -266,7 +266,7 @@ def _wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
         scale, ratio = settle(rms, single_of(raw.held))
         # Elements of an operand are copied in either case: by the product, or by the store below.
         if q.dtype == fmt.storage_dtype or not is_one(ratio):
-            q = q * factor(ratio)
+            q = q * multiplier(ratio)
     if q.dtype != fmt.storage_dtype:
         q = store(q, fmt)
     recipe = next((x.recipe for x in scaled if x.recipe is not None), None)
@@ -361,11 +361,11 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
     if any(is_table(x) for x in operands):
         target.qdata.copy_(store(saturated(wide, wide * ratio), target.format))
     elif target.qdata.dtype.itemsize == 1 or _torch.is_tracing(wide):
-        target.qdata.copy_(store(wide * factor(ratio), target.format))
+        target.qdata.copy_(store(wide * multiplier(ratio), target.format))
     elif is_one(ratio):
         target.qdata.copy_(wide)
     else:
-        torch.mul(wide, factor(ratio), out=target.qdata)
+        torch.mul(wide, multiplier(ratio), out=target.qdata)
     if scale is not kept:
         put(target, "scale", scale)
     # A part that became zero does not make the whole known to be zero.
