@@ -35,7 +35,7 @@ from scaledtensor.ops.softmax import (
     selection,
     visible,
 )
-from scaledtensor.singles import multiplier, scale_of
+from scaledtensor.singles import multiplier, scale_of, tensor_of
 from scaledtensor.tensor import ScaledTensor
 
 __all__ = ["FUNCTIONS"]
@@ -105,7 +105,7 @@ def flash_cpu(
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu.default(
         *operands, dropout_p, is_causal, attn_mask=mask, scale=factor
     )
-    logits = a.rms * b.rms * (factor * query.shape[-1] ** 0.5)
+    logits = tensor_of(a.rms * b.rms * (factor * query.shape[-1] ** 0.5))
     seen = _visible(query, key, is_causal, mask)
     return Raw(out, c.scale, c.rms * concentration(logits, seen).sqrt()), lse
 
@@ -157,7 +157,7 @@ def _gradients(
     d = query.shape[-1]
     # Query rows for each key row: Sq / Sk, and query heads that share a key head add up.
     shared = query.numel() / max(key.numel(), 1)
-    logits = a.rms * b.rms * (factor * d**0.5)
+    logits = tensor_of(a.rms * b.rms * (factor * d**0.5))
     root = concentration(logits, seen).sqrt()
     moved = selection(bounded_square(logits), seen)
     score = g.rms * c.rms * root * moved * (factor * d**0.5)

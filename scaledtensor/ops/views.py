@@ -19,7 +19,7 @@ from scaledtensor.ops.masks import FILL, HUGE, LARGEST
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.windows import sym_max
-from scaledtensor.scale import settle
+from scaledtensor.scale import settle, times
 from scaledtensor.singles import Amount, copied, rms_of, scale_of, single_of, tensor_of
 from scaledtensor.tensor import ScaledTensor
 
@@ -234,10 +234,7 @@ def _join(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Any, Any, bool]:
         *(p.rms * (t.numel() / total) ** 0.5 for p, t in zip(parts, tensors, strict=True))
     )
     scale, *ratios = settle(rms, *(p.scale for p in parts))
-    aligned = [
-        p.q if is_one(ratio) else p.q * multiplier(ratio)
-        for p, ratio in zip(parts, ratios, strict=True)
-    ]
+    aligned = [times(p.q, ratio) for p, ratio in zip(parts, ratios, strict=True)]
     return aligned, scale, rms, all(p.nonnegative for p in parts)
 
 
