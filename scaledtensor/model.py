@@ -21,6 +21,7 @@ from scaledtensor.recipes import get as get_recipe
 from scaledtensor.recipes.casts import Cast
 from scaledtensor.shards import is_dtensor, is_sharded, part_of
 from scaledtensor.simulate import refuse_simulated
+from scaledtensor.singles import CELLS
 from scaledtensor.sparse import coo
 from scaledtensor.steps import is_scaled
 from scaledtensor.tensor import ScaledTensor, check_strided, is_stored
@@ -41,6 +42,7 @@ UNCAST = "_not_only_factors"
 #: Attributes that make a ScaledTensor parameter one. Every other is a tag of the user's, and stays.
 _OWN = {
     *CodedTensor.INNER,
+    *CELLS,
     *("format", "granularity", "recipe", "nonnegative", "decoded", "passing", "copies", "agreed"),
     *("whole_amax", "_is_param"),
     steps.MARK,

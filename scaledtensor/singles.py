@@ -19,6 +19,7 @@ from torch import Tensor
 from scaledtensor import _torch
 
 __all__ = [
+    "CELLS",
     "ONE",
     "Amount",
     "Cell",
@@ -213,15 +214,33 @@ def hold(x: Any, scale: "Amount | Cell", rms: "Amount | Cell") -> None:
         x._rms = rms if isinstance(rms, Cell) else Cell(rms)
 
 
-def asked(x: Any, name: str) -> Tensor:
-    """The "scale" or "rms" of a ScaledTensor that holds a number, as a tensor from now on. What
-    Python asks for an attribute that is not there. Raises AttributeError for any other."""
-    cell = x.__dict__.get(f"_{name}") if name in ("scale", "rms") else None
-    if cell is None:
-        raise AttributeError(f"{type(x).__name__!r} object has no attribute {name!r}")
-    made: Tensor = cell.tensor(x.is_inference())
-    x.__dict__[name] = made
-    return made
+#: The attributes that hold the cells.
+CELLS = ("_scale", "_rms")
+
+
+class Asked:
+    """An attribute that is held as a number until somebody reads it; a tensor from then on, among
+    the attributes of the object itself, which come before this one.
+
+    `__getattr__` would do the same, but Dynamo reads no attribute of a tensor that has one.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name, self.cell = name, f"_{name}"
+
+    def __get__(self, x: Any, owner: type) -> Any:
+        if x is None:
+            return self
+        cell = x.__dict__.get(self.cell)
+        if cell is None:
+            raise AttributeError(f"{type(x).__name__!r} object has no attribute {self.name!r}")
+        made = x.__dict__[self.name] = cell.tensor(x.is_inference())
+        return made
+
+
+def asked() -> Any:
+    """`Asked`, for an attribute that is declared as a Tensor."""
+    return Asked()
 
 
 def shared(x: Any, name: str) -> Tensor | Cell:

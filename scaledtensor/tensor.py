@@ -74,8 +74,8 @@ class ScaledTensor(Tensor):
     """
 
     qdata: Tensor
-    scale: Tensor
-    rms: Tensor
+    scale: Tensor = asked()
+    rms: Tensor = asked()
     format: Format
     recipe: Recipe | None
     nonnegative: bool
@@ -157,8 +157,6 @@ class ScaledTensor(Tensor):
         self.recipe, self.nonnegative = recipe, nonnegative
         hold(self, scale, rms)
         return self
-
-    __getattr__ = asked  # a scale that is held as a number becomes a tensor when it is read
 
     @classmethod
     def _wrapper(cls, qdata: Tensor, dtype: torch.dtype) -> Any:
@@ -483,12 +481,7 @@ def from_plain(x: Tensor, fmt: Format, dtype: torch.dtype, recipe: Recipe | None
 
 
 def under_scale(
-    x: Tensor,
-    scale: Tensor,
-    rms: Tensor,
-    fmt: Format,
-    dtype: torch.dtype,
-    recipe: Recipe | None,
+    x: Tensor, scale: Tensor, rms: Tensor, fmt: Format, dtype: torch.dtype, recipe: Recipe | None
 ) -> ScaledTensor:
     """Plain data under a scale that is chosen already. No gradient is recorded."""
     # Compute formats keep infinities: -inf in a mask means something. Storage formats saturate.

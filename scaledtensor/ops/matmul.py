@@ -120,7 +120,7 @@ def grouped_mm(
         and _has_units(a, b, hardware.obstacle_of_groups)
     ):
         scale, ratio, rms = settle_product(a.shape[-1], (a.scale, a.rms), (b.scale, b.rms))
-        q = hardware.groups(a.qdata, b.qdata, offs, ratio, _is_fast(a, b))
+        q = hardware.groups(a.qdata, b.qdata, offs, tensor_of(ratio), _is_fast(a, b))
         return Raw(q, scale, rms, settled=True, dtype=out_dtype)
     x, y = operand(a, like), operand(b, like)
     left, right = multiplied(x.q, y.q)
@@ -208,7 +208,7 @@ def _product(matmul: Any, a: Any, b: Any) -> Raw:
         and _has_units(a, b, hardware.obstacle_of_codes)
     ):
         scale, ratio, rms = settle_product(k, (scale_of(a), rms_of(a)), (scale_of(b), rms_of(b)))
-        q = hardware.scaled(a.qdata, b.qdata, ratio, _is_fast(a, b))
+        q = hardware.scaled(a.qdata, b.qdata, tensor_of(ratio), _is_fast(a, b))
         return Raw(q, scale, rms, settled=True)
     like = first_scaled(a, b)
     x, y = side(a, like), side(b, like)
