@@ -23,7 +23,8 @@ from scaledtensor.ops.algebra import (
 )
 from scaledtensor.ops.masks import FILL, HUGE, LARGEST, is_table, saturated
 from scaledtensor.ops.operators import aten, prims
-from scaledtensor.ops.registry import Overload, Raw, Towards, rule, starts_at
+from scaledtensor.ops.raw import Towards, starts_at
+from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.scale import settle, times
 from scaledtensor.singles import (
     ONE,
