@@ -383,7 +383,6 @@ PUBLIC = {
         "quantize",
         "quantize_under",
         "rescale",
-        "scaled_gradient",
         "to_format",
     ],
     "scaledtensor.wrap": ["scaled"],

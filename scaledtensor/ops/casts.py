@@ -50,12 +50,6 @@ def to_format(x: ScaledTensor, format: str, rounding: Rounding = "nearest_even")
     return out
 
 
-@rule(verbs.scaled_gradient)
-def scaled_gradient(x: ScaledTensor) -> ScaledTensor:
-    """The identity forward; what comes back is wrapped, if it is plain."""
-    return x.like(x.qdata, x.scale, x.rms)
-
-
 @rule(verbs.gradient_to_format)
 def gradient_to_format(
     x: ScaledTensor, format: str, rounding: Rounding = "nearest_even"
