@@ -57,7 +57,7 @@ print(sct.report(model, torch.randint(0, 100, (8, 16))))
 """
 
 PAGE = """\
-# What ran, and what to do about it
+# The report on a model
 
 <!-- Written by `python docs/write_report.py`; a test compares. -->
 

@@ -93,7 +93,7 @@ def dequantize(x: ScaledTensor) -> Tensor:
 @rule(verbs.promote)
 def promote(x: Tensor, like: ScaledTensor) -> ScaledTensor:
     """A plain tensor enters, an operand of a product or a gradient: its RMS is measured, once, at
-    the door. Of a sparse one that is the RMS of the values that it stores."""
+    the door. For a sparse tensor it is the RMS of the values that the tensor stores."""
     if isinstance(x, ScaledTensor):
         return x
     if is_sparse(x):
