@@ -75,9 +75,10 @@ dist: venv
 	$(BIN)/python -m pytest tests/test_dist.py
 
 # Programs of users, in an environment of their own on top of .venv: the libraries that they use are many.
-# What .venv has stays as it is, torch's build above all. MARKS chooses tests, all by default. timm and torchvision, which ask for another,
-# come without what they need. PyPI's torchvision does not load beside a CPU build of torch until its
-# operators have names: tests/users/conftest.py gives them.
+# What .venv has stays as it is, torch's build above all. MARKS chooses tests, and all run by default. timm
+# and torchvision ask for another torch, and come without the packages that they need. PyPI's torchvision
+# does not load beside a CPU build of torch until its operators have names: tests/users/conftest.py gives
+# them.
 USERS := .venv-users
 USERS_PIP := $(USERS)/bin/python -m pip --quiet --disable-pip-version-check
 MARKS ?=

@@ -42,23 +42,23 @@ on, from plain to scaled, from recipe to recipe and back by `unscale_model`.
 plain, `keep` leaves whole products in the activation format, `saved` keeps what other operators
 need for the backward pass in 8 bits, `store_frozen` keeps frozen weights as products cast them
 ([LoRA on an FP8 base](#lora-on-an-fp8-base)). `recipe.to_json()` and `Recipe.from_json(text)`
-write and read one; a model that is saved carries its own. What contradicts itself is refused when
-it is built. Programs written to torchao's FP8 training change an import
+write and read one; a model that is saved carries its own. A recipe that contradicts itself is
+refused when it is built. Programs written to torchao's FP8 training change an import
 (`scaledtensor.compat.torchao.float8`), which has its names and says what differs.
 
-Of a product of (tokens, in) by (in, out), "1x32" is 32 elements that the product sums over, "all"
-the whole of a dimension; where nothing is said the tensor has one scale. Between the products flow
-ScaledTensors in the activation format under the scales of the rules, whatever the recipe: so each
-but `constant` gives bit for bit the same gradients, but for their scales, when the loss is
-multiplied by a power of two.
+In a product of (tokens, in) by (in, out), "1x32" stands for 32 elements that the product sums over,
+and "all" for the whole of a dimension; where nothing is said the tensor has one scale. Between the
+products flow ScaledTensors in the activation format under the scales of the rules, whatever the
+recipe: so each recipe but `constant` gives bit for bit the same gradients, except for their scales,
+when the loss is multiplied by a power of two.
 
 A recipe of one scale a tensor (`unit`, `current`, `delayed`, `min_mse`, `constant`) casts each
-operand once, for all three products, in every spelling of a product and in convolutions. One
-whose scales lie along what a product sums over casts for each product: every spelling of a
-product of two matrices, `einsum` too; `multi_dot`, `bilinear`, an `einsum` of three, grouped
+operand once, for all three products, in every spelling of a product and in convolutions. A recipe
+whose scales lie along the dimension that a product sums over casts for each product: every spelling
+of a product of two matrices, `einsum` too; `multi_dot`, `bilinear`, an `einsum` of three, grouped
 products and convolutions stay in the activation format and say so once by name (`RecipeWarning`);
-such a product has no second derivative. Of its operands an activation is kept for the backward
-pass as that pass will read it, in codes; a weight is kept itself.
+such a product has no second derivative. For the backward pass autograd keeps an activation in the
+codes that this pass will read, and a weight itself.
 
 On a CPU products are emulated exactly: the same values, summed in float32. A CPU with bfloat16
 units multiplies them in bfloat16 where that holds them, any other CPU in float32; results are
@@ -75,12 +75,12 @@ float64 on a CPU; on a device it has not run yet.
 ## Which one
 
 - `unit`: nothing is measured, nothing is kept, no pass over the data beyond the cast. Start here.
-  `Unit(gradient="e4m3fn", overrides={"head": Unit()})` has a third mantissa bit for gradients but
-  those of the logits, whose range a vocabulary of 2^17 tokens takes out of E4M3FN (below).
+  `Unit(gradient="e4m3fn", overrides={"head": Unit()})` has a third mantissa bit for all gradients
+  but the logits' gradients, whose range a vocabulary of 2^17 tokens takes out of E4M3FN (below).
 - `current`: as torchao's tensorwise scaling; `Current(granularity="row")` as its rowwise scaling.
   For data whose size the rules do not know: activations of a trained model, outliers.
-- `delayed`: one pass over the data where hardware casts and measures at once, for the price of a
-  state and of what grows faster than its history knows.
+- `delayed`: one pass over the data where hardware casts and measures at once. The price is a state,
+  and that values may grow faster than their history knows.
 - `mxfp8`, `blockwise`: outliers that differ from block to block, and what hardware with block
   scales runs.
 - `mxfp6`, `mxfp4`, `nvfp4`: what fewer bits would cost.
@@ -90,9 +90,9 @@ float64 on a CPU; on a device it has not run yet.
 ## LoRA on an FP8 base
 
 Under a recipe of one scale a tensor a frozen weight is cast to the same codes at every step. With
-`store_frozen=True` these codes are what is stored, in a quarter of the bytes of FP32, and what
-autograd keeps of the weight is the parameter itself, compiled too. Results, gradients and losses
-are bit for bit those without (with `delayed` under Inductor, up to a last place here and there):
+`store_frozen=True` the parameter holds these codes, in a quarter of the bytes of FP32, and autograd
+keeps the parameter itself, compiled too. Results, gradients and losses are bit for bit the same as
+without it (with `delayed` under Inductor, up to a last place here and there):
 
 ```python
 import torch
@@ -125,15 +125,15 @@ loss.backward()
 optimizer.step()
 ```
 
-Freeze and load the model first, then scale it. Weights are the parameters of two dimensions whose
-name ends in "weight" or "proj" and which require no gradient by then, but for those of embeddings
-(tied ones too) and norms; biases and the rest stay in `master`. A checkpoint of codes brings codes;
-one of wider numbers is cast by the recipe, and so is what is written into a weight, as a merge
-does. An optimizer that would step a stored weight raises: to train it after all,
+Freeze and load the model first, then scale it. The stored weights are the parameters of two
+dimensions whose name ends in "weight" or "proj" and which require no gradient by then, except in
+embeddings (tied ones too) and norms; biases and the rest stay in `master`. A checkpoint of codes
+brings codes; the recipe casts a checkpoint of wider numbers, and values that are written into a
+weight, as by a merge. An optimizer that would step a stored weight raises: to train it after all,
 `p.data = p.detach().dequantize()` puts the rounded value into `master`. A weight that is cut up
-before its products (one expert of a stack, a chunk) has, where scales are measured, that of the
-whole rather than of the part. Inside a transform of `torch.func`, where products are not cast, the
-stored weight is the rounded one still.
+before its products (one expert of a stack, a chunk) has, where scales are measured, the scale of
+the whole and not the scale of the part. Inside a transform of `torch.func`, where products are not
+cast, the stored weight is the rounded one still.
 
 Recipes that cast for each product refuse the field; frozen modules take another by `overrides`:
 `MXFP8(overrides={"*.base": Current(store_frozen=True)})`.

@@ -57,7 +57,7 @@ print(sct.report(model, torch.randint(0, 100, (8, 16))))
 """
 
 PAGE = """\
-# What ran, and what to do about it
+# The report on a model
 
 <!-- Written by `python docs/write_report.py`; a test compares. -->
 
@@ -79,7 +79,8 @@ and says what happened:
 A row of the backward pass belongs to the module whose forward pass made it. The sum of a tensor's
 gradients belongs to the innermost module around all uses of that tensor.
 
-What recipes with a scale for each row or block lose is not measured: they cast within the product.
+Losses under recipes with a scale for each row or block are not measured, since these recipes cast
+within the product.
 
 ```python
 {program}```

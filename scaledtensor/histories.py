@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from scaledtensor import verbs
 from scaledtensor.errors import RecipeWarning, UnsupportedError
-from scaledtensor.interpose import ENTERED, Mode, drop_load_hook, interpose, remove, transforms
+from scaledtensor.interpose import ENTERED, Mode, drop_hooks, interpose, remove, transforms
 from scaledtensor.ops import delayed
 from scaledtensor.ops.delayed import GRADIENT, INPUT, WEIGHT
 from scaledtensor.ops.functions import plus
@@ -175,7 +175,7 @@ def detach(module: nn.Module) -> None:
         interpose(module, t)
     for name in _names(module):
         del module._buffers[name + _SUFFIX]
-    drop_load_hook(module, _allow_missing)
+    drop_hooks(module._load_state_dict_pre_hooks, _allow_missing)
 
 
 def parameter_of(name: str) -> str:

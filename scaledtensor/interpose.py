@@ -200,15 +200,15 @@ def remove(module: M) -> M:
             module.__dict__["forward"] = interposed.own
         for mark in _marks(interposed):
             del module._buffers[mark]
-        drop_load_hook(module, _note_missing)
+        drop_hooks(module._load_state_dict_pre_hooks, _note_missing)
     return module
 
 
-def drop_load_hook(module: nn.Module, function: Callable[..., Any]) -> None:
-    """Undo `module.register_load_state_dict_pre_hook(function)`, wherever its handle is."""
-    hooks = module._load_state_dict_pre_hooks
+def drop_hooks(hooks: dict[int, Any], *functions: Callable[..., Any]) -> None:
+    """Take `functions` out of one of a module's dicts of hooks. The handles that torch returned
+    when they were registered belong to the original and not to copies of the module."""
     for key, hook in list(hooks.items()):
-        if getattr(hook, "hook", hook) is function:
+        if getattr(hook, "hook", hook) in functions:  # torch wraps the hooks before a load
             del hooks[key]
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from scaledtensor.coded import CodedTensor
 from scaledtensor.errors import CheckpointError
 from scaledtensor.histories import name_of
+from scaledtensor.interpose import drop_hooks
 from scaledtensor.tensor import ScaledTensor
 
 __all__ = ["FACTS", "assembled", "attach", "detach", "joined", "parted", "parted_names"]
@@ -103,10 +104,8 @@ def attach(module: nn.Module) -> None:
 
 def detach(module: nn.Module) -> None:
     """Take the hooks from `module`."""
-    for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks):
-        for key, hook in list(hooks.items()):
-            if getattr(hook, "hook", hook) in (_give, _take):
-                del hooks[key]
+    drop_hooks(module._state_dict_hooks, _give)
+    drop_hooks(module._load_state_dict_pre_hooks, _take)
 
 
 def _as_parts(name: str, x: ScaledTensor) -> dict[str, Tensor]:

@@ -181,11 +181,7 @@ class ScaledTensor(Tensor):
 
     def dequantize(self) -> Tensor:
         """The plain tensor of the same value, shape and dtype. Differentiable."""
-        held: Tensor = self
-        if self.grad_fn is not None and not torch.compiler.is_compiling():
-            # What torch.compile made of a model takes scaled gradients alone.
-            held = torch.ops.scaledtensor.scaled_gradient(self)
-        return cast(Tensor, torch.ops.scaledtensor.dequantize(held))
+        return cast(Tensor, torch.ops.scaledtensor.dequantize(self))
 
     def to_format(self, format: FormatLike) -> "ScaledTensor":
         """Round the elements into another format; the scale stays. 8-bit formats saturate.

@@ -35,7 +35,6 @@ __all__ = [
     "quantize",
     "quantize_under",
     "rescale",
-    "scaled_gradient",
     "to_format",
 ]
 
@@ -189,13 +188,6 @@ expect = operator("expect(Tensor x, float growth) -> Tensor", _pass, _nothing)
 
 #: x -> the same qdata at scale 1, that is x / x.scale.
 drop = operator("drop(Tensor x) -> Tensor", _divide_by_scale, _remember_scale)
-
-#: x -> x itself; its gradient comes scaled, also where what was made of x is plain.
-scaled_gradient = operator(
-    "scaled_gradient(Tensor x) -> Tensor",
-    lambda ctx, grad: _as_scaled(ctx, grad),
-    _remember_scale,
-)
 
 #: x -> a plain tensor of the same value and dtype.
 dequantize = operator("dequantize(Tensor x) -> Tensor", lambda ctx, grad: grad, _nothing)

@@ -45,12 +45,33 @@ def assert_printed(got: str, expected: str) -> None:
         assert float(a) == pytest.approx(float(b), rel=RELATIVE, abs=slack), got
 
 
-def execute(page: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+def sections(page: Path) -> dict[str, str]:
+    """The text of each section with code, by its heading: the page with empty lines in place of all
+    other sections but the first, on which all build."""
+    parts = re.split(r"^(?=## )", page.read_text(), flags=re.MULTILINE)
+    coded = [i for i, part in enumerate(parts) if "```python" in part]
+    return {
+        parts[i].splitlines()[0].removeprefix("## "): "".join(
+            part if j in (coded[0], i) else "\n" * part.count("\n") for j, part in enumerate(parts)
+        )
+        for i in coded
+    }
+
+
+def execute(
+    page: Path,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    text: str = "",
+    compare: bool = True,
+) -> dict[str, Any]:
     """Run every block of `page` in order in `folder`, the current one; returns the namespace.
 
-    Skips where a package that the page says it needs is missing: `<!-- needs: peft -->`.
+    `text` is the page where only a part of it runs. `compare` is False where other libraries print
+    what they like. Skips where a package that the text says it needs is missing:
+    `<!-- needs: peft -->`.
     """
-    text = page.read_text()
+    text = text or page.read_text()
     for package in " ".join(NEEDS.findall(text)).split():
         pytest.importorskip(package)
     blocks = list(BLOCK.finditer(text))
@@ -72,7 +93,8 @@ def execute(page: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> dic
                 lines = "\n" * text.count("\n", 0, block.start(3))
                 exec(compile(lines + code, str(page), "exec"), scope)
                 got = capsys.readouterr().out
-            assert_printed(got, textwrap.dedent(printed or ""))
+            if compare:
+                assert_printed(got, textwrap.dedent(printed or ""))
     return scope
 
 

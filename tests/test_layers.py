@@ -9,7 +9,8 @@ import scaledtensor as sct
 
 PACKAGE = Path(sct.__file__).parent
 FLOORS = [
-    {"_start", "_version", "_torch", "engine", "errors", "formats", "measure", "scale", "singles"},
+    {"_start", "_version", "_torch", "engine", "errors", "formats", "measure", "setting"},
+    {"scale", "singles"},
     {"recipes"},
     {"tensor"},
     {"verbs"},

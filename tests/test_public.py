@@ -385,7 +385,6 @@ PUBLIC = {
         "quantize",
         "quantize_under",
         "rescale",
-        "scaled_gradient",
         "to_format",
     ],
     "scaledtensor.wrap": ["scaled"],

@@ -154,18 +154,18 @@ def test__warn__computes_in_float32_counts_and_warns_once(restored):
 
 
 def test__the_policy__is_a_setting_and_a_context_that_restores(restored):
-    assert registry._policy == "error"
+    assert registry.on_missing._now == "error"
     with sct.on_missing("warn"):
-        assert registry._policy == "warn"
+        assert registry.on_missing._now == "warn"
         with sct.on_missing("error"):
-            assert registry._policy == "error"
-        assert registry._policy == "warn"
-    assert registry._policy == "error"
+            assert registry.on_missing._now == "error"
+        assert registry.on_missing._now == "warn"
+    assert registry.on_missing._now == "error"
     with contextlib.suppress(KeyError), sct.on_missing("warn"):
         raise KeyError
-    assert registry._policy == "error"
+    assert registry.on_missing._now == "error"
     sct.on_missing("warn")
-    assert registry._policy == "warn"
+    assert registry.on_missing._now == "warn"
     sct.on_missing("error")
 
 
@@ -173,7 +173,7 @@ def test__the_policy__is_a_setting_and_a_context_that_restores(restored):
 def test__another_policy__is_an_error(given):
     with pytest.raises(RegistryError, match="'warn' or 'error'"):
         sct.on_missing(given)
-    assert registry._policy == "error"
+    assert registry.on_missing._now == "error"
 
 
 @pytest.mark.filterwarnings("ignore::scaledtensor.errors.MissingRuleWarning")

@@ -106,9 +106,9 @@ half and three quarters of the smallest positive value:
 
 {policies}
 
-Each is one code, the same in eager and compiled code, and the one that ml_dtypes gives (for
-integers, that of the number after rounding); but which NaN of BF16, FP16 or FP32 a NaN becomes,
-torch's casts choose. In words:
+Each is one code, the same in eager and compiled code. ml_dtypes gives this code too, for integers
+if it is given the number after rounding. torch's casts alone choose which NaN of BF16, FP16 or FP32
+a NaN becomes. In words:
 
 {words}
 

@@ -4,22 +4,18 @@ The scale of a weight's gradient is one over the square root of the number of it
 sees the terms of one micro-batch; data parallelism and accumulation add up more of them elsewhere.
 """
 
-from types import TracebackType
-from typing import Self
-
 from scaledtensor.errors import ScaleError
+from scaledtensor.setting import Setting
 
 __all__ = ["batch_factor", "global_batch"]
-
-_factor: float = 1.0
 
 
 def batch_factor() -> float:
     """Global over local batch size, as set by `global_batch`; 1 at first."""
-    return _factor
+    return global_batch._now
 
 
-class global_batch:  # noqa: N801 - called like a function
+class global_batch(Setting):  # noqa: N801 - called like a function
     """From now on, or inside a `with` block, multiply every batch size in the closed forms.
 
     >>> U.global_batch(world_size * accumulation_steps)
@@ -34,25 +30,13 @@ class global_batch:  # noqa: N801 - called like a function
         ScaleError: `factor` is not a positive finite number.
     """
 
+    _now: float = 1.0
+
     def __init__(self, factor: float) -> None:
-        global _factor
         number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
         if not (number and 0 < factor < float("inf")):
             raise ScaleError(
                 f"global_batch takes world size times accumulation steps, a positive finite "
                 f"number; got {factor!r}"
             )
-        self._before = _factor
-        _factor = float(factor)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        global _factor
-        _factor = self._before
+        super().__init__(float(factor))

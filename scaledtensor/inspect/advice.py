@@ -208,7 +208,7 @@ def _told(problem: str, rows: list[Row], whole: Coverage) -> tuple[float, str, s
 
 def _of_cast(r: Row) -> str:
     if r.operand == "weight":
-        return "sct.rebalance(model) gives the weight the scale of what it has become"
+        return "sct.rebalance(model) gives the weight the scale of its present values"
     if not _is_carried(r):
         return "its scale is the recipe's: another exponent or margin, or Current(), which measures"
     if r.amax_underflowed <= LIMITS["underflowed"]:

@@ -50,12 +50,6 @@ def to_format(x: ScaledTensor, format: str, rounding: Rounding = "nearest_even")
     return out
 
 
-@rule(verbs.scaled_gradient)
-def scaled_gradient(x: ScaledTensor) -> ScaledTensor:
-    """The identity forward; what comes back is wrapped, if it is plain."""
-    return x.like(x.qdata, x.scale, x.rms)
-
-
 @rule(verbs.gradient_to_format)
 def gradient_to_format(
     x: ScaledTensor, format: str, rounding: Rounding = "nearest_even"
@@ -100,7 +94,7 @@ def dequantize(x: ScaledTensor) -> Tensor:
 @rule(verbs.promote)
 def promote(x: Tensor, like: ScaledTensor) -> ScaledTensor:
     """A plain tensor enters, an operand of a product or a gradient: its RMS is measured, once, at
-    the door. Of a sparse one that is the RMS of the values that it stores."""
+    the door. For a sparse tensor it is the RMS of the values that the tensor stores."""
     if isinstance(x, ScaledTensor):
         return x
     if is_sparse(x):

@@ -8,7 +8,6 @@ are operators with a rule. Caught where Python calls them; the rest of torch is 
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -131,23 +130,9 @@ def mul(input: Any, other: Any, **kwargs: Any) -> Tensor:
     return torch.mul(input, other, **kwargs)
 
 
-# --- statistics ------------------------------------------------------------------------------
-
-
-def _statistic(function: Callable[..., Any], input: Any, *args: Any, **kwargs: Any) -> Any:
-    """A sum of all is plain, and so is its gradient. What torch.compile made takes the gradients
-    that it was compiled for, scaled ones, so there it becomes one: `compiled(x).sum().backward()`.
-    """
-    whole = not args and not kwargs and isinstance(input, ScaledTensor)
-    if whole and input.grad_fn is not None and not torch.compiler.is_compiling():
-        input = verbs.scaled_gradient(input)
-    return function(input, *args, **kwargs)
-
-
 #: function that a user may call -> the same with a derivative that has rules.
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.logsumexp, Tensor.logsumexp, torch.special.logsumexp), logsumexp),
     **dict.fromkeys((torch.erf, Tensor.erf, torch.special.erf), erf),
     **dict.fromkeys((torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__), mul),
-    **{f: partial(_statistic, f) for f in (torch.sum, Tensor.sum, torch.mean, Tensor.mean)},
 }

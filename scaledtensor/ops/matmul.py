@@ -31,8 +31,8 @@ from scaledtensor.tensor import ScaledTensor
 
 @rule(aten.mm.default)
 def mm(a: Any, b: Any) -> Raw:
-    """r = ra rb sqrt(K). Of a sparse operand with E stored elements in N rows, here and in the
-    products below, K is E / N, and r is seen where there is anything to see."""
+    """r = ra rb sqrt(K). Here and in the products below a sparse operand with E stored elements in
+    N rows has K = E / N, and the RMS of the result is measured where it is finite and not 0."""
     return _product(torch.mm, a, b)
 
 
@@ -64,8 +64,8 @@ def dot(a: Any, b: Any) -> Tensor:
     aten._sparse_addmm.default,  # torch.sparse.mm, of beta = 0
 )
 def addmm(c: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Raw:
-    """r = sqrt((beta rc)^2 + (alpha ra rb)^2 K). Of c = a or c = b, one term of a polynomial of a
-    matrix (Newton-Schulz), the parts cancel by its coefficients: measured."""
+    """r = sqrt((beta rc)^2 + (alpha ra rb)^2 K). Where c is a or b, as in a polynomial of a matrix
+    (Newton-Schulz), the parts cancel by the polynomial's coefficients, and r is measured."""
     matmul = torch.bmm if a.dim() == 3 else torch.mm if b.dim() == 2 else torch.mv
     product = _product(matmul, a, b)
     if c is a or c is b:

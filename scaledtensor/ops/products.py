@@ -23,13 +23,13 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from scaledtensor.errors import HardwareError
+from scaledtensor.setting import Setting
 
 __all__ = ["Choice", "Name", "choice", "multiplied", "product_dtype", "products_in", "state"]
 
@@ -52,7 +52,7 @@ class Choice(NamedTuple):
     reason: str
 
 
-class products_in:  # noqa: N801 - reads as a verb, like torch.no_grad
+class products_in(Setting):  # noqa: N801 - reads as a verb, like torch.no_grad
     """Which dtype emulated products are computed in: a setting, and a context manager that restores
     the one before.
 
@@ -65,22 +65,10 @@ class products_in:  # noqa: N801 - reads as a verb, like torch.no_grad
         HardwareError: `name` is none of the three.
     """
 
+    _now: Name = "auto"
+
     def __init__(self, name: Name) -> None:
-        global _override
-        self.before = _override
-        _override = _checked(name, "products_in")
-
-    def __enter__(self) -> "products_in":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        global _override
-        _override = self.before
+        super().__init__(_checked(name, "products_in"))
 
 
 def _checked(name: str, source: str) -> Name:
@@ -91,7 +79,6 @@ def _checked(name: str, source: str) -> Name:
     raise HardwareError(f"{source} takes one of {allowed}; got {name!r}")
 
 
-_override: Name = "auto"
 _choices: dict[tuple[str, int | None], Choice] = {}
 
 
@@ -102,8 +89,8 @@ def product_dtype(device: torch.device) -> torch.dtype:
 
 def choice(device: torch.device) -> Choice:
     """The same, and what it was decided by."""
-    if _override != "auto":
-        return Choice(getattr(torch, _override), "chosen by scaledtensor.products_in")
+    if products_in._now != "auto":
+        return Choice(getattr(torch, products_in._now), "chosen by scaledtensor.products_in")
     key = (device.type, device.index)
     found = _choices.get(key)
     if found is None:

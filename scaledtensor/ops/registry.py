@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -42,6 +41,7 @@ from scaledtensor.ops.observe import observers
 from scaledtensor.ops.operators import Absent, Overload, find
 from scaledtensor.ops.raw import Raw
 from scaledtensor.scale import is_one, larger, settle, settle_in_place
+from scaledtensor.setting import Setting
 from scaledtensor.singles import (
     copied,
     multiplier,
@@ -349,41 +349,28 @@ def dequantized(x: Any) -> Any:
 # --- 5. no rule ------------------------------------------------------------------------------
 
 Policy = Literal["warn", "error"]
-_policy: Policy = "warn"
 
 #: How often each operator without a rule ran, by name.
 missing: Counter[str] = Counter()
 
 
-class on_missing:  # noqa: N801 - reads as a verb, like torch.no_grad
+class on_missing(Setting):  # noqa: N801 - reads as a verb, like torch.no_grad
     """What happens when an operator has no rule: a setting, and a context manager that restores it.
 
     "warn": it runs on dequantised float32 and the result is rescaled by its measured RMS; a
     `MissingRuleWarning` once per operator. "error": `MissingRuleError`.
     """
 
+    _now: Policy = "warn"
+
     def __init__(self, policy: Policy) -> None:
         if policy not in ("warn", "error"):
             raise RegistryError(f"on_missing takes 'warn' or 'error'; got {policy!r}")
-        global _policy
-        self.before = _policy
-        _policy = policy
-
-    def __enter__(self) -> "on_missing":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        global _policy
-        _policy = self.before
+        super().__init__(policy)
 
 
 def _without_rule(op: Overload, *args: Any, **kwargs: Any) -> Any:
-    if _policy == "error":
+    if on_missing._now == "error":
         raise MissingRuleError(
             f"{op} has no scale rule. Register one with scaledtensor.ops.rule (CONTRIBUTING.md), "
             "or allow the float32 fallback with scaledtensor.on_missing('warn')"

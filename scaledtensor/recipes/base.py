@@ -48,29 +48,30 @@ class Recipe:
     name: ClassVar[str] = ""
 
     forward: Format
-    """Both operands of a matrix product in the forward pass. Autograd saves them in this format."""
+    """Format of both operands of a forward matrix product. Autograd saves them in it."""
     gradient: Format
-    """The incoming gradient of a matrix product, for dgrad and wgrad."""
+    """Format of the incoming gradient of a matrix product, for dgrad and wgrad."""
     activation: Format
-    """What flows between the matrix products."""
+    """Format of the tensors between the matrix products."""
     master: Format
-    """What the parameters are stored in; their gradients arrive in it too."""
+    """Format of the stored parameters; their gradients arrive in it too."""
     rebalance: int = 10
-    """Every how many optimizer steps parameters get the scale of the values that they have by then
-    (`scaledtensor.rebalance`); 0 for never. Training moves weights away from what their scale was
-    made for, and in the backward pass that adds up over the layers."""
+    """Number of optimizer steps after which parameters get the scale of their present values
+    (`scaledtensor.rebalance`), again and again; 0 for never. Training moves weights away from the
+    values that their scale was made for, and in the backward pass that adds up over the layers."""
     gradient_rounding: str = "nearest_even"
     """How gradients are cast to 8 bits: "nearest_even", or "stochastic", from torch's default
     generator. Rounding to nearest takes all gradients of one size to the same side: with E5M2 a
-    rare token's, near p for every other token, off by up to 1/8. Stochastic is right on average."""
+    rare token's gradient, near p for every other token, is off by up to 1/8. Stochastic rounding is
+    right on average."""
     saved: Format | None = None
-    """What the inputs of norms, activations and products by element are kept in for the backward
-    pass, in groups of 1x16 with a scale each (COAT, arXiv 2410.19313); None keeps them as they
-    are. The operands of matrix products are kept as they were cast, in any case."""
+    """Format in which autograd keeps the inputs of norms, activations and products by element, in
+    groups of 1x16 with a scale each (COAT, arXiv 2410.19313); None keeps them as they are. The
+    operands of matrix products are kept as they were cast, in any case."""
     weight: Format | None = None
-    """Of weights, where it is not that of `forward`."""
+    """Format of weights; None takes `forward`."""
     keep: tuple[str, ...] = ()
-    """Products that are left in the activation format: of "forward", "dgrad" and "wgrad"."""
+    """Products, out of "forward", "dgrad" and "wgrad", that stay in the activation format."""
     min_size: int = 0
     """A weight with a dimension under this stays plain: where matrices are small, the casts cost
     more than the faster product gains. 0 leaves none out."""
@@ -78,16 +79,17 @@ class Recipe:
     """(pattern, recipe) for modules of that fully qualified name; * and ? are wildcards, the first
     match decides. None leaves the parameters of such a module plain. A mapping is taken too."""
     fast_accumulation: tuple[str, ...] = ("forward",)
-    """Products that FP8 units may add up in fewer bits than float32, which is faster, of "forward",
-    "dgrad" and "wgrad"; as in torchao and TransformerEngine the first. Where operands are cast once
-    for all products, the other two only together. Emulated products always add in float32."""
+    """Products, out of "forward", "dgrad" and "wgrad", that FP8 units may add up in fewer bits than
+    float32, which is faster; by default the first, as in torchao and TransformerEngine. Where
+    operands are cast once for all products, the other two are given only together. Emulated
+    products always add in float32."""
     emulate: bool = False
     """Allow pairs of formats that the FP8 units of no device multiply."""
     store_frozen: bool = False
     """Weights that need no gradient when the model is wrapped are kept as products cast them, in 8
     bits, in place of `master`: the same products, bit for bit, for a quarter of the bytes. Weights
-    are what has two dimensions and a name that ends in "weight" or "proj", of no embedding or norm.
-    A part of one (an expert picked out) is under the scale of the whole."""
+    are parameters of two dimensions whose name ends in "weight" or "proj", except in embeddings and
+    norms. A part of one (an expert picked out) is under the scale of the whole."""
 
     def __new__(cls, *args: Any, **given: Any) -> Self:
         # Before the constructor that `dataclass` writes, which answers with a bare TypeError.

@@ -19,7 +19,7 @@ class _Blocks(Recipe):
     """What recipes of blocks share."""
 
     padding: bool = True
-    """Zeros fill the last block of what is no multiple of it: the block is shorter, in effect.
+    """Zeros fill the last block of a dimension that is no multiple of it: that block is shorter.
     False refuses weights with such a dimension, which hardware does not take."""
 
     def __post_init__(self) -> None:

@@ -38,7 +38,7 @@ class Current(Recipe):
     margin: int = 0
     """Binades left free above the amax of inputs and weights."""
     gradient_margin: int = 0
-    """The same of gradients."""
+    """Binades left free above the amax of gradients."""
 
     def __post_init__(self) -> None:
         if self.granularity not in GRANULARITIES:

@@ -23,7 +23,7 @@ _SIDES = {
 @register
 @dataclass(frozen=True)
 class PerGemm(Recipe):
-    """Six casts: of the operands of the forward product, of dgrad and of wgrad.
+    """Six casts, one for each operand of the forward product, of dgrad and of wgrad.
 
         PerGemm(casts=Gemms(
             forward=Gemm(Cast("e4m3fn"), Cast("e2m3fn", Microscale(), (1, 32))),

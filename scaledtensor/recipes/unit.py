@@ -16,9 +16,10 @@ class Unit(Recipe):
     """Operands are cast under the power-of-two scale that the rules propagated.
 
     operand = cast(value / scale), scale = 2**round(log2(expected RMS)); no amax, no history.
-    Formats by role after arXiv 2209.05433: E4M3FN forward, E5M2 gradients: those of the logits of
-    a large vocabulary span more than E4M3FN holds (`benchmarks.recipes --heads`). Closed-form
-    scales after Blake et al., "Unit Scaling", ICML 2023 (arXiv 2303.11257).
+    Formats by role after arXiv 2209.05433: E4M3FN forward, and E5M2 for gradients, since the
+    gradients of a large vocabulary's logits span more than E4M3FN holds
+    (`benchmarks.recipes --heads`). Closed-form scales after Blake et al., "Unit Scaling", ICML 2023
+    (arXiv 2303.11257).
     """
 
     name: ClassVar[str] = "unit"
