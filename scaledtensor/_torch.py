@@ -13,6 +13,7 @@ from torch import Tensor
 
 # What stands for a tensor while shapes are worked out: whoever counts has to tell it from a real
 # one.
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses import FakeTensor as FakeTensor
 from torch.autograd.graph import get_gradient_edge
 from torch.optim import optimizer
@@ -384,9 +385,9 @@ def without_function_modes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def outside_modes() -> Iterator[None]:
-    """No dispatch mode sees what runs here either: a tensor made here is a real one, also while
-    another is being traced. The public way, `torch.utils._python_dispatch`, is private as well."""
-    with without_function_modes(), _disable_current_modes():
+    """No dispatch mode and no transform of `torch.func` sees what runs here either: a tensor made
+    here is a real one, also while another is being traced. torch has no public way to do that."""
+    with without_function_modes(), _disable_current_modes(), temporarily_clear_interpreter_stack():
         yield
 
 

@@ -72,7 +72,7 @@ def settle(rms: A, *scales: A) -> list[A]:
     """
     if _are_numbers(rms, *scales):
         return _settle_singles(rms, scales)  # type: ignore[return-value]
-    tensor, held = tensor_of(rms), list(map(tensor_of, scales))
+    tensor, held = tensor_of(rms), tuple(map(tensor_of, scales))
     return _settle_tensors(tensor, held)  # type: ignore[return-value]
 
 
@@ -88,7 +88,7 @@ def _are_numbers(*amounts: Any) -> bool:
     return True
 
 
-def _settle_tensors(tensor: Tensor, held: list[Tensor]) -> list[Tensor]:
+def _settle_tensors(tensor: Tensor, held: tuple[Tensor, ...]) -> list[Tensor]:
     if tensor.is_cpu and torch.compiler.is_compiling():
         # Opaque there: Inductor's C++ would inline this scalar arithmetic into every kernel that
         # reads the result and redo it for each vector of elements (measured: 3x on a gelu).

@@ -229,7 +229,11 @@ def _wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
         q = store(q, fmt)
     recipe = next((x.recipe for x in scaled if x.recipe is not None), None)
     dtype = raw.dtype or _appearance(operands)
-    made = ScaledTensor.make(q, scale, copied(rms), fmt, dtype, recipe, raw.nonnegative)
+    # No other copy: of outputs that a compiled graph copies, it makes one where they are equal, and
+    # then two gradients share the scale that follows from it.
+    if isinstance(rms, Tensor) and any(rms is x.rms for x in scaled):
+        rms = rms.clone()
+    made = ScaledTensor.make(q, scale, rms, fmt, dtype, recipe, raw.nonnegative)
     if raw.towards is not None and torch.compiler.is_compiling():  # no code is compiled to keep it
         made.towards = raw.towards
     return made
