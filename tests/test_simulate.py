@@ -65,6 +65,17 @@ def test__every_spelling__multiplies_rounded_operands(spelling: Any, compiled: b
     torch.testing.assert_close(model.weight.grad, dw)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test__a_format_that_holds_every_operand__compiled_keeps_gradients(dtype: torch.dtype) -> None:
+    """Dynamo of torch 2.11 loses them where a function returns a tensor under two names."""
+    torch.compiler.reset()
+    model = simulate_format(Product(torch.mm, 8, 4).to(dtype), dtype, None)
+    x = torch.randn(6, 8, dtype=dtype, requires_grad=True)
+    torch.compile(model, fullgraph=True, backend="aot_eager")(x).sum().backward()
+    (expected,) = torch.autograd.grad(torch.mm(x, model.weight).sum(), x)
+    torch.testing.assert_close(x.grad, expected)
+
+
 def test__a_product_that_scaled_tensors_cast__is_simulated_too() -> None:
     missing = functions.FUNCTIONS.keys() - OPERANDS.keys() - OPERANDS_FROM.keys()
     assert missing == {torch.sparse.mm, torch.sparse.addmm}  # which no recipe casts

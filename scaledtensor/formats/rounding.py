@@ -121,7 +121,7 @@ def decode(codes: Tensor, fmt: FormatLike, dtype: torch.dtype = torch.float32) -
         raise DTypeError(f"cannot decode to {dtype}; allowed are {_names(FLOATS)}")
     if codes.dtype in _WIDE:
         mixed = {codes.dtype, dtype} == {*_HALVES}  # which Inductor's C++ would not vectorise well
-        return (loop_of_its_own(codes.float()) if mixed else codes).to(dtype)
+        return _as(loop_of_its_own(codes.float()) if mixed else codes, dtype)
     made = native.decode(codes, fmt, dtype)
     if made is not None:
         return made
@@ -129,7 +129,7 @@ def decode(codes: Tensor, fmt: FormatLike, dtype: torch.dtype = torch.float32) -
     real = not torch.compiler.is_compiling() and codes.is_cpu and type(codes) is Tensor
     if real and codes.dtype.itemsize == 1:
         return in_pieces(lambda t, _, out: tables.look_up(t, fmt, dtype, out), codes, dtype)
-    return loop_of_its_own(decode_bits(codes, fmt)).to(dtype)
+    return _as(loop_of_its_own(decode_bits(codes, fmt)), dtype)
 
 
 def fake_quantize(
@@ -155,17 +155,26 @@ def fake_quantize(
     if torch.compiler.is_compiling():
         # GPU compilers contract a product and a sum; there the bits are as fast.
         if nearest and x.is_cpu and x.dtype not in (torch.float64, storage) and fuses(fmt, x.dtype):
-            return fuse_rounding(x, fmt, overflow).to(x.dtype)
+            return _as(fuse_rounding(x, fmt, overflow), x.dtype)
         if storage is not torch.float32 and x.dtype is not storage:
             wide = _carried(x, fmt, mode)
             if wide.dtype is not x.dtype:  # and so no view of the caller's
                 wide = loop_of_its_own(wide)
-            return loop_of_its_own(round_bits(wide, fmt, mode)).to(x.dtype)
+            return _as(loop_of_its_own(round_bits(wide, fmt, mode)), x.dtype)
     elif nearest and storage not in _WIDE and rounds_in_float32(fmt):
         if tables.serves(x):
             return tables.fake_quantize(x, fmt, mode, lambda t: _rounded(t, fmt, overflow))
         return in_pieces(lambda t, _, out: _rounded(t, fmt, overflow, out), x, x.dtype)
     return decode(_encode(x, fmt, mode), fmt, x.dtype)
+
+
+def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x.to(dtype)`, which a graph of Dynamo has only where it does something.
+
+    A node that returns its input would give an autograd.Function one tensor under two names. Dynamo
+    of torch 2.11 returns both, and loses the gradient of the first.
+    """
+    return x if x.dtype is dtype else x.to(dtype)
 
 
 def _encode(x: Tensor, fmt: Format, mode: Mode) -> Tensor:
@@ -247,7 +256,7 @@ def _cast(x: Tensor, fmt: Format, overflow: Overflow, out: Tensor | None = None)
             x = x.float().clamp_(-fmt.max, fmt.max)
         else:
             x = x.clamp(-fmt.max, fmt.max)
-    codes = x.to(storage) if out is None else out.copy_(x)
+    codes = _as(x, storage) if out is None else out.copy_(x)
     if storage is torch.float8_e5m2:
         raw = codes.view(torch.uint8)
         nan = raw & 0x7F

@@ -35,6 +35,7 @@ class _Recorded(fx.Interpreter):
             out = super().run_node(n)
             if n.op == "placeholder" and isinstance(out, Tensor):
                 self.recorder.node_of(out, clean_name(n.name), "placeholder")
+                self.recorder.captured(out, n.name)
             elif n.op == "output":
                 self.recorder.result(out)
             return out
@@ -43,6 +44,8 @@ class _Recorded(fx.Interpreter):
         taken = n.target is operator.getitem and not isinstance(args[0], Tensor)
         if not taken:  # an element of a tuple is a node since the tuple was
             self.recorder.call(n.op, n.target, args, kwargs, out, _place(n), clean_name(n.name))
+        if isinstance(out, Tensor):
+            self.recorder.captured(out, n.name)
         return out
 
 

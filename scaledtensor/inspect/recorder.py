@@ -124,6 +124,12 @@ class Recorder:
             node.meta |= _meta(node.name, None, place) | {"is_tuple": True}
             self._unpack(node, result, place)
 
+    def captured(self, x: Tensor, name: str) -> None:
+        """The name that Dynamo gave the node of `x` in the graph that it captured."""
+        known = self._find(x)
+        if known is not None:
+            known.node.meta.setdefault("captured", name)
+
     def entered(self, module: str, inputs: Iterable[tuple[str, Tensor]]) -> None:
         """A module is about to run on `inputs`."""
         found = ((name, self._find(x)) for name, x in inputs)

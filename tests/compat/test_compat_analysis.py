@@ -1,5 +1,6 @@
 """Pictures, listings and tables of scales, under the published names."""
 
+import operator
 import re
 
 import pytest
@@ -49,7 +50,9 @@ def names(graph):
 
 
 def test__a_graph__is_pruned(graph):
-    assert {"inputs", "embedding_weight", "embedding", "relu", "linear"} <= names(graph)
+    weight = "self_modules_embedding_parameters_weight"
+    assert {"inputs", weight, "x", "relu", "view", "x_1"} <= names(graph)  # Dynamo's names
+    assert {F.embedding, F.relu, F.linear, "view"} <= {n.target for n in graph.nodes}
     floats = names(prune_non_float_tensors(graph))
     assert "inputs" not in floats
     changed = names(prune_same_scale_tensors(prune_non_float_tensors(graph)))
@@ -91,9 +94,9 @@ def test__a_data_frame__has_a_row_for_each_direction(graph, monkeypatch):
     monkeypatch.setattr(analysis, "find_spec", lambda name: name)
     monkeypatch.setattr(analysis, "import_module", lambda name: module)
     rows = {(r["layer"], r["tensor type"]): r for r in analysis.graph_to_dataframe(graph)}
-    assert rows["linear_weight", "w"]["weight tensor"] is True
-    assert rows["linear", "x"]["direction"] == "fwd"
-    assert rows["linear", "grad_x"]["number of elements"] == 24 * 32
+    assert rows["self_modules_linear_parameters_weight", "w"]["weight tensor"] is True
+    assert rows["x_1", "x"]["direction"] == "fwd"  # x = self.linear(...)
+    assert rows["x_1", "grad_x"]["number of elements"] == 24 * 32
     assert not any(layer in ("inputs", "output") for layer, _ in rows)
     with pytest.raises(errors.ModelError, match="scales_graph"):
         analysis.graph_to_dataframe(torch.fx.symbolic_trace(nn.Linear(2, 2)).graph)
@@ -153,7 +156,24 @@ def test__one_tensor__is_tracked():
     assert str(pair) == "(-> 3.46, <- 1.15)"
 
 
-def test__a_call_before_tracking__is_an_error():
-    """The published graph is then empty."""
-    with pytest.raises(errors.ModelError, match="call the tracked model first"):
-        track_scales(nn.Linear(2, 2)).scales_graph()
+def test__before_a_call__the_graph_is_empty():
+    assert not track_scales(nn.Linear(2, 2)).scales_graph().nodes
+
+
+def test__capture__is_dynamos_or_that_of_eager_code():
+    class Formula(nn.Module):
+        def forward(self, x):
+            half = x * 0.5
+            half += 1
+            return half.sum()
+
+    def targets(**how):
+        tracked = track_scales(Formula(), **how)
+        tracked(torch.randn(4))
+        return {n.meta["clean_name"]: n.target for n in tracked.scales_graph().nodes}
+
+    found = targets()
+    assert (found["half"], found["half_1"]) == (operator.mul, operator.iadd)
+    assert {"mul", "sum_1"} <= set(targets(capture="eager"))
+    with pytest.raises(errors.ModelError, match="'eager' or 'dynamo'"):
+        track_scales(Formula(), capture="compiled")

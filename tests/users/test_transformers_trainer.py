@@ -1,6 +1,7 @@
 """Programs in the style of transformers: `from_pretrained`, `save_pretrained`, Trainer, resume."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -258,14 +259,20 @@ def test__another_process__loads_what_this_one_saved(tmp_path):
     torch.save(batch("gpt2"), tmp_path / "batch.pt")
     program = """
 import sys, torch
+import conftest  # has torchvision load
 import scaledtensor.integrations.transformers
-from transformers import pipeline, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 folder = sys.argv[1]
 model = AutoModelForCausalLM.from_pretrained(folder)
 found = model(**torch.load(folder + "/batch.pt")).logits.dequantize()
 assert torch.equal(found, torch.load(folder + "/want.pt"))
 """
-    subprocess.run([sys.executable, "-c", program, tmp_path], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-c", program, tmp_path],
+        check=True,
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])},
+    )
 
 
 # --- Trainer ---------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ TIMM: dict[str, dict[str, Any]] = {
     "deit_tiny_distilled_patch16_224": SMALL,
     "swin_tiny_patch4_window7_224": SMALL | {"window_size": 4, "embed_dim": 24},
     "mixer_s32_224": SMALL,
-    "gmlp_s16_224": SMALL | {"num_blocks": 4},
+    "gmlp_s16_224": SMALL,
     "resmlp_12_224": SMALL,
     "densenet121": {},
     "regnetx_002": {},
@@ -221,7 +221,9 @@ def test__a_model__trains_as_in_float32__and_comes_back_from_a_file(name: str) -
     sct.scale_model(model)
     losses = trained(model, loss_of)
     assert losses[-1] < losses[0]
-    assert losses == pytest.approx(plain, rel=0.5 if name in CHAOTIC else 0.15, abs=0.1)
+    loose = name in CHAOTIC
+    close = pytest.approx(plain, rel=0.5 if loose else 0.15, abs=0.25 if loose else 0.1)
+    assert losses == close
 
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
@@ -235,16 +237,23 @@ def test__a_model__trains_as_in_float32__and_comes_back_from_a_file(name: str) -
         assert torch.equal(loss_of(loaded.eval()), expected)
 
 
+def with_gradients(model: nn.Module) -> set[str]:
+    return {name for name, p in model.named_parameters() if p.grad is not None}
+
+
 @pytest.mark.users
 @pytest.mark.parametrize("name", [*TRANSFORMERS, *DIFFUSERS, *TIMM])
 def test__a_compiled_model__has_the_loss_of_the_eager_one(name: str) -> None:
     model, loss_of = made(name)
     sct.scale_model(model).train()
     torch.manual_seed(1)
-    eager = loss_of(copy.deepcopy(model))
+    other = copy.deepcopy(model)
+    eager = loss_of(other)
+    eager.backward()
     torch._dynamo.reset()
     torch.manual_seed(1)
     loss = torch.compile(loss_of, backend="aot_eager")(model)
     loss.backward()
     assert loss.item() == pytest.approx(eager.item(), rel=1e-3)
-    assert all(p.grad is not None for p in model.parameters() if p.requires_grad) or name == "DiT"
+    # Some models have parameters that this loss does not reach, FNet's pooler for one.
+    assert with_gradients(model) == with_gradients(other)

@@ -34,12 +34,13 @@ transforms                     graphs that Dynamo captures       modes around th
 `unit_scale(replace=)`         calls of Python functions are     a wrapper takes the place of the
                                found in the graph                function where the model's code
                                                                  finds it by a name
-`track_scales`                 inputs keep `requires_grad`;      inputs stay as they were;
-                               an empty graph before a call      an error before a call
+`track_scales`                 inputs keep `requires_grad`       inputs stay as they were; a model
+                                                                 with transforms is recorded as
+                                                                 eager code, with its names
 `Metrics`                      made from a tensor by hand        made by `track_scales`, with more
                                                                  numbers
-`prune_selected_nodes`         changes the graph it is given,    a copy, bridged; "add" and
-                               targets are Dynamo's              `operator.add` mean any addition
+`prune_selected_nodes`         changes the graph it is given     a copy, bridged; "add" and
+                                                                 `operator.add` mean any addition
 `analyse_module`               traced code, a line per           the model's own source, class by
                                operation                         class
 `plot`                         draws on pyplot's current figure  draws on a figure of its own

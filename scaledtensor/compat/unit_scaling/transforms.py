@@ -12,10 +12,10 @@ work in place and say in full what they do.
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import scaledtensor as sct
 from scaledtensor.compat.unit_scaling.formats import FPFormat
@@ -23,6 +23,7 @@ from scaledtensor.compat.unit_scaling.replacing import ReplacingUnitScale
 from scaledtensor.errors import FormatError, ModelError
 from scaledtensor.inspect import (
     Metrics,
+    Scales,
     TrackedModule,
     prune_non_float_tensors,
     prune_same_scale_tensors,
@@ -115,16 +116,44 @@ def compile(module: M) -> M:
     return cast(M, compiled)
 
 
-def track_scales(module: nn.Module) -> TrackedModule:
+def track_scales(
+    module: nn.Module, *, capture: Literal["dynamo", "eager"] | None = None
+) -> TrackedModule:
     """A copy of `module` that records the scale of every tensor of its last call.
 
     `scales_graph()` of it has `node.meta["metrics"]`, the gradients of float inputs included; see
-    `scaledtensor.track_scales`.
+    `scaledtensor.track_scales`. Before a call the graph is empty.
+
+    Args:
+        module: any module; it stays as it is.
+        capture: "dynamo" records the operators that Dynamo captures, under its names, as the
+            published library does; "eager" records the functions that Python calls. The default is
+            "dynamo", and "eager" for a module with transforms, whose functions Dynamo splits.
 
     Raises:
-        ModelError: `module` is no module or is tracked already.
+        ModelError: `module` is no module or is tracked already, or `capture` is none of these.
+        UnsupportedError: (when called) Dynamo captured nothing.
     """
-    return sct.track_scales(_copied(module), input_gradients=True)
+    own = _copied(module)
+    if capture is None:
+        capture = "eager" if any(map(transforms_of, own.modules())) else "dynamo"
+    return _Tracked(own, Scales(), capture, gradients=True)
+
+
+class _Tracked(TrackedModule):
+    """A tracked model whose graph has the published names."""
+
+    def scales_graph(self) -> fx.Graph:
+        """`scales.scales_graph()`, or an empty graph before a call."""
+        try:
+            graph = super().scales_graph()
+        except ModelError:  # nothing was recorded
+            return fx.Graph()
+        for node in graph.nodes:
+            if "captured" in node.meta:
+                name = node.meta["captured"]
+                node.meta["clean_name"] = name.removeprefix("l_").removeprefix("L_").strip("_")
+        return graph
 
 
 @dataclass(frozen=True, kw_only=True)
