@@ -36,7 +36,7 @@ from scaledtensor.errors import (
 )
 from scaledtensor.formats import BF16, FP32, Format, encode
 from scaledtensor.ops.entering import with_scaled
-from scaledtensor.ops.foreach import foreach
+from scaledtensor.ops.foreach import foreach, written
 from scaledtensor.ops.masks import is_table, saturated
 from scaledtensor.ops.observe import observers
 from scaledtensor.ops.operators import Absent, Overload, find
@@ -307,9 +307,12 @@ def _in_place(op: Overload, twin: Overload, *args: Any, **kwargs: Any) -> Any:
     result = (RULES[twin].call if scaled else twin)(*args, **kwargs)
     many = isinstance(result, (tuple, list)) and not isinstance(result, Raw)
     results = list(result) if many else [result]
+    if len(results) > len(targets):  # the noise of rrelu, which is written as well
+        spelled = zip(op._schema.arguments, args, strict=False)
+        targets = [x for a, x in spelled if a.alias_info is not None and a.alias_info.is_write]
     for target, value in zip(targets, results, strict=True):
         write(target, value, inputs)
-    return targets[0] if len(targets) == 1 else tuple(targets)
+    return targets[0] if len(op._schema.returns) == 1 else tuple(targets)
 
 
 def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None:
@@ -353,6 +356,8 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
 
 
 def _as_raw(x: Tensor) -> Raw:
+    if not x.dtype.is_floating_point:  # what comparisons write in place
+        x = x.float()
     held = x if isinstance(x, ScaledTensor) else from_plain(x, FP32, torch.float32, None)
     return Raw(held.qdata, held.scale, held.rms)
 
@@ -449,6 +454,8 @@ def _write_mutated(
             continue
         given = args[i] if i < len(args) else kwargs.get(a.name)
         plain = plain_args[i] if i < len(args) else plain_kwargs.get(a.name)
+        if isinstance(given, (list, tuple)):
+            written(given)
         for target, value in _pairs(given, plain):
             if isinstance(target, ScaledTensor):
                 write(target, value, [target])
