@@ -7,23 +7,21 @@ sees it as what it is, a buffer that the graph reads and writes.
 
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from scaledtensor import verbs
 from scaledtensor.errors import RecipeWarning, UnsupportedError
 from scaledtensor.interpose import ENTERED, Mode, drop_hooks, interpose, remove, transforms
 from scaledtensor.ops import delayed
 from scaledtensor.ops.delayed import GRADIENT, INPUT, WEIGHT
-from scaledtensor.ops.functions import plus
+from scaledtensor.ops.functions import PRODUCTS
 from scaledtensor.recipes import Delayed, Recipe
 from scaledtensor.shards import by_groups, is_sharded, of_all_parts, part_of, ranks_of
-from scaledtensor.simulate import OPERANDS
 from scaledtensor.steps import Held
 from scaledtensor.tensor import ScaledTensor
 
@@ -31,19 +29,6 @@ __all__ = ["advance", "attach", "check", "detach", "exceeded", "name_of", "param
 
 _ROWS = {"input": INPUT, "weight": WEIGHT, "gradient": GRADIENT}
 _SUFFIX = "_amax"
-
-#: What adds its first argument to a product, and the product.
-_ADDED: dict[Any, Callable[..., Any]] = {
-    torch.addmm: torch.mm,
-    Tensor.addmm: torch.mm,
-    torch.addmv: torch.mv,
-    Tensor.addmv: torch.mv,
-}
-_BIASED = {
-    F.linear,
-    *(torch.conv1d, torch.conv2d, torch.conv3d),
-    *(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d),
-}
 
 
 class Histories:
@@ -81,25 +66,23 @@ class _Delayed(Mode):
         if func in ENTERED:
             with self:
                 return ENTERED[func](*args, **kwargs)
-        spots = OPERANDS.get(func)
-        if spots is None or (func in _ADDED and kwargs):
+        known = PRODUCTS.get(func)
+        if known is None or known.on is None:
             return func(*args, **kwargs)
-        found = [args[at] if at < len(args) else kwargs.get(name) for at, name in spots]
-        weight, history = self.of(found)
+        _, history = self.of(known.operands(args, kwargs))
         if history is None:
             return func(*args, **kwargs)
-        operands = [self.cast(x, weight, history) for x in found]
-        if func in _ADDED:
-            y = delayed.gradient_cast(_ADDED[func](*operands), history, self.gradient(weight))
-            return plus(y, args[0])
-        bias, rest, kwargs = _without_bias(func, args[len(found) :], kwargs, spots)
-        y = func(*operands, *rest, **kwargs)
-        y = delayed.gradient_cast(y, history, self.gradient(weight))
-        if bias is None:
-            return y
-        return plus(y, bias if func is F.linear else bias.view(-1, *[1] * (weight.dim() - 2)))
+        return known.on(self.multiply, *args, **kwargs)
 
-    def of(self, operands: list[Any]) -> tuple[Any, Tensor | None]:
+    def multiply(self, function: Any, *operands: Any, **kwargs: Any) -> Any:
+        """`function` of operands that are cast by the history of the weight among them."""
+        kwargs = {k: v for k, v in kwargs.items() if k not in ("spelled", "lowered")}
+        weight, history = self.of(operands)
+        assert history is not None
+        y = function(*(self.cast(x, weight, history) for x in operands), **kwargs)
+        return delayed.gradient_cast(y, history, weight.recipe.gemms.once[2])
+
+    def of(self, operands: Sequence[Any]) -> tuple[Any, Tensor | None]:
         """The operand that has a history, and it. A parameter that `torch.func` put in place of one
         that is scaled has none, as no product is cast there."""
         for name, p in self.module._parameters.items():
@@ -118,19 +101,6 @@ class _Delayed(Mode):
         if not isinstance(x, ScaledTensor):
             x = verbs.promote(x, weight.detach())
         return delayed.cast(x, history, first, INPUT)
-
-    def gradient(self, weight: Any) -> Any:
-        return weight.recipe.gemms.once[2]
-
-
-def _without_bias(func: Any, rest: Any, kwargs: Any, spots: Any) -> tuple[Any, Any, Any]:
-    """The bias apart, so that its gradient sums uncast terms; and the other arguments."""
-    kwargs = {k: v for k, v in kwargs.items() if k not in {name for _, name in spots}}
-    if func not in _BIASED:
-        return None, rest, kwargs
-    if rest:
-        return rest[0], (None, *rest[1:]), kwargs
-    return kwargs.pop("bias", None), rest, kwargs
 
 
 def check(model: nn.Module, recipe: Recipe) -> None:

@@ -11,69 +11,18 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from scaledtensor import _torch
 from scaledtensor.errors import UnsupportedError
 from scaledtensor.formats import E4M3FN, E5M2, Format, FormatLike, fake_quantize, get
 from scaledtensor.formats.rounding import Overflow, Rounding
 from scaledtensor.interpose import ENTERED, Mode, interpose, transforms
+from scaledtensor.ops.functions import PRODUCTS
 from scaledtensor.steps import is_scaled
 from scaledtensor.tensor import ScaledTensor
 
 __all__ = ["SimulateFormat", "simulate_format", "simulate_fp8"]
 
 M = TypeVar("M", bound=nn.Module)
-
-#: Positions and names of the operands of every product, in every spelling.
-OPERANDS: dict[Callable[..., Any], tuple[tuple[int, str], ...]] = {
-    **dict.fromkeys(
-        (torch.matmul, torch.linalg.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__),
-        ((0, "input"), (1, "other")),
-    ),
-    **dict.fromkeys(
-        (torch.mm, torch.bmm, torch.mv, torch.dot, torch.inner),
-        ((0, "input"), (1, "mat2")),
-    ),
-    **dict.fromkeys(
-        (Tensor.mm, Tensor.bmm, Tensor.mv, Tensor.dot, Tensor.inner),
-        ((0, "self"), (1, "mat2")),
-    ),
-    **dict.fromkeys((torch.outer, Tensor.outer), ((0, "input"), (1, "vec2"))),
-    **dict.fromkeys((torch.tensordot, torch.functional.tensordot), ((0, "a"), (1, "b"))),
-    **dict.fromkeys((torch.addmm, Tensor.addmm, Tensor.addmm_), ((1, "mat1"), (2, "mat2"))),
-    **dict.fromkeys((torch.addmv, Tensor.addmv, Tensor.addmv_), ((1, "mat"), (2, "vec"))),
-    **dict.fromkeys(
-        (
-            *(torch.baddbmm, Tensor.baddbmm, Tensor.baddbmm_),
-            *(torch.addbmm, Tensor.addbmm, Tensor.addbmm_),
-        ),
-        ((1, "batch1"), (2, "batch2")),
-    ),
-    **dict.fromkeys(
-        (
-            *(F.linear, F.conv1d, F.conv2d, F.conv3d),
-            *(torch.conv1d, torch.conv2d, torch.conv3d, torch.convolution, torch.conv_tbc),
-            *(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
-            *(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d),
-        ),
-        ((0, "input"), (1, "weight")),
-    ),
-    F.bilinear: ((0, "input1"), (1, "input2"), (2, "weight")),
-    F.grouped_mm: ((0, "mat_a"), (1, "mat_b")),
-    _torch.grouped_mm: ((0, "mat_a"), (1, "mat_b")),
-    F.scaled_dot_product_attention: ((0, "query"), (1, "key"), (2, "value")),
-}
-
-#: Products of any number of operands, and where these begin: one by one, or as one list.
-OPERANDS_FROM: dict[Callable[..., Any], int] = {
-    **dict.fromkeys((torch.einsum, torch.functional.einsum), 1),
-    **dict.fromkeys((torch.linalg.multi_dot, torch.chain_matmul, torch.functional.chain_matmul), 0),
-}
-
-#: Products that are written into the first argument.
-IN_PLACE = {Tensor.addmm_, Tensor.addmv_, Tensor.baddbmm_, Tensor.addbmm_}
-
 
 _BOTH = (
     "simulate_format rounds plain tensors; ScaledTensors are rounded by their recipe already: "
@@ -159,24 +108,12 @@ class _Simulation(Mode):
         if func in ENTERED:
             with self:
                 return ENTERED[func](*args, **kwargs)
-        start = OPERANDS_FROM.get(func)
-        if start is not None:
-            self.refuse_checkpoint()
-            listed = len(args) == start + 1
-            matrices = [self.how.operand(x) for x in (args[start] if listed else args[start:])]
-            call = (*args[:start], matrices) if listed else (*args[:start], *matrices)
-            return self.how.result(func(*call, **kwargs))
-        operands = OPERANDS.get(func)
-        if operands is None:
+        product = PRODUCTS.get(func)
+        if product is None or not product.places:
             return func(*args, **kwargs)
         self.refuse_checkpoint()
-        args = list(args)
-        for position, name in operands:
-            if position < len(args):
-                args[position] = self.how.operand(args[position])
-            elif name in kwargs:
-                kwargs = {**kwargs, name: self.how.operand(kwargs[name])}
-        if func not in IN_PLACE:
+        args, kwargs = product.mapped(self.how.operand, args, kwargs)
+        if not product.in_place:
             return self.how.result(func(*args, **kwargs))
         target, *rest = args
         return target.copy_(self.how.result(func(target.clone(), *rest, **kwargs)))

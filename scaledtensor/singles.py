@@ -2,8 +2,8 @@
 
 A 0-dim tensor costs as much per operator as the elements of a small layer, and a rule is a dozen
 such operators. On a CPU, outside tracing, a rule that reads its operands by `scale_of` and `rms_of`
-calculates with `Single`s in their place: Python numbers with the arithmetic of float32, which take a
-tenth of the time. Elsewhere both give the tensors.
+calculates with `Single`s in their place: Python numbers with the arithmetic of float32, which take
+a tenth of the time. Elsewhere both give the tensors.
 
 What such a rule makes keeps its numbers in a `Cell`, which views share, until somebody reads
 `x.scale`: from then on the tensor that was handed out is what counts, and may be written to.

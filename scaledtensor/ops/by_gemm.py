@@ -36,7 +36,7 @@ from scaledtensor.recipes.casts import HADAMARD, Cast, Gemm, parsed_cast, parsed
 from scaledtensor.scale import settle_product
 from scaledtensor.tensor import ScaledTensor
 
-__all__ = ["einsum", "is_product", "matmul", "tensordot"]
+__all__ = ["einsum", "is_product", "matmul", "tensordot", "tensordot_equation"]
 
 
 class Side(NamedTuple):
@@ -115,17 +115,21 @@ def _summed(x: Tensor, labels: str, kept: set[str]) -> tuple[Tensor, str]:
 
 def tensordot(dims: Any, a: Tensor, b: Tensor, recipe: Recipe) -> Tensor:
     """`torch.tensordot` as an einsum."""
+    return einsum(tensordot_equation(a.dim(), b.dim(), dims), a, b, recipe)
+
+
+def tensordot_equation(left: int, right: int, dims: Any) -> str:
+    """The equation of `torch.tensordot` of tensors of `left` and `right` dimensions."""
     if isinstance(dims, Tensor):
         dims = dims.tolist()
     if isinstance(dims, int):
-        dims = [range(a.dim() - dims, a.dim()), range(dims)]
+        dims = [range(left - dims, left), range(dims)]
     letters = string.ascii_letters
-    of_a, of_b = list(letters[: a.dim()]), list(letters[a.dim() : a.dim() + b.dim()])
+    of_a, of_b = list(letters[:left]), list(letters[left : left + right])
     for i, j in zip(*dims, strict=True):
         of_b[j] = of_a[i]
     out = [n for n in (*of_a, *of_b) if (n in of_a) != (n in of_b)]
-    equation = f"{''.join(of_a)},{''.join(of_b)}->{''.join(out)}"
-    return einsum(equation, a, b, recipe)
+    return f"{''.join(of_a)},{''.join(of_b)}->{''.join(out)}"
 
 
 def _product(a: Any, b: Any, recipe: Recipe) -> Tensor:

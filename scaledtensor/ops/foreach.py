@@ -1,6 +1,6 @@
 """Operators over lists of tensors, of which torch's optimizers are made."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -8,7 +8,18 @@ from torch import Tensor
 
 from scaledtensor.errors import MissingRuleError
 
-__all__ = ["foreach"]
+__all__ = ["foreach", "written"]
+
+
+def written(*lists: Sequence[Tensor]) -> None:
+    """Count a write into each tensor of `lists`, so that autograd refuses what it saved of them.
+
+    torch counts the writes of operators on a single tensor before it dispatches to subclasses, and
+    those of operators on lists in the kernels that a subclass takes the place of. Its own fused
+    kernels for the CPU count none, after which a backward pass reads the new values.
+    """
+    if not torch.compiler.is_compiling():  # a compiled graph counts for itself what it writes
+        torch.autograd.graph.increment_version([x for tensors in lists for x in tensors])
 
 
 def foreach(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
@@ -26,7 +37,10 @@ def foreach(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
         each = {k: v[i] if isinstance(v, (list, tuple)) else v for k, v in given.items()}
         named = {spelling.get(k, k): v for k, v in each.items() if k in by_keyword}
         results.append(call(*(v for k, v in each.items() if k not in by_keyword), **named))
-    return None if op._schema.is_mutable else results
+    if not op._schema.is_mutable:
+        return results
+    written(args[0])
+    return None
 
 
 def _maximum(x: Tensor, other: Any) -> Tensor:

@@ -1,4 +1,7 @@
-"""Python-level functions whose operands are cast before autograd saves them.
+"""Every function of torch that multiplies tensors, in one table, and products on cast operands.
+
+`PRODUCTS` is what recipes, the histories of `Delayed`, `simulate_format` and `unit_scale` read: a
+spelling that stands there is known to all of them, and one that does not stand there to none.
 
 Autograd saves what an operator was given. A cast below it, in the ATen rule, would save 16-bit
 operands; so the matrix products are caught one level above, in every spelling that torch has, and
@@ -8,6 +11,7 @@ called on cast operands. What the recipe does not govern (a tensor without a rec
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,7 +29,60 @@ from scaledtensor.recipes.scales import Carried, Fixed
 from scaledtensor.sparse import is_sparse
 from scaledtensor.tensor import ScaledTensor, is_parameter
 
-__all__ = ["FUNCTIONS", "cast_input", "cast_once", "linear", "plus"]
+__all__ = ["FUNCTIONS", "PRODUCTS", "Product", "cast_input", "cast_once", "linear", "plus"]
+
+#: (function, operands, spelled=, lowered=, keyword arguments of the function) -> the function of
+#: these operands, cast by whoever passed it. `spelled` is what a message names; `lowered` is the
+#: same product by `by_gemm`.
+Multiply = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Product:
+    """What everything that changes products knows of one function that multiplies tensors."""
+
+    #: What the unit-scaled counterpart is listed by (`scaledtensor.functional.spellings`). Two
+    #: spellings of one name take the same arguments.
+    name: str
+
+    #: Position and name of each operand; or where the first of them stands, one by one or as one
+    #: list. Empty for a product of sparse operands, which nothing rounds.
+    places: tuple[tuple[int, str], ...] | tuple[int, str]
+
+    #: (multiply, *args, **kwargs) -> the result, in which `multiply` makes the product. None for
+    #: what recipes leave in the activation format.
+    on: Callable[..., Any] | None = None
+
+    #: Whether it writes into its first argument.
+    in_place: bool = False
+
+    def operands(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+        """What a call multiplies, in order."""
+        found: list[Any] = []
+        self.mapped(found.append, args, kwargs)
+        return found
+
+    def mapped(
+        self, f: Callable[[Any], Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments of a call, with `f` of each operand in its place."""
+        given = list(args)
+        if self.places and isinstance(self.places[0], int):
+            start, name = self.places
+            if name in kwargs:
+                return given, {**kwargs, name: [f(x) for x in kwargs[name]]}
+            listed = len(given) > start and isinstance(given[start], (list, tuple))
+            if listed:
+                given[start] = [f(x) for x in given[start]]
+            else:
+                given[start:] = [f(x) for x in given[start:]]
+            return given, kwargs
+        for position, name in self.places:
+            if position < len(given):
+                given[position] = f(given[position])
+            elif name in kwargs:
+                kwargs = {**kwargs, name: f(kwargs[name])}
+        return given, kwargs
 
 
 def _governing(*operands: Any) -> Recipe | None:
@@ -165,14 +222,21 @@ def cast_input(x: ScaledTensor, recipe: Recipe | None) -> Any:
     return _cast(x, once[0])
 
 
-def _reflected(function: Callable[..., Any], a: Any, b: Any) -> Any:
-    return _product(function, b, a)
+# --- products, by what multiplies their operands ---------------------------------------------
 
 
-def linear(input: Any, weight: Any, bias: Any = None) -> Any:
+def _reflected(function: Callable[..., Any], multiply: Multiply, a: Any, b: Any) -> Any:
+    return multiply(function, b, a)
+
+
+def _linear(multiply: Multiply, input: Any, weight: Any, bias: Any = None) -> Any:
     """The bias is added outside, so that its gradient sums uncast terms."""
-    y = _product(torch.nn.functional.linear, input, weight)
+    y = multiply(torch.nn.functional.linear, input, weight)
     return y if bias is None else plus(y, bias)
+
+
+#: `torch.nn.functional.linear` of operands that a recipe casts.
+linear = partial(_linear, _product)
 
 
 def plus(y: Any, bias: Any) -> Any:
@@ -183,8 +247,13 @@ def plus(y: Any, bias: Any) -> Any:
     return y + bias
 
 
-def added(
-    function: Callable[..., Any], whole: Callable[..., Any], input: Any, *args: Any, **kwargs: Any
+def _added(
+    function: Callable[..., Any],
+    whole: Callable[..., Any],
+    multiply: Multiply,
+    input: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """beta input + alpha function(a, b), as addmm and its kin. What is added stays uncast. Where it
     is a factor too, nothing is: that is a polynomial of one matrix, whose terms cancel."""
@@ -192,79 +261,114 @@ def added(
     if any(x is input for x in args):
         return whole(input, *args, **kwargs)
     beta, alpha = kwargs.pop("beta", 1), kwargs.pop("alpha", 1)
-    y = _product(function, *args, *kwargs.values())  # mat1, mat2; batch1, batch2; mat, vec
+    y = multiply(function, *args, *kwargs.values())  # mat1, mat2; batch1, batch2; mat, vec
     y = y if alpha == 1 else y * alpha
     return plus(y, input if beta == 1 else input * beta)
+
+
+def _added_in_place(
+    function: Callable[..., Any],
+    whole: Callable[..., Any],
+    multiply: Multiply,
+    input: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """The same, written into `input`, which keeps its identity, format and scale."""
+    if any(x is input for x in (*args, *kwargs.values())):
+        return whole(input, *args, **kwargs)
+    beta, alpha = kwargs.pop("beta", 1), kwargs.pop("alpha", 1)
+    y = multiply(function, *args, *kwargs.values())
+    if beta != 1:
+        input = input.mul_(beta) if beta else input.zero_()
+    check_dtypes(y, input)
+    return input.add_(y.to(input.dtype), alpha=alpha)
 
 
 def _summed_bmm(a: Any, b: Any) -> Any:
     return torch.bmm(a, b).sum(0)
 
 
-def einsum(equation: Any, *operands: Any) -> Any:
+def _einsum(multiply: Multiply, equation: Any, *operands: Any) -> Any:
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = tuple(operands[0])
-    if not isinstance(equation, str):
-        return torch.einsum(equation, *operands)
     lowered = None
     if by_gemm.is_product(equation, operands):
         lowered = partial(by_gemm.einsum, equation)
-    return _product(partial(torch.einsum, equation), *operands, lowered=lowered)
+    return multiply(partial(torch.einsum, equation), *operands, lowered=lowered)
 
 
-def binary(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _binary(function: Callable[..., Any], multiply: Multiply, *args: Any, **kwargs: Any) -> Any:
     _refuse_out(function, kwargs)
-    return _product(function, *args, *kwargs.values())  # torch.matmul(input=a, other=b)
+    return multiply(function, *args, *kwargs.values())  # torch.matmul(input=a, other=b)
 
 
-def grouped(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _grouped(function: Callable[..., Any], multiply: Multiply, *args: Any, **kwargs: Any) -> Any:
     """The products of experts: one matrix to a group of rows."""
     a, b, *rest = (*args, *(kwargs.pop(name) for name in ("mat_a", "mat_b") if name in kwargs))
-    return _product(lambda x, y: function(x, y, *rest, **kwargs), a, b, spelled=function)
+    return multiply(lambda x, y: function(x, y, *rest, **kwargs), a, b, spelled=function)
 
 
-def tensordot(a: Any, b: Any, dims: Any = 2, **kwargs: Any) -> Any:
+def _tensordot(multiply: Multiply, a: Any, b: Any, dims: Any = 2, **kwargs: Any) -> Any:
     _refuse_out(torch.tensordot, kwargs)
     lowered = partial(by_gemm.tensordot, dims)
-    return _product(partial(torch.tensordot, dims=dims), a, b, lowered=lowered)
+    return multiply(partial(torch.tensordot, dims=dims), a, b, lowered=lowered)
 
 
-def chain(*matrices: Any, **kwargs: Any) -> Any:
-    """multi_dot takes a list, chain_matmul its elements."""
+def _multi_dot(multiply: Multiply, tensors: Any, **kwargs: Any) -> Any:
     _refuse_out(torch.linalg.multi_dot, kwargs)
-    if len(matrices) == 1:
-        (matrices,) = matrices
-    return _product(lambda *cast: torch.linalg.multi_dot(cast), *matrices, spelled=chain)
+    return multiply(_dotted, *tensors, spelled=torch.linalg.multi_dot)
 
 
-def bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Any:
+def _chain(multiply: Multiply, *matrices: Any, **kwargs: Any) -> Any:
+    """torch takes the matrices of chain_matmul one by one, and as one list."""
+    listed = len(matrices) == 1 and isinstance(matrices[0], (list, tuple))
+    return _multi_dot(multiply, matrices[0] if listed else matrices, **kwargs)
+
+
+def _dotted(*matrices: Any) -> Any:
+    return torch.linalg.multi_dot(matrices)
+
+
+def _bilinear(multiply: Multiply, input1: Any, input2: Any, weight: Any, bias: Any = None) -> Any:
     """As an einsum: torch's own operator has no rule, and no product with a scale in it."""
-    y = _product(partial(torch.einsum, "...i,...j,oij->...o"), input1, input2, weight)
+    y = multiply(partial(torch.einsum, "...i,...j,oij->...o"), input1, input2, weight)
     return y if bias is None else plus(y, bias)
 
 
-def convolution(
-    function: Callable[..., Any], input: Any, weight: Any, *args: Any, **kw: Any
+def _convolution(
+    function: Callable[..., Any],
+    multiply: Multiply,
+    input: Any,
+    weight: Any,
+    *args: Any,
+    **kw: Any,
 ) -> Any:
     """As for linear, the bias is added outside: (input, weight, bias, stride, padding, ...)."""
     bias, *rest = args or (kw.pop("bias", None),)
-    y = _product(lambda x, w: function(x, w, None, *rest, **kw), input, weight, spelled=function)
+    y = multiply(lambda x, w: function(x, w, None, *rest, **kw), input, weight, spelled=function)
     return y if bias is None else plus(y, bias.view(-1, *[1] * (weight.dim() - 2)))
 
 
-def conv_tbc(input: Any, weight: Any, bias: Any, pad: int = 0) -> Any:
+def _conv_tbc(multiply: Multiply, input: Any, weight: Any, bias: Any, pad: int = 0) -> Any:
     """As the convolution that it is: of (time, batch, channel), by (tap, in, out)."""
-    y = _product(
-        partial(torch.conv1d, padding=pad), input.permute(1, 2, 0), weight.permute(2, 1, 0)
-    )
-    return plus(y.permute(2, 0, 1), bias)
+    y = multiply(_conv_of_tbc(pad), input, weight)
+    return plus(y, bias)
 
 
-def sparse_mm(a: Any, b: Any, reduce: str | None = None) -> Any:
+def _conv_of_tbc(pad: int) -> Callable[..., Any]:
+    def conv_tbc(x: Any, w: Any) -> Any:
+        y = torch.conv1d(x.permute(1, 2, 0), w.permute(2, 1, 0), padding=pad)
+        return y.permute(2, 0, 1)
+
+    return conv_tbc
+
+
+def _sparse_mm(multiply: Multiply, a: Any, b: Any, reduce: str | None = None) -> Any:
     """`torch.sparse.mm`, of which the gradient of a sparse operand is sparse too."""
     if reduce is None:
-        return _product(torch.sparse.mm, a, b)
-    return _product(partial(torch.sparse.mm, reduce=reduce), a, b)
+        return multiply(torch.sparse.mm, a, b)
+    return multiply(partial(torch.sparse.mm, reduce=reduce), a, b)
 
 
 def _refuse_out(function: Callable[..., Any], kwargs: dict[str, Any]) -> None:
@@ -275,7 +379,7 @@ def _refuse_out(function: Callable[..., Any], kwargs: dict[str, Any]) -> None:
         )
 
 
-def _linear(x: Any, weight: Any, recipe: Recipe) -> Any:
+def _by_rows(x: Any, weight: Any, recipe: Recipe) -> Any:
     return by_gemm.matmul(x, weight.t(), recipe)
 
 
@@ -285,55 +389,94 @@ def _inner(a: Any, b: Any, recipe: Recipe) -> Any:
 
 #: (operands, recipe) of what is called on cast operands -> the same by `by_gemm.matmul`.
 BY_GEMM: dict[Any, Callable[..., Any]] = {
-    torch.nn.functional.linear: _linear,
+    torch.nn.functional.linear: _by_rows,
     torch.inner: _inner,
     _summed_bmm: lambda a, b, recipe: by_gemm.matmul(a, b, recipe).sum(0),
     **dict.fromkeys((torch.matmul, torch.mm, torch.bmm, torch.mv), by_gemm.matmul),
 }
 
-#: function that a user may call -> the same on cast operands.
+
+# --- the table -------------------------------------------------------------------------------
+
+_WEIGHED = ((0, "input"), (1, "weight"))
+
+
+def _products() -> dict[Any, Product]:
+    table: dict[Any, Product] = {
+        torch.nn.functional.linear: Product("linear", _WEIGHED, _linear),
+        torch.nn.functional.bilinear: Product(
+            "bilinear", ((0, "input1"), (1, "input2"), (2, "weight")), _bilinear
+        ),
+        Tensor.__matmul__: Product(
+            "matmul", ((0, "input"), (1, "other")), partial(_binary, torch.matmul)
+        ),
+        Tensor.__rmatmul__: Product(
+            "reflected_matmul", ((0, "input"), (1, "other")), partial(_reflected, torch.matmul)
+        ),
+        torch.linalg.multi_dot: Product("multi_dot", (0, "tensors"), _multi_dot),
+        torch.conv_tbc: Product("conv_tbc", _WEIGHED, _conv_tbc),
+        torch.sparse.mm: Product("sparse_mm", (), _sparse_mm),
+        torch.sparse.addmm: Product(
+            "sparse_addmm", (), partial(_added, torch.sparse.mm, torch.sparse.addmm)
+        ),
+        torch.spmm: Product("sparse_mm", (), partial(_binary, torch.mm)),
+        torch.dsmm: Product("sparse_mm", (), partial(_binary, torch.mm)),
+        torch.nn.functional.scaled_dot_product_attention: Product(
+            "scaled_dot_product_attention", ((0, "query"), (1, "key"), (2, "value"))
+        ),
+    }
+    for name, second in (
+        *(("matmul", "other"), ("mm", "mat2"), ("bmm", "mat2"), ("mv", "vec"), ("inner", "other")),
+    ):
+        function = getattr(torch, name)
+        found = Product(name, ((0, "input"), (1, second)), partial(_binary, function))
+        table |= dict.fromkeys((function, getattr(Tensor, name)), found)
+    table[torch.linalg.matmul] = table[torch.matmul]
+    for name, factors, function in (
+        ("addmm", ("mat1", "mat2"), torch.mm),
+        ("addmv", ("mat", "vec"), torch.mv),
+        ("baddbmm", ("batch1", "batch2"), torch.bmm),
+        ("addbmm", ("batch1", "batch2"), _summed_bmm),
+    ):
+        places = tuple(enumerate(factors, 1))
+        for spelling in (getattr(torch, name), getattr(Tensor, name)):
+            table[spelling] = Product(name, places, partial(_added, function, spelling))
+        spelling = getattr(Tensor, f"{name}_")
+        table[spelling] = Product(
+            name, places, partial(_added_in_place, function, spelling), in_place=True
+        )
+    for name in (
+        *("conv1d", "conv2d", "conv3d", "convolution"),
+        *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+    ):
+        spelling = getattr(torch, name)
+        table[spelling] = Product(name, _WEIGHED, partial(_convolution, spelling))
+    for spelling in (torch.nn.functional.grouped_mm, _torch.grouped_mm):
+        places = ((0, "mat_a"), (1, "mat_b"))
+        table[spelling] = Product("grouped_mm", places, partial(_grouped, spelling))
+    several = {
+        Product("einsum", (1, "operands"), _einsum): (torch.einsum, torch.functional.einsum),
+        Product("chain_matmul", (0, "matrices"), _chain): (
+            *(torch.chain_matmul, torch.functional.chain_matmul),
+        ),
+        Product("tensordot", ((0, "a"), (1, "b")), _tensordot): (
+            *(torch.tensordot, torch.functional.tensordot),
+        ),
+        # Of vectors: what optimizers (LBFGS) multiply, so that no recipe casts them.
+        Product("dot", ((0, "input"), (1, "tensor"))): (torch.dot, Tensor.dot),
+        Product("outer", ((0, "input"), (1, "vec2"))): (torch.outer, Tensor.outer),
+    }
+    for found, spellings in several.items():
+        table |= dict.fromkeys(spellings, found)
+    return table
+
+
+#: Function that a user may call -> what is known of it. The one table of products.
+PRODUCTS: dict[Any, Product] = _products()
+
+#: Function that a user may call -> the same on cast operands.
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    torch.nn.functional.linear: linear,
-    torch.nn.functional.bilinear: bilinear,
-    **{
-        spelling: partial(added, function, spelling)
-        for name, function in (
-            ("addmm", torch.mm),
-            ("baddbmm", torch.bmm),
-            ("addbmm", _summed_bmm),
-            ("addmv", torch.mv),
-        )
-        for spelling in (getattr(torch, name), getattr(Tensor, name))
-    },
-    **{
-        spelling: partial(convolution, spelling)
-        for spelling in (
-            *(torch.conv1d, torch.conv2d, torch.conv3d, torch.convolution),
-            *(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d),
-        )
-    },
-    torch.conv_tbc: conv_tbc,
-    torch.einsum: einsum,
-    torch.functional.einsum: einsum,
-    Tensor.__matmul__: partial(binary, torch.matmul),
-    Tensor.__rmatmul__: partial(_reflected, torch.matmul),
-    **{
-        spelling: partial(binary, getattr(torch, name))
-        for name in ("matmul", "mm", "bmm", "mv", "inner")
-        for spelling in (getattr(torch, name), getattr(Tensor, name))
-    },
-    **{
-        spelling: partial(grouped, spelling)
-        for spelling in (torch.nn.functional.grouped_mm, _torch.grouped_mm)
-    },
-    torch.linalg.matmul: partial(binary, torch.matmul),
-    torch.sparse.mm: sparse_mm,
-    torch.spmm: partial(binary, torch.mm),
-    torch.dsmm: partial(binary, torch.mm),
-    torch.sparse.addmm: partial(added, torch.sparse.mm, torch.sparse.addmm),
-    torch.linalg.multi_dot: chain,
-    torch.chain_matmul: chain,
-    torch.functional.chain_matmul: chain,
-    torch.tensordot: tensordot,
-    torch.functional.tensordot: tensordot,
+    spelling: partial(found.on, _product)
+    for spelling, found in PRODUCTS.items()
+    if found.on is not None
 }

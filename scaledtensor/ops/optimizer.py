@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from scaledtensor.ops.algebra import elements
+from scaledtensor.ops.foreach import written
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, covers_storage, rule
 from scaledtensor.scale import MAX_SCALE, MIN_SCALE, nearest_power_of_two
@@ -40,6 +41,7 @@ def _gradients(
 def unscale(grads: Sequence[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
     """g times the inverse of a gradient scaler's factor. Its power of two goes into the scale, so a
     factor that is one changes no element."""
+    inverse = inverse.reshape(())
     for g in grads:
         if not isinstance(g, ScaledTensor):
             aten._amp_foreach_non_finite_check_and_unscale_.default([g], found_inf, inverse)
@@ -54,6 +56,7 @@ def unscale(grads: Sequence[Tensor], found_inf: Tensor, inverse: Tensor) -> None
             g.mul_((inverse / ratio).float())
         else:  # a scale that is shared with what lies around
             g.mul_(inverse)
+    written(grads)
 
 
 def _minus(p: Tensor, direction: Tensor, rate: Number) -> None:
@@ -99,6 +102,7 @@ def adam(
         step = steps[i].double()
         start1, start2 = 1 - beta1**step, 1 - beta2**step
         _minus(p, first / (second.sqrt() / start2.sqrt()).add_(eps), lr / start1)
+    written(parameters, firsts, seconds, largest)
 
 
 @rule(aten._fused_sgd_.default, aten._fused_sgd_.tensor_lr)
@@ -127,6 +131,7 @@ def sgd(
                 buffer.mul_(momentum).add_(g, alpha=1 - dampening)
             g = g.add(buffer, alpha=momentum) if nesterov else buffer
         _minus(p, g, lr)
+    written(parameters, buffers)
 
 
 @rule(aten._fused_adagrad_.default, aten._fused_adagrad_.tensor_lr)
@@ -149,3 +154,4 @@ def adagrad(
         total = sums[i].addcmul_(g, g)
         rate = lr / (1 + (steps[i].double() - 1) * lr_decay)
         _minus(p, g / total.sqrt().add_(eps), rate)
+    written(parameters, sums)

@@ -15,7 +15,7 @@ import hashlib
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from scaledtensor.errors import (
 )
 from scaledtensor.formats import BF16, FP32, Format, encode
 from scaledtensor.ops.entering import with_scaled
-from scaledtensor.ops.foreach import foreach
+from scaledtensor.ops.foreach import foreach, written
 from scaledtensor.ops.masks import is_table, saturated
 from scaledtensor.ops.observe import observers
 from scaledtensor.ops.operators import Absent, Overload, find
@@ -181,8 +181,13 @@ def _resolve(op: Overload) -> Callable[..., Any]:
         return partial(_functional, RULES[op].call)
     twin = _torch.functional_twin(op)
     if twin is not None and twin in RULES:
-        outputs = [a.name for a in op._schema.arguments if a.is_out]
-        return partial(_in_place if not outputs else _into_outputs, twin, outputs)
+        arguments = op._schema.arguments
+        outputs = [a.name for a in arguments if a.is_out]
+        if outputs:
+            return partial(_into_outputs, twin, outputs)
+        # One place, but for rrelu, whose noise is written as well.
+        places = [i for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write]
+        return partial(_in_place, twin, places)
     if "_foreach_" in op._schema.name:
         return partial(foreach, op)
     if _torch.is_composite(op):
@@ -274,8 +279,11 @@ def _appearance(operands: list[Tensor]) -> torch.dtype:
 # --- 2. in-place and out= --------------------------------------------------------------------
 
 
-def _in_place(twin: Overload, _: list[str], *args: Any, **kwargs: Any) -> Any:
-    write(args[0], RULES[twin].call(*args, **kwargs), _operands(args, kwargs))
+def _in_place(twin: Overload, places: list[int], *args: Any, **kwargs: Any) -> Any:
+    result = RULES[twin].call(*args, **kwargs)
+    inputs = _operands(args, kwargs)
+    for i, value in zip(places, _results(result), strict=True):
+        write(args[i], value, inputs)
     return args[0]
 
 
@@ -285,11 +293,14 @@ def _into_outputs(twin: Overload, names: list[str], *args: Any, **kwargs: Any) -
     # Where only the target is scaled, there is nothing for a rule to work on.
     scaled = any(isinstance(x, ScaledTensor) for x in inputs)
     result = (RULES[twin].call if scaled else twin)(*args, **kwargs)
-    many = isinstance(result, (tuple, list)) and not isinstance(result, Raw)
-    results = list(result) if many else [result]
-    for target, value in zip(targets, results, strict=True):
+    for target, value in zip(targets, _results(result), strict=True):
         write(target, value, inputs)
     return targets[0] if len(targets) == 1 else tuple(targets)
+
+
+def _results(result: Any) -> Sequence[Any]:
+    many = isinstance(result, (tuple, list)) and not isinstance(result, Raw)
+    return result if many else [result]
 
 
 def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None:
@@ -336,6 +347,8 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
 
 
 def _as_raw(x: Tensor) -> Raw:
+    if not x.dtype.is_floating_point:  # what comparisons write in place
+        x = x.float()
     held = x if isinstance(x, ScaledTensor) else from_plain(x, FP32, torch.float32, None)
     return Raw(held.qdata, scale_of(held), rms_of(held))
 
@@ -419,6 +432,8 @@ def _write_mutated(
             continue
         given = args[i] if i < len(args) else kwargs.get(a.name)
         plain = plain_args[i] if i < len(args) else plain_kwargs.get(a.name)
+        if isinstance(given, (list, tuple)):
+            written(given)
         for target, value in _pairs(given, plain):
             if isinstance(target, ScaledTensor):
                 write(target, value, [target])

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import get_overridable_functions
 
+from scaledtensor.ops.functions import PRODUCTS
+
 __all__ = [
     "NAMES",
     "Place",
@@ -29,6 +31,7 @@ NAMES: dict[Any, str] = {
     for functions in (
         *get_overridable_functions().values(),
         *([getattr(space, name) for name in dir(space)] for space in (torch, functional, Tensor)),
+        PRODUCTS,
     )
     for function in functions
     if isinstance(function, Hashable)

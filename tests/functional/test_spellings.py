@@ -23,6 +23,7 @@ V, ROWS = randn(16), randn(8, 16, seed=9)
 X1, W1, B1 = randn(2, 4, 16), randn(6, 4, 3), randn(6)
 X2, W2 = randn(2, 4, 8, 8), randn(6, 4, 3, 3)
 X3, W3 = randn(2, 4, 6, 6, 6), randn(6, 4, 3, 3, 3)
+G4, G8, SUM = randn(4), randn(8), randn(8, 4, seed=3)
 G, H = torch.rand(16) + 0.5, randn(16, seed=4)
 Q, K, VALUE = (randn(2, 3, 8, 4, seed=i) for i in range(3))
 TOKENS = torch.arange(8) % 4
@@ -104,6 +105,40 @@ CALLS = {
     Tensor.addmm_: ((C, A, B), {"alpha": 2}, lambda: U.add(C, 2 * U.matmul(A, B))),
     Tensor.baddbmm_: ((C3, A3, B3), {}, lambda: U.add(C3, U.bmm(A3, B3))),
     F.grouped_mm: ((A, B3), {"offs": ENDS}, lambda: U.grouped_linear(A, B3, ENDS)),
+    torch._grouped_mm: ((A, B3), {"offs": ENDS}, lambda: U.grouped_linear(A, B3, ENDS)),
+    torch.inner: ((A,), {"other": B.mT}, lambda: U.matmul(A, B)),
+    Tensor.inner: ((A, V), {}, lambda: U.matmul(A, V)),
+    torch.tensordot: ((A, B, 1), {}, lambda: U.matmul(A, B)),
+    torch.functional.tensordot: ((A, B), {"dims": ([1], [0])}, lambda: U.matmul(A, B)),
+    torch.linalg.multi_dot: (
+        ([A, B, B.mT],),
+        {},
+        lambda: U.matmul(U.matmul(A, B), B.mT),
+    ),
+    torch.chain_matmul: ((A, B, B.mT), {}, lambda: U.matmul(U.matmul(A, B), B.mT)),
+    torch.functional.chain_matmul: ((A, B), {}, lambda: U.matmul(A, B)),
+    F.bilinear: (
+        (A, A, randn(4, 16, 16), G4),
+        {},
+        lambda: U.einsum("ni,nj,oij->no", A, A, randn(4, 16, 16)) + G4,
+    ),
+    torch.addmv: ((G8, A), {"vec": V}, lambda: U.add(G8, U.matmul(A, V))),
+    Tensor.addmv: ((G8, A, V), {"alpha": 2}, lambda: U.add(G8, 2 * U.matmul(A, V))),
+    Tensor.addmv_: ((G8, A, V), {}, lambda: U.add(G8, U.matmul(A, V))),
+    **{
+        f: ((SUM, A3, B3), {}, lambda: U.add(SUM, U.einsum("bij,bjk->ik", A3, B3)))
+        for f in (torch.addbmm, Tensor.addbmm, Tensor.addbmm_)
+    },
+    torch.convolution: (
+        (X2, W2, None, [2, 2], [0, 0], [1, 1], False, [0, 0], 1),
+        {},
+        lambda: U.conv2d(X2, W2, stride=2),
+    ),
+    torch.conv_tbc: (
+        (X1.permute(2, 0, 1).contiguous(), W1.permute(2, 1, 0).contiguous(), B1, 1),
+        {},
+        lambda: U.conv1d(X1, W1, B1, padding=1).permute(2, 0, 1),
+    ),
     torch.add: ((A, ROWS), {"alpha": 2}, lambda: U.add(A, ROWS, alpha=2)),
     Tensor.add: ((A, ROWS), {}, lambda: U.add(A, ROWS)),
     Tensor.__add__: ((A, 2), {}, lambda: A + 2),

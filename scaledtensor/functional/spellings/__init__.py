@@ -18,33 +18,54 @@ from torch import Tensor
 
 from scaledtensor.functional import convolutions, losses, pooling, recurrent
 from scaledtensor.functional.spellings import arithmetic, elementwise, layers
+from scaledtensor.ops.functions import PRODUCTS
 
 __all__ = ["COUNTERPARTS"]
 
+#: Products by the name that `scaledtensor.ops.functions.PRODUCTS` gives them -> the same at unit
+#: scale. None: the constant is measured, as for any function that has no closed form here.
+_BY_NAME: dict[str, Callable[..., Any] | None] = {
+    "linear": arithmetic.linear,
+    "bilinear": arithmetic.bilinear,
+    "matmul": arithmetic.matmul,
+    "reflected_matmul": arithmetic.reflected_matmul,
+    "mm": arithmetic.mm,
+    "mv": arithmetic.mv,
+    "bmm": arithmetic.bmm,
+    "inner": arithmetic.inner,
+    "einsum": arithmetic.einsum,
+    "tensordot": arithmetic.tensordot,
+    "multi_dot": arithmetic.multi_dot,
+    "chain_matmul": arithmetic.chain_matmul,
+    "addmm": arithmetic.addmm,
+    "addmv": arithmetic.addmv,
+    "baddbmm": arithmetic.baddbmm,
+    "addbmm": arithmetic.addbmm,
+    "grouped_mm": arithmetic.grouped_mm,
+    "conv1d": layers.convolution(convolutions.conv1d),
+    "conv2d": layers.convolution(convolutions.conv2d),
+    "conv3d": layers.convolution(convolutions.conv3d),
+    "conv_transpose1d": layers.transposed(convolutions.conv_transpose1d),
+    "conv_transpose2d": layers.transposed(convolutions.conv_transpose2d),
+    "conv_transpose3d": layers.transposed(convolutions.conv_transpose3d),
+    "convolution": layers.any_convolution,
+    "conv_tbc": layers.conv_tbc,
+    "scaled_dot_product_attention": layers.attention,
+    "dot": None,
+    "outer": None,
+    "sparse_mm": None,
+    "sparse_addmm": None,
+}
+
+_PRODUCTS = {
+    spelling: counterpart
+    for spelling, product in PRODUCTS.items()
+    if (counterpart := _BY_NAME[product.name]) is not None
+}
+
 #: What a model may call -> the same at unit scale.
 COUNTERPARTS: dict[Callable[..., Any], Callable[..., Any]] = {
-    # products
-    F.linear: arithmetic.linear,
-    torch.matmul: arithmetic.matmul,
-    torch.linalg.matmul: arithmetic.matmul,
-    Tensor.matmul: arithmetic.matmul,
-    Tensor.__matmul__: arithmetic.matmul,
-    Tensor.__rmatmul__: arithmetic.reflected_matmul,
-    torch.mm: arithmetic.mm,
-    Tensor.mm: arithmetic.mm,
-    torch.mv: arithmetic.mv,
-    Tensor.mv: arithmetic.mv,
-    torch.bmm: arithmetic.bmm,
-    Tensor.bmm: arithmetic.bmm,
-    torch.einsum: arithmetic.einsum,
-    torch.functional.einsum: arithmetic.einsum,
-    torch.addmm: arithmetic.addmm,
-    Tensor.addmm: arithmetic.addmm,
-    torch.baddbmm: arithmetic.baddbmm,
-    Tensor.baddbmm: arithmetic.baddbmm,
-    Tensor.addmm_: arithmetic.addmm,
-    Tensor.baddbmm_: arithmetic.baddbmm,
-    F.grouped_mm: arithmetic.grouped_mm,
+    **_PRODUCTS,
     # sums and elementwise products
     torch.add: arithmetic.add,
     Tensor.add: arithmetic.add,
@@ -96,13 +117,6 @@ COUNTERPARTS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.dropout: elementwise.f_dropout,
     torch.dropout: elementwise.dropout,
     torch.dropout_: elementwise.dropout,
-    # convolutions
-    torch.conv1d: layers.convolution(convolutions.conv1d),
-    torch.conv2d: layers.convolution(convolutions.conv2d),
-    torch.conv3d: layers.convolution(convolutions.conv3d),
-    torch.conv_transpose1d: layers.transposed(convolutions.conv_transpose1d),
-    torch.conv_transpose2d: layers.transposed(convolutions.conv_transpose2d),
-    torch.conv_transpose3d: layers.transposed(convolutions.conv_transpose3d),
     # averages
     F.avg_pool1d: pooling.avg_pool1d,
     F.avg_pool2d: pooling.avg_pool2d,
@@ -126,7 +140,6 @@ COUNTERPARTS: dict[Callable[..., Any], Callable[..., Any]] = {
     # look-ups, attention and losses
     F.embedding: layers.f_embedding,
     torch.embedding: layers.embedding,
-    F.scaled_dot_product_attention: layers.attention,
     F.cross_entropy: losses.cross_entropy,
     F.nll_loss: losses.nll_loss,
     F.mse_loss: layers.mse_loss,

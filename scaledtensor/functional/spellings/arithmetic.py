@@ -1,5 +1,6 @@
 """Matrix products, sums and elementwise products."""
 
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from scaledtensor.functional.constraints import apply_constraint, parameter_scal
 from scaledtensor.functional.laws import repeats, root
 from scaledtensor.functional.scaling import scale_bwd, scale_fwd
 from scaledtensor.functional.spellings.operands import OUTPUT, is_weight, refuse_out
+from scaledtensor.ops.by_gemm import tensordot_equation
 
 
 def matmul(input: Any, other: Any, *, out: Any = None, constraint: Any = OUTPUT) -> Tensor:
@@ -36,6 +38,38 @@ def mv(input: Any, vec: Any, *, out: Any = None, constraint: Any = OUTPUT) -> Te
 def bmm(input: Any, mat2: Any, *, out: Any = None, constraint: Any = OUTPUT) -> Tensor:
     refuse_out(out)
     return products.bmm(input, mat2, constraint)
+
+
+def inner(input: Any, other: Any, *, out: Any = None, constraint: Any = OUTPUT) -> Tensor:
+    right = other.mT if other.dim() > 1 else other
+    return matmul(input, right, out=out, constraint=constraint)
+
+
+def tensordot(
+    a: Any, b: Any, dims: Any = 2, *, out: Any = None, constraint: Any = OUTPUT
+) -> Tensor:
+    refuse_out(out)
+    equation = tensordot_equation(a.dim(), b.dim(), dims)
+    return products.einsum(equation, a, b, constraint=constraint)
+
+
+def multi_dot(tensors: Any, *, out: Any = None, constraint: Any = OUTPUT) -> Tensor:
+    """From left to right: each product has the size that its constants are of."""
+    refuse_out(out)
+    total: Tensor = reduce(partial(matmul, constraint=constraint), tensors)
+    return total
+
+
+def chain_matmul(*matrices: Any, out: Any = None, constraint: Any = OUTPUT) -> Tensor:
+    listed = len(matrices) == 1 and isinstance(matrices[0], (list, tuple))
+    return multi_dot(matrices[0] if listed else matrices, out=out, constraint=constraint)
+
+
+def bilinear(
+    input1: Any, input2: Any, weight: Any, bias: Any = None, *, constraint: Any = OUTPUT
+) -> Tensor:
+    y = products.einsum("...i,...j,oij->...o", input1, input2, weight, constraint=constraint)
+    return y if bias is None else y + bias
 
 
 def einsum(equation: Any, *operands: Any, constraint: Any = OUTPUT) -> Tensor:
@@ -76,6 +110,36 @@ def baddbmm(
 ) -> Tensor:
     refuse_out(out)
     return _added(input, products.bmm(batch1, batch2, constraint), beta, alpha, constraint)
+
+
+def addmv(
+    input: Any,
+    mat: Any,
+    vec: Any,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+    out: Any = None,
+    constraint: Any = OUTPUT,
+) -> Tensor:
+    product = matmul(mat, vec, out=out, constraint=constraint)
+    return _added(input, product, beta, alpha, constraint)
+
+
+def addbmm(
+    input: Any,
+    batch1: Any,
+    batch2: Any,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+    out: Any = None,
+    constraint: Any = OUTPUT,
+) -> Tensor:
+    """The sum over the batch is a part of the product."""
+    refuse_out(out)
+    product = products.einsum("bij,bjk->ik", batch1, batch2, constraint=constraint)
+    return _added(input, product, beta, alpha, constraint)
 
 
 def _added(input: Any, product: Tensor, beta: float, alpha: float, constraint: Any) -> Tensor:

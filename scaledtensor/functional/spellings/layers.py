@@ -9,6 +9,14 @@ from torch import Tensor
 from scaledtensor.errors import UnsupportedError
 from scaledtensor.functional import embeddings, losses, norms, pooling
 from scaledtensor.functional.attention import scaled_dot_product_attention
+from scaledtensor.functional.convolutions import (
+    conv1d,
+    conv2d,
+    conv3d,
+    conv_transpose1d,
+    conv_transpose2d,
+    conv_transpose3d,
+)
 from scaledtensor.functional.spellings.operands import OUTPUT, refuse_out
 
 
@@ -46,6 +54,37 @@ def transposed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return function(input, weight, bias, *shape, constraint)
 
     return convolution
+
+
+def any_convolution(
+    input: Any,
+    weight: Any,
+    bias: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+    *,
+    constraint: Any = OUTPUT,
+) -> Tensor:
+    """`torch.convolution`, which names every argument of all the others."""
+    dims = weight.dim() - 2
+    if transposed:
+        back = (conv_transpose1d, conv_transpose2d, conv_transpose3d)[dims - 1]
+        shape = (stride, padding, output_padding, groups, dilation)
+        return back(input, weight, bias, *shape, constraint)
+    forward = (conv1d, conv2d, conv3d)[dims - 1]
+    return forward(input, weight, bias, stride, padding, dilation, groups, constraint)
+
+
+def conv_tbc(
+    input: Any, weight: Any, bias: Any, pad: int = 0, *, constraint: Any = OUTPUT
+) -> Tensor:
+    """Of (time, batch, channel), by (tap, in, out)."""
+    x, w = input.permute(1, 2, 0), weight.permute(2, 1, 0)
+    return conv1d(x, w, bias, padding=pad, constraint=constraint).permute(2, 0, 1)
 
 
 def f_layer_norm(

@@ -1,0 +1,141 @@
+"""Writes count: what autograd saved of a tensor is refused after any in-place path, as in torch.
+
+Generated from the schemas of torch's in-place operators. torch's fused kernels for the CPU count no
+write; here they do, since a backward pass after them would read the new values.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import scaledtensor as sct
+from scaledtensor.ops.operators import Overload
+from scaledtensor.ops.registry import rule_of
+
+aten = torch.ops.aten
+
+
+def overloads() -> list[Overload]:
+    """Those that write into their first argument, or into the first of them that are lists."""
+    found = []
+    for name in sorted({n for place in (torch, Tensor) for n in dir(place)}):
+        if not name.endswith("_") or name.endswith("__") or not hasattr(aten, name):
+            continue
+        for key in getattr(aten, name).overloads():
+            op = getattr(getattr(aten, name), key)
+            first = op._schema.arguments[0] if op._schema.arguments else None
+            if first is not None and first.alias_info is not None and first.alias_info.is_write:
+                found.append(op)
+    return found
+
+
+LISTS = {"_foreach_", "_fused_", "_amp_foreach_"}
+NUMBERS = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "lr": 0.1, "lr_decay": 0.0, "p": 0.5}
+
+
+def argument(a: Any, i: int, scaled: bool) -> Any:
+    """Some argument of the type that the schema names."""
+    kind = str(a.type)
+    numbers = torch.rand(3, 3, generator=torch.Generator().manual_seed(i)) * 0.5 + 0.25
+    made = sct.scaled(numbers) if scaled else numbers
+    if a.name in ("state_steps", "found_inf", "inv_scale", "grad_scale"):
+        step = torch.ones(())
+        return [step] if kind.startswith("List") else step
+    if kind == "List[Tensor]":
+        return [made]
+    if kind == "Tensor":
+        return torch.tensor(0.5) if a.name in ("lr", "scalars", "scalar") else made
+    if kind in ("number", "float"):
+        return NUMBERS.get(a.name, 0.5)
+    if kind == "List[number]":
+        return [0.5]
+    return {"bool": False, "int": 0}[kind]
+
+
+def given(op: Overload, scaled: bool) -> tuple[list[Any], dict[str, Any]]:
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for i, a in enumerate(op._schema.arguments):
+        if a.has_default_value():
+            continue
+        value = argument(a, i, scaled)
+        if a.name == "max_exp_avg_sqs":
+            value = []
+        if a.kwarg_only:
+            kwargs[a.name] = value
+        else:
+            args.append(value)
+    return args, kwargs
+
+
+def writes(op: Overload, scaled: bool) -> list[bool] | None:
+    """Whether a call counts a write, for each tensor that the schema says is written."""
+    try:
+        args, kwargs = given(op, scaled)
+    except KeyError:  # dtypes, generators, shapes
+        return None
+    targets: list[Tensor] = []
+    for a, value in zip(op._schema.arguments, args, strict=False):
+        if a.alias_info is not None and a.alias_info.is_write:
+            targets += value if isinstance(value, list) else [value]
+    before = [t._version for t in targets]
+    with torch.no_grad():
+        op(*args, **kwargs)
+    return [t._version > v for t, v in zip(targets, before, strict=True)]
+
+
+def called(op: Overload) -> list[bool] | None:
+    try:
+        return writes(op, scaled=False)
+    except (RuntimeError, TypeError, IndexError, ValueError, NotImplementedError):
+        return None  # torch itself does not take these arguments
+
+
+CASES = {str(op): want for op in overloads() if (want := called(op))}
+
+
+def test__the_cases__are_the_operators_that_optimizers_call() -> None:
+    assert len([name for name in CASES if "_foreach_" in name]) > 60
+    assert len([name for name in CASES if "_fused_" in name]) >= 4
+    assert len(CASES) > 150
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.filterwarnings("ignore")
+def test__what_torch_counts__is_counted(name: str) -> None:
+    _, packet, key = name.split(".")
+    op = getattr(getattr(aten, packet), key)
+    if rule_of(op) is None and not any(s in name for s in LISTS):
+        pytest.skip("no rule")
+    got = writes(op, scaled=True)
+    assert got is not None
+    assert all(mine or not theirs for mine, theirs in zip(got, CASES[name], strict=True))
+    if any(s in name for s in ("_foreach_", "_fused_")) and "_amp_" not in name:
+        assert got[0]
+
+
+@pytest.mark.parametrize("kind", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+def test__a_backward_pass_after_a_step__raises(kind: dict[str, bool]) -> None:
+    gain = nn.Parameter(sct.scaled(torch.randn(4)))
+    optimizer = torch.optim.SGD([gain], lr=0.1, **kind)
+    x = torch.randn(3, 4, requires_grad=True)
+    (x * gain).sum().backward()
+    y = (x * gain).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Lion"])
+@pytest.mark.parametrize("options", [{}, {"state_format": "e4m3fn"}], ids=str)
+def test__our_optimizers__count_the_write(name: str, options: dict[str, Any]) -> None:
+    gain = nn.Parameter(sct.scaled(torch.randn(32)))
+    plain = nn.Parameter(torch.randn(32))
+    optimizer = getattr(sct.optim, name)([gain, plain], lr=0.1, **options)
+    x = torch.randn(3, 32, requires_grad=True)
+    (x * gain * plain).sum().backward()
+    before = [p._version for p in (gain, plain)]
+    optimizer.step()
+    assert all(p._version > v for p, v in zip((gain, plain), before, strict=True))
