@@ -161,6 +161,13 @@ class CodedTensor(ScaledTensor):
         levels = _levels(self.scale, self.tensor_scale)
         return dequantize_blocks(self.codes, levels, self.format, self.granularity, dtype)
 
+    def _refusal_of_writing(self, func: Any) -> str:
+        return (
+            f"{func} would write into a CodedTensor, whose codes and scales are made together: "
+            "compute on x.widened() and keep the result by "
+            "scaledtensor.scaled(result, format, granularity=...)"
+        )
+
     # --- what torch asks of a wrapper subclass -----------------------------------------------
 
     def __tensor_flatten__(self) -> tuple[list[str], CodedContext]:  # type: ignore[override]
@@ -390,9 +397,6 @@ def _refuse_writing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         if a.alias_info is None or not a.alias_info.is_write or a.name not in given:
             continue
         targets = given[a.name] if isinstance(given[a.name], (list, tuple)) else [given[a.name]]
-        if any(isinstance(t, CodedTensor) for t in targets):
-            raise UnsupportedError(
-                f"{func} would write into a CodedTensor, whose codes and scales are made together:"
-                " compute on x.widened() and keep the result by "
-                "scaledtensor.scaled(result, format, granularity=...)"
-            )
+        for t in targets:
+            if isinstance(t, CodedTensor):
+                raise UnsupportedError(t._refusal_of_writing(func))

@@ -106,6 +106,13 @@ class ExpandedTensor(CodedTensor):
         values = dequantize_expanded(held, self.format, self.granularity) * self.tensor_scale
         return values.to(dtype)
 
+    def _refusal_of_writing(self, func: Any) -> str:
+        return (
+            f"{func} would write into a state in few bits, which an optimizer of torch.optim does "
+            "not read: load plain_state_dict() of the optimizer that kept it (an optimizer of "
+            "scaledtensor.optim with state_format='fp32' loads either), or step with that one"
+        )
+
     def _spelled_scale(self) -> str:
         return f"groups of {self.granularity}"
 

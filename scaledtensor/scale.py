@@ -216,7 +216,8 @@ def checked_scale(scale: float | Tensor, device: torch.device, *, power_of_two: 
     if power_of_two and math.frexp(number)[0] != 0.5:
         raise ScaleError(
             f"this scale must be an exact power of two; got {number}. Round it first "
-            "(scaledtensor.scale.nearest_power_of_two), or pass power_of_two=False"
+            "(scaledtensor.scale.nearest_power_of_two), or make it by ScaledTensor(qdata, "
+            "scale, format, power_of_two=False)"
         )
     return torch.full((), number, dtype=torch.float32, device=device)
 

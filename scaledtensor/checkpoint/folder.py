@@ -9,7 +9,7 @@ import io
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 from torch.optim import Optimizer
 
 from scaledtensor.checkpoint import manifest
-from scaledtensor.checkpoint.atomic import clear, sync_file
+from scaledtensor.checkpoint.atomic import clear, real, reason, sync_file
 from scaledtensor.checkpoint.contents import Contents, levelled, merged
+from scaledtensor.checkpoint.fields import need, read_torch, refusal, understood
 from scaledtensor.checkpoint.levels import Planner
 from scaledtensor.checkpoint.plan import Plan
 from scaledtensor.checkpoint.ranks import Ranks
@@ -71,7 +72,7 @@ def save(
         UnsupportedError: a shard of codes under scales of blocks.
         RecipeError: a recipe of a class that is not registered.
     """
-    path, ranks = Path(folder), Ranks(group)
+    path, ranks = real(Path(folder)), Ranks(group)
     contents = ranks.agree(lambda: Contents(model, optimizer, ranks.rank))
     told = ranks.agree(lambda: merged(ranks.gather(contents.told)))
     planner = contents.under(levelled(told))
@@ -152,8 +153,13 @@ def load(
     """
     path, ranks = manifest.present(Path(folder)), Ranks(group)
     told = ranks.agree(lambda: _verified(path, ranks))
-    objects = ranks.agree(lambda: torch.load(path / OBJECTS, map_location="cpu", weights_only=True))
-    plan = ranks.agree(lambda: Plan(path, told, objects, model, optimizer, ranks.rank))
+    objects = ranks.agree(lambda: _read_objects(path))
+
+    def compared() -> Plan:
+        with understood(f"{path / manifest.NAME} or {OBJECTS}", named=True):
+            return Plan(path, told, objects, model, optimizer, ranks.rank)
+
+    plan = ranks.agree(compared)
 
     def read() -> None:
         if plan.reads:
@@ -161,7 +167,12 @@ def load(
             read_tensors(plan.reads, storage_reader=reader, process_group=group, no_dist=alone)
 
     ranks.agree(lambda: _through(path, read))
-    ranks.agree(plan.rebuild)
+
+    def rebuild() -> None:
+        with understood(path, named=True):
+            plan.rebuild()
+
+    ranks.agree(rebuild)
     plan.apply()
     return Loaded(objects["extra"], objects["per_rank"])
 
@@ -173,10 +184,12 @@ def about(folder: str | Path) -> Loaded:
         CheckpointError: there is none, or a file is missing or has changed.
     """
     path = manifest.present(Path(folder))
-    wrong = manifest.damage(path, {OBJECTS: manifest.read(path)["files"][OBJECTS]})
+    files = manifest.read(path)["files"]
+    told = need(path / manifest.NAME, files, OBJECTS, dict, "a size and a digest")
+    wrong = manifest.damage(path, {OBJECTS: told})
     if wrong is not None:
         raise CheckpointError(f"{path} is damaged: {wrong}")
-    objects = torch.load(path / OBJECTS, map_location="cpu", weights_only=True)
+    objects = _read_objects(path)
     return Loaded(objects["extra"], objects["per_rank"])
 
 
@@ -190,6 +203,24 @@ def verify(folder: str | Path) -> None:
     wrong = manifest.damage(path, manifest.read(path)["files"])
     if wrong is not None:
         raise CheckpointError(f"{path} is damaged: {wrong}")
+
+
+def _read_objects(path: Path) -> dict[str, Any]:
+    """What is no tensor of the model, with every field that it must have."""
+    file = path / OBJECTS
+    found = read_torch(file, file)
+    for field, kind, what in (
+        ("extra", object, "anything"),
+        ("per_rank", list, "a list with one entry for each rank"),
+        ("groups", (list, type(None)), "the options of the optimizer's groups"),
+        ("values", (dict, type(None)), "the optimizer's numbers by name"),
+    ):
+        need(file, found, field, kind, what)
+    for name, own in (found["values"] or {}).items():
+        step = own.get("step", 0) if isinstance(own, dict) else None
+        if step is None or float(step) < 0:
+            raise CheckpointError(f"{file} is damaged: values[{name!r}] is {own!r}")
+    return cast(dict[str, Any], found)
 
 
 def _objects(extra: Any, per_rank: Any, told: dict[str, Any], ranks: Ranks) -> bytes:
@@ -218,10 +249,10 @@ def _saved(value: Any) -> bytes:
         torch.save(value, stream)
         _loaded(stream.getvalue())
     except Exception as error:  # pickle alone has half a dozen
-        reason = str(error).partition("\n")[0]
         raise CheckpointError(
-            f"extra, per_rank or the optimizer's options hold what safe loading refuses: {reason}"
-        ) from error
+            "extra, per_rank or the optimizer's options hold what safe loading refuses: "
+            f"{refusal(error)}"
+        ) from None
     return stream.getvalue()
 
 
@@ -243,7 +274,14 @@ def _same(a: Any, b: Any) -> bool:
 
 def _verified(path: Path, ranks: Ranks) -> dict[str, Any]:
     """The manifest, after each rank has compared some of the files with it."""
-    told = ranks.agree(lambda: manifest.read(path))
+
+    def read() -> dict[str, Any]:
+        told = manifest.read(path)
+        for name in (OBJECTS, ".metadata"):
+            need(path / manifest.NAME, told["files"], name, dict, "a size and a digest")
+        return told
+
+    told = ranks.agree(read)
 
     def compare() -> None:
         own = dict(list(told["files"].items())[ranks.rank :: ranks.size])
@@ -269,5 +307,7 @@ def _through(path: Path, action: Any) -> None:
         raise
     except (CheckpointException, RuntimeError, OSError) as error:
         causes = getattr(error, "failures", None)
-        told = f"rank {next(iter(causes))}: {next(iter(causes.values()))[0]}" if causes else error
+        told = reason(error)
+        if causes:
+            told = f"rank {next(iter(causes))}: {reason(next(iter(causes.values()))[0])}"
         raise CheckpointError(f"{path} could not be saved or loaded: {told}") from error

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from scaledtensor.checkpoint.atomic import check_writable, clear, sync_file, sync_folder
+from scaledtensor.checkpoint.fields import check_name, is_count, need, understood
+from scaledtensor.checkpoint.parts import dtype_of
 from scaledtensor.errors import CheckpointError
 
 __all__ = [
@@ -101,7 +103,7 @@ def read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text())
         kind, version = found["kind"], found["version"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{file} is damaged: it cannot be read") from error
     if found.pop("sha256", None) != _sum(found):
         raise CheckpointError(f"{file} is damaged: it has changed since it was saved")
@@ -109,8 +111,46 @@ def read(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} is a {kind!r} of version {version}; this release reads {KIND!r} of {VERSION}"
         )
+    _check(file, found)
     contents: dict[str, Any] = found
     return contents
+
+
+def _check(file: Path, found: dict[str, Any]) -> None:
+    """Raises CheckpointError unless each field is what `save` writes."""
+    need(file, found, "ranks", int, "a whole number")
+    for name, told in need(file, found, "files", dict, "sizes and digests by name").items():
+        where = f"{file}, files[{name!r}]"
+        check_name(file, name)
+        if not is_count(need(where, told, "bytes", int, "a whole number")):
+            raise CheckpointError(f"{where} is damaged: its field 'bytes' is {told['bytes']}")
+        need(where, told, "sha256", str, "a digest")
+    model = need(file, found, "model", dict, "the model's tensors by name")
+    for name, facts in model.items():
+        _check_facts(f"{file}, model[{name!r}]", facts)
+    for name, same in need(file, found, "tied", dict, "names by name").items():
+        if not isinstance(same, str) or same not in model:
+            raise CheckpointError(
+                f"{file} is damaged: tied[{name!r}] is {same!r}, which is no tensor of the model"
+            )
+    kinds: Any = (dict, type(None))
+    for name, own in (need(file, found, "optimizer", kinds, "states by name") or {}).items():
+        if not isinstance(own, dict):
+            raise CheckpointError(f"{file} is damaged: optimizer[{name!r}] holds no states")
+        for key, facts in own.items():
+            _check_facts(f"{file}, optimizer[{name!r}][{key!r}]", facts)
+
+
+def _check_facts(where: str, facts: Any) -> None:
+    shape = need(where, facts, "shape", list, "a list of sizes")
+    if not all(map(is_count, shape)):
+        raise CheckpointError(f"{where} is damaged: its field 'shape' is {shape}")
+    need(where, facts, "dtype", str, "the name of a dtype")
+    with understood(where):
+        dtype_of(facts["dtype"])
+    if "kind" in facts:
+        for part, told in need(where, facts, "parts", dict, "tensors by name").items():
+            _check_facts(f"{where}['parts'][{part!r}]", told)
 
 
 def digests(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:

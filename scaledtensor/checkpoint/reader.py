@@ -14,6 +14,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from scaledtensor.checkpoint.fields import check_name
 from scaledtensor.errors import CheckpointError
 
 __all__ = ["TensorReader"]
@@ -40,6 +41,8 @@ class TensorReader(FileSystemReader):
         for name, told in found.state_dict_metadata.items():
             if not isinstance(told, TensorStorageMetadata):
                 raise CheckpointError(f"{file} has {name}, which is no tensor")
+        for stored in (found.storage_data or {}).values():
+            check_name(file, getattr(stored, "relative_path", None))
         if found.storage_meta is not None:
             found.storage_meta.load_id = self.load_id
         return found

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from scaledtensor.checkpoint.atomic import check_writable, replacing
+from scaledtensor.checkpoint.atomic import check_writable, reason, replacing
+from scaledtensor.checkpoint.fields import check_name, need, understood
 from scaledtensor.checkpoint.fit import tensors_of
 from scaledtensor.checkpoint.parts import (
     dtype_of,
@@ -88,7 +89,7 @@ def save_safetensors(
         try:
             library.torch.save_file(held, temporary, metadata)
         except library.SafetensorError as error:
-            raise CheckpointError(f"{path} could not be saved: {error}") from error
+            raise CheckpointError(f"{path} could not be saved: {reason(error)}") from error
 
 
 def load_safetensors(
@@ -128,9 +129,13 @@ def _files(path: Path) -> list[Path]:
             raise CheckpointError(f"{path} has neither {single.name} nor {index.name}")
         return [single]
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+        told = json.loads(index.read_text())
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{index} is damaged or no index: {error}") from error
+    named = need(index, told, "weight_map", dict, "files by the names of tensors").values()
+    for name in named:
+        check_name(index, name)
+    names = sorted(set(named))
     files = [path / name for name in names]
     missing = [file.name for file in files if not file.exists()]
     if missing:
@@ -151,24 +156,29 @@ def _load(path: Path, dequantized: bool, device: torch.device) -> dict[str, Tens
     try:
         index = json.loads(metadata[KEY])
         version = index["version"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: its metadata cannot be read") from error
     if version != VERSION:
         raise CheckpointError(f"{path} has version {version}; this release reads {VERSION}")
+    for field in ("crc32", "dtypes", "tensors", "tied"):
+        need(f"the metadata of {path}", index, field, dict, "a table by the names of tensors")
     for name, expected in index["crc32"].items():
         if name not in tensors:
             raise CheckpointError(f"{path} is damaged: {name} is missing")
         if _checksum(tensors[name]) != expected:
             raise CheckpointError(f"{path} is damaged: the checksum of {name} is wrong")
     for name, dtype in index["dtypes"].items():
-        tensors[name] = tensors[name].view(dtype_of(dtype))
+        with understood(f"the metadata of {path}, dtypes[{name!r}],"):
+            tensors[name] = tensors[name].view(dtype_of(dtype))
     for name, facts in index["tensors"].items():
-        present = [part for part in inner_names(facts) if f"{name}.{part}" in tensors]
+        with understood(f"the metadata of {path}, tensors[{name!r}],"):
+            present = [part for part in inner_names(facts) if f"{name}.{part}" in tensors]
         inner = {part: tensors.pop(f"{name}.{part}") for part in present}
         made = put_together(f"{name} of {path}", inner, facts)
         tensors[name] = made.dequantize() if dequantized else made
     for name, same in index["tied"].items():
-        tensors[name] = tensors[same]
+        with understood(f"the metadata of {path}, tied[{name!r}],"):
+            tensors[name] = tensors[same]
     return tensors
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from scaledtensor.checkpoint import atomic
+from scaledtensor.checkpoint.fields import checked_tensor, is_count, need, read_torch
 from scaledtensor.demo.training import Trainer
 from scaledtensor.errors import CheckpointError
 
@@ -47,8 +49,14 @@ def save(trainer: Trainer, path: Path) -> None:
 def load(trainer: Trainer, path: Path) -> None:
     """Continue `trainer` from `path`. Whatever does not fit raises before anything is changed."""
     state = read(path, trainer.device)
-    compare(path, state["identity"], identity(trainer))
-    _fits(path, state["model"], trainer.model.state_dict())
+    compare(path, need(path, state, "identity", dict, "a table of settings"), identity(trainer))
+    _fits(path, need(path, state, "model", dict, "tensors by name"), trainer.model.state_dict())
+    step = need(path, state, "step", int, "a whole number")
+    if not is_count(step):
+        raise CheckpointError(f"{path} is damaged: its field 'step' is {step}")
+    for name in ("batches", "random"):
+        checked_tensor(path, state, name, torch.Generator().set_state)
+    _check_optimizer(path, need(path, state, "optimizer", dict, "an optimizer's state"), trainer)
     # assign: the tensors themselves come back, with whatever they carry beside their values.
     trainer.model.load_state_dict(state["model"], assign=True)
     trainer.optimizer = trainer.new_optimizer()
@@ -79,15 +87,14 @@ def read(path: Path, device: torch.device) -> dict[str, Any]:
             damaged = archive.testzip()
         if damaged is not None:
             raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
-        state = torch.load(path, map_location=device, weights_only=True)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except Exception as error:  # torch.load raises at least four kinds for a damaged file
-        reason = str(error).partition("\n")[0]
-        raise CheckpointError(f"{path} is damaged or no checkpoint at all: {reason}") from error
+    except (zipfile.BadZipFile, EOFError, ValueError, RuntimeError, zlib.error) as error:
+        raise CheckpointError(f"{path} is damaged or no checkpoint at all: {error}") from error
+    state = read_torch(path, path, device)
     if not isinstance(state, dict) or state.get("kind") != KIND:
         raise CheckpointError(f"{path} is a torch file, but not one that `{KIND}` saved")
-    if state["version"] != VERSION:
+    if need(path, state, "version", int, "a whole number") != VERSION:
         raise CheckpointError(
             f"{path} has checkpoint version {state['version']}; this release reads {VERSION}"
         )
@@ -106,6 +113,12 @@ def compare(path: Path, found: dict[str, Any], expected: dict[str, Any]) -> None
 
 
 def _fits(path: Path, found: dict[str, Any], expected: dict[str, Any]) -> None:
+    for name, x in found.items():
+        if not isinstance(x, torch.Tensor):
+            raise CheckpointError(
+                f"{path} is damaged: model[{name!r}] is a {type(x).__name__}, and no tensor"
+            )
+
     def facts(state: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
         return {name: (type(t).__name__, tuple(t.shape), t.dtype) for name, t in state.items()}
 
@@ -116,6 +129,29 @@ def _fits(path: Path, found: dict[str, Any], expected: dict[str, Any]) -> None:
                 f"{path} belongs to another model: "
                 f"{name} is {there.get(name)} there and {here.get(name)} here"
             )
+
+
+def _check_optimizer(path: Path, found: dict[str, Any], trainer: Trainer) -> None:
+    """Raises CheckpointError unless every state is one of a parameter, and of its shape."""
+    own = trainer.optimizer.state_dict()["param_groups"]
+    groups = need(path, found, "param_groups", list, "the optimizer's groups")
+    states = need(path, found, "state", dict, "states by number")
+    where = f"{path}, its optimizer,"
+    if [need(where, g, "params", list, "numbers") for g in groups] != [g["params"] for g in own]:
+        raise CheckpointError(f"{where} is damaged: its field 'params' names other parameters")
+    for group, mine in zip(groups, own, strict=True):
+        for name in mine:
+            need(where, group, name, object, "an option")
+    parameters = list(trainer.model.parameters())
+    for i, state in states.items():
+        if not is_count(i) or i >= len(parameters):
+            raise CheckpointError(f"{where} is damaged: state[{i!r}] is of no parameter")
+        for name in ("step", "exp_avg", "exp_avg_sq"):
+            x = need(f"{where} state[{i}]", state, name, torch.Tensor, "a tensor")
+            shape = () if name == "step" else parameters[i].shape
+            if tuple(x.shape) != tuple(shape) or (name == "step" and not float(x) >= 0):
+                told = float(x) if x.dim() == 0 else f"of shape {tuple(x.shape)}"
+                raise CheckpointError(f"{where} is damaged: state[{i}][{name!r}] is {told}")
 
 
 def _short(value: object) -> str:

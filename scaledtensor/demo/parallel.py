@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from scaledtensor import checkpoint
+from scaledtensor.checkpoint.fields import checked_tensor, is_count, need
 from scaledtensor.commands.train import KINDS
 from scaledtensor.demo.checkpoint import compare, identity
 from scaledtensor.demo.model import GPT, GPTConfig
@@ -226,7 +227,12 @@ def load(trainer: Trainer, folder: Path) -> Path:
     path = checkpoint.latest(folder)
     if path is None:
         raise CheckpointError(f"{folder} holds no whole checkpoint, so there is nothing to resume")
-    compare(path, checkpoint.about(path).extra["identity"], identity(trainer))
+    extra = checkpoint.about(path).extra
+    where = f"the extra of {path}"
+    compare(path, need(where, extra, "identity", dict, "a table of settings"), identity(trainer))
+    if not is_count(need(where, extra, "step", int, "a whole number")):
+        raise CheckpointError(f"{where} is damaged: its field 'step' is {extra['step']}")
+    checked_tensor(where, extra, "batches", torch.Generator().set_state)
     found = checkpoint.load(path, trainer.model, trainer.optimizer)
     trainer.batches.set_state(found.extra["batches"].cpu())
     trainer.steps_done = found.extra["step"]

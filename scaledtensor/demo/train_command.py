@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from scaledtensor.checkpoint import latest
+from scaledtensor.checkpoint import atomic, latest
 from scaledtensor.demo import checkpoint, parallel, precision, settings, text
 from scaledtensor.demo.model import GPTConfig
 from scaledtensor.demo.progress import Progress
@@ -26,18 +27,25 @@ def run(args: argparse.Namespace) -> int:
     if args.parallel == "none":
         parallel.refuse_forgotten()
         checkpoint.check_writable(args.checkpoint)
-        if args.checkpoint.exists() and not args.resume:
-            raise CheckpointError(
-                f"{args.checkpoint} exists already: continue it with --resume, or choose another "
-                "file"
-            )
     else:
         parallel.check_folder(args.checkpoint)
-        if latest(args.checkpoint) is not None and not args.resume:
-            raise CheckpointError(
-                f"{args.checkpoint} holds checkpoints already: continue with --resume, or choose "
-                "another folder"
-            )
+        if int(os.environ.get("RANK", "0")):  # the first of the ranks locks for all of them
+            return run_locked(args)
+    with atomic.locked(args.checkpoint):
+        return run_locked(args)
+
+
+def run_locked(args: argparse.Namespace) -> int:
+    """The command, while no other one has its checkpoint."""
+    if args.parallel == "none" and args.checkpoint.exists() and not args.resume:
+        raise CheckpointError(
+            f"{args.checkpoint} exists already: continue it with --resume, or choose another file"
+        )
+    if args.parallel != "none" and latest(args.checkpoint) is not None and not args.resume:
+        raise CheckpointError(
+            f"{args.checkpoint} holds checkpoints already: continue with --resume, or choose "
+            "another folder"
+        )
     corpus = text.load(args.text, args.context)
     config = settings.config(args, len(corpus.vocabulary), args.dropout)
     if args.parallel == "none":

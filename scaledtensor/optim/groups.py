@@ -1,5 +1,6 @@
 """Parameter groups with the learning rates that a rule gives each parameter."""
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -54,6 +55,7 @@ class GroupRule:
         Parameters whose learning rates are equal stay together, so that fused and foreach forms
         work on as many at once as they can. All other options are passed on.
         """
+        _check_numbers(group)
         if not self.scales:
             self._refuse_tagged(group)
         by_scale: dict[float, list[Any]] = {}
@@ -96,6 +98,20 @@ class GroupRule:
                 "rate and warm up by a scheduler, or independent_weight_decay=False"
             )
         return decay / float(lr)
+
+
+#: Options of torch's optimizers that are numbers, or pairs of them.
+_NUMBERS = ("lr", "weight_decay", "betas", "eps", "momentum", "dampening")
+
+
+def _check_numbers(group: Group) -> None:
+    """Raises MupError for what torch lets pass: its comparisons hold of infinity, and some of
+    NaN."""
+    for name in _NUMBERS:
+        given = group.get(name)
+        for x in given if isinstance(given, (tuple, list)) else (given,):
+            if x is not None and not math.isfinite(float(x)):
+                raise MupError(f"{name} is a finite number; got {given}")
 
 
 def _parameter(entry: Any) -> Any:

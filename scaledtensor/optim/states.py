@@ -80,6 +80,9 @@ class LowPrecision(Optimizer):
 
     compiled: bool | None = None
 
+    _kept_as: tuple[Any, ...] = ()
+    """The options of each group that its states were made under."""
+
     def _choose(
         self,
         state_format: FormatLike,
@@ -116,17 +119,25 @@ class LowPrecision(Optimizer):
             for name, chosen in self._chosen.items():
                 group.setdefault(name, chosen)
         self.state.update(incoming or {})
+        self._kept_as = self._formats()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         full = self._chosen | param_group
         full.update({name: _named(full[name]) for name in ("state_format", "master_format")})
         _check_options(full, self.rule)
+        _check_parameters(full["params"])
         super().add_param_group(full)
 
     # --- the step ----------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step, and what `closure` returned, if given."""
+        """One step, and what `closure` returned, if given.
+
+        Raises:
+            FormatError: a group was given a format that there is not, or a `master_format` in which
+                the masters that it has cannot be kept. Nothing is changed then.
+        """
+        self._follow_options()
         if not self._steps_itself():
             return self._torchs_step()(self, closure)
         loss = None
@@ -139,6 +150,24 @@ class LowPrecision(Optimizer):
             else:
                 self._step_fused(self.rule)
         return loss
+
+    def _formats(self) -> tuple[Any, ...]:
+        return tuple(tuple(group[name] for name in OPTIONS) for group in self.param_groups)
+
+    def _follow_options(self) -> None:
+        """States go into the formats of their groups, where somebody has changed these since the
+        step before."""
+        now = self._formats()
+        if now == self._kept_as:
+            return
+        for group in self.param_groups:
+            named = {name: _named(group[name]) for name in ("state_format", "master_format")}
+            _check_options(group | named, self.rule)
+            group.update(named)
+        states = adopted(self, self.state_dict(), self._steps_itself())
+        self.state.update(states)
+        self._forget()
+        self._kept_as = self._formats()
 
     def _steps_itself(self) -> bool:
         """Whether torch's own step does not do."""
@@ -333,6 +362,20 @@ def _check_options(group: dict[str, Any], rule: str | None) -> None:
             raise UnsupportedError(
                 f"{name}=True is of torch's own step, which has float32 states and no masters; "
                 "leave it out, or take state_format='fp32' and master_format=None"
+            )
+
+
+def _check_parameters(params: Any) -> None:
+    """Raises UnsupportedError for a parameter that no step can write into."""
+    for entry in [params] if isinstance(params, Tensor) else params:
+        p = entry[1] if isinstance(entry, tuple) else entry
+        own = part(p) if isinstance(p, Tensor) else p
+        if isinstance(own, CodedTensor) and p.requires_grad:
+            raise UnsupportedError(
+                f"a parameter of shape {tuple(p.shape)} is a {type(own).__name__}, whose codes and "
+                "scales are made together, so that no step can write into it: train x.widened(), "
+                "and keep the result by scaledtensor.scaled(result, format, granularity=...); or "
+                "freeze it by requires_grad_(False)"
             )
 
 

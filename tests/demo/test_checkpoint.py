@@ -10,6 +10,7 @@ import torch
 
 import scaledtensor as sct
 from scaledtensor.__main__ import main
+from scaledtensor.checkpoint import atomic
 from scaledtensor.demo import checkpoint, precision, sample_command, train_command
 from scaledtensor.demo.model import GPT, GPTConfig
 from scaledtensor.demo.training import Trainer
@@ -237,6 +238,73 @@ def test__other_torch_file__is_refused(state, train, tmp_path, capsys):
     assert "not one that" in error or "has checkpoint version 99" in error
 
 
+FORGED = {
+    "step": (-1, "'step' is -1"),
+    "batches": (torch.zeros(3), "'batches' is no state"),
+    "random": ("seed", "'random' is a str"),
+    "model": ({"tokens.weight": 3}, "is a int, and no tensor"),
+    "optimizer": ({"param_groups": 3, "state": {}}, "'param_groups' is a number 3"),
+    "identity": (None, "'identity' is a NoneType"),
+}
+
+
+@pytest.mark.parametrize("field", FORGED)
+@pytest.mark.parametrize("missing", [False, True])
+def test__a_forged_field__is_refused_by_name(field, missing, train, tmp_path, capsys):
+    train(steps=2)
+    path = tmp_path / "run.pt"
+    state = torch.load(path)
+    value, message = FORGED[field]
+    state[field] = value
+    if missing:
+        del state[field]
+    torch.save(state, path)
+    assert train("--resume") == 2
+    error = capsys.readouterr().err
+    assert (f"no field '{field}'" if missing else message) in error
+    assert "Traceback" not in error
+
+
+def test__a_negative_step_of_the_optimizer__is_refused(train, tmp_path, capsys):
+    train(steps=2)
+    path = tmp_path / "run.pt"
+    state = torch.load(path)
+    state["optimizer"]["state"][0]["step"] -= 5
+    torch.save(state, path)
+    assert train("--resume") == 2
+    assert "state[0]['step'] is -3" in capsys.readouterr().err
+
+
+def test__code_in_a_checkpoint__is_refused_without_torchs_advice(train, tmp_path, capsys):
+    class Code:
+        def __reduce__(self):
+            return print, ("ran",)
+
+    torch.save(Code(), tmp_path / "run.pt")
+    assert train("--resume") == 2
+    error = capsys.readouterr().err
+    assert "it asks for print, which safe loading does not run" in error
+    assert "weights_only" not in error
+
+
+def test__a_second_training_of_the_same_name__is_refused(train, tmp_path, capsys):
+    with atomic.locked(tmp_path / "run.pt"):
+        assert train(steps=2) == 2
+    error = capsys.readouterr().err
+    assert f"is in use by process {os.getpid()}" in error
+    assert not (tmp_path / "run.pt").exists()
+    assert train(steps=2) == 0
+
+
+def test__a_linked_checkpoint__stays_a_link(train, tmp_path):
+    (tmp_path / "far").mkdir()
+    link = tmp_path / "run.pt"
+    link.symlink_to(tmp_path / "far" / "other.pt")
+    assert train(steps=2) == 0
+    assert link.is_symlink()
+    assert (tmp_path / "far" / "other.pt").is_file()
+
+
 def test__failed_save__keeps_the_previous_checkpoint(train, tmp_path, capsys, monkeypatch):
     train(steps=2)
     before = (tmp_path / "run.pt").read_bytes()
@@ -247,7 +315,7 @@ def test__failed_save__keeps_the_previous_checkpoint(train, tmp_path, capsys, mo
 
     monkeypatch.setattr(torch, "save", full)
     assert train("--resume") == 2
-    assert "could not be saved: [Errno 28] No space left" in capsys.readouterr().err
+    assert "could not be saved: the disk is full" in capsys.readouterr().err
     assert (tmp_path / "run.pt").read_bytes() == before
     assert [path.name for path in tmp_path.glob("*run.pt*")] == ["run.pt"]
 
