@@ -278,7 +278,14 @@ assert torch.equal(found, torch.load(folder + "/want.pt"))
 # --- Trainer ---------------------------------------------------------------------------------
 
 
-def run(name: str, folder: Path, steps: int, save: int, resume: Path | None = None) -> Any:
+def run(
+    name: str,
+    folder: Path,
+    steps: int,
+    save: int,
+    resume: Path | None = None,
+    backend: str | None = None,
+) -> Any:
     from transformers import Trainer, TrainingArguments, set_seed
 
     set_seed(0)
@@ -294,6 +301,8 @@ def run(name: str, folder: Path, steps: int, save: int, resume: Path | None = No
         save_steps=save,
         eval_strategy="steps",
         eval_steps=save,
+        torch_compile=backend is not None,
+        torch_compile_backend=backend,
         use_cpu=True,
         report_to=[],
         disable_tqdm=True,
@@ -309,10 +318,18 @@ def told(trainer: Any, key: str) -> list[tuple[int, float]]:
     return [(entry["step"], entry[key]) for entry in trainer.state.log_history if key in entry]
 
 
-def check(name: str, folder: Path, steps: int, save: int, assert_same_bits: Any) -> None:
+def check(
+    name: str,
+    folder: Path,
+    steps: int,
+    save: int,
+    assert_same_bits: Any,
+    backend: str | None = None,
+) -> None:
     pytest.importorskip("accelerate")
-    straight = run(name, folder / "one", steps, save)
-    resumed = run(name, folder / "two", steps, save, folder / "one" / f"checkpoint-{save}")
+    straight = run(name, folder / "one", steps, save, backend=backend)
+    checkpoint = folder / "one" / f"checkpoint-{save}"
+    resumed = run(name, folder / "two", steps, save, checkpoint, backend)
     assert len(told(straight, "loss")) == steps
     for key in ("loss", "grad_norm", "eval_loss"):
         assert told(straight, key) == told(resumed, key)
@@ -326,10 +343,11 @@ def test__trainer__saves_and_goes_on_as_if_nothing_had_happened(tmp_path, assert
 
 
 @pytest.mark.users
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
 @pytest.mark.parametrize("name", MODELS)
-def test__trainer__goes_on_bit_for_bit_over_twenty_steps(name, tmp_path, assert_same_bits):
+def test__trainer__goes_on_bit_for_bit_over_twenty_steps(name, backend, tmp_path, assert_same_bits):
     """Rebalancing comes at the tenth step, between the checkpoint and the end."""
-    check(name, tmp_path, 20, 7, assert_same_bits)
+    check(name, tmp_path, 20, 7, assert_same_bits, backend)
 
 
 class Own(nn.Module):
