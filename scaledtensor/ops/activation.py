@@ -27,7 +27,6 @@ from scaledtensor.ops.algebra import (
     rms_seen,
     side,
     value,
-    wide_value,
 )
 from scaledtensor.ops.moments import gaussian_rms, integrand
 from scaledtensor.ops.operators import aten
@@ -49,7 +48,7 @@ def _between(rms: Tensor, low: float, high: float, c: float) -> Tensor:
 
 def _backward(g: Any, saved: ScaledTensor, slope: Amount, kernel: Callable[..., Tensor]) -> Raw:
     """A gradient is linear in `g`: computed on its elements, it cannot leave the range."""
-    left, v = side(g, saved), wide_value(saved)
+    left, v = side(g, saved), value(saved)
     return Raw(kernel(left.q.to(v.dtype), v), left.scale, left.rms * slope)
 
 

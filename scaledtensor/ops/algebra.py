@@ -46,7 +46,6 @@ __all__ = [
     "saved_format",
     "side",
     "value",
-    "wide_value",
 ]
 
 
@@ -188,20 +187,7 @@ def side(x: Any, like: ScaledTensor) -> Side:
 
 def at_value(function: Callable[..., Tensor], x: ScaledTensor, rms: Amount, **kwargs: Any) -> Raw:
     """A function that is not homogeneous, applied to the value."""
-    return Raw(function(wide_value(x)), None, rms, **kwargs)
-
-
-def wide_value(x: ScaledTensor) -> Tensor:
-    """The value for a kernel that computes in float32 whatever it is given: in eager code on a CPU
-    as float32, since kernels convert bfloat16 slowly where there are no units for it. To be read
-    only: it may be the elements themselves."""
-    scale = scale_of(x)
-    if not isinstance(scale, Single):
-        return value(x)
-    q = elements(x)
-    if scale == ONE:
-        return q.float()
-    return q * multiplier(scale) if q.dtype == torch.float32 else q.float().mul_(multiplier(scale))
+    return Raw(function(value(x)), None, rms, **kwargs)
 
 
 def measured(q: Tensor, scale: Tensor | None = None, **kwargs: Any) -> Raw:
