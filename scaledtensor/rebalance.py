@@ -23,6 +23,7 @@ from scaledtensor.ops.algebra import elements
 from scaledtensor.ops.registry import covers_storage, store
 from scaledtensor.scale import nearest_power_of_two
 from scaledtensor.shards import by_groups, is_sharded, of_all_parts, part_of, squares_and_amax
+from scaledtensor.singles import put, rms_of, scale_of, single_of, tensor_of
 from scaledtensor.sparse import SparseTensor
 from scaledtensor.steps import Held
 from scaledtensor.tensor import ScaledTensor, is_stored
@@ -185,7 +186,7 @@ def _period(p: Any) -> int:
 @torch.no_grad()
 def _rebalanced(x: ScaledTensor, by: str) -> Tensor:
     """Whether the scale changed, on the device of `x`."""
-    value = elements(x).double() * x.scale.double()
+    value = elements(x).double() * _scale(x).double()
     rms = measured_rms(value)
     scale = nearest_power_of_two(rms) if by == "rms" else _filling(_amax(value), x)
     return _put(x, value, scale, rms)
@@ -195,17 +196,22 @@ def _rebalanced(x: ScaledTensor, by: str) -> Tensor:
 def put_under(x: ScaledTensor, scale: Tensor, rms: Tensor) -> Tensor:
     """Hold the values of `x`, of that RMS, under another scale, in place; whether it is another.
     Zeros stay as they are."""
-    return _put(x, elements(x).double() * x.scale.double(), scale, rms)
+    return _put(x, elements(x).double() * _scale(x).double(), scale, rms)
 
 
 def _put(x: ScaledTensor, value: Tensor, scale: Tensor, rms: Tensor) -> Tensor:
     """`put_under`, of values that are at hand."""
-    scale = torch.where(rms > 0, scale, x.scale)
-    changed = scale != x.scale
+    scale = torch.where(rms > 0, scale, _scale(x))
+    changed = scale != _scale(x)
     x.qdata.copy_(store((value / scale.double()).float(), x.format))
-    x.scale.copy_(scale)
-    x.rms.copy_(torch.where(rms > 0, rms, x.rms))
+    put(x, "scale", single_of(scale))
+    put(x, "rms", single_of(torch.where(rms > 0, rms, tensor_of(rms_of(x)))))
     return changed
+
+
+def _scale(x: ScaledTensor) -> Tensor:
+    """A tensor to read: what holds a number goes on with it."""
+    return tensor_of(scale_of(x))
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.views import fill_under, moves_scale
 from scaledtensor.scale import nearest_power_of_two
-from scaledtensor.singles import Single, calculates, scale_of
+from scaledtensor.singles import Single, calculates, rms_of, scale_of, single_of, tensor_of
 from scaledtensor.tensor import ScaledTensor, is_stored
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -45,12 +45,14 @@ def _new(
     q = q if number in (0, 1) else q / scale
     scale = torch.ones_like(scale) if number in (0, 1) else scale
     # Zeros are made to be written into, by views too, which cannot tell their base of a sign.
-    return ScaledTensor.make(q, scale, rms, fmt, dtype, x.recipe, number > 0)
+    own = single_of(scale), single_of(rms)
+    return ScaledTensor.make(q, *own, fmt, dtype, x.recipe, number > 0)
 
 
 def _rms_beside_fills(x: ScaledTensor) -> Tensor:
     """That of `x`, which a mask will be joined with: an infinity fits any scale. 1 beside zeros."""
-    return torch.where(x.rms > 0, x.rms, 1.0)
+    rms = tensor_of(rms_of(x))
+    return torch.where(rms > 0, rms, 1.0)
 
 
 @rule(
