@@ -47,7 +47,7 @@ refused when it is built. Programs written to torchao's FP8 training change an i
 (`scaledtensor.compat.torchao.float8`), which has its names and says what differs.
 
 In a product of (tokens, in) by (in, out), "1x32" stands for 32 elements that the product sums over,
-and "all" for the whole of a dimension; where nothing is said the tensor has one scale. Between the
+and "all" for a whole dimension. A row that names no block has one scale for the tensor. Between the
 products flow ScaledTensors in the activation format under the scales of the rules, whatever the
 recipe: so each recipe but `constant` gives bit for bit the same gradients, except for their scales,
 when the loss is multiplied by a power of two.

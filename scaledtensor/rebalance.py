@@ -201,8 +201,9 @@ def put_under(x: ScaledTensor, scale: Tensor, rms: Tensor) -> Tensor:
 
 def _put(x: ScaledTensor, value: Tensor, scale: Tensor, rms: Tensor) -> Tensor:
     """`put_under`, of values that are at hand."""
-    scale = torch.where(rms > 0, scale, _scale(x))
-    changed = scale != _scale(x)
+    before = _scale(x)
+    scale = torch.where(rms > 0, scale, before)
+    changed = scale != before
     x.qdata.copy_(store((value / scale.double()).float(), x.format))
     put(x, "scale", single_of(scale))
     put(x, "rms", single_of(torch.where(rms > 0, rms, tensor_of(rms_of(x)))))

@@ -24,7 +24,7 @@ __all__ = [
 
 
 def real(path: Path) -> Path:
-    """What a link leads to, which is what is replaced: the link stays one. Else `path` itself."""
+    """The file to replace: the target of `path` where that is a link, so that the link stays."""
     return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
@@ -92,7 +92,7 @@ _NO_ROOM = {
 
 
 def reason(error: BaseException) -> str:
-    """What went wrong in writing. torch's writers wrap what the system said."""
+    """The cause of a failed write, in words. torch's writers wrap the error of the system."""
     cause: BaseException | None = error
     while cause is not None:
         known = _NO_ROOM.get(cause.errno or 0) if isinstance(cause, OSError) else None

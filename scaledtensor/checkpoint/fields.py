@@ -1,4 +1,4 @@
-"""What a file says, held to what it may say: errors name the file and the field.
+"""Checks of the fields of a file: an error names the file and the field.
 
 A digest shows that a file is as somebody wrote it, and not that this library wrote it. So every
 field is compared with what it must be before anything is changed.
@@ -76,7 +76,7 @@ def understood(where: Path | str, *, named: bool = False) -> Iterator[None]:
 
 
 def read_torch(file: Any, name: Path | str, device: torch.device | str = "cpu") -> Any:
-    """What torch.save wrote, by safe loading alone.
+    """Read a file that torch.save wrote, by safe loading alone.
 
     Args:
         file: a path, or a stream.

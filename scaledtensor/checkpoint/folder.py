@@ -206,7 +206,7 @@ def verify(folder: str | Path) -> None:
 
 
 def _read_objects(path: Path) -> dict[str, Any]:
-    """What is no tensor of the model, with every field that it must have."""
+    """Read the entries that are no tensors of the model, and check that each field is there."""
     file = path / OBJECTS
     found = read_torch(file, file)
     for field, kind, what in (
@@ -224,7 +224,7 @@ def _read_objects(path: Path) -> dict[str, Any]:
 
 
 def _objects(extra: Any, per_rank: Any, told: dict[str, Any], ranks: Ranks) -> bytes:
-    """What is no tensor of the model, as a file of torch that safe loading reads."""
+    """The entries that are no tensors of the model, as bytes that safe loading reads."""
     mine = ranks.agree(lambda: _saved((extra, per_rank)))
     given = [_loaded(raw) for raw in ranks.gather(mine)]
     for rank, (extra, _) in enumerate(given):

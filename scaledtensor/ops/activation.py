@@ -124,8 +124,8 @@ def gelu_backward(g: Any, x: ScaledTensor, *, approximate: str = "none") -> Raw:
 @rule(aten.silu.default)
 def silu(x: ScaledTensor) -> Raw:
     """r * sqrt(1/4 (1 + r^2 / (r^2 + 2)))."""
-    rms = rms_of(x) * _between_half_and_root_half(rms_of(x), 2.0)
-    return at_value(torch.nn.functional.silu, x, rms)
+    r = rms_of(x)
+    return at_value(torch.nn.functional.silu, x, r * _between_half_and_root_half(r, 2.0))
 
 
 @rule(aten.silu_backward.default)

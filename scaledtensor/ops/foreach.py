@@ -14,9 +14,9 @@ __all__ = ["foreach", "written"]
 def written(*lists: Sequence[Tensor]) -> None:
     """Count a write into each tensor of `lists`, so that autograd refuses what it saved of them.
 
-    torch counts the writes of operators on a single tensor before it dispatches to subclasses, and
-    those of operators on lists in the kernels that a subclass takes the place of. Its own fused
-    kernels for the CPU count none, after which a backward pass reads the new values.
+    For an operator on a single tensor, torch counts the write before it dispatches to a subclass.
+    For an operator on lists, torch counts in its own kernel, which does not run for a subclass.
+    Torch's fused kernels for the CPU count nothing: a later backward pass reads the new values.
     """
     if not torch.compiler.is_compiling():  # a compiled graph counts for itself what it writes
         torch.autograd.graph.increment_version([x for tensors in lists for x in tensors])
