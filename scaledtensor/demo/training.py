@@ -90,7 +90,8 @@ class Trainer:
         self.steps_done = 0
 
     def new_optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.model.parameters(), lr=self.settings.learning_rate)
+        rate = self.settings.learning_rate
+        return torch.optim.AdamW(self.model.parameters(), lr=rate, fused=True)
 
     def loss(self, tokens: Tensor, generator: torch.Generator) -> Tensor:
         batch = draw_batch(
