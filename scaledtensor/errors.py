@@ -77,6 +77,10 @@ class MissingRuleWarning(UserWarning):
     """An operator has no scale rule; it ran in fp32 and was rescaled by its measured RMS."""
 
 
+class SaturationWarning(UserWarning):
+    """Elements that were written into a part of an 8-bit tensor lie beyond its largest value."""
+
+
 class TextError(ScaledTensorError, ValueError):
     """A training text that is missing, empty, too short or not text."""
 

@@ -15,7 +15,7 @@ from scaledtensor import _torch, histories, state_dicts, steps
 from scaledtensor.coded import CodedTensor
 from scaledtensor.errors import ModelError, RecipeError, UnsupportedError
 from scaledtensor.ops.functions import cast_once
-from scaledtensor.ops.registry import dequantized
+from scaledtensor.ops.results import dequantized
 from scaledtensor.recipes import Recipe, Unit
 from scaledtensor.recipes import get as get_recipe
 from scaledtensor.recipes.casts import Cast

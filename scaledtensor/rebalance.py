@@ -20,7 +20,7 @@ from scaledtensor.coded import CodedTensor
 from scaledtensor.errors import DTypeError, ScaleError, UnsupportedError
 from scaledtensor.measure import measured_rms
 from scaledtensor.ops.algebra import elements
-from scaledtensor.ops.registry import covers_storage, store
+from scaledtensor.ops.results import covers_storage, store
 from scaledtensor.scale import nearest_power_of_two
 from scaledtensor.shards import by_groups, is_sharded, of_all_parts, part_of, squares_and_amax
 from scaledtensor.singles import put, rms_of, scale_of, single_of, tensor_of

@@ -108,23 +108,25 @@ def settle_product(terms: float, a: tuple[Any, Any], b: tuple[Any, Any]) -> tupl
     return scale, ratio, rms
 
 
-def settle_in_place(kept: Any, was: Any, rms: Any, held: Any, whole: bool) -> tuple[Any, Any]:
+def settle_in_place(
+    kept: Any, was: Any, rms: Any, held: Any, whole: bool, far: float = _FAR
+) -> tuple[Any, Any]:
     """As `settle`, for elements under `held` that go into a tensor of scale `kept` and RMS `was`.
 
     Its scale stays, unless it is known to be zero, or all of it (`whole`) is replaced by values of
-    another order (`rsqrt_` of tiny squares): then it is the power of two next to `rms`. Returns
-    (scale, held / scale); a scale that stays is `kept` itself.
+    another order (`rsqrt_` of tiny squares), by more than the factor `far`: then it is the power of
+    two next to `rms`. Returns (scale, held / scale); a scale that stays is `kept` itself.
     """
     kept, was, rms, held = single_of(kept), single_of(was), single_of(rms), single_of(held)
     if _are_numbers(kept, was, rms, held):
-        far = whole and rms > 0 and not float(kept) / _FAR <= rms <= float(kept) * _FAR
-        scale = Single(power_of_two_near(rms)) if not was or far else kept
+        moves = whole and rms > 0 and not float(kept) / far <= rms <= float(kept) * far
+        scale = Single(power_of_two_near(rms)) if not was or moves else kept
         return scale, _ratio_of(held, scale)
     kept, was, rms, held = map(tensor_of, (kept, was, rms, held))
     free = was == 0
     if whole:
         value, unit = rms.double(), kept.double()
-        free = free | ((value > 0) & ((value > unit * _FAR) | (value < unit / _FAR)))
+        free = free | ((value > 0) & ((value > unit * far) | (value < unit / far)))
     new = torch.where(free, nearest_power_of_two(rms), kept)
     return new, (held / new).clamp_max_(_FLOAT32_MAX)
 

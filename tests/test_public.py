@@ -405,6 +405,7 @@ ERRORS = {
     "RecipeError": "ValueError",
     "RecipeWarning": "UserWarning",
     "RegistryError": "ValueError",
+    "SaturationWarning": "UserWarning",
     "ScaleError": "ValueError",
     "ScaledTensorError": "Exception",
     "ShapeError": "ValueError",

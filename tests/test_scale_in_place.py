@@ -17,7 +17,7 @@ from scaledtensor import model as scaling
 from scaledtensor import steps as step_hooks
 from scaledtensor.errors import ModelError
 from scaledtensor.formats import FP32
-from scaledtensor.ops.registry import dequantized
+from scaledtensor.ops.results import dequantized
 from scaledtensor.recipes import MXFP8, Delayed, Unit
 
 #: Scales and rules of Unit without its rounding: a training has the losses of the plain one.

@@ -30,7 +30,8 @@ from scaledtensor.ops.algebra import (
 )
 from scaledtensor.ops.moments import gaussian_rms, integrand
 from scaledtensor.ops.operators import aten
-from scaledtensor.ops.registry import Overload, Raw, dequantized, rule, write
+from scaledtensor.ops.registry import Overload, Raw, rule
+from scaledtensor.ops.results import dequantized, write
 from scaledtensor.singles import Amount, rms_of, scale_of
 from scaledtensor.tensor import ScaledTensor
 

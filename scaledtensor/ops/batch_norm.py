@@ -14,7 +14,8 @@ from torch import Tensor
 from scaledtensor.ops.algebra import first_scaled, operand, plain, quadrature
 from scaledtensor.ops.norm import affine_rms, norm_gradients
 from scaledtensor.ops.operators import aten
-from scaledtensor.ops.registry import Raw, rule, write
+from scaledtensor.ops.registry import Raw, rule
+from scaledtensor.ops.results import write
 from scaledtensor.tensor import ScaledTensor
 
 

@@ -15,7 +15,8 @@ from scaledtensor.ops.algebra import elements, mismatch, saved_format, value
 from scaledtensor.ops.entering import entered
 from scaledtensor.ops.functions import cast_once
 from scaledtensor.ops.operators import aten
-from scaledtensor.ops.registry import covers_storage, rule, store, write
+from scaledtensor.ops.registry import rule
+from scaledtensor.ops.results import covers_storage, store, write
 from scaledtensor.ops.sparse import wrapped
 from scaledtensor.scale import MAX_SCALE, MIN_SCALE, settle
 from scaledtensor.singles import copied, multiplier, put, rms_of, scale_of

@@ -20,7 +20,8 @@ from scaledtensor.errors import UnsupportedError
 from scaledtensor.ops.algebra import elements, value
 from scaledtensor.ops.operators import c10d, fsdp
 from scaledtensor.ops.operators import c10d_functional as functional
-from scaledtensor.ops.registry import Raw, rule, store
+from scaledtensor.ops.registry import Raw, rule
+from scaledtensor.ops.results import store
 from scaledtensor.tensor import SENT_AS_ONE, ScaledTensor, from_plain
 
 __all__: list[str] = []

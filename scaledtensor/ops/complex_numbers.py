@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from scaledtensor.ops.operators import aten
-from scaledtensor.ops.registry import Overload, dequantized, rule
+from scaledtensor.ops.registry import Overload, rule
+from scaledtensor.ops.results import dequantized
 
 __all__ = ["FUNCTIONS"]
 

@@ -90,7 +90,10 @@ def new_full(x: ScaledTensor, size: Sequence[int], number: float, **options: Any
 def zero(x: ScaledTensor) -> Raw:
     """All zeros: the scale is free."""
     zero = Single(0.0) if calculates(x) else torch.zeros_like(x.rms)
-    return Raw(torch.zeros_like(elements(x)), scale_of(x), zero, settled=True)
+    q = elements(x)
+    if 0 in x.qdata.stride():  # of what is expanded, `zero_` writes one element for all
+        return Raw(q.new_zeros(()).expand(q.shape), scale_of(x), zero, settled=True)
+    return Raw(torch.zeros_like(q), scale_of(x), zero, settled=True)
 
 
 @rule(aten.fill.Scalar, aten.fill.Tensor)

@@ -17,7 +17,8 @@ from torch import Tensor
 from scaledtensor.ops.algebra import elements, gaussian_moment
 from scaledtensor.ops.foreach import written
 from scaledtensor.ops.operators import aten
-from scaledtensor.ops.registry import Overload, covers_storage, rule
+from scaledtensor.ops.registry import Overload, rule
+from scaledtensor.ops.results import covers_storage
 from scaledtensor.scale import (
     MAX_SCALE,
     MIN_SCALE,

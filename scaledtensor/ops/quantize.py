@@ -27,7 +27,8 @@ from scaledtensor.formats import (
 )
 from scaledtensor.ops.algebra import elements
 from scaledtensor.ops.products import product_dtype
-from scaledtensor.ops.registry import rule, store
+from scaledtensor.ops.registry import rule
+from scaledtensor.ops.results import store
 from scaledtensor.recipes.casts import HADAMARD, Cast, parsed_cast
 from scaledtensor.recipes.scales import Amax, Fixed, History, LeastError, Microscale, TwoLevel
 from scaledtensor.scale import MAX_SCALE, MIN_SCALE

@@ -34,7 +34,8 @@ from scaledtensor.measure import measured_rms
 from scaledtensor.ops.algebra import elements, first_scaled, operand, rms_seen
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.reduction import growth
-from scaledtensor.ops.registry import Overload, Raw, dispatch, rule, store
+from scaledtensor.ops.registry import Overload, Raw, dispatch, rule
+from scaledtensor.ops.results import store
 from scaledtensor.scale import nearest_power_of_two, quadrature, settle, settle_in_place
 from scaledtensor.sparse import TABLE, SparseTensor, coo, is_sparse
 from scaledtensor.steps import watch
