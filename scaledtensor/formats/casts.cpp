@@ -7,9 +7,6 @@
 
 #include <cstdint>
 #include <cstring>
-#include <functional>
-#include <thread>
-#include <vector>
 
 namespace {
 
@@ -217,8 +214,9 @@ constexpr Loop LOOPS[3][2][2][4] = {
      {LOOPS_OF(decode, Half, false), LOOPS_OF(decode, Half, true)}},
 };
 
-// Below this a second thread takes longer to start than it saves.
-constexpr int64_t ALONE = 1 << 20;
+// Elements for a thread, as many as torch's own loops give to one. The threads are torch's too: its
+// OpenMP library is loaded when this one is.
+constexpr int64_t GRAIN = 1 << 15;
 
 }  // namespace
 
@@ -229,14 +227,15 @@ extern "C" void scaledtensor_cast(int cast, int bfloat16, const Facts *facts, co
     Call call{*facts, {0, 0}, {first, second}};
     if (key) call.key = {key[0], key[1]};
     const Loop loop = LOOPS[cast][bfloat16][key != nullptr][facts->kind];
-    if (threads < 2 || count < ALONE) {
+    const int64_t wanted = count / GRAIN < threads ? count / GRAIN : threads;
+    if (wanted < 2) {
         loop(call, source, target, 0, count);
         return;
     }
-    const int64_t part = ((count + threads - 1) / threads + 63) / 64 * 64;
-    std::vector<std::thread> others;
-    for (int64_t a = part; a < count; a += part)
-        others.emplace_back(loop, std::cref(call), source, target, a, a + part < count ? a + part : count);
-    loop(call, source, target, 0, part < count ? part : count);
-    for (auto &other : others) other.join();
+    const int64_t part = ((count + wanted - 1) / wanted + 63) / 64 * 64;
+#pragma omp parallel for num_threads(int(wanted)) schedule(static, 1)
+    for (int64_t i = 0; i < wanted; i++) {
+        const int64_t a = i * part, b = a + part < count ? a + part : count;
+        if (a < b) loop(call, source, target, a, b);
+    }
 }

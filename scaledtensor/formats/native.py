@@ -48,6 +48,8 @@ _FLAGS = (
     *("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread"),
     *("-ffp-contract=off", "-fno-trapping-math"),
 )
+#: Compilers without OpenMP, as Apple's, refuse it: then a cast runs on one thread.
+_THREADS = "-fopenmp"
 _SECONDS = 120
 
 _ENCODE, _ROUND, _DECODE = range(3)
@@ -278,7 +280,10 @@ def _loaded() -> tuple[Any, str]:
     if compiler is None:
         return None, f"{otherwise}there is no C++ compiler (CXX, {', '.join(_COMPILERS)})"
     try:
-        library = ctypes.CDLL(str(_built(compiler)))
+        try:
+            library = ctypes.CDLL(str(_built(compiler, _THREADS)))
+        except (OSError, subprocess.CalledProcessError):
+            library = ctypes.CDLL(str(_built(compiler)))
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
         return None, f"{otherwise}{compiler[0]} did not build the C++ source: {said.strip()}"
@@ -297,9 +302,9 @@ def _compiler() -> list[str] | None:
     return next(([name] for name in _COMPILERS if shutil.which(name)), None)
 
 
-def _built(compiler: list[str]) -> Path:
+def _built(compiler: list[str], *more: str) -> Path:
     """The library, built where it is not there yet."""
-    flags = (*_FLAGS, *_of_cpu())
+    flags = (*_FLAGS, *_of_cpu(), *more)
     version = subprocess.run(
         [*compiler, "--version"], capture_output=True, text=True, check=True, timeout=_SECONDS
     ).stdout

@@ -190,6 +190,15 @@ def test__a_machine_without_a_compiler__has_the_same_codes(tmp_path):
     assert same == total
 
 
+def test__a_compiler_without_openmp__builds_it_for_one_thread(tmp_path):
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *-fopenmp*) exit 1;; esac\nexec c++ "$@"\n')
+    compiler.chmod(0o755)
+    built, total = run(CXX=str(compiler), XDG_CACHE_HOME=str(tmp_path))
+    assert built == f"casts are C++, built by {compiler}"
+    assert total == run(SCALEDTENSOR_NATIVE="0")[1]
+
+
 def test__a_folder_that_others_can_write_to__is_not_used(tmp_path):
     folder = tmp_path / "scaledtensor"
     folder.mkdir()
