@@ -1,5 +1,7 @@
 """For every test: no operator runs without a rule, and the examples are the same each run."""
 
+import gc
+import os
 import sys
 
 import pytest
@@ -11,12 +13,33 @@ import scaledtensor as sct
 # Most tensors here are tiny: a second thread waits more than it works.
 torch.set_num_threads(1)
 
+# As many tests as there are cores compile at once, and Inductor's pool is one more process that
+# imports torch.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+# For each kind of device that is absent, torch.manual_seed formats the stack of its caller, which
+# takes longer than many a test.
+for devices in (torch.cuda, torch.xpu, torch.mtia):
+    if not devices.is_available():
+        devices.manual_seed_all = lambda seed: None
+
 settings.register_profile("scaledtensor", deadline=None, derandomize=True)
 settings.load_profile("scaledtensor")
 
 # For every item of a parametrized test hypothesis wraps the settings of the one before, and asks
 # all of them in turn for a database where there is none.
 sys.setrecursionlimit(20_000)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Nothing that collecting makes is garbage, and looking for some takes a fifth of its time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="session")
