@@ -109,12 +109,13 @@ def test__forward_and_backward_equal_eager(
 
 
 def test__scaled_logits_cross_the_border_with_their_gradient() -> None:
-    """The loss outside: the compiled region returns a ScaledTensor and receives one."""
+    """The loss outside: the compiled region returns a ScaledTensor and receives one. Inductor has
+    this model in test__a_step__is_the_same_bits_under_loss_scaling."""
     torch.manual_seed(0)
     eager = sct.scale_model(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8)))
     compiled = copy.deepcopy(eager)
     x, y = sct.scaled(torch.randn(4, 16)), torch.randint(0, 8, (4,))
-    logits = torch.compile(compiled, fullgraph=True)(x)
+    logits = torch.compile(compiled, fullgraph=True, backend="aot_eager")(x)
     assert isinstance(logits, sct.ScaledTensor)
     assert torch.equal(logits.scale, eager(x).scale)
     F.cross_entropy(logits, y).backward()
