@@ -42,6 +42,23 @@ def pytest_collection():
         gc.enable()
 
 
+def pytest_runtest_setup():
+    """Inductor's one table of dtypes is filled when its rules are more than they were, and not at
+    every operator of every kernel, which takes a third of its time."""
+    inductor = sys.modules.get("torch._inductor.dtype_propagation")
+    table = getattr(inductor, "DtypePropagationOpsHandler", None)
+    if getattr(table, "_instance", None) is None or hasattr(table, "_fill"):
+        return
+    rules = sys.modules["torch._inductor.utils"].op_dtype_propagation_rules
+
+    def fill(self):
+        if vars(self).get("_rules") != len(rules):
+            self._rules = len(rules)
+            self._fill()
+
+    table._fill, table.__init__ = table.__init__, fill
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _no_operator_without_a_rule():
     with sct.on_missing("error"):
