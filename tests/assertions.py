@@ -62,7 +62,7 @@ def rms(*samples: Tensor) -> float:
 def assert_in_range(x: "list[Tensor]", low: float = 0.5, high: float = 2.0, what: str = "") -> None:
     """RMS(qdata), pooled over samples, is in [low, high]."""
     assert all(isinstance(s, ScaledTensor) for s in x), what
-    assert all(is_power_of_two(s.scale) for s in x), what  # type: ignore[attr-defined]
+    assert is_power_of_two(torch.stack([s.scale for s in x])).all(), what  # type: ignore[attr-defined]
     measured = rms(*(s.qdata.detach() for s in x))  # type: ignore[attr-defined]
     assert low <= measured <= high, f"{what}: RMS(qdata) = {measured:.3f}, not in [{low}, {high}]"
 

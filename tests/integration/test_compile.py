@@ -64,7 +64,7 @@ def one_layer() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
 
 
 def llama() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
-    model = nn.Sequential(nn.Embedding(64, 32), LlamaBlock(), LlamaBlock(), nn.Linear(32, 64))
+    model = nn.Sequential(nn.Embedding(64, 32), LlamaBlock(), nn.Linear(32, 64))
     tokens = torch.randint(0, 64, (4, 17))
     return model, lambda m: F.cross_entropy(
         m(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
@@ -79,10 +79,9 @@ BF16 = sct.recipes.Unit(forward="bf16", gradient="bf16")
     [
         (gpt, sct.recipes.Unit(), "aot_eager", 0.0),
         (llama, sct.recipes.Unit(), "aot_eager", 0.0),
-        # Inductor fuses what eager rounds to bfloat16 in between,
+        # Inductor fuses what eager rounds to bfloat16 in between. In FP8 that flips roundings, and
+        # test__compiled_block__moves_only_scales_too measures them against float32.
         (one_layer, BF16, "inductor", 0.03),
-        # and where that flips the rounding of a gradient to E5M2, its step is 1/4.
-        (one_layer, sct.recipes.Unit(), "inductor", 0.15),
     ],
 )
 def test__forward_and_backward_equal_eager(
@@ -110,12 +109,13 @@ def test__forward_and_backward_equal_eager(
 
 
 def test__scaled_logits_cross_the_border_with_their_gradient() -> None:
-    """The loss outside: the compiled region returns a ScaledTensor and receives one."""
+    """The loss outside: the compiled region returns a ScaledTensor and receives one. Inductor has
+    this model in test__a_step__is_the_same_bits_under_loss_scaling."""
     torch.manual_seed(0)
     eager = sct.scale_model(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8)))
     compiled = copy.deepcopy(eager)
     x, y = sct.scaled(torch.randn(4, 16)), torch.randint(0, 8, (4,))
-    logits = torch.compile(compiled, fullgraph=True)(x)
+    logits = torch.compile(compiled, fullgraph=True, backend="aot_eager")(x)
     assert isinstance(logits, sct.ScaledTensor)
     assert torch.equal(logits.scale, eager(x).scale)
     F.cross_entropy(logits, y).backward()
@@ -160,24 +160,34 @@ print(y.dequantize()[0].item(), counters["aot_autograd"]["autograd_cache_hit"])
 '''
 
 
+RUN = """
+import runpy, sys, torch
+from torch._dynamo.utils import counters
+
+for path in sys.argv[1:]:
+    torch._dynamo.reset()
+    counters.clear()
+    runpy.run_path(path)
+"""
+
+
 def test__a_changed_rule_is_not_served_from_the_cache(tmp_path: Path) -> None:
     """Processes that share a cache directory: the same rule hits, a changed one misses."""
-    printed = []
-    for name, factor in (("first", 3), ("again", 3), ("changed", 5), ("back", 3)):
-        script = tmp_path / f"{name}.py"
-        script.write_text(PROGRAM.format(factor=factor))
-        env = os.environ | {
-            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
-            "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
-            "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
-        }
-        done = subprocess.run(
-            [sys.executable, script], env=env, capture_output=True, text=True, check=True
-        )
-        value, hits = done.stdout.split()
-        printed.append((float(value), int(hits)))
-    assert [value for value, _ in printed] == [3.0, 3.0, 5.0, 3.0]
-    assert [hits for _, hits in printed] == [0, 1, 0, 1]
+    scripts = []
+    for name, factor in (("first", 3), ("changed", 5)):
+        scripts.append(tmp_path / f"{name}.py")
+        scripts[-1].write_text(PROGRAM.format(factor=factor))
+    env = os.environ | {
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
+        "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
+    }
+    made = [sys.executable, "-c", RUN, *map(str, scripts)]
+    printed = [
+        subprocess.run(made, env=env, capture_output=True, text=True, check=True).stdout.split()
+        for process in ("first", "again")
+    ]
+    assert printed == [["3.0", "0", "5.0", "0"], ["3.0", "1", "5.0", "1"]]
 
 
 STATISTICS = {
