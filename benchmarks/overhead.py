@@ -5,6 +5,7 @@
 Microseconds a call over the plain tensor's of the same dtype, of 32 x 32 elements, beside those of
 a wrapper subclass that does nothing but unwrap and wrap: what is left of ours when that is taken
 away is the rule. Without gradients, on one thread; medians of interleaved CPU times of 200 calls.
+A step of `torch.optim.AdamW` is of one such parameter, as a loop and as the fused operator.
 """
 
 import argparse
@@ -30,6 +31,10 @@ CASES: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": torch.nn.functional.gelu,
     "mm": lambda x: torch.mm(x, x),
 }
+
+
+#: form of AdamW -> its options
+STEPS: dict[str, dict[str, bool]] = {"loop": {"foreach": False}, "fused": {"fused": True}}
 
 
 class Wrapper(Tensor):
@@ -60,6 +65,21 @@ def repeated(function: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], No
     return run
 
 
+def stepped(x: Tensor, **form: bool) -> Callable[[], None]:
+    """`CALLS` steps of parameters, of which each optimizer has many, as models have."""
+    count = 20
+    parameters = [x.detach().clone().requires_grad_() for _ in range(count)]
+    for p in parameters:
+        p.grad = x.detach().clone()
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3, **form)
+
+    def run() -> None:
+        for _ in range(CALLS // count):
+            optimizer.step()
+
+    return run
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
     parser.add_argument("--rounds", type=int, default=25)
@@ -76,6 +96,9 @@ def main() -> None:
         for name, function in CASES.items()
         for which, x in subjects.items()
     }
+    for form, options_of_form in STEPS.items():
+        for kind, x in (("plain", plain["fp32"]), ("ours", sct.scaled(plain["fp32"]))):
+            steps[form, "fp32", kind] = stepped(x, **options_of_form)
     with torch.no_grad():
         spent = interleaved(steps, options.rounds, torch.device("cpu"))
     print(f"torch {torch.__version__}, 32 x 32, one thread, medians of {options.rounds} rounds\n")
@@ -93,6 +116,9 @@ def main() -> None:
                 f"{name:6}{fmt:8}{base:8.1f}{wrapper - base:11.1f}{ours - base:9.1f}"
                 f"{(ours - base) / (wrapper - base):14.2f}{verdict}"
             )
+    for form in STEPS:
+        base, ours = (spent[form, "fp32", kind] * 1e3 / CALLS for kind in ("plain", "ours"))
+        print(f"AdamW, {form:7}{base:8.1f}{'':11}{ours - base:9.1f}")
 
 
 if __name__ == "__main__":
