@@ -118,8 +118,12 @@ def round_piece(x: Tensor, fmt: Format, overflow: Overflow, out: Tensor | None =
         _overflow_(value, fmt)
     if fmt.specials in (Specials.FNUZ, Specials.P3109):
         return value
-    # The sum takes -0, and what rounds to it, to +0.
-    bits.bitwise_or_(x.view(torch.int32) & _SIGN)
+    # The sum takes -0, and what rounds to it, to +0. The zero of a NaN has the other sign, as codes
+    # have it.
+    sign = x.view(torch.int32)
+    if not fmt.has_nan:
+        sign = sign ^ (_EXPONENT - (sign & ~_SIGN))
+    bits.bitwise_or_(sign & _SIGN)
     return value
 
 

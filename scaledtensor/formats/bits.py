@@ -109,6 +109,8 @@ def round_bits(x: Tensor, fmt: Format, mode: Mode) -> Tensor:
         over = magnitude >= carrier.infinity if _only_infinities(mode) else value > fmt.max
         value = torch.where(over, torch.inf if fmt.has_inf else torch.nan, value)
     value = torch.where(magnitude > carrier.infinity, torch.nan if fmt.has_nan else 0.0, value)
+    if not fmt.has_nan and fmt.has_signed_zero:  # the code of a NaN is the zero of the other sign
+        bits = bits ^ (carrier.infinity - magnitude)
     return torch.where(bits < 0, -value if fmt.has_signed_zero else 0.0 - value, value)
 
 

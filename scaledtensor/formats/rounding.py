@@ -103,7 +103,7 @@ def encode(
     """
     check_tensor(x, "encode")
     mode = _checked(x, rounding, overflow, generator, random_bits)
-    return _encode(x.detach() if x.requires_grad else x, get(fmt), mode)
+    return _encode(_numbers(x), get(fmt), mode)
 
 
 def decode(codes: Tensor, fmt: FormatLike, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -147,7 +147,7 @@ def fake_quantize(
     """
     check_tensor(x, "fake_quantize")
     mode, fmt = _checked(x, rounding, overflow, generator, random_bits), get(fmt)
-    x = x.detach() if x.requires_grad else x
+    x = _numbers(x)
     nearest, storage = rounding == "nearest_even", fmt.storage_dtype
     made = native.fake_quantize(x, fmt, mode)
     if made is not None:
@@ -166,6 +166,13 @@ def fake_quantize(
             return tables.fake_quantize(x, fmt, mode, lambda t: _rounded(t, fmt, overflow))
         return in_pieces(lambda t, _, out: _rounded(t, fmt, overflow, out), x, x.dtype)
     return decode(_encode(x, fmt, mode), fmt, x.dtype)
+
+
+def _numbers(x: Tensor) -> Tensor:
+    """`x` without a gradient, and with the signs in memory that it has: what torch has negated by a
+    bit of the tensor alone, as the imaginary part of a conjugate, has others."""
+    x = x.detach() if x.requires_grad else x
+    return x if torch.compiler.is_compiling() else x.resolve_neg()
 
 
 def _as(x: Tensor, dtype: torch.dtype) -> Tensor:

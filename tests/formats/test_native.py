@@ -252,3 +252,24 @@ def test__compiled_transforms_and_exports__hold_nothing_of_this_machine():
     program = torch.export.export(Decoder(), (codes,))
     assert not any("scaledtensor" in str(node.target) for node in program.graph.nodes)
     assert torch.equal(program.module()(codes), decode(codes, fmt))
+
+
+@pytest.mark.parametrize("count", [5, 5000])
+@pytest.mark.parametrize("fmt", ["e4m3fn", "e2m1fn"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test__what_a_bit_of_the_tensor_negates__has_its_sign(count, fmt, dtype):
+    """As the imaginary part of a conjugate: its memory has the other signs."""
+    x = torch.randn(count, generator=torch.Generator().manual_seed(0)).to(dtype)
+    negated = torch._neg_view(x)
+    assert negated.is_neg()
+    assert torch.equal(raw(encode(negated, fmt)), raw(encode(-x, fmt)))
+    assert torch.equal(fake_quantize(negated, fmt), fake_quantize(-x, fmt))
+
+
+@pytest.mark.parametrize("count", [1, 5000])
+@pytest.mark.parametrize("name", [n for n, f in FORMATS.items() if f.signed and not f.has_nan])
+def test__the_zero_of_a_nan__has_the_sign_of_its_code(count, name):
+    x = torch.tensor([float("nan"), -float("nan"), -0.0, 1.0]).repeat(count)
+    values = fake_quantize(x, name)
+    assert torch.equal(values.signbit(), decode(encode(x, name), name).signbit())
+    assert torch.equal(values, decode(encode(x, name), name))
