@@ -87,7 +87,7 @@ class Single(float):
         return Single(c_float(_quotient(self, number)).value)
 
     def __rtruediv__(self, other: Any) -> Any:
-        return Single(rounded(_quotient(rounded(other), self)))
+        return self.reciprocal() * other  # As torch divides a number by a tensor.
 
     def __pow__(self, exponent: Any, modulus: None = None) -> Any:
         if exponent == 0.5:
