@@ -23,9 +23,9 @@ import ml_dtypes
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import register_constant
 
 from scaledtensor.errors import FormatError, UnsupportedError
+from scaledtensor.formats.constant import make_constant
 
 
 class Specials(enum.Enum):
@@ -312,7 +312,7 @@ def _power(value: float) -> str:
 _RAW_STORAGE = (torch.uint8, torch.int16)
 
 # To torch.compile a format is a constant, not a source of symbolic integers.
-register_constant(Format)
+make_constant(Format, "exponent_bits", "mantissa_bits", "bias")
 
 # OCP 8-bit Floating Point Specification (OFP8) 1.0, table 1.
 E4M3FN = Format("e4m3fn", 4, 3, 7, Specials.NAN_ONLY, torch.float8_e4m3fn, ml_dtypes.float8_e4m3fn)

@@ -92,6 +92,7 @@ def test__table__cannot_be_changed():
         ({"signed": False}, "the only unsigned format is E8M0"),
         ({"mantissa_bits": 0, "specials": E5M2.specials}, "need a mantissa bit"),
         ({"bias": 128}, "outside float32"),
+        ({"bias": 7.0}, "bias of a format is an int, got 7.0"),
         ({"bias": -120}, "outside float32"),
         ({"mantissa_bits": 4}, "codes of 9 bits do not fit"),
         ({"mantissa_bits": 2}, "codes of 7 bits do not fit"),

@@ -108,6 +108,21 @@ def test__new_shapes_and_formats__compile_once_each():
     assert counter.frame_count == 2
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+def test__a_format_that_is_an_argument__is_a_constant(dynamic):
+    """Also the second one: torch 2.15 made symbols of its integers, which no code can be written
+    for."""
+    torch.compiler.reset()
+    x = torch.randn(4, 24, generator=torch.Generator().manual_seed(0))
+
+    def run(x, fmt):
+        return decode(encode(x, fmt), fmt) + fake_quantize(x, fmt)
+
+    cast = torch.compile(run, fullgraph=True, dynamic=dynamic)
+    for fmt in (E4M3FN, FORMATS["e5m2"], FORMATS["e2m1fn"]):
+        assert torch.equal(cast(x, fmt), run(x, fmt))
+
+
 def test__a_users_own_region__takes_any_shape_without_recompiling():
     """Inside a compiled function, fused with what is around it, in one graph."""
     counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
