@@ -41,7 +41,7 @@ class SimulateFormat:
     backward: Format | None = E5M2
     rounding: Rounding = "nearest_even"
     backward_rounding: Rounding = "nearest_even"
-    overflow: Overflow = "saturate"
+    overflow: Overflow = "saturate_finite"
 
     def mode(self, module: nn.Module, args: Any, kwargs: Any) -> Mode:
         return _Simulation(self)
@@ -126,7 +126,7 @@ def simulate_format(
     *,
     rounding: Rounding = "nearest_even",
     bwd_rounding: Rounding | None = None,
-    overflow: Overflow = "saturate",
+    overflow: Overflow = "saturate_finite",
 ) -> M:
     """Make every matrix product, convolution and attention of `model` see low precision, in place.
 
@@ -145,7 +145,8 @@ def simulate_format(
         rounding: of operands: see `scaledtensor.formats.encode`. "stochastic" draws from torch's
             generator.
         bwd_rounding: of gradients; that of operands by default.
-        overflow: "saturate", or "ieee": to infinity or NaN, as the format has it.
+        overflow: see `scaledtensor.formats.encode`. What is not finite stays so by default, as in
+            the casts of a ScaledTensor's operands.
 
     Returns:
         The same model.

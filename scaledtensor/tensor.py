@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from scaledtensor.errors import DTypeError, FormatError, StorageError, Unsupport
 from scaledtensor.formats import Format, FormatLike, Granularity, PerTensor, encode, from_dtype
 from scaledtensor.formats import get as get_format
 from scaledtensor.formats.pieces import in_pieces
+from scaledtensor.formats.rounding import Overflow
 from scaledtensor.measure import measured_rms
 from scaledtensor.recipes import Recipe
 from scaledtensor.recipes import get as get_recipe
@@ -42,6 +43,7 @@ __all__ = [
 SENT_AS_ONE = "of_several"
 
 APPEARANCES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_LARGEST = torch.finfo(torch.float32).max
 
 
 Context: TypeAlias = tuple[Format, torch.dtype, Recipe | None, bool]
@@ -480,15 +482,16 @@ def under_scale(
     x: Tensor, scale: Tensor, rms: Tensor, fmt: Format, dtype: torch.dtype, recipe: Recipe | None
 ) -> ScaledTensor:
     """Plain data under a scale that is chosen already. No gradient is recorded."""
-    # Compute formats keep infinities: -inf in a mask means something. Storage formats saturate.
-    overflow: Literal["ieee", "saturate"] = (
-        "ieee" if fmt.storage_dtype in APPEARANCES else "saturate"
-    )
+    # What is not finite stays so: -inf in a mask means something.
+    overflow: Overflow = "ieee" if fmt.storage_dtype in APPEARANCES else "saturate_finite"
 
     def divided(t: Tensor, *_: object) -> Tensor:
         # In float32 at least, so that dividing by the scale rounds nothing.
         wide = t if t.dtype == torch.float64 else t.float()
-        return encode(wide / scale, fmt, overflow=overflow)
+        quotient = wide / scale
+        if overflow == "saturate_finite":  # a scale far below a number makes no infinity of it
+            quotient = torch.where(wide.isfinite(), quotient.clamp(-_LARGEST, _LARGEST), wide)
+        return encode(quotient, fmt, overflow=overflow)
 
     qdata = in_pieces(divided, x.detach(), fmt.storage_dtype)
     return ScaledTensor.make(qdata, single_of(scale), single_of(rms), fmt, dtype, recipe)

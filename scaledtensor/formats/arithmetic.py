@@ -15,6 +15,7 @@ from scaledtensor.formats.format import Format, Specials
 _EXPONENT = 0x7F800000
 _SIGN = -0x80000000
 _MIN_NORMAL = 1 << 23
+_MAX = torch.finfo(torch.float32).max
 _HALF = 1 << 22  # of a float32's mantissa, and the bits of 2^-127
 
 
@@ -26,7 +27,8 @@ def fuses(fmt: Format, dtype: torch.dtype) -> bool:
 
 
 def round_by_arithmetic(x: Tensor, fmt: Format) -> Tensor:
-    """`fake_quantize(x, fmt)` of a 16- or 32-bit float, saturating, up to the sign of zero.
+    """`fake_quantize(x, fmt, overflow="saturate_finite")` of a 16- or 32-bit float, up to the sign
+    of zero.
 
     Float32 sums and products alone, which Inductor's C++ vectorises where it would spill the
     integer arithmetic of `encode` (0.2 against 0.8 ns per element). Normal numbers by Veltkamp's
@@ -34,12 +36,19 @@ def round_by_arithmetic(x: Tensor, fmt: Format) -> Tensor:
     here (tested); subnormals by adding a number whose last place is their step. Not for compilers
     that contract a product and a sum into one rounding, as those for GPUs do.
     """
-    wide = x.float().clamp(fmt.min, fmt.max)
+    given = x.float()
+    wide = given.clamp(fmt.min, fmt.max)
     step = 1.5 * 2.0**23 * fmt.min_subnormal
     subnormal = (wide + step) - step
     if fmt.is_integer:
         return subnormal
-    return torch.where(wide.abs() < fmt.min_normal, subnormal, _split(wide, fmt))
+    value = torch.where(wide.abs() < fmt.min_normal, subnormal, _split(wide, fmt))
+    return value + _infinities(given, fmt) if fmt.has_nan else value
+
+
+def _infinities(x: Tensor, fmt: Format) -> Tensor:
+    """Zero, but of an infinity that infinity, or NaN where the format has none."""
+    return x - (x.clamp(-_MAX, _MAX) if fmt.has_inf else x)
 
 
 def fuse_rounding(x: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
@@ -51,13 +60,15 @@ def fuse_rounding(x: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
     wide = x.float()
     if not fmt.signed:
         value = _nearest_power(wide).view(torch.float32)
-        if overflow == "saturate":
+        if overflow != "ieee":
             value = value.clamp(max=fmt.max)
         value = torch.where(wide > 0, value, torch.nan)
+        if overflow == "saturate_finite":
+            value = torch.where(wide == torch.inf, torch.nan, value)
         return torch.where(value > fmt.max, torch.nan, value)
     if not fmt.has_nan:
         wide = torch.where(wide == wide, wide, 0.0)
-    saturate = overflow == "saturate" or not fmt.has_nan
+    saturate, given = overflow != "ieee" or not fmt.has_nan, wide
     # Past 2 max everything overflows alike, and the splitting stays finite.
     low, high = (fmt.min, fmt.max) if saturate else (-2 * fmt.max, 2 * fmt.max)
     wide = wide.clamp(low, high)
@@ -70,6 +81,8 @@ def fuse_rounding(x: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
     if fmt.is_integer:
         return subnormal
     value = torch.where(wide.abs() < fmt.min_normal, subnormal, _split(wide, fmt))
+    if overflow == "saturate_finite" and fmt.has_nan:
+        return torch.where(given.abs() == torch.inf, given if fmt.has_inf else torch.nan, value)
     if saturate:
         return value
     if fmt.has_inf:
@@ -102,7 +115,7 @@ def round_piece(x: Tensor, fmt: Format, overflow: Overflow, out: Tensor | None =
     """
     if not fmt.signed:
         return _round_to_power(x, fmt, overflow, torch.empty_like(x) if out is None else out)
-    saturate = overflow == "saturate" or not fmt.has_nan
+    saturate = overflow != "ieee" or not fmt.has_nan
     low, high = (fmt.min, fmt.max) if saturate else (-2 * fmt.max, 2 * fmt.max)
     value = x.clamp(low, high) if out is None else torch.clamp(x, low, high, out=out)
     if not fmt.has_nan:
@@ -116,6 +129,8 @@ def round_piece(x: Tensor, fmt: Format, overflow: Overflow, out: Tensor | None =
     value.add_(power, alpha=steps).sub_(power, alpha=steps)
     if not saturate:
         _overflow_(value, fmt)
+    elif overflow == "saturate_finite" and fmt.has_nan:
+        value.add_(_infinities(x, fmt))
     if fmt.specials in (Specials.FNUZ, Specials.P3109):
         return value
     # The sum takes -0, and what rounds to it, to +0. The zero of a NaN has the other sign, as codes
@@ -140,8 +155,10 @@ def _round_to_power(x: Tensor, fmt: Format, overflow: Overflow, out: Tensor) -> 
     size = torch.clamp(x.view(torch.int32), _HALF, _EXPONENT, out=out.view(torch.int32))
     down = (size - _MIN_NORMAL).bitwise_right_shift_(31)
     size.add_(down).add_(_HALF).bitwise_and_(_EXPONENT).clamp_(min=_HALF)
-    if overflow == "saturate":
+    if overflow != "ieee":
         out.clamp_(max=fmt.max)
+        if overflow == "saturate_finite":
+            out.add_(x - x)  # infinity to NaN
     else:
         out.add_(out * 0.0)  # infinity to NaN
     valid = x.sign().relu_()

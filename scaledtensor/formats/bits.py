@@ -17,14 +17,14 @@ from torch import Tensor
 from scaledtensor.formats.format import Format, Specials
 from scaledtensor.formats.stochastic import random_double_words, random_words
 
-Overflow = Literal["saturate", "ieee"]
+Overflow = Literal["saturate", "saturate_finite", "ieee"]
 Rounding = Literal["nearest_even", "nearest_away", "toward_zero", "to_odd", "stochastic"]
 
 #: Of these dtypes Inductor has no vectors.
 _SCALAR_IN_INDUCTOR = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu)
 #: Whether Inductor writes C++ for AVX2.
 ON_AVX2 = torch.backends.cpu.get_cpu_capability() == "AVX2"
-_INF = 0x7F800000
+INFINITY = 0x7F800000
 _NAN = 0x7FC00000
 
 
@@ -105,7 +105,7 @@ def round_bits(x: Tensor, fmt: Format, mode: Mode) -> Tensor:
         steps = _as_subnormal(x, fmt, mode, carrier, chance)
         small = steps.float() * fmt.min_subnormal
         value = torch.where(magnitude < _lowest(fmt, carrier), small, value)
-    if mode.overflow == "ieee" and fmt.has_nan:
+    if mode.overflow != "saturate" and fmt.has_nan:
         over = magnitude >= carrier.infinity if _only_infinities(mode) else value > fmt.max
         value = torch.where(over, torch.inf if fmt.has_inf else torch.nan, value)
     value = torch.where(magnitude > carrier.infinity, torch.nan if fmt.has_nan else 0.0, value)
@@ -133,9 +133,9 @@ def _code(x: Tensor, fmt: Format, mode: Mode, start: int) -> Tensor:
         code = _nearest(magnitude, fmt, mode)
     else:
         code = _side_by_side(x, magnitude, fmt, mode, carrier, start)
-    # All ones where x is NaN, else zero; likewise where it is negative.
-    nan = (carrier.infinity - magnitude) >> (carrier.width - 1)
-    if fmt.has_inf or fmt.has_nan:
+    # All ones where the code is NaN's, else zero.
+    nan = (carrier.infinity - int(infinity_is_nan(fmt, mode)) - magnitude) >> (carrier.width - 1)
+    if fmt.has_inf:
         code = _with_infinity(code, magnitude, fmt, mode, carrier)
     return _with_sign(code, bits, nan, fmt, carrier)
 
@@ -153,7 +153,7 @@ def _nearest(magnitude: Tensor, fmt: Format, mode: Mode) -> Tensor:
         size = magnitude.clamp(max=lowest).view(torch.float32)
         return (size + 2.0**23 * fmt.min_subnormal).view(torch.int32) - (lowest + (shift << 23))
     clipped = magnitude.clamp(max=(top_code(fmt, mode) + _rebias(fmt, _SINGLE)) << shift)
-    power = clipped.clamp(min=lowest) & _INF
+    power = clipped.clamp(min=lowest) & INFINITY
     addend = power + (shift << 23)
     total = clipped.view(torch.float32) + addend.view(torch.float32)
     return (total.view(torch.int32) - addend) + ((power - lowest) >> shift)
@@ -228,8 +228,18 @@ def limit_of_subnormals(fmt: Format, mode: Mode) -> float:
 
 
 def _only_infinities(mode: Mode) -> bool:
-    """Whether only infinities overflow: these never round a number away past max."""
-    return mode.rounding in ("toward_zero", "to_odd")
+    """Whether only infinities overflow: these roundings never take a number past max."""
+    return mode.overflow == "saturate_finite" or mode.rounding in ("toward_zero", "to_odd")
+
+
+def keeps_infinities(fmt: Format, mode: Mode) -> bool:
+    """Whether infinities, and they alone, become what the format has for them."""
+    return mode.overflow != "saturate" and _only_infinities(mode) and fmt.has_nan
+
+
+def infinity_is_nan(fmt: Format, mode: Mode) -> bool:
+    """Whether infinities become NaN as a NaN does, which costs nothing."""
+    return keeps_infinities(fmt, mode) and not fmt.has_inf
 
 
 def top_code(fmt: Format, mode: Mode) -> int:
@@ -241,7 +251,7 @@ def top_code(fmt: Format, mode: Mode) -> int:
 def _with_infinity(
     code: Tensor, magnitude: Tensor, fmt: Format, mode: Mode, carrier: _Carrier
 ) -> Tensor:
-    if mode.overflow == "saturate" or not _only_infinities(mode):
+    if not keeps_infinities(fmt, mode):
         return code
     infinite = (carrier.infinity - 1 - magnitude) >> (carrier.width - 1)
     return torch.maximum(code, infinite & (fmt.max_code + 1))
@@ -305,7 +315,7 @@ def _exponent(x: Tensor, fmt: Format, mode: Mode, start: int) -> Tensor:
     """The E8M0 code of a float32 number: its exponent, rounded."""
     bits = x.view(torch.int32)
     half, one = 1 << 22, 1 << 23
-    size = bits.clamp(half, _INF)  # half: 2^-127, the smallest code, is a float32 subnormal
+    size = bits.clamp(half, INFINITY)  # half: 2^-127, the smallest code, is a float32 subnormal
     tiny = (size - one) >> 31  # all ones below 2^-126
     if mode.rounding == "toward_zero":
         code = size >> 23
@@ -320,9 +330,10 @@ def _exponent(x: Tensor, fmt: Format, mode: Mode, start: int) -> Tensor:
         # Ties go up, and so does everything between the two smallest codes, as in ml_dtypes.
         code = ((size + half) >> 23) - (((size - half - 1) >> 31) & 1)
     top = top_code(fmt, mode)
-    code = _with_infinity(code.clamp(max=top), size, fmt, mode, _SINGLE)
+    code = code.clamp(max=top)
     # As integers, zero and the negative floats are those below 1, the NaNs those above infinity.
-    invalid = (bits >> 31) | ((bits - 1) >> 31) | ((_INF - bits) >> 31)
+    infinity = INFINITY - int(infinity_is_nan(fmt, mode))
+    invalid = (bits >> 31) | ((bits - 1) >> 31) | ((infinity - bits) >> 31)
     return code | (invalid & (fmt.num_codes - 1))
 
 
@@ -348,9 +359,9 @@ def _value(raw: Tensor, fmt: Format) -> Tensor:
     # All ones past the code of max, and at the code of -0.
     special = (fmt.max_code - magnitude) >> 31
     if fmt.specials is Specials.P3109:
-        bits = (bits & ~special) | (special & _INF)
+        bits = (bits & ~special) | (special & INFINITY)
     elif fmt.has_nan:
-        bits = bits | (special & (_INF if fmt.has_inf else _NAN))
+        bits = bits | (special & (INFINITY if fmt.has_inf else _NAN))
     if fmt.specials in (Specials.FNUZ, Specials.P3109):
         bits = bits | ((((raw ^ sign_bit) - 1) >> 31) & _NAN)
     return (bits | ((raw & sign_bit) << (32 - fmt.bits))).view(torch.float32)

@@ -21,9 +21,10 @@ The modes, all decided on the bits of amax, never by a logarithm:
 
 A block without a finite number other than zero gets the scale 1: zeros come back as zeros, and the
 scale is fit for use. An infinity has no say in the scale of its block: the element alone saturates,
-or with overflow="ieee" becomes what the format has for it. A NaN has no say either and becomes a
+or with another `overflow` becomes what the format has for it. A NaN has no say either and becomes a
 NaN element; where the format has no NaN the scale of its block becomes NaN (E8M0 0xFF, E4M3FN 0x7F,
-a float32 NaN), so that every element of that block, and of no other, decodes to NaN, as in OCP MX.
+a float32 NaN), so that every element of that block, and of no other, decodes to NaN, as in OCP MX. With
+"saturate_finite" an infinity in such a format does the same.
 
 The codes are those nearest to the exact quotient x / scale (or as `rounding` says): it is never
 rounded on the way to where it could change one.
@@ -115,7 +116,7 @@ def quantize_blocks(
     _check(x, fmt, scale_format, mode)
     blocks = to_blocks(x.detach(), granularity)
     amax = _amax(blocks)
-    lost = None if fmt.has_nan else _any_nan(blocks)
+    lost = None if fmt.has_nan else _any_lost(blocks, overflow)
     shape = scale_shape(granularity, x.shape)
     options: dict[str, Any] = {
         "rounding": rounding,
@@ -274,8 +275,11 @@ def _finite_size(x: Tensor) -> Tensor:
     return x.nan_to_num(0.0, 0.0, 0.0).abs_()
 
 
-def _any_nan(blocks: Tensor) -> Tensor:
-    return _maxima(blocks, lambda t: t).isnan()  # a maximum is NaN if any of its numbers is
+def _any_lost(blocks: Tensor, overflow: str) -> Tensor:
+    """Of each block whether it has a number that the elements cannot hold and the scale has to."""
+    keeps = overflow == "saturate_finite"  # infinities too
+    # A maximum is NaN if any of its numbers is.
+    return _maxima(blocks, lambda t: t - t if keeps else t).isnan()
 
 
 def _maxima(blocks: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:

@@ -14,6 +14,8 @@ struct Facts {
     int32_t bits, mantissa, bias, max_code, top_code, nan_code;  // nan_code: -1 for none
     int32_t kind;                                                // of the enumeration below
     int32_t has_nan, has_inf, p3109;
+    int32_t above;     // the bits above which all are NaN: those of infinity, or one less
+    int32_t infinity;  // the code that infinity has to itself; 0 for none
     int32_t kept;                                                // random bits of a word
     float min_normal, min_subnormal, limit;                      // limit: of a subnormal
 };
@@ -94,12 +96,14 @@ inline int32_t stochastic(const Facts &f, int32_t magnitude, int32_t word, Power
 }
 
 template <int KIND> inline int32_t with_sign(const Facts &f, int32_t code, int32_t bits) {
-    const int32_t nan = (INF - (bits & 0x7FFFFFFF)) >> 31, minus = bits >> 31;
+    const int32_t magnitude = bits & 0x7FFFFFFF, minus = bits >> 31;
+    const int32_t nan = (f.above - magnitude) >> 31;
     if (KIND == INTEGER) {
         code = least(code & ~nan, f.max_code - minus);
         return ((code ^ minus) - minus) & ((1 << f.bits) - 1);
     }
     const int32_t top = 1 << (f.bits - 1), sign = minus & top;
+    code = most(code, ((INF - 1 - magnitude) >> 31) & f.infinity);
     if (KIND == NO_MINUS_ZERO) {
         code &= ~nan;
         return code | (sign & (-code >> 31)) | (nan & top);
@@ -119,7 +123,7 @@ template <bool RANDOM> inline int32_t exponent(const Facts &f, int32_t bits, int
     } else {
         code = ((size + half) >> 23) - (((size - half - 1) >> 31) & 1);
     }
-    const int32_t invalid = (bits >> 31) | (sum(bits, -1) >> 31) | ((INF - bits) >> 31);
+    const int32_t invalid = (bits >> 31) | (sum(bits, -1) >> 31) | ((f.above - bits) >> 31);
     return least(code, f.top_code) | (invalid & 0xFF);
 }
 

@@ -64,7 +64,8 @@ class _Facts(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("bits", "mantissa", "bias")),
         *((name, ctypes.c_int32) for name in ("max_code", "top_code", "nan_code", "kind")),
-        *((name, ctypes.c_int32) for name in ("has_nan", "has_inf", "p3109", "kept")),
+        *((name, ctypes.c_int32) for name in ("has_nan", "has_inf", "p3109")),
+        *((name, ctypes.c_int32) for name in ("above", "infinity", "kept")),
         *((name, ctypes.c_float) for name in ("min_normal", "min_subnormal", "limit")),
     )
 
@@ -182,6 +183,9 @@ def _facts(fmt: Format, overflow: Any, kept: int, random: bool) -> tuple[list[in
     nan_code = -1 if fmt.nan_code is None else fmt.nan_code
     codes = [fmt.max_code, bits.top_code(fmt, mode), nan_code, kind]
     special = [int(fmt.has_nan), int(fmt.has_inf), int(fmt.specials is Specials.P3109)]
+    above = bits.INFINITY - int(bits.infinity_is_nan(fmt, mode))
+    infinity = fmt.max_code + 1 if fmt.has_inf and bits.keeps_infinities(fmt, mode) else 0
+    special += [above, infinity]
     integers = [fmt.bits, fmt.mantissa_bits, fmt.bias, *codes, *special, kept]
     if not fmt.signed:
         return integers, [0.0, 0.0, 0.0, 1.0, 1.0]

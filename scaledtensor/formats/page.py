@@ -22,6 +22,8 @@ ROUNDINGS: Mapping[str, str] = {
 
 OVERFLOWS: Mapping[str, str] = {
     "saturate": "values beyond ±max, and infinities, become ±max (the default)",
+    "saturate_finite": "values beyond ±max become ±max; infinities are kept, or become NaN where"
+    " the format has none, ±max where it has neither; operands of products are cast so",
     "ieee": "they become infinity, NaN where there is no infinity, ±max where there is neither;"
     " as `astype` of ml_dtypes",
 }

@@ -7,7 +7,9 @@ compiler torch's own casts after a clamp, tables of 65,536 entries for 16-bit fl
 sums; else the bits (`bits.py`), which serve everything and fuse.
 
 Overflow. "saturate" takes numbers beyond ±max, and infinities, to ±max. "ieee" takes them to
-infinity, to NaN where there is no infinity, and to ±max where there is neither. What counts as
+infinity, to NaN where there is no infinity, and to ±max where there is neither. "saturate_finite"
+takes numbers as "saturate" does and infinities as "ieee" does, so that what is not finite stays so;
+the operands of products are cast that way. What counts as
 beyond follows the rounding as in IEEE 754: to nearest, what would round past max; toward zero and
 to odd, infinities only; stochastic, what the draw rounds past max. To nearest even both follow
 ml_dtypes byte for byte: "ieee" is its `astype`, "saturate" its `astype` after a clip.
@@ -62,6 +64,7 @@ __all__ = [
     "round_by_arithmetic",
 ]
 
+OVERFLOWS = ("saturate", "saturate_finite", "ieee")
 ROUNDINGS = ("nearest_even", "nearest_away", "toward_zero", "to_odd", "stochastic")
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -88,7 +91,7 @@ def encode(
             (of the two neighbours of an inexact number the one with the odd code, so that a later
             rounding to fewer bits is as if it were the first); "stochastic" (up with a chance equal
             to the distance from below in steps: unbiased).
-        overflow: "saturate" or "ieee", see above.
+        overflow: "saturate", "saturate_finite" or "ieee", see above.
         generator: for "stochastic", where its random numbers come from: a torch.Generator, a
             `random_key`, or None for the device's default generator.
         random_bits: for "stochastic", how many bits decide, 1 to 32; the distance from below is
@@ -198,7 +201,7 @@ def _encode(x: Tensor, fmt: Format, mode: Mode) -> Tensor:
             return loop_of_its_own(fuse_rounding(x, fmt, mode.overflow)).to(storage)
         return _by_bits(x, fmt, mode)
     castable = nearest and storage not in _RAW and fmt.signed
-    if castable and (mode.overflow == "saturate" or storage in _WIDE):
+    if castable and (mode.overflow != "ieee" or storage in _WIDE):
         return in_pieces(lambda t, _, out: _cast(t, fmt, mode.overflow, out), x, storage)
     if tables.serves(x) and mode.key is None:
         return tables.encode(x, fmt, mode, _by_bits)
@@ -230,8 +233,9 @@ def _checked(
     if rounding not in ROUNDINGS:
         allowed = ", ".join(map(repr, ROUNDINGS))
         raise FormatError(f"unknown rounding {rounding!r}; allowed are {allowed}")
-    if overflow not in ("saturate", "ieee"):
-        raise FormatError(f"unknown overflow {overflow!r}; allowed are 'saturate', 'ieee'")
+    if overflow not in OVERFLOWS:
+        allowed = ", ".join(map(repr, OVERFLOWS))
+        raise FormatError(f"unknown overflow {overflow!r}; allowed are {allowed}")
     if rounding == "stochastic":
         kept = checked_random_bits(random_bits)
         return Mode(rounding, overflow, key_for(x, generator), kept)
@@ -256,13 +260,17 @@ def _cast(x: Tensor, fmt: Format, overflow: Overflow, out: Tensor | None = None)
     storage = fmt.storage_dtype
     if x.dtype is torch.float64 and storage is not torch.float32:
         x = _round_to_odd(x)
-    if overflow == "saturate":
+    if overflow != "ieee":
+        given = x
         # Other 16-bit floats lack the maxima of the wide formats; and their clamp, by way of
         # float32 itself, drops the sign of a NaN.
         if x.dtype in _HALVES and x.dtype is not storage:
             x = x.float().clamp_(-fmt.max, fmt.max)
         else:
             x = x.clamp(-fmt.max, fmt.max)
+        if overflow == "saturate_finite":
+            kept = given if fmt.has_inf else torch.full_like(given, torch.nan).copysign_(given)
+            x = torch.where(given.abs() == torch.inf, kept, x)
     codes = _as(x, storage) if out is None else out.copy_(x)
     if storage is torch.float8_e5m2:
         raw = codes.view(torch.uint8)

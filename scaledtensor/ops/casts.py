@@ -26,14 +26,14 @@ from scaledtensor.tensor import SENT_AS_ONE, Context, ScaledTensor, from_plain, 
 
 @rule(verbs.to_format)
 def to_format(x: ScaledTensor, format: str, rounding: Rounding = "nearest_even") -> ScaledTensor:
-    """A cast: the elements are rounded; the scale never changes. 8-bit formats saturate and take
-    any rounding, stochastic from torch's default generator; compute formats keep infinities and
-    round to nearest even."""
+    """A cast: the elements are rounded; the scale never changes. 8-bit formats saturate, keep
+    what is not finite as far as they have a code for it, and take any rounding, stochastic from
+    torch's default generator; compute formats round to nearest even."""
     fmt = get_format(format)
     source = elements(x)
     how: dict[str, Any] = {}
     if rounding != "nearest_even" and fmt.storage_dtype.itemsize == 1:
-        how = {"rounding": rounding}
+        how = {"rounding": rounding, "overflow": "saturate_finite"}
         if rounding == "stochastic":  # drawn once, for both spellings of the result below
             how["generator"] = torch.ops.scaledtensor.random_key(source)
     q = encode(source, fmt, **how) if how else store(source, fmt)

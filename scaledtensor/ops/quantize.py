@@ -110,7 +110,7 @@ def quantized(q: Tensor, held: Tensor, cast: Cast, dim: int) -> Coded:
             one = torch.ones((), device=q.device)
             if fmt.storage_dtype.itemsize > 1:  # a compute format, which keeps infinities
                 return Coded(store(q, fmt), one)
-            return Coded(encode(q, fmt, overflow="saturate", **how), one)
+            return Coded(encode(q, fmt, **how), one)
 
 
 def part_quantized(q: Tensor, amax: Tensor, cast: Cast) -> Coded:
@@ -132,10 +132,11 @@ def _filling(
 
 
 def rounding_options(cast: Cast, q: Tensor) -> dict[str, Any]:
-    """How `encode` is to round `q`; what is random is drawn here."""
+    """How `encode` is to round `q`; what is random is drawn here. What is not finite stays so."""
+    how: dict[str, Any] = {"rounding": cast.rounding, "overflow": "saturate_finite"}
     if cast.rounding != "stochastic":
-        return {"rounding": cast.rounding}
-    return {"rounding": cast.rounding, "generator": torch.ops.scaledtensor.random_key(q)}
+        return how
+    return {**how, "generator": torch.ops.scaledtensor.random_key(q)}
 
 
 def _single(scale: Any) -> Tensor:

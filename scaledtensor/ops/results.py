@@ -56,10 +56,11 @@ def wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
 
 
 def store(q: Tensor, fmt: Format) -> Tensor:
-    """Round elements into a format. Compute formats keep infinities; storage formats saturate."""
+    """Round elements into a format. Numbers beyond its range saturate in 8 bits; what is not finite
+    stays so, as far as the format has a code for it."""
     if fmt.storage_dtype.itemsize > 1:
         return q.to(fmt.storage_dtype)
-    return encode(q, fmt, overflow="saturate")
+    return encode(q, fmt, overflow="saturate_finite")
 
 
 def narrowest(scaled: Iterable[ScaledTensor]) -> Format:

@@ -55,11 +55,14 @@ def to_numpy(x):
 
 
 def ml_encode(x, fmt, overflow):
-    """The codes that ml_dtypes gives, by clip-then-astype for "saturate"."""
+    """The codes that ml_dtypes gives, by clip-then-astype for "saturate", and likewise of what is
+    finite for "saturate_finite"."""
     with np.errstate(all="ignore"):
         a = to_numpy(x)
-        if overflow == "saturate":
-            a = np.clip(a.astype(np.float32), -fmt.max if fmt.signed else None, fmt.max)
+        if overflow != "ieee":
+            clipped = np.clip(a.astype(np.float32), -fmt.max if fmt.signed else None, fmt.max)
+            kept = np.isinf(a) & (overflow == "saturate_finite")
+            a = np.where(kept, a.astype(np.float32), clipped)
         codes = a.astype(fmt.ml_dtype)
     return torch.from_numpy(codes.view(f"u{codes.itemsize}").astype(np.int64))
 
@@ -172,7 +175,8 @@ def _exact_magnitude(value, fmt, rounding, overflow, negative, draw):
     top = fmt.max_code + int(fmt.is_integer and negative)
     finite_stay = rounding in ("toward_zero", "to_odd")
     if math.isinf(value):
-        return _codes_beyond(fmt, overflow) if top == fmt.max_code else top
+        kept = "ieee" if overflow == "saturate_finite" else overflow
+        return _codes_beyond(fmt, kept) if top == fmt.max_code else top
     size, values = Fraction(value), ladder(fmt)
     ends = (_beyond(fmt),)
     below = bisect_right(values + ends, size) - 1

@@ -36,7 +36,7 @@ from scaledtensor.formats import (
     fake_quantize,
 )
 
-OVERFLOWS = ("saturate", "ieee")
+OVERFLOWS = ("saturate", "saturate_finite", "ieee")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SPECIALS = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 3.4e38, -3.4e38, 1e-45, -1e-45])
 
@@ -91,6 +91,18 @@ def test__saturate__clips_finite_and_infinite_alike():
     x = torch.tensor([465.0, math.inf, -math.inf, 1e30])
     assert decode(encode(x, E4M3FN), E4M3FN).tolist() == [448.0, 448.0, -448.0, 448.0]
     assert decode(encode(x, FP32), FP32).tolist() == [465.0, FP32.max, -FP32.max, x[3].item()]
+
+
+def test__saturate_finite__keeps_what_is_not_finite():
+    x = torch.tensor([1e9, -1e9, torch.inf, -torch.inf])
+    for values in (x, x.repeat(500)):  # in few operators, and in C++
+        codes = [encode(values, f, overflow="saturate_finite") for f in (E4M3FN, E5M2, E2M1FN)]
+        e4m3, e5m2, e2m1 = (
+            decode(c, f)[:4] for c, f in zip(codes, (E4M3FN, E5M2, E2M1FN), strict=True)
+        )
+        assert e4m3[:2].tolist() == [448, -448] and e4m3[2:].isnan().all()
+        assert e5m2.tolist() == [57344, -57344, torch.inf, -torch.inf]
+        assert e2m1.tolist() == [6, -6, 6, -6]
 
 
 def test__ieee__goes_to_inf_nan_or_max():
@@ -164,5 +176,5 @@ def test__other_dtypes__are_refused(dtype):
 def test__unknown_names__are_refused():
     with pytest.raises(FormatError, match=r"'up'; allowed are 'nearest_even', 'nearest_away'"):
         formats.encode(torch.zeros(2), E4M3FN, rounding="up")
-    with pytest.raises(FormatError, match=r"'wrap'; allowed are 'saturate', 'ieee'"):
+    with pytest.raises(FormatError, match=r"'wrap'; allowed are 'saturate', 'saturate_finite', 'ieee'"):
         formats.fake_quantize(torch.zeros(2), E4M3FN, overflow="wrap")

@@ -21,7 +21,7 @@ from scaledtensor.formats import (
     fake_quantize,
 )
 
-MODES = ("saturate", "ieee")
+MODES = ("saturate", "saturate_finite", "ieee")
 
 
 @pytest.fixture(autouse=True)

@@ -43,7 +43,7 @@ def torch_of(array):
     return torch.tensor(array.astype(np.float64)).to(TORCH[array.dtype])
 
 
-@given(arrays, st.sampled_from(ALL + OWN), st.sampled_from(["saturate", "ieee"]))
+@given(arrays, st.sampled_from(ALL + OWN), st.sampled_from(["saturate", "saturate_finite", "ieee"]))
 def test__encode__is_that_of_torch_in_the_type_of_ml_dtypes(x, fmt, overflow):
     codes = fnp.encode(x, fmt, overflow=overflow)
     want = formats.encode(torch.from_numpy(x.copy()), fmt, overflow=overflow)

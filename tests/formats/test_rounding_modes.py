@@ -38,7 +38,7 @@ from scaledtensor.formats import (
     fake_quantize,
 )
 
-OVERFLOWS = ("saturate", "ieee")
+OVERFLOWS = ("saturate", "saturate_finite", "ieee")
 FORMATS = [*SHORT, *OWN]
 EDGES = [0.0, math.inf, 3.4e38, 1e-45, 2.0**-126, 2.0**-127, 1.5 * 2.0**-127, 65519.99, 65520.0]
 EDGES = torch.tensor([*EDGES, *(-e for e in EDGES)], dtype=torch.float64)

@@ -51,7 +51,7 @@ def every_word(bits):
         yield
 
 
-@pytest.mark.parametrize("overflow", ["saturate", "ieee"])
+@pytest.mark.parametrize("overflow", ["saturate", "saturate_finite", "ieee"])
 @pytest.mark.parametrize("fmt", [SMALL, E2M1FN, E5M2, E4M3FN, INT4, MXINT8, OWN[2]], ids=repr)
 def test__over_all_random_words__each_code_comes_as_often_as_it_should(fmt, overflow):
     """With 5 bits a draw all 32 are tried: the chance is the fraction itself, cut to 5 bits."""

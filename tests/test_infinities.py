@@ -1,0 +1,114 @@
+"""What is not finite stays visible: the casts of operands saturate numbers, never infinities."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import scaledtensor as sct
+from scaledtensor.formats import decode
+
+RECIPES = (
+    "unit",
+    "current",
+    "delayed",
+    "mxfp8",
+    "mxfp4",
+    "nvfp4",
+    "blockwise",
+    "constant",
+    "min_mse",
+)
+
+
+def plain(x):
+    return sct.drop(x) if isinstance(x, sct.ScaledTensor) else x
+
+
+def model(recipe):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 16))
+    return sct.scale_model(net, recipe=recipe)
+
+
+def compiled(net, how):
+    torch.compiler.reset()
+    return torch.compile(net, fullgraph=True, backend="aot_eager") if how == "compiled" else net
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test__an_input_that_is_not_finite__makes_such_a_loss_and_gradient(recipe, bad, how):
+    net = model(recipe)
+    x = torch.randn(16, 32)
+    x[3, 5] = bad
+    out = compiled(net, how)(x)
+    loss = F.mse_loss(plain(out), torch.zeros(16, 16))
+    assert not loss.isfinite()
+    loss.backward()
+    assert not plain(net[0].weight.grad).isfinite().all()
+    clean = compiled(model(recipe), how)(torch.where(x.isfinite(), x, 0.0))
+    assert plain(clean).isfinite().all()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test__an_infinite_gradient__is_in_the_gradients_before_it_and_grad_scaler_skips(recipe):
+    net = model(recipe)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    before = copy.deepcopy(dict(net.named_parameters()))
+    out = net(torch.randn(16, 32))
+    out.register_hook(lambda g: torch.where(torch.arange(16) == 3, torch.inf, g))
+    scaler.scale(out.float().square().mean()).backward()
+    assert not plain(net[0].weight.grad).isfinite().all()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**9
+    for name, p in net.named_parameters():
+        assert torch.equal(plain(p), plain(before[name])), name
+
+
+@pytest.mark.parametrize("size", [8, 4096])
+@pytest.mark.parametrize(
+    ("name", "kept"), [("e4m3fn", torch.nan), ("e5m2", torch.inf), ("e4m3fnuz", torch.nan)]
+)
+def test__a_cast__saturates_numbers_alone(name, kept, size):
+    fmt = sct.formats.get(name)
+    x = torch.tensor([torch.inf, -torch.inf, torch.nan, 3e38, -3e38, 1.0, 0.0, -0.0])
+    x = x.repeat(size // 8)
+    held = sct.scaled(x, "fp32", scale=1.0)
+    for q in (
+        held.to_format(name),
+        sct.scaled(x, name, scale=1.0),
+        torch.compile(lambda t: t.to_format(name), fullgraph=True)(held),
+    ):
+        assert q.format is fmt
+        assert q.scale == 1
+        values = decode(q.qdata, fmt)[:8].tolist()
+        assert values[3:7] == [fmt.max, -fmt.max, 1, 0]
+        infinite = torch.tensor(values[:2])
+        wanted = torch.tensor([kept, -kept])
+        torch.testing.assert_close(infinite, wanted, rtol=0, atol=0, equal_nan=True)
+        assert values[2] != values[2]
+
+
+def test__a_scale_far_below_a_number__makes_no_infinity_of_it():
+    x = torch.tensor([1e30, -1e30, torch.inf])
+    q = sct.scaled(x, "e5m2", scale=2.0**-100)
+    assert decode(q.qdata, q.format).tolist() == [57344, -57344, torch.inf]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test__cross_entropy__of_weights_that_are_all_zero__is_as_in_torch(reduction):
+    logits, target = torch.randn(8, 5), torch.arange(8) % 5
+    want = F.cross_entropy(logits, target, torch.zeros(5), reduction=reduction)
+    x = sct.scaled(logits, "bf16").requires_grad_()
+    got = F.cross_entropy(x, target, torch.zeros(5), reduction=reduction)
+    torch.testing.assert_close(plain(got), want, equal_nan=True, check_dtype=False)
+    got.sum().backward()
+    logits.requires_grad_()
+    F.cross_entropy(logits, target, torch.zeros(5), reduction=reduction).sum().backward()
+    torch.testing.assert_close(plain(x.grad).float(), logits.grad, rtol=0, atol=0, equal_nan=True)
