@@ -2,13 +2,14 @@
 
     python -m benchmarks.exhaustive [--formats NAME ...] [--processes 2] [--slice 64 [--offset N]]
 
-All 2^32 inputs, to nearest even, in both overflow modes, through `encode` and `fake_quantize`:
+All 2^32 inputs, to nearest even, in the three overflow modes, through `encode` and `fake_quantize`:
 eager (in C++), eager by PyTorch's operators (which a machine without a compiler runs), and
-compiled. The expected codes are those of `astype` (for "saturate", of the clipped input; for
-integers, which `astype` does not round, of the rounded and clipped one), the expected values what
-ml_dtypes reads in them. Compared byte for byte, but for NaN inputs in two places: in 16 and 32
-bits, where torch's casts choose among the NaNs, any NaN will do; and of the zero that a value
-becomes in a format without NaN the sign is free. Exits with 1 on any mismatch.
+compiled. The expected codes are those of `astype` (for "saturate" of the clipped input, for
+"saturate_finite" of one clipped where it is finite; for integers, which `astype` does not round, of
+the rounded and clipped one), the expected values what ml_dtypes reads in them. Compared byte for
+byte, but for NaN inputs in two places: in 16 and 32 bits, where torch's casts choose among the
+NaNs, any NaN will do; and of the zero that a value becomes in a format without NaN the sign is
+free. Exits with 1 on any mismatch.
 
 `--slice S` takes one of every S neighbouring inputs, at places that a hash scatters over low bits;
 the S offsets together are all inputs. Without `--offset` it is the number of the day, modulo S.
@@ -21,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -29,8 +30,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from scaledtensor.formats import FORMATS, Format, decode, encode, fake_quantize, get, native
+from scaledtensor.formats.rounding import Overflow
 
-MODES: tuple[Literal["saturate", "ieee"], ...] = ("saturate", "ieee")
+MODES: tuple[Overflow, ...] = get_args(Overflow)
 PATHS = ("eager", "operators", "compiled")
 BLOCK = 1 << 18  # inputs at a time: 1 MB, so that a block and its results stay in the cache
 INPUTS = 1 << 32
@@ -165,7 +167,7 @@ Casts = Callable[[Tensor], list[tuple[Tensor, Tensor]]]
 
 
 def cast_all(fmt: Format, path: str) -> Casts:
-    """Codes and rounded values for each of `MODES`; compiled, all four are one kernel."""
+    """Codes and rounded values for each of `MODES`; compiled, all six are one kernel."""
 
     def casts(x: Tensor) -> list[tuple[Tensor, Tensor]]:
         return [
@@ -187,7 +189,7 @@ class Reference:
 
     Codes are held in the torch integer of their width. Clipping changes only what lies beyond ±max,
     and it makes that ±max. So "saturate" is the cast of x itself but for these inputs, and their
-    cast is the code of ±max: one cast serves both modes.
+    cast is the code of ±max: one cast serves all modes.
     """
 
     def __init__(self, fmt: Format) -> None:
@@ -203,11 +205,16 @@ class Reference:
         # Magnitudes never fall along a block, so where its last input is in range, all are. (A NaN,
         # which sorts behind them, is not.)
         if x[-1].abs() <= self.fmt.max:
-            return {"saturate": plain, "ieee": plain}
+            return dict.fromkeys(MODES, plain)
         codes = torch.where(x > self.fmt.max, self.high, codes)
         if self.fmt.signed:
             codes = torch.where(x < self.fmt.min, self.low, codes)
-        return {"saturate": (codes, self._values(codes)), "ieee": plain}
+        finite = torch.where(x.isinf(), plain[0], codes)
+        found = {"saturate": codes, "saturate_finite": finite}
+        return {mode: plain if mode == "ieee" else self._with_values(found[mode]) for mode in MODES}
+
+    def _with_values(self, codes: Tensor) -> tuple[Tensor, Tensor]:
+        return codes, self._values(codes)
 
     def _values(self, codes: Tensor) -> Tensor:
         if self.fmt.bits > 16:

@@ -28,12 +28,12 @@ def test__exhaustive__finds_no_mismatch_in_a_thin_slice(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert "--slice 4096 --offset 17" in lines[0]
     assert [line.split()[0] for line in lines[1:-1]] == names
-    assert all("1048576 inputs x 4 casts" in line for line in lines[1:-1])
+    assert all("1048576 inputs x 6 casts" in line for line in lines[1:-1])
     assert all(line.endswith("mismatches: none") for line in lines[1:-1])
     assert lines[-1].startswith("5 formats, 0 mismatches")
 
 
-@pytest.mark.parametrize("mode", ["saturate", "ieee"])
+@pytest.mark.parametrize("mode", ["saturate", "saturate_finite", "ieee"])
 def test__exhaustive__shows_a_single_wrong_code(mode, capsys, monkeypatch):
     from benchmarks.exhaustive import blocks
 

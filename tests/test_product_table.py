@@ -110,6 +110,17 @@ def relative(got: Tensor, want: Tensor) -> float:
     return float((got - want).norm() / want.norm())
 
 
+@pytest.mark.parametrize("table", [PRODUCTS, COUNTERPARTS], ids=["products", "counterparts"])
+def test__a_spelling_in_the_table__is_the_very_function(table: Any) -> None:
+    """`torch.mm` and `torch.dsmm` are equal, so that a table has one of them; Dynamo of torch 2.15
+    looks for the object."""
+    there = {id(spelling) for spelling in table}
+    for module in (torch, Tensor, F, torch.linalg, torch.functional, torch.special):
+        for name, found in vars(module).items():
+            if callable(found) and name not in ("spmm", "dsmm") and found in table:
+                assert id(found) in there, name
+
+
 def test__every_name_in_the_table__has_a_call_here() -> None:
     assert {p.name for p in PRODUCTS.values()} == set(CALLS)
 

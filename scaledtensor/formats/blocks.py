@@ -23,8 +23,8 @@ A block without a finite number other than zero gets the scale 1: zeros come bac
 scale is fit for use. An infinity has no say in the scale of its block: the element alone saturates,
 or with another `overflow` becomes what the format has for it. A NaN has no say either and becomes a
 NaN element; where the format has no NaN the scale of its block becomes NaN (E8M0 0xFF, E4M3FN 0x7F,
-a float32 NaN), so that every element of that block, and of no other, decodes to NaN, as in OCP MX. With
-"saturate_finite" an infinity in such a format does the same.
+a float32 NaN), so that every element of that block, and of no other, decodes to NaN, as in OCP MX.
+With "saturate_finite" an infinity in such a format does the same.
 
 The codes are those nearest to the exact quotient x / scale (or as `rounding` says): it is never
 rounded on the way to where it could change one.

@@ -419,8 +419,6 @@ def _products() -> dict[Any, Product]:
         torch.sparse.addmm: Product(
             "sparse_addmm", (), partial(_added, torch.sparse.mm, torch.sparse.addmm)
         ),
-        torch.spmm: Product("sparse_mm", (), partial(_binary, torch.mm)),
-        torch.dsmm: Product("sparse_mm", (), partial(_binary, torch.mm)),
         torch.nn.functional.scaled_dot_product_attention: Product(
             "scaled_dot_product_attention", ((0, "query"), (1, "key"), (2, "value"))
         ),

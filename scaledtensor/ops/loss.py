@@ -95,6 +95,7 @@ def nll_loss_backward(
     if reduction == _MEAN:
         # B moves into the scale, so that the elements are near 1 however many tokens there are.
         rms, scale = rms / total_weight, scale / total_weight
+        unit = total_weight / total_weight  # NaN where nothing counts, as the loss is
     q = op(left.q.float(), value(x).float(), target, w, reduction, ignore_index, unit)
     return Raw(q, scale, rms, format=FP32)
 

@@ -100,7 +100,8 @@ def test__saturate_finite__keeps_what_is_not_finite():
         e4m3, e5m2, e2m1 = (
             decode(c, f)[:4] for c, f in zip(codes, (E4M3FN, E5M2, E2M1FN), strict=True)
         )
-        assert e4m3[:2].tolist() == [448, -448] and e4m3[2:].isnan().all()
+        assert e4m3[:2].tolist() == [448, -448]
+        assert e4m3[2:].isnan().all()
         assert e5m2.tolist() == [57344, -57344, torch.inf, -torch.inf]
         assert e2m1.tolist() == [6, -6, 6, -6]
 
@@ -176,5 +177,7 @@ def test__other_dtypes__are_refused(dtype):
 def test__unknown_names__are_refused():
     with pytest.raises(FormatError, match=r"'up'; allowed are 'nearest_even', 'nearest_away'"):
         formats.encode(torch.zeros(2), E4M3FN, rounding="up")
-    with pytest.raises(FormatError, match=r"'wrap'; allowed are 'saturate', 'saturate_finite', 'ieee'"):
+    with pytest.raises(
+        FormatError, match=r"'wrap'; allowed are 'saturate', 'saturate_finite', 'ieee'"
+    ):
         formats.fake_quantize(torch.zeros(2), E4M3FN, overflow="wrap")
