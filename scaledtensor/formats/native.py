@@ -38,7 +38,7 @@ from scaledtensor.formats.format import Format, Specials
 
 __all__ = ["WORTH_IT", "decode", "encode", "fake_quantize", "left_out", "status"]
 
-#: Elements from which on the library is built and used.
+#: Elements from which on the library is built. Once it is there it serves all sizes.
 WORTH_IT = 1 << 12
 
 VARIABLE = "SCALEDTENSOR_NATIVE"
@@ -131,7 +131,7 @@ def _takes(x: Tensor, slow_in_inductor: bool) -> bool:
     return (
         type(x) is Tensor
         and x.is_cpu
-        and x.numel() >= WORTH_IT
+        and (_found is not None or x.numel() >= WORTH_IT)
         and not _torch.is_transforming()
         and _library() is not None
     )

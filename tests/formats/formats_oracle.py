@@ -144,9 +144,10 @@ def _beyond(fmt: Format) -> Fraction:
     return _definition(fmt.max_code + 1, fmt)
 
 
-def _codes_beyond(fmt: Format, overflow: str) -> int:
+def _codes_beyond(fmt: Format, overflow: str, infinite: bool = False) -> int:
     """The sign-less code of what overflows; FNUZ reaches its NaN by the sign bit."""
-    return fmt.max_code + int(overflow == "ieee" and fmt.has_nan)
+    kept = overflow == "ieee" or (infinite and overflow == "saturate_finite")
+    return fmt.max_code + int(kept and fmt.has_nan)
 
 
 def exact_code(
@@ -175,8 +176,7 @@ def _exact_magnitude(value, fmt, rounding, overflow, negative, draw):
     top = fmt.max_code + int(fmt.is_integer and negative)
     finite_stay = rounding in ("toward_zero", "to_odd")
     if math.isinf(value):
-        kept = "ieee" if overflow == "saturate_finite" else overflow
-        return _codes_beyond(fmt, kept) if top == fmt.max_code else top
+        return _codes_beyond(fmt, overflow, True) if top == fmt.max_code else top
     size, values = Fraction(value), ladder(fmt)
     ends = (_beyond(fmt),)
     below = bisect_right(values + ends, size) - 1
@@ -231,7 +231,8 @@ def grid_encode(x, fmt, rounding="nearest_even", overflow="saturate"):
     code = np.minimum(below + up, fmt.max_code + 1)
     stay = rounding in ("toward_zero", "to_odd")
     over = np.where((code > fmt.max_code) & ~stay | np.isinf(size), 1, 0)
-    beyond = np.where(top > fmt.max_code, top, _codes_beyond(fmt, overflow))
+    kept = np.where(np.isinf(size), *(_codes_beyond(fmt, overflow, i) for i in (True, False)))
+    beyond = np.where(top > fmt.max_code, top, kept)
     code = np.where(over == 1, beyond, np.minimum(code, top))
     if fmt.is_integer:
         code = np.where(negative, -code, code) % fmt.num_codes
