@@ -335,6 +335,23 @@ PUBLIC = {
         "Unit",
         "get",
     ],
+    "scaledtensor.testing": [
+        "assert_scaled_close",
+        "assert_unit_scaled",
+        "check_cast",
+        "check_rule",
+        "near_ties",
+        "reference_code",
+        "reference_codes",
+        "reference_round",
+    ],
+    "scaledtensor.testing.strategies": [
+        "custom_formats",
+        "formats",
+        "powers_of_two",
+        "scaled_tensors",
+        "values_near",
+    ],
     "scaledtensor.report": ["Report", "Row", "report"],
     "scaledtensor.scale": [
         "MAX_SCALE",

@@ -9,9 +9,9 @@ from fractions import Fraction
 from itertools import product
 
 import numpy as np
-from formats_oracle import ladder
 
 from scaledtensor.formats import E4M3FN, PerAxis, PerTensor
+from scaledtensor.testing.reference import ladder
 
 TINY, HUGE = Fraction(2) ** -126, Fraction(float(np.finfo(np.float32).max))
 

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from formats_oracle import ALL, BYTES, OWN, SHORT, all_codes, ladder, ml_decode, same
+from formats_oracle import ALL, BYTES, OWN, SHORT, all_codes, ml_decode, same
 
 from scaledtensor.errors import DTypeError
 from scaledtensor.formats import BF16, E4M3FN, E5M2, E8M0FNU, FP16, FP32, decode
+from scaledtensor.testing.reference import ladder
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

@@ -12,8 +12,6 @@ from formats_oracle import (
     all_codes,
     assert_nan_codes,
     every_16_bit,
-    exact_code,
-    grid_encode,
     ml_decode,
     near_ties,
     raw,
@@ -37,6 +35,7 @@ from scaledtensor.formats import (
     encode,
     fake_quantize,
 )
+from scaledtensor.testing.reference import reference_code, reference_codes
 
 OVERFLOWS = ("saturate", "saturate_finite", "ieee")
 FORMATS = [*SHORT, *OWN]
@@ -49,7 +48,7 @@ def assert_rounded(x, fmt, rounding, overflow):
     codes = encode(x, fmt, rounding=rounding, overflow=overflow)
     values = fake_quantize(x, fmt, rounding=rounding, overflow=overflow)
     real = ~x.isnan()
-    want = grid_encode(x[real], fmt, rounding, overflow)
+    want = reference_codes(x[real], fmt, rounding, overflow)
     assert torch.equal(raw(codes)[real] & (fmt.num_codes - 1), want)
     assert torch.equal(raw(codes)[real], want)  # nothing above the bits of the code
     assert values.dtype is x.dtype
@@ -88,8 +87,8 @@ def test__the_two_references__agree(fmt):
     points = points[:: max(1, len(points) // 97)]
     for rounding in ROUNDINGS:
         for overflow in OVERFLOWS:
-            want = [exact_code(v, fmt, rounding, overflow) for v in points.tolist()]
-            assert grid_encode(points, fmt, rounding, overflow).tolist() == want
+            want = [reference_code(v, fmt, rounding, overflow) for v in points.tolist()]
+            assert reference_codes(points, fmt, rounding, overflow).tolist() == want
 
 
 def small_formats():
@@ -123,7 +122,7 @@ def test__any_custom_format__rounds_any_number_exactly(fmt, data):
         for rounding in ROUNDINGS:
             for overflow in OVERFLOWS:
                 got = raw(encode(y, fmt, rounding=rounding, overflow=overflow))[real].tolist()
-                want = [exact_code(v, fmt, rounding, overflow) for v in y[real].tolist()]
+                want = [reference_code(v, fmt, rounding, overflow) for v in y[real].tolist()]
                 assert got == want, (rounding, overflow)
 
 
@@ -140,7 +139,7 @@ def test__any_custom_format__reads_every_code_and_writes_it_back(fmt):
     x = near_ties(fmt, torch.float32)
     for overflow in OVERFLOWS:
         assert torch.equal(
-            raw(encode(x, fmt, overflow=overflow)), grid_encode(x, fmt, overflow=overflow)
+            raw(encode(x, fmt, overflow=overflow)), reference_codes(x, fmt, overflow=overflow)
         )
         values = decode(encode(x, fmt, overflow=overflow), fmt)
         assert same(fake_quantize(x, fmt, overflow=overflow), values).all()
