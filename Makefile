@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 TORCH ?= torch==2.13.0
 
 .PHONY: venv demo test test-all test-kinds test-torch test-users torch-names dist check bench \
-	bench-casts exhaustive clean
+	bench-casts exhaustive fuzz clean
 
 venv: $(STAMP)
 
@@ -104,6 +104,11 @@ bench: venv
 
 bench-casts: venv
 	$(BIN)/python -m benchmarks.casts
+
+# 20,000 random programs on ScaledTensors against float64, 200 compiled ones.
+fuzz: venv
+	$(BIN)/python tests/fuzz --programs 20000
+	$(BIN)/python tests/fuzz --programs 200 --compile aot_eager
 
 exhaustive: venv
 	$(BIN)/python -m benchmarks.exhaustive
