@@ -269,7 +269,8 @@ def test__to_dtype__keeps_infinities():
     x = sct.scaled(torch.tensor([1.0, -inf, nan]))
     for y in (x.bfloat16(), x.half(), x.to_format("bf16"), x.to_format("fp16")):
         torch.testing.assert_close(y.float().dequantize(), x.dequantize(), equal_nan=True)
-    assert x.to_format("e4m3fn").qdata[1] == -448
+    assert x.to_format("e4m3fn").qdata[1].isnan()  # which is all that it has for one
+    assert x.to_format("e5m2").qdata[1] == -inf
 
 
 def test__to_device__moves_every_part():
