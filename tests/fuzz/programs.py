@@ -286,7 +286,24 @@ def sound(program: Program) -> Program:
             break
         found.append(out)
         kept.append(step)
-    return Program(program.inputs, kept)
+    return _known(Program(program.inputs, kept), found)
+
+
+def _known(program: Program, results: list[Tensor]) -> Program:
+    """The program up to where what differs by rounding is a tenth of a result, as of (x + 1e9) - 1e9.
+    What follows may then be anything: functions bend over so wide a range."""
+    first, steps = len(program.inputs), len(program.steps)
+    for i in range(2):
+        with Moves(rounding(program), -1 - i):
+            found = results[:first]
+            for n, step in enumerate(program.steps[:steps]):
+                x, y = (found[-1 - k % len(found)] for k in step.operands)
+                found.append(OPERATORS[step.op](x, y, step.numbers[0]))
+                want = results[first + n]
+                if (found[-1] - want).abs().max() > 0.1 * want.abs().max():
+                    steps = n
+                    break
+    return Program(program.inputs, program.steps[:steps])
 
 
 def with_gradients(out: Tensor, inputs: list[Tensor]) -> list[Tensor]:
