@@ -290,8 +290,8 @@ def sound(program: Program) -> Program:
 
 
 def _known(program: Program, results: list[Tensor]) -> Program:
-    """The program up to where what differs by rounding is a tenth of a result, as of (x + 1e9) - 1e9.
-    What follows may then be anything: functions bend over so wide a range."""
+    """The program up to where rounding may be a tenth of a result, as that of (x + 1e9) - 1e9. What
+    follows may then be anything: functions bend over so wide a range."""
     first, steps = len(program.inputs), len(program.steps)
     for i in range(2):
         with Moves(rounding(program), -1 - i):
