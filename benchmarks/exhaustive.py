@@ -4,12 +4,12 @@
 
 All 2^32 inputs, to nearest even, in the three overflow modes, through `encode` and `fake_quantize`:
 eager (in C++), eager by PyTorch's operators (which a machine without a compiler runs), and
-compiled. The expected codes are those of `astype` (for "saturate" of the clipped input, for
-"saturate_finite" of one clipped where it is finite; for integers, which `astype` does not round, of
-the rounded and clipped one), the expected values what ml_dtypes reads in them. Compared byte for
-byte, but for NaN inputs in two places: in 16 and 32 bits, where torch's casts choose among the
-NaNs, any NaN will do; and of the zero that a value becomes in a format without NaN the sign is
-free. Exits with 1 on any mismatch.
+compiled. The expected codes are those of `astype`. For "saturate" its input is clipped first; for
+"saturate_finite" it is clipped where it is finite. For integers, which `astype` does not round, the
+input is also rounded first. The expected values are what ml_dtypes reads in the expected codes.
+Both are compared byte for byte, but for NaN inputs in two places: in 16 and 32 bits, where torch's
+casts choose among the NaNs, any NaN will do; and of the zero that a value becomes in a format
+without NaN the sign is free. Exits with 1 on any mismatch.
 
 `--slice S` takes one of every S neighbouring inputs, at places that a hash scatters over low bits;
 the S offsets together are all inputs. Without `--offset` it is the number of the day, modulo S.
@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,9 +30,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from scaledtensor.formats import FORMATS, Format, decode, encode, fake_quantize, get, native
-from scaledtensor.formats.rounding import Overflow
+from scaledtensor.formats.rounding import OVERFLOWS as MODES
 
-MODES: tuple[Overflow, ...] = get_args(Overflow)
 PATHS = ("eager", "operators", "compiled")
 BLOCK = 1 << 18  # inputs at a time: 1 MB, so that a block and its results stay in the cache
 INPUTS = 1 << 32

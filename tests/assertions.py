@@ -8,16 +8,20 @@ from torch import Tensor
 
 from scaledtensor import ScaledTensor, scaled
 from scaledtensor.scale import is_power_of_two
+from scaledtensor.testing.rules import TOLERANCE
+from scaledtensor.testing.tensors import bits, rms
+from scaledtensor.testing.tensors import exact as dequantized
 
-#: Rounding of one operation in the compute format, relative to the RMS of the result.
-TOLERANCE = {torch.float32: 2.0**-17, torch.bfloat16: 2.0**-5}
-
-
-def dequantized(x: Tensor) -> Tensor:
-    """The exact value in float64."""
-    if isinstance(x, ScaledTensor):
-        return x.qdata.detach().double() * x.scale.double()
-    return x.detach().double()
+__all__ = [
+    "TOLERANCE",
+    "assert_holds",
+    "assert_in_range",
+    "assert_second_derivative",
+    "assert_shifted",
+    "dequantized",
+    "gradient",
+    "rms",
+]
 
 
 def assert_holds(x: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -45,18 +49,8 @@ def assert_shifted(x: Tensor, y: Tensor, k: int) -> None:
         assert torch.equal(torch.ldexp(x, torch.tensor(k)), y)
         return
     assert x.format == y.format  # type: ignore[attr-defined]
-    assert torch.equal(_bits(x.qdata), _bits(y.qdata))  # type: ignore[attr-defined]
+    assert torch.equal(bits(x.qdata), bits(y.qdata))  # type: ignore[attr-defined]
     assert math.ldexp(float(x.scale), k) == float(y.scale)  # type: ignore[attr-defined]
-
-
-def _bits(q: Tensor) -> Tensor:
-    return q.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[q.dtype.itemsize])
-
-
-def rms(*samples: Tensor) -> float:
-    """RMS over all elements of all samples."""
-    squares = sum(float(s.double().square().sum()) for s in samples)
-    return math.sqrt(squares / max(sum(s.numel() for s in samples), 1))
 
 
 def assert_in_range(x: "list[Tensor]", low: float = 0.5, high: float = 2.0, what: str = "") -> None:

@@ -276,7 +276,8 @@ def _finite_size(x: Tensor) -> Tensor:
 
 
 def _any_lost(blocks: Tensor, overflow: str) -> Tensor:
-    """Of each block whether it has a number that the elements cannot hold and the scale has to."""
+    """Whether a block has a NaN, or an infinity to keep, for which its elements have no code: its
+    scale then becomes NaN."""
     keeps = overflow == "saturate_finite"  # infinities too
     # A maximum is NaN if any of its numbers is.
     return _maxima(blocks, lambda t: t - t if keeps else t).isnan()

@@ -2,9 +2,10 @@
 
 `torch.utils._pytree.register_constant` makes Dynamo guard on the equality of records of a class.
 From torch 2.15 on Dynamo makes symbols of their integers all the same, where a record is an
-argument of the compiled function and two of them were seen, or under `dynamic=True`. With a symbol
-as the width of a mantissa Inductor writes code that does not compile. What is read from a string is
-a constant in every version.
+argument of the compiled function and two of them were seen, or under `dynamic=True`. Where the
+width of a mantissa is a symbol, Inductor writes code that does not compile. These fields are held
+as strings, because every version takes a string, and the integer that is parsed from it, for a
+constant.
 """
 
 from typing import Any

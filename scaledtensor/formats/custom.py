@@ -5,7 +5,8 @@ import torch
 from scaledtensor.errors import FormatError, UnsupportedError
 from scaledtensor.formats.format import FORMATS, Format, Specials
 
-_SPECIALS = {
+#: Of whether infinity, NaN and -0 have a code.
+SPECIALS = {
     (True, True, True): Specials.IEEE,
     (False, True, True): Specials.NAN_ONLY,
     (False, True, False): Specials.FNUZ,
@@ -56,9 +57,9 @@ def custom(
     for fact, number in counts.items():
         if isinstance(number, bool) or not isinstance(number, int):
             raise FormatError(f"{fact} is a whole number, got {number!r}")
-    specials = _SPECIALS.get((bool(has_inf), bool(has_nan), bool(signed_zero)))
+    specials = SPECIALS.get((bool(has_inf), bool(has_nan), bool(signed_zero)))
     if specials is None:
-        allowed = "; ".join(_describe(*facts) for facts in _SPECIALS)
+        allowed = "; ".join(_describe(*facts) for facts in SPECIALS)
         raise FormatError(
             f"no encoding has {_describe(has_inf, has_nan, signed_zero)}; allowed are: {allowed}"
         )

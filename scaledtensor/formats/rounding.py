@@ -8,11 +8,11 @@ sums; else the bits (`bits.py`), which serve everything and fuse.
 
 Overflow. "saturate" takes numbers beyond ±max, and infinities, to ±max. "ieee" takes them to
 infinity, to NaN where there is no infinity, and to ±max where there is neither. "saturate_finite"
-takes numbers as "saturate" does and infinities as "ieee" does, so that what is not finite stays so;
-the operands of products are cast that way. What counts as
-beyond follows the rounding as in IEEE 754: to nearest, what would round past max; toward zero and
-to odd, infinities only; stochastic, what the draw rounds past max. To nearest even both follow
-ml_dtypes byte for byte: "ieee" is its `astype`, "saturate" its `astype` after a clip.
+takes numbers as "saturate" does and infinities as "ieee" does. What is not finite so stays not
+finite, as far as the format has a code for it. A product casts its operands by this policy. What
+counts as beyond follows the rounding as in IEEE 754: to nearest, what would round past max; toward
+zero and to odd, infinities only; stochastic, what the draw rounds past max. To nearest even both
+follow ml_dtypes byte for byte: "ieee" is its `astype`, "saturate" its `astype` after a clip.
 
 NaN becomes
   - NAN_ONLY, FNUZ, P3109: the only NaN there is;
@@ -27,6 +27,8 @@ E8M0 is a scale code: zero and negative values become NaN, positive ones the nea
 ties up; between its two smallest codes, 2^-127 and 2^-126, to nearest means up, as in ml_dtypes;
 below them there is only 2^-127.
 """
+
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -55,6 +57,8 @@ from scaledtensor.formats.pieces import in_pieces
 from scaledtensor.formats.stochastic import Randomness, checked_random_bits, key_for
 
 __all__ = [
+    "FLOATS",
+    "OVERFLOWS",
     "ROUNDINGS",
     "Overflow",
     "Rounding",
@@ -64,8 +68,8 @@ __all__ = [
     "round_by_arithmetic",
 ]
 
-OVERFLOWS = ("saturate", "saturate_finite", "ieee")
-ROUNDINGS = ("nearest_even", "nearest_away", "toward_zero", "to_odd", "stochastic")
+OVERFLOWS: tuple[Overflow, ...] = get_args(Overflow)
+ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _WIDE = (torch.float32, torch.bfloat16, torch.float16)

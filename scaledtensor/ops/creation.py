@@ -91,7 +91,7 @@ def zero(x: ScaledTensor) -> Raw:
     """All zeros: the scale is free."""
     zero = Single(0.0) if calculates(x) else torch.zeros_like(x.rms)
     q = elements(x)
-    if 0 in x.qdata.stride():  # of what is expanded, `zero_` writes one element for all
+    if 0 in x.qdata.stride():  # `zero_` writes the one element that an expanded tensor repeats
         return Raw(q.new_zeros(()).expand(q.shape), scale_of(x), zero, settled=True)
     return Raw(torch.zeros_like(q), scale_of(x), zero, settled=True)
 

@@ -132,7 +132,7 @@ def _filling(
 
 
 def rounding_options(cast: Cast, q: Tensor) -> dict[str, Any]:
-    """How `encode` is to round `q`; what is random is drawn here. What is not finite stays so."""
+    """The options with which `encode` rounds `q`: infinities are kept, and random keys drawn."""
     how: dict[str, Any] = {"rounding": cast.rounding, "overflow": "saturate_finite"}
     if cast.rounding != "stochastic":
         return how

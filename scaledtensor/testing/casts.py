@@ -1,29 +1,27 @@
 """Somebody's own cast or kernel against the exact answer."""
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from scaledtensor.errors import DTypeError, ShapeError
 from scaledtensor.formats import Format, FormatLike, get
-from scaledtensor.formats.rounding import Overflow, Rounding
+from scaledtensor.formats.rounding import FLOATS, Overflow, Rounding
 from scaledtensor.testing.reference import (
     ladder,
     near_ties,
     reference_codes,
-    reference_round,
     values_of,
 )
+from scaledtensor.testing.tensors import bits, name_of
 
 __all__ = ["check_cast"]
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _HALVES = (torch.bfloat16, torch.float16)
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: How many differences a message looks at, and how many it shows of each kind.
 _LOOKED_AT, _OF_A_KIND = 200, 2
 
@@ -86,7 +84,7 @@ def check_cast(
             raise ShapeError(f"given shape {[*x.shape]}, the cast returned {[*got.shape]}")
         found = _Found(fmt, x, got.detach().cpu(), want)
         if found.wrong.any():
-            raise AssertionError(found.message(_name(function), how))
+            raise AssertionError(found.message(name_of(function), how))
         total += x.numel()
     return total
 
@@ -111,8 +109,9 @@ def _inputs(fmt: Format, dtype: torch.dtype, random: int, seed: int) -> Iterator
 
 def _distinct(x: Tensor) -> Tensor:
     """By bit pattern, in the order of those."""
-    bits = x.view(_INTEGERS[x.dtype.itemsize]).sort().values
-    return bits[torch.cat((torch.tensor([True]), bits[1:] != bits[:-1]))].view(x.dtype)
+    patterns = bits(x).sort().values
+    first = torch.cat((torch.tensor([True]), patterns[1:] != patterns[:-1]))
+    return patterns[first].view(x.dtype)
 
 
 class _Found:
@@ -125,7 +124,7 @@ class _Found:
         if got.dtype is fmt.storage_dtype or not got.is_floating_point():
             if got.dtype.is_complex or got.dtype is torch.bool:
                 raise DTypeError(f"the cast returned {got.dtype}: neither codes nor values")
-            self.codes = got.view(_INTEGERS[got.dtype.itemsize]).long() & mask
+            self.codes = bits(got).long() & mask
             self.values = values_of(self.codes, fmt)
             wrong = self.codes != want
         elif got.dtype in FLOATS:
@@ -164,7 +163,7 @@ class _Found:
 
     def _line(self, i: int, kind: str) -> str:
         x, width = self.x[i], self.x.dtype.itemsize
-        bits = int(x.view(_INTEGERS[width])) & ((1 << 8 * width) - 1)
+        pattern = int(bits(x)) & ((1 << 8 * width) - 1)
         got, want = float(self.values[i]), int(self.want[i])
         right = float(values_of(self.want[i], self.fmt))
         shown = f"{got!r}"
@@ -172,7 +171,7 @@ class _Found:
             shown = f"code 0x{int(self.codes[i]):02x} ({got!r})"
         answer = "any NaN" if x.isnan() else f"code 0x{want:02x} ({right!r})"
         return (
-            f"0x{bits:0{2 * width}x} ({float(x)!r}), {kind}: got {shown},"
+            f"0x{pattern:0{2 * width}x} ({float(x)!r}), {kind}: got {shown},"
             f" the exact answer is {answer}"
         )
 
@@ -189,23 +188,18 @@ def _kind(value: float, fmt: Format) -> str:
         return "beyond max"
     if not fmt.signed and value <= 0:
         return "not above zero"
-    low = Fraction(abs(reference_round(abs(value), fmt, "toward_zero")))
-    above = [v for v in values if v > low][:1]
+    next_one = bisect_right(values, size)
+    low = values[max(next_one - 1, 0)]  # E8M0 has nothing below its smallest
     if size == low:
         return "a value of the format"
     place = "a subnormal, " if fmt.has_subnormals and size < Fraction(fmt.min_normal) else ""
-    if not above:
-        return place + "between two values"
-    middle = (low + above[0]) / 2
+    high = values[next_one]
+    middle = (low + high) / 2
     if size == middle:
         return place + "a tie"
-    near = abs(size - middle) < (above[0] - low) / 1024
+    near = abs(size - middle) < (high - low) / 1024
     side = "above" if size > middle else "below"
     return place + (f"just {side} a tie" if near else "between two values")
-
-
-def _name(function: Any) -> str:
-    return str(getattr(function, "__name__", None) or type(function).__name__)
 
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:

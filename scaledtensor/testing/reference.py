@@ -18,12 +18,9 @@ from torch import Tensor
 
 from scaledtensor.errors import DTypeError, FormatError, UnsupportedError
 from scaledtensor.formats import Format, FormatLike, get
-from scaledtensor.formats.format import Specials
 from scaledtensor.formats.rounding import OVERFLOWS, ROUNDINGS, Overflow, Rounding
 
 __all__ = ["ladder", "near_ties", "reference_code", "reference_codes", "reference_round"]
-
-_NO_MINUS_ZERO = (Specials.FNUZ, Specials.P3109)
 
 
 @cache
@@ -48,9 +45,10 @@ def _definition(code: int, fmt: Format) -> Fraction:
     return (lead * (1 << bits) + mantissa) * Fraction(2) ** exponent
 
 
-def _beyond(fmt: Format) -> Fraction:
-    """Where the value after max would be."""
-    return _definition(fmt.max_code + 1, fmt)
+@cache
+def _ends(fmt: Format) -> tuple[Fraction, ...]:
+    """The ladder, and where the value after max would be."""
+    return *ladder(fmt), _definition(fmt.max_code + 1, fmt)
 
 
 def _code_beyond(fmt: Format, overflow: str, infinite: bool = False) -> int:
@@ -95,7 +93,7 @@ def reference_code(
     if fmt.is_integer:
         return -code % fmt.num_codes if negative else code
     top = 1 << (fmt.bits - 1)
-    if fmt.specials in _NO_MINUS_ZERO:
+    if not fmt.has_signed_zero:
         return top if code == top else code | top * (negative and code > 0)
     return code | top * negative
 
@@ -135,15 +133,14 @@ def _magnitude(
     finite_stay = rounding in ("toward_zero", "to_odd")
     if math.isinf(value):
         return _code_beyond(fmt, overflow, True) if top == fmt.max_code else top
-    size, values = Fraction(value), ladder(fmt)
-    ends = (_beyond(fmt),)
-    below = bisect_right(values + ends, size) - 1
+    size, values = Fraction(value), _ends(fmt)
+    below = bisect_right(values, size) - 1
     if below < 0:
         return 0  # E8M0 has nothing below its smallest
     if below > fmt.max_code:
         over = top > fmt.max_code or finite_stay
         return top if over else _code_beyond(fmt, overflow)
-    low, high = values[below], (values + ends)[below + 1]
+    low, high = values[below], values[below + 1]
     share = (size - low) / (high - low)
     code = below + _goes_up(share, below, rounding, fmt, draw)
     if code <= top:
@@ -194,7 +191,7 @@ def reference_codes(
         raise UnsupportedError("rounding 'stochastic' has no one answer; reference_code takes draw")
     if not (isinstance(x, Tensor) and x.is_floating_point()):
         raise DTypeError(f"reference_codes takes a tensor of floats, got {_kind(x)}")
-    values = np.array([float(v) for v in (*ladder(fmt), _beyond(fmt))])
+    values = np.array([float(v) for v in _ends(fmt)])
     wide: Any = x.detach().cpu().double().numpy()
     size = np.abs(wide)
     below = np.maximum(np.searchsorted(values, size, side="right") - 1, 0)
@@ -214,7 +211,7 @@ def reference_codes(
         code = np.where(wide > 0, code, fmt.num_codes - 1)
     else:
         sign = 1 << (fmt.bits - 1)
-        keep = (code > 0) | (fmt.specials not in _NO_MINUS_ZERO)
+        keep = (code > 0) | fmt.has_signed_zero
         code = np.where(code == sign, sign, code | sign * (negative & keep))
     return torch.from_numpy(code.astype(np.int64))
 
@@ -233,8 +230,13 @@ def _up(fmt: Format, rounding: str, size: Any, low: Any, high: Any, below: Any) 
 
 
 @cache
-def _values(fmt: Format) -> Sequence[float]:
-    """The value of every code: both signs of the ladder, and what lies past it."""
+def _values(fmt: Format) -> Tensor:
+    """The float64 value of every code."""
+    return torch.tensor(_listed(fmt), dtype=torch.float64)
+
+
+def _listed(fmt: Format) -> Sequence[float]:
+    """Both signs of the ladder, and what lies past it."""
     finite = [float(v) for v in ladder(fmt)]
     if not fmt.signed:
         return [*finite, math.nan]
@@ -244,14 +246,14 @@ def _values(fmt: Format) -> Sequence[float]:
     half = finite + [math.inf] * int(fmt.has_inf)
     half += [math.nan] * (top - len(half))
     other = [-v for v in half]
-    if fmt.specials in _NO_MINUS_ZERO:
+    if not fmt.has_signed_zero:
         other[0] = math.nan
     return half + other
 
 
 def values_of(codes: Tensor, fmt: Format) -> Tensor:
     """The float64 values of int64 codes."""
-    return torch.tensor(_values(fmt), dtype=torch.float64)[codes]
+    return _values(fmt)[codes]
 
 
 # --- inputs ----------------------------------------------------------------------------------
@@ -272,10 +274,8 @@ def near_ties(fmt: FormatLike, dtype: torch.dtype = torch.float32) -> Tensor:
     fmt = get(fmt)
     if dtype not in (torch.float32, torch.float64):
         raise DTypeError(f"near_ties makes float32 and float64, got {dtype}")
-    values = torch.tensor([float(v) for v in ladder(fmt)]).double()
-    overflow = torch.tensor(float(_beyond(fmt))).double()
-    middle = (values + torch.cat((values[1:], overflow[None]))) / 2
-    return around(torch.cat((values, middle)), dtype)
+    ends = torch.tensor([float(v) for v in _ends(fmt)]).double()
+    return around(torch.cat((ends[:-1], (ends[:-1] + ends[1:]) / 2)), dtype)
 
 
 def around(points: Tensor, dtype: torch.dtype) -> Tensor:

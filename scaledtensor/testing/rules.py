@@ -1,16 +1,16 @@
 """A rule for an operator against the invariants of every rule."""
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
 
 from scaledtensor.errors import DTypeError, ShapeError
-from scaledtensor.formats import decode
 from scaledtensor.scale import is_power_of_two
 from scaledtensor.tensor import ScaledTensor
+from scaledtensor.testing.tensors import bits, exact, name_of, rms
 from scaledtensor.wrap import scaled
 
 __all__ = ["assert_scaled_close", "assert_unit_scaled", "check_rule"]
@@ -19,7 +19,6 @@ Shapes = Sequence[Sequence[int]]
 
 #: Rounding of one operation in the compute format, relative to the RMS of the result.
 TOLERANCE = {torch.float32: 2.0**-17, torch.bfloat16: 2.0**-5}
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: As many elements as a measured RMS is taken over, in samples of one population.
 _ENOUGH = 4096
 
@@ -99,7 +98,7 @@ class _Check:
             results.append(out)
             if not self.differentiable:
                 if i == 0:
-                    self._same(out, self.operator(*map(_exact, inputs)), tolerance, "the result")
+                    self._same(out, self.operator(*map(exact, inputs)), tolerance, "the result")
                 continue
             grad = self._grad(out)
             found = torch.autograd.grad(out, inputs, grad, retain_graph=True)
@@ -130,17 +129,18 @@ class _Check:
         found: Sequence[Tensor],
         tolerance: float,
     ) -> None:
-        plain = [_exact(x).requires_grad_() for x in inputs]
+        plain = [exact(x).requires_grad_() for x in inputs]
         want = self.operator(*plain)
         self._same(out, want, tolerance, "the result")
-        expected = torch.autograd.grad(want, plain, _exact(grad).to(want.dtype))
+        expected = torch.autograd.grad(want, plain, exact(grad).to(want.dtype))
         for n, (got, reference) in enumerate(zip(found, expected, strict=True)):
             self._same(got, reference, 4 * tolerance, f"gradient {n}")
 
     def _same(self, got: Tensor, want: Tensor, tolerance: float, what: str) -> None:
         bound = tolerance * TOLERANCE[self.dtype]
         with self._named(what):
-            assert_scaled_close(got, want, rtol=bound, atol=bound * _rms([want]))
+            finite = want.detach()[want.isfinite()]
+            assert_scaled_close(got, want, rtol=bound, atol=bound * rms(finite))
 
     def _in_range(self, samples: list[Tensor], low: float, high: float, what: str) -> None:
         if all(isinstance(s, ScaledTensor) for s in samples):
@@ -152,28 +152,23 @@ class _Check:
             if not isinstance(x, ScaledTensor) or not isinstance(y, ScaledTensor):
                 _check(torch.equal(x * 2.0**k, y), "is not the same one times that")
                 return
-            _check(torch.equal(_bits(x.qdata), _bits(y.qdata)), "has other elements")
+            _check(torch.equal(bits(x.qdata), bits(y.qdata)), "has other elements")
             ratio = float(y.scale) / float(x.scale)
             _check(ratio == 2.0**k, f"has a scale that moved by {ratio:g}")
 
-    def _named(self, what: str) -> "_Named":
+    def _named(self, what: str) -> AbstractContextManager[None]:
         shapes = ", ".join(map(str, self.shapes))
         dtype = str(self.dtype).removeprefix("torch.")
-        return _Named(f"{what} of {_name(self.operator)} for inputs of {dtype} {shapes}")
+        return _named(f"{what} of {name_of(self.operator)} for inputs of {dtype} {shapes}")
 
 
-class _Named:
-    """Puts what is checked before the message of an AssertionError."""
-
-    def __init__(self, what: str) -> None:
-        self.what = what
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if isinstance(error, AssertionError):
-            raise AssertionError(f"{self.what}: {error}") from None
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Put `what` is checked before the message of an AssertionError."""
+    try:
+        yield
+    except AssertionError as error:
+        raise AssertionError(f"{what}: {error}") from None
 
 
 def assert_scaled_close(
@@ -194,13 +189,13 @@ def assert_scaled_close(
     """
     if isinstance(got, ScaledTensor):
         _check(bool(is_power_of_two(got.scale)), f"scale {float(got.scale)!r} is no power of two")
-        rms = float(got.rms)
-        _check(math.isfinite(rms) and rms >= 0, f"the expected RMS is {rms!r}")
+        expected = float(got.rms)
+        _check(math.isfinite(expected) and expected >= 0, f"the expected RMS is {expected!r}")
     if isinstance(got, ScaledTensor) and isinstance(want, ScaledTensor):
         _check(got.format == want.format, f"format {got.format!r}, expected {want.format!r}")
         scales = float(got.scale), float(want.scale)
         _check(scales[0] == scales[1], "scale {!r}, expected {!r}".format(*scales))
-    torch.testing.assert_close(_exact(got), _exact(want), rtol=rtol, atol=atol, equal_nan=True)
+    torch.testing.assert_close(exact(got), exact(want), rtol=rtol, atol=atol, equal_nan=True)
 
 
 def assert_unit_scaled(x: Tensor | Sequence[Tensor], low: float = 0.5, high: float = 2.0) -> None:
@@ -218,7 +213,7 @@ def assert_unit_scaled(x: Tensor | Sequence[Tensor], low: float = 0.5, high: flo
     if not sum(s.numel() for s in samples):
         raise ShapeError("assert_unit_scaled takes tensors with elements, got none")
     elements = [s.qdata if isinstance(s, ScaledTensor) else s for s in samples]
-    found = _rms(elements)
+    found = rms(*elements)
     _check(low <= found <= high, f"the RMS of the elements is {found:.4g}, not in [{low}, {high}]")
 
 
@@ -227,31 +222,7 @@ def _check(holds: bool, message: str) -> None:
         raise AssertionError(message)
 
 
-def _exact(x: Tensor) -> Tensor:
-    """The value in float64, apart from any graph."""
-    if isinstance(x, ScaledTensor):
-        return decode(x.qdata.detach(), x.format, torch.float64) * x.scale.double()
-    return x.detach().double()
-
-
 def _times(x: Tensor, k: int) -> Tensor:
     if isinstance(x, ScaledTensor):
         return x.like(x.qdata, x.scale * 2.0**k, x.rms * 2.0**k)
     return x * 2.0**k
-
-
-def _bits(q: Tensor) -> Tensor:
-    return q.contiguous().view(_INTEGERS[q.dtype.itemsize])
-
-
-def _rms(samples: Sequence[Tensor]) -> float:
-    squares = count = 0.0
-    for s in samples:
-        finite = s.detach().double()
-        finite = finite[finite.isfinite()]
-        squares, count = squares + float(finite.square().sum()), count + finite.numel()
-    return math.sqrt(squares / max(count, 1))
-
-
-def _name(operator: Any) -> str:
-    return str(getattr(operator, "__name__", None) or type(operator).__name__)

@@ -1,15 +1,11 @@
 """ml_dtypes as a reference, beside the exact one of `scaledtensor.testing`; and inputs."""
 
-import math
-
 import ml_dtypes
 import numpy as np
 import torch
 
 from scaledtensor.formats import FORMATS, FP32, custom
-from scaledtensor.formats.format import Specials
 from scaledtensor.testing import reference
-from scaledtensor.testing.reference import ladder
 
 ALL = list(FORMATS.values())
 SIGNED = [fmt for fmt in ALL if fmt.signed]
@@ -73,22 +69,9 @@ def ml_decode(codes, fmt):
         numbers = raw(codes).numpy().astype(np.uint8).view(small).astype(np.float32)
         return torch.from_numpy(numbers) * 2.0 ** (1 - fmt.bias - fmt.mantissa_bits)
     if fmt.ml_dtype is None:
-        return _ladder_decode(codes, fmt)
+        return reference.values_of(raw(codes), fmt).float()
     values = raw(codes).numpy().astype(f"u{codes.dtype.itemsize}").view(fmt.ml_dtype)
     return torch.from_numpy(values.astype(np.float32))
-
-
-def _ladder_decode(codes, fmt):
-    """Both signs of the ladder, and what lies past it by the kind of specials."""
-    top = 1 << (fmt.bits - 1)
-    finite = [float(v) for v in ladder(fmt)]
-    past = [math.inf] if fmt.specials in (Specials.IEEE, Specials.P3109) else []
-    half = finite + past
-    half += [math.nan] * (top - len(half))
-    other = [-v for v in half]
-    if fmt.specials in (Specials.FNUZ, Specials.P3109):
-        other[0] = math.nan
-    return torch.tensor(half + other)[raw(codes)]
 
 
 def same(a, b):

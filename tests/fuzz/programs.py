@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 import scaledtensor as sct
-from scaledtensor.formats import decode
+from scaledtensor.testing.tensors import exact
 
 #: Beyond these a square is no float32, which norms and variances take of values, as torch's kernels
 #: do; a program stops before.
@@ -236,12 +236,6 @@ def inputs_of(program: Program) -> list[Tensor]:
         x = torch.randn(i.shape, generator=rng) * 2.0**i.exponent
         found.append(sct.scaled(x, i.format))
     return found
-
-
-def exact(x: Tensor) -> Tensor:
-    if isinstance(x, sct.ScaledTensor):
-        return decode(x.qdata.detach(), x.format, torch.float64) * x.scale.double()
-    return x.detach().double()
 
 
 def run(program: Program, inputs: list[Tensor]) -> Tensor:
