@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from scaledtensor.coded import CodedTensor
     from scaledtensor.formats import Format, PerAxis, PerBlock, PerTensor
+    from scaledtensor.guard import calibrate
     from scaledtensor.inspect import track_scales
     from scaledtensor.machine import hardware
     from scaledtensor.model import scale_model, unscale_model
@@ -48,6 +49,7 @@ _HOMES = {
     "PerBlock": "formats",
     "PerTensor": "formats",
     "ScaledTensor": "tensor",
+    "calibrate": "guard",
     "drop": "verbs",
     "hardware": "machine",
     "on_missing": "ops",
@@ -73,6 +75,7 @@ __all__ = [
     "PerTensor",
     "ScaledTensor",
     "__version__",
+    "calibrate",
     "checkpoint",
     "distributed",
     "drop",

@@ -16,6 +16,7 @@ from scaledtensor.coded import CodedTensor
 from scaledtensor.errors import ModelError, RecipeError, UnsupportedError
 from scaledtensor.ops.functions import cast_once
 from scaledtensor.ops.results import dequantized
+from scaledtensor.ops.sites import Site
 from scaledtensor.recipes import Recipe, Unit
 from scaledtensor.recipes import get as get_recipe
 from scaledtensor.recipes.casts import Cast
@@ -44,7 +45,7 @@ _OWN = {
     *CodedTensor.INNER,
     *CELLS,
     *("format", "granularity", "recipe", "nonnegative", "decoded", "passing", "copies", "agreed"),
-    *("whole_amax", "_is_param"),
+    *("whole_amax", "site", "_is_param"),
     steps.MARK,
 }
 
@@ -296,7 +297,7 @@ def _convert(model: nn.Module, changes: list[_Change]) -> None:
             if change.swaps:
                 _swap(change)
             elif change.recipe is not None:
-                _switch(change.parameter, change.recipe, change.stored)
+                _switch(change)
     for optimizer in stepping:
         steps.adopt_states(optimizer, (p for p, _, recipe, _ in changes if recipe is None))
 
@@ -308,6 +309,8 @@ def _swap(change: _Change) -> None:
     for key, tag in vars(p).items():
         if key not in _OWN:
             setattr(new, key, tag)
+    if own is not None:
+        new.site = Site(change.name, new=True)  # type: ignore[attr-defined]
     if p.grad is not None:
         new.grad = dequantized(p.grad) if own is None else _scaled_gradient(p.grad)
     _torch.swap(p, new, lambda: ModelError(_RECORDED.format(change.name)))
@@ -318,13 +321,16 @@ def _scaled_gradient(g: Tensor) -> Tensor:
     return coo(g, scaled(g._values())) if g.is_sparse else scaled(g)
 
 
-def _switch(p: Any, recipe: Recipe, stored: bool) -> None:
+def _switch(change: _Change) -> None:
     """Another recipe for a ScaledTensor, which is rounded anew only where it is kept otherwise."""
+    p: Any = change.parameter
+    recipe, stored = cast(Recipe, change.recipe), change.stored
     if stored and is_stored(p) and _weight_cast(p.recipe) == _weight_cast(recipe):
         p.recipe = recipe
     else:
         # In float64: the dtype that it appears as may hold less than its elements.
         p.data = _held(p.detach().to(torch.float64).dequantize(), recipe, stored, p.dtype)
+    p.site = Site(change.name, new=True)
     steps.watch(p)
 
 

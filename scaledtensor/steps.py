@@ -32,7 +32,11 @@ Held: TypeAlias = list[tuple[dict[str, Any], list[Any]]]
 #: What is done before a step and after it, in this order: a module and its function of what is
 #: held. They are floors above this one, so they are named, and loaded when there is a step to do.
 _BEFORE = (("scaledtensor.model", "refuse_stored"),)
-_AFTER = (("scaledtensor.histories", "after_step"), ("scaledtensor.rebalance", "after_step"))
+_AFTER = (
+    ("scaledtensor.histories", "after_step"),
+    ("scaledtensor.rebalance", "after_step"),
+    ("scaledtensor.guard", "after_step"),
+)
 _AFTER_SPREAD = (("scaledtensor.distributed.gather", "after_step"),)
 
 #: The attribute by which a parameter keeps the hooks.

@@ -105,6 +105,9 @@ class ScaledTensor(Tensor):
     #: The largest finite |element| of all those parts, where it was asked for; lost by writing.
     whole_amax: Tensor | None = None
 
+    #: Of a weight: what looks at the operands of its products (`scaledtensor.ops.sites`).
+    site: Any = None
+
     #: While a graph is traced, what a difference is from and to.
     towards: Any = None
 

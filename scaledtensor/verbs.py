@@ -15,6 +15,7 @@ from torch import Tensor
 
 from scaledtensor.errors import DTypeError, UnsupportedError
 from scaledtensor.formats import FP32
+from scaledtensor.scale import MAX_SCALE, MIN_SCALE
 from scaledtensor.tensor import ScaledTensor
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "quantize",
     "quantize_under",
     "rescale",
+    "shifted",
     "to_format",
 ]
 
@@ -73,12 +75,13 @@ def _to_source_format(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _remember_target(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.target, ctx.rounding = inputs[1:]
+    ctx.target, ctx.rounding, ctx.shift = inputs[1:]
     _remember_scale(ctx, inputs, output)
 
 
-def _round_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    return to_format(_as_scaled(ctx, grad), ctx.target, ctx.rounding), None, None
+def _round_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    held = shifted(_as_scaled(ctx, grad), ctx.shift)
+    return to_format(held, ctx.target, ctx.rounding), None, None, None
 
 
 def _remember_cast(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -145,9 +148,10 @@ to_format = operator(
     _remember_format,
 )
 
-#: (x, format name, rounding) -> x itself; its gradient is rounded into `format` on the way back.
+#: (x, format name, rounding, shift) -> x itself; its gradient is rounded into `format` on the way
+#: back, under its scale times 2^shift.
 gradient_to_format = operator(
-    'gradient_to_format(Tensor x, str format, str rounding="nearest_even") -> Tensor',
+    'gradient_to_format(Tensor x, str format, str rounding="nearest_even", int shift=0) -> Tensor',
     _round_gradient,
     _remember_target,
 )
@@ -182,6 +186,15 @@ gradient_delayed = operator(
 
 #: (x, 0-dim power of two) -> the same value held under another scale.
 rescale = operator("rescale(Tensor x, Tensor scale) -> Tensor", _pass, _nothing)
+
+
+def shifted(x: ScaledTensor, shift: int) -> ScaledTensor:
+    """The same value under the scale times 2^shift, as far as there is such a float32."""
+    if shift == 0:
+        return x
+    scale = (x.scale.double() * 2.0**shift).clamp(MIN_SCALE, MAX_SCALE).float()
+    return cast(ScaledTensor, rescale(x, scale))
+
 
 #: (x, growth) -> the same value, whose RMS is known to be `growth` times what a rule said.
 expect = operator("expect(Tensor x, float growth) -> Tensor", _pass, _nothing)

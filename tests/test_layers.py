@@ -23,7 +23,7 @@ FLOORS = [
     {"interpose"},
     {"simulate"},
     {"histories", "state_dicts"},
-    {"inspect", "machine", "model", "rebalance", "report", "unit_scale"},
+    {"guard", "inspect", "machine", "model", "rebalance", "report", "unit_scale"},
     {"checkpoint", "distributed"},
     {"__init__"},
     {"commands", "compat", "demo", "integrations", "testing", "__main__"},

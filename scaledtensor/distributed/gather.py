@@ -44,6 +44,8 @@ class _Sent(NamedTuple):
     context: Context
     scale: Tensor
     rms: Tensor
+    site: Any
+    """What looks at the operands of products: the part's, which the whole shares."""
 
 
 def before(
@@ -61,7 +63,7 @@ def before(
     if missing > 0 and q.shape[1:] == outer_size[1:]:
         q = torch.cat([q, q.new_zeros(missing, *q.shape[1:])])
     context = held.__tensor_flatten__()[1]
-    return (q,), _Sent(context, held.scale, held.rms)
+    return (q,), _Sent(context, held.scale, held.rms, part.site)
 
 
 def after(
@@ -70,15 +72,18 @@ def after(
     """`fsdp_post_all_gather`: the whole tensor around what arrived; into `out` there is nothing but
     its scale to write."""
     (data,) = arrived
+    (fmt, dtype, recipe, nonnegative) = metadata.context
+    # New ones: what the forward pass saved keeps those it saw.
+    scale, rms = metadata.scale.clone(), metadata.rms.clone()
     if out is not None:
         whole = part_of(out)
-        # New ones: what the forward pass saved keeps those it saw.
-        whole.scale, whole.rms = metadata.scale.clone(), metadata.rms.clone()
+        whole.scale, whole.rms, whole.recipe = scale, rms, recipe
+        whole.site = metadata.site
         return None
-    (fmt, dtype, recipe, nonnegative) = metadata.context
-    scale, rms = metadata.scale.clone(), metadata.rms.clone()
     q = data.view(fmt.storage_dtype)
-    return ScaledTensor.make(q, scale, rms, fmt, dtype, recipe, nonnegative), (data,)
+    whole = ScaledTensor.make(q, scale, rms, fmt, dtype, recipe, nonnegative)
+    whole.site = metadata.site
+    return whole, (data,)
 
 
 def _as_sent(

@@ -11,6 +11,7 @@ from scaledtensor.formats import FP32, encode, fake_quantize, from_dtype
 from scaledtensor.formats import get as get_format
 from scaledtensor.formats.pieces import in_pieces
 from scaledtensor.formats.rounding import Rounding, round_by_arithmetic
+from scaledtensor.ops import sites
 from scaledtensor.ops.algebra import elements, mismatch, saved_format, value
 from scaledtensor.ops.entering import entered
 from scaledtensor.ops.functions import cast_once
@@ -53,7 +54,7 @@ def to_format(x: ScaledTensor, format: str, rounding: Rounding = "nearest_even")
 
 @rule(verbs.gradient_to_format)
 def gradient_to_format(
-    x: ScaledTensor, format: str, rounding: Rounding = "nearest_even"
+    x: ScaledTensor, format: str, rounding: Rounding = "nearest_even", shift: int = 0
 ) -> ScaledTensor:
     """The identity forward; the cast happens to the gradient."""
     return x.viewed(x.qdata)
@@ -157,6 +158,8 @@ def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         put(target, "scale", scale_of(held))
         put(target, "rms", rms_of(held))
         target.nonnegative = held.nonnegative
+        if target.site is not None:
+            sites.take_over(target, source)
     else:
         if not _torch.is_tracing(target.qdata):  # zeros fit the scale that comes
             target.scale.copy_(torch.where(target.rms == 0, held.scale, target.scale))

@@ -51,4 +51,4 @@ def entered(x: Tensor, recipe: Recipe | None) -> ScaledTensor:
     """A plain tensor of floats where a scaled one is needed: its RMS is measured, once, at the
     door."""
     fmt = FP32 if x.dtype == torch.float64 else from_dtype(x.dtype)
-    return from_plain(x, fmt, x.dtype, recipe)
+    return from_plain(x, fmt, x.dtype, None if recipe is None else recipe.uncorrected)

@@ -21,7 +21,7 @@ from torch import Tensor
 from scaledtensor import _torch, verbs
 from scaledtensor.errors import RecipeWarning, UnsupportedError
 from scaledtensor.formats import from_dtype
-from scaledtensor.ops import by_gemm
+from scaledtensor.ops import by_gemm, sites
 from scaledtensor.ops.algebra import check_dtypes, first_scaled
 from scaledtensor.recipes import Recipe
 from scaledtensor.recipes.casts import Cast
@@ -85,20 +85,22 @@ class Product:
         return given, kwargs
 
 
-def _governing(*operands: Any) -> Recipe | None:
-    """The recipe of a product: that of a parameter among its operands, else of the last that is
-    scaled, where a weight stands; none where one is kept out."""
+def _governing(*operands: Any) -> tuple[Recipe | None, ScaledTensor | None]:
+    """The recipe of a product, and the parameter that has it: the first among the operands. Without
+    a parameter it is the recipe of the last that is scaled, where a weight stands; none where one
+    operand is kept out."""
     found: Recipe | None = None
-    of_parameter = False
+    parameter: ScaledTensor | None = None
     for x in operands:
         if isinstance(x, ScaledTensor):
             if x.recipe is None:
-                return None
-            if not of_parameter:
-                found, of_parameter = x.recipe, is_parameter(x)
+                return None, None
+            if parameter is None:
+                found = x.recipe
+                parameter = x if is_parameter(x) else None
         elif isinstance(x, torch.nn.Parameter):
-            return None
-    return found
+            return None, None
+    return found, parameter
 
 
 def _promoted(operands: Sequence[Any]) -> Sequence[Any]:
@@ -114,7 +116,7 @@ def _cast(x: ScaledTensor, cast: Cast) -> Any:
     if x.format == cast.format:
         return _wide_gradient(x) if is_parameter(x) and x.requires_grad else x
     if isinstance(cast.scale, Carried):
-        return verbs.to_format(x, cast.format.name)
+        return verbs.to_format(verbs.shifted(x, cast.scale.shift), cast.format.name)
     return verbs.quantize(x, cast.spec)
 
 
@@ -128,7 +130,8 @@ def _gradient_cast(y: Any, cast: Cast) -> Any:
     if not isinstance(y, ScaledTensor):
         return y
     if isinstance(cast.scale, Carried):
-        return verbs.gradient_to_format(y, cast.format.name, cast.rounding)
+        how = (cast.format.name, cast.rounding, cast.scale.shift)
+        return verbs.gradient_to_format(y, *how)
     return verbs.gradient_quantize(y, cast.spec)
 
 
@@ -142,7 +145,7 @@ def _product(
     """`function(*operands)` with every operand cast, and its gradient cast once on the way back;
     or, where the recipe casts for each product, `lowered` or that of `BY_GEMM`. `spelled` is the
     function to name where there is neither."""
-    recipe = _governing(*operands)
+    recipe, parameter = _governing(*operands)
     if any(map(is_sparse, operands)):
         return function(*_beside_sparse(operands, recipe), **kwargs)
     if recipe is None:
@@ -154,9 +157,13 @@ def _product(
         if matmul is None or kwargs:
             return _uncast(function, spelled or function, recipe, scaled, kwargs)
         return _under_autocast(matmul(*scaled, recipe=recipe))
+    looks = parameter is not None and sites.looks(parameter)
+    if looks:
+        once = sites.look_at_inputs(parameter, scaled)
     first, weight, gradient = once
     cast = [_cast(x, weight if i == 1 else first) for i, x in enumerate(scaled)]
-    return _gradient_cast(function(*cast, **kwargs), gradient)
+    y = _gradient_cast(function(*cast, **kwargs), gradient)
+    return sites.look_back(parameter, y) if looks else y
 
 
 def _under_autocast(y: Any) -> Any:
@@ -207,7 +214,7 @@ _told: set[tuple[Recipe, str]] = set()
 
 def cast_once(weight: Any, *others: Any) -> Any:
     """A weight for many products with what `others` stand for: cast here, it is not again."""
-    recipe = _governing(weight, *others)
+    recipe, _ = _governing(weight, *others)
     if recipe is None or recipe.gemms.once is None:
         return weight
     return _cast(_promoted([weight, *others])[0], recipe.gemms.once[1])

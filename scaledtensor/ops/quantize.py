@@ -110,7 +110,8 @@ def quantized(q: Tensor, held: Tensor, cast: Cast, dim: int) -> Coded:
             one = torch.ones((), device=q.device)
             if fmt.storage_dtype.itemsize > 1:  # a compute format, which keeps infinities
                 return Coded(store(q, fmt), one)
-            return Coded(encode(q, fmt, **how), one)
+            shift = 2.0**cast.scale.shift
+            return Coded(encode(q / shift if shift != 1 else q, fmt, **how), one * shift)
 
 
 def part_quantized(q: Tensor, amax: Tensor, cast: Cast) -> Coded:

@@ -268,7 +268,7 @@ def _without_rule(op: Overload, *args: Any, **kwargs: Any) -> Any:
     operands = _operands(args, kwargs)
     scaled = [x for x in operands if isinstance(x, ScaledTensor)]
     fmt = narrowest(scaled)
-    recipe = next((x.recipe for x in scaled if x.recipe is not None), None)
+    recipe = next((x.recipe.uncorrected for x in scaled if x.recipe is not None), None)
 
     def back(x: Any) -> Any:
         if isinstance(x, Tensor) and x.dtype.is_floating_point and x.dim() > 0:

@@ -43,7 +43,7 @@ def wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
             q = q * multiplier(ratio)
     if q.dtype != fmt.storage_dtype:
         q = store(q, fmt)
-    recipe = next((x.recipe for x in scaled if x.recipe is not None), None)
+    recipe = next((x.recipe.uncorrected for x in scaled if x.recipe is not None), None)
     dtype = raw.dtype or _appearance(operands)
     # No other copy: of outputs that a compiled graph copies, it makes one where they are equal, and
     # then two gradients share the scale that follows from it.

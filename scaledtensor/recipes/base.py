@@ -161,6 +161,12 @@ class Recipe:
         )
         return kept_high(made, self.keep)
 
+    @property
+    def uncorrected(self) -> "Recipe":
+        """This recipe without what it says of the operands of one weight alone: the recipe of what
+        is computed from that weight."""
+        return self
+
     def of_role(self, role: str) -> Format:
         """The format of an operand by its role."""
         if role == "gradient":

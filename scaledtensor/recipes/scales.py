@@ -3,7 +3,7 @@
 The scale s of elements x that share one, in a format of largest value F, amax = max|x| over the
 finite x: code = round(x / s), value = code * s.
 
-    Carried          the power of two that the rules propagated: nothing is measured
+    Carried          the power of two that the rules propagated, times 2^shift: nothing is measured
     Amax             s = amax 2^margin / F, or the least power of two that is not below it
     Fixed            s = 2^exponent
     LeastError       the power of two s of least sum of (code s - x)^2
@@ -36,7 +36,13 @@ EXPONENTS = range(-100, 101)
 
 @dataclass(frozen=True)
 class Carried:
-    """The scale that the rules propagated (Blake et al., arXiv 2303.11257)."""
+    """The scale that the rules propagated (Blake et al., arXiv 2303.11257), times 2^shift."""
+
+    shift: int = 0
+    """How many binades larger the values are than the rules expect."""
+
+    def __post_init__(self) -> None:
+        check_exponent(self, "shift", EXPONENTS)
 
 
 @dataclass(frozen=True)

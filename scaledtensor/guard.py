@@ -1,0 +1,176 @@
+"""The guard of `Unit`: when sites look, and a calibration over data.
+
+The rules know shapes and no data. `scaledtensor.ops.sites` has what is measured and what follows
+from it; this module says when. In training a site looks in the first step after `scale_model`, and
+in each step at whose end the recipe rebalances the parameters. A site of a checkpoint goes on with
+what was found before, and looks when the uninterrupted run would have.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scaledtensor.errors import ModelError, UnsupportedError
+from scaledtensor.ops import sites
+from scaledtensor.ops.sites import Site
+from scaledtensor.rebalance import COUNT
+from scaledtensor.recipes import Unit
+from scaledtensor.shards import by_groups, of_all_parts, part_of, ranks_of
+from scaledtensor.steps import Held, is_scaled
+
+__all__ = ["calibrate"]
+
+
+def after_step(held: Held) -> None:
+    """A step of an optimizer ends: its weights keep what was found in it, and look in the next one
+    if that is due."""
+    spread = []
+    for group, ours in held:
+        done = group.get(COUNT, 0)
+        for p in ours:
+            part: Any = part_of(p)
+            recipe, site = part.recipe, part.site
+            if not isinstance(recipe, Unit) or part.dim() < 2:
+                continue
+            every = recipe.rebalance if recipe.guard else 0
+            due = every > 0 and (done + 1) % every == 0
+            # By the count, which is the same on every rank: some may have new parts, without sites.
+            if part is not p and every > 0 and done % every == 0:
+                spread.append(p)
+            if site is None:
+                if due:
+                    part.site = Site(looks=True)
+            elif due or site.looks or site.new:
+                site.looks, site.new = due, False
+                site.forget()
+    _agree(spread)
+
+
+def _agree(spread: list[Any]) -> None:
+    """The parts of a weight on all ranks take the largest shifts that one of them found: for what
+    each rank saw of the whole weight's operands, and for checkpoints, which hold one recipe."""
+    for groups, sharers in by_groups(spread, ranks_of).items():
+        parts: list[Any] = [part_of(p) for p in sharers]
+        own = [(part.site and part.site.found) or part.recipe.shifts for part in parts]
+        device = parts[0].device
+        found = of_all_parts(torch.tensor(own, dtype=torch.float64, device=device), groups)
+        for part, shifts in zip(parts, found.amax(0).tolist(), strict=True):
+            part.recipe = replace(part.recipe, shifts=tuple(map(int, shifts)))
+            if part.site is not None:
+                part.site.found = None
+
+
+def calibrate(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    call: Callable[[nn.Module, Any], Any] | None = None,
+    loss: Callable[[nn.Module, Any], Tensor] | None = None,
+) -> dict[str, tuple[int, int]]:
+    """Correct the casts of a model under `Unit` by what its operands are for some data.
+
+    Each weight whose inputs saturate, or vanish, in the cast that the rules expect gets a shift
+    (`Unit.shifts`) under which all that was seen fits. The rest of the model stays as it is: the
+    passes run in evaluation mode, and parameters, buffers and gradients are what they were. For
+    training, call it before the first step and before `torch.compile`, which is made for the
+    shifts; for inference, after the weights are loaded.
+
+    Args:
+        model: one that `scale_model` gave the recipe `Unit`, or some of whose modules have it.
+        batches: the data, one batch after another: a tensor is given to `model` as it is, a tuple
+            or list as its arguments, a mapping as keyword arguments.
+        call: `call(model, batch)` runs the model, in place of the above.
+        loss: `loss(model, batch)` is a loss whose backward pass corrects the casts of gradients as
+            well. By default the passes are forward ones.
+
+    Returns:
+        The shifts of inputs and of gradients, for each name of a weight that has some.
+
+    Raises:
+        ModelError: no weight of `model` has the recipe `Unit`; there was no batch; or no weight
+            took part in a product.
+        UnsupportedError: both `call` and `loss` are given, or the model is compiled.
+    """
+    if call is not None and loss is not None:
+        raise UnsupportedError("calibrate takes `call` or `loss`, which runs the model itself")
+    if hasattr(model, "_orig_mod"):
+        raise UnsupportedError(
+            "compiled code is made for its shifts and measures nothing: calibrate the model first, "
+            "and compile it afterwards"
+        )
+    weights = _weights(model)
+    if not weights:
+        raise ModelError(
+            "no weight of this model has the recipe Unit, whose casts are calibrated: "
+            "scaledtensor.scale_model(model, Unit()) first"
+        )
+    before = {name: p.recipe for name, p in weights.items()}
+    for p in weights.values():
+        p.recipe, site = p.recipe.uncorrected, p.site or Site()
+        p.site = site
+        site.forget()
+    count, done = 0, False
+    try:
+        with sites.calibrating(), _as_it_was(model), torch.set_grad_enabled(loss is not None):
+            for batch in batches:
+                count += 1
+                if loss is not None:
+                    loss(model, batch).backward()  # type: ignore[no-untyped-call]
+                else:
+                    (call or _called)(model, batch)
+        if not count:
+            raise ModelError("calibrate was given no batch")
+        if not any(n for p in weights.values() for _, _, n in p.site.seen):
+            raise ModelError(
+                "no weight with the recipe Unit took part in a product while the model ran"
+            )
+        done = True
+    finally:
+        for name, p in weights.items():
+            if not done:
+                p.recipe = before[name]
+            p.site.new = p.site.new and not done
+            p.site.forget()
+    return {name: p.recipe.shifts for name, p in weights.items() if p.recipe.shifts != (0, 0)}
+
+
+def _weights(model: nn.Module) -> dict[str, Any]:
+    """What may be a site, by name."""
+    found = {}
+    for name, p in model.named_parameters():
+        part: Any = part_of(p) if is_scaled(p) else None
+        recipe = None if part is None else part.recipe
+        if isinstance(recipe, Unit) and p.dim() > 1 and recipe.gemms.once is not None:
+            found[name] = part
+    return found
+
+
+def _called(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (list, tuple)) else model(batch)
+
+
+@contextmanager
+def _as_it_was(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode; and modes, buffers and gradients as they were, at the end."""
+    modes = [(m, m.training) for m in model.modules()]
+    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    grads = [(p, p.grad) for p in model.parameters()]
+    for p, _ in grads:
+        p.grad = None
+    model.eval()
+    try:
+        yield
+    finally:
+        for m, mode in modes:
+            m.training = mode
+        with torch.no_grad():
+            for b, kept in buffers:
+                b.copy_(kept)
+        for p, grad in grads:
+            p.grad = grad

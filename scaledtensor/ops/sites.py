@@ -1,0 +1,225 @@
+"""Sites: where the operands of a weight's products are held to what the rules expect of them.
+
+The rules take the terms of a sum as independent, and know no data. Where terms are correlated
+(weights of one sign, averages, outlier channels), the true values are up to sqrt(n) times larger
+than the rules expect, layer upon layer, and a cast to 8 bits saturates. A site is a weight with the
+two roles of `Unit.shifts`: its inputs, and the gradients of its results. While a site looks, it
+measures each operand just before the cast, and sets the shift of a role that does not fit:
+
+    a     the largest finite magnitude of the elements, in units of the scale that they carry
+    r     their RMS
+    F     the largest value of the format, and f its smallest normal one
+
+    it fits      where a / 2^shift <= F and r / 2^shift >= 2 f
+    otherwise    shift = max(round(log2(r)), ceil(log2(a / F)))
+
+The elements are relative to the scale that the rules propagate, so a loss times a power of two
+changes no shift. The shift becomes part of the weight's recipe: files keep it, `print(model)` shows
+it, and compiled code is made for it. A site looks in eager code alone, since it reads what it
+measures; when it does is said by `scaledtensor.guard`.
+"""
+
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaledtensor import _torch, verbs
+from scaledtensor.errors import SaturationWarning
+from scaledtensor.formats import Format
+from scaledtensor.measure import measured_rms
+from scaledtensor.ops.algebra import elements
+from scaledtensor.recipes import Unit
+from scaledtensor.recipes.casts import Cast
+from scaledtensor.recipes.scales import EXPONENTS
+from scaledtensor.tensor import ScaledTensor
+
+__all__ = [
+    "GRADIENT",
+    "INPUT",
+    "Site",
+    "calibrating",
+    "look",
+    "look_at_inputs",
+    "look_back",
+    "looks",
+]
+
+#: Places in `Unit.shifts`.
+INPUT, GRADIENT = 0, 1
+
+#: Shares of the elements of one cast from which on a warning says that they are lost: beyond the
+#: format in training, where the next look mends it; beyond it where nothing will; and rounded to
+#: zero although they are no zeros, which no scale mends where other elements fill the format.
+_LOST, _LOST_FOR_GOOD, _VANISHED = 0.001, 0.01, 0.1
+
+_WHAT = ("inputs", "gradients")
+
+_NOTHING = (0.0, 0.0, 0)
+
+
+@dataclass(eq=False)
+class Site:
+    """What one weight knows of the operands of its products."""
+
+    name: str = ""
+    """The fully qualified name of the weight, where `scale_model` gave one."""
+    new: bool = False
+    """Whether no step has ended since the weight was wrapped."""
+    looks: bool = False
+    """Whether its products measure their operands in this step."""
+    found: tuple[int, int] | None = None
+    """The shifts that were found for the whole of a weight, of which this rank holds a part."""
+    seen: list[tuple[float, float, int]] = field(default_factory=lambda: [_NOTHING, _NOTHING])
+    """(largest magnitude, sum of squares, number of elements) by role, in this step so far."""
+
+    def forget(self) -> None:
+        """Begin another step, or another calibration."""
+        self.seen = [_NOTHING, _NOTHING]
+
+
+_told: set[str] = set()
+_calibrating = 0
+
+
+@contextmanager
+def calibrating() -> Iterator[None]:
+    """Every site looks, whatever step it is and whether gradients are recorded or not."""
+    global _calibrating
+    _calibrating += 1
+    try:
+        yield
+    finally:
+        _calibrating -= 1
+
+
+def looks(weight: Any) -> bool:
+    """Whether the products of a parameter are to measure their operands now."""
+    site = weight.site
+    if site is None and not _calibrating:
+        return False
+    recipe = weight.recipe
+    if not isinstance(recipe, Unit) or recipe.gemms.once is None or not _is_real(weight):
+        return False
+    return bool(_calibrating or (recipe.guard and (site.looks or site.new)))
+
+
+def look(weight: Any, role: int, x: Any) -> None:
+    """Measure `x`, an operand in that role that is about to be cast, and set the shift of the role
+    in the recipe of `weight` so that the cast holds `x`."""
+    fmt = weight.recipe.gemms.once[2 if role == GRADIENT else 0].format
+    if not isinstance(x, ScaledTensor) or fmt.bits > 8 or x.format.bits <= 8 or not x.numel():
+        return
+    site = weight.site = weight.site or Site()
+    q, shift = elements(x).detach(), weight.recipe.shifts[role]
+    size = q.abs().nan_to_num(0.0, 0.0, 0.0)
+    largest, squares = float(size.max()), float(measured_rms(q)) ** 2 * q.numel()
+    _tell(site, weight, role, size, fmt, shift)
+    if not (_calibrating or torch.is_grad_enabled() or _torch.is_within_backward()):
+        site.new = False  # what is not trained is looked at once, and left as it is
+        return
+    before = site.seen[role]
+    found = (max(before[0], largest), before[1] + squares, before[2] + q.numel())
+    site.seen[role] = found
+    site.new = site.new and weight.requires_grad  # of a frozen weight no step will end
+    fitting = fitted(*found, fmt, shift)
+    if fitting != shift:
+        shifts = list(weight.recipe.shifts)
+        shifts[role] = fitting
+        site.found = (shifts[INPUT], shifts[GRADIENT])
+        weight.recipe = replace(weight.recipe, shifts=site.found)
+
+
+def fitted(largest: float, squares: float, count: int, fmt: Format, shift: int) -> int:
+    """The shift under which elements fit into `fmt`: the present one wherever they do."""
+    if not largest:
+        return shift
+    rms = math.sqrt(squares / count)
+    if math.ldexp(largest, -shift) <= fmt.max and math.ldexp(rms, -shift) >= 2 * fmt.min_normal:
+        return shift
+    significand, exponent = math.frexp(largest / fmt.max)
+    fits = exponent - (significand == 0.5)
+    return min(max(round(math.log2(rms)), fits, EXPONENTS[0]), EXPONENTS[-1])
+
+
+def _tell(site: Site, weight: Any, role: int, size: Tensor, fmt: Format, shift: int) -> None:
+    """Warn, once for each kind of loss, of the first cast that loses elements."""
+    corrects = _calibrating or torch.is_grad_enabled() or _torch.is_within_backward()
+    if site.new and corrects:  # corrected before anything is cast
+        beyond = 0.0
+    else:
+        beyond = float((size > math.ldexp(fmt.max, shift)).sum()) / size.numel()
+    limit = _LOST if corrects else _LOST_FOR_GOOD
+    name = site.name or f"a weight of {[*weight.shape]}"
+    if beyond > limit and "saturated" not in _told and not _calibrating:
+        _told.add("saturated")
+        warnings.warn(
+            f"{beyond:.1%} of the {_WHAT[role]} of {name} are beyond {fmt.name}'s largest value: "
+            "the terms that they are sums of are correlated, which the rules do not know. "
+            + (
+                "The shifts of this weight are corrected now; steps since the last look lost these"
+                if corrects
+                else "Outside of training nothing corrects it"
+            )
+            + ". scaledtensor.calibrate(model, batches) corrects all weights beforehand",
+            SaturationWarning,
+            stacklevel=2,
+        )
+    if role == GRADIENT or "vanished" in _told:  # gradients have no smallest value that matters
+        return
+    least = math.ldexp(fmt.min_subnormal / 2, shift)
+    vanished = float(((size > 0) & (size <= least)).sum()) / size.numel()
+    if vanished > _VANISHED and float(size.max()) > least * 2.0**8:
+        _told.add("vanished")
+        warnings.warn(
+            f"{vanished:.1%} of the inputs of {name} are too small for {fmt.name} beside the "
+            "largest ones, and are cast to zero: no one scale holds both. Normalise them, or keep "
+            "this product wide: overrides={'<its module>': None}",
+            SaturationWarning,
+            stacklevel=2,
+        )
+
+
+def look_at_inputs(weight: Any, operands: Sequence[Any]) -> tuple[Cast, Cast, Cast]:
+    """Look at the other operands of a product of `weight`; the casts that its recipe has then."""
+    for x in operands:
+        if x is not weight:
+            look(weight, INPUT, x)
+    casts: tuple[Cast, Cast, Cast] = weight.recipe.gemms.once
+    return casts
+
+
+def look_back(weight: Any, y: Any) -> Any:
+    """`y`, a product of `weight`, whose gradient is looked at when it comes."""
+    shift = weight.recipe.shifts[GRADIENT]  # which the cast of the gradient has
+
+    def looked(grad: Any) -> Any:
+        if not isinstance(grad, ScaledTensor):
+            return None
+        look(weight, GRADIENT, grad)
+        return verbs.shifted(grad, weight.recipe.shifts[GRADIENT] - shift)
+
+    if isinstance(y, ScaledTensor) and y.requires_grad:
+        y.register_hook(looked)  # type: ignore[no-untyped-call]
+    return y
+
+
+def take_over(weight: Any, source: Tensor) -> None:
+    """A weight is overwritten by one that was scaled before, as when a checkpoint is loaded: what
+    was found of that one's operands comes along."""
+    theirs = source.recipe if isinstance(source, ScaledTensor) else None
+    if isinstance(weight.recipe, Unit) and isinstance(theirs, Unit):
+        weight.recipe = replace(weight.recipe, shifts=theirs.shifts)
+        weight.site.new = False
+
+
+def _is_real(weight: ScaledTensor) -> bool:
+    """Whether there are numbers to read: not while code is compiled, exported or transformed."""
+    if torch.compiler.is_compiling() or _torch.is_tracing(weight.qdata):
+        return False
+    return weight.device.type != "meta"

@@ -1,0 +1,381 @@
+"""The guard of `Unit`: operands that the rules cannot expect are held all the same."""
+
+import copy
+import io
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import scaledtensor as sct
+from scaledtensor.errors import ModelError, RecipeError, SaturationWarning, UnsupportedError
+from scaledtensor.ops import sites
+from scaledtensor.recipes import Current, Recipe, Unit, get
+
+
+@pytest.fixture(autouse=True)
+def nothing_told(monkeypatch):
+    """A warning is given once in a process."""
+    monkeypatch.setattr(sites, "_told", set())
+
+
+def one_sign(layers=6, width=256):
+    """Weights of one sign, on which ReLU's outputs add up: 11 times more a layer than expected."""
+    torch.manual_seed(0)
+    parts = []
+    for _ in range(layers):
+        parts += [nn.Linear(width, width, bias=False), nn.ReLU()]
+        parts[-2].weight.data.abs_()
+    return nn.Sequential(*parts), torch.randn(128, width)
+
+
+def blurs(size, layers):
+    """Box filters over 8 channels, whose outputs are alike."""
+    torch.manual_seed(0)
+    made = [nn.Conv2d(8, 8, size, padding=size // 2, bias=False) for _ in range(layers)]
+    for conv in made:
+        conv.weight.data.fill_(2.0**-8 if size == 5 else 2.0**-6)
+    return nn.Sequential(*made), torch.randn(4, 8, 32, 32)
+
+
+def averages():
+    torch.manual_seed(0)
+    parts = [nn.Linear(64, 64, bias=False) for _ in range(8)]
+    for linear in parts:
+        linear.weight.data.fill_(1 / 64)
+    return nn.Sequential(*parts), torch.randn(128, 64)
+
+
+def scaled(model, recipe=Unit()):  # noqa: B008 - frozen
+    return sct.scale_model(copy.deepcopy(model), recipe)
+
+
+def error(x, y):
+    x = x.dequantize() if isinstance(x, sct.ScaledTensor) else x
+    return float((x.detach().float() - y.detach()).norm() / y.detach().norm())
+
+
+def passed(model, x):
+    """The output, and the gradient of the first weight."""
+    model.zero_grad()
+    y = model(x)
+    (y.dequantize() if isinstance(y, sct.ScaledTensor) else y).square().mean().backward()
+    return y, next(model.parameters()).grad
+
+
+# --- the cases that the rules do not know --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "case", [one_sign, lambda: blurs(5, 6), lambda: blurs(3, 8), averages], ids=str
+)
+def test__correlated_terms__are_as_near_as_under_amax_scales__in_the_first_step(case):
+    model, x = case()
+    y, g = passed(model, x)
+    for recipe, near in ((Current(), True), (Unit(), True), (Unit(guard=False), False)):
+        out, grad = passed(scaled(model, recipe), x)
+        assert (error(out, y) < 0.08) is near, recipe
+        assert (error(grad, g) < 0.15) is near, recipe
+
+
+@pytest.mark.parametrize("case", [one_sign, lambda: blurs(3, 8)], ids=str)
+def test__a_calibrated_model__is_as_near_in_inference_and_compiled(case):
+    model, x = case()
+    m = scaled(model)
+    found = sct.calibrate(m, [x[:64], x[64:]])
+    assert found
+    assert all(shifts[0] > 0 == shifts[1] for shifts in found.values())
+    compiled = torch.compile(m, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        assert error(m(x), model(x)) < 0.08
+        assert torch.equal(compiled(x).qdata, m(x).qdata)
+
+
+def test__gradients_beyond_their_format__are_held():
+    model, x = one_sign(4)
+    _, g = passed(model, x)
+    for guard, near in ((True, True), (False, False)):
+        recipe = Unit(forward="bf16", gradient="e4m3fn", guard=guard)
+        m = scaled(model, recipe)
+        _, grad = passed(m, x)
+        assert (error(grad, g) < 0.15) is near
+        shifts = [p.recipe.shifts for p in m.parameters()]
+        assert any(gradient > 0 for _, gradient in shifts) is guard
+        assert all(inputs == 0 for inputs, _ in shifts)
+    found = sct.calibrate(m, [x], loss=lambda m, x: m(x).dequantize().square().mean())
+    assert any(gradient > 0 for _, gradient in found.values())
+    assert error(passed(m, x)[1], g) < 0.15
+
+
+def test__operands_that_vanish__are_held():
+    torch.manual_seed(0)
+    linear, x = nn.Linear(64, 64, bias=False), torch.randn(512, 64)
+    scaled_one = scaled(linear)
+
+    def forward(m):  # the difference of nearly equal terms is 2^-12 of what is expected
+        held = sct.scaled(x, "fp32", recipe=Unit()) if m is scaled_one else x
+        return m((held * (1 + 2.0**-12)) - held)
+
+    want = forward(linear)
+    assert error(forward(scaled_one), want) < 0.1
+    assert scaled_one.weight.recipe.shifts[0] < -8
+
+
+def test__a_network_as_the_rules_expect__is_not_corrected():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 64))
+    guarded, other = scaled(model), scaled(model, Unit(guard=False))
+    optimizers = [torch.optim.AdamW(m.parameters()) for m in (guarded, other)]
+    for _ in range(12):
+        x = torch.randn(32, 64)
+        for m, optimizer in zip((guarded, other), optimizers, strict=True):
+            optimizer.zero_grad()
+            m(x).square().mean().backward()
+            optimizer.step()
+    for p, q in zip(guarded.parameters(), other.parameters(), strict=True):
+        assert p.recipe.shifts == (0, 0)
+        assert torch.equal(p.qdata, q.qdata)
+
+
+# --- when it looks, and what it says ---------------------------------------------------------
+
+
+def test__a_weight_that_becomes_correlated__is_named_and_corrected_at_the_next_look():
+    model, x = one_sign(6)
+    m = scaled(model)
+    for p in m.parameters():
+        p.data = sct.scaled(torch.randn(256, 256) / 16, recipe=Unit())
+    optimizer = torch.optim.SGD(m.parameters(), 1e-9)
+
+    def step():
+        optimizer.zero_grad()
+        m(x).square().mean().backward()
+        optimizer.step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            step()
+        with torch.no_grad():
+            for p in m.parameters():
+                p.abs_()
+        for _ in range(6):
+            step()
+    assert all(p.recipe.shifts == (0, 0) for p in m.parameters())
+    with pytest.warns(SaturationWarning, match=r"of the inputs of [46]\.weight .*e4m3fn") as told:
+        step()
+    assert len(told) == 1
+    assert m[10].weight.recipe.shifts[0] > 0
+    assert "shifts=(" in repr(m)
+
+
+def test__inference__is_warned_of_and_left_as_it_is():
+    model, x = one_sign()
+    m = scaled(model)
+    with torch.no_grad():
+        with pytest.warns(SaturationWarning, match=r"inputs of 6\.weight.*calibrate"):
+            first = m(x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert torch.equal(m(x).qdata, first.qdata)
+    assert all(p.recipe.shifts == (0, 0) for p in m.parameters())
+
+
+def test__features_of_more_binades_than_the_format_has__are_warned_of():
+    torch.manual_seed(0)
+    m = sct.scale_model(nn.Linear(8, 4))
+    with pytest.warns(SaturationWarning, match="inputs of weight are too small for e4m3fn beside"):
+        m(torch.randn(64, 8) * torch.logspace(-4, 4, 8))
+
+
+# --- nothing else changes ------------------------------------------------------------------------
+
+
+def trained(multiplier=1.0, steps=12, recompute=False, parts=1, model=None):
+    stack, x = one_sign(6, 64)
+    m = scaled(stack, Unit(gradient="e4m3fn")) if model is None else model
+    optimizer = torch.optim.AdamW(m.parameters(), 1e-4)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for part in x.chunk(parts):
+            y = checkpoint(m, part, use_reentrant=False) if recompute else m(part)
+            (y.square().mean() * multiplier).backward()
+        for p in m.parameters():
+            p.grad /= multiplier
+        optimizer.step()
+    return m, optimizer
+
+
+@pytest.mark.parametrize("k", [-60, -40, -18, 18, 40, 60])
+def test__a_factor_of_the_loss__changes_no_bit_and_no_shift(k):
+    (m, _), (other, _) = trained(), trained(2.0**k)
+    shifts = [p.recipe.shifts for p in m.parameters()]
+    assert any(inputs for inputs, _ in shifts)
+    assert any(gradients for _, gradients in shifts)
+    for p, q in zip(m.parameters(), other.parameters(), strict=True):
+        assert p.recipe == q.recipe
+        assert torch.equal(p.qdata, q.qdata)
+        assert float(p.scale) == float(q.scale)
+
+
+def test__activation_checkpointing__changes_no_bit():
+    (m, _), (other, _) = trained(), trained(recompute=True)
+    for p, q in zip(m.parameters(), other.parameters(), strict=True):
+        assert p.recipe == q.recipe
+        assert torch.equal(p.qdata, q.qdata)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test__a_training_that_is_resumed_between_two_looks__goes_on_to_the_bit(whole):
+    _, x = one_sign(6, 64)
+
+    def step(m, optimizer):
+        optimizer.zero_grad()
+        m(x).square().mean().backward()
+        optimizer.step()
+
+    m, optimizer = trained(steps=7)
+    saved = io.BytesIO()
+    torch.save((m if whole else m.state_dict(), optimizer.state_dict()), saved)
+    saved.seek(0)
+    model, state = torch.load(saved, weights_only=False)
+    if not whole:
+        values, model = model, scaled(one_sign(6, 64)[0], Unit(gradient="e4m3fn"))
+        model.load_state_dict(values)
+    resumed = torch.optim.AdamW(model.parameters(), 1e-4)
+    resumed.load_state_dict(state)
+    for _ in range(6):
+        with torch.no_grad():  # between two looks the values change as no look has seen
+            for p in (*m.parameters(), *model.parameters()):
+                p.mul_(3)
+        step(m, optimizer)
+        step(model, resumed)
+    for p, q in zip(m.parameters(), model.parameters(), strict=True):
+        assert p.recipe == q.recipe
+        assert torch.equal(p.qdata, q.qdata)
+
+
+def test__products_without_a_weight__have_no_shifts():
+    """What comes from a corrected weight has its recipe, and not what is known of its inputs."""
+    torch.manual_seed(0)
+    x = torch.randn(16, 64)
+    linear = scaled(nn.Linear(64, 64, bias=False), Unit(shifts=(30, 30)))
+    q = linear(x)
+    scores = q @ q.mT
+    assert float(scores.dequantize().abs().min()) > 0  # 2^30 too small, all would be zero
+    value = q.dequantize()
+    assert error(scores, value @ value.mT) < 0.1
+
+
+def test__a_frozen_weight__is_corrected_in_the_first_pass():
+    model, x = one_sign()
+    y, _ = passed(model, x)
+    m = scaled(model.requires_grad_(False))
+    out = m(x.clone().requires_grad_())
+    assert error(out, y) < 0.08
+    assert not any(p.site.new for p in m.parameters())
+
+
+def test__another_recipe__begins_anew():
+    m, _ = trained()
+    sct.scale_model(m, Unit())
+    assert all(p.recipe == Unit() and p.site.new for p in m.parameters())
+
+
+# --- calibrate -----------------------------------------------------------------------------------
+
+
+def test__calibrate__leaves_everything_else_as_it_was():
+    torch.manual_seed(0)
+    stack, _ = one_sign(2, 32)
+    model = nn.Sequential(nn.BatchNorm1d(32), nn.Dropout(0.5), stack).train()
+    m = scaled(model)
+    x = torch.randn(64, 32) * 100
+    m(x).sum().backward()
+    grads = [p.grad for p in m.parameters()]
+    values = {k: v.clone() for k, v in m.state_dict().items()}
+    seed = torch.get_rng_state()
+    for options in ({}, {"loss": lambda m, x: m(x).square().mean()}):
+        sct.calibrate(m, [x], **options)
+        assert all(module.training for module in m.modules())
+        assert all(p.grad is g for p, g in zip(m.parameters(), grads, strict=True))
+        assert torch.equal(seed, torch.get_rng_state())
+        for name, value in m.state_dict().items():
+            same = value.qdata if isinstance(value, sct.ScaledTensor) else value
+            was = values[name].qdata if isinstance(value, sct.ScaledTensor) else values[name]
+            assert torch.equal(same, was), name
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x, factor=1.0):
+        return self.linear(x) * factor
+
+
+@pytest.mark.parametrize("batch", [{"x": torch.ones(2, 8), "factor": 2.0}, (torch.ones(2, 8), 2.0)])
+def test__calibrate__takes_batches_as_models_take_them(batch):
+    m = sct.scale_model(Two())
+    assert sct.calibrate(m, [batch]) == {}
+    seen = []
+    sct.calibrate(m, [batch], call=lambda m, b: seen.append(b) or m(torch.ones(2, 8)))
+    assert seen == [batch]
+
+
+def test__calibrate__says_what_it_cannot_do():
+    x = torch.randn(4, 8)
+    with pytest.raises(ModelError, match="no weight of this model has the recipe Unit"):
+        sct.calibrate(nn.Linear(8, 8), [x])
+    with pytest.raises(ModelError, match="no weight of this model has the recipe Unit"):
+        sct.calibrate(sct.scale_model(nn.Linear(8, 8), "current"), [x])
+    m = sct.scale_model(nn.Linear(8, 8), Unit(shifts=(3, 0)))
+    with pytest.raises(ModelError, match="no batch"):
+        sct.calibrate(m, [])
+    with pytest.raises(ModelError, match="took part in a product"):
+        sct.calibrate(m, [x], call=lambda m, b: None)
+    with pytest.raises(UnsupportedError, match="compile it afterwards"):
+        sct.calibrate(torch.compile(m), [x])
+    with pytest.raises(UnsupportedError, match="`call` or `loss`"):
+        sct.calibrate(m, [x], call=print, loss=print)
+
+    def fails(model, batch):
+        model(batch)
+        raise KeyError("of the caller")
+
+    with pytest.raises(KeyError, match="of the caller"):
+        sct.calibrate(m, [x], call=fails)
+    assert m.weight.recipe == Unit(shifts=(3, 0))
+
+
+# --- the recipe ----------------------------------------------------------------------------------
+
+
+def test__shifts__are_part_of_the_recipe():
+    recipe = Unit(shifts=(3, -2))
+    assert Recipe.from_json(recipe.to_json()) == recipe
+    first, weight, gradient = recipe.gemms.once
+    assert (first.scale.shift, weight.scale.shift, gradient.scale.shift) == (3, 0, -2)
+    assert recipe.uncorrected == Unit()
+    assert Recipe.from_json('{"recipe": "unit"}') == get("unit")
+    kept = sct.scale_model(nn.Linear(8, 8), recipe)
+    y = kept(torch.randn(4, 8))
+    assert y.isfinite().all()
+
+
+@pytest.mark.parametrize("shifts", [3, (1,), (1.0, 0), (True, 0), (0, 101), "ab", None])
+def test__shifts_that_are_none__are_refused(shifts):
+    with pytest.raises(RecipeError, match="two whole numbers"):
+        Unit(shifts=shifts)
+
+
+def test__products_cast_one_by_one__take_the_shifts():
+    model, x = one_sign(1)
+    plain, shifted = (
+        scaled(model, Unit(shifts=shifts, keep=("wgrad",), guard=False))(x)
+        for shifts in ((0, 0), (3, 3))
+    )
+    assert error(shifted, plain.dequantize()) < 0.01
