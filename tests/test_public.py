@@ -16,6 +16,7 @@ PUBLIC = {
         "PerTensor",
         "ScaledTensor",
         "__version__",
+        "calibrate",
         "checkpoint",
         "distributed",
         "drop",
@@ -298,6 +299,7 @@ PUBLIC = {
         "unit_scale",
     ],
     "scaledtensor.coded": ["CodedTensor"],
+    "scaledtensor.guard": ["calibrate"],
     "scaledtensor.model": ["scale_model", "unscale_model"],
     "scaledtensor.ops": [
         "RULES",
@@ -402,6 +404,7 @@ PUBLIC = {
         "quantize",
         "quantize_under",
         "rescale",
+        "shifted",
         "to_format",
     ],
     "scaledtensor.wrap": ["scaled"],

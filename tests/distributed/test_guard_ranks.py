@@ -1,0 +1,54 @@
+"""Sites of weights that are spread over ranks: each rank looks, and all take one shift."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import scaledtensor as sct
+from scaledtensor.recipes import Unit
+from scaledtensor.shards import part_of
+
+
+def trained(guard):
+    """The shifts after each step, and the error of the output at the end."""
+    torch.manual_seed(0)
+    layers = []
+    for _ in range(6):
+        layers += [nn.Linear(64, 64, bias=False), nn.ReLU()]
+        layers[-2].weight.data.abs_()
+    plain = nn.Sequential(*layers)
+    inputs = torch.randn(2, 64, 64)
+    with torch.no_grad():
+        want = [plain(x) for x in inputs]
+    model = sct.scale_model(plain, Unit(guard=guard))
+    for layer in model[::2]:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-20)
+    shifts = []
+    x, y = inputs[dist.get_rank()], want[dist.get_rank()]
+    # One rank's data are larger, and saturate earlier.
+    factor = 1.0 + 15.0 * dist.get_rank()
+    for _ in range(11):
+        optimizer.zero_grad()
+        held = sct.scaled(x, "fp32", recipe=Unit())
+        out = model(held * (factor - 1) + held)
+        out.dequantize().square().mean().backward()
+        optimizer.step()
+        shifts.append([part_of(p).recipe.shifts for p in model.parameters()])
+    found = out.detach().dequantize() / factor
+    return shifts, float((found - y).norm() / y.norm())
+
+
+def test__sharded_weights__are_corrected_at_the_first_look__alike_on_all_ranks(world):
+    (shifts, error), (others, other) = world(2, trained, True)
+    assert shifts == others
+    assert not any(any(pair) for pair in shifts[8])
+    assert any(inputs > 0 for inputs, _ in shifts[9])
+    assert error < 0.1
+    assert other < 0.1
+
+
+def test__without_the_guard__they_saturate(world):
+    assert min(error for _, error in world(2, trained, False)) > 0.2
