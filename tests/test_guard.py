@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import scaledtensor as sct
+from scaledtensor import formats
 from scaledtensor.errors import ModelError, RecipeError, SaturationWarning, UnsupportedError
 from scaledtensor.ops import sites
 from scaledtensor.recipes import Current, Recipe, Unit, get
@@ -364,6 +365,25 @@ def test__shifts__are_part_of_the_recipe():
     kept = sct.scale_model(nn.Linear(8, 8), recipe)
     y = kept(torch.randn(4, 8))
     assert y.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("fmt", "largest", "rms", "shift"),
+    [
+        *(("e4m3fn", 448, 1, 0), ("e4m3fn", 449, 1, 1), ("e4m3fn", 896, 1, 1)),
+        *(("e4m3fn", 1e5, 400, 9), ("e4m3fn", 4, 2.0**-5, 0), ("e4m3fn", 4, 2.0**-6, -6)),
+        ("e4m3fn", 448 * 2.0**9, 1, 5),  # beyond this most elements would be subnormal
+        *(("e5m2", 57344, 1, 0), ("e5m2", 57345, 1, 1), ("e5m2", 1, 2.0**-14, -14)),
+        *(("e2m1fn", 5, 1, 0), ("e2m1fn", 40, 1, 0), ("e2m1fn", 40, 8, 3), ("e2m1fn", 1, 0.2, -2)),
+    ],
+)
+def test__a_shift__is_the_least_under_which_elements_fit(fmt, largest, rms, shift):
+    found = sites.fitted(float(largest), 1000.0 * rms**2, 1000, formats.get(fmt), 0)
+    assert found == shift
+    # It stays where it is found again, and follows a factor.
+    assert sites.fitted(float(largest), 1000.0 * rms**2, 1000, formats.get(fmt), found) == found
+    moved = sites.fitted(largest * 2.0**7, 1000.0 * rms**2 * 2.0**14, 1000, formats.get(fmt), 7)
+    assert moved == found + 7
 
 
 @pytest.mark.parametrize("shifts", [3, (1,), (1.0, 0), (True, 0), (0, 101), "ab", None])

@@ -456,6 +456,7 @@ MEMBERS = [
     "rms",
     "scale",
     "share_memory_",
+    "site",
     "storage",
     "to_format",
     "tolist",

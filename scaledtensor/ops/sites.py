@@ -10,8 +10,11 @@ measures each operand just before the cast, and sets the shift of a role that do
     r     their RMS
     F     the largest value of the format, and f its smallest normal one
 
-    it fits      where a / 2^shift <= F and r / 2^shift >= 2 f
-    otherwise    shift = max(round(log2(r)), ceil(log2(a / F)))
+    found = max(round(log2(r)), min(ceil(log2(a / F)), floor(log2(r / 2f))))
+
+so that nothing saturates, unless most elements would have to be subnormal for it (as in 4 bits).
+The present shift stays where a / 2^shift <= F, or it is no smaller than `found`; and where
+r / 2^shift >= min(2f, 1/4).
 
 The elements are relative to the scale that the rules propagate, so a loss times a power of two
 changes no shift. The shift becomes part of the weight's recipe: files keep it, `print(model)` shows
@@ -106,7 +109,9 @@ def looks(weight: Any) -> bool:
     recipe = weight.recipe
     if not isinstance(recipe, Unit) or recipe.gemms.once is None or not _is_real(weight):
         return False
-    return bool(_calibrating or (recipe.guard and (site.looks or site.new)))
+    if _calibrating:
+        return True
+    return bool(recipe.guard and (site.new or (site.looks and torch.is_grad_enabled())))
 
 
 def look(weight: Any, role: int, x: Any) -> None:
@@ -119,7 +124,8 @@ def look(weight: Any, role: int, x: Any) -> None:
     q, shift = elements(x).detach(), weight.recipe.shifts[role]
     size = q.abs().nan_to_num(0.0, 0.0, 0.0)
     largest, squares = float(size.max()), float(measured_rms(q)) ** 2 * q.numel()
-    _tell(site, weight, role, size, fmt, shift)
+    if fmt.bits == 8:
+        _tell(site, weight, role, size, fmt, shift)
     if not (_calibrating or torch.is_grad_enabled() or _torch.is_within_backward()):
         site.new = False  # what is not trained is looked at once, and left as it is
         return
@@ -139,12 +145,13 @@ def fitted(largest: float, squares: float, count: int, fmt: Format, shift: int) 
     """The shift under which elements fit into `fmt`: the present one wherever they do."""
     if not largest:
         return shift
-    rms = math.sqrt(squares / count)
-    if math.ldexp(largest, -shift) <= fmt.max and math.ldexp(rms, -shift) >= 2 * fmt.min_normal:
-        return shift
+    rms, least = math.sqrt(squares / count), 2 * fmt.min_normal
     significand, exponent = math.frexp(largest / fmt.max)
     fits = exponent - (significand == 0.5)
-    return min(max(round(math.log2(rms)), fits, EXPONENTS[0]), EXPONENTS[-1])
+    found = max(round(math.log2(rms)), min(fits, math.floor(math.log2(rms / least))))
+    saturates = math.ldexp(largest, -shift) > fmt.max and shift < found
+    vanishes = math.ldexp(rms, -shift) < min(least, 0.25)
+    return min(max(found, EXPONENTS[0]), EXPONENTS[-1]) if saturates or vanishes else shift
 
 
 def _tell(site: Site, weight: Any, role: int, size: Tensor, fmt: Format, shift: int) -> None:
