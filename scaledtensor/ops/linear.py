@@ -72,7 +72,8 @@ class _Linear(torch.autograd.Function):
         ctx.formats, ctx.gradient = (x.format, weight.format), casts[2]
         made = [_cast(x, casts[0]), _cast(weight, casts[1])]
         x, weight = (t if m is None else m for t, m in zip((x, weight), made, strict=True))
-        ctx.save_for_backward(x, weight)
+        of_x, of_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
         return _product(_rows(x), _transposed(weight), (*x.shape[:-1], weight.shape[0])), *made
 
     @staticmethod
@@ -81,11 +82,11 @@ class _Linear(torch.autograd.Function):
         if grad is not None:
             x, weight = ctx.saved_tensors
             if not isinstance(grad, ScaledTensor):
-                grad = verbs.promote(grad, x.detach())
+                grad = verbs.promote(grad, (weight if x is None else x).detach())
             with _torch.disable_torch_function():
                 differentiable = torch.is_grad_enabled() or not is_alone() or not calculates(grad)
                 products = _by_operators if differentiable else _by_elements
-                made = products(grad, x, weight, ctx.gradient, ctx.needs_input_grad[:2])
+                made = products(grad, x, weight, ctx.gradient)
             found = [b if a is None else a + b for a, b in zip(found, made, strict=True)]
         with _torch.disable_torch_function():
             dx, dw = map(_in_format, found, ctx.formats)
@@ -122,21 +123,28 @@ def _in_format(grad: Any, source: Format) -> Any:
     return grad
 
 
-def _by_elements(grad: Any, x: Any, weight: Any, cast: Cast, wanted: Any) -> tuple[Any, Any]:
-    """Those of input and weight, calculated on elements."""
+def _by_elements(grad: Any, x: Any, weight: Any, cast: Cast) -> tuple[Any, Any]:
+    """The gradients of input and weight, calculated on elements. None for what is a constant, for
+    whose sake nothing was kept of the other."""
     dy = _rows(_cast_gradient(grad, cast))
     dy.decoded = elements(dy)
-    dx = _product(dy, weight, x.shape) if wanted[0] else None
-    dw = _product(_transposed(dy), _rows(x), weight.shape) if wanted[1] else None
+    dx = dw = None
+    if weight is not None:
+        dx = _product(dy, weight, (*grad.shape[:-1], weight.shape[1]))
+    if x is not None:
+        dw = _product(_transposed(dy), _rows(x), (dy.shape[1], x.shape[-1]))
     return dx, dw
 
 
-def _by_operators(grad: Any, x: Any, weight: Any, cast: Cast, wanted: Any) -> tuple[Any, Any]:
+def _by_operators(grad: Any, x: Any, weight: Any, cast: Cast) -> tuple[Any, Any]:
     """The same by operators of torch, which are differentiable."""
     dy = _cast_gradient(grad, cast)
     rows = dy.reshape(-1, dy.shape[-1])
-    dx = (rows @ weight).view(x.shape) if wanted[0] else None
-    dw = rows.t() @ x.reshape(-1, x.shape[-1]) if wanted[1] else None
+    dx = dw = None
+    if weight is not None:
+        dx = (rows @ weight).view(*dy.shape[:-1], weight.shape[1])
+    if x is not None:
+        dw = rows.t() @ x.reshape(-1, x.shape[-1])
     return dx, dw
 
 

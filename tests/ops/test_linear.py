@@ -75,10 +75,13 @@ def test__what_is_cast_already__stays():
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
-def test__a_frozen_operand__gets_no_gradient(frozen):
-    pair = operands(RECIPES["Unit"], (5, 16), (8, 16))
+def test__beside_a_frozen_operand__one_gradient_is_made_and_one_operand_kept(frozen):
+    pair, kept = operands(RECIPES["Unit"], (5, 16), (8, 16)), []
     pair[frozen].requires_grad_(False)
-    F.linear(*pair).sum().backward()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = F.linear(*pair)
+    assert [t.shape for t in kept] == [pair[frozen].shape]
+    y.sum().backward()
     assert pair[frozen].grad is None
     assert pair[1 - frozen].grad is not None
 
