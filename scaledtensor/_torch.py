@@ -45,6 +45,7 @@ __all__ = [
     "is_composite",
     "is_tracing",
     "is_transforming",
+    "is_watched",
     "is_within_backward",
     "is_within_step",
     "local_part",
@@ -345,6 +346,16 @@ def error_on_graph_break() -> Any:
     from torch._dynamo import error_on_graph_break as of
 
     return of(True)
+
+
+def is_watched() -> bool:
+    """Whether a mode, of functions or of operators, sees what this thread runs, or autocast changes
+    it. torch has no public way to ask for modes."""
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._is_any_autocast_enabled()
+    )
 
 
 def is_within_backward() -> bool:

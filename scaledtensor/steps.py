@@ -170,12 +170,16 @@ def adopt_states(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
     for p in parameters:
         state = optimizer.state.get(p) or {}
         for name, x in list(state.items()):
-            if _is_of_elements(x, p) and (type(x) is ScaledTensor) != isinstance(p, ScaledTensor):
+            other = (type(x) is ScaledTensor) != isinstance(p, ScaledTensor)
+            if other and _is_of_elements(x, p):
                 state[name] = torch.zeros_like(p, dtype=x.dtype).copy_(x)
 
 
 def _is_of_elements(x: Any, p: Tensor) -> bool:
-    return type(x) in (Tensor, ScaledTensor) and x.is_floating_point() and x.shape == p.shape != ()
+    # A step's number is told by its dimensions alone, which takes less than the shape of `p`.
+    if type(x) not in (Tensor, ScaledTensor) or x.dim() == 0:
+        return False
+    return bool(x.is_floating_point() and x.shape == p.shape)
 
 
 def _do(actions: tuple[tuple[str, str], ...], found: Held) -> None:

@@ -276,7 +276,9 @@ class ScaledTensor(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        return cls._engine.dispatch(func, args, kwargs or {})
+        # Rules read shapes and dtypes of tensors, each of which would ask `__torch_function__`.
+        with _torch.disable_torch_function():
+            return cls._engine.dispatch(func, args, kwargs or {})
 
     # --- Python protocols --------------------------------------------------------------------
 

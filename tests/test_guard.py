@@ -70,7 +70,9 @@ def passed(model, x):
 
 
 @pytest.mark.parametrize(
-    "case", [one_sign, lambda: blurs(5, 6), lambda: blurs(3, 8), averages], ids=str
+    "case",
+    [one_sign, lambda: blurs(5, 6), lambda: blurs(3, 8), averages],
+    ids=["one_sign", "blurs 5", "blurs 3", "averages"],
 )
 def test__correlated_terms__are_as_near_as_under_amax_scales__in_the_first_step(case):
     model, x = case()
@@ -81,7 +83,7 @@ def test__correlated_terms__are_as_near_as_under_amax_scales__in_the_first_step(
         assert (error(grad, g) < 0.15) is near, recipe
 
 
-@pytest.mark.parametrize("case", [one_sign, lambda: blurs(3, 8)], ids=str)
+@pytest.mark.parametrize("case", [one_sign, lambda: blurs(3, 8)], ids=["one_sign", "blurs"])
 def test__a_calibrated_model__is_as_near_in_inference_and_compiled(case):
     model, x = case()
     m = scaled(model)

@@ -134,6 +134,11 @@ class Format:
         if self.bits > 16 and self.storage_dtype is not torch.float32:
             raise FormatError(f"{self.name}: codes are at most 16 bits, got {self.bits}")
 
+    def __hash__(self) -> int:
+        # Of the name alone: caches on the path of every cast ask for it, and two formats of one
+        # name are rarely in one process.
+        return hash(self.name)
+
     def __repr__(self) -> str:
         return self.name.upper()
 

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from scaledtensor import _torch
 from scaledtensor.formats import bits
-from scaledtensor.formats.bits import Mode
+from scaledtensor.formats.bits import Mode, Rounding
 from scaledtensor.formats.format import Format, Specials
 
 __all__ = ["WORTH_IT", "decode", "encode", "fake_quantize", "left_out", "status"]
@@ -70,6 +70,10 @@ class _Facts(ctypes.Structure):
     )
 
 
+_Known = tuple[Any, float, float]
+"""A reference to `_Facts`, and the two powers of two of stochastic rounding."""
+
+
 # --- the casts -------------------------------------------------------------------------------
 
 
@@ -96,12 +100,20 @@ def decode(codes: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor | None:
 
 def serves(fmt: Format, mode: Mode) -> bool:
     """Whether the source has the arithmetic of `bits.py` for this."""
+    answer = _serves if torch.compiler.is_compiling() else _known_to_serve
+    return answer(fmt, mode.rounding)
+
+
+def _serves(fmt: Format, rounding: Rounding) -> bool:
     if not _is_narrow(fmt):
         return False
-    if mode.rounding == "nearest_even":
+    if rounding == "nearest_even":
         return bits.rounds_in_float32(fmt) and (not fmt.signed or bits.has_normals(fmt))
     # With the exponents of float32 itself, subnormals are a case of their own.
-    return mode.rounding == "stochastic" and (not fmt.signed or fmt.bias < 127)
+    return rounding == "stochastic" and (not fmt.signed or fmt.bias < 127)
+
+
+_known_to_serve = cache(_serves)
 
 
 def _is_narrow(fmt: Format) -> bool:
@@ -155,7 +167,7 @@ def _called(
     x: Tensor,
     key: Tensor | None,
     cast: int,
-    facts: tuple[_Facts, float, float],
+    facts: _Known,
     dtype: torch.dtype,
     wide: torch.dtype,
 ) -> Tensor | None:
@@ -168,9 +180,10 @@ def _called(
         return None if made is None else out.copy_(made)
     words = None if key is None else (ctypes.c_int32 * 2)(*key.tolist())
     record, first, second = facts
+    half, count = wide is torch.bfloat16, x.numel()
+    threads = torch.get_num_threads()
     _library()(
-        *(cast, wide is torch.bfloat16, ctypes.byref(record), words, first, second),
-        *(x.data_ptr(), out.data_ptr(), x.numel(), torch.get_num_threads()),
+        cast, half, record, words, first, second, x.data_ptr(), out.data_ptr(), count, threads
     )
     return out
 
@@ -196,15 +209,14 @@ def _facts(fmt: Format, overflow: Any, kept: int, random: bool) -> tuple[list[in
 
 
 @cache
-def _known_facts(
-    fmt: Format, overflow: Any, kept: int, random: bool
-) -> tuple[_Facts, float, float]:
+def _known_facts(fmt: Format, overflow: Any, kept: int, random: bool) -> _Known:
     return _recorded(*_facts(fmt, overflow, kept, random))
 
 
-def _recorded(integers: Sequence[int], floats: Sequence[float]) -> tuple[_Facts, float, float]:
+def _recorded(integers: Sequence[int], floats: Sequence[float]) -> _Known:
     *numbers, first, second = floats
-    return _Facts(*integers, *numbers), first, second
+    # As what the library is given, which is made once: it keeps the record itself.
+    return ctypes.byref(_Facts(*integers, *numbers)), first, second
 
 
 _LIBRARY = torch.library.Library("scaledtensor", "FRAGMENT")  # type: ignore[no-untyped-call]

@@ -69,11 +69,22 @@ def _sum(x: Any, y: Any, alpha: float) -> Raw:
     scale, ratio_a, ratio_b = settle(rms, a.scale, b.scale)
     if isinstance(ratio_b, Single) and not is_table(y) and ratio_b * abs(alpha) < HUGE:
         # In one pass: a product with a power of two rounds nothing.
-        q = torch.add(under(a, x, ratio_a), b.q, alpha=float(ratio_b) * alpha)
+        q = _added(under(a, x, ratio_a), b.q, float(ratio_b) * alpha)
     else:
         q = torch.add(under(a, x, ratio_a), under(b, y, ratio_b), alpha=alpha)
     positive = a.nonnegative and b.nonnegative and alpha > 0
     return Raw(q, scale, rms, settled=True, nonnegative=positive)
+
+
+def _added(a: Tensor, b: Tensor, alpha: float) -> Tensor:
+    """`torch.add`. Halves beside float32, as activations beside a bias, are converted first: the
+    kernel for two dtypes takes twice the time."""
+    if a.dtype == b.dtype:
+        return torch.add(a, b, alpha=alpha)
+    wide = a.float()
+    if wide is not a and a.shape[a.dim() - b.dim() :] == b.shape:
+        return wide.add_(b, alpha=alpha)
+    return torch.add(wide, b.float(), alpha=alpha)
 
 
 def term(x: Any, like: ScaledTensor) -> Side:

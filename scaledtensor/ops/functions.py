@@ -22,6 +22,7 @@ from scaledtensor import _torch, verbs
 from scaledtensor.errors import RecipeWarning, UnsupportedError
 from scaledtensor.formats import from_dtype
 from scaledtensor.ops import by_gemm, sites
+from scaledtensor.ops import linear as as_one
 from scaledtensor.ops.algebra import check_dtypes, first_scaled
 from scaledtensor.recipes import Recipe
 from scaledtensor.recipes.casts import Cast
@@ -114,16 +115,18 @@ def _promoted(operands: Sequence[Any]) -> Sequence[Any]:
 
 def _cast(x: ScaledTensor, cast: Cast) -> Any:
     if x.format == cast.format:
-        return _wide_gradient(x) if is_parameter(x) and x.requires_grad else x
+        return _wide_gradient(x)
     if isinstance(cast.scale, Carried):
         return verbs.to_format(verbs.shifted(x, cast.scale.shift), cast.format.name)
     return verbs.quantize(x, cast.spec)
 
 
-def _wide_gradient(weight: ScaledTensor) -> Any:
-    """A weight that came as codes (`fully_shard` gathers them): its gradient is that of the master,
-    which a cast would have seen to."""
-    return verbs.gradient_to_format(weight, from_dtype(weight.dtype).name, "nearest_even")
+def _wide_gradient(x: ScaledTensor) -> Any:
+    """What came as codes. Of a weight (`fully_shard` gathers them) the gradient is that of the
+    master, which a cast would have seen to."""
+    if not (is_parameter(x) and x.requires_grad):
+        return x
+    return verbs.gradient_to_format(x, from_dtype(x.dtype).name, "nearest_even")
 
 
 def _gradient_cast(y: Any, cast: Cast) -> Any:
@@ -161,8 +164,12 @@ def _product(
     if looks:
         once = sites.look_at_inputs(parameter, scaled)
     first, weight, gradient = once
-    cast = [_cast(x, weight if i == 1 else first) for i, x in enumerate(scaled)]
-    y = _gradient_cast(function(*cast, **kwargs), gradient)
+    if function is torch.nn.functional.linear and as_one.serves(*scaled):
+        x, w = scaled
+        y = as_one.linear(x, _wide_gradient(w) if w.format == weight.format else w, once)
+    else:
+        cast = [_cast(x, weight if i == 1 else first) for i, x in enumerate(scaled)]
+        y = _gradient_cast(function(*cast, **kwargs), gradient)
     return sites.look_back(parameter, y) if looks else y
 
 

@@ -10,6 +10,7 @@ machine multiplies faster (`products`). Both are exact: every E4M3 and E5M2 valu
 a float32 value, and products accumulate in float32.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,13 +19,20 @@ from torch import Tensor
 
 from scaledtensor import _torch
 from scaledtensor.ops import hardware, sparse
-from scaledtensor.ops.algebra import check_dtypes, first_scaled, measured, operand, quadrature, side
+from scaledtensor.ops.algebra import (
+    check_dtypes,
+    first_scaled,
+    measured,
+    operand,
+    quadrature,
+    side,
+)
 from scaledtensor.ops.arithmetic import plus_product
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.products import multiplied
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.scale import is_one, settle, settle_product
-from scaledtensor.singles import multiplier, rms_of, scale_of, tensor_of
+from scaledtensor.singles import ONE, Single, multiplier, rms_of, scale_of, tensor_of
 from scaledtensor.sparse import is_sparse
 from scaledtensor.tensor import ScaledTensor
 
@@ -212,12 +220,35 @@ def _product(matmul: Any, a: Any, b: Any) -> Raw:
         return Raw(q, scale, rms, settled=True)
     like = first_scaled(a, b)
     x, y = side(a, like), side(b, like)
-    q = matmul(*multiplied(x.q, y.q))
     scale, ratio, rms = settle_product(k, (x.scale, x.rms), (y.scale, y.rms))
+    if _goes_first(ratio, a, b):
+        y.q.mul_(multiplier(ratio))
+        ratio = ONE
+    q = matmul(*multiplied(x.q, y.q))
     # In place where it is a tensor of its own; export loses track of a traced one.
     if not is_one(ratio):
         q = q * ratio if _torch.is_tracing(q) else q.mul_(multiplier(ratio))
     return Raw(q, scale, rms, settled=True)
+
+
+#: Products of 8-bit elements, and their sums, are numbers of float32 and of bfloat16 times whatever
+#: power of two lies between this and its inverse: so the same bits come out wherever it is applied.
+_TINY = 2.0**-60
+
+
+def _goes_first(ratio: Any, a: Any, b: Any) -> bool:
+    """Whether to multiply `b` by a ratio in place of the product, which takes fewer elements where
+    `b` is a weight: where `elements` has just decoded what nobody else holds."""
+    return (
+        isinstance(ratio, Single)
+        and _TINY < ratio < 1 / _TINY
+        and math.frexp(ratio)[0] == 0.5
+        and isinstance(b, ScaledTensor)
+        and b.qdata.itemsize == 1
+        and b.decoded is None
+        and a.dim() > 1 < b.dim()
+        and b.shape[-2] < a.shape[-2]
+    )
 
 
 def _has_units(a: ScaledTensor, b: ScaledTensor, obstacle: Any) -> bool:

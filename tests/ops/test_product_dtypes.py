@@ -16,7 +16,7 @@ import scaledtensor as sct
 from scaledtensor import _torch
 from scaledtensor.__main__ import main
 from scaledtensor.errors import HardwareError
-from scaledtensor.ops import products
+from scaledtensor.ops import matmul, products
 from scaledtensor.ops.algebra import elements
 from scaledtensor.recipes.casts import GEMMS
 
@@ -189,13 +189,18 @@ class Multiplied(_torch.DispatchMode):
 @pytest.fixture
 def multiplied(monkeypatch):
     """Dtypes of products that ran below a ScaledTensor, where a mode around the model sees none."""
-    engine, dtypes = sct.ScaledTensor._engine, set()
+    engine, product, dtypes = sct.ScaledTensor._engine, matmul._product, set()
 
-    def dispatch(*call):
-        with Multiplied(dtypes):
-            return engine.dispatch(*call)
+    def seen(function):
+        def call(*args):
+            with Multiplied(dtypes):
+                return function(*args)
 
+        return call
+
+    dispatch = seen(engine.dispatch)
     monkeypatch.setattr(sct.ScaledTensor, "_engine", engine._replace(dispatch=dispatch))
+    monkeypatch.setattr(matmul, "_product", seen(product))  # a linear layer calls it itself
     return dtypes
 
 
