@@ -32,8 +32,8 @@ settings.load_profile("scaledtensor")
 sys.setrecursionlimit(20_000)
 
 
-# A compilation makes a million objects that live until its end: to look through them again and again
-# for garbage takes an eighth of its time.
+# A compilation makes a million objects that live until its end: to look through them again and
+# again for garbage takes an eighth of its time.
 gc.set_threshold(100_000, 20, 100)
 
 
