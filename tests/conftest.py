@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import logging
 import os
 import sys
 
@@ -31,6 +32,12 @@ settings.load_profile("scaledtensor")
 # all of them in turn for a database where there is none.
 sys.setrecursionlimit(20_000)
 
+
+# pytest listens to every logger that does not propagate, and where anybody listens to its trace,
+# torch writes every graph of a compilation out for it.
+trace = logging.getLogger("torch.__trace")
+trace.propagate = True
+trace.handlers.clear()
 
 # A compilation makes a million objects that live until its end: to look through them again and
 # again for garbage takes an eighth of its time.
