@@ -1,6 +1,8 @@
 """For every test: no operator runs without a rule, and the examples are the same each run."""
 
 import gc
+import importlib
+import logging
 import os
 import sys
 
@@ -31,6 +33,17 @@ settings.load_profile("scaledtensor")
 sys.setrecursionlimit(20_000)
 
 
+# pytest listens to every logger that does not propagate, and where anybody listens to its trace,
+# torch writes every graph of a compilation out for it.
+trace = logging.getLogger("torch.__trace")
+trace.propagate = True
+trace.handlers.clear()
+
+# A compilation makes a million objects that live until its end: to look through them again and
+# again for garbage takes an eighth of its time.
+gc.set_threshold(100_000, 20, 100)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
     """Nothing that collecting makes is garbage, and looking for some takes a fifth of its time."""
@@ -43,20 +56,37 @@ def pytest_collection():
 
 
 def pytest_runtest_setup():
+    """Dynamo measures how long its guards take, for a line of its log: 50 ms for each graph."""
+    guards = sys.modules.get("torch._dynamo.guards")
+    if hasattr(guards, "profile_guard_manager"):
+        guards.profile_guard_manager = lambda *measured: 0.0
+
+
+def _fill_once() -> None:
     """Inductor's one table of dtypes is filled when its rules are more than they were, and not at
     every operator of every kernel, which takes a third of its time."""
-    inductor = sys.modules.get("torch._inductor.dtype_propagation")
-    table = getattr(inductor, "DtypePropagationOpsHandler", None)
-    if getattr(table, "_instance", None) is None or hasattr(table, "_fill"):
-        return
-    rules = sys.modules["torch._inductor.utils"].op_dtype_propagation_rules
+    table = importlib.import_module("torch._inductor.dtype_propagation").DtypePropagationOpsHandler
+    rules = importlib.import_module("torch._inductor.utils").op_dtype_propagation_rules
+    fill = table.__init__
 
-    def fill(self):
+    def fill_again(self):
         if vars(self).get("_rules") != len(rules):
             self._rules = len(rules)
-            self._fill()
+            fill(self)
 
-    table._fill, table.__init__ = table.__init__, fill
+    table.__init__ = fill_again
+
+
+def _inductor(self, *args, _compile=torch._TorchCompileInductorWrapper.__call__, **kwargs):
+    """As it was, with its table as above from the first graph on."""
+    if not _filled:
+        _filled.append(True)
+        _fill_once()
+    return _compile(self, *args, **kwargs)
+
+
+_filled: list[bool] = []
+torch._TorchCompileInductorWrapper.__call__ = _inductor
 
 
 @pytest.fixture(autouse=True, scope="session")

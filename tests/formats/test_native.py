@@ -1,5 +1,6 @@
 """The C++ source of eager casts gives the bits of the Python that it repeats."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -164,6 +165,7 @@ print(native.status()); print(codes.int().sum().item())
 """
 
 
+@functools.cache
 def run(**environment: str) -> list[str]:
     done = subprocess.run(
         [sys.executable, "-c", CODE],

@@ -151,12 +151,16 @@ del sct.ops.RULES[sinh]
 
 @sct.ops.rule(sinh)
 def rule(x):
-    """Not a real rule: what it returns tells which version ran."""
-    return sct.ops.Raw(x.qdata * {factor}, x.scale, x.rms, settled=True)
+    """Not a real rule: what it returns tells which version ran. Products alone, which Inductor
+    calls: it has no kernel to build here."""
+    y = x.qdata
+    for _ in range({products}):
+        y = y @ x.qdata
+    return sct.ops.Raw(y, x.scale, x.rms, settled=True)
 
-x = sct.scaled(torch.ones(4))
-y = torch.compile(lambda x: torch.sinh(x) + 0, fullgraph=True)(x)
-print(y.dequantize()[0].item(), counters["aot_autograd"]["autograd_cache_hit"])
+x = sct.scaled(torch.ones(4, 4))
+y = torch.compile(torch.sinh, fullgraph=True)(x)
+print(y.dequantize()[0, 0].item(), counters["aot_autograd"]["autograd_cache_hit"])
 '''
 
 
@@ -174,9 +178,9 @@ for path in sys.argv[1:]:
 def test__a_changed_rule_is_not_served_from_the_cache(tmp_path: Path) -> None:
     """Processes that share a cache directory: the same rule hits, a changed one misses."""
     scripts = []
-    for name, factor in (("first", 3), ("changed", 5)):
+    for name, products in (("first", 1), ("changed", 2)):
         scripts.append(tmp_path / f"{name}.py")
-        scripts[-1].write_text(PROGRAM.format(factor=factor))
+        scripts[-1].write_text(PROGRAM.format(products=products))
     env = os.environ | {
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
         "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
@@ -187,7 +191,7 @@ def test__a_changed_rule_is_not_served_from_the_cache(tmp_path: Path) -> None:
         subprocess.run(made, env=env, capture_output=True, text=True, check=True).stdout.split()
         for process in ("first", "again")
     ]
-    assert printed == [["3.0", "0", "5.0", "0"], ["3.0", "1", "5.0", "1"]]
+    assert printed == [["4.0", "0", "16.0", "0"], ["4.0", "1", "16.0", "1"]]
 
 
 STATISTICS = {

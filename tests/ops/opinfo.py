@@ -117,9 +117,10 @@ def _plain(x: Any) -> Any:
 def forward(sample: Sample) -> None:
     """The same result, in inference mode too."""
     with torch.no_grad():
-        assert_same(sample.run(sample.scaled), sample.run(sample.plain))
+        want = sample.run(sample.plain)
+        assert_same(sample.run(sample.scaled), want)
     with torch.inference_mode():
-        assert_same(sample.run(sample.scaled), sample.run(sample.plain))
+        assert_same(sample.run(sample.scaled), want)
 
 
 def backward(sample: Sample, run: Callable[[Any], Any] | None = None) -> None:

@@ -15,7 +15,8 @@ import scaledtensor as sct
 
 DTYPES = [torch.float32, torch.bfloat16]
 seeds = st.integers(0, 2**31)
-shifts = st.integers(-40, 40)
+# Never 0, and first of all the least: few examples are drawn, and the simplest one is among them.
+shifts = st.integers(0, 79).map(lambda k: k - 40 + (k >= 40))
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
@@ -55,7 +56,7 @@ def run(case: Case, plain: list[Tensor], seed: int, shift: int = 0) -> Run:
 
 @every_dtype
 @every_case
-@settings(max_examples=4)
+@settings(max_examples=2)
 @given(seed=seeds)
 def test__value_and_gradients__are_those_of_the_plain_operator(case, dtype, seed):
     got = run(case, draw(case, case.shapes[0], seed, dtype), seed)
@@ -87,7 +88,7 @@ def test__value__is_the_same_without_gradients(case, mode, outside):
 
 
 RANGES = [(c, s) for c in CASES for s in c.shapes]
-ENOUGH = 4096
+ENOUGH = 2048
 
 
 @pytest.mark.parametrize(("case", "shapes"), RANGES, ids=lambda p: getattr(p, "name", str(p)))
@@ -148,7 +149,7 @@ def assert_median(samples: list[Tensor], low: float, high: float, what: str) -> 
 
 @every_dtype
 @every_case
-@settings(max_examples=4)
+@settings(max_examples=2)
 @given(seed=seeds, shift=shifts)
 def test__power_of_two_on_the_gradient__moves_only_scales(case, dtype, seed, shift):
     if not case.differentiable:
@@ -167,7 +168,7 @@ HOMOGENEOUS = [(c, s) for c in CASES for s in c.symmetries]
 @pytest.mark.parametrize(
     ("case", "symmetry"), HOMOGENEOUS, ids=lambda p: getattr(p, "name", str(p))
 )
-@settings(max_examples=4)
+@settings(max_examples=2)
 @given(seed=seeds, shift=shifts)
 def test__power_of_two_on_homogeneous_inputs__moves_only_scales(case, symmetry, dtype, seed, shift):
     shift = int(shift / max(map(abs, symmetry)))

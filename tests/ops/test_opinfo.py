@@ -42,25 +42,13 @@ def drawn(name: str) -> list:
 
 
 @every_op
-def test__value__is_that_of_the_plain_operator(name):
+def test__value_and_gradients__are_those_of_the_plain_operator(name):
+    """All in one test: to draw the samples takes longer than many an operator."""
     for sample in drawn(name):
         forward(sample)
-
-
-@every_op
-def test__gradients__are_those_of_the_plain_operator(name):
-    for sample in drawn(name):
         if OPS[name].supports_autograd:
             backward(sample)
-
-
-@every_op
-def test__a_scaled_gradient__passes_through_the_plain_operator(name):
-    """As behind a layer that a filter left out."""
-    if not OPS[name].supports_autograd:
-        pytest.skip("has no derivative")
-    for sample in drawn(name):
-        backward_of_plain(sample)
+            backward_of_plain(sample)
 
 
 @pytest.mark.parametrize("name", OUT_OF_SCOPE)

@@ -159,8 +159,16 @@ def test__a_loss_times_a_power_of_two__changes_scales_alone(case):
         assert_shifted(a, b, -18)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test__compiled__is_as_eager(case):
+#: Other spellings of the same calls. Of relu's, all three are compiled.
+RESPELLED = {
+    *("silu_module", "tanh_method", "sigmoid_method", "softmax_rows", "softmax_module"),
+    *("mul_function", "mul_method"),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in RESPELLED])
+def test__compiled__is_as_eager(name):
+    case = CASES[name]
     torch.compiler.reset()
     compiled = torch.compile(
         lambda *xs: case.f(*xs).dequantize(), fullgraph=True, backend="aot_eager"

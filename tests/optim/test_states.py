@@ -149,7 +149,6 @@ def test__two_states__take_the_bytes_that_they_should(fmt, most):
 )
 @every_kind
 def test__compiled__is_eager_up_to_ties(scaled, rounding):
-    torch._dynamo.reset()
     trained = []
     for compiled in (False, True):
         model = matrices(scaled)
@@ -172,7 +171,6 @@ def test__compiled__is_eager_up_to_ties(scaled, rounding):
 def test__compiled__parts_have_the_bits_of_the_whole():
     """Wherever a parameter is cut between groups, as ranks do: tails of vectors are rounded as
     vectors are."""
-    torch._dynamo.reset()
     groups = 37
     start = torch.randn(groups * 128, generator=torch.Generator().manual_seed(0))
 
@@ -248,7 +246,6 @@ GROUPS = {
 
 @every_way("fp16", "e4m3fn", "e5m2", "int8")
 def test__hard_groups__step_as_in_float32(fmt, compiled):
-    torch._dynamo.reset()
     gradient = torch.cat(list(GROUPS.values()))
     found = []
     for make, options in (
@@ -274,7 +271,6 @@ def test__hard_groups__step_as_in_float32(fmt, compiled):
 @every_way(*FORMATS)
 def test__what_is_not_finite__shows_in_the_parameter_as_in_float32(fmt, compiled):
     """And nowhere else: the others of its group go on."""
-    torch._dynamo.reset()
     trained = []
     for make, options in (
         (sct.optim.AdamW, {"state_format": fmt, "compiled": compiled}),

@@ -393,13 +393,20 @@ def test__a_loss_of_one_token__has_gradients_of_unit_scale_before_it() -> None:
     assert 0.8 < float(seen[-1].std()) < 1.25
 
 
+#: Attention and residual sums, a write in place, what is used twice: AOTAutograd has these as well.
+DIFFERENTIATED = {"Language", "InPlace", "Layers", "Pair"}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test__compiled__they_are_the_same(name: str) -> None:
+    """Where Dynamo traces the plan, each call of which has a derivative that is compiled elsewhere
+    (tests/functional): AOTAutograd, which takes longer than all else here, has a few of them."""
     torch.compiler.reset()
     model, inputs, _ = built(name)
     parameters = list(model.parameters())
     expected = torch.autograd.grad(model(*inputs), parameters)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    backend = "aot_eager" if name in DIFFERENTIATED else "eager"
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
     got = torch.autograd.grad(compiled(*inputs), parameters)
     torch.testing.assert_close(got, expected)
 
