@@ -95,10 +95,8 @@ class ScaledTensor(Tensor):
     #: Whether `decoded` is for the forward pass alone, since the codes are what is to be saved.
     passing: bool = False
 
-    #: The 8-bit copy that operators keep of this tensor for the backward pass, as long as one does:
-    #: its format, the version it was made of, and weak references to its parts.
+    #: The 8-bit copy that operators keep for the backward pass, and what it was made of.
     copies: tuple[Any, ...] | None = None
-
     #: Whether this is a part whose scale the other ranks with parts of the tensor count on.
     agreed: bool = False
 
