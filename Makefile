@@ -105,10 +105,12 @@ bench: venv
 bench-casts: venv
 	$(BIN)/python -m benchmarks.casts
 
-# 20,000 random programs on ScaledTensors against float64, 200 compiled ones.
+# 20,000 random programs on ScaledTensors against float64, 200 compiled ones; 200 kills of a training,
+# and files that are cut or changed.
 fuzz: venv
 	$(BIN)/python tests/fuzz --programs 20000
 	$(BIN)/python tests/fuzz --programs 200 --compile aot_eager
+	$(BIN)/python tests/fuzz --kills 200 --damages 100
 
 exhaustive: venv
 	$(BIN)/python -m benchmarks.exhaustive

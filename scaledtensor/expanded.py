@@ -46,7 +46,8 @@ class ExpandedTensor(CodedTensor):
 
     Attributes:
         qdata: the codes, contiguous, those under 8 bits packed.
-        scale: the largest magnitude of each group, float32; in 16 bits a power of two.
+        scale: the largest magnitude of each group, float32; in 16 bits a power of two. Negative
+            where a magnitude that stands out is held apart (`formats.spikes`).
         power: the power of each group in sixteenths, uint8.
         tensor_scale: the unit of all of it, 0-dim float32.
         granularity: the number of elements in a group.

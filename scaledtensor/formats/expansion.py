@@ -13,6 +13,9 @@ it usually does, fewer (p > 1).
 The published formula, with c = sqrt(M m) and a scale (M/c)^p / F, is the same: c cancels. It has
 F / 2f = 448^2 / 2, which is as good for E4M3FN and says nothing of other formats.
 
+A magnitude that stands out of its group, as a spike in one gradient does, has no say in M and p. It
+is held apart in the bits of M (`formats.spikes`), and does not cost the others their digits.
+
 A group of one magnitude (M = m) has p = 1, one without finite numbers but zeros M = 1. An infinity
 has no say in M and m and saturates; a NaN has none either and stays one, where the format has NaNs.
 For E4M3FN the codes of 128 elements take 128 + 4 + 1 bytes.
@@ -44,6 +47,16 @@ from scaledtensor.formats.bits import Mode, encode_bits, loop_of_its_own
 from scaledtensor.formats.format import BF16, E4M3FN, E5M2, FP16, INT8, Format, FormatLike, get
 from scaledtensor.formats.given import check_tensor
 from scaledtensor.formats.rounding import FLOATS, Rounding, decode, encode
+from scaledtensor.formats.spikes import (
+    below_largest,
+    can_hold_apart,
+    holds_any,
+    joined,
+    parted,
+    power_of_two_from,
+    second_largest,
+    stands_out,
+)
 from scaledtensor.formats.stochastic import Randomness, key_for, random_words
 
 __all__ = [
@@ -82,7 +95,7 @@ class Expanded(NamedTuple):
     codes: Tensor
     """Of the shape of the tensor."""
     amax: Tensor
-    """M of each group, float32."""
+    """M of each group, float32; negative where a magnitude is held apart (`formats.spikes`)."""
     power: Tensor
     """p of each group in sixteenths, uint8."""
 
@@ -125,27 +138,42 @@ def quantize_expanded(
     return made._replace(codes=made.codes.flatten()[: x.numel()].view(x.shape))
 
 
-def widen_rows(rows: Tensor, fmt: Format, key: Tensor | None = None, start: int = 0) -> Expanded:
+def widen_rows(
+    rows: Tensor, fmt: Format, key: Tensor | None = None, start: int = 0, spikes: bool = True
+) -> Expanded:
     """What `quantize_expanded` makes of groups that are the rows of a float32 matrix, unchecked.
 
     `key` is for stochastic rounding (`random_key`), whose draws count elements from `start`.
+    Without `spikes` no magnitude is held apart.
     """
+    spikes = spikes and can_hold_apart(fmt)
     size = rows.abs()
     finite = torch.where(size < math.inf, size, 0.0)
-    amax = finite.amax(1)
+    largest = finite.amax(1)
     if fmt.bits > 8:
-        return _under_powers_of_two(rows, amax, fmt, key, start)
-    amax = torch.where(amax > 0, amax, 1.0)
+        return _under_powers_of_two(rows, largest, fmt, key, start, spikes)
+    amax = kept = torch.where(largest > 0, largest, 1.0)
     least = torch.where(finite > 0, finite, math.inf).amin(1)
-    power = _power(amax, least, fmt)
+    power = _power(amax, least, fmt.max, fmt)
+    if spikes:
+        second = second_largest(rows, largest)
+        top = below_largest(fmt)
+        its = _power(second * 2, least, top, fmt)
+        # A little more than it takes, since powers are not exact.
+        room = (_STEPS * math.log2(fmt.max / top) / its.float()).exp2() * (1 + 2.0**-8)
+        of_rest = power_of_two_from(second * room)
+        apart = stands_out(largest, second, of_rest)
+        kept = torch.where(apart, joined(of_rest, largest, key, start), amax)
+        amax = torch.where(apart, of_rest, amax)
+        power = torch.where(apart, its, power)
     exponent = _exponent(power)
     if key is None and _is_for_vectors(rows) and fmt in (E4M3FN, E5M2, INT8):
-        return Expanded(_codes(rows, amax, exponent, fmt), amax, power)
+        return Expanded(_codes(rows, amax, exponent, fmt), kept, power)
     unit = (size / amax.unsqueeze(1)).clamp(max=1.0)
     wide = _raised(unit, exponent) * fmt.max
     if key is not None:
         wide = _drawn(wide, unit, exponent, fmt, key, start)
-    return Expanded(encode(torch.copysign(wide, rows), fmt, overflow="saturate"), amax, power)
+    return Expanded(encode(torch.copysign(wide, rows), fmt, overflow="saturate"), kept, power)
 
 
 def dequantize_expanded(
@@ -171,17 +199,26 @@ def dequantize_expanded(
     return rows.flatten()[: codes.numel()].view(codes.shape).to(dtype)
 
 
-def narrow_rows(expanded: Expanded, fmt: Format, table: Tensor | None = None) -> Tensor:
-    """The float32 values of what `widen_rows` made, unchecked; `table` is `value_table(fmt)`."""
+def narrow_rows(
+    expanded: Expanded, fmt: Format, table: Tensor | None = None, spikes: bool | None = None
+) -> Tensor:
+    """The float32 values of what `widen_rows` made, unchecked. `table` is `value_table(fmt)`;
+    `spikes` says whether a group may hold a magnitude apart, which is else looked up."""
     codes, amax, power = expanded
+    if spikes is None:
+        spikes = can_hold_apart(fmt) and holds_any(amax)
+    of_rest, top = (t.unsqueeze(1) for t in (parted(amax) if spikes else (amax, amax)))
     if table is not None:
-        place = codes.view(torch.uint8).int() + (power.int() << 8).unsqueeze(1)
-        return table[place] * amax.unsqueeze(1)
+        unit = table[codes.view(torch.uint8).int() + (power.int() << 8).unsqueeze(1)]
+        return unit * (torch.where(unit.abs() == 1.0, top, of_rest) if spikes else of_rest)
     wide = decode(codes, fmt, torch.float32)
+    if spikes:
+        most = top * (1 / fmt.max) if fmt.bits > 8 else top
+        of_rest = torch.where(wide.abs() == fmt.max, most, of_rest)
     if fmt.bits > 8:
-        return wide * amax.unsqueeze(1)
+        return wide * of_rest
     unit = _raised(wide.abs() * (1 / fmt.max), 1 / _exponent(power))
-    return torch.copysign(unit * amax.unsqueeze(1), wide)
+    return torch.copysign(unit * of_rest, wide)
 
 
 @cache
@@ -293,24 +330,36 @@ def _drawn(
 
 
 def _under_powers_of_two(
-    rows: Tensor, amax: Tensor, fmt: Format, key: Tensor | None, start: int
+    rows: Tensor, largest: Tensor, fmt: Format, key: Tensor | None, start: int, spikes: bool
 ) -> Expanded:
-    binade = (amax.view(torch.int32) & _EXPONENT).view(torch.float32)
-    scale = (binade * 2.0**-_TOP).clamp(min=_LEAST_SCALE)
-    scale = torch.where(amax > 0, scale, 1.0)
+    scale = kept = _scale_of(largest)
+    if spikes:
+        second = second_largest(rows, largest)
+        of_rest = _scale_of(second)
+        apart = stands_out(largest, second, of_rest * 2.0 ** (_TOP + 1))
+        kept = torch.where(apart, joined(of_rest, largest, key, start), scale)
+        scale = torch.where(apart, of_rest, scale)
     held = rows / scale.unsqueeze(1)
+    if spikes:
+        held = torch.where(rows.abs() < math.inf, held.clamp(-fmt.max, fmt.max), held)
     if key is None:
         codes = encode(held, fmt, overflow="ieee")
     else:
         codes = encode_bits(held, fmt, Mode("stochastic", "ieee", key), start)
-    ones = torch.full(amax.shape, _STEPS, dtype=torch.uint8, device=amax.device)
-    return Expanded(codes, scale, ones)
+    ones = torch.full(kept.shape, _STEPS, dtype=torch.uint8, device=kept.device)
+    return Expanded(codes, kept, ones)
 
 
-def _power(amax: Tensor, least: Tensor, fmt: Format) -> Tensor:
+def _scale_of(largest: Tensor) -> Tensor:
+    binade = (largest.view(torch.int32) & _EXPONENT).view(torch.float32)
+    scale = (binade * 2.0**-_TOP).clamp(min=_LEAST_SCALE)
+    return torch.where(largest > 0, scale, 1.0)
+
+
+def _power(amax: Tensor, least: Tensor, top: float, fmt: Format) -> Tensor:
     # A difference of logarithms, since the quotient of two float32 numbers may be none.
     binades = amax.log2() - least.log2()
-    wanted = math.log2(fmt.max / (2 * fmt.min_subnormal)) * _STEPS / binades
+    wanted = math.log2(top / (2 * fmt.min_subnormal)) * _STEPS / binades
     # Of one magnitude, or none: the quotient is infinite, negative or NaN.
     wanted = torch.where(binades > 0, wanted, float(_STEPS))
     return wanted.floor().clamp(1, 255).to(torch.uint8)

@@ -25,9 +25,12 @@ from scaledtensor.optim.keeping import (
     GROUP,
     MASTERS,
     Kept,
+    Watch,
     empty_state,
+    hold_apart,
     read_state,
     table_of,
+    watch_over,
     write_state,
 )
 from scaledtensor.optim.updates import RULES, Flags
@@ -43,6 +46,10 @@ _COMPILED_PIECE = 1 << 11
 
 #: Places in `value_table`, which are made of a byte and a power of 8 bits, are not checked.
 _UNCHECKED: dict[str, Any] = {"assert_indirect_indexing": False}
+
+
+Found = list[tuple[Tensor, Tensor] | None]
+"""Of each state that has a `Watch`: itself in float32, and what `write_state` says of it."""
 
 
 class Plan(NamedTuple):
@@ -90,15 +97,25 @@ def run(
     """
     table = table_of(plan.state_format, elements.device)
     piece = _piece(plan, elements, compiled)
+    watch = watch_over(plan.state_format, states)
     for start in range(0, len(elements), piece):
         part = slice(start, start + piece)
         rows = (elements[part], gradient[part], columns[part])
         *kept, beside = (tuple(t[part] for t in k) for k in (*states, master))
+        above = tuple(None if x is None else x[part] for x in watch.above)
+        its = Watch(above, watch.reads)
+        place = 0 if compiled else start * GROUP
         if compiled:
-            _torch.mark_rows_dynamic([*rows, *chain(*kept, beside)])
-            _compiled(plan)(*rows, tuple(kept), beside, table, keys)
+            watched = (x for x in above if x is not None)
+            _torch.mark_rows_dynamic([*rows, *chain(*kept, beside), *watched])
+            found = _compiled(plan)(*rows, tuple(kept), beside, table, keys, its)
         else:
-            _step(plan, *rows, tuple(kept), beside, table, keys, start * GROUP)
+            found = _step(plan, *rows, tuple(kept), beside, table, keys, its, place)
+        for i, (state, told) in enumerate(zip(kept, found, strict=True)):
+            if told is not None:
+                key = keys[i] if plan.stochastic and keys is not None else None
+                moments, again = told
+                hold_apart(plan.state_format, state, moments, again, key, place)
 
 
 def goes_by_pieces(plan: Plan, device: torch.device) -> bool:
@@ -127,18 +144,24 @@ def _step(
     master: Kept,
     table: Tensor | None,
     keys: Tensor | None,
+    watch: Watch,
     start: int,
-) -> None:
+) -> Found:
     rule, held, fmt = RULES[plan.rule], MASTERS[plan.master], get_format(plan.elements)
     c = {name: columns[:, i : i + 1] for i, name in enumerate(plan.columns)}
     drawn = iter(() if keys is None else keys.unbind())
     value = held.read(elements, fmt, master, c["unit"])
     g = _decoded(gradient, get_format(plan.gradient)) * c["gradient"]
-    moments = tuple(read_state(plan.state_format, kept, table) for kept in states)
+    name = plan.state_format
+    moments = tuple(read_state(name, kept, table, watch.reads) for kept in states)
     value, moments = rule.update(value, g, moments, c, plan.flags)
-    for kept, rows in zip(states, moments, strict=True):
-        write_state(plan.state_format, kept, rows, next(drawn) if plan.stochastic else None, start)
+    found: Found = []
+    for kept, rows, above in zip(states, moments, watch.above, strict=True):
+        key = next(drawn) if plan.stochastic else None
+        again = write_state(name, kept, rows, key, start, above)
+        found.append(None if again is None else (rows, again))
     held.write(elements, fmt, master, value, c["unit"], next(drawn, None), start)
+    return found
 
 
 def _decoded(x: Tensor, fmt: Format) -> Tensor:
@@ -155,8 +178,10 @@ def _compiled(plan: Plan) -> Any:
         master: Kept,
         table: Tensor | None,
         keys: Tensor | None,
-    ) -> None:
-        _step(plan, elements, gradient, columns, states, master, table, keys, 0)
+        watch: Watch,
+    ) -> Found:
+        rows = (elements, gradient, columns)
+        return _step(plan, *rows, states, master, table, keys, watch, 0)
 
     # Dynamo counts recompilations by code object: a plan has one of its own.
     code = step.__code__.replace(co_name=f"{plan.rule}_step")

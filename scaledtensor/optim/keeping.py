@@ -6,8 +6,9 @@ kept as `formats.expansion` says, or as float32 numbers; masters are what a para
 float32 is rounded from.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from scaledtensor.formats import FP16, Expanded, Format, decode, encode
 from scaledtensor.formats import get as get_format
 from scaledtensor.formats.bits import Mode, encode_bits
 from scaledtensor.formats.expansion import narrow_rows, value_table, widen_rows
+from scaledtensor.formats.spikes import can_hold_apart, holds_any, watched_from
 
 __all__ = [
     "GROUP",
@@ -25,10 +27,13 @@ __all__ = [
     "STATE_ROUNDINGS",
     "Kept",
     "Master",
+    "Watch",
     "check_master",
     "empty_state",
+    "hold_apart",
     "read_state",
     "table_of",
+    "watch_over",
     "write_state",
 ]
 
@@ -56,9 +61,11 @@ def empty_state(name: str, groups: int, device: torch.device) -> Kept:
     return codes, torch.ones(groups, device=device), power
 
 
-def read_state(name: str, kept: Kept, table: Tensor | None) -> Tensor:
-    """`table`: see `table_of`."""
-    return kept[0] if name == "fp32" else narrow_rows(Expanded(*kept), get_format(name), table)
+def read_state(name: str, kept: Kept, table: Tensor | None, spikes: bool) -> Tensor:
+    """`table`: see `table_of`; `spikes`: see `Watch.reads`."""
+    if name == "fp32":
+        return kept[0]
+    return narrow_rows(Expanded(*kept), get_format(name), table, spikes)
 
 
 def table_of(name: str, device: torch.device) -> Tensor | None:
@@ -67,12 +74,50 @@ def table_of(name: str, device: torch.device) -> Tensor | None:
     return value_table(fmt, device) if fmt.bits == 8 else None
 
 
-def write_state(name: str, kept: Kept, rows: Tensor, key: Key, start: int) -> None:
+def write_state(
+    name: str, kept: Kept, rows: Tensor, key: Key, start: int, watched: Tensor | None
+) -> Tensor | None:
+    """Says which groups go to `hold_apart`, if `watched` says from which M on they would."""
     if name == "fp32":
         kept[0].copy_(rows)
-        return
-    for held, new in zip(kept, widen_rows(rows, get_format(name), key, start), strict=True):
+        return None
+    made = widen_rows(rows, get_format(name), key, start, spikes=watched is None)
+    for held, new in zip(kept, made, strict=True):
         held.copy_(new)
+    return None if watched is None else made.amax > watched
+
+
+# --- spikes ----------------------------------------------------------------------------------
+#
+# To look whether a magnitude stands out takes a CPU half as long as the whole step, and next to no
+# group has one. There, a step writes states without a look, and the groups of which M says that
+# there may be one are written again.
+
+
+class Watch(NamedTuple):
+    """Of the states before a step."""
+
+    above: tuple[Tensor | None, ...]
+    """The M of each group above which it is written again; None where the step looks itself."""
+    reads: bool
+    """Whether a group may hold a magnitude apart. A compiled step has code of its own for that."""
+
+
+def watch_over(name: str, states: Sequence[Kept]) -> Watch:
+    if name == "fp32" or not can_hold_apart(get_format(name)):
+        return Watch((None,) * len(states), False)
+    above = tuple(watched_from(kept[1]) if kept[1].is_cpu else None for kept in states)
+    return Watch(above, any(holds_any(kept[1]) for kept in states))
+
+
+def hold_apart(name: str, kept: Kept, rows: Tensor, found: Tensor, key: Key, start: int) -> None:
+    """Write the groups that `found` says again, with a look at each."""
+    if not found.any():
+        return
+    (places,) = (found & (kept[1] != 1.0)).nonzero(as_tuple=True)  # 1 is of zeros
+    made = widen_rows(rows[places], get_format(name), key, start)
+    for held, new in zip(kept, made, strict=True):
+        held[places] = new
 
 
 # --- masters ---------------------------------------------------------------------------------
@@ -176,7 +221,7 @@ def _write_half(
     key: Key,
     start: int,
 ) -> None:
-    made = widen_rows(value * unit, FP16, key, start)
+    made = widen_rows(value * unit, FP16, key, start, spikes=False)
     # The parameter is what the master rounds to, not what the value does: `_still` compares them.
     elements.copy_(_rounded(narrow_rows(made, FP16) / unit, fmt))
     for held, new in zip(kept, made, strict=True):

@@ -73,6 +73,11 @@ def test__values__are_the_inverse_of_the_formula(fmt):
     assert torch.equal(dequantize_expanded(made, fmt, dtype=torch.bfloat16), found.bfloat16())
 
 
+def stands_out_of(group: Tensor) -> bool:
+    sizes = group.abs().unique()
+    return len(sizes) > 1 and bool(sizes[-1] > sizes[-2] * 2**6)
+
+
 magnitudes = st.floats(2.0**-60, 2.0**60, width=32)
 numbers = st.one_of(st.just(0.0), st.just(-0.0), magnitudes, magnitudes.map(lambda v: -v))
 
@@ -80,7 +85,8 @@ numbers = st.one_of(st.just(0.0), st.just(-0.0), magnitudes, magnitudes.map(lamb
 @settings(max_examples=300)
 @given(st.lists(numbers, max_size=40), st.integers(1, 9), st.sampled_from([E4M3FN, E5M2, INT8]))
 def test__any_finite_group__comes_back(given_, group, fmt):
-    """Its signs, its zeros, its order, its largest magnitude to the bit; nothing else is zero."""
+    """Its signs, its zeros, its order, its largest magnitude to the bit, or where that stands out
+    to 16 digits; nothing else is zero."""
     x = torch.tensor(given_, dtype=torch.float32)
     y = round_trip(x, fmt, group)
     assert y.shape == x.shape
@@ -90,7 +96,9 @@ def test__any_finite_group__comes_back(given_, group, fmt):
     for a, b in zip(x.split(group), y.split(group), strict=True):
         if not len(a):  # of an empty tensor
             continue
-        assert a.abs().max() == b.abs().max()
+        largest = a.abs().max()
+        assert b.abs().max() == largest or stands_out_of(a)
+        torch.testing.assert_close(b.abs().max(), largest, rtol=2.0**-16, atol=0)
         order = a.argsort(stable=True)
         assert bool((b[order].diff() >= 0).all())
 

@@ -2,9 +2,15 @@
 
 A program that differs is made small and written to `tests/fuzz/cases`, where the suite finds it.
 Exits with 1 if there was one.
+
+`python tests/fuzz --kills 200 --damages 100` tries faults instead: kills, damaged files, limits on
+their size. With `--record docs/reliability.json` it keeps the counts, of which
+`python docs/write_reliability.py` makes a page.
 """
 
 import argparse
+import json
+import platform
 import sys
 import time
 import warnings
@@ -14,6 +20,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
+from faults import damages, kills, limits
 from programs import Program, differences, drawn, smaller, sound
 
 CASES = Path(__file__).parent / "cases"
@@ -49,13 +56,39 @@ def results(
         yield from pool.map(tried, jobs, chunksize=8)
 
 
+def faults(options: argparse.Namespace) -> int:
+    """Kills and damaged files, counted; 1 if anything was lost."""
+    torch.set_num_threads(1)
+    print(f"{options.kills} kills, {options.damages} damages, seed {options.seed}", flush=True)
+    told = {
+        "seed": options.seed,
+        "kills": kills(options.kills, options.seed),
+        "limits": limits(options.damages, options.seed),
+        "files": damages(options.damages, options.seed),
+        "machine": f"{platform.system()} on {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    text = json.dumps(told, indent=2) + "\n"
+    print(text, end="")
+    if options.record is not None:
+        options.record.write_text(text)
+    counted = [told["kills"], told["limits"], *told["files"].values()]
+    return int(any(c["lost"] for c in counted) or told["kills"]["back"] > 0)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--programs", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=int(time.time()) % 10**6 * 1000)
     parser.add_argument("--compile", metavar="BACKEND", help="aot_eager or inductor")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--kills", type=int, default=0, help="try faults, with so many kills")
+    parser.add_argument("--damages", type=int, default=20, help="of each kind of file")
+    parser.add_argument("--record", type=Path, help="where the counts of faults go")
     options = parser.parse_args()
+    if options.kills:
+        return faults(options)
     print(f"{options.programs} programs from seed {options.seed}", flush=True)
     wrong, start = 0, time.time()
     jobs = [(options.seed + n, options.compile) for n in range(options.programs)]

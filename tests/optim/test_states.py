@@ -738,7 +738,12 @@ def test__a_step_that_fails_midway__counts_what_it_stepped(monkeypatch):
 def test__compiled_pieces__are_alike(monkeypatch):
     """Of any number of groups, never one group at the end."""
     sizes = []
-    monkeypatch.setattr(fused, "_compiled", lambda plan: lambda *a: sizes.append(len(a[0])))
+
+    def step(elements, *rest):
+        sizes.append(len(elements))
+        return [None, None]
+
+    monkeypatch.setattr(fused, "_compiled", lambda plan: step)
     monkeypatch.setattr(fused, "_COMPILED_PIECE", 8)
     p = nn.Parameter(torch.zeros(17 * 128))
     p.grad = torch.ones_like(p)
