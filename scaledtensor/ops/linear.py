@@ -113,6 +113,8 @@ def _cast_gradient(grad: Any, cast: Cast) -> Any:
         how = () if cast.rounding == "nearest_even" else (cast.rounding,)
         held = verbs.shifted(grad, cast.scale.shift)
         return _run(verbs.to_format, held, cast.format.name, *how)
+    if grad.qdata.dtype.itemsize == 1:  # cast already, by a history
+        return grad
     return _run(verbs.quantize, grad, cast.spec)
 
 
