@@ -108,9 +108,9 @@ bench-casts: venv
 # 20,000 random programs on ScaledTensors against float64, 200 compiled ones; 200 kills of a training,
 # and files that are cut or changed.
 fuzz: venv
-	$(BIN)/python tests/fuzz --programs 20000
-	$(BIN)/python tests/fuzz --programs 200 --compile aot_eager
-	$(BIN)/python tests/fuzz --kills 200 --damages 100
+	$(BIN)/python tests/fuzz --programs 20000 --record docs/reliability.json
+	$(BIN)/python tests/fuzz --programs 200 --compile aot_eager --record docs/reliability.json
+	$(BIN)/python tests/fuzz --kills 200 --damages 100 --record docs/reliability.json
 
 exhaustive: venv
 	$(BIN)/python -m benchmarks.exhaustive

@@ -152,6 +152,13 @@ def _load(path: Path, dequantized: bool, device: torch.device) -> dict[str, Tens
     except (OSError, library.SafetensorError) as error:
         raise CheckpointError(f"{path} is damaged or no safetensors file: {error}") from error
     if KEY not in metadata:
+        owners = {name.removesuffix(".qdata") for name in tensors if name.endswith(".qdata")}
+        lost = [n for n in owners if f"{n}.rms" in tensors and f"{n}.facts" not in tensors]
+        if lost:
+            raise CheckpointError(
+                f"{path} is damaged: {min(lost)} is in parts, as a ScaledTensor is written, and "
+                f"the metadata have no {KEY!r}, which says what the parts are"
+            )
         return tensors
     try:
         index = json.loads(metadata[KEY])

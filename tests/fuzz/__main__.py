@@ -4,7 +4,7 @@ A program that differs is made small and written to `tests/fuzz/cases`, where th
 Exits with 1 if there was one.
 
 `python tests/fuzz --kills 200 --damages 100` tries faults instead: kills, damaged files, limits on
-their size. With `--record docs/reliability.json` it keeps the counts, of which
+their size. With `--record docs/reliability.json` either keeps its counts, of which
 `python docs/write_reliability.py` makes a page.
 """
 
@@ -14,10 +14,11 @@ import platform
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 from faults import damages, kills, limits
@@ -69,12 +70,18 @@ def faults(options: argparse.Namespace) -> int:
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
-    text = json.dumps(told, indent=2) + "\n"
-    print(text, end="")
-    if options.record is not None:
-        options.record.write_text(text)
+    print(json.dumps(told, indent=2))
+    record(options.record, lambda counts: counts.update(faults=told))
     counted = [told["kills"], told["limits"], *told["files"].values()]
     return int(any(c["lost"] for c in counted) or told["kills"]["back"] > 0)
+
+
+def record(path: Path | None, put: Callable[[dict[str, Any]], None]) -> None:
+    """Put counts into the file, beside those that are there."""
+    if path is not None:
+        counts = json.loads(path.read_text()) if path.exists() else {}
+        put(counts)
+        path.write_text(json.dumps(counts, indent=2) + "\n")
 
 
 def main() -> int:
@@ -85,7 +92,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--kills", type=int, default=0, help="try faults, with so many kills")
     parser.add_argument("--damages", type=int, default=20, help="of each kind of file")
-    parser.add_argument("--record", type=Path, help="where the counts of faults go")
+    parser.add_argument("--record", type=Path, help="where the counts go")
     options = parser.parse_args()
     if options.kills:
         return faults(options)
@@ -99,6 +106,9 @@ def main() -> int:
             path.write_text(small + "\n")
             print(f"seed {seed}: {found[0]}\n    {path}", flush=True)
     print(f"{options.programs} programs, {wrong} differ, {time.time() - start:.0f} s")
+    told = {"programs": options.programs, "seed": options.seed, "differ": wrong}
+    how = options.compile or "eager"
+    record(options.record, lambda counts: counts.setdefault("programs", {}).update({how: told}))
     return int(wrong > 0)
 
 

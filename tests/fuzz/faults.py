@@ -132,8 +132,7 @@ def kills(count: int, seed: int) -> dict[str, Any]:
 
 def damages(count: int, seed: int) -> dict[str, dict[str, int]]:
     """So many cuts and flipped bits of each kind of file. `refused` counts our error with the file
-    named, `unnamed` our error without it, `harmless` files that load to the same bits. `lost` is
-    anything else."""
+    named, `harmless` files that load to the same bits. `lost` is anything else."""
     rng = random.Random(seed)
     model, optimizer = training()
     train_step(model, optimizer, 0)
@@ -150,9 +149,7 @@ def damages(count: int, seed: int) -> dict[str, dict[str, int]]:
         index.write_text(json.dumps({"weight_map": names}))
         for file in [*sorted(run.iterdir()), single, index, parts / "model-1.safetensors"]:
             kind = "parts (*.distcp)" if file.suffix == ".distcp" else file.name
-            told = found.setdefault(
-                kind, Counter(tried=0, refused=0, unnamed=0, harmless=0, lost=0)
-            )
+            told = found.setdefault(kind, Counter(tried=0, refused=0, harmless=0, lost=0))
             source = run if file.parent == run else single if file == single else parts
             whole = file.read_bytes()
             for n in range(count):
@@ -187,7 +184,7 @@ def _outcome(source: Path, file: Path, wanted: bytes) -> str:
         named = file.name in str(error) or source.name in str(error)
         if bits(model, optimizer) != before:
             return "lost"
-        return "refused" if named else "unnamed"
+        return "refused" if named else "lost"
     except Exception as error:
         print(f"{file.name}: {type(error).__name__}: {error}", flush=True)
         return "lost"
