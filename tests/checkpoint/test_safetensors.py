@@ -185,7 +185,7 @@ def test__damage__is_told(tmp_path):
         (raw[:5], "damaged or no safetensors file"),
         (b"", "damaged or no safetensors file"),
         (raw.replace(b'"version', b'"versiom').replace(b'\\"version', b'\\"versiom'), "metadata"),
-        (raw.replace(b'"scaledtensor"', b'"scaledtensos"'), r"m\.safetensors is damaged: .* parts"),
+        (raw.replace(b'"scaledtensor"', b'"scaledtensos"'), r"m\.safetensors is damaged: .* part"),
         (raw.replace(b'\\"format\\": \\"fp32\\"', b'\\"format\\": \\"fp31\\"'), "fp31"),
         (raw.replace(b'\\"recipe\\": \\"unit\\"', b'\\"recipe\\": \\"uniq\\"'), "uniq"),
         (raw.replace(b'\\"version\\": 1', b'\\"version\\": 9'), "version 9; this release reads 1"),
