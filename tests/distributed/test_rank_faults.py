@@ -1,4 +1,4 @@
-"""One rank of two is killed, has a NaN, or has another model: nobody hangs, and nothing is silent."""
+"""One rank of two is killed, has a NaN, or has another model: none hangs, nothing is silent."""
 
 import math
 import os
