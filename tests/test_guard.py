@@ -196,14 +196,15 @@ def test__features_of_more_binades_than_the_format_has__are_warned_of():
 # --- nothing else changes ------------------------------------------------------------------------
 
 
-def trained(multiplier=1.0, steps=12, recompute=False, parts=1, model=None):
+def trained(multiplier=1.0, steps=12, recompute=None, parts=1, model=None):
     stack, x = one_sign(6, 64)
     m = scaled(stack, Unit(gradient="e4m3fn")) if model is None else model
     optimizer = torch.optim.AdamW(m.parameters(), 1e-4)
     for _ in range(steps):
         optimizer.zero_grad()
         for part in x.chunk(parts):
-            y = checkpoint(m, part, use_reentrant=False) if recompute else m(part)
+            part = part.clone().requires_grad_()
+            y = m(part) if recompute is None else checkpoint(m, part, use_reentrant=recompute)
             (y.square().mean() * multiplier).backward()
         for p in m.parameters():
             p.grad /= multiplier
@@ -223,8 +224,10 @@ def test__a_factor_of_the_loss__changes_no_bit_and_no_shift(k):
         assert float(p.scale) == float(q.scale)
 
 
-def test__activation_checkpointing__changes_no_bit():
-    (m, _), (other, _) = trained(), trained(recompute=True)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test__activation_checkpointing__changes_no_bit(reentrant):
+    (m, _), (other, _) = trained(), trained(recompute=reentrant)
+    assert any(p.recipe.shifts[0] for p in m.parameters())
     for p, q in zip(m.parameters(), other.parameters(), strict=True):
         assert p.recipe == q.recipe
         assert torch.equal(p.qdata, q.qdata)

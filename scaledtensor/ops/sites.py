@@ -111,7 +111,13 @@ def looks(weight: Any) -> bool:
         return False
     if _calibrating:
         return True
-    return bool(recipe.guard and (site.new or (site.looks and torch.is_grad_enabled())))
+    return bool(recipe.guard and (site.new or (site.looks and _trains())))
+
+
+def _trains() -> bool:
+    """Whether what runs is for a backward pass, or is recomputed in one, or will be."""
+    recorded = torch.is_grad_enabled() or _torch.is_within_backward()
+    return recorded or _torch.innermost_checkpoint() is not None
 
 
 def look(weight: Any, role: int, x: Any) -> None:
@@ -126,7 +132,7 @@ def look(weight: Any, role: int, x: Any) -> None:
     largest, squares = float(size.max()), float(measured_rms(q)) ** 2 * q.numel()
     if fmt.bits == 8:
         _tell(site, weight, role, size, fmt, shift)
-    if not (_calibrating or torch.is_grad_enabled() or _torch.is_within_backward()):
+    if not (_calibrating or _trains()):
         site.new = False  # what is not trained is looked at once, and left as it is
         return
     before = site.seen[role]
@@ -156,7 +162,7 @@ def fitted(largest: float, squares: float, count: int, fmt: Format, shift: int) 
 
 def _tell(site: Site, weight: Any, role: int, size: Tensor, fmt: Format, shift: int) -> None:
     """Warn, once for each kind of loss, of the first cast that loses elements."""
-    corrects = _calibrating or torch.is_grad_enabled() or _torch.is_within_backward()
+    corrects = _calibrating or _trains()
     if site.new and corrects:  # corrected before anything is cast
         beyond = 0.0
     else:
