@@ -197,7 +197,10 @@ def modes(n: int) -> str:
 
 # --- gradients of a vocabulary ---------------------------------------------------------------
 
-HEADS = {"e5m2": Unit(activation="fp32"), "e4m3fn": Unit(gradient="e4m3fn", activation="fp32")}
+HEADS = {
+    "e5m2": Unit(activation="fp32", guard=False),
+    "e4m3fn": Unit(gradient="e4m3fn", activation="fp32", guard=False),
+}
 
 
 def head(vocabulary: int, certainty: float, recipe: Recipe | None) -> list[Tensor]:

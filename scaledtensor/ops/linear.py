@@ -74,7 +74,9 @@ class _Linear(torch.autograd.Function):
         x, weight = (t if m is None else m for t, m in zip((x, weight), made, strict=True))
         of_x, of_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
-        return _product(_rows(x), _transposed(weight), (*x.shape[:-1], weight.shape[0])), *made
+        shape = (*x.shape[:-1], weight.shape[0])
+        with torch.enable_grad():  # as forward products run, also where a checkpoint asks again
+            return _product(_rows(x), _transposed(weight), shape), *made
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, Any, None]:

@@ -37,6 +37,7 @@ from scaledtensor.errors import SaturationWarning
 from scaledtensor.formats import Format
 from scaledtensor.measure import measured_rms
 from scaledtensor.ops.algebra import elements
+from scaledtensor.ops.observe import observers
 from scaledtensor.recipes import Unit
 from scaledtensor.recipes.casts import Cast
 from scaledtensor.recipes.scales import EXPONENTS
@@ -104,8 +105,8 @@ def calibrating() -> Iterator[None]:
 def looks(weight: Any) -> bool:
     """Whether the products of a parameter are to measure their operands now."""
     site = weight.site
-    if site is None and not _calibrating:
-        return False
+    if observers or (site is None and not _calibrating):
+        return False  # a report shows what every step does
     recipe = weight.recipe
     if not isinstance(recipe, Unit) or recipe.gemms.once is None or not _is_real(weight):
         return False
@@ -212,7 +213,8 @@ def look_back(weight: Any, y: Any) -> Any:
     shift = weight.recipe.shifts[GRADIENT]  # which the cast of the gradient has
 
     def looked(grad: Any) -> Any:
-        if not isinstance(grad, ScaledTensor):
+        # The recipe may be another by now: the backward pass of a graph keeps to its own casts.
+        if not isinstance(grad, ScaledTensor) or not isinstance(weight.recipe, Unit):
             return None
         look(weight, GRADIENT, grad)
         return verbs.shifted(grad, weight.recipe.shifts[GRADIENT] - shift)
