@@ -13,7 +13,6 @@ import json
 import platform
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -22,29 +21,9 @@ from typing import Any
 
 import torch
 from faults import damages, kills, limits
-from programs import Program, differences, drawn, smaller, sound
+from trying import tried
 
 CASES = Path(__file__).parent / "cases"
-
-
-def told(program: Program, compiled: str | None) -> list[str]:
-    try:
-        return differences(program, compiled)
-    except Exception as error:
-        return [f"raised {type(error).__name__}: {str(error).splitlines()[0]}"]
-
-
-def tried(job: tuple[int, str | None]) -> tuple[int, list[str], str]:
-    """What a seed's program found, and the program, made small, that finds it."""
-    seed, compiled = job
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    program = drawn(seed)
-    found = told(program, compiled)
-    if not found:
-        return seed, [], ""
-    small = smaller(sound(program), lambda p: bool(told(p, compiled)))
-    return seed, found, small.dump()
 
 
 def results(
