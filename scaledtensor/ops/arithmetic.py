@@ -132,10 +132,18 @@ def mul(x: Any, y: Any) -> Raw:
         return Raw(elements(x), scale_of(x) * c, rms_of(x) * abs(c), nonnegative=nonnegative)
     like = first_scaled(x, y)
     a, b = side(x, like), side(y, like)
+    for kept, other in ((a, y), (b, x)):  # as a number that is not finite
+        if isinstance(kept.rms, Single) and _is_number(other) and not math.isfinite(other.item()):
+            return Raw(a.q * b.q, kept.scale, kept.rms, settled=True)
     square = x is y
     rms = a.rms * b.rms * (gaussian_moment(2) if square else 1.0)
     positive = square or (a.nonnegative and b.nonnegative)
     return Raw(a.q * b.q, a.scale * b.scale, rms, nonnegative=positive)
+
+
+def _is_number(x: Any) -> bool:
+    """Whether `x` is a plain 0-dim tensor whose value costs nothing to read, as a norm is."""
+    return type(x) is Tensor and x.dim() == 0 and x.is_cpu
 
 
 @rule(aten.div.Tensor, aten.div.Scalar, prims.div.default)
@@ -149,6 +157,8 @@ def div(x: Any, y: Any) -> Raw:
     a, b = side(x, like), side(y, like)
     # As for x * c: a 0-dim divisor keeps its float32 value.
     q = a.q / b.q
+    if isinstance(a.rms, Single) and _is_number(y) and y.item() == 0:
+        return Raw(q, a.scale, a.rms, settled=True)
     return Raw(q, a.scale / b.scale, a.rms / b.rms, nonnegative=a.nonnegative and b.nonnegative)
 
 
