@@ -4,9 +4,9 @@
 
 All 2^32 inputs, to nearest even, in the three overflow modes, through `encode` and `fake_quantize`:
 eager (in C++), eager by PyTorch's operators (which a machine without a compiler runs), and
-compiled. The expected codes are those of `astype`. For "saturate" its input is clipped first; for
-"saturate_finite" it is clipped where it is finite. For integers, which `astype` does not round, the
-input is also rounded first. The expected values are what ml_dtypes reads in the expected codes.
+compiled. `astype` of ml_dtypes gives the expected codes. "saturate" clips the inputs of `astype`
+first, and "saturate_finite" clips the finite ones. `astype` does not round to integers, so the
+inputs of those formats are rounded first as well. The expected values are what ml_dtypes reads in the expected codes.
 Both are compared byte for byte, but for NaN inputs in two places: in 16 and 32 bits, where torch's
 casts choose among the NaNs, any NaN will do; and of the zero that a value becomes in a format
 without NaN the sign is free. Exits with 1 on any mismatch.

@@ -1,4 +1,4 @@
-"""What the guard of `Unit` gives where the rules do not know the data, and what it costs.
+"""The benchmark measures which errors the guard of `Unit` mends, and what the guard costs.
 
     python -m benchmarks.guard [--steps 40] [--width 256] [--threads 1]
 
@@ -9,8 +9,8 @@ ReLU; averages; box blurs; a network that was trained in float32 without norms, 
 two outlier channels. "features" are inputs whose columns are from 1e-3 to 1e4 large: the loss of a
 regression after the steps, over float32's.
 
-The cost is that of whole steps of a GPT with AdamW, with the guard over without it: one of ten
-steps looks. The two run interleaved; a figure is the ratio of their sums of CPU time.
+The cost is a ratio: the CPU time of steps of a GPT with AdamW and the guard, over the CPU time of
+the same steps without the guard. One step in ten looks. The two trainings run interleaved.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What one spike in one gradient does to the other parameters of its group.
+"""The benchmark measures how far one spike in a gradient moves the other parameters of its group.
 
     python -m benchmarks.spikes [--spike 1e6] [--steps 12]
 

@@ -14,8 +14,8 @@ RECORD = Path(__file__).with_name("reliability.json")
 
 PAGE = """# Reliability
 
-What was tried to lose a training, and what was lost. `make fuzz` tries it again, and other faults each time. A few
-are in `make test`, others each day.
+`make fuzz` compares random programs with float64, kills a training, fills the disk and damages files. This page counts
+the attempts and the losses of one run. Each run draws other faults, and `make test` tries a few of them each day.
 
     make fuzz
     python docs/write_reliability.py > docs/reliability.md

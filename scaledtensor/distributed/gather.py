@@ -45,7 +45,7 @@ class _Sent(NamedTuple):
     scale: Tensor
     rms: Tensor
     site: Any
-    """What looks at the operands of products: the part's, which the whole shares."""
+    """The part's `Site`, if it has one. The whole tensor shares it."""
 
 
 def before(

@@ -116,9 +116,8 @@ def _promoted(operands: Sequence[Any]) -> Sequence[Any]:
 def _cast(x: ScaledTensor, cast: Cast) -> Any:
     if x.format == cast.format:
         return _wide_gradient(x)
-    if isinstance(cast.scale, Carried):
-        return verbs.to_format(verbs.shifted(x, cast.scale.shift), cast.format.name)
-    return verbs.quantize(x, cast.spec)
+    operator, *arguments = as_one.operand_cast(x, cast)
+    return operator(*arguments)
 
 
 def _wide_gradient(x: ScaledTensor) -> Any:

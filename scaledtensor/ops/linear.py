@@ -27,7 +27,7 @@ from scaledtensor.recipes.scales import Carried
 from scaledtensor.singles import calculates
 from scaledtensor.tensor import ScaledTensor
 
-__all__ = ["is_alone", "linear", "serves"]
+__all__ = ["is_alone", "linear", "operand_cast", "serves"]
 
 
 def is_alone() -> bool:
@@ -50,6 +50,13 @@ def serves(x: Any, weight: Any) -> bool:
         and x.qdata.is_contiguous()
         and weight.qdata.is_contiguous()
     )
+
+
+def operand_cast(x: Any, cast: Cast) -> tuple[Any, ...]:
+    """The operator that casts an operand, and its arguments."""
+    if isinstance(cast.scale, Carried):
+        return verbs.to_format, verbs.shifted(x, cast.scale.shift), cast.format.name
+    return verbs.quantize, x, cast.spec
 
 
 def linear(x: Any, weight: Any, casts: tuple[Cast, Cast, Cast]) -> Any:
@@ -103,11 +110,7 @@ def _run(op: Any, *args: Any) -> Any:
 
 def _cast(x: Any, cast: Cast) -> Any:
     """An operand as it was cast; None where it stays as it is."""
-    if x.format == cast.format:
-        return None
-    if isinstance(cast.scale, Carried):
-        return _run(verbs.to_format, verbs.shifted(x, cast.scale.shift), cast.format.name)
-    return _run(verbs.quantize, x, cast.spec)
+    return None if x.format == cast.format else _run(*operand_cast(x, cast))
 
 
 def _cast_gradient(grad: Any, cast: Cast) -> Any:

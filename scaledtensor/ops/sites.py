@@ -48,10 +48,11 @@ __all__ = [
     "INPUT",
     "Site",
     "calibrating",
-    "look",
+    "fitted",
     "look_at_inputs",
     "look_back",
     "looks",
+    "take_over",
 ]
 
 #: Places in `Unit.shifts`.
@@ -121,7 +122,7 @@ def _trains() -> bool:
     return recorded or _torch.innermost_checkpoint() is not None
 
 
-def look(weight: Any, role: int, x: Any) -> None:
+def _look(weight: Any, role: int, x: Any) -> None:
     """Measure `x`, an operand in that role that is about to be cast, and set the shift of the role
     in the recipe of `weight` so that the cast holds `x`."""
     fmt = weight.recipe.gemms.once[2 if role == GRADIENT else 0].format
@@ -130,12 +131,13 @@ def look(weight: Any, role: int, x: Any) -> None:
     site = weight.site = weight.site or Site()
     q, shift = elements(x).detach(), weight.recipe.shifts[role]
     size = q.abs().nan_to_num(0.0, 0.0, 0.0)
-    largest, squares = float(size.max()), float(measured_rms(q)) ** 2 * q.numel()
+    corrects = bool(_calibrating) or _trains()
     if fmt.bits == 8:
-        _tell(site, weight, role, size, fmt, shift)
-    if not (_calibrating or _trains()):
+        _tell(site, weight, role, size, fmt, shift, corrects)
+    if not corrects:
         site.new = False  # what is not trained is looked at once, and left as it is
         return
+    largest, squares = float(size.max()), float(measured_rms(q)) ** 2 * q.numel()
     before = site.seen[role]
     found = (max(before[0], largest), before[1] + squares, before[2] + q.numel())
     site.seen[role] = found
@@ -161,16 +163,20 @@ def fitted(largest: float, squares: float, count: int, fmt: Format, shift: int) 
     return min(max(found, EXPONENTS[0]), EXPONENTS[-1]) if saturates or vanishes else shift
 
 
-def _tell(site: Site, weight: Any, role: int, size: Tensor, fmt: Format, shift: int) -> None:
-    """Warn, once for each kind of loss, of the first cast that loses elements."""
-    corrects = _calibrating or _trains()
-    if site.new and corrects:  # corrected before anything is cast
-        beyond = 0.0
-    else:
-        beyond = float((size > math.ldexp(fmt.max, shift)).sum()) / size.numel()
-    limit = _LOST if corrects else _LOST_FOR_GOOD
+def _share(lost: Tensor) -> float:
+    return float(lost.sum()) / lost.numel()
+
+
+def _tell(
+    site: Site, weight: Any, role: int, size: Tensor, fmt: Format, shift: int, corrects: bool
+) -> None:
+    """Warn, once for each kind of loss, of the first cast that loses elements. `corrects` says
+    whether the shift is set before this cast."""
     name = site.name or f"a weight of {[*weight.shape]}"
-    if beyond > limit and "saturated" not in _told and not _calibrating:
+    # A new site loses nothing where it corrects, since no cast came before. So does calibration.
+    nothing = corrects and (site.new or _calibrating)
+    beyond = 0.0 if nothing else _share(size > math.ldexp(fmt.max, shift))
+    if beyond > (_LOST if corrects else _LOST_FOR_GOOD) and "saturated" not in _told:
         _told.add("saturated")
         warnings.warn(
             f"{beyond:.1%} of the {_WHAT[role]} of {name} are beyond {fmt.name}'s largest value: "
@@ -187,7 +193,7 @@ def _tell(site: Site, weight: Any, role: int, size: Tensor, fmt: Format, shift: 
     if role == GRADIENT or "vanished" in _told:  # gradients have no smallest value that matters
         return
     least = math.ldexp(fmt.min_subnormal / 2, shift)
-    vanished = float(((size > 0) & (size <= least)).sum()) / size.numel()
+    vanished = _share((size > 0) & (size <= least))
     if vanished > _VANISHED and float(size.max()) > least * 2.0**8:
         _told.add("vanished")
         warnings.warn(
@@ -203,7 +209,7 @@ def look_at_inputs(weight: Any, operands: Sequence[Any]) -> tuple[Cast, Cast, Ca
     """Look at the other operands of a product of `weight`; the casts that its recipe has then."""
     for x in operands:
         if x is not weight:
-            look(weight, INPUT, x)
+            _look(weight, INPUT, x)
     casts: tuple[Cast, Cast, Cast] = weight.recipe.gemms.once
     return casts
 
@@ -216,7 +222,7 @@ def look_back(weight: Any, y: Any) -> Any:
         # The recipe may be another by now: the backward pass of a graph keeps to its own casts.
         if not isinstance(grad, ScaledTensor) or not isinstance(weight.recipe, Unit):
             return None
-        look(weight, GRADIENT, grad)
+        _look(weight, GRADIENT, grad)
         return verbs.shifted(grad, weight.recipe.shifts[GRADIENT] - shift)
 
     if isinstance(y, ScaledTensor) and y.requires_grad:
