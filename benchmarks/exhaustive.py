@@ -6,10 +6,10 @@ All 2^32 inputs, to nearest even, in the three overflow modes, through `encode` 
 eager (in C++), eager by PyTorch's operators (which a machine without a compiler runs), and
 compiled. `astype` of ml_dtypes gives the expected codes. "saturate" clips the inputs of `astype`
 first, and "saturate_finite" clips the finite ones. `astype` does not round to integers, so the
-inputs of those formats are rounded first as well. The expected values are what ml_dtypes reads in the expected codes.
-Both are compared byte for byte, but for NaN inputs in two places: in 16 and 32 bits, where torch's
-casts choose among the NaNs, any NaN will do; and of the zero that a value becomes in a format
-without NaN the sign is free. Exits with 1 on any mismatch.
+inputs of those formats are rounded first as well. The expected values are what ml_dtypes reads in
+the expected codes. Both are compared byte for byte, but for NaN inputs in two places: in 16 and 32
+bits, where torch's casts choose among the NaNs, any NaN will do; and of the zero that a value
+becomes in a format without NaN the sign is free. Exits with 1 on any mismatch.
 
 `--slice S` takes one of every S neighbouring inputs, at places that a hash scatters over low bits;
 the S offsets together are all inputs. Without `--offset` it is the number of the day, modulo S.
