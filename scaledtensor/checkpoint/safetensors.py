@@ -112,6 +112,7 @@ def load_safetensors(
     found: dict[str, Tensor] = {}
     for file in _files(Path(path)):
         found |= _load(file, dequantized, torch.device(device))
+    _check_described(path, found)
     whole = assembled(found)
     if dequantized:
         return {n: x.dequantize() if isinstance(x, ScaledTensor) else x for n, x in whole.items()}
@@ -152,13 +153,6 @@ def _load(path: Path, dequantized: bool, device: torch.device) -> dict[str, Tens
     except (OSError, library.SafetensorError) as error:
         raise CheckpointError(f"{path} is damaged or no safetensors file: {error}") from error
     if KEY not in metadata:
-        owners = {name.removesuffix(".qdata") for name in tensors if name.endswith(".qdata")}
-        lost = [n for n in owners if f"{n}.rms" in tensors and f"{n}.facts" not in tensors]
-        if lost:
-            raise CheckpointError(
-                f"{path} is damaged: {min(lost)} is in parts, as a ScaledTensor is written, and "
-                f"the metadata have no {KEY!r}, which says what the parts are"
-            )
         return tensors
     try:
         index = json.loads(metadata[KEY])
@@ -187,6 +181,18 @@ def _load(path: Path, dequantized: bool, device: torch.device) -> dict[str, Tens
         with understood(f"the metadata of {path}, tied[{name!r}],"):
             tensors[name] = tensors[same]
     return tensors
+
+
+def _check_described(path: str | Path, tensors: Mapping[str, Tensor]) -> None:
+    # Over all files at once: transformers cuts a model into files by size, so that the parts of one
+    # weight can lie in two of them.
+    owners = {name.removesuffix(".qdata") for name in tensors if name.endswith(".qdata")}
+    lost = [n for n in owners if f"{n}.rms" in tensors and f"{n}.facts" not in tensors]
+    if lost:
+        raise CheckpointError(
+            f"{path} is damaged: {min(lost)} is in parts, as a ScaledTensor is written, and "
+            f"neither {KEY!r} in the metadata nor {min(lost)}.facts says what the parts are"
+        )
 
 
 def _check_whole(state: Mapping[str, Any]) -> None:
