@@ -161,6 +161,26 @@ def test__a_file_in_shards_with_an_index__is_read_whole__or_told_what_is_missing
         checkpoint.load_safetensors(tmp_path)
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test__parts_in_several_files__are_put_together__or_told_what_is_missing(whole, tmp_path):
+    """transformers cuts a model into files by size, between the parts of one weight too."""
+    model = sct.scale_model(nn.Linear(4, 6))
+    save_model(model, tmp_path / "one.safetensors")
+    state = load_file(tmp_path / "one.safetensors")
+    if not whole:
+        state.pop("weight.facts")
+    where = {name: f"model-{i}.safetensors" for i, name in enumerate(state)}
+    for name, file in where.items():
+        save_file({name: state[name]}, tmp_path / file)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    if whole:
+        assert_same(checkpoint.load_safetensors(tmp_path)["weight"], model.weight.detach())
+        return
+    with pytest.raises(CheckpointError, match=r"nor weight\.facts says"):
+        checkpoint.load_safetensors(tmp_path)
+
+
 def test__parts_of_one_memory__are_written_apart(tmp_path):
     whole = gaussian(4, 6)
     state = {"rows": whole[:2], "all": whole, "t": whole.t(), "scaled": sct.scaled(whole).t()}
