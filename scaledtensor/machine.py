@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from scaledtensor.formats import native
+from scaledtensor import native
 from scaledtensor.ops import products
 from scaledtensor.ops.hardware import obstacle_of_casts
 from scaledtensor.ops.quantize import is_exact

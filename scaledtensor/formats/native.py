@@ -1,58 +1,28 @@
-"""Casts on a CPU in one pass over memory: `casts.cpp`, built at first use. Eager casts run there,
-and on AVX2 those compiled ones that Inductor's C++ does slowly.
+"""Casts on a CPU in one pass over memory, by the loops of `scaledtensor/native/casts.cpp`. Eager
+casts run there, and on AVX2 those compiled ones that Inductor's C++ does slowly.
 
 PyTorch's operators take ten passes over a tensor for one cast, and twenty for stochastic rounding.
 The same arithmetic in one loop of C++ takes a tenth of the time on a CPU without AVX-512
 (`python -m benchmarks.casts`). The Python of `bits.py` stays the reference: tests hold both to the
 same bits, and a machine without a compiler runs it.
-
-The source is built when an eager cast first meets `WORTH_IT` elements, by the C++ compiler that
-`torch.compile` takes (the environment variable CXX, else g++, clang++ or c++), which takes a few
-seconds. The library is kept in the user's cache folder under a name that covers the source, the
-flags, the compiler and the CPU. `SCALEDTENSOR_NATIVE=0` leaves it out. `status()` says what was
-found, and `scaledtensor.hardware()` prints it.
 """
 
-import contextlib
 import ctypes
-import hashlib
-import os
-import platform
-import shlex
-import shutil
-import subprocess
-import tempfile
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from scaledtensor import _torch
+from scaledtensor import _torch, native
 from scaledtensor.formats import bits
 from scaledtensor.formats.bits import Mode, Rounding
 from scaledtensor.formats.format import Format, Specials
 
-__all__ = ["WORTH_IT", "decode", "encode", "fake_quantize", "left_out", "status"]
+__all__ = ["decode", "encode", "encode_with_values", "fake_quantize", "rounded_values"]
 
-#: Elements from which on the library is built. Once it is there it serves all sizes.
-WORTH_IT = 1 << 12
-
-VARIABLE = "SCALEDTENSOR_NATIVE"
-_SOURCE = Path(__file__).with_name("casts.cpp")
-_COMPILERS = ("g++", "clang++", "c++")
-_FLAGS = (
-    *("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread"),
-    *("-ffp-contract=off", "-fno-trapping-math"),
-)
-#: Compilers without OpenMP, as Apple's, refuse it: then a cast runs on one thread.
-_THREADS = "-fopenmp"
-_SECONDS = 120
-
-_ENCODE, _ROUND, _DECODE = range(3)
+_ENCODE, _ROUND, _DECODE, _BOTH, _VALUES = range(5)
 _KINDS = {Specials.FNUZ: 1, Specials.P3109: 1, Specials.INTEGER: 2}
 _UNSIGNED = 3
 _FLOATS = (torch.float32, torch.bfloat16)
@@ -89,6 +59,46 @@ def fake_quantize(x: Tensor, fmt: Format, mode: Mode) -> Tensor | None:
     if not (x.dtype in _FLOATS and serves(fmt, mode) and _takes(x, mode.key is not None)):
         return None
     return _run(_ROUND, x, fmt, mode, x.dtype, x.dtype)
+
+
+def encode_with_values(x: Tensor, fmt: Format, mode: Mode) -> tuple[Tensor, Tensor] | None:
+    """The codes of `x`, and what they decode to in float32, from one pass of an eager loop; None
+    where there is none for this."""
+    if not _makes_values(x, fmt, mode):
+        return None
+    codes, values = (torch.empty_like(x, dtype=t) for t in (fmt.storage_dtype, torch.float32))
+    _write(x, fmt, mode, codes.data_ptr(), values)
+    return codes, values
+
+
+def rounded_values(x: Tensor, fmt: Format, mode: Mode) -> Tensor | None:
+    """`x` rounded to the values of `fmt`, in float32; None as above."""
+    if not _makes_values(x, fmt, mode):
+        return None
+    values = torch.empty_like(x, dtype=torch.float32)
+    _write(x, fmt, mode, None, values)
+    return values
+
+
+def _makes_values(x: Tensor, fmt: Format, mode: Mode) -> bool:
+    return (
+        mode.key is None
+        and x.dtype in _FLOATS
+        and x.is_contiguous()
+        and not torch.compiler.is_compiling()
+        and serves(fmt, mode)
+        and native.takes(x)
+    )
+
+
+def _write(x: Tensor, fmt: Format, mode: Mode, codes: int | None, values: Tensor) -> None:
+    record, first, second = _known_facts(fmt, mode.overflow, mode.kept, False)
+    half, places = x.dtype is torch.bfloat16, (x.data_ptr(), codes, values.data_ptr())
+    threads = torch.get_num_threads()
+    cast = _VALUES if codes is None else _BOTH
+    native.library().scaledtensor_cast(
+        cast, half, record, None, first, second, *places, x.numel(), threads
+    )
 
 
 def decode(codes: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor | None:
@@ -137,16 +147,10 @@ def _takes(x: Tensor, slow_in_inductor: bool) -> bool:
             and x.is_cpu
             and not torch.compiler.is_exporting()
             and not _torch.is_transforming()
-            and statically_known_true(x.numel() >= WORTH_IT)
-            and _is_built()
+            and statically_known_true(x.numel() >= native.WORTH_IT)
+            and native.built()
         )
-    return (
-        type(x) is Tensor
-        and x.is_cpu
-        and (_found is not None or x.numel() >= WORTH_IT)
-        and not _torch.is_transforming()
-        and _library() is not None
-    )
+    return native.takes(x)
 
 
 def _run(
@@ -182,8 +186,9 @@ def _called(
     record, first, second = facts
     half, count = wide is torch.bfloat16, x.numel()
     threads = torch.get_num_threads()
-    _library()(
-        cast, half, record, words, first, second, x.data_ptr(), out.data_ptr(), count, threads
+    places = x.data_ptr(), out.data_ptr(), None
+    native.library().scaledtensor_cast(
+        cast, half, record, words, first, second, *places, count, threads
     )
     return out
 
@@ -247,125 +252,3 @@ _LIBRARY.impl("cast", _cast_op, "CPU")  # type: ignore[no-untyped-call]
 @torch.library.register_fake("scaledtensor::cast", lib=_LIBRARY)  # type: ignore[untyped-decorator]
 def _(x: Tensor, key: Tensor | None, *rest: Any) -> Tensor:
     return torch.empty_like(x, dtype=rest[-2])
-
-
-@contextlib.contextmanager
-def left_out() -> Iterator[None]:
-    """Casts are PyTorch operators in here, as on a machine without a compiler."""
-    global _found
-    before, _found = _found, (None, "casts are PyTorch operators: scaledtensor.formats.native")
-    try:
-        yield
-    finally:
-        _found = before
-
-
-# --- the library -----------------------------------------------------------------------------
-
-_lock = threading.Lock()
-_found: tuple[Any, str] | None = None
-
-
-def status() -> str:
-    """How eager casts of large CPU tensors run, and why. Builds the library if it can."""
-    _library()
-    assert _found is not None
-    return _found[1]
-
-
-@_torch.constant_if_compiled
-def _is_built() -> bool:
-    return _library() is not None
-
-
-def _library() -> Any:
-    """The function of the library; None where there is none."""
-    global _found
-    if _found is None:
-        with _lock:
-            if _found is None:
-                _found = _loaded()
-    return _found[0]
-
-
-def _loaded() -> tuple[Any, str]:
-    otherwise = "casts are PyTorch operators: "
-    if os.environ.get(VARIABLE, "1") == "0":
-        return None, f"{otherwise}{VARIABLE}=0"
-    compiler = _compiler()
-    if compiler is None:
-        return None, f"{otherwise}there is no C++ compiler (CXX, {', '.join(_COMPILERS)})"
-    try:
-        try:
-            library = ctypes.CDLL(str(_built(compiler, _THREADS)))
-        except (OSError, subprocess.CalledProcessError):
-            library = ctypes.CDLL(str(_built(compiler)))
-    except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
-        return None, f"{otherwise}{compiler[0]} did not build the C++ source: {said.strip()}"
-    run = library.scaledtensor_cast
-    word, number, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
-    run.argtypes = (word, word, pointer, pointer, ctypes.c_float, ctypes.c_float)
-    run.argtypes += (pointer, pointer, number, word)
-    run.restype = None
-    return run, f"casts are C++, built by {compiler[0]}"
-
-
-def _compiler() -> list[str] | None:
-    named = os.environ.get("CXX")
-    if named:
-        return shlex.split(named)
-    return next(([name] for name in _COMPILERS if shutil.which(name)), None)
-
-
-def _built(compiler: list[str], *more: str) -> Path:
-    """The library, built where it is not there yet."""
-    flags = (*_FLAGS, *_of_cpu(), *more)
-    version = subprocess.run(
-        [*compiler, "--version"], capture_output=True, text=True, check=True, timeout=_SECONDS
-    ).stdout
-    facts = sorted(torch.cpu.get_capabilities().items())
-    covers = repr((_SOURCE.read_text(), compiler, flags, version, facts))
-    name = f"casts-{hashlib.blake2b(covers.encode(), digest_size=12).hexdigest()}.so"
-    library = _folder() / name
-    if library.exists():
-        return library
-    # Under a name of its own first: other processes may build at the same time.
-    handle, path = tempfile.mkstemp(suffix=".so", dir=library.parent)
-    os.close(handle)
-    try:
-        command = [*compiler, *flags, str(_SOURCE), "-o", path]
-        subprocess.run(command, capture_output=True, text=True, check=True, timeout=_SECONDS)
-        os.replace(path, library)
-    except BaseException:
-        os.unlink(path)
-        raise
-    return library
-
-
-def _of_cpu() -> tuple[str, ...]:
-    """The instructions that torch itself runs with."""
-    if torch.backends.cpu.get_cpu_capability() == "AVX2":
-        return ("-mavx2", "-mfma")
-    # Compilers for ARM know the CPU by the other name.
-    return ("-march=native",) if platform.machine() in ("x86_64", "AMD64") else ("-mcpu=native",)
-
-
-def _folder() -> Path:
-    """Where libraries are kept: a folder that no other user can write to."""
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    folder = Path(root) / "scaledtensor"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        owned = not hasattr(os, "getuid") or folder.stat().st_uid == os.getuid()
-        if owned and not folder.stat().st_mode & 0o022 and os.access(folder, os.W_OK):
-            return folder
-    except OSError:
-        pass
-    return _temporary()
-
-
-@cache
-def _temporary() -> Path:
-    """Of this process, where the user has no cache folder."""
-    return Path(tempfile.mkdtemp(prefix="scaledtensor-"))

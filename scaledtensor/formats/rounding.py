@@ -113,6 +113,21 @@ def encode(
     return _encode(_numbers(x), get(fmt), mode)
 
 
+def encode_with_values(
+    x: Tensor, fmt: FormatLike, overflow: Overflow = "saturate"
+) -> tuple[Tensor, Tensor] | None:
+    """(encode(x, ...), decode(of that)) to nearest even from one pass over memory; None where no
+    loop does that."""
+    mode = _checked(x, "nearest_even", overflow, None, None)
+    return native.encode_with_values(_numbers(x), get(fmt), mode)
+
+
+def rounded_values(x: Tensor, fmt: FormatLike, overflow: Overflow = "saturate") -> Tensor | None:
+    """The second of `encode_with_values` alone."""
+    mode = _checked(x, "nearest_even", overflow, None, None)
+    return native.rounded_values(_numbers(x), get(fmt), mode)
+
+
 def decode(codes: Tensor, fmt: FormatLike, dtype: torch.dtype = torch.float32) -> Tensor:
     """The values of `codes`, in `dtype`.
 

@@ -164,8 +164,7 @@ def _product(
         once = sites.look_at_inputs(parameter, scaled)
     first, weight, gradient = once
     if function is torch.nn.functional.linear and as_one.serves(*scaled):
-        x, w = scaled
-        y = as_one.linear(x, _wide_gradient(w) if w.format == weight.format else w, once)
+        y = _linear_as_one(*scaled, once)
     else:
         cast = [_cast(x, weight if i == 1 else first) for i, x in enumerate(scaled)]
         y = _gradient_cast(function(*cast, **kwargs), gradient)
@@ -242,8 +241,21 @@ def _reflected(function: Callable[..., Any], multiply: Multiply, a: Any, b: Any)
     return multiply(function, b, a)
 
 
+def _linear_as_one(
+    x: ScaledTensor, weight: ScaledTensor, once: tuple[Cast, Cast, Cast], bias: Any = None
+) -> Any:
+    stays = weight.format == once[1].format
+    return as_one.linear(x, _wide_gradient(weight) if stays else weight, once, bias)
+
+
 def _linear(multiply: Multiply, input: Any, weight: Any, bias: Any = None) -> Any:
     """The bias is added outside, so that its gradient sums uncast terms."""
+    if multiply is _product and bias is not None and as_one.serves(input, weight):
+        recipe, parameter = _governing(input, weight)
+        once = None if recipe is None else recipe.gemms.once
+        watched = parameter is not None and sites.looks(parameter)
+        if once is not None and not watched and as_one.adds(bias, weight):
+            return _linear_as_one(input, weight, once, bias)
     y = multiply(torch.nn.functional.linear, input, weight)
     return y if bias is None else plus(y, bias)
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scaledtensor.native import elements as native
 from scaledtensor.ops.algebra import elements, gaussian_moment
 from scaledtensor.ops.foreach import written
 from scaledtensor.ops.operators import aten
@@ -158,32 +159,35 @@ def _adam_elements(
 ) -> None:
     """`adam` on elements. Factors are float64 numbers until they meet the elements, so that powers
     of two which no float32 holds cancel before that."""
-    gradient, unit, spread = elements(g).float(), float(scale_of(g)), rms_of(g)
+    gradient, unit, spread = elements(g), float(scale_of(g)), rms_of(g)
 
     # Expected: as lerp, and as a sum of squares (see `arithmetic`).
-    weight = 1 - beta1
+    weight, share = 1 - beta1, 1 - beta2
     rms = quadrature(rms_of(first) * (1 - weight), spread * weight)
     m, scale = _moved(first, rms)
-    m.lerp_(times(gradient, _finite(unit / scale)), weight)
-    share = 1 - beta2
     rms_second = rms_of(second) * beta2 + spread.square() * (gaussian_moment(2) * share)
     v, scale_second = _moved(second, rms_second)
-    v.mul_(beta2)
-    v.addcmul_(gradient, gradient, value=_finite(share * unit * unit / scale_second))
     first.nonnegative, second.nonnegative = False, True
 
     start1, start2 = 1 - beta1**step, 1 - beta2**step
     unit_root = math.sqrt(scale_second / start2)
-    divisor = v.sqrt().add_(_finite(eps / unit_root))
     expected = quadrature(Single(rounded(math.sqrt(rms_second / start2))), Single(rounded(eps)))
-    rate = lr / start1
-    kept = 1 - lr * weight_decay
+    rate, kept = lr / start1, 1 - lr * weight_decay
     rms_parameter = quadrature(rms_of(p) * kept, rms / expected * rate)
     q, scale_parameter = _moved(p, rms_parameter)
+    p.nonnegative = False
+
+    to_first, to_second = _finite(unit / scale), _finite(share * unit * unit / scale_second)
+    least = _finite(eps / unit_root)
+    by = _finite(-rate * scale / unit_root / scale_parameter)
+    if native.adam(gradient, m, v, q, to_first, weight, beta2, to_second, least, kept, by):
+        return
+    gradient = gradient.float()
+    m.lerp_(times(gradient, to_first), weight)
+    v.mul_(beta2).addcmul_(gradient, gradient, value=to_second)
     if weight_decay:
         q.mul_(kept)
-    q.addcdiv_(m, divisor, value=_finite(-rate * scale / unit_root / scale_parameter))
-    p.nonnegative = False
+    q.addcdiv_(m, v.sqrt().add_(least), value=by)
 
 
 def _moved(x: Any, rms: Single) -> tuple[Tensor, float]:

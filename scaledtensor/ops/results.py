@@ -29,6 +29,10 @@ __all__ = ["covers_storage", "dequantized", "narrowest", "store", "wrap", "write
 # --- new tensors -----------------------------------------------------------------------------
 
 
+#: What casts of operands do with what lies beyond the format.
+OVERFLOW = "saturate_finite"
+
+
 def wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
     scaled = [x for x in operands if isinstance(x, ScaledTensor)]
     fmt = raw.format or narrowest(scaled)
@@ -60,10 +64,10 @@ def store(q: Tensor, fmt: Format) -> Tensor:
     stays so, as far as the format has a code for it."""
     if fmt.storage_dtype.itemsize > 1:
         return q.to(fmt.storage_dtype)
-    return encode(q, fmt, overflow="saturate_finite")
+    return encode(q, fmt, overflow=OVERFLOW)
 
 
-def narrowest(scaled: Iterable[ScaledTensor]) -> Format:
+def narrowest(scaled: Iterable[Any]) -> Format:
     """The compute format of a result: the narrowest among its operands', 8-bit ones counting as the
     recipe's activation format. Parameters in FP32 so meet BF16 activations as BF16, and FP32
     statistics and optimizer states stay FP32 among themselves."""

@@ -1,12 +1,14 @@
 // The casts of 8-bit formats for eager CPU tensors, in one pass over memory.
 //
-// Each function repeats, operation by operation, the arithmetic of `bits.py`, which is the reference:
-// tests hold the two to the same bits. The loops have no branch that depends on an element, so that
-// the compiler turns each into vector instructions. Facts about a format come from Python; see
-// `native.py` for what they are.
+// Each function repeats, operation by operation, the arithmetic of `formats/bits.py`, which is the
+// reference: tests hold the two to the same bits. The loops have no branch that depends on an
+// element, so that the compiler turns each into vector instructions. Facts about a format come from
+// Python; see `formats/native.py` for what they are.
 
 #include <cstdint>
 #include <cstring>
+
+#include "threads.h"
 
 namespace {
 
@@ -173,7 +175,8 @@ struct Call {
 
 // Each takes the elements [a, b).
 template <class F, int KIND, bool RANDOM>
-void encode(const Call &call, const void *source, void *target, int64_t a, int64_t b) {
+void encode(const Call &call, const void *source, void *target, float *, int64_t a,
+            int64_t b) {
     const auto *x = static_cast<const typename F::Stored *>(source);
     auto *y = static_cast<uint8_t *>(target);
     const Call c = call;
@@ -183,7 +186,8 @@ void encode(const Call &call, const void *source, void *target, int64_t a, int64
 }
 
 template <class F, int KIND, bool RANDOM>
-void quantize(const Call &call, const void *source, void *target, int64_t a, int64_t b) {
+void quantize(const Call &call, const void *source, void *target, float *, int64_t a,
+            int64_t b) {
     const auto *x = static_cast<const typename F::Stored *>(source);
     auto *y = static_cast<typename F::Stored *>(target);
     const Call c = call;
@@ -195,51 +199,74 @@ void quantize(const Call &call, const void *source, void *target, int64_t a, int
 }
 
 template <class F, int KIND, bool>
-void decode(const Call &call, const void *source, void *target, int64_t a, int64_t b) {
+void decode(const Call &call, const void *source, void *target, float *, int64_t a,
+            int64_t b) {
     const auto *x = static_cast<const uint8_t *>(source);
     auto *y = static_cast<typename F::Stored *>(target);
     const Call c = call;
     for (int64_t i = a; i < b; i++) y[i] = F::store(value_of<KIND>(c.facts, x[i]));
 }
 
-using Loop = void (*)(const Call &, const void *, void *, int64_t, int64_t);
+// Codes, and their values in float32.
+template <class F, int KIND, bool RANDOM>
+void encode_with_values(const Call &call, const void *source, void *target, float *values, int64_t a,
+                        int64_t b) {
+    const auto *x = static_cast<const typename F::Stored *>(source);
+    auto *__restrict y = static_cast<uint8_t *>(target);
+    float *__restrict z = values;
+    const Call c = call;
+    for (int64_t i = a; i < b; i++) {
+        const int32_t code = code_of<KIND, RANDOM>(
+            c.facts, F::load(x[i]), int32_t(i), c.key, c.power);
+        y[i] = uint8_t(code);
+        z[i] = as_float(value_of<KIND>(c.facts, code));
+    }
+}
+
+// The values alone.
+template <class F, int KIND, bool RANDOM>
+void values_in_float(const Call &call, const void *source, void *, float *values, int64_t a,
+                     int64_t b) {
+    const auto *x = static_cast<const typename F::Stored *>(source);
+    const Call c = call;
+    for (int64_t i = a; i < b; i++) {
+        const int32_t code = code_of<KIND, RANDOM>(
+            c.facts, F::load(x[i]), int32_t(i), c.key, c.power);
+        values[i] = as_float(value_of<KIND>(c.facts, code));
+    }
+}
+
+using Loop = void (*)(const Call &, const void *, void *, float *, int64_t, int64_t);
 
 #define LOOPS_OF(name, F, RANDOM)                                                     \
     {name<F, SIGNED, RANDOM>, name<F, NO_MINUS_ZERO, RANDOM>, name<F, INTEGER, RANDOM>, \
      name<F, EXPONENT, RANDOM>}
 
 // [cast][bfloat16][random][kind]
-constexpr Loop LOOPS[3][2][2][4] = {
+constexpr Loop LOOPS[5][2][2][4] = {
     {{LOOPS_OF(encode, Single, false), LOOPS_OF(encode, Single, true)},
      {LOOPS_OF(encode, Half, false), LOOPS_OF(encode, Half, true)}},
     {{LOOPS_OF(quantize, Single, false), LOOPS_OF(quantize, Single, true)},
      {LOOPS_OF(quantize, Half, false), LOOPS_OF(quantize, Half, true)}},
     {{LOOPS_OF(decode, Single, false), LOOPS_OF(decode, Single, true)},
      {LOOPS_OF(decode, Half, false), LOOPS_OF(decode, Half, true)}},
+    {{LOOPS_OF(encode_with_values, Single, false), LOOPS_OF(encode_with_values, Single, true)},
+     {LOOPS_OF(encode_with_values, Half, false), LOOPS_OF(encode_with_values, Half, true)}},
+    {{LOOPS_OF(values_in_float, Single, false), LOOPS_OF(values_in_float, Single, true)},
+     {LOOPS_OF(values_in_float, Half, false), LOOPS_OF(values_in_float, Half, true)}},
 };
-
-// Elements for a thread, as many as torch's own loops give to one. The threads are torch's too: its
-// OpenMP library is loaded when this one is.
-constexpr int64_t GRAIN = 1 << 15;
 
 }  // namespace
 
-// `cast`: 0 encodes, 1 rounds to values, 2 decodes. `key` is null to nearest even.
+// `cast`: 0 encodes, 1 rounds to values, 2 decodes, 3 encodes and writes float32 values beside
+// it, 4 writes those alone. `key` is null to nearest even.
 extern "C" void scaledtensor_cast(int cast, int bfloat16, const Facts *facts, const int32_t *key,
                                   float first, float second, const void *source, void *target,
-                                  int64_t count, int threads) {
+                                  float *values, int64_t count, int threads) {
     Call call{*facts, {0, 0}, {first, second}};
     if (key) call.key = {key[0], key[1]};
     const Loop loop = LOOPS[cast][bfloat16][key != nullptr][facts->kind];
-    const int64_t wanted = count / GRAIN < threads ? count / GRAIN : threads;
-    if (wanted < 2) {
-        loop(call, source, target, 0, count);
-        return;
-    }
-    const int64_t part = ((count + wanted - 1) / wanted + 63) / 64 * 64;
-#pragma omp parallel for num_threads(int(wanted)) schedule(static, 1)
-    for (int64_t i = 0; i < wanted; i++) {
-        const int64_t a = i * part, b = a + part < count ? a + part : count;
-        if (a < b) loop(call, source, target, a, b);
-    }
+    in_parts(count, 1, threads, [&](int64_t a, int64_t b) {
+        loop(call, source, target, values, a, b);
+    });
 }

@@ -1,0 +1,186 @@
+"""Loops in C++ for eager CPU tensors, built at first use: casts (`casts.cpp`), and what takes many
+passes over memory as PyTorch's operators (`elements.cpp`).
+
+The sources are built when a caller first meets `WORTH_IT` elements, by the C++ compiler that
+`torch.compile` takes (the environment variable CXX, else g++, clang++ or c++), which takes a few
+seconds. The library is kept in the user's cache folder under a name that covers the sources, the
+flags, the compiler and the CPU. `SCALEDTENSOR_NATIVE=0` leaves it out. `status()` says what was
+found, and `scaledtensor.hardware()` prints it. Whoever calls the library has the same arithmetic in
+PyTorch's operators too, for machines without a compiler.
+"""
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaledtensor import _torch
+
+__all__ = ["WORTH_IT", "built", "left_out", "library", "status", "takes"]
+
+#: Elements from which on the library is built. Once it is there it serves all sizes.
+WORTH_IT = 1 << 12
+
+VARIABLE = "SCALEDTENSOR_NATIVE"
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("casts.cpp", "elements.cpp"))
+_COMPILERS = ("g++", "clang++", "c++")
+_FLAGS = (
+    *("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread"),
+    *("-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno"),
+)
+#: Compilers without OpenMP, as Apple's, refuse it: then a loop runs on one thread.
+_THREADS = "-fopenmp"
+_SECONDS = 120
+
+
+def takes(x: Tensor) -> bool:
+    """Whether eager loops of the library can read and write `x`: real memory of this process, and
+    enough of it to build the library for."""
+    return (
+        type(x) is Tensor
+        and x.is_cpu
+        and (_found is not None or x.numel() >= WORTH_IT)
+        and not _torch.is_transforming()
+        and library() is not None
+    )
+
+
+_lock = threading.Lock()
+_found: tuple[Any, str] | None = None
+
+
+@contextlib.contextmanager
+def left_out() -> Iterator[None]:
+    """Casts are PyTorch operators in here, as on a machine without a compiler."""
+    global _found
+    before, _found = _found, (None, "casts are PyTorch operators: scaledtensor.native")
+    try:
+        yield
+    finally:
+        _found = before
+
+
+def status() -> str:
+    """How eager casts of large CPU tensors run, and why. Builds the library if it can."""
+    library()
+    assert _found is not None
+    return _found[1]
+
+
+@_torch.constant_if_compiled
+def built() -> bool:
+    """Whether there is a library, for code that is traced."""
+    return library() is not None
+
+
+def library() -> Any:
+    """The library, its functions declared; None where there is none."""
+    global _found
+    if _found is None:
+        with _lock:
+            if _found is None:
+                _found = _loaded()
+    return _found[0]
+
+
+def _loaded() -> tuple[Any, str]:
+    otherwise = "casts are PyTorch operators: "
+    if os.environ.get(VARIABLE, "1") == "0":
+        return None, f"{otherwise}{VARIABLE}=0"
+    compiler = _compiler()
+    if compiler is None:
+        return None, f"{otherwise}there is no C++ compiler (CXX, {', '.join(_COMPILERS)})"
+    try:
+        try:
+            found = ctypes.CDLL(str(_built(compiler, _THREADS)))
+        except (OSError, subprocess.CalledProcessError):
+            found = ctypes.CDLL(str(_built(compiler)))
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        return None, f"{otherwise}{compiler[0]} did not build the C++ sources: {said.strip()}"
+    for name, arguments in _FUNCTIONS.items():
+        function = getattr(found, name)
+        function.argtypes, function.restype = arguments, None
+    return found, f"casts are C++, built by {compiler[0]}"
+
+
+_word, _real, _count, _at = ctypes.c_int, ctypes.c_float, ctypes.c_int64, ctypes.c_void_p
+#: The functions of the sources, which say what each argument is.
+_FUNCTIONS = {
+    "scaledtensor_cast": (*(_word, _word, _at, _at, _real, _real, _at, _at, _at, _count, _word),),
+    "scaledtensor_adam": (*(_word, _at, _at, _at, _at, _at, _count, _word),),
+    "scaledtensor_rounded_rows": (_at, _at, _at, _real, _real, _real, _count, _count, _word),
+}
+
+
+def _compiler() -> list[str] | None:
+    named = os.environ.get("CXX")
+    if named:
+        return shlex.split(named)
+    return next(([name] for name in _COMPILERS if shutil.which(name)), None)
+
+
+def _built(compiler: list[str], *more: str) -> Path:
+    """The library, built where it is not there yet."""
+    flags = (*_FLAGS, *_of_cpu(), *more)
+    version = subprocess.run(
+        [*compiler, "--version"], capture_output=True, text=True, check=True, timeout=_SECONDS
+    ).stdout
+    facts = sorted(torch.cpu.get_capabilities().items())
+    covers = repr(([source.read_text() for source in _SOURCES], compiler, flags, version, facts))
+    name = f"loops-{hashlib.blake2b(covers.encode(), digest_size=12).hexdigest()}.so"
+    made = _folder() / name
+    if made.exists():
+        return made
+    # Under a name of its own first: other processes may build at the same time.
+    handle, path = tempfile.mkstemp(suffix=".so", dir=made.parent)
+    os.close(handle)
+    try:
+        command = [*compiler, *flags, *map(str, _SOURCES), "-o", path]
+        subprocess.run(command, capture_output=True, text=True, check=True, timeout=_SECONDS)
+        os.replace(path, made)
+    except BaseException:
+        os.unlink(path)
+        raise
+    return made
+
+
+def _of_cpu() -> tuple[str, ...]:
+    """The instructions that torch itself runs with."""
+    if torch.backends.cpu.get_cpu_capability() == "AVX2":
+        return ("-mavx2", "-mfma")
+    # Compilers for ARM know the CPU by the other name.
+    return ("-march=native",) if platform.machine() in ("x86_64", "AMD64") else ("-mcpu=native",)
+
+
+def _folder() -> Path:
+    """Where libraries are kept: a folder that no other user can write to."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    folder = Path(root) / "scaledtensor"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owned = not hasattr(os, "getuid") or folder.stat().st_uid == os.getuid()
+        if owned and not folder.stat().st_mode & 0o022 and os.access(folder, os.W_OK):
+            return folder
+    except OSError:
+        pass
+    return _temporary()
+
+
+@cache
+def _temporary() -> Path:
+    """Of this process, where the user has no cache folder."""
+    return Path(tempfile.mkdtemp(prefix="scaledtensor-"))
