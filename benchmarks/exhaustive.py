@@ -29,7 +29,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from scaledtensor.formats import FORMATS, Format, decode, encode, fake_quantize, get, native
+from scaledtensor import native
+from scaledtensor.formats import FORMATS, Format, decode, encode, fake_quantize, get
 from scaledtensor.formats.rounding import OVERFLOWS as MODES
 
 PATHS = ("eager", "operators", "compiled")

@@ -20,7 +20,7 @@ from scaledtensor.measure import measured_rms
 from scaledtensor.recipes import Recipe
 from scaledtensor.recipes import get as get_recipe
 from scaledtensor.scale import checked_scale, nearest_power_of_two
-from scaledtensor.singles import Amount, Cell, asked, hold, shared, single_of
+from scaledtensor.singles import Amount, Cell, asked, hold, shared, single_of, view_of
 
 __all__ = [
     "APPEARANCES",
@@ -173,12 +173,12 @@ class ScaledTensor(Tensor):
 
     def viewed(self, qdata: Tensor) -> Self:
         """A view of this tensor, around a view of its elements: the very same scale."""
-        others = [shared(self, name) for name in self.INNER[1:]]
         if torch.is_inference_mode_enabled() and not self.is_inference():
-            # A view of a tensor from outside inference mode is one itself: torch sees to it.
-            with torch.inference_mode(False):
-                return self.like(qdata, *others)
-        return self.like(qdata, *others)
+            with torch.inference_mode(False):  # as torch makes a view of a tensor from outside
+                return self.viewed(qdata)
+        if self.INNER is ScaledTensor.INNER and not torch.compiler.is_compiling():
+            return cast(Self, view_of(self, qdata, self._wrapper(qdata, self.dtype)))
+        return self.like(qdata, *[shared(self, name) for name in self.INNER[1:]])
 
     # --- the verbs ---------------------------------------------------------------------------
 

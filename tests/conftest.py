@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from hypothesis import settings
+from long_forms import LONG_FORMS
 
 import scaledtensor as sct
 
@@ -53,6 +54,14 @@ def pytest_collection():
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest takes out what is marked
+def pytest_collection_modifyitems(items):
+    for item in items:
+        inside = item.nodeid.removeprefix("tests/")
+        if inside.startswith(tuple(LONG_FORMS)):
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_runtest_setup():

@@ -58,7 +58,7 @@ def test__the_source_distribution__has_what_the_tests_read(source):
     for name in (
         *("LICENSE", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile"),
         *("pyproject.toml", "requirements-dev.txt", "docs/ops.md", "docs/write_ops.py"),
-        *("scaledtensor/formats/casts.cpp", "tests/conftest.py", "tests/ops/opinfo.py"),
+        *("scaledtensor/native/casts.cpp", "tests/conftest.py", "tests/ops/opinfo.py"),
         *("tests/torch_versions/2.15.0.json", "examples/new_op.ipynb", "benchmarks/step.py"),
     ):
         assert (source / name).is_file(), name
@@ -72,7 +72,7 @@ def test__the_wheel__has_every_module_and_what_it_reads(wheel):
     with zipfile.ZipFile(wheel) as archive:
         inside = set(archive.namelist())
         (about,) = (archive.read(n).decode() for n in inside if n.endswith("/METADATA"))
-    assert {"scaledtensor/formats/casts.cpp", "scaledtensor/py.typed"} <= inside
+    assert {"scaledtensor/native/casts.cpp", "scaledtensor/py.typed"} <= inside
     info = f"scaledtensor-{sct.__version__}.dist-info/"
     assert {name for name in inside if not name.startswith(info)} == here
     assert {f"{info}licenses/LICENSE", f"{info}entry_points.txt"} <= inside

@@ -39,19 +39,22 @@ def compiled(net, how):
 
 
 @pytest.mark.parametrize("how", ["eager", "compiled"])
-@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test__an_input_that_is_not_finite__makes_such_a_loss_and_gradient(recipe, bad, how):
+def test__an_input_that_is_not_finite__makes_such_a_loss_and_gradient(recipe, how):
     net = model(recipe)
-    x = torch.randn(16, 32)
-    x[3, 5] = bad
-    out = compiled(net, how)(x)
-    loss = F.mse_loss(plain(out), torch.zeros(16, 16))
-    assert not loss.isfinite()
-    loss.backward()
-    assert not plain(net[0].weight.grad).isfinite().all()
-    clean = compiled(model(recipe), how)(torch.where(x.isfinite(), x, 0.0))
-    assert plain(clean).isfinite().all()
+    run = compiled(net, how)  # one graph for all: it depends on no data
+    for bad in (torch.inf, -torch.inf, torch.nan):
+        x = torch.randn(16, 32)
+        x[3, 5] = bad
+        net.zero_grad()
+        loss = F.mse_loss(plain(run(x)), torch.zeros(16, 16))
+        assert not loss.isfinite()
+        loss.backward()
+        assert not plain(net[0].weight.grad).isfinite().all()
+    if recipe == "delayed":  # whose history now holds what was not finite
+        net = model(recipe)
+        run = compiled(net, how)
+    assert plain(run(torch.randn(16, 32))).isfinite().all()
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

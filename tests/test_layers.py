@@ -9,7 +9,7 @@ import scaledtensor as sct
 
 PACKAGE = Path(sct.__file__).parent
 FLOORS = [
-    {"_start", "_version", "_torch", "engine", "errors", "formats", "measure", "setting"},
+    {"_start", "_version", "_torch", "engine", "errors", "formats", "measure", "native", "setting"},
     {"scale", "singles"},
     {"recipes"},
     {"tensor"},

@@ -22,7 +22,7 @@ from scaledtensor.formats.format import Format, Specials
 
 __all__ = ["decode", "encode", "encode_with_values", "fake_quantize", "rounded_values"]
 
-_ENCODE, _ROUND, _DECODE, _BOTH, _VALUES = range(5)
+_ENCODE, _ROUND, _DECODE = range(3)
 _KINDS = {Specials.FNUZ: 1, Specials.P3109: 1, Specials.INTEGER: 2}
 _UNSIGNED = 3
 _FLOATS = (torch.float32, torch.bfloat16)
@@ -95,9 +95,8 @@ def _write(x: Tensor, fmt: Format, mode: Mode, codes: int | None, values: Tensor
     record, first, second = _known_facts(fmt, mode.overflow, mode.kept, False)
     half, places = x.dtype is torch.bfloat16, (x.data_ptr(), codes, values.data_ptr())
     threads = torch.get_num_threads()
-    cast = _VALUES if codes is None else _BOTH
     native.library().scaledtensor_cast(
-        cast, half, record, None, first, second, *places, x.numel(), threads
+        _ENCODE, half, record, None, first, second, *places, x.numel(), threads
     )
 
 

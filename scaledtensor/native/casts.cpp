@@ -207,32 +207,19 @@ void decode(const Call &call, const void *source, void *target, float *, int64_t
     for (int64_t i = a; i < b; i++) y[i] = F::store(value_of<KIND>(c.facts, x[i]));
 }
 
-// Codes, and their values in float32.
-template <class F, int KIND, bool RANDOM>
-void encode_with_values(const Call &call, const void *source, void *target, float *values, int64_t a,
-                        int64_t b) {
+// To nearest even, codes and their values in float32, or the values alone.
+template <class F, int KIND, bool CODES>
+void with_values(const Call &call, const void *source, void *target, float *values, int64_t a,
+                 int64_t b) {
     const auto *x = static_cast<const typename F::Stored *>(source);
     auto *__restrict y = static_cast<uint8_t *>(target);
     float *__restrict z = values;
     const Call c = call;
     for (int64_t i = a; i < b; i++) {
-        const int32_t code = code_of<KIND, RANDOM>(
+        const int32_t code = code_of<KIND, false>(
             c.facts, F::load(x[i]), int32_t(i), c.key, c.power);
-        y[i] = uint8_t(code);
+        if (CODES) y[i] = uint8_t(code);
         z[i] = as_float(value_of<KIND>(c.facts, code));
-    }
-}
-
-// The values alone.
-template <class F, int KIND, bool RANDOM>
-void values_in_float(const Call &call, const void *source, void *, float *values, int64_t a,
-                     int64_t b) {
-    const auto *x = static_cast<const typename F::Stored *>(source);
-    const Call c = call;
-    for (int64_t i = a; i < b; i++) {
-        const int32_t code = code_of<KIND, RANDOM>(
-            c.facts, F::load(x[i]), int32_t(i), c.key, c.power);
-        values[i] = as_float(value_of<KIND>(c.facts, code));
     }
 }
 
@@ -242,30 +229,33 @@ using Loop = void (*)(const Call &, const void *, void *, float *, int64_t, int6
     {name<F, SIGNED, RANDOM>, name<F, NO_MINUS_ZERO, RANDOM>, name<F, INTEGER, RANDOM>, \
      name<F, EXPONENT, RANDOM>}
 
-// [cast][bfloat16][random][kind]
-constexpr Loop LOOPS[5][2][2][4] = {
+// [cast][bfloat16][random][kind]; decoding draws nothing.
+constexpr Loop LOOPS[3][2][2][4] = {
     {{LOOPS_OF(encode, Single, false), LOOPS_OF(encode, Single, true)},
      {LOOPS_OF(encode, Half, false), LOOPS_OF(encode, Half, true)}},
     {{LOOPS_OF(quantize, Single, false), LOOPS_OF(quantize, Single, true)},
      {LOOPS_OF(quantize, Half, false), LOOPS_OF(quantize, Half, true)}},
-    {{LOOPS_OF(decode, Single, false), LOOPS_OF(decode, Single, true)},
-     {LOOPS_OF(decode, Half, false), LOOPS_OF(decode, Half, true)}},
-    {{LOOPS_OF(encode_with_values, Single, false), LOOPS_OF(encode_with_values, Single, true)},
-     {LOOPS_OF(encode_with_values, Half, false), LOOPS_OF(encode_with_values, Half, true)}},
-    {{LOOPS_OF(values_in_float, Single, false), LOOPS_OF(values_in_float, Single, true)},
-     {LOOPS_OF(values_in_float, Half, false), LOOPS_OF(values_in_float, Half, true)}},
+    {{LOOPS_OF(decode, Single, false), LOOPS_OF(decode, Single, false)},
+     {LOOPS_OF(decode, Half, false), LOOPS_OF(decode, Half, false)}},
+};
+
+// [codes too][bfloat16][kind]
+constexpr Loop WITH_VALUES[2][2][4] = {
+    {LOOPS_OF(with_values, Single, false), LOOPS_OF(with_values, Half, false)},
+    {LOOPS_OF(with_values, Single, true), LOOPS_OF(with_values, Half, true)},
 };
 
 }  // namespace
 
-// `cast`: 0 encodes, 1 rounds to values, 2 decodes, 3 encodes and writes float32 values beside
-// it, 4 writes those alone. `key` is null to nearest even.
+// `cast`: 0 encodes, 1 rounds to values, 2 decodes. Where `values` are given, it is 0, to nearest even:
+// they are written in float32, and codes where `target` is not null. `key` is null to nearest even.
 extern "C" void scaledtensor_cast(int cast, int bfloat16, const Facts *facts, const int32_t *key,
                                   float first, float second, const void *source, void *target,
                                   float *values, int64_t count, int threads) {
     Call call{*facts, {0, 0}, {first, second}};
     if (key) call.key = {key[0], key[1]};
-    const Loop loop = LOOPS[cast][bfloat16][key != nullptr][facts->kind];
+    const Loop loop = values ? WITH_VALUES[target != nullptr][bfloat16][facts->kind]
+                             : LOOPS[cast][bfloat16][key != nullptr][facts->kind];
     in_parts(count, 1, threads, [&](int64_t a, int64_t b) {
         loop(call, source, target, values, a, b);
     });

@@ -1,7 +1,7 @@
 """Plain tensors that meet scaled ones where a rule takes scaled ones alone."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from scaledtensor import verbs
 from scaledtensor.formats import FP32, from_dtype
 from scaledtensor.recipes import Recipe
 from scaledtensor.tensor import ScaledTensor, from_plain
 
-__all__ = ["entered", "with_scaled"]
+__all__ = ["entered", "promoted", "with_scaled"]
 
 
 def with_scaled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,3 +53,13 @@ def entered(x: Tensor, recipe: Recipe | None) -> ScaledTensor:
     door."""
     fmt = FP32 if x.dtype == torch.float64 else from_dtype(x.dtype)
     return from_plain(x, fmt, x.dtype, None if recipe is None else recipe.uncorrected)
+
+
+def promoted(operands: Sequence[Any]) -> Sequence[Any]:
+    """The operands of a product, all scaled where one is."""
+    scaled = [x for x in operands if isinstance(x, ScaledTensor)]
+    if len(scaled) in (0, len(operands)):  # none but the bias, perhaps
+        return operands
+    # Detached: a product needs no gradient for the sake of what it is promoted by.
+    like = scaled[0].detach()
+    return [x if isinstance(x, ScaledTensor) else verbs.promote(x, like) for x in operands]

@@ -23,7 +23,8 @@ from scaledtensor.errors import RecipeWarning, UnsupportedError
 from scaledtensor.formats import from_dtype
 from scaledtensor.ops import by_gemm, sites
 from scaledtensor.ops import linear as as_one
-from scaledtensor.ops.algebra import check_dtypes, first_scaled
+from scaledtensor.ops.algebra import check_dtypes
+from scaledtensor.ops.entering import promoted
 from scaledtensor.recipes import Recipe
 from scaledtensor.recipes.casts import Cast
 from scaledtensor.recipes.scales import Carried, Fixed
@@ -104,15 +105,6 @@ def _governing(*operands: Any) -> tuple[Recipe | None, ScaledTensor | None]:
     return found, parameter
 
 
-def _promoted(operands: Sequence[Any]) -> Sequence[Any]:
-    count = sum(isinstance(x, ScaledTensor) for x in operands)
-    if count in (0, len(operands)):  # none but the bias, perhaps
-        return operands
-    # Detached: a product needs no gradient for the sake of what it is promoted by.
-    like = first_scaled(*operands).detach()
-    return [x if isinstance(x, ScaledTensor) else verbs.promote(x, like) for x in operands]
-
-
 def _cast(x: ScaledTensor, cast: Cast) -> Any:
     if x.format == cast.format:
         return _wide_gradient(x)
@@ -152,8 +144,8 @@ def _product(
         return function(*_beside_sparse(operands, recipe), **kwargs)
     if recipe is None:
         # Promoted here as the rule would: so the gradient of a plain parameter is plain as well.
-        return function(*_promoted(operands), **kwargs)
-    scaled, once = _promoted(operands), recipe.gemms.once
+        return function(*promoted(operands), **kwargs)
+    scaled, once = promoted(operands), recipe.gemms.once
     if once is None:
         matmul = lowered or BY_GEMM.get(function)
         if matmul is None or kwargs:
@@ -164,7 +156,8 @@ def _product(
         once = sites.look_at_inputs(parameter, scaled)
     first, weight, gradient = once
     if function is torch.nn.functional.linear and as_one.serves(*scaled):
-        y = _linear_as_one(*scaled, once)
+        x, w = scaled
+        y = _linear_as_one(x, w, once)
     else:
         cast = [_cast(x, weight if i == 1 else first) for i, x in enumerate(scaled)]
         y = _gradient_cast(function(*cast, **kwargs), gradient)
@@ -186,8 +179,8 @@ def _beside_sparse(operands: Sequence[Any], recipe: Recipe | None) -> Sequence[A
         is_sparse(x) and not (isinstance(x, ScaledTensor) or x.requires_grad) for x in operands
     ]
     with_gradients = [x for x, stays in zip(operands, constant, strict=True) if not stays]
-    promoted = iter(_promoted([_as_coo(x) for x in with_gradients]))
-    held = [x if stays else next(promoted) for x, stays in zip(operands, constant, strict=True)]
+    entering = iter(promoted([_as_coo(x) for x in with_gradients]))
+    held = [x if stays else next(entering) for x, stays in zip(operands, constant, strict=True)]
     if recipe is None:
         return held
     return [x if is_sparse(x) else _cast(x, Cast(recipe.activation)) for x in held]
@@ -222,7 +215,7 @@ def cast_once(weight: Any, *others: Any) -> Any:
     recipe, _ = _governing(weight, *others)
     if recipe is None or recipe.gemms.once is None:
         return weight
-    return _cast(_promoted([weight, *others])[0], recipe.gemms.once[1])
+    return _cast(promoted([weight, *others])[0], recipe.gemms.once[1])
 
 
 def cast_input(x: ScaledTensor, recipe: Recipe | None) -> Any:

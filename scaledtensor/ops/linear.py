@@ -187,8 +187,8 @@ def _gradient_factor(grad: Any, cast: Cast) -> Side:
 
 
 def _in_one_pass(x: Any) -> bool:
-    """Whether a loop may make what products multiply beside the codes or in their place, or autograd
-    and others are to see the cast."""
+    """Whether a loop may make what products multiply beside the codes, or in their place: else
+    autograd or somebody else is to see the cast."""
     seen = torch.is_grad_enabled() or not is_alone()
     return not seen and product_dtype(x.device) is torch.float32
 
@@ -279,9 +279,7 @@ def _plus(product: _Product, fmt: Format, bias: Any) -> _Product | None:
     return None if q is None else _Product(q, scale, rms)
 
 
-def _tensor(
-    product: _Product, shape: Sequence[int], fmt: Format, a: Any, b: Any
-) -> ScaledTensor:
+def _tensor(product: _Product, shape: Sequence[int], fmt: Format, a: Any, b: Any) -> ScaledTensor:
     q = product.q
     held = FP32 if q.dtype is torch.float32 else fmt
     recipe = a.recipe or b.recipe

@@ -10,6 +10,7 @@ from torch import Tensor
 from scaledtensor import _torch
 from scaledtensor.errors import DTypeError, SaturationWarning, ShapeError
 from scaledtensor.formats import BF16, FP32, Format, encode
+from scaledtensor.formats.bits import Overflow
 from scaledtensor.ops.masks import is_table, saturated
 from scaledtensor.ops.raw import Raw
 from scaledtensor.scale import is_one, larger, settle, settle_in_place
@@ -30,7 +31,7 @@ __all__ = ["covers_storage", "dequantized", "narrowest", "store", "wrap", "write
 
 
 #: What casts of operands do with what lies beyond the format.
-OVERFLOW = "saturate_finite"
+OVERFLOW: Overflow = "saturate_finite"
 
 
 def wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:

@@ -49,7 +49,7 @@ from scaledtensor.tensor import ScaledTensor
     aten.view.default,
     pass_op=True,
 )
-def view(op: Overload, x: ScaledTensor, *args: Any, **kwargs: Any) -> Any:
+def view(op: Overload, x: ScaledTensor, *args: object, **kwargs: object) -> Any:
     """The same elements seen otherwise: the very same scale."""
     q = op(x.qdata, *args, **kwargs)
     if isinstance(q, (list, tuple)):

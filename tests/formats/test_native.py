@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+from scaledtensor import native as loops
 from scaledtensor.formats import (
     FORMATS,
     bits,
@@ -22,7 +23,7 @@ from scaledtensor.formats import (
 from scaledtensor.formats.bits import Mode, decode_bits, encode_bits, has_normals
 
 pytestmark = pytest.mark.skipif(
-    not native.status().startswith("casts are C++"), reason=native.status()
+    not loops.status().startswith("casts are C++"), reason=loops.status()
 )
 
 NARROW = {name: fmt for name, fmt in FORMATS.items() if fmt.storage_dtype.itemsize == 1} | {
@@ -159,7 +160,8 @@ def test__what_has_no_memory__is_left_to_operators():
 
 CODE = """
 import torch
-from scaledtensor.formats import encode, native, E4M3FN
+from scaledtensor import native
+from scaledtensor.formats import encode, E4M3FN
 codes = encode(torch.linspace(-500, 500, 10_000), E4M3FN).view(torch.uint8)
 print(native.status()); print(codes.int().sum().item())
 """
@@ -181,7 +183,7 @@ def test__a_machine_without_a_compiler__has_the_same_codes(tmp_path):
     built, total = run(XDG_CACHE_HOME=str(tmp_path))
     assert built.startswith("casts are C++")
     (library,) = (tmp_path / "scaledtensor").iterdir()
-    assert library.name.startswith("casts-")
+    assert library.name.startswith("loops-")
     left_out, same = run(SCALEDTENSOR_NATIVE="0")
     assert (left_out, same) == ("casts are PyTorch operators: SCALEDTENSOR_NATIVE=0", total)
     broken, same = run(CXX="false", XDG_CACHE_HOME=str(tmp_path))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from formats_oracle import OWN, SHORT, raw
 
+from scaledtensor import native
 from scaledtensor.errors import DTypeError, FormatError, UnsupportedError
 from scaledtensor.formats import (
     BF16,
@@ -22,7 +23,6 @@ from scaledtensor.formats import (
     decode,
     encode,
     fake_quantize,
-    native,
     random_key,
 )
 from scaledtensor.formats.stochastic import random_words
