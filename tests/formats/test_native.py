@@ -21,6 +21,7 @@ from scaledtensor.formats import (
     random_key,
 )
 from scaledtensor.formats.bits import Mode, decode_bits, encode_bits, has_normals
+from scaledtensor.formats.rounding import encode_with_values, rounded_values
 
 pytestmark = pytest.mark.skipif(
     not loops.status().startswith("casts are C++"), reason=loops.status()
@@ -91,6 +92,23 @@ def test__decode__has_the_bits_of_the_python(name, dtype):
     fmt = NARROW[name]
     codes = torch.arange(256).to(torch.uint8).repeat(64).view(fmt.storage_dtype)
     same_values(native.decode(codes, fmt, dtype), decode_bits(codes, fmt).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", NARROW)
+def test__codes_with_values__are_those_of_two_casts(name, dtype):
+    fmt, x = NARROW[name], numbers(dtype)
+    for overflow in ("saturate", "saturate_finite", "ieee"):
+        codes, both = encode(x, fmt, overflow=overflow), encode_with_values(x, fmt, overflow)
+        if not native.serves(fmt, Mode("nearest_even", overflow)):
+            assert both is None
+            continue
+        assert torch.equal(raw(both[0]), raw(codes))
+        same_values(both[1], decode(codes, fmt))
+        same_values(rounded_values(x, fmt, overflow), both[1])
+    assert encode_with_values(x[::2], fmt) is None
+    with loops.left_out():
+        assert rounded_values(x, fmt) is None
 
 
 @pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])

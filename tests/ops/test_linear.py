@@ -1,11 +1,14 @@
 """`linear` as one node of autograd: the bits of torch's own operators, which a mode sees."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import scaledtensor as sct
+from scaledtensor import native as loops
 from scaledtensor.formats import E4M3FN
 from scaledtensor.ops import linear
 
@@ -39,12 +42,12 @@ def assert_same_bits(got, want):
     assert torch.equal(q, other)
 
 
-def trained(x, w):
-    """Output and gradients of a layer."""
+def trained(*layer):
+    """Output and gradients of a layer: input, weight and perhaps bias."""
     torch.manual_seed(0)  # stochastic rounding draws from it
-    y = F.linear(x, w)
+    y = F.linear(*layer)
     gradient = sct.scaled(torch.linspace(-3, 2, y.numel()).view(y.shape), "bf16")
-    return [y, *torch.autograd.grad(y, (x, w), gradient)]
+    return [y, *torch.autograd.grad(y, [x for x in layer if x.requires_grad], gradient)]
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -63,6 +66,68 @@ def test__alone__the_bits_are_those_of_operators(recipe, fmt, shape, monkeypatch
     assert not ran
     for got, want in zip(alone, watched, strict=True):
         assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["loops", "operators"])
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("power", [-30, 0, 30])
+def test__with_a_bias__the_bits_are_those_of_operators(recipe, power, native, monkeypatch):
+    """Of a bias much smaller and much larger than the product, and with what is not finite."""
+    x, w, b = operands(recipe, (3, 70, 64), (48, 64), (48,))
+    with torch.no_grad():
+        b.mul_(2.0**power)
+        x[0, 0, 0], x[1, 0, 0] = torch.inf, torch.nan
+    with contextlib.nullcontext() if native else loops.left_out():
+        alone = trained(x, w, b)
+        with Looking():
+            watched = trained(x, w, b)
+    assert alone[0].dequantize()[2].isfinite().all()
+    assert not alone[0].dequantize()[0, 0].isfinite().any()
+    for got, want in zip(alone, watched, strict=True):
+        bits_of = torch.where(got.dequantize().isnan(), 0.0, got.dequantize())
+        bits_to = torch.where(want.dequantize().isnan(), 0.0, want.dequantize())
+        assert torch.equal(bits_of, bits_to)
+        assert torch.equal(got.isnan(), want.isnan())
+        assert bits(got)[1:] == bits(want)[1:]
+
+
+@pytest.mark.parametrize("trains", ["100", "010", "001", "011", "101"])
+def test__with_a_bias__each_gradient_is_made_where_it_is_asked(trains):
+    layer = operands(RECIPES["Unit"], (5, 16), (8, 16), (8,))
+    for x, one in zip(layer, trains, strict=True):
+        x.requires_grad_(one == "1")
+    alone = trained(*layer)
+    with Looking():
+        watched = trained(*layer)
+    assert len(alone) == 1 + trains.count("1")
+    for got, want in zip(alone, watched, strict=True):
+        assert_same_bits(got, want)
+
+
+def test__a_bias_that_was_stepped_in_its_hook__is_no_stale_operand():
+    """An optimizer may step a parameter as soon as its gradient is there."""
+    x, w, b = operands(RECIPES["Unit"], (5, 16), (8, 16), (8,))
+
+    def step(p):
+        with torch.no_grad():
+            p.mul_(0.5)
+
+    b.register_post_accumulate_grad_hook(step)
+    y = F.linear(F.linear(x, w, b), w.detach().t().contiguous(), None)
+    F.linear(y, w, b).sum().backward()
+    assert b.grad is not None
+
+
+@pytest.mark.parametrize("shift", [-20, 20])
+def test__a_loss_scale__moves_only_scales_of_the_gradients(shift):
+    layer = operands(RECIPES["Unit"], (3, 70, 64), (48, 64), (48,))
+    y = F.linear(*layer)
+    gradient = sct.scaled(torch.linspace(-3, 2, y.numel()).view(y.shape), "bf16")
+    plain = torch.autograd.grad(y, layer, gradient, retain_graph=True)
+    moved = torch.autograd.grad(y, layer, gradient * 2.0**shift)
+    for a, b in zip(plain, moved, strict=True):
+        assert torch.equal(a.qdata, b.qdata)
+        assert float(b.scale) == float(a.scale) * 2.0**shift
 
 
 def test__what_is_cast_already__stays():

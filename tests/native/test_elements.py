@@ -1,0 +1,83 @@
+"""The loops in C++ give what the operators of PyTorch give in their place."""
+
+import pytest
+import torch
+
+from scaledtensor import native
+from scaledtensor.formats import BF16
+from scaledtensor.native.elements import adam, rounded_rows
+from scaledtensor.ops.results import store
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason=native.status())
+
+
+def gaussian(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weight", [0.1, 0.7], ids=["from the start", "from the end"])
+@pytest.mark.parametrize("count", [1, 77, 70_000])
+def test__adam__is_the_step_of_operators(dtype, weight, count):
+    """To the last bit of a state. The root that PyTorch takes of MKL is not always the nearest."""
+    unit, beta2, share, eps, kept, rate = 0.25, 0.99, 0.01, 1e-6, 0.999, -1e-2
+    g = gaussian(count, dtype=dtype)
+    first, second, p = (
+        gaussian(count, seed=1),
+        gaussian(count, seed=2).square(),
+        gaussian(count, seed=3),
+    )
+    m, v, q = first.clone(), second.clone(), p.clone()
+    assert adam(g, first, second, p, unit, weight, beta2, share, eps, kept, rate)
+    wide = g.float()
+    m.lerp_(wide * unit, weight)
+    v.mul_(beta2).addcmul_(wide, wide, value=share)
+    near = {"rtol": 2.0**-22, "atol": 1e-8}
+    torch.testing.assert_close(first, m, **near)
+    torch.testing.assert_close(second, v, **near)
+    step = m.double() / (v.double().sqrt() + eps) * rate
+    torch.testing.assert_close(p, (q.double() * kept + step).float(), rtol=0.0, atol=2.0**-21)
+
+
+def test__adam__leaves_what_it_does_not_read():
+    g, held = gaussian(8, 8).double(), [gaussian(8, 8, seed=s) for s in (1, 2, 3)]
+    before = [x.clone() for x in held]
+    factors = (1.0, 0.1, 0.9, 0.1, 1e-8, 1.0, -1.0)
+    assert not adam(g, *held, *factors)
+    assert not adam(g.float().t(), *held, *factors)
+    assert not adam(g.float().to("meta"), *held, *factors)
+    with native.left_out():
+        assert not adam(g.float(), *held, *factors)
+    assert all(map(torch.equal, held, before))
+
+
+EVERY_UPPER_HALF = (torch.arange(1 << 16, dtype=torch.int32) << 16)[:, None]
+LOWER = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
+NUMBERS = (EVERY_UPPER_HALF | LOWER).view(torch.float32)
+
+
+def same(a, b):
+    known = ~(a.isnan() & b.isnan())
+    return torch.equal(a[known], b[known]) and torch.equal(a.isnan(), b.isnan())
+
+
+@pytest.mark.parametrize("ratio", [1.0, 2.0**-3, 2.0**100])
+def test__rounded_rows__round_as_a_conversion_does(ratio):
+    """Every upper half of a float32, with lower halves on, below and above each tie."""
+    want = store(NUMBERS * ratio, BF16)
+    assert same(rounded_rows(NUMBERS.clone(), ratio), want)
+    held = NUMBERS.clone()
+    assert rounded_rows(held, ratio, in_place=True) is held
+    assert same(held, want.float())
+
+
+@pytest.mark.parametrize("columns", [1, 6, 96, 40_000])
+def test__rounded_rows__add_as_the_operators_do(columns):
+    x, bias = gaussian(3, columns) * 100, gaussian(columns, seed=1)
+    got = rounded_rows(x, 0.25, bias, 0.5, 4.0)
+    want = store((store(x * 0.25, BF16) * 0.5).float() + bias * 4.0, BF16)
+    assert torch.equal(got, want)
+    assert rounded_rows(x.expand(2, 3, columns)[:, 0], 0.25) is None
+    assert rounded_rows(x, 0.25, bias.double()) is None
+    with native.left_out():
+        assert rounded_rows(x, 0.25) is None
