@@ -21,9 +21,9 @@ from scaledtensor.errors import DTypeError, ScaleError, UnsupportedError
 from scaledtensor.measure import measured_rms
 from scaledtensor.ops.algebra import elements
 from scaledtensor.ops.results import covers_storage, store
-from scaledtensor.scale import nearest_power_of_two
+from scaledtensor.scale import MIN_SCALE, nearest_power_of_two, power_of_two_near
 from scaledtensor.shards import by_groups, is_sharded, of_all_parts, part_of, squares_and_amax
-from scaledtensor.singles import put, rms_of, scale_of, single_of, tensor_of
+from scaledtensor.singles import Single, put, rms_of, rounded, scale_of, single_of, tensor_of
 from scaledtensor.sparse import SparseTensor
 from scaledtensor.steps import Held
 from scaledtensor.tensor import ScaledTensor, is_stored
@@ -186,10 +186,23 @@ def _period(p: Any) -> int:
 @torch.no_grad()
 def _rebalanced(x: ScaledTensor, by: str) -> Tensor:
     """Whether the scale changed, on the device of `x`."""
+    if by == "rms" and (rms_under := _rms_where_the_scale_stays(x)) is not None:
+        put(x, "rms", rms_under)
+        return torch.zeros((), dtype=torch.bool)
     value = elements(x).double() * _scale(x).double()
     rms = measured_rms(value)
     scale = nearest_power_of_two(rms) if by == "rms" else _filling(_amax(value), x)
     return _put(x, value, scale, rms)
+
+
+def _rms_where_the_scale_stays(x: ScaledTensor) -> Single | None:
+    """The RMS, where the host has the scale and no element has to move, which is what nearly every
+    parameter is found in. A power of two in a sum changes no digit of it."""
+    scale = scale_of(x)
+    if not isinstance(scale, Single) or math.frexp(scale)[0] != 0.5:
+        return None
+    rms = Single(rounded(measured_rms(elements(x)).item() * float(scale)))
+    return rms if rms > MIN_SCALE and power_of_two_near(rms) == scale else None
 
 
 @torch.no_grad()

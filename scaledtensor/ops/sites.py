@@ -131,13 +131,14 @@ def _look(weight: Any, role: int, x: Any) -> None:
     site = weight.site = weight.site or Site()
     q, shift = elements(x).detach(), weight.recipe.shifts[role]
     size = q.abs().nan_to_num(0.0, 0.0, 0.0)
+    largest = float(size.max())
     corrects = bool(_calibrating) or _trains()
     if fmt.bits == 8:
-        _tell(site, weight, role, size, fmt, shift, corrects)
+        _tell(site, weight, role, size, largest, fmt, shift, corrects)
     if not corrects:
         site.new = False  # what is not trained is looked at once, and left as it is
         return
-    largest, squares = float(size.max()), float(measured_rms(q)) ** 2 * q.numel()
+    squares = float(measured_rms(q)) ** 2 * q.numel()
     before = site.seen[role]
     found = (max(before[0], largest), before[1] + squares, before[2] + q.numel())
     site.seen[role] = found
@@ -168,14 +169,22 @@ def _share(lost: Tensor) -> float:
 
 
 def _tell(
-    site: Site, weight: Any, role: int, size: Tensor, fmt: Format, shift: int, corrects: bool
+    site: Site,
+    weight: Any,
+    role: int,
+    size: Tensor,
+    largest: float,
+    fmt: Format,
+    shift: int,
+    corrects: bool,
 ) -> None:
     """Warn, once for each kind of loss, of the first cast that loses elements. `corrects` says
     whether the shift is set before this cast."""
     name = site.name or f"a weight of {[*weight.shape]}"
     # A new site loses nothing where it corrects, since no cast came before. So does calibration.
     nothing = corrects and (site.new or _calibrating)
-    beyond = 0.0 if nothing else _share(size > math.ldexp(fmt.max, shift))
+    limit = math.ldexp(fmt.max, shift)
+    beyond = 0.0 if nothing or largest <= limit else _share(size > limit)
     if beyond > (_LOST if corrects else _LOST_FOR_GOOD) and "saturated" not in _told:
         _told.add("saturated")
         warnings.warn(
@@ -194,7 +203,7 @@ def _tell(
         return
     least = math.ldexp(fmt.min_subnormal / 2, shift)
     vanished = _share((size > 0) & (size <= least))
-    if vanished > _VANISHED and float(size.max()) > least * 2.0**8:
+    if vanished > _VANISHED and largest > least * 2.0**8:
         _told.add("vanished")
         warnings.warn(
             f"{vanished:.1%} of the inputs of {name} are too small for {fmt.name} beside the "
