@@ -18,20 +18,22 @@ def measured_rms(x: Tensor, below: float = float("inf")) -> Tensor:
     of them must not spoil the scale of all others.
     """
     x = x.detach()
-    norm = _finite_norm(x) if below == float("inf") else None
-    if norm is None:
-        magnitude = x.double().abs()
-        norm = torch.linalg.vector_norm(torch.where(magnitude < below, magnitude, 0.0))
+    seen = _finite_norm(x) if below == float("inf") else None
+    if seen is not None:
+        return torch.scalar_tensor(seen / max(x.numel(), 1) ** 0.5, dtype=torch.float32)
+    magnitude = x.double().abs()
+    norm = torch.linalg.vector_norm(torch.where(magnitude < below, magnitude, 0.0))
     rms: Tensor = norm / max(x.numel(), 1) ** 0.5
     return rms.float()
 
 
-def _finite_norm(x: Tensor) -> Tensor | None:
+def _finite_norm(x: Tensor) -> float | None:
     """The norm in one pass, where seeing that it is finite costs nothing: on a CPU, outside tracing
     and transforms. None elsewhere. By pieces, since the norm makes a copy in float64."""
     real = type(x) is Tensor and x.is_cpu and not torch.compiler.is_compiling()
     if not real or _torch.is_transforming():
         return None
     norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in pieces(x)]
-    norm: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-    return norm if math.isfinite(norm.item()) else None
+    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    seen = norm.item()
+    return seen if math.isfinite(seen) else None

@@ -18,6 +18,7 @@ representation depends on the number of keys, never the value, so a KV cache dec
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from scaledtensor.ops.softmax import (
     selection,
     visible,
 )
-from scaledtensor.singles import multiplier, scale_of, tensor_of
+from scaledtensor.singles import Amount, Single, multiplier, scale_of, tensor_of
 from scaledtensor.tensor import ScaledTensor
 
 __all__ = ["FUNCTIONS"]
@@ -105,9 +106,26 @@ def flash_cpu(
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu.default(
         *operands, dropout_p, is_causal, attn_mask=mask, scale=factor
     )
-    logits = tensor_of(a.rms * b.rms * (factor * query.shape[-1] ** 0.5))
+    logits = a.rms * b.rms * (factor * query.shape[-1] ** 0.5)
     seen = _visible(query, key, is_causal, mask)
-    return Raw(out, c.scale, c.rms * concentration(logits, seen).sqrt()), lse
+    return Raw(out, c.scale, c.rms * _moments(logits, seen)[0]), lse
+
+
+def _moments(logits: Amount, seen: Visible) -> tuple[Any, Any]:
+    """sqrt(E) and h, for logits of that RMS."""
+    if isinstance(logits, Single) and isinstance(seen.log_share, float):
+        return _known_moments(float(logits), seen)
+    return _found_moments(tensor_of(logits), seen)
+
+
+def _found_moments(logits: Tensor, seen: Visible) -> tuple[Tensor, Tensor]:
+    return concentration(logits, seen).sqrt(), selection(bounded_square(logits), seen)
+
+
+@lru_cache(maxsize=1 << 12)
+def _known_moments(logits: float, seen: Visible) -> tuple[Single, Single]:
+    root, moved = _found_moments(Single(logits).tensor(), seen)
+    return Single(root.item()), Single(moved.item())
 
 
 @rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
@@ -157,9 +175,7 @@ def _gradients(
     d = query.shape[-1]
     # Query rows for each key row: Sq / Sk, and query heads that share a key head add up.
     shared = query.numel() / max(key.numel(), 1)
-    logits = tensor_of(a.rms * b.rms * (factor * d**0.5))
-    root = concentration(logits, seen).sqrt()
-    moved = selection(bounded_square(logits), seen)
+    root, moved = _moments(a.rms * b.rms * (factor * d**0.5), seen)
     score = g.rms * c.rms * root * moved * (factor * d**0.5)
     dq, dk, dv = raw
     return (
