@@ -132,18 +132,10 @@ def mul(x: Any, y: Any) -> Raw:
         return Raw(elements(x), scale_of(x) * c, rms_of(x) * abs(c), nonnegative=nonnegative)
     like = first_scaled(x, y)
     a, b = side(x, like), side(y, like)
-    for kept, other in ((a, y), (b, x)):  # as a number that is not finite
-        if isinstance(kept.rms, Single) and _is_number(other) and not math.isfinite(other.item()):
-            return Raw(a.q * b.q, kept.scale, kept.rms, settled=True)
     square = x is y
     rms = a.rms * b.rms * (gaussian_moment(2) if square else 1.0)
     positive = square or (a.nonnegative and b.nonnegative)
     return Raw(a.q * b.q, a.scale * b.scale, rms, nonnegative=positive)
-
-
-def _is_number(x: Any) -> bool:
-    """Whether `x` is a plain 0-dim tensor whose value costs nothing to read, as a norm is."""
-    return type(x) is Tensor and x.dim() == 0 and x.is_cpu
 
 
 @rule(aten.div.Tensor, aten.div.Scalar, prims.div.default)
@@ -157,9 +149,15 @@ def div(x: Any, y: Any) -> Raw:
     a, b = side(x, like), side(y, like)
     # As for x * c: a 0-dim divisor keeps its float32 value.
     q = a.q / b.q
-    if isinstance(a.rms, Single) and _is_number(y) and y.item() == 0:
-        return Raw(q, a.scale, a.rms, settled=True)
-    return Raw(q, a.scale / b.scale, a.rms / b.rms, nonnegative=a.nonnegative and b.nonnegative)
+    rms = a.rms / _divisor(b.rms)
+    return Raw(q, a.scale / b.scale, rms, nonnegative=a.nonnegative and b.nonnegative)
+
+
+def _divisor(rms: Amount) -> Any:
+    """The RMS of a divisor. Zero is that of what is known to be all zeros."""
+    if isinstance(rms, Single):
+        return rms if rms else ONE
+    return torch.where(rms == 0, torch.ones_like(rms), rms)
 
 
 @rule(aten.addcmul.default)
@@ -199,7 +197,7 @@ def addcdiv(x: Any, a: Any, b: Any, value: float = 1) -> Raw:
     """r = sqrt(rx^2 + (c ra / rb)^2): an optimizer's update."""
     like = first_scaled(x, a, b)
     base, left, right = (side(t, like) for t in (x, a, b))
-    rms = quadrature(base.rms, left.rms / right.rms * abs(value))
+    rms = quadrature(base.rms, left.rms / _divisor(right.rms) * abs(value))
     scale, ratio, held = settle(rms, base.scale, left.scale / right.scale)
     q = plus_product(base.q, ratio, left.q / right.q, held, value)
     return Raw(q, scale, rms, settled=True)

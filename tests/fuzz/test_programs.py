@@ -33,9 +33,10 @@ def test__random_programs__compiled():
         )
 
 
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
 @pytest.mark.parametrize("path", CASES, ids=lambda p: p.stem)
-def test__programs_that_failed_once__pass(path):
-    assert not differences(Program.load(path.read_text()))
+def test__programs_that_failed_once__pass(path, backend):
+    assert not differences(Program.load(path.read_text()), backend)
 
 
 def test__a_program__round_trips_and_can_lose_any_step():
