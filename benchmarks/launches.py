@@ -1,0 +1,114 @@
+"""What one compiled training step consists of: nodes of its graphs, kernels and calls.
+
+    python -m benchmarks.launches [--layers 2] [--width 64] [--only NAME ...] [--json FILE]
+
+Forward and backward of the demo's GPT and its loss, for float32, bfloat16 (autocast) and recipes of
+ours, on the CPU back end. "nodes" are calls in AOTAutograd's two graphs; "0-dim" are those of them
+that give 0-dim tensors, which is what scales are; "opaque" are operators of this library, into
+which Inductor does not look. "kernels" are calls of kernels that Inductor wrote, and "extern" calls
+of others, in the code that it generated. "compile" is the first call, cold: seconds on the clock,
+and CPU seconds of this process. Nothing here depends on how fast the machine is but these two.
+"""
+
+import argparse
+import copy
+import json
+import re
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.utils import run_and_get_code
+from torch.fx import GraphModule
+
+import scaledtensor as sct
+from benchmarks.step import Loss
+from scaledtensor.demo.model import GPT, GPTConfig
+
+#: row -> the recipe of its parameters; None leaves them plain
+ROWS: dict[str, str | None] = {"fp32": None, "bf16": None, "unit": "unit", "current": "current"}
+
+_KERNEL = re.compile(r"^\s+cpp_fused\w*\(", re.MULTILINE)
+_EXTERN = re.compile(r"^\s+(?:\w+ = )?(?:extern_kernels|torch\.ops\.\w+)\.", re.MULTILINE)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--only", nargs="+", choices=list(ROWS), default=list(ROWS))
+    parser.add_argument("--json", help="write the figures there")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = GPTConfig(64, 32, options.layers, 2, options.width)
+    model = GPT(config)
+    x, y = torch.randint(0, 64, (2, 4, 32))
+    report = {name: counted(name, model, x, y) for name in options.only}
+    print(f"torch {torch.__version__}, {options.layers} layers of width {options.width}")
+    heads = list(next(iter(report.values())))
+    print(f"{'row':9}" + "".join(f"{head:>12}" for head in heads))
+    for name, row in report.items():
+        print(f"{name:9}" + "".join(f"{row[head]:12g}" for head in heads))
+    if options.json:
+        Path(options.json).write_text(json.dumps(report, indent=2))
+
+
+def counted(name: str, model: nn.Module, x: Tensor, y: Tensor) -> dict[str, float]:
+    recipe = ROWS[name]
+
+    def fresh() -> nn.Module:
+        made = copy.deepcopy(model)
+        return Loss(made if recipe is None else sct.scale_model(made, recipe))
+
+    def step(loss_of: Callable[..., Any]) -> None:
+        with torch.autocast("cpu", torch.bfloat16) if name == "bf16" else nullcontext():
+            loss = loss_of(x, y)
+        loss.backward()
+
+    graphs: list[GraphModule] = []
+
+    def keep(graph: GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    torch.compiler.reset()
+    backend = aot_autograd(
+        fw_compiler=keep,
+        bw_compiler=keep,
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    step(torch.compile(fresh(), fullgraph=True, backend=backend))
+    calls = [n for graph in graphs for n in graph.graph.nodes if n.op == "call_function"]
+
+    torch.compiler.reset()
+    compiled = torch.compile(fresh(), fullgraph=True)
+    wall, cpu = time.perf_counter(), time.process_time()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        _, codes = run_and_get_code(step, compiled)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    bodies = [code.rpartition("def call(")[2] for code in codes]
+    return {
+        "nodes": len(calls),
+        "0-dim": sum(is_single(n.meta.get("val")) for n in calls),
+        "opaque": sum(str(n.target).startswith("scaledtensor.") for n in calls),
+        "kernels": sum(len(_KERNEL.findall(body)) for body in bodies),
+        "extern": sum(len(_EXTERN.findall(body)) for body in bodies),
+        "compile s": round(wall, 1),
+        "own CPU s": round(cpu, 1),
+    }
+
+
+def is_single(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""The count of what a compiled step consists of, in its quick form."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _from_the_root(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.slow
+def test__launches__count_what_the_graphs_and_the_code_have(monkeypatch, capsys, tmp_path):
+    from benchmarks import launches
+
+    given = ["--layers", "1", "--width", "16", "--only", "fp32", "unit"]
+    monkeypatch.setattr(sys, "argv", ["launches", *given, "--json", str(tmp_path / "x.json")])
+    launches.main()
+    _, names, *rows = capsys.readouterr().out.splitlines()
+    report = json.loads((tmp_path / "x.json").read_text())
+    assert [row.split()[0] for row in rows] == list(report) == ["fp32", "unit"]
+    plain, ours = report.values()
+    assert names.split()[1:4] == ["nodes", "0-dim", "opaque"]
+    assert plain["opaque"] == 0 < ours["opaque"]
+    # A graph has a scale for each of its tensors at least; and each product is an extern call.
+    assert ours["0-dim"] > plain["0-dim"]
+    assert 10 < plain["extern"] <= ours["extern"]
+    assert plain["kernels"] > 5
+    assert ours["opaque"] <= ours["extern"]
