@@ -10,6 +10,7 @@ Whoever looks on (`_torch.is_watched`) sees torch's operators, and so does a der
 differentiated again.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -56,6 +57,7 @@ def serves(x: Any, weight: Any) -> bool:
         and x.shape[-1] == weight.shape[-1]
         and x.qdata.is_contiguous()
         and weight.qdata.is_contiguous()
+        and _torch.compute_capability(x.qdata) is None
     )
 
 
@@ -107,7 +109,7 @@ class _Linear(torch.autograd.Function):
         y = None if bias is None else _plus(product, fmt, bias)
         if y is None:
             y = _stored(product, fmt, fmt)
-        made = _tensor(y, (*x.shape[:-1], -1), fmt, x, weight)
+        made = _tensor(y, (*x.shape[:-1], weight.shape[0]), fmt, x, weight)
         if bias is not None and y.rms is product.rms:  # not added yet
             made = _run(aten.add.Tensor, made, bias)
         return made, made_x, made_weight
@@ -146,7 +148,12 @@ def _run(op: Any, *args: Any) -> Any:
 
 def _factor(x: Any) -> Side:
     """All of `x` as a matrix of its last dimension."""
-    return Side(elements(x).reshape(-1, x.shape[-1]), scale_of(x), rms_of(x))
+    return Side(_rows(elements(x)), scale_of(x), rms_of(x))
+
+
+def _rows(x: Tensor) -> Tensor:
+    *rows, columns = x.shape
+    return x.reshape(math.prod(rows), columns)
 
 
 def _cast(x: Any, cast: Cast) -> tuple[Any, Side]:
@@ -161,7 +168,7 @@ def _cast(x: Any, cast: Cast) -> tuple[Any, Side]:
             scale, rms = scale_of(held), rms_of(held)
             kept = cast.format, x.dtype, x.recipe, x.nonnegative
             made = ScaledTensor.make(codes, scale, rms, *kept)
-            return made, Side(values.view(-1, x.shape[-1]), scale, rms)
+            return made, Side(_rows(values), scale, rms)
     cast_x = _run(*operand_cast(x, cast))
     return cast_x, _factor(cast_x)
 
@@ -182,7 +189,7 @@ def _gradient_factor(grad: Any, cast: Cast) -> Side:
         held = verbs.shifted(grad, cast.scale.shift)
         values = rounded_values(elements(held), cast.format, OVERFLOW)
         if values is not None:
-            return Side(values.view(-1, grad.shape[-1]), scale_of(held), rms_of(held))
+            return Side(_rows(values), scale_of(held), rms_of(held))
     return _factor(_cast_gradient(grad, cast))
 
 
@@ -215,7 +222,7 @@ def _by_elements(
     if weight is not None:
         fmt = narrowest([cast_grad, weight])
         product = _stored(_multiplied(dy, _factor(weight)), fmt, formats[0])
-        dx = _tensor(product, (*grad.shape[:-1], -1), fmt, cast_grad, weight)
+        dx = _tensor(product, (*grad.shape[:-1], weight.shape[1]), fmt, cast_grad, weight)
     if x is not None:
         fmt = narrowest([cast_grad, x])
         product = _stored(_multiplied(dy._replace(q=dy.q.t()), _factor(x)), fmt, formats[1])

@@ -16,7 +16,7 @@ import scaledtensor as sct
 from scaledtensor import _torch
 from scaledtensor.__main__ import main
 from scaledtensor.errors import HardwareError
-from scaledtensor.ops import matmul, products
+from scaledtensor.ops import linear, products
 from scaledtensor.ops.algebra import elements
 from scaledtensor.recipes.casts import GEMMS
 
@@ -193,7 +193,7 @@ class Multiplied(_torch.DispatchMode):
 @pytest.fixture
 def multiplied(monkeypatch):
     """Dtypes of products that ran below a ScaledTensor, where a mode around the model sees none."""
-    engine, product, dtypes = sct.ScaledTensor._engine, matmul._product, set()
+    engine, dtypes = sct.ScaledTensor._engine, set()
 
     def seen(function):
         def call(*args):
@@ -204,7 +204,7 @@ def multiplied(monkeypatch):
 
     dispatch = seen(engine.dispatch)
     monkeypatch.setattr(sct.ScaledTensor, "_engine", engine._replace(dispatch=dispatch))
-    monkeypatch.setattr(matmul, "_product", seen(product))  # a linear layer calls it itself
+    monkeypatch.setattr(linear, "_multiplied", seen(linear._multiplied))
     return dtypes
 
 
