@@ -149,14 +149,12 @@ def operand(x: Any, like: ScaledTensor) -> Operand:
     """`x` with a scale: a ScaledTensor's own; a plain tensor's measured; a number's is 1.
 
     A Python number keeps its float32 value: never the storage dtype's, in which Adam's eps is 0.
-    One that is not finite shows in the elements, and nothing more is expected of it than of 1.
     """
     if isinstance(x, ScaledTensor):
         return Operand(elements(x), x.scale, x.rms, x.nonnegative)
     if not isinstance(x, Tensor):
         q = torch.full((), float(x), device=like.device)
-        rms = q.abs() if math.isfinite(x) else torch.ones_like(q)
-        return Operand(q, torch.ones_like(q), rms, x >= 0)
+        return Operand(q, torch.ones_like(q), q.abs(), x >= 0)
     if x.layout != torch.strided:
         raise UnsupportedError(
             f"this operator takes no plain tensor in {x.layout} beside a ScaledTensor, as products "
@@ -168,9 +166,8 @@ def operand(x: Any, like: ScaledTensor) -> Operand:
     if x.dim() == 0:
         # Its power of two moves into the scale: a loss multiplier of 2**-18 edits scales only.
         x = x.to(like.device, torch.float32)
-        size = torch.where(x.isfinite(), x.abs(), torch.ones_like(x))
-        scale = nearest_power_of_two(size)
-        return Operand(x / scale, scale, size)
+        scale = nearest_power_of_two(x.abs())
+        return Operand(x / scale, scale, x.abs())
     rms = measured_rms(x)
     scale = nearest_power_of_two(rms)
     q = x if x.dtype == torch.bfloat16 else x.float()
@@ -183,8 +180,7 @@ def side(x: Any, like: ScaledTensor) -> Side:
         return Side(elements(x), scale_of(x), rms_of(x), x.nonnegative)
     if not isinstance(x, Tensor) and calculates(like):
         number = Single(rounded(float(x)))
-        size = abs(number) if math.isfinite(number) else ONE
-        return Side(torch.full((), number), ONE, size, x >= 0)
+        return Side(torch.full((), number), ONE, abs(number), x >= 0)
     q, scale, rms, nonnegative = operand(x, like)
     return Side(q, single_of(scale), single_of(rms), nonnegative)
 

@@ -133,9 +133,19 @@ def mul(x: Any, y: Any) -> Raw:
     like = first_scaled(x, y)
     a, b = side(x, like), side(y, like)
     square = x is y
-    rms = a.rms * b.rms * (gaussian_moment(2) if square else 1.0)
+    rms = _factor(x, a.rms) * _factor(y, b.rms) * (gaussian_moment(2) if square else 1.0)
     positive = square or (a.nonnegative and b.nonnegative)
     return Raw(a.q * b.q, a.scale * b.scale, rms, nonnegative=positive)
+
+
+def _factor(x: Tensor, rms: Amount) -> Any:
+    """The RMS of a factor. A plain number that is infinite or NaN shows in the elements, and no more
+    is expected of it than of 1."""
+    if isinstance(x, ScaledTensor) or x.dim():
+        return rms
+    if isinstance(rms, Single):
+        return rms if math.isfinite(rms) else ONE
+    return torch.where(rms.isfinite(), rms, torch.ones_like(rms))
 
 
 @rule(aten.div.Tensor, aten.div.Scalar, prims.div.default)
