@@ -139,8 +139,8 @@ def mul(x: Any, y: Any) -> Raw:
 
 
 def _factor(x: Tensor, rms: Amount) -> Any:
-    """The RMS of a factor. A plain number that is infinite or NaN shows in the elements, and no more
-    is expected of it than of 1."""
+    """The RMS of a factor. A plain number that is infinite or NaN shows in the elements, and no
+    more is expected of it than of 1."""
     if isinstance(x, ScaledTensor) or x.dim():
         return rms
     if isinstance(rms, Single):
