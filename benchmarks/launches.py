@@ -1,13 +1,13 @@
-"""What one compiled training step consists of: nodes of its graphs, kernels and calls.
+"""Count the graph nodes, kernels and calls of one compiled training step.
 
     python -m benchmarks.launches [--layers 2] [--width 64] [--only NAME ...] [--json FILE]
 
 Forward and backward of the demo's GPT and its loss, for float32, bfloat16 (autocast) and recipes of
-ours, on the CPU back end. "nodes" are calls in AOTAutograd's two graphs; "0-dim" are those of them
-that give 0-dim tensors, which is what scales are; "opaque" are operators of this library, into
-which Inductor does not look. "kernels" are calls of kernels that Inductor wrote, and "extern" calls
-of others, in the code that it generated. "compile" is the first call, cold: seconds on the clock,
-and CPU seconds of this process. Nothing here depends on how fast the machine is but these two.
+ours, on the CPU back end. "nodes" are the calls in AOTAutograd's two graphs. "0-dim" are the nodes
+that give 0-dim tensors, as every scale is. "opaque" are the nodes that call an operator of this
+library, which Inductor does not fuse. "kernels" are the calls of kernels that Inductor wrote, and
+"extern" are the calls of other kernels. "compile s" and "own CPU s" are the time of the first call,
+cold, by the clock and by the CPU time of this process: these two alone depend on the machine.
 """
 
 import argparse

@@ -23,7 +23,7 @@ LONG_FORMS = {
     "recipes/test_recipe_products.py::test__compiled__is_eager[blockwise, powers": "blockwise",
     "recipes/test_recipe_products.py::test__three_products__are_those_of_the_casts_written_out"
     "[(32, 64, 48)": "(20, 33, 65)",
-    "recipes/test_recipe_products.py::test__few_graphs__serve_every_number_of_rows[Current(gran": "",
+    "recipes/test_recipe_products.py::test__few_graphs__serve_every_number_of_rows[Current(gran": "Current()",
     "recipes/test_store_frozen.py::test__compiled__they_are_as_well[MinMSE": "Current, Unit",
     "recipes/test_store_frozen.py::test__compiled__they_are_as_well[Delayed": "Current, Unit",
     "fuzz/test_programs.py::test__a_planted_fault__is_found_and_made_small[<lambda>0": "the sign",

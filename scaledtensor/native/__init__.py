@@ -182,5 +182,5 @@ def _folder() -> Path:
 
 @cache
 def _temporary() -> Path:
-    """Of this process, where the user has no cache folder."""
+    """A folder of this process alone. It serves users who have no cache folder."""
     return Path(tempfile.mkdtemp(prefix="scaledtensor-"))

@@ -164,7 +164,7 @@ def div(x: Any, y: Any) -> Raw:
 
 
 def _divisor(rms: Amount) -> Any:
-    """The RMS of a divisor. Zero is that of what is known to be all zeros."""
+    """The RMS by which a quotient is divided: 1 where the divisor is known to be all zeros."""
     if isinstance(rms, Single):
         return rms if rms else ONE
     return torch.where(rms == 0, torch.ones_like(rms), rms)

@@ -60,6 +60,6 @@ def promoted(operands: Sequence[Any]) -> Sequence[Any]:
     scaled = [x for x in operands if isinstance(x, ScaledTensor)]
     if len(scaled) in (0, len(operands)):  # none but the bias, perhaps
         return operands
-    # Detached: a product needs no gradient for the sake of what it is promoted by.
+    # `like` gives its scale and recipe alone, so no gradient flows to it.
     like = scaled[0].detach()
     return [x if isinstance(x, ScaledTensor) else verbs.promote(x, like) for x in operands]

@@ -243,7 +243,7 @@ def _by_operators(grad: Any, x: Any, weight: Any, cast: Cast) -> tuple[Any, Any]
 
 
 class _Source(NamedTuple):
-    """What a result takes from an operand."""
+    """The facts of an operand that a result inherits."""
 
     format: Format
     recipe: Recipe | None

@@ -2,18 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
-
-import pytest
-import torch
-
-
-@pytest.fixture(autouse=True)
-def _from_the_root(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[2])
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 def test__demo_step__prints_each_row_and_writes_what_it_printed(monkeypatch, capsys, tmp_path):

@@ -1,18 +1,6 @@
 """The benchmark of the guard in its quick form."""
 
 import sys
-from pathlib import Path
-
-import pytest
-import torch
-
-
-@pytest.fixture(autouse=True)
-def _from_the_root(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[2])
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 def test__guard__prints_errors_and_a_cost(monkeypatch, capsys):

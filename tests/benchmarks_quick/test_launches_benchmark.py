@@ -1,19 +1,9 @@
-"""The count of what a compiled step consists of, in its quick form."""
+"""The benchmark that counts a compiled step runs in its quick form."""
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
-import torch
-
-
-@pytest.fixture(autouse=True)
-def _from_the_root(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[2])
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.slow
