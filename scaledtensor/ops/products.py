@@ -5,15 +5,18 @@ float32. So the emulated product of two operands means the same in either dtype,
 decides which one it multiplies fast:
 
     device                                              dtype      asked of
-    CPU, x86, with AVX512_BF16 or AMX                   bfloat16   torch.cpu.get_capabilities
-    CPU, x86, without, or held below by the environment float32    the same
+    CPU, x86, with AMX                                  bfloat16   torch.cpu.get_capabilities
+    CPU, x86, with AVX512_BF16 alone                    measured   one product of each, once
+    CPU, x86, with neither, or held below by the        float32    torch.cpu.get_capabilities
+    environment
     other CPUs (ARM, Apple)                             measured   one product of each, once
     CUDA, compute capability 8.0 and later; ROCm        bfloat16   torch.cuda
     CUDA, earlier                                       float32    torch.cuda
     other devices                                       bfloat16
 
-On an AVX2 CPU a bfloat16 product takes 6 to 60 times as long as a float32 one, on a CPU with
-bfloat16 units 0.4 times as long (`python -m benchmarks.linear`).
+On an AVX2 CPU a bfloat16 product takes 6 to 60 times as long as a float32 one, on an EPYC with
+AVX512_BF16 0.4 times as long (`python -m benchmarks.linear`). On a Xeon whose virtual machine shows
+AVX512_BF16 and hides AMX it takes 1.9 times as long: AVX512_BF16 alone does not decide.
 
 `products_in` and the environment variable SCALEDTENSOR_PRODUCTS override the choice. Float16
 operands are always multiplied in float32, since sums of theirs leave the range of float16.
@@ -125,7 +128,8 @@ def _chosen(device: torch.device) -> Choice:
     facts = torch.cpu.get_capabilities()
     if facts.get("architecture") not in ("x86_64", "amd64"):
         return _of_probe(*_probed())
-    return _of_x86(facts, torch.backends.cpu.get_cpu_capability(), os.environ)
+    found = _of_x86(facts, torch.backends.cpu.get_cpu_capability(), os.environ)
+    return found or _of_probe(*_probed(), "the CPU has AVX512_BF16 without AMX, and ")
 
 
 def _of_cuda(device: torch.device) -> Choice:
@@ -137,7 +141,10 @@ def _of_cuda(device: torch.device) -> Choice:
     return Choice(dtype, f"compute capability {major}.{minor} {has} bfloat16 units")
 
 
-def _of_x86(facts: Mapping[str, object], capability: str, environment: Mapping[str, str]) -> Choice:
+def _of_x86(
+    facts: Mapping[str, object], capability: str, environment: Mapping[str, str]
+) -> Choice | None:
+    """What the facts decide; None where they do not, and one product of each has to be timed."""
     units = [name for name in ("amx_bf16", "avx512_bf16") if facts.get(name)]
     if not units:
         return Choice(torch.float32, "the CPU has neither AVX512_BF16 nor AMX")
@@ -148,14 +155,15 @@ def _of_x86(facts: Mapping[str, object], capability: str, environment: Mapping[s
         return Choice(torch.float32, f"ONEDNN_MAX_CPU_ISA={limit} leaves the bfloat16 units out")
     if not capability.startswith(("AVX512", "AMX")):
         return Choice(torch.float32, f"torch runs with the CPU capability {capability}")
-    return Choice(torch.bfloat16, f"the CPU has {' and '.join(u.upper() for u in units)}")
+    return Choice(torch.bfloat16, "the CPU has AMX") if "amx_bf16" in units else None
 
 
-def _of_probe(bfloat16: float, float32: float) -> Choice:
+def _of_probe(bfloat16: float, float32: float, facts: str = "") -> Choice:
     """From the seconds that one product takes in each."""
     dtype = torch.bfloat16 if bfloat16 < float32 else torch.float32
     ratio = bfloat16 / max(float32, 1e-9)
-    return Choice(dtype, f"a bfloat16 product took {ratio:.2g} times as long as a float32 one")
+    took = f"a bfloat16 product took {ratio:.2g} times as long as a float32 one"
+    return Choice(dtype, facts + took)
 
 
 #: A product of this size takes a fraction of a millisecond where the dtype has units, and 40 ms

@@ -39,7 +39,7 @@ PRODUCTS = (
     [
         ({"avx2": True}, "AVX2", {}, torch.float32, "neither"),
         ({"avx512_f": True}, "AVX512", {}, torch.float32, "neither"),
-        ({"avx512_bf16": True}, "AVX512", {}, torch.bfloat16, "AVX512_BF16"),
+        ({"avx512_bf16": True}, "AVX2", {}, torch.float32, "AVX2"),
         ({"amx_bf16": True, "avx512_bf16": True}, "AVX512", {}, torch.bfloat16, "AMX"),
         ({"amx_bf16": True}, "AVX2", {}, torch.float32, "AVX2"),
         ({"amx_bf16": True}, "AVX512", {"ONEDNN_MAX_CPU_ISA": "AVX2"}, torch.float32, "ONEDNN"),
@@ -53,6 +53,22 @@ def test__an_x86_cpu__multiplies_bfloat16_where_it_has_units(
     found = products._of_x86(facts, capability, environment)
     assert found.dtype == dtype
     assert word in found.reason
+
+
+def test__avx512_bf16_without_amx__is_measured(monkeypatch):
+    # A Xeon whose virtual machine hides AMX multiplies bfloat16 half as fast as float32, an EPYC
+    # twice as fast; both say avx512_bf16.
+    facts = {"architecture": "x86_64", "avx512_bf16": True}
+    assert products._of_x86(facts, "AVX512", {}) is None
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: facts)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", products.VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    for seconds, dtype in [((1.9, 1.0), torch.float32), ((0.4, 1.0), torch.bfloat16)]:
+        monkeypatch.setattr(products, "_probed", lambda seconds=seconds: seconds)
+        monkeypatch.setattr(products, "_choices", {})
+        assert products.choice(CPU).dtype == dtype
+        assert "AVX512_BF16 without AMX" in products.choice(CPU).reason
 
 
 def test__other_cpus__are_measured():
