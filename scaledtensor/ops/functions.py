@@ -243,12 +243,16 @@ def _linear_as_one(
 
 def _linear(multiply: Multiply, input: Any, weight: Any, bias: Any = None) -> Any:
     """The bias is added outside, so that its gradient sums uncast terms."""
-    if multiply is _product and bias is not None and as_one.serves(input, weight):
+    one_node = bias is not None and as_one.serves(input, weight) and as_one.adds(bias, weight)
+    if multiply is _product and one_node:
         recipe, parameter = _governing(input, weight)
         once = None if recipe is None else recipe.gemms.once
-        watched = parameter is not None and sites.looks(parameter)
-        if once is not None and not watched and as_one.adds(bias, weight):
-            return _linear_as_one(input, weight, once, bias)
+        if once is not None:
+            if parameter is None or not sites.looks(parameter):
+                return _linear_as_one(input, weight, once, bias)
+            once = sites.look_at_inputs(parameter, (input, weight))
+            y = _linear_as_one(input, weight, once)
+            return plus(sites.look_back(parameter, y), bias)
     y = multiply(torch.nn.functional.linear, input, weight)
     return y if bias is None else plus(y, bias)
 

@@ -63,6 +63,9 @@ INPUT, GRADIENT = 0, 1
 #: zero although they are no zeros, which no scale mends where other elements fill the format.
 _LOST, _LOST_FOR_GOOD, _VANISHED = 0.001, 0.01, 0.1
 
+#: How many products a new site looks at, one after another.
+_FIRST = 10
+
 _WHAT = ("inputs", "gradients")
 
 _NOTHING = (0.0, 0.0, 0)
@@ -76,6 +79,8 @@ class Site:
     """The fully qualified name of the weight, where `scale_model` gave one."""
     new: bool = False
     """Whether no step has ended since the weight was wrapped."""
+    asked: int = 0
+    """How many products it had since then, which is not counted once a step has ended."""
     looks: bool = False
     """Whether its products measure their operands in this step."""
     found: tuple[int, int] | None = None
@@ -104,7 +109,9 @@ def calibrating() -> Iterator[None]:
 
 
 def looks(weight: Any) -> bool:
-    """Whether the products of a parameter are to measure their operands now."""
+    """Whether a product of a parameter is to measure its operands. It is asked once a product: a
+    new site looks at its first ten, and at each tenth until a step ends, which may be never where
+    parameters are updated by hand."""
     site = weight.site
     if observers or (site is None and not _calibrating):
         return False  # a report shows what every step does
@@ -113,7 +120,10 @@ def looks(weight: Any) -> bool:
         return False
     if _calibrating:
         return True
-    return bool(recipe.guard and (site.new or (site.looks and _trains())))
+    if site.new:
+        site.asked += 1
+        return recipe.guard and (site.asked <= _FIRST or site.asked % _FIRST == 0)
+    return recipe.guard and site.looks and _trains()
 
 
 def _trains() -> bool:
