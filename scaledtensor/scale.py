@@ -25,7 +25,9 @@ __all__ = [
     "larger",
     "nearest_power_of_two",
     "power_of_two_near",
+    "product_of",
     "quadrature",
+    "quotient_of",
     "settle",
     "settle_in_place",
     "settle_product",
@@ -68,11 +70,12 @@ def settle(rms: A, *scales: A) -> list[A]:
     """The power of two next to `rms`, and what takes elements held under each of `scales` there.
 
     Returns [scale, scales[0] / scale, scales[1] / scale, ...]. The ratios are kept finite, since
-    0 * inf would be NaN.
+    0 * inf would be NaN. Products and quotients of scales come from `product_of` and
+    `quotient_of`.
     """
     if _are_numbers(rms, *scales):
         return _settle_singles(rms, scales)  # type: ignore[return-value]
-    tensor, held = tensor_of(rms), tuple(map(tensor_of, scales))
+    tensor, held = tensor_of(rms), tuple(map(_held, scales))
     return _settle_tensors(tensor, held)  # type: ignore[return-value]
 
 
@@ -97,14 +100,38 @@ def _settle_tensors(tensor: Tensor, held: tuple[Tensor, ...]) -> list[Tensor]:
     if type(tensor) is Tensor and tensor.is_cpu and not tensor.dim():
         return _settle_numbers(tensor, held)
     power = nearest_power_of_two(tensor)
-    return [power, *((s / power).clamp_max_(_FLOAT32_MAX) for s in held)]
+    return [power, *((s / power).clamp_max_(_FLOAT32_MAX).float() for s in held)]
+
+
+def product_of(a: Any, b: Any) -> Any:
+    """What products of elements under two scales are held under, for `settle` alone.
+
+    It is exact, in float64: of two scales near 2^127 no float32 number is the product, though the
+    values that the elements stand for may be ordinary ones.
+    """
+    if type(a) is Single and type(b) is Single:
+        return Single(float.__mul__(a, b))
+    return tensor_of(a).double() * tensor_of(b)
+
+
+def quotient_of(a: Any, b: Any) -> Any:
+    """The same of quotients."""
+    if type(a) is Single and type(b) is Single:
+        return Single(float.__truediv__(a, b))
+    return tensor_of(a).double() / tensor_of(b)
+
+
+def _held(scale: Any) -> Tensor:
+    if isinstance(scale, Tensor):
+        return scale
+    return torch.scalar_tensor(float(scale), dtype=torch.float64)
 
 
 def settle_product(terms: float, a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any, Any]:
     """For sums of `terms` independent products of two operands, each given as (scale, rms): the
     scale, the ratio of what the products are held under to it, and the RMS."""
     rms = a[1] * b[1] * terms**0.5
-    scale, ratio = settle(rms, a[0] * b[0])
+    scale, ratio = settle(rms, product_of(a[0], b[0]))
     return scale, ratio, rms
 
 
@@ -122,13 +149,14 @@ def settle_in_place(
         moves = whole and rms > 0 and not float(kept) / far <= rms <= float(kept) * far
         scale = Single(power_of_two_near(rms)) if not was or moves else kept
         return scale, _ratio_of(held, scale)
-    kept, was, rms, held = map(tensor_of, (kept, was, rms, held))
+    held = _held(held)
+    kept, was, rms = map(tensor_of, (kept, was, rms))
     free = was == 0
     if whole:
         value, unit = rms.double(), kept.double()
         free = free | ((value > 0) & ((value > unit * far) | (value < unit / far)))
     new = torch.where(free, nearest_power_of_two(rms), kept)
-    return new, (held / new).clamp_max_(_FLOAT32_MAX)
+    return new, (held / new).clamp_max_(_FLOAT32_MAX).float()
 
 
 def quadrature(*rms: Any) -> Any:
@@ -175,10 +203,8 @@ def power_of_two_near(rms: float) -> float:
 
 
 def _ratio_of(held: float, scale: float) -> Single:
-    """What takes elements held under one float32 scale to another, as `settle` gives it."""
+    """What takes elements held under one scale to another, as `settle` gives it."""
     ratio = float.__truediv__(held, scale)
-    if MIN_SCALE <= ratio <= _FLOAT32_MAX:  # float32 as it is: `scale` is a power of two
-        return Single(ratio)
     return Single(rounded(min(ratio, _FLOAT32_MAX)))
 
 

@@ -32,6 +32,7 @@ from scaledtensor.ops.moments import gaussian_rms, integrand
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.results import dequantized, write
+from scaledtensor.scale import product_of
 from scaledtensor.singles import Amount, rms_of, scale_of
 from scaledtensor.tensor import ScaledTensor
 
@@ -334,7 +335,7 @@ def prelu_backward(g: Any, x: Any, weight: Any) -> tuple[Raw, Raw]:
     half = (1 + w.rms.square()) / 2
     return (
         Raw(of_x, left.scale, left.rms * half.sqrt()),
-        Raw(of_w, left.scale * a.scale, left.rms * a.rms * 0.5**0.5),
+        Raw(of_w, product_of(left.scale, a.scale), left.rms * a.rms * 0.5**0.5),
     )
 
 

@@ -25,7 +25,7 @@ from scaledtensor.ops.masks import FILL, HUGE, LARGEST, is_table, saturated
 from scaledtensor.ops.operators import aten, prims
 from scaledtensor.ops.raw import Towards, starts_at
 from scaledtensor.ops.registry import Overload, Raw, rule
-from scaledtensor.scale import settle, times
+from scaledtensor.scale import product_of, quotient_of, settle, times
 from scaledtensor.singles import (
     ONE,
     Amount,
@@ -135,7 +135,7 @@ def mul(x: Any, y: Any) -> Raw:
     square = x is y
     rms = _factor(x, a.rms) * _factor(y, b.rms) * (gaussian_moment(2) if square else 1.0)
     positive = square or (a.nonnegative and b.nonnegative)
-    return Raw(a.q * b.q, a.scale * b.scale, rms, nonnegative=positive)
+    return Raw(a.q * b.q, product_of(a.scale, b.scale), rms, nonnegative=positive)
 
 
 def _factor(x: Tensor, rms: Amount) -> Any:
@@ -160,7 +160,7 @@ def div(x: Any, y: Any) -> Raw:
     # As for x * c: a 0-dim divisor keeps its float32 value.
     q = a.q / b.q
     rms = a.rms / _divisor(b.rms)
-    return Raw(q, a.scale / b.scale, rms, nonnegative=a.nonnegative and b.nonnegative)
+    return Raw(q, quotient_of(a.scale, b.scale), rms, nonnegative=a.nonnegative and b.nonnegative)
 
 
 def _divisor(rms: Amount) -> Any:
@@ -182,7 +182,7 @@ def addcmul(x: Any, a: Any, b: Any, value: float = 1) -> Raw:
         rms = base.rms + left.rms.square() * (gaussian_moment(2) * value)
     else:
         rms = quadrature(base.rms, left.rms * right.rms * abs(value))
-    scale, ratio, held = settle(rms, base.scale, left.scale * right.scale)
+    scale, ratio, held = settle(rms, base.scale, product_of(left.scale, right.scale))
     q = plus_product(base.q, ratio, left.q * right.q, held, value)
     positive = base.nonnegative and a is b and value >= 0
     return Raw(q, scale, rms, settled=True, nonnegative=positive)
@@ -195,7 +195,7 @@ def fma(a: Any, b: Any, x: Any) -> Raw:
     like = first_scaled(a, b, x)
     left, right, base = (operand(t, like) for t in (a, b, x))
     rms = quadrature(base.rms, left.rms * right.rms)
-    scale, ratio, factor = settle(rms, base.scale, left.scale * right.scale)
+    scale, ratio, factor = settle(rms, base.scale, product_of(left.scale, right.scale))
     q = torch.addcmul(base.q * ratio, left.q * right.q, factor)
     return measured(
         q, scale, nonnegative=base.nonnegative and left.nonnegative and right.nonnegative
@@ -208,7 +208,7 @@ def addcdiv(x: Any, a: Any, b: Any, value: float = 1) -> Raw:
     like = first_scaled(x, a, b)
     base, left, right = (side(t, like) for t in (x, a, b))
     rms = quadrature(base.rms, left.rms / _divisor(right.rms) * abs(value))
-    scale, ratio, held = settle(rms, base.scale, left.scale / right.scale)
+    scale, ratio, held = settle(rms, base.scale, quotient_of(left.scale, right.scale))
     q = plus_product(base.q, ratio, left.q / right.q, held, value)
     return Raw(q, scale, rms, settled=True)
 

@@ -36,6 +36,7 @@ from scaledtensor.ops.softmax import (
     selection,
     visible,
 )
+from scaledtensor.scale import product_of, quotient_of
 from scaledtensor.singles import Amount, Single, multiplier, scale_of, tensor_of
 from scaledtensor.tensor import ScaledTensor
 
@@ -178,9 +179,10 @@ def _gradients(
     root, moved = _moments(a.rms * b.rms * (factor * d**0.5), seen)
     score = g.rms * c.rms * root * moved * (factor * d**0.5)
     dq, dk, dv = raw
+    held = product_of(g.scale, c.scale)
     return (
-        Raw(dq, g.scale * c.scale * b.scale, score * b.rms),
-        Raw(dk, g.scale * c.scale / b.scale, score * a.rms * shared**0.5),
+        Raw(dq, product_of(held, b.scale), score * b.rms),
+        Raw(dk, quotient_of(held, b.scale), score * a.rms * shared**0.5),
         Raw(dv, g.scale, g.rms * root * shared**0.5),
     )
 

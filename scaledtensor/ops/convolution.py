@@ -23,7 +23,7 @@ from scaledtensor.ops.operators import aten
 from scaledtensor.ops.products import multiplied
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.ops.windows import expanded, pairs, sym_max
-from scaledtensor.scale import settle
+from scaledtensor.scale import product_of, settle
 
 
 class Terms(NamedTuple):
@@ -71,7 +71,7 @@ def convolution(x: Any, w: Any, bias: Any, *geometry: Any) -> Raw:
     q = aten.convolution.default(left, right, None, *geometry)
     stride, padding, dilation, transposed, _, groups = geometry
     n = terms(x.shape, w.shape, q.shape, stride, padding, dilation, transposed, groups)
-    product = Raw(q, a.scale * b.scale, a.rms * b.rms * n.output**0.5)
+    product = Raw(q, product_of(a.scale, b.scale), a.rms * b.rms * n.output**0.5)
     return product if bias is None else _biased(product, operand(bias, like))
 
 
@@ -97,9 +97,10 @@ def convolution_backward(
     )
     stride, padding, dilation, transposed, _, groups = geometry
     n = terms(x.shape, w.shape, g.shape, stride, padding, dilation, transposed, groups)
+    of_x, of_w = product_of(out.scale, b.scale), product_of(out.scale, a.scale)
     return (
-        Raw(dx, out.scale * b.scale, out.rms * b.rms * n.input**0.5) if mask[0] else None,
-        Raw(dw, out.scale * a.scale, out.rms * a.rms * n.weight**0.5) if mask[1] else None,
+        Raw(dx, of_x, out.rms * b.rms * n.input**0.5) if mask[0] else None,
+        Raw(dw, of_w, out.rms * a.rms * n.weight**0.5) if mask[1] else None,
         _summed(out) if mask[2] else None,
     )
 

@@ -10,6 +10,7 @@ from scaledtensor.ops.operators import aten
 from scaledtensor.ops.reduction import extreme_rms
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.sparse import made
+from scaledtensor.scale import product_of
 from scaledtensor.tensor import ScaledTensor
 
 _SUM, _MEAN, _MAX = 0, 1, 2
@@ -118,4 +119,4 @@ def per_sample_weights_backward(
         left.q.float(), table.q.float(), indices, offsets, offset2bag, mode, padding_idx
     )
     rms = left.rms * table.rms * max(weight.shape[-1], 1) ** 0.5
-    return Raw(q, left.scale * table.scale, rms, format=FP32)
+    return Raw(q, product_of(left.scale, table.scale), rms, format=FP32)

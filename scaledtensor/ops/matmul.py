@@ -31,7 +31,7 @@ from scaledtensor.ops.arithmetic import plus_product
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.products import multiplied
 from scaledtensor.ops.registry import Raw, rule
-from scaledtensor.scale import is_one, settle, settle_product
+from scaledtensor.scale import is_one, product_of, settle, settle_product
 from scaledtensor.singles import ONE, Single, multiplier, rms_of, scale_of, tensor_of
 from scaledtensor.sparse import is_sparse
 from scaledtensor.tensor import ScaledTensor
@@ -99,7 +99,7 @@ def addr(c: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Raw:
     """r = sqrt((beta rc)^2 + (alpha ra rb)^2)."""
     like = first_scaled(c, a, b)
     x, y = operand(a, like), operand(b, like)
-    outer = Raw(torch.outer(*multiplied(x.q, y.q)), x.scale * y.scale, x.rms * y.rms)
+    outer = Raw(torch.outer(*multiplied(x.q, y.q)), product_of(x.scale, y.scale), x.rms * y.rms)
     return _plus(c, outer, like, beta, alpha)
 
 
@@ -109,7 +109,7 @@ def cross(a: Any, b: Any, *, dim: int = -1) -> Raw:
     like = first_scaled(a, b)
     x, y = operand(a, like), operand(b, like)
     q = torch.linalg.cross(*multiplied(x.q, y.q), dim=dim)
-    return Raw(q, x.scale * y.scale, x.rms * y.rms * 2**0.5)
+    return Raw(q, product_of(x.scale, y.scale), x.rms * y.rms * 2**0.5)
 
 
 @rule(aten._grouped_mm.default)
@@ -137,7 +137,7 @@ def grouped_mm(
     groups = offs.shape[0] if a.dim() == b.dim() == 2 and offs is not None else 1
     q = _grouped(left, right, offs, bias)
     rms = x.rms * y.rms * (a.shape[-1] / max(groups, 1)) ** 0.5
-    return Raw(q, x.scale * y.scale, rms, dtype=out_dtype)
+    return Raw(q, product_of(x.scale, y.scale), rms, dtype=out_dtype)
 
 
 @rule(aten._trilinear.default)

@@ -19,6 +19,7 @@ from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.views import move
 from scaledtensor.ops.windows import expanded, pairs, sym_max
+from scaledtensor.scale import product_of
 from scaledtensor.tensor import ScaledTensor
 
 rule(
@@ -364,9 +365,10 @@ def grid_sampler_backward(
     share = _share(g.shape[2:], x.shape[2:]) * square**dims
     half = math.sqrt(sum(n * n for n in sizes) / dims) / 2
     reach = half * math.sqrt(x.shape[1] * (slope or 1.0) * square ** (dims - 1))
+    of_grid = product_of(out.scale, source.scale)
     return (
         Raw(dx, out.scale, out.rms * share**0.5) if mask[0] else None,
-        Raw(dgrid, out.scale * source.scale, out.rms * source.rms * reach) if mask[1] else None,
+        Raw(dgrid, of_grid, out.rms * source.rms * reach) if mask[1] else None,
     )
 
 

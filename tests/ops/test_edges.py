@@ -1,5 +1,7 @@
 """Masks, infinities, zeros, NaNs, empty and 0-dim tensors."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +9,7 @@ from all_cases import CASES
 from assertions import TOLERANCE, assert_holds, dequantized
 
 import scaledtensor as sct
+from scaledtensor.scale import is_power_of_two
 
 FILLS = [float("-inf"), torch.finfo(torch.float32).min, torch.finfo(torch.bfloat16).min, -1e9, -1e4]
 SINGULAR_AT_0 = {
@@ -151,3 +154,48 @@ def test__scalars__stay_0_dim():
         assert_holds(f(x, y), f(torch.tensor(3.0), torch.tensor(-0.375)), 2.0**-20)
     assert float(x * y) == -1.125
     assert x.item() == 3
+
+
+#: Of two scales like 2^75 no float32 number is the product, though the values are ordinary ones.
+FAR_APART = {
+    "mul": (lambda x, y: x * y, (75, 75)),
+    "div": (lambda x, y: x / y, (75, -75)),
+    "addcmul": (lambda x, y: torch.addcmul(x, x, y), (75, 75)),
+    "addcdiv": (lambda x, y: torch.addcdiv(x, x, y), (75, -75)),
+    "mm": (torch.mm, (75, 75)),
+    "addmm": (lambda x, y: torch.addmm(x, x, y), (75, 75)),
+    "outer": (lambda x, y: torch.outer(x[0], y[0]), (75, 75)),
+    "prelu_gradient": (lambda x, y: F.prelu(-x.abs(), y[0]), (75, 75)),
+    "conv2d": (lambda x, y: F.conv2d(x[None, None], y[None, None, :3, :3]), (75, 75)),
+}
+
+
+@pytest.mark.parametrize("how", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", FAR_APART)
+def test__scales_whose_product_is_no_float32__give_values_that_are(name, how):
+    function, powers = FAR_APART[name]
+    inputs = [
+        sct.ScaledTensor(
+            gaussian(8, 8, seed=i) * 2.0 ** math.copysign(62, -power), 2.0**power, "fp32"
+        )
+        for i, power in enumerate(powers)
+    ]
+    plain = [dequantized(x).double().requires_grad_() for x in inputs]
+    inputs = [x.requires_grad_() for x in inputs]
+    run = function if how == "eager" else torch.compile(function, backend=how, fullgraph=True)
+    y, expected = run(*inputs), function(*plain)
+    # What is expected of them is infinite, or nothing at all: the scale is the nearest there is.
+    assert_near(y, expected, 2.0**-16)
+    assert is_power_of_two(y.scale)
+    if "div" in name:  # whose gradient divides twice, by elements that are far from 1
+        return
+    given = gaussian(*y.shape, seed=9)
+    gradients = torch.autograd.grad(y, inputs, sct.scaled(given))
+    reference = torch.autograd.grad(expected, plain, given.double())
+    for g, true in zip(gradients, reference, strict=True):
+        assert_near(g, true, 2.0**-14)
+
+
+def assert_near(x, reference, tolerance):
+    error = (dequantized(x).double() - reference).abs().amax()
+    assert error <= tolerance * reference.abs().amax()
