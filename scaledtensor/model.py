@@ -1,6 +1,7 @@
 """Whole-model verbs: wrap the parameters of an unchanged model, and unwrap them again."""
 
 import fnmatch
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -381,6 +382,9 @@ def _check_swap(change: _Change) -> None:
             "after it"
         )
     holder = _torch.holder_of(p)
+    if holder is not None:
+        gc.collect()  # what a compilation left behind may be a cycle that still holds it
+        holder = _torch.holder_of(p)
     if holder is not None:
         raise ModelError(f"{name} cannot become another kind of tensor: {_HELD[holder]}")
 
