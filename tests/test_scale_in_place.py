@@ -1,7 +1,6 @@
 """A conversion keeps every parameter the object that it is: what was made of it before goes on."""
 
 import copy
-import gc
 import pickle
 import weakref
 from dataclasses import replace
