@@ -22,7 +22,8 @@ struct Facts {
     float min_normal, min_subnormal, limit;                      // limit: of a subnormal
 };
 
-enum Kind { SIGNED = 0, NO_MINUS_ZERO = 1, INTEGER = 2, EXPONENT = 3 };
+// PLAIN is SIGNED with a NaN, where what is too large becomes the largest number.
+enum Kind { SIGNED = 0, NO_MINUS_ZERO = 1, INTEGER = 2, EXPONENT = 3, PLAIN = 4 };
 
 constexpr int32_t INF = 0x7F800000, NAN_BITS = 0x7FC00000;
 
@@ -165,6 +166,25 @@ template <int KIND> inline int32_t value_of(const Facts &f, int32_t raw) {
     return bits | left(raw & sign_bit, 32 - f.bits);
 }
 
+// What elements round to, to nearest even. For PLAIN it is the sum of `nearest` without its addend, in
+// fewer operations than a code and its value; `infinite` and `nan` are what those become.
+template <int KIND> struct Rounded {
+    int32_t infinite, nan;
+    explicit Rounded(const Facts &f)
+        : infinite(value_of<KIND>(f, with_sign<KIND>(f, nearest<KIND>(f, INF), INF))),
+          nan(value_of<KIND>(f, with_sign<KIND>(f, nearest<KIND>(f, NAN_BITS), NAN_BITS))) {}
+    int32_t operator()(const Facts &f, int32_t bits, int32_t code) const {
+        if (KIND != PLAIN) return value_of<KIND>(f, code);
+        const int32_t magnitude = bits & 0x7FFFFFFF, shift = 23 - f.mantissa;
+        const int32_t clipped = least(magnitude, left(f.top_code + rebias(f), shift));
+        const float addend = as_float((most(clipped, lowest(f)) & INF) + (shift << 23));
+        int32_t value = as_int(as_float(clipped) + addend - addend);
+        value = magnitude >= INF ? infinite : value;
+        value = magnitude > f.above ? nan : value;
+        return value | (bits & ~0x7FFFFFFF);
+    }
+};
+
 // --- loops -----------------------------------------------------------------------------------
 
 struct Call {
@@ -191,10 +211,11 @@ void quantize(const Call &call, const void *source, void *target, float *, int64
     const auto *x = static_cast<const typename F::Stored *>(source);
     auto *y = static_cast<typename F::Stored *>(target);
     const Call c = call;
+    const Rounded<RANDOM ? SIGNED : KIND> value(c.facts);
     for (int64_t i = a; i < b; i++) {
-        const int32_t code = code_of<KIND, RANDOM>(
-            c.facts, F::load(x[i]), int32_t(i), c.key, c.power);
-        y[i] = F::store(value_of<KIND>(c.facts, code));
+        const int32_t bits = F::load(x[i]);
+        const int32_t code = code_of<KIND, RANDOM>(c.facts, bits, int32_t(i), c.key, c.power);
+        y[i] = F::store(RANDOM ? value_of<KIND>(c.facts, code) : value(c.facts, bits, code));
     }
 }
 
@@ -215,11 +236,12 @@ void with_values(const Call &call, const void *source, void *target, float *valu
     auto *__restrict y = static_cast<uint8_t *>(target);
     float *__restrict z = values;
     const Call c = call;
+    const Rounded<KIND> value(c.facts);
     for (int64_t i = a; i < b; i++) {
-        const int32_t code = code_of<KIND, false>(
-            c.facts, F::load(x[i]), int32_t(i), c.key, c.power);
+        const int32_t bits = F::load(x[i]);
+        const int32_t code = code_of<KIND, false>(c.facts, bits, int32_t(i), c.key, c.power);
         if (CODES) y[i] = uint8_t(code);
-        z[i] = as_float(value_of<KIND>(c.facts, code));
+        z[i] = as_float(value(c.facts, bits, code));
     }
 }
 
@@ -227,10 +249,10 @@ using Loop = void (*)(const Call &, const void *, void *, float *, int64_t, int6
 
 #define LOOPS_OF(name, F, RANDOM)                                                     \
     {name<F, SIGNED, RANDOM>, name<F, NO_MINUS_ZERO, RANDOM>, name<F, INTEGER, RANDOM>, \
-     name<F, EXPONENT, RANDOM>}
+     name<F, EXPONENT, RANDOM>, name<F, PLAIN, RANDOM>}
 
 // [cast][bfloat16][random][kind]; decoding draws nothing.
-constexpr Loop LOOPS[3][2][2][4] = {
+constexpr Loop LOOPS[3][2][2][5] = {
     {{LOOPS_OF(encode, Single, false), LOOPS_OF(encode, Single, true)},
      {LOOPS_OF(encode, Half, false), LOOPS_OF(encode, Half, true)}},
     {{LOOPS_OF(quantize, Single, false), LOOPS_OF(quantize, Single, true)},
@@ -240,7 +262,7 @@ constexpr Loop LOOPS[3][2][2][4] = {
 };
 
 // [codes too][bfloat16][kind]
-constexpr Loop WITH_VALUES[2][2][4] = {
+constexpr Loop WITH_VALUES[2][2][5] = {
     {LOOPS_OF(with_values, Single, false), LOOPS_OF(with_values, Half, false)},
     {LOOPS_OF(with_values, Single, true), LOOPS_OF(with_values, Half, true)},
 };
@@ -254,8 +276,10 @@ extern "C" void scaledtensor_cast(int cast, int bfloat16, const Facts *facts, co
                                   float *values, int64_t count, int threads) {
     Call call{*facts, {0, 0}, {first, second}};
     if (key) call.key = {key[0], key[1]};
-    const Loop loop = values ? WITH_VALUES[target != nullptr][bfloat16][facts->kind]
-                             : LOOPS[cast][bfloat16][key != nullptr][facts->kind];
+    const bool plain = facts->nan_code >= 0 && facts->top_code <= facts->max_code;
+    const int kind = facts->kind == SIGNED && plain ? PLAIN : facts->kind;
+    const Loop loop = values ? WITH_VALUES[target != nullptr][bfloat16][kind]
+                             : LOOPS[cast][bfloat16][key != nullptr][kind];
     in_parts(count, 1, threads, [&](int64_t a, int64_t b) {
         loop(call, source, target, values, a, b);
     });

@@ -82,7 +82,9 @@ extern "C" void scaledtensor_rounded_rows(float *product, const float *bias, uin
             for (; a < b; a++, x += columns, y += columns)
                 for (int64_t i = 0; i < columns; i++) {
                     const float rounded = wide(bfloat16(x[i] * ratio));
-                    y[i] = bfloat16(wide(bfloat16(rounded * kept)) + bias[i] * share);
+                    // Kept is a power of two: from 1 on that rounds nothing.
+                    const float base = kept >= 1 ? rounded * kept : wide(bfloat16(rounded * kept));
+                    y[i] = bfloat16(base + bias[i] * share);
                 }
         }
     });
