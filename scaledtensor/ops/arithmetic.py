@@ -135,7 +135,10 @@ def mul(x: Any, y: Any) -> Raw:
     square = x is y
     rms = _factor(x, a.rms) * _factor(y, b.rms) * (gaussian_moment(2) if square else 1.0)
     positive = square or (a.nonnegative and b.nonnegative)
-    return Raw(a.q * b.q, product_of(a.scale, b.scale), rms, nonnegative=positive)
+    scale, ratio = settle(rms, product_of(a.scale, b.scale))
+    # Before the product, which else might leave the range where what is expected does not.
+    q = times(a.q, ratio) * b.q if a.q.dim() <= b.q.dim() else a.q * times(b.q, ratio)
+    return Raw(q, scale, rms, settled=True, nonnegative=positive)
 
 
 def _factor(x: Tensor, rms: Amount) -> Any:
@@ -157,10 +160,12 @@ def div(x: Any, y: Any) -> Raw:
         return Raw(elements(x) / y, scale_of(x), rms, nonnegative=nonnegative)
     like = first_scaled(x, y)
     a, b = side(x, like), side(y, like)
-    # As for x * c: a 0-dim divisor keeps its float32 value.
-    q = a.q / b.q
     rms = a.rms / _divisor(b.rms)
-    return Raw(q, quotient_of(a.scale, b.scale), rms, nonnegative=a.nonnegative and b.nonnegative)
+    scale, ratio = settle(rms, quotient_of(a.scale, b.scale))
+    # As for x * c: a 0-dim divisor keeps its float32 value.
+    q = times(a.q, ratio) / b.q
+    nonnegative = a.nonnegative and b.nonnegative
+    return Raw(q, scale, rms, settled=True, nonnegative=nonnegative)
 
 
 def _divisor(rms: Amount) -> Any:
@@ -349,9 +354,10 @@ def _power(x: ScaledTensor, p: float) -> Raw:
         return Raw(q, scale_of(x), rms_of(x), settled=True, nonnegative=x.nonnegative)
     positive = x.nonnegative or p % 2 == 0
     if p == 2:
-        q = elements(x)
+        q, unit = elements(x), scale_of(x)
         rms = rms_of(x).square() * gaussian_moment(2)
-        return Raw(q * q, scale_of(x).square(), rms, nonnegative=True)
+        scale, ratio = settle(rms, product_of(unit, unit))
+        return Raw(times(q, ratio) * q, scale, rms, settled=True, nonnegative=True)
     rms = rms_of(x).pow(p) * (1.0 if x.nonnegative else gaussian_moment(p))
     return at_value(lambda v: v.pow(p), x, rms, nonnegative=positive)
 

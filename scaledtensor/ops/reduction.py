@@ -17,6 +17,7 @@ from scaledtensor.formats import FP32
 from scaledtensor.ops.algebra import count, elements, first_scaled, operand, plain, value
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, Raw, rule
+from scaledtensor.scale import product_of
 from scaledtensor.singles import rms_of, scale_of
 from scaledtensor.tensor import ScaledTensor
 
@@ -164,10 +165,10 @@ def aminmax(x: ScaledTensor, *, dim: int | None = None, keepdim: bool = False) -
 
 def _variance(x: ScaledTensor, q: Tensor, dim: Dims, correction: float | None = None) -> Any:
     if q.dim() == 0:
-        return q * x.scale.square()
+        return q * x.scale * x.scale
     n, degrees = _degrees(x, dim, correction)
     rms = x.rms.square() * (((n - 1) * (n + 1)) ** 0.5 / degrees)
-    return Raw(q, x.scale.square(), rms, format=FP32, nonnegative=True)
+    return Raw(q, product_of(x.scale, x.scale), rms, format=FP32, nonnegative=True)
 
 
 def _degrees(x: ScaledTensor, dim: Dims, correction: float | None) -> tuple[int, float]:
@@ -205,7 +206,7 @@ def var_mean(
         elements(x).float(), dim, correction=correction, keepdim=keepdim
     )
     if mean.dim() == 0:
-        return variance * x.scale.square(), mean * x.scale
+        return variance * x.scale * x.scale, mean * x.scale
     n = count(x.shape, dim)
     share = growth(n, x.nonnegative) / max(n, 1)
     return _variance(x, variance, dim, correction), Raw(mean, x.scale, x.rms * share, format=FP32)
