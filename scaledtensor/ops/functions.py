@@ -156,8 +156,7 @@ def _product(
         once = sites.look_at_inputs(parameter, scaled)
     first, weight, gradient = once
     if function is torch.nn.functional.linear and as_one.serves(*scaled):
-        x, w = scaled
-        y = _linear_as_one(x, w, once)
+        y = _linear_as_one(*scaled, once)
     else:
         cast = [_cast(x, weight if i == 1 else first) for i, x in enumerate(scaled)]
         y = _gradient_cast(function(*cast, **kwargs), gradient)
@@ -234,9 +233,7 @@ def _reflected(function: Callable[..., Any], multiply: Multiply, a: Any, b: Any)
     return multiply(function, b, a)
 
 
-def _linear_as_one(
-    x: ScaledTensor, weight: ScaledTensor, once: tuple[Cast, Cast, Cast], bias: Any = None
-) -> Any:
+def _linear_as_one(x: Any, weight: Any, once: tuple[Cast, Cast, Cast], bias: Any = None) -> Any:
     stays = weight.format == once[1].format
     return as_one.linear(x, _wide_gradient(weight) if stays else weight, once, bias)
 
