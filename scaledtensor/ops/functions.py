@@ -156,7 +156,7 @@ def _product(
         once = sites.look_at_inputs(parameter, scaled)
     first, weight, gradient = once
     if function is torch.nn.functional.linear and as_one.serves(*scaled):
-        y = _linear_as_one(*scaled, once)
+        y = _linear_as_one(scaled[0], scaled[1], once)
     else:
         cast = [_cast(x, weight if i == 1 else first) for i, x in enumerate(scaled)]
         y = _gradient_cast(function(*cast, **kwargs), gradient)
