@@ -3,7 +3,8 @@
     python docs/write_report.py > docs/report.md
 
 A test fails when the page is not what this prints. Numbers of other machines differ in their last
-digits, and the test leaves numbers out.
+digits, and the test leaves numbers out. The model has ReLU, since the tails of GELU's gradient are
+zero on one kind of CPU and tiny on another, and the report counts what underflows.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return x + self.down(nn.functional.relu(self.up(self.norm(x))))
 
 
 class Model(nn.Module):

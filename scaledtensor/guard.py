@@ -1,7 +1,8 @@
 """The guard of `Unit`: when sites look, and a calibration over data.
 
 The rules know shapes and no data. `scaledtensor.ops.sites` has what is measured and what follows
-from it; this module says when. In training a site looks in the first step after `scale_model`, and
+from it; this module says when. In training a site looks in the first step after `scale_model` (at
+ten products, and at each tenth of more), and
 in each step at whose end the recipe rebalances the parameters. A site of a checkpoint goes on with
 what was found before, and looks when the uninterrupted run would have.
 """

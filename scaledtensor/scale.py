@@ -104,10 +104,10 @@ def _settle_tensors(tensor: Tensor, held: tuple[Tensor, ...]) -> list[Tensor]:
 
 
 def product_of(a: Any, b: Any) -> Any:
-    """What products of elements under two scales are held under, for `settle` alone.
+    """The scale of products of elements that two scales hold. Only `settle` takes it.
 
-    It is exact, in float64: of two scales near 2^127 no float32 number is the product, though the
-    values that the elements stand for may be ordinary ones.
+    The product is exact, in float64. Two scales near 2^127 have no product in float32, though the
+    values of the elements may be ordinary numbers.
     """
     if type(a) is Single and type(b) is Single:
         return Single(float.__mul__(a, b))
@@ -115,7 +115,7 @@ def product_of(a: Any, b: Any) -> Any:
 
 
 def quotient_of(a: Any, b: Any) -> Any:
-    """The same of quotients."""
+    """The scale of quotients of such elements, in the same way."""
     if type(a) is Single and type(b) is Single:
         return Single(float.__truediv__(a, b))
     return tensor_of(a).double() / tensor_of(b)
@@ -203,7 +203,7 @@ def power_of_two_near(rms: float) -> float:
 
 
 def _ratio_of(held: float, scale: float) -> Single:
-    """What takes elements held under one scale to another, as `settle` gives it."""
+    """The float32 factor that takes elements from one scale to another. It is finite."""
     ratio = float.__truediv__(held, scale)
     return Single(rounded(min(ratio, _FLOAT32_MAX)))
 

@@ -96,6 +96,21 @@ def test__a_calibrated_model__is_as_near_in_inference_and_compiled(case):
         assert torch.equal(compiled(x).qdata, m(x).qdata)
 
 
+def test__without_a_step__a_site_looks_at_ten_products_and_at_each_tenth_after():
+    m = scaled(nn.Linear(8, 8), Unit())
+    x = torch.ones(4, 8)
+    seen = []
+    for _ in range(40):
+        m(x)
+        seen.append(m.weight.site.seen[0][2] // x.numel())
+    assert seen == [*range(1, 11), *[10] * 9, *[11] * 10, *[12] * 10, 13]
+    torch.optim.SGD(m.parameters(), lr=0.1).step()
+    m(x).dequantize().sum().backward()
+    torch.optim.SGD(m.parameters(), lr=0.1).step()
+    m(x)
+    assert m.weight.site.seen[0][2] == 0
+
+
 def test__gradients_beyond_their_format__are_held():
     model, x = one_sign(4)
     _, g = passed(model, x)

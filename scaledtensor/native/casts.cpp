@@ -22,7 +22,7 @@ struct Facts {
     float min_normal, min_subnormal, limit;                      // limit: of a subnormal
 };
 
-// PLAIN is SIGNED with a NaN, where what is too large becomes the largest number.
+// PLAIN is SIGNED, to nearest even, with a NaN, where numbers beyond the largest one saturate.
 enum Kind { SIGNED = 0, NO_MINUS_ZERO = 1, INTEGER = 2, EXPONENT = 3, PLAIN = 4 };
 
 constexpr int32_t INF = 0x7F800000, NAN_BITS = 0x7FC00000;
@@ -166,8 +166,8 @@ template <int KIND> inline int32_t value_of(const Facts &f, int32_t raw) {
     return bits | left(raw & sign_bit, 32 - f.bits);
 }
 
-// What elements round to, to nearest even. For PLAIN it is the sum of `nearest` without its addend, in
-// fewer operations than a code and its value; `infinite` and `nan` are what those become.
+// The values that elements round to. For PLAIN a value is the sum of `nearest` without its addend, which
+// takes fewer operations than decoding the code. Infinities become `infinite`, and NaNs become `nan`.
 template <int KIND> struct Rounded {
     int32_t infinite, nan;
     explicit Rounded(const Facts &f)
@@ -211,11 +211,11 @@ void quantize(const Call &call, const void *source, void *target, float *, int64
     const auto *x = static_cast<const typename F::Stored *>(source);
     auto *y = static_cast<typename F::Stored *>(target);
     const Call c = call;
-    const Rounded<RANDOM ? SIGNED : KIND> value(c.facts);
+    const Rounded<KIND> value(c.facts);
     for (int64_t i = a; i < b; i++) {
         const int32_t bits = F::load(x[i]);
         const int32_t code = code_of<KIND, RANDOM>(c.facts, bits, int32_t(i), c.key, c.power);
-        y[i] = F::store(RANDOM ? value_of<KIND>(c.facts, code) : value(c.facts, bits, code));
+        y[i] = F::store(value(c.facts, bits, code));
     }
 }
 
@@ -276,7 +276,7 @@ extern "C" void scaledtensor_cast(int cast, int bfloat16, const Facts *facts, co
                                   float *values, int64_t count, int threads) {
     Call call{*facts, {0, 0}, {first, second}};
     if (key) call.key = {key[0], key[1]};
-    const bool plain = facts->nan_code >= 0 && facts->top_code <= facts->max_code;
+    const bool plain = !key && facts->nan_code >= 0 && facts->top_code <= facts->max_code;
     const int kind = facts->kind == SIGNED && plain ? PLAIN : facts->kind;
     const Loop loop = values ? WITH_VALUES[target != nullptr][bfloat16][kind]
                              : LOOPS[cast][bfloat16][key != nullptr][kind];

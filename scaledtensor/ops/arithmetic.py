@@ -136,7 +136,7 @@ def mul(x: Any, y: Any) -> Raw:
     rms = _factor(x, a.rms) * _factor(y, b.rms) * (gaussian_moment(2) if square else 1.0)
     positive = square or (a.nonnegative and b.nonnegative)
     scale, ratio = settle(rms, product_of(a.scale, b.scale))
-    # Before the product, which else might leave the range where what is expected does not.
+    # The ratio comes first: the product alone might leave the range of the elements.
     q = times(a.q, ratio) * b.q if a.q.dim() <= b.q.dim() else a.q * times(b.q, ratio)
     return Raw(q, scale, rms, settled=True, nonnegative=positive)
 
@@ -162,7 +162,7 @@ def div(x: Any, y: Any) -> Raw:
     a, b = side(x, like), side(y, like)
     rms = a.rms / _divisor(b.rms)
     scale, ratio = settle(rms, quotient_of(a.scale, b.scale))
-    # As for x * c: a 0-dim divisor keeps its float32 value.
+    # A 0-dim divisor stays float32, as a 0-dim factor does.
     q = times(a.q, ratio) / b.q
     nonnegative = a.nonnegative and b.nonnegative
     return Raw(q, scale, rms, settled=True, nonnegative=nonnegative)
@@ -354,10 +354,7 @@ def _power(x: ScaledTensor, p: float) -> Raw:
         return Raw(q, scale_of(x), rms_of(x), settled=True, nonnegative=x.nonnegative)
     positive = x.nonnegative or p % 2 == 0
     if p == 2:
-        q, unit = elements(x), scale_of(x)
-        rms = rms_of(x).square() * gaussian_moment(2)
-        scale, ratio = settle(rms, product_of(unit, unit))
-        return Raw(times(q, ratio) * q, scale, rms, settled=True, nonnegative=True)
+        return mul(x, x)
     rms = rms_of(x).pow(p) * (1.0 if x.nonnegative else gaussian_moment(p))
     return at_value(lambda v: v.pow(p), x, rms, nonnegative=positive)
 

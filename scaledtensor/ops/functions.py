@@ -240,8 +240,8 @@ def _linear_as_one(x: Any, weight: Any, once: tuple[Cast, Cast, Cast], bias: Any
 
 def _linear(multiply: Multiply, input: Any, weight: Any, bias: Any = None) -> Any:
     """The bias is added outside, so that its gradient sums uncast terms."""
-    one_node = bias is not None and as_one.serves(input, weight) and as_one.adds(bias, weight)
-    if multiply is _product and one_node:
+    together = multiply is _product and bias is not None
+    if together and as_one.serves(input, weight) and as_one.adds(bias, weight):
         recipe, parameter = _governing(input, weight)
         once = None if recipe is None else recipe.gemms.once
         if once is not None:

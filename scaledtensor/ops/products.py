@@ -144,7 +144,8 @@ def _of_cuda(device: torch.device) -> Choice:
 def _of_x86(
     facts: Mapping[str, object], capability: str, environment: Mapping[str, str]
 ) -> Choice | None:
-    """What the facts decide; None where they do not, and one product of each has to be timed."""
+    """The choice that the facts decide. It is None for AVX512_BF16 without AMX: there one product
+    of each dtype has to be timed."""
     units = [name for name in ("amx_bf16", "avx512_bf16") if facts.get(name)]
     if not units:
         return Choice(torch.float32, "the CPU has neither AVX512_BF16 nor AMX")

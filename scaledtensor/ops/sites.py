@@ -80,7 +80,7 @@ class Site:
     new: bool = False
     """Whether no step has ended since the weight was wrapped."""
     asked: int = 0
-    """How many products it had since then, which is not counted once a step has ended."""
+    """How many products it had while it was new."""
     looks: bool = False
     """Whether its products measure their operands in this step."""
     found: tuple[int, int] | None = None

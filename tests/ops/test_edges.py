@@ -156,7 +156,7 @@ def test__scalars__stay_0_dim():
     assert x.item() == 3
 
 
-#: Of two scales like 2^75 no float32 number is the product, though the values are ordinary ones.
+#: Two scales of 2^75 have no product in float32, though the values are ordinary numbers.
 FAR_APART = {
     "mul": (lambda x, y: x * y, (75, 75)),
     "div": (lambda x, y: x / y, (75, -75)),
@@ -184,7 +184,7 @@ def test__scales_whose_product_is_no_float32__give_values_that_are(name, how):
     inputs = [x.requires_grad_() for x in inputs]
     run = function if how == "eager" else torch.compile(function, backend=how, fullgraph=True)
     y, expected = run(*inputs), function(*plain)
-    # What is expected of them is infinite, or nothing at all: the scale is the nearest there is.
+    # The expected RMS is no float32 number either, so the scale is the nearest that there is.
     assert_near(y, expected, 2.0**-16)
     assert is_power_of_two(y.scale)
     if "div" in name:  # whose gradient divides twice, by elements that are far from 1
