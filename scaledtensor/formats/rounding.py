@@ -305,10 +305,12 @@ def _round_to_odd(x: Tensor) -> Tensor:
     (Boldo and Melquiond, "When double rounding is odd").
     """
     near = x.float()
-    back = near.double()
+    # The absolute value is taken between the two conversions: GCC 12 drops a bare pair of them where
+    # it makes vectors of eight float64.
+    back, size = near.abs().double(), x.abs()
     bits = near.view(torch.int32)
-    bits = bits - (back.abs() > x.abs()).int()  # one step down the magnitude, whatever the sign
-    return (bits | (back != x).int()).view(torch.float32)
+    bits = bits - (back > size).int()  # one step down the magnitude, whatever the sign
+    return (bits | (back != size).int()).view(torch.float32)
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
