@@ -10,7 +10,8 @@ two outlier channels. "features" are inputs whose columns are from 1e-3 to 1e4 l
 regression after the steps, over float32's.
 
 The cost is a ratio: the CPU time of steps of a GPT with AdamW and the guard, over the CPU time of
-the same steps without the guard. One step in ten looks. The two trainings run interleaved.
+the same steps without the guard, eager and compiled. One step in ten looks. The two trainings run
+interleaved.
 """
 
 import argparse
@@ -147,23 +148,25 @@ def features(steps: int) -> dict[str, float]:
     return {name: loss / losses["fp32"] for name, loss in losses.items()}
 
 
-def cost(steps: int, width: int) -> float:
+def cost(steps: int, width: int, *, compiled: bool) -> float:
     """CPU time of training steps with the guard, over those without it."""
     config = GPTConfig(256, block_size=128, n_layer=2, n_embd=width)
     runs = []
     for guard in (True, False):
         torch.manual_seed(0)
         model = sct.scale_model(GPT(config), Unit(guard=guard))
-        runs.append((model, torch.optim.AdamW(model.parameters(), 1e-3)))
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=compiled)
+        forward = torch.compile(model, fullgraph=True) if compiled else model
+        runs.append((forward, optimizer))
     x = torch.randint(256, (8, 128))
     spent = [0.0, 0.0]
-    for step in range(1 + steps):  # the first one builds and loads
+    for step in range(-3, steps):  # the first ones compile, build and load
         for i, (model, optimizer) in enumerate(runs):
             start = time.process_time()
             optimizer.zero_grad()
             model(x, x)[1].backward()
             optimizer.step()
-            if step:
+            if step >= 0:
                 spent[i] += time.process_time() - start
     return spent[0] / spent[1]
 
@@ -185,7 +188,9 @@ def main() -> None:
         print(f"{title:20}" + "".join(f"{cell:>19}" for cell in cells), flush=True)
     ratios = features(10 * args.steps)
     print("features: loss over fp32's: " + ", ".join(f"{k} {v:.2f}" for k, v in ratios.items()))
-    print(f"cost of a step, guard over none: {cost(args.steps, args.width):.3f}")
+    for name in ("eager", "compiled"):
+        ratio = cost(args.steps, args.width, compiled=name == "compiled")
+        print(f"cost of a step, guard over none, {name}: {ratio:.3f}", flush=True)
 
 
 if __name__ == "__main__":

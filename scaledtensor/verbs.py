@@ -21,6 +21,7 @@ from scaledtensor.tensor import ScaledTensor
 __all__ = [
     "GRADIENT",
     "LIBRARY",
+    "counted",
     "delayed_scale",
     "dequantize",
     "drop",
@@ -195,6 +196,9 @@ def shifted(x: ScaledTensor, shift: int) -> ScaledTensor:
     scale = (x.scale.double() * 2.0**shift).clamp(MIN_SCALE, MAX_SCALE).float()
     return cast(ScaledTensor, rescale(x, scale))
 
+
+#: (x, weight) -> x, an input that was cast for a product of the weight; see `ops/counted.py`.
+counted = operator("counted(Tensor x, Tensor weight) -> Tensor", _pass, _nothing)
 
 #: (x, growth) -> the same value, whose RMS is known to be `growth` times what a rule said.
 expect = operator("expect(Tensor x, float growth) -> Tensor", _pass, _nothing)

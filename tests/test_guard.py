@@ -19,7 +19,7 @@ from scaledtensor.recipes import Current, Recipe, Unit, get
 @pytest.fixture(autouse=True)
 def nothing_told(monkeypatch):
     """A warning is given once in a process."""
-    monkeypatch.setattr(sites, "_told", set())
+    monkeypatch.setattr(sites, "told", set())
 
 
 def one_sign(layers=6, width=256):
@@ -94,6 +94,57 @@ def test__a_calibrated_model__is_as_near_in_inference_and_compiled(case):
     with torch.no_grad():
         assert error(m(x), model(x)) < 0.08
         assert torch.equal(compiled(x).qdata, m(x).qdata)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test__compiled_code__tells_what_saturates_and_changes_nothing(backend):
+    model, x = one_sign()
+    compiled = [
+        torch.compile(scaled(model, Unit(guard=guard)), backend=backend, fullgraph=True)
+        for guard in (True, False)
+    ]
+    with pytest.warns(SaturationWarning, match=r"% of the inputs of \d+\.weight become e4m3fn's"):
+        y, g = passed(compiled[0], x)
+    assert error(y, model(x)) > 0.9
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        passed(compiled[0], x)  # once in a process
+        want, grad = passed(compiled[1], x)
+    for a, b in ((y, want), (g, grad)):
+        assert torch.equal(a.qdata, b.qdata)
+        assert torch.equal(a.scale, b.scale)
+
+
+def test__compiled_code_that_was_calibrated__has_nothing_to_tell():
+    model, x = one_sign()
+    m = scaled(model)
+    sct.calibrate(m, [x])
+    compiled = torch.compile(m, backend="aot_eager", fullgraph=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with torch.no_grad():
+            compiled(x)
+        passed(compiled, x)
+
+
+def test__compiled_code__counts_when_the_parameters_are_rebalanced():
+    """Products that fit at first, and no longer in a later step: told in the step that looks."""
+    torch.manual_seed(0)
+    linear, x = nn.Linear(64, 64, bias=False), torch.randn(128, 64)
+    m = scaled(linear, Unit(rebalance=3))
+    compiled = torch.compile(m, backend="aot_eager", fullgraph=True)
+    optimizer = torch.optim.SGD(m.parameters(), 1e-3)
+    fits = sct.scaled(x, "fp32", recipe=Unit())
+    tail = torch.where(x.abs() > 2, 4096.0, 1.0) * x  # 5% beyond, which no rule expects
+    grown = fits.like(tail / fits.scale, fits.scale, fits.rms)
+    told = []
+    for step in range(8):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            compiled(grown if step > 3 else fits).dequantize().sum().backward()
+        told += [step] * any(w.category is SaturationWarning for w in found)
+        optimizer.step()
+    assert told == [5]
 
 
 def test__without_a_step__a_site_looks_at_ten_products_and_at_each_tenth_after():

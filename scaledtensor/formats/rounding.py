@@ -305,8 +305,8 @@ def _round_to_odd(x: Tensor) -> Tensor:
     (Boldo and Melquiond, "When double rounding is odd").
     """
     near = x.float()
-    # The absolute value is taken between the two conversions: GCC 12 drops a bare pair of them where
-    # it makes vectors of eight float64.
+    # The absolute value is taken between the two conversions: GCC 12 drops a bare pair of them
+    # where it makes vectors of eight float64.
     back, size = near.abs().double(), x.abs()
     bits = near.view(torch.int32)
     bits = bits - (back > size).int()  # one step down the magnitude, whatever the sign

@@ -21,7 +21,7 @@ from torch import Tensor
 from scaledtensor import _torch, verbs
 from scaledtensor.errors import RecipeWarning, UnsupportedError
 from scaledtensor.formats import from_dtype
-from scaledtensor.ops import by_gemm, sites
+from scaledtensor.ops import by_gemm, counted, sites
 from scaledtensor.ops import linear as as_one
 from scaledtensor.ops.algebra import check_dtypes
 from scaledtensor.ops.entering import promoted
@@ -159,6 +159,7 @@ def _product(
         y = _linear_as_one(scaled[0], scaled[1], once)
     else:
         cast = [_cast(x, weight if i == 1 else first) for i, x in enumerate(scaled)]
+        cast[0] = counted.watched(cast[0], scaled[1], recipe)
         y = _gradient_cast(function(*cast, **kwargs), gradient)
     return sites.look_back(parameter, y) if looks else y
 

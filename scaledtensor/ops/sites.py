@@ -46,6 +46,7 @@ from scaledtensor.tensor import ScaledTensor
 __all__ = [
     "GRADIENT",
     "INPUT",
+    "LOST_FOR_GOOD",
     "Site",
     "calibrating",
     "fitted",
@@ -53,6 +54,7 @@ __all__ = [
     "look_back",
     "looks",
     "take_over",
+    "told",
 ]
 
 #: Places in `Unit.shifts`.
@@ -61,7 +63,7 @@ INPUT, GRADIENT = 0, 1
 #: Shares of the elements of one cast from which on a warning says that they are lost: beyond the
 #: format in training, where the next look mends it; beyond it where nothing will; and rounded to
 #: zero although they are no zeros, which no scale mends where other elements fill the format.
-_LOST, _LOST_FOR_GOOD, _VANISHED = 0.001, 0.01, 0.1
+_LOST, LOST_FOR_GOOD, _VANISHED = 0.001, 0.01, 0.1
 
 #: How many products a new site looks at, one after another.
 _FIRST = 10
@@ -88,12 +90,22 @@ class Site:
     seen: list[tuple[float, float, int]] = field(default_factory=lambda: [_NOTHING, _NOTHING])
     """(largest magnitude, sum of squares, number of elements) by role, in this step so far."""
 
+    def is_due(self) -> bool:
+        """Whether the next product is to be looked at; asked once for each. A new site looks at its
+        first ten, and at each tenth until a step ends, which may be never where parameters are
+        updated by hand."""
+        if not self.new:
+            return self.looks
+        self.asked += 1
+        return self.asked <= _FIRST or self.asked % _FIRST == 0
+
     def forget(self) -> None:
         """Begin another step, or another calibration."""
         self.seen = [_NOTHING, _NOTHING]
 
 
-_told: set[str] = set()
+#: The kinds of loss that a warning was given of.
+told: set[str] = set()
 _calibrating = 0
 
 
@@ -109,9 +121,7 @@ def calibrating() -> Iterator[None]:
 
 
 def looks(weight: Any) -> bool:
-    """Whether a product of a parameter is to measure its operands. It is asked once a product: a
-    new site looks at its first ten, and at each tenth until a step ends, which may be never where
-    parameters are updated by hand."""
+    """Whether a product of a parameter is to measure its operands."""
     site = weight.site
     if observers or (site is None and not _calibrating):
         return False  # a report shows what every step does
@@ -120,10 +130,8 @@ def looks(weight: Any) -> bool:
         return False
     if _calibrating:
         return True
-    if site.new:
-        site.asked += 1
-        return recipe.guard and (site.asked <= _FIRST or site.asked % _FIRST == 0)
-    return recipe.guard and site.looks and _trains()
+    new = site.new
+    return recipe.guard and site.is_due() and (new or _trains())
 
 
 def _trains() -> bool:
@@ -195,8 +203,8 @@ def _tell(
     nothing = corrects and (site.new or _calibrating)
     limit = math.ldexp(fmt.max, shift)
     beyond = 0.0 if nothing or largest <= limit else _share(size > limit)
-    if beyond > (_LOST if corrects else _LOST_FOR_GOOD) and "saturated" not in _told:
-        _told.add("saturated")
+    if beyond > (_LOST if corrects else LOST_FOR_GOOD) and "saturated" not in told:
+        told.add("saturated")
         warnings.warn(
             f"{beyond:.1%} of the {_WHAT[role]} of {name} are beyond {fmt.name}'s largest value: "
             "the terms that they are sums of are correlated, which the rules do not know. "
@@ -209,12 +217,12 @@ def _tell(
             SaturationWarning,
             stacklevel=2,
         )
-    if role == GRADIENT or "vanished" in _told:  # gradients have no smallest value that matters
+    if role == GRADIENT or "vanished" in told:  # gradients have no smallest value that matters
         return
     least = math.ldexp(fmt.min_subnormal / 2, shift)
     vanished = _share((size > 0) & (size <= least))
     if vanished > _VANISHED and largest > least * 2.0**8:
-        _told.add("vanished")
+        told.add("vanished")
         warnings.warn(
             f"{vanished:.1%} of the inputs of {name} are too small for {fmt.name} beside the "
             "largest ones, and are cast to zero: no one scale holds both. Normalise them, or keep "

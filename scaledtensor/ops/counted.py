@@ -1,0 +1,132 @@
+"""Casts of compiled code, which are counted and not corrected.
+
+A graph is made for the shifts of its weights, and the rules run while it is traced. So the graph
+has an operator that counts, while the site of a weight looks, how many elements of an input are the
+largest value of their format after the cast. A warning says where these are more than 1%.
+
+The operator knows a weight by the address of its RMS, which is an input of the graph. Any other
+mark would be among the guards of the graph, and each layer would be compiled for itself. The
+operator hands on the scale of the cast, or a compiler would drop it.
+"""
+
+import warnings
+import weakref
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from scaledtensor import _torch, verbs
+from scaledtensor.errors import SaturationWarning
+from scaledtensor.formats import Format
+from scaledtensor.formats import get as get_format
+from scaledtensor.ops import sites
+from scaledtensor.ops.algebra import elements
+from scaledtensor.ops.products import product_dtype
+from scaledtensor.ops.registry import rule
+from scaledtensor.ops.sites import LOST_FOR_GOOD, Site
+from scaledtensor.recipes import Recipe, Unit
+from scaledtensor.tensor import ScaledTensor
+
+__all__ = ["begin", "watched"]
+
+_weights: dict[int, "weakref.ref[Any]"] = {}
+_addresses: dict[int, Site | None] = {}
+
+
+def begin(weight: Any, name: str) -> None:
+    """Give a weight that was just wrapped a new site."""
+    weight.site = Site(name, new=True)
+    key = id(weight)
+    _weights[key] = weakref.ref(weight, lambda _: _weights.pop(key, None))
+    _addresses.clear()
+
+
+def watched(x: Any, weight: Any, recipe: Recipe) -> Any:
+    """`x`, an input that was cast for a product of `weight`, which is to be counted when the code
+    runs that is being compiled."""
+    counts = (
+        torch.compiler.is_compiling()
+        and not torch.compiler.is_exporting()
+        and not _torch.is_transforming()
+        and isinstance(recipe, Unit)
+        and recipe.guard
+        and isinstance(x, ScaledTensor)
+        and isinstance(weight, ScaledTensor)
+        and _has_codes(x.format)
+    )
+    return verbs.counted(x, weight.detach()) if counts else x
+
+
+def _has_codes(fmt: Format) -> bool:
+    return fmt.bits == 8 and fmt.storage_dtype.is_floating_point and fmt.signed
+
+
+@rule(verbs.counted)
+def _counted(x: ScaledTensor, weight: ScaledTensor) -> ScaledTensor:
+    """The identity."""
+    scale = torch.ops.scaledtensor.count(x.scale, _as_read(x, weight), weight.rms, x.format.name)
+    made = x.like(x.qdata, scale, x.rms)
+    made.decoded, made.passing = x.decoded, x.passing
+    return made
+
+
+def _as_read(x: ScaledTensor, weight: ScaledTensor) -> Tensor:
+    """The elements as the product reads them: whatever else is written for the operator alone."""
+    if not x.qdata.is_cpu:
+        return x.qdata
+    rows = x.view(-1, x.shape[-1]) if weight.dim() == 2 else x
+    return elements(cast(ScaledTensor, rows)).to(product_dtype(x.device))
+
+
+_LIBRARY = torch.library.Library("scaledtensor", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "count(Tensor scale, Tensor q, Tensor weight_rms, str format) -> Tensor"
+)
+
+
+def _count(scale: Tensor, q: Tensor, weight_rms: Tensor, format: str) -> Tensor:
+    site = _site_at(weight_rms.data_ptr())
+    if site is not None and site.is_due() and not _is_captured(q):
+        _tell(site, q, get_format(format))
+    return scale.clone()
+
+
+_LIBRARY.impl("count", _count, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+
+
+@torch.library.register_fake("scaledtensor::count", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+def _count_fake(scale: Tensor, q: Tensor, weight_rms: Tensor, format: str) -> Tensor:
+    return torch.empty_like(scale)
+
+
+def _is_captured(x: Tensor) -> bool:
+    """Whether a CUDA graph is being recorded, in which nothing may be read."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _site_at(address: int) -> Site | None:
+    """The site of the weight whose RMS is there. None for what is no weight."""
+    if address not in _addresses:
+        if len(_addresses) > 4 * len(_weights) + 64:  # of products between activations
+            _addresses.clear()
+        _addresses[address] = None
+        for held in list(_weights.values()):
+            weight = held()
+            if weight is not None and weight.site is not None:
+                _addresses[weight.rms.data_ptr()] = weight.site
+    return _addresses[address]
+
+
+def _tell(site: Site, q: Tensor, fmt: Format) -> None:
+    lost = float((q.float().abs() == fmt.max).sum()) / max(q.numel(), 1)
+    if lost > LOST_FOR_GOOD and "saturated" not in sites.told:
+        sites.told.add("saturated")
+        warnings.warn(
+            f"{lost:.1%} of the inputs of {site.name} become {fmt.name}'s largest value in compiled"
+            " code, which corrects no cast: the terms that they are sums of are correlated, which "
+            "the rules do not know. Correct the casts before the model is compiled, by "
+            "scaledtensor.calibrate(model, batches)",
+            SaturationWarning,
+            stacklevel=2,
+        )
