@@ -18,6 +18,7 @@ from scaledtensor.errors import ModelError, RecipeError, UnsupportedError
 from scaledtensor.ops import counted
 from scaledtensor.ops.functions import cast_once
 from scaledtensor.ops.results import dequantized
+from scaledtensor.ops.sites import Site
 from scaledtensor.recipes import Recipe, Unit
 from scaledtensor.recipes import get as get_recipe
 from scaledtensor.recipes.casts import Cast
@@ -127,6 +128,7 @@ def complete(model: nn.Module) -> None:
     """Give the modules of `model` what they have beside ScaledTensor parameters."""
     for module in model.modules():
         histories.attach(module)
+        counted.begin(module)
         state_dicts.attach(module)
     _note_ties(model)
     _show_recipes(model)
@@ -310,11 +312,11 @@ def _swap(change: _Change) -> None:
     for key, tag in vars(p).items():
         if key not in _OWN:
             setattr(new, key, tag)
+    if own is not None:
+        new.site = Site(change.name, new=True)  # type: ignore[attr-defined]
     if p.grad is not None:
         new.grad = dequantized(p.grad) if own is None else _scaled_gradient(p.grad)
     _torch.swap(p, new, lambda: ModelError(_RECORDED.format(change.name)))
-    if own is not None:
-        counted.begin(p, change.name)
 
 
 def _scaled_gradient(g: Tensor) -> Tensor:
@@ -331,7 +333,7 @@ def _switch(change: _Change) -> None:
     else:
         # In float64: the dtype that it appears as may hold less than its elements.
         p.data = _held(p.detach().to(torch.float64).dequantize(), recipe, stored, p.dtype)
-    counted.begin(p, change.name)
+    p.site = Site(change.name, new=True)
     steps.watch(p)
 
 

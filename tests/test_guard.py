@@ -96,6 +96,15 @@ def test__a_calibrated_model__is_as_near_in_inference_and_compiled(case):
         assert torch.equal(compiled(x).qdata, m(x).qdata)
 
 
+@pytest.fixture
+def nothing_compiled():
+    """Dynamo allows a function eight graphs, and other tests compile these modules too."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("nothing_compiled")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test__compiled_code__tells_what_saturates_and_changes_nothing(backend):
     model, x = one_sign()
@@ -115,6 +124,7 @@ def test__compiled_code__tells_what_saturates_and_changes_nothing(backend):
         assert torch.equal(a.scale, b.scale)
 
 
+@pytest.mark.usefixtures("nothing_compiled")
 def test__compiled_code_that_was_calibrated__has_nothing_to_tell():
     model, x = one_sign()
     m = scaled(model)
@@ -127,6 +137,7 @@ def test__compiled_code_that_was_calibrated__has_nothing_to_tell():
         passed(compiled, x)
 
 
+@pytest.mark.usefixtures("nothing_compiled")
 def test__compiled_code__counts_when_the_parameters_are_rebalanced():
     """Products that fit at first, and no longer in a later step: told in the step that looks."""
     torch.manual_seed(0)

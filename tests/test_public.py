@@ -391,6 +391,7 @@ PUBLIC = {
     "scaledtensor.verbs": [
         "GRADIENT",
         "LIBRARY",
+        "counted",
         "delayed_scale",
         "dequantize",
         "drop",

@@ -14,7 +14,7 @@ import weakref
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from scaledtensor import _torch, verbs
 from scaledtensor.errors import SaturationWarning
@@ -30,16 +30,17 @@ from scaledtensor.tensor import ScaledTensor
 
 __all__ = ["begin", "watched"]
 
-_weights: dict[int, "weakref.ref[Any]"] = {}
+#: The modules whose weights may be met. (A weak reference to a weight itself would keep torch from
+#: swapping it.)
+_owners: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 _addresses: dict[int, Site | None] = {}
 
 
-def begin(weight: Any, name: str) -> None:
-    """Give a weight that was just wrapped a new site."""
-    weight.site = Site(name, new=True)
-    key = id(weight)
-    _weights[key] = weakref.ref(weight, lambda _: _weights.pop(key, None))
-    _addresses.clear()
+def begin(module: nn.Module) -> None:
+    """From now on code may run that counts for the weights of `module` itself."""
+    if any(isinstance(p, ScaledTensor) for p in module.parameters(recurse=False)):
+        _owners.add(module)
+        _addresses.clear()
 
 
 def watched(x: Any, weight: Any, recipe: Recipe) -> Any:
@@ -108,14 +109,18 @@ def _is_captured(x: Tensor) -> bool:
 def _site_at(address: int) -> Site | None:
     """The site of the weight whose RMS is there. None for what is no weight."""
     if address not in _addresses:
-        if len(_addresses) > 4 * len(_weights) + 64:  # of products between activations
+        if len(_addresses) > _MANY:
             _addresses.clear()
         _addresses[address] = None
-        for held in list(_weights.values()):
-            weight = held()
-            if weight is not None and weight.site is not None:
-                _addresses[weight.rms.data_ptr()] = weight.site
+        for module in list(_owners):
+            for p in module.parameters(recurse=False):
+                if isinstance(p, ScaledTensor) and p.site is not None:
+                    _addresses[p.rms.data_ptr()] = p.site
     return _addresses[address]
+
+
+#: Addresses of products between activations come and go.
+_MANY = 1 << 12
 
 
 def _tell(site: Site, q: Tensor, fmt: Format) -> None:
