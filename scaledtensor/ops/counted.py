@@ -76,7 +76,7 @@ def _as_read(x: ScaledTensor, weight: ScaledTensor) -> Tensor:
     """The elements as the product reads them: whatever else is written for the operator alone."""
     if not x.qdata.is_cpu:
         return x.qdata
-    rows = x.view(-1, x.shape[-1]) if weight.dim() == 2 else x
+    rows = x.flatten(0, -2) if weight.dim() == 2 and x.dim() > 2 else x
     return elements(cast(ScaledTensor, rows)).to(product_dtype(x.device))
 
 
