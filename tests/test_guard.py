@@ -138,6 +138,21 @@ def test__compiled_code_that_was_calibrated__has_nothing_to_tell():
 
 
 @pytest.mark.usefixtures("nothing_compiled")
+@pytest.mark.parametrize("shape", [(0, 8), (3, 8), (2, 0, 8), (8,)])
+def test__compiled_products__of_any_shape__are_those_of_eager_code(shape):
+    m = scaled(nn.Linear(8, 8, bias=False), Unit())
+
+    def run(x):
+        return m(x), torch.einsum("...i->...i", x), x @ m.weight.t()
+
+    x = sct.scaled(torch.ones(shape), "bf16", recipe=Unit())
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    for a, b in zip(compiled(x), run(x), strict=True):
+        assert torch.equal(a.qdata, b.qdata)
+        assert torch.equal(a.scale, b.scale)
+
+
+@pytest.mark.usefixtures("nothing_compiled")
 def test__compiled_code__counts_when_the_parameters_are_rebalanced():
     """Products that fit at first, and no longer in a later step: told in the step that looks."""
     torch.manual_seed(0)

@@ -9,9 +9,11 @@ mark would be among the guards of the graph, and each layer would be compiled fo
 operator hands on the scale of the cast, or a compiler would drop it.
 """
 
+import typing
 import warnings
 import weakref
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,20 +45,20 @@ def begin(module: nn.Module) -> None:
         _addresses.clear()
 
 
-def watched(x: Any, weight: Any, recipe: Recipe) -> Any:
-    """`x`, an input that was cast for a product of `weight`, which is to be counted when the code
-    runs that is being compiled."""
+def watched(cast: list[Any], operands: Sequence[Any], recipe: Recipe) -> list[Any]:
+    """The operands of a product as they were cast: the input, the weight and any others. Code that
+    is being compiled is to count the input when it runs."""
     counts = (
         torch.compiler.is_compiling()
         and not torch.compiler.is_exporting()
         and not _torch.is_transforming()
         and isinstance(recipe, Unit)
         and recipe.guard
-        and isinstance(x, ScaledTensor)
-        and isinstance(weight, ScaledTensor)
-        and _has_codes(x.format)
+        and len(cast) > 1
+        and all(isinstance(x, ScaledTensor) for x in (cast[0], operands[1]))
+        and _has_codes(cast[0].format)
     )
-    return verbs.counted(x, weight.detach()) if counts else x
+    return [verbs.counted(cast[0], operands[1].detach()), *cast[1:]] if counts else cast
 
 
 def _has_codes(fmt: Format) -> bool:
@@ -77,7 +79,7 @@ def _as_read(x: ScaledTensor, weight: ScaledTensor) -> Tensor:
     if not x.qdata.is_cpu:
         return x.qdata
     rows = x.flatten(0, -2) if weight.dim() == 2 and x.dim() > 2 else x
-    return elements(cast(ScaledTensor, rows)).to(product_dtype(x.device))
+    return elements(typing.cast(ScaledTensor, rows)).to(product_dtype(x.device))
 
 
 _LIBRARY = torch.library.Library("scaledtensor", "FRAGMENT")  # type: ignore[no-untyped-call]

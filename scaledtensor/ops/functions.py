@@ -159,7 +159,7 @@ def _product(
         y = _linear_as_one(scaled[0], scaled[1], once)
     else:
         cast = [_cast(x, weight if i == 1 else first) for i, x in enumerate(scaled)]
-        cast[0] = counted.watched(cast[0], scaled[1], recipe)
+        cast = counted.watched(cast, scaled, recipe)
         y = _gradient_cast(function(*cast, **kwargs), gradient)
     return sites.look_back(parameter, y) if looks else y
 
