@@ -6,7 +6,9 @@ decides which one it multiplies fast:
 
     device                                              dtype      asked of
     CPU, x86, with AMX                                  bfloat16   torch.cpu.get_capabilities
-    CPU, x86, with AVX512_BF16 alone                    measured   one product of each, once
+    CPU, AMD, with AVX512_BF16                          bfloat16   torch.cpu.get_capabilities
+    CPU, Intel, with AVX512_BF16 alone                  float32    torch.cpu.get_capabilities
+    CPU, x86, of others, with AVX512_BF16 alone         measured   one product of each, once
     CPU, x86, with neither, or held below by the        float32    torch.cpu.get_capabilities
     environment
     other CPUs (ARM, Apple)                             measured   one product of each, once
@@ -16,7 +18,9 @@ decides which one it multiplies fast:
 
 On an AVX2 CPU a bfloat16 product takes 6 to 60 times as long as a float32 one, on an EPYC with
 AVX512_BF16 0.4 times as long (`python -m benchmarks.linear`). On a Xeon whose virtual machine shows
-AVX512_BF16 and hides AMX it takes 1.9 times as long: AVX512_BF16 alone does not decide.
+AVX512_BF16 and hides AMX it takes 1.9 times as long: AVX512_BF16 alone does not decide. A measured
+product would, but beside other work it finds now one dtype and now the other, and the processes of
+one training have to agree.
 
 `products_in` and the environment variable SCALEDTENSOR_PRODUCTS override the choice. Float16
 operands are always multiplied in float32, since sums of theirs leave the range of float16.
@@ -129,7 +133,7 @@ def _chosen(device: torch.device) -> Choice:
     if facts.get("architecture") not in ("x86_64", "amd64"):
         return _of_probe(*_probed())
     found = _of_x86(facts, torch.backends.cpu.get_cpu_capability(), os.environ)
-    return found or _of_probe(*_probed(), "the CPU has AVX512_BF16 without AMX, and ")
+    return found or _of_probe(*_probed(), f"the CPU has {_ALONE}, and ")
 
 
 def _of_cuda(device: torch.device) -> Choice:
@@ -144,8 +148,8 @@ def _of_cuda(device: torch.device) -> Choice:
 def _of_x86(
     facts: Mapping[str, object], capability: str, environment: Mapping[str, str]
 ) -> Choice | None:
-    """The choice that the facts decide. It is None for AVX512_BF16 without AMX: there one product
-    of each dtype has to be timed."""
+    """The choice that the facts decide. It is None for AVX512_BF16 without AMX on a CPU of unknown
+    make: there one product of each dtype has to be timed."""
     units = [name for name in ("amx_bf16", "avx512_bf16") if facts.get(name)]
     if not units:
         return Choice(torch.float32, "the CPU has neither AVX512_BF16 nor AMX")
@@ -156,7 +160,17 @@ def _of_x86(
         return Choice(torch.float32, f"ONEDNN_MAX_CPU_ISA={limit} leaves the bfloat16 units out")
     if not capability.startswith(("AVX512", "AMX")):
         return Choice(torch.float32, f"torch runs with the CPU capability {capability}")
-    return Choice(torch.bfloat16, "the CPU has AMX") if "amx_bf16" in units else None
+    if "amx_bf16" in units:
+        return Choice(torch.bfloat16, "the CPU has AMX")
+    maker = str(facts.get("cpu_name", "")).partition(" ")[0]
+    dtype = _MAKERS.get(maker)
+    return None if dtype is None else Choice(dtype, f"an {maker} CPU that has {_ALONE}")
+
+
+_ALONE = "AVX512_BF16 without AMX"
+
+#: What CPUs with AVX512_BF16 alone multiply faster, by the first word of torch's name for them.
+_MAKERS = {"AMD": torch.bfloat16, "Intel": torch.float32}
 
 
 def _of_probe(bfloat16: float, float32: float, facts: str = "") -> Choice:

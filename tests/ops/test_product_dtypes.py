@@ -34,6 +34,9 @@ PRODUCTS = (
 # --- the choice ------------------------------------------------------------------------------
 
 
+ALONE = {"avx512_bf16": True}
+
+
 @pytest.mark.parametrize(
     ("facts", "capability", "environment", "dtype", "word"),
     [
@@ -45,6 +48,10 @@ PRODUCTS = (
         ({"amx_bf16": True}, "AVX512", {"ONEDNN_MAX_CPU_ISA": "AVX2"}, torch.float32, "ONEDNN"),
         ({"amx_bf16": True}, "AVX512", {"DNNL_MAX_CPU_ISA": "avx2"}, torch.float32, "avx2"),
         ({"amx_bf16": True}, "AVX512", {"ONEDNN_MAX_CPU_ISA": "ALL"}, torch.bfloat16, "AMX"),
+        ({**ALONE, "cpu_name": "AMD EPYC"}, "AVX512", {}, torch.bfloat16, "AMD"),
+        ({**ALONE, "cpu_name": "AMD EPYC"}, "AVX2", {}, torch.float32, "AVX2"),
+        ({**ALONE, "cpu_name": "Intel Xeon"}, "AVX512", {}, torch.float32, "Intel"),
+        ({**ALONE, "amx_bf16": True, "cpu_name": "Intel"}, "AVX512", {}, torch.bfloat16, "has AMX"),
     ],
 )
 def test__an_x86_cpu__multiplies_bfloat16_where_it_has_units(
@@ -55,7 +62,7 @@ def test__an_x86_cpu__multiplies_bfloat16_where_it_has_units(
     assert word in found.reason
 
 
-def test__avx512_bf16_without_amx__is_measured(monkeypatch):
+def test__avx512_bf16_without_amx_of_an_unknown_make__is_measured(monkeypatch):
     # A Xeon whose virtual machine hides AMX multiplies bfloat16 half as fast as float32, an EPYC
     # twice as fast; both say avx512_bf16.
     facts = {"architecture": "x86_64", "avx512_bf16": True}
