@@ -2,9 +2,9 @@
 
 The rules know shapes and no data. `scaledtensor.ops.sites` has what is measured and what follows
 from it; this module says when. In training a site looks in the first step after `scale_model` (at
-ten products, and at each tenth of more), and
-in each step at whose end the recipe rebalances the parameters. A site of a checkpoint goes on with
-what was found before, and looks when the uninterrupted run would have.
+ten products, and at each tenth of more), and in each step at whose end the recipe rebalances the
+parameters. A site of a checkpoint goes on with what was found before, and looks when the
+uninterrupted run would have.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
