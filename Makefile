@@ -33,14 +33,17 @@ test-all: venv
 PRODUCTS := tests/test_products.py tests/recipes/test_recipe_products.py tests/ops/test_recurrent.py
 OTHER := "import torch; from scaledtensor.ops.products import product_dtype as of; \
 	print({torch.float32: 'bfloat16', torch.bfloat16: 'float32'}[of(torch.device('cpu'))])"
+VECTORS := "import torch; print(torch.backends.cpu.get_cpu_capability())"
+
 test-kinds: venv
 	SCALEDTENSOR_PRODUCTS=$$($(BIN)/python -c $(OTHER)) \
 		$(BIN)/python -m pytest -n auto $(PRODUCTS)
 	SCALEDTENSOR_NATIVE=0 $(BIN)/python -m pytest -n auto tests/formats/test_encode.py \
 		tests/formats/test_decode.py tests/formats/test_rounding_modes.py tests/formats/test_stochastic.py
-	if $(BIN)/python -m scaledtensor hardware unit | grep -q AVX512; then \
+	if $(BIN)/python -c $(VECTORS) | grep -q AVX512; then \
+		cache=$$(mktemp -d) && trap 'rm -rf "$$cache"' EXIT && \
 		ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 \
-		TORCHINDUCTOR_CACHE_DIR=$$(mktemp -d) \
+		TORCHINDUCTOR_CACHE_DIR="$$cache" \
 		$(BIN)/python -m pytest -n auto $(PRODUCTS) tests/ops/test_product_dtypes.py \
 		tests/formats/test_native.py; fi
 

@@ -100,7 +100,7 @@ def calibrate(
         raise UnsupportedError("calibrate takes `call` or `loss`, which runs the model itself")
     if hasattr(model, "_orig_mod"):
         raise UnsupportedError(
-            "compiled code is made for its shifts and measures nothing: calibrate the model first, "
+            "compiled code is made for its shifts and corrects nothing: calibrate the model first, "
             "and compile it afterwards"
         )
     weights = _weights(model)

@@ -144,8 +144,7 @@ def settle_in_place(
     another order (`rsqrt_` of tiny squares), by more than the factor `far`: then it is the power of
     two next to `rms`. Returns (scale, held / scale); a scale that stays is `kept` itself.
     """
-    if not _are_numbers(kept, was, rms, held):
-        kept, was, rms, held = single_of(kept), single_of(was), single_of(rms), single_of(held)
+    kept, was, rms, held = single_of(kept), single_of(was), single_of(rms), single_of(held)
     if _are_numbers(kept, was, rms, held):
         moves = whole and rms > 0 and not float(kept) / far <= rms <= float(kept) * far
         scale = Single(power_of_two_near(rms)) if not was or moves else kept

@@ -178,19 +178,22 @@ def single_of(x: Amount) -> Any:
 
 def scale_of(x: Any) -> Any:
     """The scale of a ScaledTensor to calculate with: an Amount."""
-    held = x.__dict__
-    return single_of(held["scale"]) if "scale" in held else _read(x, "scale", held["_scale"])
+    return _read(x, "scale", "_scale")
 
 
 def rms_of(x: Any) -> Any:
     """The RMS that the rules expect of a ScaledTensor to calculate with: an Amount."""
+    return _read(x, "rms", "_rms")
+
+
+def _read(x: Any, name: str, numbered: str) -> Any:
     held = x.__dict__
-    return single_of(held["rms"]) if "rms" in held else _read(x, "rms", held["_rms"])
-
-
-def _read(x: Any, name: str, cell: Any) -> Any:
+    tensor = held.get(name)
+    if tensor is not None:
+        return single_of(tensor)
     if torch.compiler.is_compiling():
         return getattr(x, name)
+    cell = held[numbered]
     return cell.number if cell.made is None else single_of(cell.made)
 
 

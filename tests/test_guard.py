@@ -19,7 +19,7 @@ from scaledtensor.recipes import Current, Recipe, Unit, get
 @pytest.fixture(autouse=True)
 def nothing_told(monkeypatch):
     """A warning is given once in a process."""
-    monkeypatch.setattr(sites, "told", set())
+    monkeypatch.setattr(sites, "_told", set())
 
 
 def one_sign(layers=6, width=256):

@@ -2,15 +2,15 @@
 
 A graph is made for the shifts of its weights, and the rules run while it is traced. So the graph
 has an operator that counts, while the site of a weight looks, how many elements of an input are the
-largest value of their format after the cast. A warning says where these are more than 1%.
+largest value of their format after the cast. A warning names the first weight for which these are
+more than 1%.
 
 The operator knows a weight by the address of its RMS, which is an input of the graph. Any other
 mark would be among the guards of the graph, and each layer would be compiled for itself. The
-operator hands on the scale of the cast, or a compiler would drop it.
+product takes its scale from the operator: a compiler would drop an operator without a result.
 """
 
 import typing
-import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -19,14 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from scaledtensor import _torch, verbs
-from scaledtensor.errors import SaturationWarning
 from scaledtensor.formats import Format
 from scaledtensor.formats import get as get_format
-from scaledtensor.ops import sites
 from scaledtensor.ops.algebra import elements
 from scaledtensor.ops.products import product_dtype
 from scaledtensor.ops.registry import rule
-from scaledtensor.ops.sites import LOST_FOR_GOOD, Site
+from scaledtensor.ops.sites import LOST_FOR_GOOD, Site, share, tell
 from scaledtensor.recipes import Recipe, Unit
 from scaledtensor.tensor import ScaledTensor
 
@@ -39,7 +37,8 @@ _addresses: dict[int, Site | None] = {}
 
 
 def begin(module: nn.Module) -> None:
-    """From now on code may run that counts for the weights of `module` itself."""
+    """Compiled code finds the sites of the weights of `module` from now on, but not those of its
+    children's weights."""
     if any(isinstance(p, ScaledTensor) for p in module.parameters(recurse=False)):
         _owners.add(module)
         _addresses.clear()
@@ -56,13 +55,9 @@ def watched(cast: list[Any], operands: Sequence[Any], recipe: Recipe) -> list[An
         and recipe.guard
         and len(cast) > 1
         and all(isinstance(x, ScaledTensor) for x in (cast[0], operands[1]))
-        and _has_codes(cast[0].format)
+        and cast[0].format.bits == 8
     )
     return [verbs.counted(cast[0], operands[1].detach()), *cast[1:]] if counts else cast
-
-
-def _has_codes(fmt: Format) -> bool:
-    return fmt.bits == 8 and fmt.storage_dtype.is_floating_point and fmt.signed
 
 
 @rule(verbs.counted)
@@ -75,7 +70,8 @@ def _counted(x: ScaledTensor, weight: ScaledTensor) -> ScaledTensor:
 
 
 def _as_read(x: ScaledTensor, weight: ScaledTensor) -> Tensor:
-    """The elements as the product reads them: whatever else is written for the operator alone."""
+    """The elements as the product reads them. Elements in another form would be written to memory
+    for the operator alone."""
     if not x.qdata.is_cpu:
         return x.qdata
     rows = x.flatten(0, -2) if weight.dim() == 2 and x.dim() > 2 else x
@@ -126,14 +122,12 @@ _MANY = 1 << 12
 
 
 def _tell(site: Site, q: Tensor, fmt: Format) -> None:
-    lost = float((q.float().abs() == fmt.max).sum()) / max(q.numel(), 1)
-    if lost > LOST_FOR_GOOD and "saturated" not in sites.told:
-        sites.told.add("saturated")
-        warnings.warn(
+    lost = share(q.float().abs() == fmt.max) if q.numel() else 0.0
+    if lost > LOST_FOR_GOOD:
+        tell(
+            "saturated",
             f"{lost:.1%} of the inputs of {site.name} become {fmt.name}'s largest value in compiled"
             " code, which corrects no cast: the terms that they are sums of are correlated, which "
             "the rules do not know. Correct the casts before the model is compiled, by "
             "scaledtensor.calibrate(model, batches)",
-            SaturationWarning,
-            stacklevel=2,
         )

@@ -53,8 +53,9 @@ __all__ = [
     "look_at_inputs",
     "look_back",
     "looks",
+    "share",
     "take_over",
-    "told",
+    "tell",
 ]
 
 #: Places in `Unit.shifts`.
@@ -105,7 +106,7 @@ class Site:
 
 
 #: The kinds of loss that a warning was given of.
-told: set[str] = set()
+_told: set[str] = set()
 _calibrating = 0
 
 
@@ -130,8 +131,7 @@ def looks(weight: Any) -> bool:
         return False
     if _calibrating:
         return True
-    new = site.new
-    return recipe.guard and site.is_due() and (new or _trains())
+    return recipe.guard and site.is_due() and (site.new or _trains())
 
 
 def _trains() -> bool:
@@ -182,8 +182,16 @@ def fitted(largest: float, squares: float, count: int, fmt: Format, shift: int) 
     return min(max(found, EXPONENTS[0]), EXPONENTS[-1]) if saturates or vanishes else shift
 
 
-def _share(lost: Tensor) -> float:
+def share(lost: Tensor) -> float:
+    """The share of elements for which `lost` is true."""
     return float(lost.sum()) / lost.numel()
+
+
+def tell(kind: str, message: str) -> None:
+    """Warn of a loss, once in a process for each kind."""
+    if kind not in _told:
+        _told.add(kind)
+        warnings.warn(message, SaturationWarning, stacklevel=3)
 
 
 def _tell(
@@ -202,10 +210,10 @@ def _tell(
     # A new site loses nothing where it corrects, since no cast came before. So does calibration.
     nothing = corrects and (site.new or _calibrating)
     limit = math.ldexp(fmt.max, shift)
-    beyond = 0.0 if nothing or largest <= limit else _share(size > limit)
-    if beyond > (_LOST if corrects else LOST_FOR_GOOD) and "saturated" not in told:
-        told.add("saturated")
-        warnings.warn(
+    beyond = 0.0 if nothing or largest <= limit else share(size > limit)
+    if beyond > (_LOST if corrects else LOST_FOR_GOOD):
+        tell(
+            "saturated",
             f"{beyond:.1%} of the {_WHAT[role]} of {name} are beyond {fmt.name}'s largest value: "
             "the terms that they are sums of are correlated, which the rules do not know. "
             + (
@@ -214,21 +222,17 @@ def _tell(
                 else "Outside of training nothing corrects it"
             )
             + ". scaledtensor.calibrate(model, batches) corrects all weights beforehand",
-            SaturationWarning,
-            stacklevel=2,
         )
-    if role == GRADIENT or "vanished" in told:  # gradients have no smallest value that matters
+    if role == GRADIENT or "vanished" in _told:  # gradients have no smallest value that matters
         return
     least = math.ldexp(fmt.min_subnormal / 2, shift)
-    vanished = _share((size > 0) & (size <= least))
+    vanished = share((size > 0) & (size <= least))
     if vanished > _VANISHED and largest > least * 2.0**8:
-        told.add("vanished")
-        warnings.warn(
+        tell(
+            "vanished",
             f"{vanished:.1%} of the inputs of {name} are too small for {fmt.name} beside the "
             "largest ones, and are cast to zero: no one scale holds both. Normalise them, or keep "
             "this product wide: overrides={'<its module>': None}",
-            SaturationWarning,
-            stacklevel=2,
         )
 
 
