@@ -402,6 +402,15 @@ def outside_modes() -> Iterator[None]:
         yield
 
 
+def uncompiled_calls() -> contextlib.AbstractContextManager[None]:
+    """Within it, what is compiled runs as the Python that it was made of. The public function that
+    does it loads Dynamo, without which nothing is compiled."""
+    if "torch._dynamo" not in sys.modules:
+        return contextlib.nullcontext()
+    forced: contextlib.AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+    return forced
+
+
 def is_within_step() -> bool:
     """Whether some thread is in the step of an optimizer, which iterates over the hooks of steps:
     an error if there come to be fewer of them meanwhile. torch says so nowhere but in the stack."""

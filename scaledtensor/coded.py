@@ -43,10 +43,9 @@ from scaledtensor.measure import measured_rms
 from scaledtensor.recipes import Recipe
 from scaledtensor.recipes import get as get_recipe
 from scaledtensor.scale import MIN_SCALE
+from scaledtensor.storable import appearance, check_strided
 from scaledtensor.tensor import (
     ScaledTensor,
-    appearance,
-    check_strided,
     from_plain,
     is_parameter,
     with_autograd,

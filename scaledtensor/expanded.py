@@ -27,7 +27,8 @@ from scaledtensor.formats.rounding import Rounding
 from scaledtensor.formats.stochastic import Randomness
 from scaledtensor.measure import measured_rms
 from scaledtensor.scale import checked_scale
-from scaledtensor.tensor import appearance, is_parameter, with_autograd
+from scaledtensor.storable import appearance
+from scaledtensor.tensor import is_parameter, with_autograd
 
 __all__ = ["ExpandedTensor"]
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scaledtensor import _torch
 from scaledtensor.errors import ModelError, UnsupportedError
 from scaledtensor.ops import sites
 from scaledtensor.ops.sites import Site
@@ -46,7 +47,8 @@ def after_step(held: Held) -> None:
                 if due:
                     part.site = Site(looks=True)
             elif due or site.looks or site.new:
-                site.looks, site.new = due, False
+                site.settle(part)
+                site.looks, site.new = due or any(site.settling), False
                 site.forget()
     _agree(spread)
 
@@ -76,12 +78,13 @@ def calibrate(
 
     Each weight whose inputs saturate, or vanish, in the cast that the rules expect gets a shift
     (`Unit.shifts`) under which all that was seen fits. The rest of the model stays as it is: the
-    passes run in evaluation mode, and parameters, buffers and gradients are what they were. For
-    training, call it before the first step and before `torch.compile`, which is made for the
-    shifts; for inference, after the weights are loaded.
+    passes run in evaluation mode and uncompiled, and parameters, buffers and gradients are what
+    they were. For training, call it before the first step; for inference, after the weights are
+    loaded. Compiled code follows without being compiled anew.
 
     Args:
-        model: one that `scale_model` gave the recipe `Unit`, or some of whose modules have it.
+        model: one that `scale_model` gave the recipe `Unit`, or some of whose modules have it. It
+            may be compiled.
         batches: the data, one batch after another: a tensor is given to `model` as it is, a tuple
             or list as its arguments, a mapping as keyword arguments.
         call: `call(model, batch)` runs the model, in place of the above.
@@ -94,16 +97,11 @@ def calibrate(
     Raises:
         ModelError: no weight of `model` has the recipe `Unit`; there was no batch; or no weight
             took part in a product.
-        UnsupportedError: both `call` and `loss` are given, or the model is compiled.
+        UnsupportedError: both `call` and `loss` are given.
     """
     if call is not None and loss is not None:
         raise UnsupportedError("calibrate takes `call` or `loss`, which runs the model itself")
-    if hasattr(model, "_orig_mod"):
-        raise UnsupportedError(
-            "compiled code is made for its shifts and corrects nothing: calibrate the model first, "
-            "and compile it afterwards"
-        )
-    weights = _weights(model)
+    weights = _weights(getattr(model, "_orig_mod", model))  # of a compiled one: names without this
     if not weights:
         raise ModelError(
             "no weight of this model has the recipe Unit, whose casts are calibrated: "
@@ -116,7 +114,8 @@ def calibrate(
         site.forget()
     count, done = 0, False
     try:
-        with sites.calibrating(), _as_it_was(model), torch.set_grad_enabled(loss is not None):
+        grads = torch.set_grad_enabled(loss is not None)
+        with sites.calibrating(), _torch.uncompiled_calls(), _as_it_was(model), grads:
             for batch in batches:
                 count += 1
                 if loss is not None:

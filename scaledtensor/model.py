@@ -15,7 +15,6 @@ from torch.nn.parameter import is_lazy
 from scaledtensor import _torch, histories, state_dicts, steps
 from scaledtensor.coded import CodedTensor
 from scaledtensor.errors import ModelError, RecipeError, UnsupportedError
-from scaledtensor.ops import counted
 from scaledtensor.ops.functions import cast_once
 from scaledtensor.ops.results import dequantized
 from scaledtensor.ops.sites import Site
@@ -27,7 +26,8 @@ from scaledtensor.simulate import refuse_simulated
 from scaledtensor.singles import CELLS
 from scaledtensor.sparse import coo
 from scaledtensor.steps import is_scaled
-from scaledtensor.tensor import ScaledTensor, check_strided, is_stored
+from scaledtensor.storable import check_strided
+from scaledtensor.tensor import ScaledTensor, is_stored
 from scaledtensor.wrap import scaled
 
 __all__ = ["scale_model", "unscale_model"]
@@ -128,7 +128,6 @@ def complete(model: nn.Module) -> None:
     """Give the modules of `model` what they have beside ScaledTensor parameters."""
     for module in model.modules():
         histories.attach(module)
-        counted.begin(module)
         state_dicts.attach(module)
     _note_ties(model)
     _show_recipes(model)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from scaledtensor import _torch
 from scaledtensor.engine import Engine, OnUse
-from scaledtensor.errors import DTypeError, FormatError, StorageError, UnsupportedError
+from scaledtensor.errors import DTypeError, StorageError, UnsupportedError
 from scaledtensor.formats import Format, FormatLike, Granularity, PerTensor, encode, from_dtype
 from scaledtensor.formats import get as get_format
 from scaledtensor.formats.pieces import in_pieces
@@ -21,19 +21,16 @@ from scaledtensor.recipes import Recipe
 from scaledtensor.recipes import get as get_recipe
 from scaledtensor.scale import checked_scale, nearest_power_of_two
 from scaledtensor.singles import Amount, Cell, asked, hold, shared, single_of, view_of
+from scaledtensor.site import Site
+from scaledtensor.storable import APPEARANCES, appearance, check_storable, check_strided
 
 __all__ = [
-    "APPEARANCES",
     "SENT_AS_ONE",
     "Context",
     "Engine",
     "ScaledTensor",
-    "appearance",
-    "check_storable",
-    "check_strided",
     "from_plain",
     "is_parameter",
-    "is_storable",
     "is_stored",
     "under_scale",
     "with_autograd",
@@ -42,7 +39,6 @@ __all__ = [
 #: Where an RMS says that it is of several tensors that were sent as one.
 SENT_AS_ONE = "of_several"
 
-APPEARANCES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -103,8 +99,11 @@ class ScaledTensor(Tensor):
     #: The largest finite |element| of all those parts, where it was asked for; lost by writing.
     whole_amax: Tensor | None = None
 
-    #: Of a weight: what looks at the operands of its products (`scaledtensor.ops.sites`).
-    site: Any = None
+    #: Of a weight: what is known of the operands of its products (`scaledtensor.ops.sites`).
+    site: Site | None = None
+
+    #: While a graph is traced: the factors of a weight, which are data of the graph.
+    traced_factors: Tensor | None = None
 
     #: While a graph is traced, what a difference is from and to.
     towards: Any = None
@@ -168,8 +167,23 @@ class ScaledTensor(Tensor):
     def like(self, *inner: Any) -> Self:
         """A tensor with this one's format, dtype and recipe around other tensors for `INNER`."""
         qdata, scale, rms = inner
-        context = self.format, self.dtype, self.recipe, self.nonnegative
-        return self.make(qdata, scale, rms, *context)
+        return self.make(qdata, scale, rms, *self.context)
+
+    @property
+    def context(self) -> Context:
+        """What says how the inner tensors are to be read."""
+        return self.format, self.dtype, self.recipe, self.nonnegative
+
+    @property
+    def factors(self) -> Tensor | None:
+        """What compiled code reads of a weight's site (`Site.factors`); None of other tensors."""
+        if type(self) is not ScaledTensor or _torch.is_tracing(self.qdata):
+            return self.traced_factors
+        if self.site is None:
+            if not is_parameter(self):
+                return None
+            self.site = Site()
+        return self.site.factors(self)
 
     def viewed(self, qdata: Tensor) -> Self:
         """A view of this tensor, around a view of its elements: the very same scale."""
@@ -202,7 +216,10 @@ class ScaledTensor(Tensor):
 
     @_torch.inlined_only
     def __tensor_flatten__(self) -> tuple[list[str], Context]:
-        return list(self.INNER), (self.format, self.dtype, self.recipe, self.nonnegative)
+        if self.factors is None:
+            return list(self.INNER), self.context
+        fmt, dtype, recipe, nonnegative = self.context
+        return [*self.INNER, "factors"], (fmt, dtype, recipe and recipe.uncorrected, nonnegative)
 
     @classmethod
     @_torch.inlined_only
@@ -214,7 +231,9 @@ class ScaledTensor(Tensor):
         outer_stride: Any,
     ) -> Self:
         qdata, scale, rms = (inner[name] for name in cls.INNER)
-        return cls.make(qdata, scale, rms, *context)
+        made = cls.make(qdata, scale, rms, *context)
+        made.traced_factors = inner.get("factors")
+        return made
 
     @_torch.inlined_only
     def __coerce_tangent_metadata__(self) -> Self:
@@ -234,13 +253,14 @@ class ScaledTensor(Tensor):
     def _stable_hash_for_caching(self) -> str:
         # AOTAutograd's on-disk cache hashes the graph that Dynamo saw, which holds ATen operators
         # and not the rules behind them: without the fingerprint a changed rule runs as it was.
+        names, context = self.__tensor_flatten__()
         return "|".join(
             (
                 self._engine.fingerprint(),
-                *(str(part) for part in self.__tensor_flatten__()[1]),
+                *(str(part) for part in context),
                 *(
                     f"{name}:{t.dtype}{tuple(t.shape)}{tuple(t.stride())}{t.device}"
-                    for name in self.INNER
+                    for name in names
                     for t in (getattr(self, name),)
                 ),
                 str(self.requires_grad),
@@ -330,7 +350,7 @@ class ScaledTensor(Tensor):
             Tensor.data.__set__(self, held)  # type: ignore[attr-defined]
         for name in self.INNER:
             setattr(self, name, getattr(held, name))
-        self.format, _, self.recipe, self.nonnegative = held.__tensor_flatten__()[1][:4]
+        self.format, _, self.recipe, self.nonnegative = held.context
         self.decoded, self.agreed, self.whole_amax = None, False, None
 
     def new(self, *args: Any, **kwargs: Any) -> Any:
@@ -394,7 +414,7 @@ class ScaledTensor(Tensor):
         narrow = self.qdata.dtype.itemsize == 1
         qdata = self.qdata.view(torch.uint8) if narrow else self.qdata
         inner = (qdata, self.scale, self.rms)
-        context = (self.format.name, self.dtype, self.recipe, self.nonnegative)
+        context = (self.format.name, *self.context[1:])
         return _rebuild, (inner, context, self.requires_grad, is_parameter(self))
 
     if TYPE_CHECKING:
@@ -441,34 +461,6 @@ def with_autograd(x: T, requires_grad: bool, is_parameter: bool) -> T:
     if is_parameter:
         return cast(T, torch.nn.Parameter(x, requires_grad))
     return cast(T, x.requires_grad_(requires_grad))
-
-
-def appearance(dtype: torch.dtype) -> torch.dtype:
-    """`dtype`, if autograd can see a ScaledTensor as one. Raises DTypeError."""
-    if dtype not in APPEARANCES:
-        allowed = ", ".join(str(d) for d in APPEARANCES)
-        raise DTypeError(f"a ScaledTensor appears as one of {allowed}; got {dtype}")
-    return dtype
-
-
-def check_strided(x: Tensor) -> None:
-    """Raises DTypeError unless `x` is dense."""
-    if x.layout != torch.strided:
-        raise DTypeError(f"a ScaledTensor is dense (torch.strided); got {x.layout}")
-
-
-def is_storable(fmt: Format) -> bool:
-    """Whether torch has a dtype for elements of this format."""
-    return fmt.storage_dtype.is_floating_point and fmt.signed
-
-
-def check_storable(fmt: Format) -> None:
-    """Raises FormatError unless torch has a dtype for elements of `fmt`."""
-    if not is_storable(fmt):
-        raise FormatError(
-            f"torch has no dtype for {fmt.name}, and operators compute on elements that have one; "
-            "scaledtensor.scaled() and CodedTensor hold its codes"
-        )
 
 
 def from_plain(x: Tensor, fmt: Format, dtype: torch.dtype, recipe: Recipe | None) -> ScaledTensor:

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from scaledtensor import site
 from scaledtensor.errors import DTypeError, UnsupportedError
 from scaledtensor.formats import FP32
 from scaledtensor.scale import MAX_SCALE, MIN_SCALE
@@ -21,6 +22,7 @@ from scaledtensor.tensor import ScaledTensor
 __all__ = [
     "GRADIENT",
     "LIBRARY",
+    "corrected",
     "counted",
     "delayed_scale",
     "dequantize",
@@ -76,13 +78,18 @@ def _to_source_format(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _remember_target(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.target, ctx.rounding, ctx.shift = inputs[1:]
+    ctx.target, ctx.rounding, ctx.shift, ctx.factors, ctx.counts, ctx.rows = inputs[1:]
     _remember_scale(ctx, inputs, output)
 
 
-def _round_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+def _round_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     held = shifted(_as_scaled(ctx, grad), ctx.shift)
-    return to_format(held, ctx.target, ctx.rounding), None, None, None
+    if ctx.factors is not None:
+        held = corrected(held, ctx.factors, site.GRADIENT)
+    made = to_format(held, ctx.target, ctx.rounding)
+    if ctx.counts:
+        made = counted(made, ctx.factors, site.GRADIENT, True, ctx.rows)
+    return made, *(None,) * 6
 
 
 def _remember_cast(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -116,8 +123,12 @@ def _nothing(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     pass
 
 
-def _pass(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    return grad, None
+def _pass(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return grad, *ctx.others
+
+
+def _count_others(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.others = (None,) * (len(inputs) - 1)
 
 
 def _remember_scale(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -149,10 +160,12 @@ to_format = operator(
     _remember_format,
 )
 
-#: (x, format name, rounding, shift) -> x itself; its gradient is rounded into `format` on the way
-#: back, under its scale times 2^shift.
+#: (x, format name, rounding, shift, factors, counts, rows) -> x itself; its gradient is rounded
+#: into `format` on the way back, under its scale times 2^shift, or times the factor in
+#: `Site.factors`; compiled code that `counts` looks at it as `counted` does.
 gradient_to_format = operator(
-    'gradient_to_format(Tensor x, str format, str rounding="nearest_even", int shift=0) -> Tensor',
+    'gradient_to_format(Tensor x, str format, str rounding="nearest_even", int shift=0, '
+    "Tensor? factors=None, bool counts=False, bool rows=False) -> Tensor",
     _round_gradient,
     _remember_target,
 )
@@ -186,7 +199,7 @@ gradient_delayed = operator(
 )
 
 #: (x, 0-dim power of two) -> the same value held under another scale.
-rescale = operator("rescale(Tensor x, Tensor scale) -> Tensor", _pass, _nothing)
+rescale = operator("rescale(Tensor x, Tensor scale) -> Tensor", _pass, _count_others)
 
 
 def shifted(x: ScaledTensor, shift: int) -> ScaledTensor:
@@ -197,11 +210,21 @@ def shifted(x: ScaledTensor, shift: int) -> ScaledTensor:
     return cast(ScaledTensor, rescale(x, scale))
 
 
-#: (x, weight) -> x, an input that was cast for a product of the weight; see `ops/counted.py`.
-counted = operator("counted(Tensor x, Tensor weight) -> Tensor", _pass, _nothing)
+#: (x, factors of a weight, role) -> the same value under the scale times the factor of that role.
+corrected = operator(
+    "corrected(Tensor x, Tensor factors, int role) -> Tensor", _pass, _count_others
+)
+
+#: (x, factors of a weight, role, whether the code trains, whether products take x as a matrix) ->
+#: x, an operand that was cast for a product of the weight; see `ops/counted.py`.
+counted = operator(
+    "counted(Tensor x, Tensor factors, int role, bool trains, bool rows) -> Tensor",
+    _pass,
+    _count_others,
+)
 
 #: (x, growth) -> the same value, whose RMS is known to be `growth` times what a rule said.
-expect = operator("expect(Tensor x, float growth) -> Tensor", _pass, _nothing)
+expect = operator("expect(Tensor x, float growth) -> Tensor", _pass, _count_others)
 
 #: x -> the same qdata at scale 1, that is x / x.scale.
 drop = operator("drop(Tensor x) -> Tensor", _divide_by_scale, _remember_scale)

@@ -36,13 +36,10 @@ from scaledtensor.scale import (
     is_power_of_two,
     nearest_power_of_two,
 )
+from scaledtensor.storable import APPEARANCES, appearance, check_strided, is_storable
 from scaledtensor.tensor import (
-    APPEARANCES,
     ScaledTensor,
-    appearance,
-    check_strided,
     from_plain,
-    is_storable,
     under_scale,
 )
 

@@ -10,8 +10,9 @@ import scaledtensor as sct
 PACKAGE = Path(sct.__file__).parent
 FLOORS = [
     {"_start", "_version", "_torch", "engine", "errors", "formats", "measure", "native", "setting"},
-    {"scale", "singles"},
+    {"scale", "singles", "storable"},
     {"recipes"},
+    {"site"},
     {"tensor"},
     {"verbs"},
     {"coded", "sparse"},

@@ -20,7 +20,8 @@ from scaledtensor.formats import get as get_format
 from scaledtensor.formats.granularity import check_scale_shape
 from scaledtensor.formats.packing import packed_shape
 from scaledtensor.recipes import Recipe
-from scaledtensor.tensor import ScaledTensor, appearance
+from scaledtensor.storable import appearance
+from scaledtensor.tensor import ScaledTensor
 
 __all__ = [
     "blank_of",

@@ -62,7 +62,7 @@ def before(
     missing = -(-outer_size[0] // mesh.size()) - q.shape[0] if q.dim() else 0
     if missing > 0 and q.shape[1:] == outer_size[1:]:
         q = torch.cat([q, q.new_zeros(missing, *q.shape[1:])])
-    context = held.__tensor_flatten__()[1]
+    context = held.context
     return (q,), _Sent(context, held.scale, held.rms, part.site)
 
 
@@ -102,7 +102,7 @@ def _as_sent(
         held = cast_once(part.detach())
     if dtype is None or dtype == held.dtype:
         return held
-    context: Any = (held.format, dtype, *held.__tensor_flatten__()[1][2:])
+    context: Any = (held.format, dtype, *held.context[2:])
     return ScaledTensor.make(held.qdata, held.scale, held.rms, *context)
 
 

@@ -54,7 +54,13 @@ def to_format(x: ScaledTensor, format: str, rounding: Rounding = "nearest_even")
 
 @rule(verbs.gradient_to_format)
 def gradient_to_format(
-    x: ScaledTensor, format: str, rounding: Rounding = "nearest_even", shift: int = 0
+    x: ScaledTensor,
+    format: str,
+    rounding: Rounding = "nearest_even",
+    shift: int = 0,
+    factors: Tensor | None = None,
+    counts: bool = False,
+    rows: bool = False,
 ) -> ScaledTensor:
     """The identity forward; the cast happens to the gradient."""
     return x.viewed(x.qdata)

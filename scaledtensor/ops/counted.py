@@ -1,93 +1,129 @@
-"""Casts of compiled code, which are counted and not corrected.
+"""Casts of compiled code: under shifts that are data, and counted while a site looks.
 
-A graph is made for the shifts of its weights, and the rules run while it is traced. So the graph
-has an operator that counts, while the site of a weight looks, how many elements of an input are the
-largest value of their format after the cast. A warning names the first weight for which these are
-more than 1%.
+The rules run while a graph is traced, when there is nothing to measure. So the graph has an
+operator that looks, in the steps in which the site of a weight does, at an operand after its cast:
+how many elements are the largest value of the format, and what RMS they have. What follows becomes
+the weight's shifts before compiled code runs again (`scaledtensor.site`).
 
-The operator knows a weight by the address of its RMS, which is an input of the graph. Any other
-mark would be among the guards of the graph, and each layer would be compiled for itself. The
-product takes its scale from the operator: a compiler would drop an operator without a result.
+A cast operand does not say how far beyond the format its largest elements were. So a shift grows by
+steps, each the larger the more elements saturate, and the site looks in every step until few do;
+then the shift is what eager code would have found.
+
+The operator knows a site by the address of the factors that it lent, which are an input of the
+graph. Any other mark would be among the guards of the graph, and each layer would be compiled for
+itself. The product takes its scale from the operator: a compiler would drop an operator without a
+result.
 """
 
 import typing
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from scaledtensor import _torch, verbs
-from scaledtensor.formats import Format
 from scaledtensor.formats import get as get_format
+from scaledtensor.ops import sites
 from scaledtensor.ops.algebra import elements
 from scaledtensor.ops.products import product_dtype
 from scaledtensor.ops.registry import rule
-from scaledtensor.ops.sites import LOST_FOR_GOOD, Site, share, tell
+from scaledtensor.ops.results import store
 from scaledtensor.recipes import Recipe, Unit
+from scaledtensor.recipes.casts import Cast
+from scaledtensor.scale import MAX_SCALE, MIN_SCALE
+from scaledtensor.site import INPUT, site_of
 from scaledtensor.tensor import ScaledTensor
 
-__all__ = ["begin", "watched"]
-
-#: The modules whose weights may be met. (A weak reference to a weight itself would keep torch from
-#: swapping it.)
-_owners: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
-_addresses: dict[int, Site | None] = {}
+__all__ = ["Traced", "traced"]
 
 
-def begin(module: nn.Module) -> None:
-    """Compiled code finds the sites of the weights of `module` from now on, but not those of its
-    children's weights."""
-    if any(isinstance(p, ScaledTensor) for p in module.parameters(recurse=False)):
-        _owners.add(module)
-        _addresses.clear()
+class Traced:
+    """A product of a weight in code that is being compiled."""
+
+    def __init__(self, weight: ScaledTensor, factors: Tensor, recipe: Recipe, operands: int):
+        self.weight, self.factors = weight, factors
+        exported = torch.compiler.is_exporting() or _torch.is_transforming()
+        self.counts = isinstance(recipe, Unit) and recipe.guard and not exported and operands > 1
+
+    def held(self, operands: Sequence[Any], cast: Cast) -> list[Any]:
+        """The operands, the inputs among them under the scale that `cast` is to give them."""
+        return [
+            x
+            if x is self.weight or x.format == cast.format or cast.format.bits > 8
+            else verbs.corrected(x, self.factors, INPUT)
+            for x in operands
+        ]
+
+    def watched(self, cast: list[Any]) -> list[Any]:
+        """The operands as they were cast: the input, the weight and any others. The input is to be
+        counted when the code runs."""
+        x = cast[0]
+        if not self.counts or not isinstance(x, ScaledTensor) or x.format.bits != 8:
+            return cast
+        trains = torch.is_grad_enabled()
+        return [verbs.counted(x, self.factors, INPUT, trains, self._as_rows(x)), *cast[1:]]
+
+    def gradient(self, y: Any, cast: Cast) -> tuple[Any, ...]:
+        """What the cast of the gradient of `y` takes beside its format and rounding."""
+        if cast.format.bits > 8:
+            return ()
+        return 0, self.factors, self.counts and cast.format.bits == 8, self._as_rows(y)
+
+    def _as_rows(self, x: Any) -> bool:
+        """Whether products read `x` as a matrix."""
+        return self.weight.dim() == 2 and x.dim() > 2
 
 
-def watched(cast: list[Any], operands: Sequence[Any], recipe: Recipe) -> list[Any]:
-    """The operands of a product as they were cast: the input, the weight and any others. Code that
-    is being compiled is to count the input when it runs."""
-    counts = (
-        torch.compiler.is_compiling()
-        and not torch.compiler.is_exporting()
-        and not _torch.is_transforming()
-        and isinstance(recipe, Unit)
-        and recipe.guard
-        and len(cast) > 1
-        and all(isinstance(x, ScaledTensor) for x in (cast[0], operands[1]))
-        and cast[0].format.bits == 8
-    )
-    return [verbs.counted(cast[0], operands[1].detach()), *cast[1:]] if counts else cast
+def traced(operands: Sequence[Any], recipe: Recipe) -> Traced | None:
+    """The product of these operands, if one is a weight that lent its factors to a graph."""
+    for x in operands:
+        if isinstance(x, ScaledTensor) and x.traced_factors is not None:
+            return Traced(x, x.traced_factors, recipe, len(operands))
+    return None
+
+
+@rule(verbs.corrected)
+def corrected(x: ScaledTensor, factors: Tensor, role: int) -> ScaledTensor:
+    """The same value under the scale times a power of two, as far as there is such a float32."""
+    scale = (x.scale * factors[role]).clamp(MIN_SCALE, MAX_SCALE)
+    return x.like(store(elements(x) * (x.scale / scale), x.format), scale, x.rms.clone())
 
 
 @rule(verbs.counted)
-def _counted(x: ScaledTensor, weight: ScaledTensor) -> ScaledTensor:
+def counted(x: ScaledTensor, factors: Tensor, role: int, trains: bool, rows: bool) -> ScaledTensor:
     """The identity."""
-    scale = torch.ops.scaledtensor.count(x.scale, _as_read(x, weight), weight.rms, x.format.name)
+    q = _as_read(x, rows)
+    scale = torch.ops.scaledtensor.count(x.scale, q, factors, x.format.name, role, trains)
     made = x.like(x.qdata, scale, x.rms)
     made.decoded, made.passing = x.decoded, x.passing
     return made
 
 
-def _as_read(x: ScaledTensor, weight: ScaledTensor) -> Tensor:
+def _as_read(x: ScaledTensor, rows: bool) -> Tensor:
     """The elements as the product reads them. Elements in another form would be written to memory
     for the operator alone."""
     if not x.qdata.is_cpu:
         return x.qdata
-    rows = x.flatten(0, -2) if weight.dim() == 2 and x.dim() > 2 else x
-    return elements(typing.cast(ScaledTensor, rows)).to(product_dtype(x.device))
+    held = typing.cast(ScaledTensor, x.flatten(0, -2)) if rows else x
+    return elements(held).to(product_dtype(x.device))
 
 
 _LIBRARY = torch.library.Library("scaledtensor", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(  # type: ignore[no-untyped-call]
-    "count(Tensor scale, Tensor q, Tensor weight_rms, str format) -> Tensor"
+    "count(Tensor scale, Tensor q, Tensor factors, str format, int role, bool trains) -> Tensor"
 )
 
 
-def _count(scale: Tensor, q: Tensor, weight_rms: Tensor, format: str) -> Tensor:
-    site = _site_at(weight_rms.data_ptr())
-    if site is not None and site.is_due() and not _is_captured(q):
-        _tell(site, q, get_format(format))
+def _count(
+    scale: Tensor, q: Tensor, factors: Tensor, format: str, role: int, trains: bool
+) -> Tensor:
+    site = site_of(factors)
+    if site is None or _is_captured(q):
+        return scale.clone()
+    due = site.is_due() if role == INPUT else site.looks_now()
+    if due and q.numel():
+        sites.look_at_cast(site, role, q, factors, get_format(format), trains)
     return scale.clone()
 
 
@@ -95,39 +131,12 @@ _LIBRARY.impl("count", _count, "CompositeExplicitAutograd")  # type: ignore[no-u
 
 
 @torch.library.register_fake("scaledtensor::count", lib=_LIBRARY)  # type: ignore[untyped-decorator]
-def _count_fake(scale: Tensor, q: Tensor, weight_rms: Tensor, format: str) -> Tensor:
+def _count_fake(
+    scale: Tensor, q: Tensor, factors: Tensor, format: str, role: int, trains: bool
+) -> Tensor:
     return torch.empty_like(scale)
 
 
 def _is_captured(x: Tensor) -> bool:
     """Whether a CUDA graph is being recorded, in which nothing may be read."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _site_at(address: int) -> Site | None:
-    """The site of the weight whose RMS is there. None for what is no weight."""
-    if address not in _addresses:
-        if len(_addresses) > _MANY:
-            _addresses.clear()
-        _addresses[address] = None
-        for module in list(_owners):
-            for p in module.parameters(recurse=False):
-                if isinstance(p, ScaledTensor) and p.site is not None:
-                    _addresses[p.rms.data_ptr()] = p.site
-    return _addresses[address]
-
-
-#: Addresses of products between activations come and go.
-_MANY = 1 << 12
-
-
-def _tell(site: Site, q: Tensor, fmt: Format) -> None:
-    lost = share(q.float().abs() == fmt.max) if q.numel() else 0.0
-    if lost > LOST_FOR_GOOD:
-        tell(
-            "saturated",
-            f"{lost:.1%} of the inputs of {site.name} become {fmt.name}'s largest value in compiled"
-            " code, which corrects no cast: the terms that they are sums of are correlated, which "
-            "the rules do not know. Correct the casts before the model is compiled, by "
-            "scaledtensor.calibrate(model, batches)",
-        )

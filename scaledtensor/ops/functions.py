@@ -120,12 +120,12 @@ def _wide_gradient(x: ScaledTensor) -> Any:
     return verbs.gradient_to_format(x, from_dtype(x.dtype).name, "nearest_even")
 
 
-def _gradient_cast(y: Any, cast: Cast) -> Any:
+def _gradient_cast(y: Any, cast: Cast, traced: counted.Traced | None = None) -> Any:
     if not isinstance(y, ScaledTensor):
         return y
     if isinstance(cast.scale, Carried):
-        how = (cast.format.name, cast.rounding, cast.scale.shift)
-        return verbs.gradient_to_format(y, *how)
+        more = traced.gradient(y, cast) if traced else (cast.scale.shift,)
+        return verbs.gradient_to_format(y, cast.format.name, cast.rounding, *more)
     return verbs.gradient_quantize(y, cast.spec)
 
 
@@ -152,24 +152,23 @@ def _product(
             return _uncast(function, spelled or function, recipe, scaled, kwargs)
         return _under_autocast(matmul(*scaled, recipe=recipe))
     looks = parameter is not None and sites.looks(parameter)
-    if looks:
-        once = sites.look_at_inputs(parameter, scaled)
-    first, weight, gradient = once
+    first, weight, gradient = sites.look_at_inputs(parameter, scaled) if looks else once
     if function is torch.nn.functional.linear and as_one.serves(*scaled):
-        y = _linear_as_one(scaled[0], scaled[1], once)
+        y = _linear_as_one(scaled[0], scaled[1], (first, weight, gradient))
     else:
-        cast = [_cast(x, weight if i == 1 else first) for i, x in enumerate(scaled)]
-        cast = counted.watched(cast, scaled, recipe)
-        y = _gradient_cast(function(*cast, **kwargs), gradient)
+        traced = counted.traced(scaled, recipe)
+        held = traced.held(scaled, first) if traced else scaled
+        cast = [_cast(x, weight if i == 1 else first) for i, x in enumerate(held)]
+        y = function(*(traced.watched(cast) if traced else cast), **kwargs)
+        y = _gradient_cast(y, gradient, traced)
     return sites.look_back(parameter, y) if looks else y
 
 
 def _under_autocast(y: Any) -> Any:
     """What torch's own product would have been cast to, which an operator of ours is not."""
     kind = y.device.type
-    if not torch.is_autocast_enabled(kind) or y.dtype == torch.float64:
-        return y
-    return y.to(torch.get_autocast_dtype(kind))
+    stays = y.dtype == torch.float64 or not torch.is_autocast_enabled(kind)
+    return y if stays else y.to(torch.get_autocast_dtype(kind))
 
 
 def _beside_sparse(operands: Sequence[Any], recipe: Recipe | None) -> Sequence[Any]:

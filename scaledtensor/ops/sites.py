@@ -18,15 +18,15 @@ r / 2^shift >= min(2f, 1/4).
 
 The elements are relative to the scale that the rules propagate, so a loss times a power of two
 changes no shift. The shift becomes part of the weight's recipe: files keep it, `print(model)` shows
-it, and compiled code is made for it. A site looks in eager code alone, since it reads what it
-measures; when it does is said by `scaledtensor.guard`.
+it, and compiled code reads it (`scaledtensor.site`). What compiled code measures is said by
+`scaledtensor.ops.counted`, and when a site looks by `scaledtensor.guard`.
 """
 
 import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ from scaledtensor.ops.observe import observers
 from scaledtensor.recipes import Unit
 from scaledtensor.recipes.casts import Cast
 from scaledtensor.recipes.scales import EXPONENTS
+from scaledtensor.site import GRADIENT, INPUT, Site
 from scaledtensor.tensor import ScaledTensor
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "Site",
     "calibrating",
     "fitted",
+    "look_at_cast",
     "look_at_inputs",
     "look_back",
     "looks",
@@ -58,52 +60,12 @@ __all__ = [
     "tell",
 ]
 
-#: Places in `Unit.shifts`.
-INPUT, GRADIENT = 0, 1
-
 #: Shares of the elements of one cast from which on a warning says that they are lost: beyond the
 #: format in training, where the next look mends it; beyond it where nothing will; and rounded to
 #: zero although they are no zeros, which no scale mends where other elements fill the format.
 _LOST, LOST_FOR_GOOD, _VANISHED = 0.001, 0.01, 0.1
 
-#: How many products a new site looks at, one after another.
-_FIRST = 10
-
 _WHAT = ("inputs", "gradients")
-
-_NOTHING = (0.0, 0.0, 0)
-
-
-@dataclass(eq=False)
-class Site:
-    """What one weight knows of the operands of its products."""
-
-    name: str = ""
-    """The fully qualified name of the weight, where `scale_model` gave one."""
-    new: bool = False
-    """Whether no step has ended since the weight was wrapped."""
-    asked: int = 0
-    """How many products it had while it was new."""
-    looks: bool = False
-    """Whether its products measure their operands in this step."""
-    found: tuple[int, int] | None = None
-    """The shifts that were found for the whole of a weight, of which this rank holds a part."""
-    seen: list[tuple[float, float, int]] = field(default_factory=lambda: [_NOTHING, _NOTHING])
-    """(largest magnitude, sum of squares, number of elements) by role, in this step so far."""
-
-    def is_due(self) -> bool:
-        """Whether the next product is to be looked at; asked once for each. A new site looks at its
-        first ten, and at each tenth until a step ends, which may be never where parameters are
-        updated by hand."""
-        if not self.new:
-            return self.looks
-        self.asked += 1
-        return self.asked <= _FIRST or self.asked % _FIRST == 0
-
-    def forget(self) -> None:
-        """Begin another step, or another calibration."""
-        self.seen = [_NOTHING, _NOTHING]
-
 
 #: The kinds of loss that a warning was given of.
 _told: set[str] = set()
@@ -147,16 +109,14 @@ def _look(weight: Any, role: int, x: Any) -> None:
     if not isinstance(x, ScaledTensor) or fmt.bits > 8 or x.format.bits <= 8 or not x.numel():
         return
     site = weight.site = weight.site or Site()
-    q, shift = elements(x).detach(), weight.recipe.shifts[role]
-    size = q.abs().nan_to_num(0.0, 0.0, 0.0)
-    largest = float(size.max())
+    shift = weight.recipe.shifts[role]
+    q, largest, squares = _measured(elements(x).detach())
     corrects = bool(_calibrating) or _trains()
     if fmt.bits == 8:
-        _tell(site, weight, role, size, largest, fmt, shift, corrects)
+        _tell(site, weight, role, q, largest, fmt, shift, corrects)
     if not corrects:
         site.new = False  # what is not trained is looked at once, and left as it is
         return
-    squares = float(measured_rms(q)) ** 2 * q.numel()
     before = site.seen[role]
     found = (max(before[0], largest), before[1] + squares, before[2] + q.numel())
     site.seen[role] = found
@@ -169,8 +129,11 @@ def _look(weight: Any, role: int, x: Any) -> None:
         weight.recipe = replace(weight.recipe, shifts=site.found)
 
 
-def fitted(largest: float, squares: float, count: int, fmt: Format, shift: int) -> int:
-    """The shift under which elements fit into `fmt`: the present one wherever they do."""
+def fitted(
+    largest: float, squares: float, count: int, fmt: Format, shift: int, anew: bool = False
+) -> int:
+    """The shift under which elements fit into `fmt`: the present one wherever they do, unless it is
+    to be found `anew`."""
     if not largest:
         return shift
     rms, least = math.sqrt(squares / count), 2 * fmt.min_normal
@@ -179,7 +142,64 @@ def fitted(largest: float, squares: float, count: int, fmt: Format, shift: int) 
     found = max(round(math.log2(rms)), min(fits, math.floor(math.log2(rms / least))))
     saturates = math.ldexp(largest, -shift) > fmt.max and shift < found
     vanishes = math.ldexp(rms, -shift) < min(least, 0.25)
-    return min(max(found, EXPONENTS[0]), EXPONENTS[-1]) if saturates or vanishes else shift
+    return _within(found) if anew or saturates or vanishes else shift
+
+
+def _within(shift: int) -> int:
+    return min(max(shift, EXPONENTS[0]), EXPONENTS[-1])
+
+
+#: (share of the elements that saturate, by how much a shift grows then), for who cannot see how far
+#: beyond the format they were.
+_GROWTH = ((0.5, 8), (0.1, 4), (0.01, 2), (_LOST, 1))
+
+
+def look_at_cast(
+    site: Site, role: int, q: Tensor, factors: Tensor, fmt: Format, trains: bool
+) -> None:
+    """Look at `q`, an operand in that role after its cast by compiled code under the factors of its
+    weight, and note the shift that it is to have when the code runs again."""
+    factor = float(factors[role])
+    shift = math.frexp(factor)[1] - 1
+    q, amax, sum_of_squares = _measured(q.detach().float() if q.dtype.itemsize == 1 else q.detach())
+    beyond = share(q.abs() == amax) if amax == fmt.max else 0.0
+    if beyond > LOST_FOR_GOOD:
+        _tell_saturated(site.name or "a weight", role, beyond, fmt, "compiled" if trains else "")
+    if not trains:
+        site.new = False
+        return
+    largest, squares, count = site.seen[role]
+    squares += sum_of_squares * factor**2
+    seen = (max(largest, amax * factor), squares, count + q.numel())
+    site.seen[role] = seen
+    growth = next((more for least, more in _GROWTH if beyond > least), 0)
+    found = _within(shift + growth) if growth else fitted(*seen, fmt, shift, site.settling[role])
+    site.settling[role] = growth > 0
+    if found != shift:
+        known = site.next[role]
+        site.next[role] = found if known is None else max(found, known)
+
+
+def _measured(q: Tensor) -> tuple[Tensor, float, float]:
+    """The elements, with zeros for what is not finite; their largest magnitude; and the sum of
+    their squares. Few passes, each of them a vectorised one."""
+    largest = _amax(q)
+    if not math.isfinite(largest):
+        q = q.nan_to_num(0.0, 0.0, 0.0)
+        largest = _amax(q)
+    if largest < _SQUARES:
+        norm = float(torch.linalg.vector_norm(q.float()))
+        return q, largest, norm**2
+    return q, largest, float(measured_rms(q)) ** 2 * q.numel()
+
+
+#: Of elements below it, float32 holds the sum of squares of as many as there may be.
+_SQUARES = 2.0**40
+
+
+def _amax(q: Tensor) -> float:
+    low, high = map(float, torch.stack(torch.aminmax(q)))
+    return math.nan if math.isnan(low) else max(-low, high)
 
 
 def share(lost: Tensor) -> float:
@@ -198,7 +218,7 @@ def _tell(
     site: Site,
     weight: Any,
     role: int,
-    size: Tensor,
+    q: Tensor,
     largest: float,
     fmt: Format,
     shift: int,
@@ -210,23 +230,15 @@ def _tell(
     # A new site loses nothing where it corrects, since no cast came before. So does calibration.
     nothing = corrects and (site.new or _calibrating)
     limit = math.ldexp(fmt.max, shift)
-    beyond = 0.0 if nothing or largest <= limit else share(size > limit)
+    beyond = 0.0 if nothing or largest <= limit else share(q.abs() > limit)
     if beyond > (_LOST if corrects else LOST_FOR_GOOD):
-        tell(
-            "saturated",
-            f"{beyond:.1%} of the {_WHAT[role]} of {name} are beyond {fmt.name}'s largest value: "
-            "the terms that they are sums of are correlated, which the rules do not know. "
-            + (
-                "The shifts of this weight are corrected now; steps since the last look lost these"
-                if corrects
-                else "Outside of training nothing corrects it"
-            )
-            + ". scaledtensor.calibrate(model, batches) corrects all weights beforehand",
-        )
+        _tell_saturated(name, role, beyond, fmt, "eager" if corrects else "")
     if role == GRADIENT or "vanished" in _told:  # gradients have no smallest value that matters
         return
     least = math.ldexp(fmt.min_subnormal / 2, shift)
-    vanished = share((size > 0) & (size <= least))
+    vanished = share(q.abs() <= least)
+    if vanished > _VANISHED:
+        vanished -= share(q == 0)
     if vanished > _VANISHED and largest > least * 2.0**8:
         tell(
             "vanished",
@@ -234,6 +246,24 @@ def _tell(
             "largest ones, and are cast to zero: no one scale holds both. Normalise them, or keep "
             "this product wide: overrides={'<its module>': None}",
         )
+
+
+#: What happens to the shifts of a weight, by who met elements beyond a format.
+_CORRECTED = {
+    "eager": "The shifts of this weight are corrected now; steps since the last look lost these",
+    "compiled": "The shifts of this weight are corrected from the next step on",
+    "": "Outside of training nothing corrects it",
+}
+
+
+def _tell_saturated(name: str, role: int, beyond: float, fmt: Format, who: str) -> None:
+    tell(
+        "saturated",
+        f"{beyond:.1%} of the {_WHAT[role]} of {name} are beyond {fmt.name}'s largest value: the "
+        "terms that they are sums of are correlated, which the rules do not know. "
+        f"{_CORRECTED[who]}. scaledtensor.calibrate(model, batches) corrects all weights "
+        "beforehand",
+    )
 
 
 def look_at_inputs(weight: Any, operands: Sequence[Any]) -> tuple[Cast, Cast, Cast]:
@@ -268,6 +298,7 @@ def take_over(weight: Any, source: Tensor) -> None:
     if isinstance(weight.recipe, Unit) and isinstance(theirs, Unit):
         weight.recipe = replace(weight.recipe, shifts=theirs.shifts)
         weight.site.new = False
+        weight.site.forget()
 
 
 def _is_real(weight: ScaledTensor) -> bool:

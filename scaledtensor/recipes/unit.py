@@ -35,9 +35,9 @@ class Unit(Recipe):
     activation: Format = BF16
     master: Format = FP32
     guard: bool = True
-    """Whether eager training looks, in its first step and at each step that rebalances parameters,
-    for inputs and gradients that saturate or vanish in their cast, and corrects the `shifts` of
-    that weight."""
+    """Whether training looks, in its first step and at each step that rebalances parameters, for
+    inputs and gradients that saturate or vanish in their cast, and corrects the `shifts` of that
+    weight. Eager code corrects the cast that it is about to make, compiled code the next ones."""
     shifts: tuple[int, int] = (0, 0)
     """How many binades larger the inputs of this weight, and the gradients of its results, are than
     the rules expect. The guard and `scaledtensor.calibrate` set them for each weight."""

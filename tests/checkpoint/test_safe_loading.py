@@ -11,7 +11,7 @@ from torch import nn
 import scaledtensor as sct
 from scaledtensor.formats import FORMATS
 from scaledtensor.recipes.base import RECIPES
-from scaledtensor.tensor import is_storable
+from scaledtensor.storable import is_storable
 
 
 def again(state):

@@ -17,7 +17,7 @@ from scaledtensor.demo.model import GPT, GPTConfig
 from scaledtensor.errors import CheckpointError
 from scaledtensor.formats import FORMATS, custom
 from scaledtensor.recipes import MXFP4, Current, Delayed, PerGemm, Unit
-from scaledtensor.tensor import is_storable
+from scaledtensor.storable import is_storable
 
 CONFIG = GPTConfig(vocab_size=16, block_size=8, n_layer=1, n_head=2, n_embd=16)
 

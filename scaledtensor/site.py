@@ -1,0 +1,107 @@
+"""A site: what is known of the operands of one weight's products.
+
+`scaledtensor.ops.sites` has what is measured and what follows from it, `scaledtensor.guard` when.
+This module has what a weight keeps, and the form in which compiled code reads it: a graph is made
+for no shift. Each weight lends it a tensor of two factors, 2^shift of inputs and of gradients, as
+an inner tensor beside `qdata`, `scale` and `rms`. So a correction compiles nothing anew, and layers
+of one shape share their code whatever was found of their operands.
+"""
+
+import weakref
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaledtensor import _torch
+from scaledtensor.recipes import Unit
+
+__all__ = ["GRADIENT", "INPUT", "Site", "site_of"]
+
+#: Places in `Unit.shifts`.
+INPUT, GRADIENT = 0, 1
+
+#: How many products a new site looks at, one after another.
+_FIRST = 10
+
+_NOTHING = (0.0, 0.0, 0)
+
+
+@dataclass(eq=False)
+class Site:
+    """What one weight knows of the operands of its products."""
+
+    name: str = ""
+    """The fully qualified name of the weight, where `scale_model` gave one."""
+    new: bool = False
+    """Whether no step has ended since the weight was wrapped."""
+    asked: int = 0
+    """How many products it had while it was new."""
+    looks: bool = False
+    """Whether its products measure their operands in this step."""
+    found: tuple[int, int] | None = None
+    """The shifts that were found for the whole of a weight, of which this rank holds a part."""
+    seen: list[tuple[float, float, int]] = field(default_factory=lambda: [_NOTHING, _NOTHING])
+    """(largest magnitude, sum of squares, number of elements) by role, in this step so far."""
+    next: list[int | None] = field(default_factory=lambda: [None, None])
+    """The shifts by role that compiled code found, for when it runs again."""
+    settling: list[bool] = field(default_factory=lambda: [False, False])
+    """Of which roles compiled code found in its last look that elements saturate: the site looks in
+    each step until none does."""
+    lent: tuple[Any, Tensor] | None = None
+    """The factors, and the shifts and the device that they were made for."""
+
+    def is_due(self) -> bool:
+        """Whether the next product is to be looked at; asked once for each. A new site looks at its
+        first ten, and at each tenth until a step ends, which may be never where parameters are
+        updated by hand."""
+        if not self.new:
+            return self.looks
+        self.asked += 1
+        return self.looks_now()
+
+    def looks_now(self) -> bool:
+        """What `is_due` answered last."""
+        if not self.new:
+            return self.looks
+        return self.asked <= _FIRST or self.asked % _FIRST == 0
+
+    def forget(self) -> None:
+        """Begin another step, or another calibration."""
+        self.seen, self.next = [_NOTHING, _NOTHING], [None, None]
+
+    def settle(self, weight: Any) -> None:
+        """Take what compiled code found into the recipe of `weight`."""
+        if self.next == [None, None]:
+            return
+        of_inputs, of_gradients = (
+            kept if found is None else found
+            for kept, found in zip(weight.recipe.shifts, self.next, strict=True)
+        )
+        self.found, self.next = (of_inputs, of_gradients), [None, None]
+        weight.recipe = replace(weight.recipe, shifts=self.found)
+
+    def factors(self, weight: Any) -> Tensor | None:
+        """2^shift of the inputs and of the gradients of `weight`, float32 of shape [2]; None of a
+        weight whose casts take no shifts. A graph in flight keeps the ones that it was given."""
+        recipe = weight.recipe
+        if not isinstance(recipe, Unit) or recipe.gemms.once is None or weight.dim() < 2:
+            return None
+        self.settle(weight)
+        key = (weight.recipe.shifts, weight.device)
+        if self.lent is None or self.lent[0] != key:
+            with _torch.outside_modes(), torch.inference_mode(False):
+                made = torch.tensor([2.0**n for n in weight.recipe.shifts], device=weight.device)
+            self.lent = key, made
+            _lenders[made.data_ptr()] = self
+        return self.lent[1]
+
+
+#: The site that lent the factors at an address. Where memory is used again, the last one counts.
+_lenders: "weakref.WeakValueDictionary[int, Site]" = weakref.WeakValueDictionary()
+
+
+def site_of(factors: Tensor) -> Site | None:
+    """The site that lent these factors, if its weight is still there."""
+    return _lenders.get(factors.data_ptr())
