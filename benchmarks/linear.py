@@ -151,7 +151,7 @@ def show(times: Times) -> None:
             verdict = "met" if bar and ratios[base] <= bar else "NOT met"
             cells = [f"{ratios[o]:.2f}" if o in ratios else "" for o in ("fp32", "bf16")]
             print(
-                f"| {row} | {path} | {milliseconds:.1f} | {cells[0]} | {cells[1]} "
+                f"| {row} | {path} | {milliseconds:.4g} | {cells[0]} | {cells[1]} "
                 f"| {f'{bar}: {verdict}' if bar else ''} |"
             )
 

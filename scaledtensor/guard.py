@@ -30,7 +30,7 @@ __all__ = ["calibrate"]
 def after_step(held: Held) -> None:
     """A step of an optimizer ends: its weights keep what was found in it, and look in the next one
     if that is due."""
-    spread = []
+    spread, any_due, any_guarded = [], False, False
     for group, ours in held:
         done = group.get(COUNT, 0)
         for p in ours:
@@ -40,6 +40,7 @@ def after_step(held: Held) -> None:
                 continue
             every = recipe.rebalance if recipe.guard else 0
             due = every > 0 and (done + 1) % every == 0
+            any_due, any_guarded = any_due or due, any_guarded or every > 0
             # By the count, which is the same on every rank: some may have new parts, without sites.
             if part is not p and every > 0 and done % every == 0:
                 spread.append(p)
@@ -50,6 +51,8 @@ def after_step(held: Held) -> None:
                 site.settle(part)
                 site.looks, site.new = due or any(site.settling), False
                 site.forget()
+    if any_guarded:
+        sites.beside.looks, sites.beside.new = any_due, False
     _agree(spread)
 
 

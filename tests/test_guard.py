@@ -509,6 +509,30 @@ def test__products_without_a_weight__have_no_shifts():
     assert error(scores, value @ value.mT) < 0.1
 
 
+def test__a_product_without_a_weight_that_saturates__is_told_of(monkeypatch):
+    """In the steps that look, and it is left as it is."""
+    monkeypatch.setattr(sites, "beside", sites.Site(new=True))
+    torch.manual_seed(0)
+    x = sct.scaled(torch.randn(16, 64), "bf16", recipe=Unit())
+    big = x.like(x.qdata * 2.0**12, x.scale, x.rms)
+    match = r"of the product of \[16, 64\] and \[64, 16\] are beyond e4m3fn"
+    with pytest.warns(SaturationWarning, match=match):
+        told = big @ big.mT
+    assert torch.equal(told.qdata, (big @ big.mT).qdata)
+    linear = scaled(nn.Linear(64, 64), Unit(rebalance=3))
+    optimizer = torch.optim.SGD(linear.parameters(), 0.1)
+    heard = []
+    for step in range(6):
+        monkeypatch.setattr(sites, "_told", set())
+        linear(x).dequantize().sum().backward()
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            _ = big @ big.mT
+        heard += [step] * any("product of" in str(w.message) for w in found)
+        optimizer.step()
+    assert heard == [0, 2, 5]
+
+
 def test__a_frozen_weight__is_corrected_in_the_first_pass():
     model, x = one_sign()
     y, _ = passed(model, x)

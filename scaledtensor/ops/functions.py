@@ -151,7 +151,7 @@ def _product(
         if matmul is None or kwargs:
             return _uncast(function, spelled or function, recipe, scaled, kwargs)
         return _under_autocast(matmul(*scaled, recipe=recipe))
-    looks = parameter is not None and sites.looks(parameter)
+    looks = sites.looks(parameter) if parameter is not None else sites.tells(scaled, recipe)
     first, weight, gradient = sites.look_at_inputs(parameter, scaled) if looks else once
     if function is torch.nn.functional.linear and as_one.serves(*scaled):
         y = _linear_as_one(scaled[0], scaled[1], (first, weight, gradient))

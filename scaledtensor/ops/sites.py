@@ -96,6 +96,41 @@ def looks(weight: Any) -> bool:
     return recipe.guard and site.is_due() and (site.new or _trains())
 
 
+#: Of the products without a weight: when they are looked at.
+beside = Site(new=True)
+
+
+def tells(operands: Sequence[Any], recipe: Any) -> bool:
+    """Whether a product without a weight has shifts, which is never so. In the steps that look, a
+    cast that loses elements is told of."""
+    if "saturated" in _told or not isinstance(recipe, Unit) or not recipe.guard:
+        return False
+    fmt = recipe.gemms.once[0].format if recipe.gemms.once else recipe.activation
+    if fmt.bits != 8 or observers or not all(map(_is_wide, operands)) or not beside.is_due():
+        return False
+    for x in operands:
+        q, largest, _ = _measured(elements(x).detach())
+        beyond = share(q.abs() > fmt.max) if largest > fmt.max else 0.0
+        if beyond > LOST_FOR_GOOD:
+            tell(
+                "saturated",
+                f"{beyond:.1%} of an operand of the product of {_shapes(operands)} are beyond "
+                f"{fmt.name}'s largest value. The product has no weight whose shifts would correct "
+                "it: normalise its operands, multiply what they .dequantize() to, or take "
+                "torch.nn.functional.scaled_dot_product_attention if this is attention",
+            )
+    return False
+
+
+def _shapes(operands: Sequence[Any]) -> str:
+    return " and ".join(str([*x.shape]) for x in operands)
+
+
+def _is_wide(x: Any) -> bool:
+    """Whether `x` holds numbers that a cast to 8 bits may lose."""
+    return isinstance(x, ScaledTensor) and x.format.bits > 8 and x.numel() > 0 and _is_real(x)
+
+
 def _trains() -> bool:
     """Whether what runs is for a backward pass, or is recomputed in one, or will be."""
     recorded = torch.is_grad_enabled() or _torch.is_within_backward()
@@ -198,7 +233,7 @@ _SQUARES = 2.0**40
 
 
 def _amax(q: Tensor) -> float:
-    low, high = map(float, torch.stack(torch.aminmax(q)))
+    low, high = map(float, torch.aminmax(q))
     return math.nan if math.isnan(low) else max(-low, high)
 
 
