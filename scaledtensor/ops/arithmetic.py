@@ -188,7 +188,8 @@ def addcmul(x: Any, a: Any, b: Any, value: float = 1) -> Raw:
     else:
         rms = quadrature(base.rms, left.rms * right.rms * abs(value))
     scale, ratio, held = settle(rms, base.scale, product_of(left.scale, right.scale))
-    q = plus_product(base.q, ratio, left.q * right.q, held, value)
+    # The ratio comes first: the product alone might leave the range of the elements.
+    q = times(base.q, ratio).add(times(left.q, held) * right.q, alpha=value)
     positive = base.nonnegative and a is b and value >= 0
     return Raw(q, scale, rms, settled=True, nonnegative=positive)
 
@@ -201,7 +202,7 @@ def fma(a: Any, b: Any, x: Any) -> Raw:
     left, right, base = (operand(t, like) for t in (a, b, x))
     rms = quadrature(base.rms, left.rms * right.rms)
     scale, ratio, factor = settle(rms, base.scale, product_of(left.scale, right.scale))
-    q = torch.addcmul(base.q * ratio, left.q * right.q, factor)
+    q = torch.addcmul(base.q * ratio, left.q * factor, right.q)
     return measured(
         q, scale, nonnegative=base.nonnegative and left.nonnegative and right.nonnegative
     )
@@ -214,7 +215,7 @@ def addcdiv(x: Any, a: Any, b: Any, value: float = 1) -> Raw:
     base, left, right = (side(t, like) for t in (x, a, b))
     rms = quadrature(base.rms, left.rms / _divisor(right.rms) * abs(value))
     scale, ratio, held = settle(rms, base.scale, quotient_of(left.scale, right.scale))
-    q = plus_product(base.q, ratio, left.q / right.q, held, value)
+    q = times(base.q, ratio).add(times(left.q, held) / right.q, alpha=value)
     return Raw(q, scale, rms, settled=True)
 
 
