@@ -31,6 +31,7 @@ def after_step(held: Held) -> None:
     """A step of an optimizer ends: its weights keep what was found in it, and look in the next one
     if that is due."""
     spread, any_due, any_guarded = [], False, False
+    again, sites.settling = sites.settling, False
     for group, ours in held:
         done = group.get(COUNT, 0)
         for p in ours:
@@ -41,19 +42,28 @@ def after_step(held: Held) -> None:
             every = recipe.rebalance if recipe.guard else 0
             due = every > 0 and (done + 1) % every == 0
             any_due, any_guarded = any_due or due, any_guarded or every > 0
+            looks = due or (again and every > 0)
             # By the count, which is the same on every rank: some may have new parts, without sites.
-            if part is not p and every > 0 and done % every == 0:
-                spread.append(p)
+            if part is not p and every > 0:
+                since = done % every
+                if since in (0, _SETTLED):
+                    spread.append(p)
+                looks = due or (again and since < _SETTLED)
             if site is None:
-                if due:
+                if looks:
                     part.site = Site(looks=True)
-            elif due or site.looks or site.new:
+            elif looks or site.looks or site.new:
                 site.settle(part)
-                site.looks, site.new = due or any(site.settling), False
+                site.looks, site.new = looks, site.new and not any(n for _, _, n in site.seen)
                 site.forget()
     if any_guarded:
         sites.beside.looks, sites.beside.new = any_due, False
     _agree(spread)
+
+
+#: After how many steps of looking compiled code has found the shifts of parts that are spread over
+#: ranks. They look no longer, so that all ranks agree on what is found.
+_SETTLED = 4
 
 
 def _agree(spread: list[Any]) -> None:

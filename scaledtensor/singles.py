@@ -250,7 +250,7 @@ def shared(x: Any, name: str) -> Tensor | Cell:
 
 
 #: What a view has of a tensor, by name, besides its elements.
-_SHARED = ("scale", "_scale", "rms", "_rms", "format", "recipe", "nonnegative")
+_SHARED = ("scale", "_scale", "rms", "_rms", "format", "recipe", "nonnegative", "site")
 
 
 def view_of(x: Any, qdata: Tensor, made: Any) -> Any:

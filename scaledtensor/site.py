@@ -40,6 +40,8 @@ class Site:
     """How many products it had while it was new."""
     looks: bool = False
     """Whether its products measure their operands in this step."""
+    glanced: bool = False
+    """Whether a product outside of training was looked at, as one is."""
     found: tuple[int, int] | None = None
     """The shifts that were found for the whole of a weight, of which this rank holds a part."""
     seen: list[tuple[float, float, int]] = field(default_factory=lambda: [_NOTHING, _NOTHING])
@@ -47,8 +49,7 @@ class Site:
     next: list[int | None] = field(default_factory=lambda: [None, None])
     """The shifts by role that compiled code found, for when it runs again."""
     settling: list[bool] = field(default_factory=lambda: [False, False])
-    """Of which roles compiled code found in its last look that elements saturate: the site looks in
-    each step until none does."""
+    """Of which roles compiled code found in its last look that elements saturate."""
     lent: tuple[Any, Tensor] | None = None
     """The factors, and the shifts and the device that they were made for."""
 
@@ -66,6 +67,10 @@ class Site:
         if not self.new:
             return self.looks
         return self.asked <= _FIRST or self.asked % _FIRST == 0
+
+    def copied(self) -> "Site":
+        """The site of a copy of the weight, which looks when this one does."""
+        return Site(self.name, self.new, self.asked, self.looks)
 
     def forget(self) -> None:
         """Begin another step, or another calibration."""
@@ -93,6 +98,8 @@ class Site:
         if self.lent is None or self.lent[0] != key:
             with _torch.outside_modes(), torch.inference_mode(False):
                 made = torch.tensor([2.0**n for n in weight.recipe.shifts], device=weight.device)
+            if self.lent is not None:
+                _lenders.pop(self.lent[1].data_ptr(), None)
             self.lent = key, made
             _lenders[made.data_ptr()] = self
         return self.lent[1]

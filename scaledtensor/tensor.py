@@ -192,7 +192,9 @@ class ScaledTensor(Tensor):
                 return self.viewed(qdata)
         if self.INNER is ScaledTensor.INNER and not torch.compiler.is_compiling():
             return cast(Self, view_of(self, qdata, self._wrapper(qdata, self.dtype)))
-        return self.like(qdata, *[shared(self, name) for name in self.INNER[1:]])
+        made = self.like(qdata, *[shared(self, name) for name in self.INNER[1:]])
+        made.traced_factors = self.traced_factors
+        return made
 
     # --- the verbs ---------------------------------------------------------------------------
 
@@ -403,6 +405,7 @@ class ScaledTensor(Tensor):
         if not self.is_leaf:
             raise RuntimeError("only leaf tensors can be deep-copied; use .detach() first")
         copy = self.like(*(getattr(self, name).clone() for name in self.INNER))
+        copy.site = self.site and self.site.copied()
         memo[id(self)] = copy = with_autograd(copy, self.requires_grad, is_parameter(self))
         if self.grad is not None:
             with torch.no_grad():

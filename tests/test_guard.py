@@ -162,6 +162,151 @@ def test__compiled_code_without_an_optimizer__is_corrected_when_it_runs_again():
 
 
 @pytest.mark.usefixtures("nothing_compiled")
+def test__a_site_that_another_one_hid__is_corrected_in_the_next_step():
+    """Gradients that were zero for a saturated input say nothing of their own casts."""
+    model, x = one_sign(6, 128)
+    want = [passed(model, x)[1], *(p.grad for p in model.parameters())]
+    m = scaled(model, Unit(gradient="e4m3fn"))
+    compiled = torch.compile(m, backend="aot_eager", fullgraph=True)
+    optimizer = torch.optim.SGD(m.parameters(), 0.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SaturationWarning)
+        for _ in range(6):
+            _, first = passed(compiled, x)
+            optimizer.step()
+    for g, w in zip([first, *(p.grad for p in m.parameters())], want, strict=True):
+        assert error(g, w) < 0.15
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda w: w.t(),
+        lambda w: w.detach().t(),
+        lambda w: w.view(8, 8).mT,
+        lambda w: w.chunk(2)[0].t(),
+    ],
+    ids=["t", "detach", "view", "chunk"],
+)
+def test__a_view_of_a_weight__has_its_shifts_in_compiled_code(view):
+    torch.manual_seed(0)
+    m = sct.scale_model(nn.Linear(8, 8, bias=False), Unit(guard=False, shifts=(8, 0)))
+    x = torch.randn(4, 8)
+
+    def run(x):
+        return x @ view(m.weight)
+
+    y = torch.compile(run, backend="aot_eager", fullgraph=True)(x)
+    assert torch.equal(y.qdata, run(x).qdata)
+    assert torch.equal(y.scale, run(x).scale)
+
+
+class Left(nn.Module):
+    """Linear layers whose weight stands first."""
+
+    def __init__(self, product):
+        super().__init__()
+        model, _ = one_sign(6, 128)
+        self.layers = nn.ModuleList(model[::2])
+        self.product = product
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = self.product(layer.weight, x).relu()
+        return x
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize(
+    "product",
+    [torch.matmul, lambda w, x: torch.einsum("oi,ib->ob", w, x), lambda w, x: torch.mm(w, x)],
+    ids=["matmul", "einsum", "mm"],
+)
+def test__a_weight_that_stands_first__is_corrected(compiles, product):
+    model = Left(product)
+    x = torch.randn(128, 64)
+    m = scaled(model)
+    run = torch.compile(m, backend="aot_eager", fullgraph=True) if compiles else m
+    optimizer = torch.optim.SGD(m.parameters(), 0.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SaturationWarning)
+        for _ in range(4):
+            y, _ = passed(run, x)
+            optimizer.step()
+    assert error(y, model(x)) < 0.08
+
+
+def first_step(m, x):
+    """The output of the second step: compiled code is corrected by then."""
+    optimizer = torch.optim.SGD(m.parameters(), 0.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SaturationWarning)
+        for _ in range(2):
+            y, _ = passed(m, x)
+            optimizer.step()
+    return y
+
+
+@pytest.mark.parametrize(
+    "after",
+    [copy.deepcopy, lambda m: m.to("cpu"), lambda m: m.bfloat16(), lambda m: m.bfloat16().float()],
+    ids=["deepcopy", "to", "bfloat16", "float"],
+)
+def test__a_model_that_is_moved_or_copied__looks_in_its_first_step(after):
+    model, x = one_sign()
+    assert error(first_step(after(scaled(model)), x), model(x)) < 0.08
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("what", ["an evaluation", "empty batches"])
+def test__what_trains_nothing__does_not_use_up_the_first_look(compiles, what):
+    model, x = one_sign()
+    m = scaled(model)
+    run = torch.compile(m, backend="aot_eager") if compiles else m
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SaturationWarning)
+        if what == "an evaluation":
+            with torch.no_grad():
+                for _ in range(3):
+                    run(x)
+        else:
+            optimizer = torch.optim.SGD(m.parameters(), 0.0)
+            for _ in range(2):
+                run(x[:0]).sum().backward()
+                optimizer.step()
+    if compiles:
+        first_step(run, x)
+    assert error(first_step(run, x), model(x)) < 0.08
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+@pytest.mark.parametrize("reentrant", [True, False])
+def test__compiled_blocks_that_are_recomputed__are_corrected(reentrant):
+    model, x = one_sign()
+    m = scaled(nn.Sequential(*(Block(layer) for layer in model)))
+    for block in m:
+        block.compile(backend="aot_eager")
+
+    def run(x):
+        x = x.clone().requires_grad_()
+        return checkpoint(
+            m[4:], checkpoint(m[:4], x, use_reentrant=reentrant), use_reentrant=reentrant
+        )
+
+    optimizer = torch.optim.SGD(m.parameters(), 0.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SaturationWarning)
+        for _ in range(5):
+            y = run(x)
+            y.square().mean().backward()
+            optimizer.step()
+    assert error(y, model(x)) < 0.08
+
+
+@pytest.mark.usefixtures("nothing_compiled")
 @pytest.mark.parametrize("k", [-40, 18])
 def test__a_factor_of_the_loss__changes_no_bit_and_no_shift_of_compiled_code(k):
     def corrected(multiplier):

@@ -139,7 +139,9 @@ def to_copy(
         scale, rms = copied(scale_of(x)), copied(rms_of(x))
     else:
         scale, rms = (aten._to_copy.default(t, **move) for t in (x.scale, x.rms))
-    return ScaledTensor.make(q, scale, rms, fmt, dtype or x.dtype, x.recipe, x.nonnegative)
+    made = ScaledTensor.make(q, scale, rms, fmt, dtype or x.dtype, x.recipe, x.nonnegative)
+    made.site = x.site and x.site.copied()  # a weight that is moved or converted goes on as it was
+    return made
 
 
 @rule(aten.copy_.default)

@@ -41,10 +41,11 @@ __all__ = ["Traced", "traced"]
 class Traced:
     """A product of a weight in code that is being compiled."""
 
-    def __init__(self, weight: ScaledTensor, factors: Tensor, recipe: Recipe, operands: int):
-        self.weight, self.factors = weight, factors
+    def __init__(self, operands: Sequence[Any], at: int, factors: Tensor, recipe: Recipe) -> None:
+        self.weight, self.at, self.factors = operands[at], at, factors
         exported = torch.compiler.is_exporting() or _torch.is_transforming()
-        self.counts = isinstance(recipe, Unit) and recipe.guard and not exported and operands > 1
+        guarded = isinstance(recipe, Unit) and recipe.guard
+        self.counts = guarded and not exported and len(operands) > 1
 
     def held(self, operands: Sequence[Any], cast: Cast) -> list[Any]:
         """The operands, the inputs among them under the scale that `cast` is to give them."""
@@ -58,11 +59,13 @@ class Traced:
     def watched(self, cast: list[Any]) -> list[Any]:
         """The operands as they were cast: the input, the weight and any others. The input is to be
         counted when the code runs."""
-        x = cast[0]
+        at = int(self.at == 0)
+        x = cast[at]
         if not self.counts or not isinstance(x, ScaledTensor) or x.format.bits != 8:
             return cast
         trains = torch.is_grad_enabled()
-        return [verbs.counted(x, self.factors, INPUT, trains, self._as_rows(x)), *cast[1:]]
+        counted = verbs.counted(x, self.factors, INPUT, trains, self._as_rows(x))
+        return [*cast[:at], counted, *cast[at + 1 :]]
 
     def gradient(self, y: Any, cast: Cast) -> tuple[Any, ...]:
         """What the cast of the gradient of `y` takes beside its format and rounding."""
@@ -72,14 +75,14 @@ class Traced:
 
     def _as_rows(self, x: Any) -> bool:
         """Whether products read `x` as a matrix."""
-        return self.weight.dim() == 2 and x.dim() > 2
+        return bool(self.weight.dim() == 2 and x.dim() > 2)
 
 
 def traced(operands: Sequence[Any], recipe: Recipe) -> Traced | None:
     """The product of these operands, if one is a weight that lent its factors to a graph."""
-    for x in operands:
+    for i, x in enumerate(operands):
         if isinstance(x, ScaledTensor) and x.traced_factors is not None:
-            return Traced(x, x.traced_factors, recipe, len(operands))
+            return Traced(operands, i, x.traced_factors, recipe)
     return None
 
 
@@ -121,7 +124,11 @@ def _count(
     site = site_of(factors)
     if site is None or _is_captured(q):
         return scale.clone()
-    due = site.is_due() if role == INPUT else site.looks_now()
+    trains = trains or sites.trains()  # or it is a pass that will be recomputed
+    if not trains:
+        due = site.new and not site.glanced
+    else:
+        due = site.is_due() if role == INPUT else site.looks_now()
     if due and q.numel():
         sites.look_at_cast(site, role, q, factors, get_format(format), trains)
     return scale.clone()

@@ -113,11 +113,9 @@ def _cast(x: ScaledTensor, cast: Cast) -> Any:
 
 
 def _wide_gradient(x: ScaledTensor) -> Any:
-    """What came as codes. Of a weight (`fully_shard` gathers them) the gradient is that of the
-    master, which a cast would have seen to."""
-    if not (is_parameter(x) and x.requires_grad):
-        return x
-    return verbs.gradient_to_format(x, from_dtype(x.dtype).name, "nearest_even")
+    """What came as codes. Of a weight (`fully_shard` gathers them) the gradient is the master's."""
+    wide = is_parameter(x) and x.requires_grad
+    return verbs.gradient_to_format(x, from_dtype(x.dtype).name, "nearest_even") if wide else x
 
 
 def _gradient_cast(y: Any, cast: Cast, traced: counted.Traced | None = None) -> Any:
@@ -158,14 +156,15 @@ def _product(
     else:
         traced = counted.traced(scaled, recipe)
         held = traced.held(scaled, first) if traced else scaled
-        cast = [_cast(x, weight if i == 1 else first) for i, x in enumerate(held)]
+        at = sites.place(scaled, traced.weight if traced else parameter)
+        cast = [_cast(x, weight if i == at else first) for i, x in enumerate(held)]
         y = function(*(traced.watched(cast) if traced else cast), **kwargs)
         y = _gradient_cast(y, gradient, traced)
     return sites.look_back(parameter, y) if looks else y
 
 
 def _under_autocast(y: Any) -> Any:
-    """What torch's own product would have been cast to, which an operator of ours is not."""
+    """What torch would have cast its own product to, which an operator of ours is not."""
     kind = y.device.type
     stays = y.dtype == torch.float64 or not torch.is_autocast_enabled(kind)
     return y if stays else y.to(torch.get_autocast_dtype(kind))

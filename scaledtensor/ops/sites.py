@@ -55,9 +55,11 @@ __all__ = [
     "look_at_inputs",
     "look_back",
     "looks",
+    "place",
     "share",
     "take_over",
     "tell",
+    "trains",
 ]
 
 #: Shares of the elements of one cast from which on a warning says that they are lost: beyond the
@@ -70,6 +72,9 @@ _WHAT = ("inputs", "gradients")
 #: The kinds of loss that a warning was given of.
 _told: set[str] = set()
 _calibrating = 0
+#: Whether compiled code found in this step that elements saturate. A site whose inputs were wrong
+#: for that has seen nothing yet.
+settling = False
 
 
 @contextmanager
@@ -93,7 +98,9 @@ def looks(weight: Any) -> bool:
         return False
     if _calibrating:
         return True
-    return recipe.guard and site.is_due() and (site.new or _trains())
+    if not recipe.guard:
+        return False
+    return site.is_due() if trains() else site.new and not site.glanced
 
 
 #: Of the products without a weight: when they are looked at.
@@ -131,7 +138,7 @@ def _is_wide(x: Any) -> bool:
     return isinstance(x, ScaledTensor) and x.format.bits > 8 and x.numel() > 0 and _is_real(x)
 
 
-def _trains() -> bool:
+def trains() -> bool:
     """Whether what runs is for a backward pass, or is recomputed in one, or will be."""
     recorded = torch.is_grad_enabled() or _torch.is_within_backward()
     return recorded or _torch.innermost_checkpoint() is not None
@@ -146,11 +153,11 @@ def _look(weight: Any, role: int, x: Any) -> None:
     site = weight.site = weight.site or Site()
     shift = weight.recipe.shifts[role]
     q, largest, squares = _measured(elements(x).detach())
-    corrects = bool(_calibrating) or _trains()
+    corrects = bool(_calibrating) or trains()
     if fmt.bits == 8:
         _tell(site, weight, role, q, largest, fmt, shift, corrects)
     if not corrects:
-        site.new = False  # what is not trained is looked at once, and left as it is
+        site.glanced = True
         return
     before = site.seen[role]
     found = (max(before[0], largest), before[1] + squares, before[2] + q.numel())
@@ -190,7 +197,7 @@ _GROWTH = ((0.5, 8), (0.1, 4), (0.01, 2), (_LOST, 1))
 
 
 def look_at_cast(
-    site: Site, role: int, q: Tensor, factors: Tensor, fmt: Format, trains: bool
+    site: Site, role: int, q: Tensor, factors: Tensor, fmt: Format, corrects: bool
 ) -> None:
     """Look at `q`, an operand in that role after its cast by compiled code under the factors of its
     weight, and note the shift that it is to have when the code runs again."""
@@ -199,9 +206,9 @@ def look_at_cast(
     q, amax, sum_of_squares = _measured(q.detach().float() if q.dtype.itemsize == 1 else q.detach())
     beyond = share(q.abs() == amax) if amax == fmt.max else 0.0
     if beyond > LOST_FOR_GOOD:
-        _tell_saturated(site.name or "a weight", role, beyond, fmt, "compiled" if trains else "")
-    if not trains:
-        site.new = False
+        _tell_saturated(site.name or "a weight", role, beyond, fmt, "compiled" if corrects else "")
+    if not corrects:
+        site.glanced = True
         return
     largest, squares, count = site.seen[role]
     squares += sum_of_squares * factor**2
@@ -210,6 +217,8 @@ def look_at_cast(
     growth = next((more for least, more in _GROWTH if beyond > least), 0)
     found = _within(shift + growth) if growth else fitted(*seen, fmt, shift, site.settling[role])
     site.settling[role] = growth > 0
+    global settling
+    settling = settling or growth > 0
     if found != shift:
         known = site.next[role]
         site.next[role] = found if known is None else max(found, known)
@@ -299,6 +308,11 @@ def _tell_saturated(name: str, role: int, beyond: float, fmt: Format, who: str) 
         f"{_CORRECTED[who]}. scaledtensor.calibrate(model, batches) corrects all weights "
         "beforehand",
     )
+
+
+def place(operands: Sequence[Any], weight: Any) -> int:
+    """Which of the operands is the weight: the second, if none is known to be."""
+    return next((i for i, x in enumerate(operands) if x is weight), 1)
 
 
 def look_at_inputs(weight: Any, operands: Sequence[Any]) -> tuple[Cast, Cast, Cast]:
