@@ -46,7 +46,7 @@ def after_step(held: Held) -> None:
             # By the count, which is the same on every rank: some may have new parts, without sites.
             if part is not p and every > 0:
                 since = done % every
-                if since in (0, _SETTLED):
+                if done == 1 or since in (0, _SETTLED):
                     spread.append(p)
                 looks = due or (again and since < _SETTLED)
             if site is None:

@@ -346,7 +346,8 @@ def take_over(weight: Any, source: Tensor) -> None:
     theirs = source.recipe if isinstance(source, ScaledTensor) else None
     if isinstance(weight.recipe, Unit) and isinstance(theirs, Unit):
         weight.recipe = replace(weight.recipe, shifts=theirs.shifts)
-        weight.site.new = False
+        # A file has no site: what it holds has seen steps.
+        weight.site.new = isinstance(source, ScaledTensor) and bool(source.site and source.site.new)
         weight.site.forget()
 
 
