@@ -228,6 +228,7 @@ class Asked:
     def __set_name__(self, owner: type, name: str) -> None:
         self.name, self.cell = name, f"_{name}"
 
+    @_torch.inlined_only
     def __get__(self, x: Any, owner: type) -> Any:
         if x is None:
             return self

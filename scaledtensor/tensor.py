@@ -170,11 +170,13 @@ class ScaledTensor(Tensor):
         return self.make(qdata, scale, rms, *self.context)
 
     @property
+    @_torch.inlined_only
     def context(self) -> Context:
         """What says how the inner tensors are to be read."""
         return self.format, self.dtype, self.recipe, self.nonnegative
 
     @property
+    @_torch.inlined_only
     def factors(self) -> Tensor | None:
         """What compiled code reads of a weight's site (`Site.factors`); None of other tensors."""
         if type(self) is not ScaledTensor or _torch.is_tracing(self.qdata):

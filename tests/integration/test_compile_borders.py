@@ -236,3 +236,30 @@ def test__a_compiled_adamw__expects_of_its_moments_what_the_eager_one_does(form:
     for name, (rms, value) in trained(False).items():
         assert 0.5 <= found[name][0] / rms <= 2, name  # one measures, and the other expects
         torch.testing.assert_close(found[name][1], value, rtol=1e-3, atol=1e-4 * rms)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test__a_function_with_the_backward_pass_and_the_step__does_as_eager_code(optimizer):
+    """Dynamo compiles the Python frames that run beside the break that `backward` makes."""
+    torch.compiler.reset()
+    found = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        model = sct.scale_model(nn.Linear(8, 8))
+        stepped = optimizer(model.parameters(), 1e-2)
+
+        def step(x, model=model, stepped=stepped):
+            y = model(x)
+            y.square().mean().backward()
+            stepped.step()
+            stepped.zero_grad()
+            return y.detach()
+
+        run = torch.compile(step, backend="aot_eager") if compiles else step
+        xs = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(1))
+        found.append(
+            ([run(x).dequantize() for x in xs], [p.dequantize() for p in model.parameters()])
+        )
+    for eager, compiled in zip(*found, strict=True):
+        for a, b in zip(eager, compiled, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-4)
