@@ -9,9 +9,10 @@ d = 128, 4 layers, context 64, batch 16, AdamW at 1e-3, no knob touched. Rows:
   fp32-ulp        float32 from parameters of which one differs in its last bit: how far two runs of
                   the same arithmetic part, and so what a difference between rows means
   unit            recipe Unit: E4M3 operands, E5M2 gradients
-  unit-stochastic the same with gradients rounded stochastically
+  unit-unguarded  the same without the guard
+  unit-stochastic unit with gradients rounded stochastically
   unit-e4m3       E4M3 gradients, to nearest
-  unit-fixed, unit-e4m3-fixed   the same with rebalance=0: parameters keep their first scales
+  unit-fixed, unit-e4m3-fixed   these with rebalance=0: parameters keep their first scales
   tensorwise, rowwise   torchao.float8, emulated, float32 between the products; skipped by name
                   where torchao is not installed
 
@@ -96,6 +97,7 @@ ROWS: dict[str, Callable[[nn.Module], object]] = {
     "fp32": lambda model: None,
     "fp32-ulp": _nudge,
     "unit": sct.scale_model,
+    "unit-unguarded": lambda model: sct.scale_model(model, sct.recipes.Unit(guard=False)),
     "unit-stochastic": lambda model: sct.scale_model(
         model, sct.recipes.Unit(gradient_rounding="stochastic")
     ),
