@@ -6,7 +6,7 @@ how many elements are the largest value of the format, and what RMS they have. W
 the weight's shifts before compiled code runs again (`scaledtensor.site`).
 
 A cast operand does not say how far beyond the format its largest elements were. So a shift grows by
-steps, each the larger the more elements saturate, and the site looks in every step until few do;
+steps, each the larger the more elements saturate, and all sites look in every step until few do;
 then the shift is what eager code would have found.
 
 The operator knows a site by the address of the factors that it lent, which are an input of the
