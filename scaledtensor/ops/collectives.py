@@ -35,9 +35,9 @@ def wait_tensor(x: ScaledTensor) -> ScaledTensor:
 
 
 @rule(functional.all_gather_into_tensor.default)
-def all_gather(x: ScaledTensor, size: int, group: Any) -> Raw:
+def all_gather(x: ScaledTensor, size: int, group: Any) -> ScaledTensor:
     """Elements with their scale and RMS, in one message of bytes; then all are held under the
-    largest scale."""
+    largest scale. The whole of a weight has the recipe of its parts, with its shifts."""
     q = x.qdata.contiguous()
     numbers = torch.stack([x.scale, x.rms])
     message = torch.cat([q.reshape(-1).view(torch.uint8), numbers.view(torch.uint8)])
@@ -56,7 +56,7 @@ def all_gather(x: ScaledTensor, size: int, group: Any) -> Raw:
     ratios = (scales / held.scale).view(size, *[1] * q.dim())
     wide = elements(held) * ratios.to(elements(held).dtype)
     aligned = store(wide, x.format).flatten(0, 1) if q.dim() else store(wide, x.format)
-    return Raw(aligned, held.scale, held.rms, True, x.format, nonnegative=x.nonnegative)
+    return ScaledTensor.make(aligned, held.scale, held.rms, *x.context)
 
 
 @rule(functional.all_reduce.default)

@@ -67,3 +67,16 @@ def test__compiled_sharded_weights__are_corrected_in_a_few_steps__alike_on_all_r
 
 def test__without_the_guard__they_saturate(world):
     assert min(error for _, error in world(2, trained, False)) > 0.2
+
+
+def gathered():
+    """The shifts of the parts of a weight, and of the whole that they make."""
+    torch.manual_seed(0)
+    model = sct.scale_model(nn.Sequential(nn.Linear(8, 8, bias=False)), Unit(shifts=(3, 1)))
+    fully_shard(model)
+    (weight,) = model.parameters()
+    return part_of(weight).recipe.shifts, weight.full_tensor().recipe.shifts
+
+
+def test__the_whole_of_a_sharded_weight__has_the_shifts_of_its_parts(world):
+    assert world(2, gathered) == [((3, 1), (3, 1))] * 2
