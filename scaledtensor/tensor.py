@@ -195,7 +195,8 @@ class ScaledTensor(Tensor):
         if self.INNER is ScaledTensor.INNER and not torch.compiler.is_compiling():
             return cast(Self, view_of(self, qdata, self._wrapper(qdata, self.dtype)))
         made = self.like(qdata, *[shared(self, name) for name in self.INNER[1:]])
-        made.traced_factors = self.traced_factors
+        if self.traced_factors is not None:
+            made.traced_factors = self.traced_factors
         return made
 
     # --- the verbs ---------------------------------------------------------------------------
@@ -236,7 +237,8 @@ class ScaledTensor(Tensor):
     ) -> Self:
         qdata, scale, rms = (inner[name] for name in cls.INNER)
         made = cls.make(qdata, scale, rms, *context)
-        made.traced_factors = inner.get("factors")
+        if "factors" in inner:
+            made.traced_factors = inner["factors"]
         return made
 
     @_torch.inlined_only
