@@ -3,8 +3,9 @@
 The rules know shapes and no data. `scaledtensor.ops.sites` has what is measured and what follows
 from it; this module says when. In training a site looks in the first step after `scale_model` (at
 ten products, and at each tenth of more), and in each step at whose end the recipe rebalances the
-parameters. A site of a checkpoint goes on with what was found before, and looks when the
-uninterrupted run would have.
+parameters; in compiled code also in the next steps, until hardly an element of any site saturates.
+A site of a checkpoint goes on with what was found before, and looks when the uninterrupted run
+would have, but for those next steps, of which no file tells.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
