@@ -46,6 +46,7 @@ __all__ = [
     "saved_format",
     "side",
     "value",
+    "wide_elements",
 ]
 
 
@@ -105,10 +106,14 @@ def _decoded(q: Tensor, fmt: Format) -> Tensor:
 def value(x: ScaledTensor) -> Tensor:
     """The value itself. Exact under a power of two: bfloat16 and float32 have its exponent range.
     Under another scale, as 8-bit elements may have, it is the nearest float32."""
+    return wide_elements(x) * multiplier(scale_of(x))
+
+
+def wide_elements(x: ScaledTensor) -> Tensor:
+    """qdata in a dtype of the exponent range of float32; 8-bit elements in float32, which holds
+    them under any scale."""
     q = elements(x)
-    if q.dtype == torch.float16 or x.qdata.itemsize == 1:
-        q = q.float()
-    return q * multiplier(scale_of(x))
+    return q.float() if q.dtype == torch.float16 or x.qdata.itemsize == 1 else q
 
 
 def plain(x: Any) -> Any:

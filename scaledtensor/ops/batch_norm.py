@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scaledtensor.ops.algebra import first_scaled, operand, plain, quadrature
-from scaledtensor.ops.norm import affine_rms, norm_gradients
+from scaledtensor.ops.algebra import first_scaled, operand, plain, quadrature, side
+from scaledtensor.ops.norm import Normalised, affine_rms, norm_gradients
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.ops.results import write
@@ -53,13 +53,13 @@ def group_norm_backward(
 ) -> tuple[Raw | None, Raw | None, Raw | None]:
     """dx: r_g r_gamma rms(rstd); d_gamma, d_beta: r_g sqrt(images * pixels)."""
     *extents, mask = sizes
-    left = operand(g, first_scaled(g, x, weight))
-    v, w = _operands(x, weight)
+    left, held = side(g, first_scaled(g, x, weight)), Normalised.of(x, mean, rstd)
+    v, w = _operands(held.v, weight)
     raw = aten.native_group_norm_backward.default(
-        left.q.to(v.dtype).contiguous(), v.contiguous(), mean, rstd, w, *extents, mask
+        left.q.to(v.dtype).contiguous(), v.contiguous(), held.mean, held.rstd, w, *extents, mask
     )
     found: tuple[Raw | None, Raw | None, Raw | None] = norm_gradients(
-        _asked(raw, mask), left, weight, rstd, v.shape[1], v.numel()
+        _asked(raw, mask), left, weight, rstd, v.shape[1], v.numel(), held.scale
     )
     return found
 
@@ -215,15 +215,20 @@ def batch_norm_backward(
     mask: Sequence[bool],
 ) -> tuple[Raw | None, Raw | None, Raw | None]:
     """dx: r_g r_gamma rms(rstd); d_gamma, d_beta: r_g sqrt(images * pixels)."""
-    left = operand(g, first_scaled(g, x, weight))
-    v, w = _operands(x, weight)
+    left = side(g, first_scaled(g, x, weight))
+    # In evaluation the kernel takes the running statistics, which are those of the values.
+    held = Normalised.of(x if training else plain(x), mean, rstd)
+    v, w = _operands(held.v, weight)
     running = Running.of(running_mean, running_var)
+    of_batch = (held.mean, held.rstd, training, eps, mask)
     raw = aten.native_batch_norm_backward.default(
-        *(left.q.to(v.dtype), v, w, running.mean, running.var, mean, rstd, training, eps, mask)
+        left.q.to(v.dtype), v, w, running.mean, running.var, *of_batch
     )
     if not training and running.var is not None:
         rstd = (running.var + eps).rsqrt()
-    found = norm_gradients(_asked(raw, mask), left, weight, rstd, v.shape[1], v.numel())
+    found = norm_gradients(
+        _asked(raw, mask), left, weight, rstd, v.shape[1], v.numel(), held.scale
+    )
     dx, dw, db = found
     if dw is not None and not training:
         dw = dw._replace(rms=dw.rms * running.deviations(x))

@@ -7,17 +7,18 @@ stream outgrows independence.
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from scaledtensor.formats import FP32
 from scaledtensor.measure import measured_rms
-from scaledtensor.ops.algebra import first_scaled, plain, quadrature, side
+from scaledtensor.ops.algebra import first_scaled, plain, quadrature, side, wide_elements
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Raw, rule
-from scaledtensor.singles import ONE, Single, rms_of, single_of
+from scaledtensor.scale import quotient_of
+from scaledtensor.singles import ONE, Single, multiplier, rms_of, scale_of, single_of
 from scaledtensor.tensor import ScaledTensor
 
 
@@ -40,6 +41,26 @@ def norm_operands(x: Any, *others: Any) -> list[Any]:
     """Values for the kernel: the data as it is, the parameters in float32, which mixes with it."""
     v = plain(x)
     return [v, *(None if o is None else plain(o).float() for o in others)]
+
+
+class Normalised(NamedTuple):
+    """What a norm had, for its backward pass: data whose elements stay near 1 under `scale`, and
+    the statistics of these elements. A gradient of far smaller elements than its rule expects, times
+    the reciprocal deviation of large values, would be no float32."""
+
+    v: Tensor
+    mean: Any
+    rstd: Any
+    scale: Any
+
+    @staticmethod
+    def of(x: Any, mean: Any, rstd: Any) -> "Normalised":
+        if not isinstance(x, ScaledTensor):
+            return Normalised(x, mean, rstd, ONE)
+        scale = scale_of(x)
+        held = multiplier(scale)
+        mean = None if mean is None else mean / held
+        return Normalised(wide_elements(x), mean, rstd * held, scale)
 
 
 @rule(aten.native_layer_norm.default)
@@ -67,14 +88,14 @@ def layer_norm_backward(
 ) -> Any:
     """dx: r_g r_gamma rms(rstd); d_gamma, d_beta: r_g sqrt(rows)."""
     like = first_scaled(g, x, weight)
-    left = side(g, like)
-    v, w, b = norm_operands(x, weight, bias)
+    left, held = side(g, like), Normalised.of(x, mean, rstd)
+    v, w, b = norm_operands(held.v, weight, bias)
     if w is None and v.dtype == torch.bfloat16:
         w = torch.ones(shape, device=v.device)
-    dx, dw, db = aten.native_layer_norm_backward.default(
-        left.q.to(v.dtype), v, shape, mean, rstd, w, b, mask
+    raw = aten.native_layer_norm_backward.default(
+        left.q.to(v.dtype), v, shape, held.mean, held.rstd, w, b, mask
     )
-    return norm_gradients((dx, dw, db), left, weight, rstd, math.prod(shape), v.numel())
+    return norm_gradients(raw, left, weight, rstd, math.prod(shape), v.numel(), held.scale)
 
 
 @rule(aten._fused_rms_norm.default)
@@ -98,18 +119,17 @@ def rms_norm_backward(
 ) -> tuple[Raw | None, Raw | None]:
     """dx: r_g r_gamma rms(rstd); d_gamma: r_g sqrt(rows)."""
     like = first_scaled(g, x, weight)
-    left = side(g, like)
-    v = plain(x).float()
+    left, held = side(g, like), Normalised.of(x, None, rstd)
+    v = held.v.float()
     q = left.q.float()
     dims = tuple(range(-len(shape), 0))
-    normal = v * rstd
+    normal = v * held.rstd
     gw = q if weight is None else q * plain(weight)
-    dx = (gw - normal * (gw * normal).mean(dims, keepdim=True)) * rstd if mask[0] else None
+    dx = (gw - normal * (gw * normal).mean(dims, keepdim=True)) * held.rstd if mask[0] else None
     rows = tuple(range(v.dim() - len(shape)))
     dw = (q * normal).sum(rows) if rows else q * normal
-    out = norm_gradients(
-        (dx, dw if mask[1] else None), left, weight, rstd, math.prod(shape), v.numel()
-    )
+    raw = dx, dw if mask[1] else None
+    out = norm_gradients(raw, left, weight, rstd, math.prod(shape), v.numel(), held.scale)
     return out[0], out[1]
 
 
@@ -141,14 +161,20 @@ def _slice(v: Tensor, dim: int) -> int:
 
 
 def norm_gradients(
-    raw: Sequence[Tensor | None], g: Any, weight: Any, rstd: Tensor, width: int, numel: int
+    raw: Sequence[Tensor | None],
+    g: Any,
+    weight: Any,
+    rstd: Tensor,
+    width: int,
+    numel: int,
+    scale: Any,
 ) -> Any:
-    """The gradients that a kernel gave for the elements of `g`; None for those not asked for."""
+    """The gradients that a kernel gave for the elements of `g`, and data held under `scale`; None
+    for those not asked for. `rstd` is of the values."""
     rows = (numel / max(width, 1)) ** 0.5
     dx, *parameters = raw
+    rms = g.rms * _rms(weight, g.rms) * single_of(measured_rms(rstd))
     return (
-        None
-        if dx is None
-        else Raw(dx, g.scale, g.rms * _rms(weight, g.rms) * single_of(measured_rms(rstd))),
+        None if dx is None else Raw(dx, quotient_of(g.scale, scale), rms),
         *(None if d is None else Raw(d, g.scale, g.rms * rows, format=FP32) for d in parameters),
     )
