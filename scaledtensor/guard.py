@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scaledtensor import _torch
+from scaledtensor import _torch, histories
 from scaledtensor.errors import ModelError, UnsupportedError
 from scaledtensor.ops import sites
 from scaledtensor.ops.sites import Site
@@ -88,17 +88,19 @@ def calibrate(
     call: Callable[[nn.Module, Any], Any] | None = None,
     loss: Callable[[nn.Module, Any], Tensor] | None = None,
 ) -> dict[str, tuple[int, int]]:
-    """Correct the casts of a model under `Unit` by what its operands are for some data.
+    """Correct the casts of a model by what its operands are for some data.
 
-    Each weight whose inputs saturate, or vanish, in the cast that the rules expect gets a shift
-    (`Unit.shifts`) under which all that was seen fits. The rest of the model stays as it is: the
-    passes run in evaluation mode and uncompiled, and parameters, buffers and gradients are what
-    they were. For training, call it before the first step; for inference, after the weights are
-    loaded. Compiled code follows without being compiled anew.
+    Under `Unit`, each weight whose inputs saturate, or vanish, in the cast that the rules expect
+    gets a shift (`Unit.shifts`) under which all that was seen fits. Under `Delayed`, the largest
+    magnitudes become the latest step of each weight's history, so that inference has static scales
+    and the first step of a training those of the data. The rest of the model stays as it is: the
+    passes run in evaluation mode and uncompiled, and parameters, other buffers and gradients are
+    what they were. For training, call it before the first step; for inference, after the weights
+    are loaded. Compiled code follows without being compiled anew.
 
     Args:
-        model: one that `scale_model` gave the recipe `Unit`, or some of whose modules have it. It
-            may be compiled.
+        model: one that `scale_model` gave the recipe `Unit` or `Delayed`, or some of whose modules
+            have one of them. It may be compiled.
         batches: the data, one batch after another: a tensor is given to `model` as it is, a tuple
             or list as its arguments, a mapping as keyword arguments.
         call: `call(model, batch)` runs the model, in place of the above.
@@ -109,18 +111,20 @@ def calibrate(
         The shifts of inputs and of gradients, for each name of a weight that has some.
 
     Raises:
-        ModelError: no weight of `model` has the recipe `Unit`; there was no batch; or no weight
-            took part in a product.
+        ModelError: no weight of `model` has one of these recipes; there was no batch; or no weight
+            took part in a product. The model is then what it was.
         UnsupportedError: both `call` and `loss` are given.
     """
     if call is not None and loss is not None:
         raise UnsupportedError("calibrate takes `call` or `loss`, which runs the model itself")
     weights = _weights(getattr(model, "_orig_mod", model))  # of a compiled one: names without this
-    if not weights:
+    kept = histories.all_of(model)
+    if not weights and not kept:
         raise ModelError(
-            "no weight of this model has the recipe Unit, whose casts are calibrated: "
+            "no weight of this model has the recipe Unit or Delayed, whose casts are calibrated: "
             "scaledtensor.scale_model(model, Unit()) first"
         )
+    seen_before = [history.clone() for history in kept]
     before = {name: p.recipe for name, p in weights.items()}
     for p in weights.values():
         p.recipe, site = p.recipe.uncorrected, p.site or Site()
@@ -129,7 +133,7 @@ def calibrate(
     count, done = 0, False
     try:
         grads = torch.set_grad_enabled(loss is not None)
-        with sites.calibrating(), _torch.uncompiled_calls(), _as_it_was(model), grads:
+        with sites.calibrating(), _torch.uncompiled_calls(), _as_it_was(model, kept), grads:
             for batch in batches:
                 count += 1
                 if loss is not None:
@@ -138,17 +142,24 @@ def calibrate(
                     (call or _called)(model, batch)
         if not count:
             raise ModelError("calibrate was given no batch")
-        if not any(n for p in weights.values() for _, _, n in p.site.seen):
+        seen = any(n for p in weights.values() for _, _, n in p.site.seen)
+        if not seen and not any(bool((history[:, 0] > 0).any()) for history in kept):
             raise ModelError(
-                "no weight with the recipe Unit took part in a product while the model ran"
+                "no weight with the recipe Unit or Delayed took part in a product while the model "
+                "ran"
             )
         done = True
+        histories.advance(model)
     finally:
         for name, p in weights.items():
             if not done:
                 p.recipe = before[name]
             p.site.new = p.site.new and not done
             p.site.forget()
+        if not done:
+            with torch.no_grad():
+                for history, before_it in zip(kept, seen_before, strict=True):
+                    history.copy_(before_it)
     return {name: p.recipe.shifts for name, p in weights.items() if p.recipe.shifts != (0, 0)}
 
 
@@ -170,10 +181,12 @@ def _called(model: nn.Module, batch: Any) -> Any:
 
 
 @contextmanager
-def _as_it_was(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; and modes, buffers and gradients as they were, at the end."""
+def _as_it_was(model: nn.Module, kept: list[Tensor]) -> Iterator[None]:
+    """Evaluation mode; and modes, gradients, and buffers but for histories as they were, at the
+    end."""
     modes = [(m, m.training) for m in model.modules()]
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    others = (b for b in model.buffers() if not any(b is history for history in kept))
+    buffers = [(b, b.detach().clone()) for b in others]
     grads = [(p, p.grad) for p in model.parameters()]
     for p, _ in grads:
         p.grad = None
@@ -184,7 +197,7 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
         for m, mode in modes:
             m.training = mode
         with torch.no_grad():
-            for b, kept in buffers:
-                b.copy_(kept)
+            for b, was in buffers:
+                b.copy_(was)
         for p, grad in grads:
             p.grad = grad

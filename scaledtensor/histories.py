@@ -1,128 +1,97 @@
 """The histories of a model under delayed scaling: where they are kept, and when a step ends.
 
 Each weight's is a buffer of its module, `<name>_amax`, so that it is saved, loaded and moved with
-the module. The module's forward runs under a mode that hands it to the casts: torch.compile then
-sees it as what it is, a buffer that the graph reads and writes.
+the module. A product finds it by the site of the weight (`Site.history`), wherever the product is
+and in whatever spelling. A weight that several modules own has one history, in the first of them.
 """
 
 import warnings
 import weakref
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from scaledtensor import verbs
-from scaledtensor.errors import RecipeWarning, UnsupportedError
-from scaledtensor.interpose import ENTERED, Mode, drop_hooks, interpose, remove, transforms
+from scaledtensor.errors import RecipeWarning
+from scaledtensor.interpose import drop_hooks
 from scaledtensor.ops import delayed
 from scaledtensor.ops.delayed import GRADIENT, INPUT, WEIGHT
-from scaledtensor.ops.functions import PRODUCTS
-from scaledtensor.recipes import Delayed, Recipe
+from scaledtensor.recipes import Delayed
 from scaledtensor.shards import by_groups, is_sharded, of_all_parts, part_of, ranks_of
-from scaledtensor.steps import Held
+from scaledtensor.site import Site, histories_moved
+from scaledtensor.steps import Held, is_scaled
 from scaledtensor.tensor import ScaledTensor
 
-__all__ = ["advance", "attach", "check", "detach", "exceeded", "name_of", "parameter_of"]
+__all__ = [
+    "advance",
+    "all_of",
+    "attach",
+    "detach",
+    "exceeded",
+    "keeper_of",
+    "name_of",
+    "parameter_of",
+]
 
 _ROWS = {"input": INPUT, "weight": WEIGHT, "gradient": GRADIENT}
 _SUFFIX = "_amax"
 
 
 class Histories:
-    """The transform of a module that has weights with histories."""
-
-    order: ClassVar[int] = 2
-    mark: ClassVar[str | None] = None
+    """What a module that keeps histories has of them beside its buffers."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.told = 0
-        _LIVE.add(self)
+        self._live()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)  # a copy is as alive as what it is of
-        _LIVE.add(self)
+        self._live()
 
-    def mode(self, module: nn.Module, args: Any, kwargs: Any) -> Mode:
-        return _Delayed(module)
+    def _live(self) -> None:
+        _LIVE.add(self)
+        histories_moved()
 
 
 #: All there are: an optimizer knows parameters, and not where their histories are.
 _LIVE: "weakref.WeakSet[Histories]" = weakref.WeakSet()
 
-
-class _Delayed(Mode):
-    """Casts the operands of products with a weight of the module. Dynamo traces it."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in ENTERED:
-            with self:
-                return ENTERED[func](*args, **kwargs)
-        known = PRODUCTS.get(func)
-        if known is None or known.on is None:
-            return func(*args, **kwargs)
-        _, history = self.of(known.operands(args, kwargs))
-        if history is None:
-            return func(*args, **kwargs)
-        return known.on(self.multiply, *args, **kwargs)
-
-    def multiply(self, function: Any, *operands: Any, **kwargs: Any) -> Any:
-        """`function` of operands that are cast by the history of the weight among them."""
-        kwargs = {k: v for k, v in kwargs.items() if k not in ("spelled", "lowered")}
-        weight, history = self.of(operands)
-        assert history is not None
-        y = function(*(self.cast(x, weight, history) for x in operands), **kwargs)
-        return delayed.gradient_cast(y, history, weight.recipe.gemms.once[2])
-
-    def of(self, operands: Sequence[Any]) -> tuple[Any, Tensor | None]:
-        """The operand that has a history, and it. A parameter that `torch.func` put in place of one
-        that is scaled has none, as no product is cast there."""
-        for name, p in self.module._parameters.items():
-            history = self.module._buffers.get(name + _SUFFIX)
-            scaled = isinstance(p, ScaledTensor)
-            if history is not None and scaled and any(x is p for x in operands):
-                return p, history
-        return None, None
-
-    def cast(self, x: Any, weight: Any, history: Tensor) -> Any:
-        first, own, _ = weight.recipe.gemms.once
-        if x is weight:
-            if x.format == own.format:  # a stored frozen weight, whose amax is always the same
-                return x
-            return delayed.cast(x, history, own, WEIGHT)
-        if not isinstance(x, ScaledTensor):
-            x = verbs.promote(x, weight.detach())
-        return delayed.cast(x, history, first, INPUT)
+#: The attribute of a module that has them. Its copies and pickles have it too.
+_ATTRIBUTE = "_scaledtensor_histories"
 
 
-def check(model: nn.Module, recipe: Recipe) -> None:
-    """Raises UnsupportedError where a recipe by history meets a model that a transform runs."""
-    every = (recipe, *(other for _, other in recipe.overrides))
-    others = (t for m in model.modules() for t in transforms(m) if not isinstance(t, Histories))
-    if any(isinstance(r, Delayed) for r in every) and any(others):
-        raise UnsupportedError(
-            "delayed scaling runs each layer under a mode of its own, which the mode of a model "
-            "that unit_scale (or another transform) made would take for parts of the model: take "
-            "Unit() or Current(), which need no history"
-        )
+def keeper_of(site: Site) -> Callable[[], Tensor | None]:
+    """What returns the history of the weight of that site, if a module keeps one."""
+    for histories in list(_LIVE):
+        for name in _names(histories.module):
+            p = histories.module._parameters[name]
+            if is_scaled(p) and part_of(p).site is site:
+                return partial(_kept, weakref.ref(histories.module), name_of(name))
+    return _nothing
+
+
+def _kept(module: "weakref.ref[nn.Module]", buffer: str) -> Tensor | None:
+    alive = module()
+    return None if alive is None else alive._buffers.get(buffer)
+
+
+def _nothing() -> None:
+    """Of a weight without a history."""
 
 
 def attach(module: nn.Module) -> None:
     """Give each weight of `module` that its recipe scales by history one, and no other; those of
-    that length that there are stay."""
+    that length that there are stay. A weight that another module has one for gets none here."""
     found = {}
     for name, p in module.named_parameters(recurse=False):
         recipe = p.recipe if isinstance(p, ScaledTensor) else None
         looked_up = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-        if isinstance(recipe, Delayed) and p.dim() > 1 and not looked_up:
+        elsewhere = any(p is other for other in _kept_elsewhere(module))
+        if isinstance(recipe, Delayed) and p.dim() > 1 and not (looked_up or elsewhere):
             found[name] = delayed.new(recipe.history, p.device)
     present = {name: module.get_buffer(name + _SUFFIX).shape for name in _names(module)}
     if present == {name: history.shape for name, history in found.items()}:
@@ -132,20 +101,23 @@ def attach(module: nn.Module) -> None:
         module.register_buffer(name + _SUFFIX, history)
     if found:
         module.register_load_state_dict_pre_hook(_allow_missing)  # type: ignore[no-untyped-call]
-        interpose(module, Histories(module))
+        module.__dict__[_ATTRIBUTE] = Histories(module)
+
+
+def _kept_elsewhere(module: nn.Module) -> list[Tensor | None]:
+    """The parameters that other modules have histories for."""
+    others = [h.module for h in list(_LIVE) if h.module is not module]
+    return [other._parameters[name] for other in others for name in _names(other)]
 
 
 def detach(module: nn.Module) -> None:
     """Take its histories from `module`."""
-    others = [t for t in transforms(module) if not isinstance(t, Histories)]
-    if len(others) == len(transforms(module)):
+    if module.__dict__.pop(_ATTRIBUTE, None) is None:
         return
-    remove(module)
-    for t in others:
-        interpose(module, t)
     for name in _names(module):
         del module._buffers[name + _SUFFIX]
     drop_hooks(module._load_state_dict_pre_hooks, _allow_missing)
+    histories_moved()
 
 
 def parameter_of(name: str) -> str:
@@ -167,6 +139,11 @@ def _allow_missing(module: nn.Module, state: dict[str, Any], prefix: str, *rest:
     """A checkpoint of the original model has no histories: those here stay."""
     for name in _names(module):
         state.setdefault(prefix + name + _SUFFIX, module._buffers[name + _SUFFIX])
+
+
+def all_of(model: nn.Module) -> list[Tensor]:
+    """The histories of the weights of `model`."""
+    return [m.get_buffer(name + _SUFFIX) for m in model.modules() for name in _names(m)]
 
 
 def exceeded(model: nn.Module) -> dict[str, dict[str, int]]:
@@ -200,11 +177,7 @@ def share_histories(model: nn.Module, group: Any = None) -> None:
         model: one with weights that have histories, or without, to which nothing happens.
         group: the ranks; by default all.
     """
-    seen = [
-        module.get_buffer(name + _SUFFIX)[:, 0]
-        for module in model.modules()
-        for name in _names(module)
-    ]
+    seen = [history[:, 0] for history in all_of(model)]
     if seen and dist.is_initialized():
         largest = of_all_parts(torch.stack(seen), (group or dist.group.WORLD,)).amax(0)
         for column, amax in zip(seen, largest, strict=True):

@@ -93,13 +93,11 @@ def scale_model(
             graph that was recorded before the conversion raises it too.
         RecipeError: no recipe has that name; a pattern of its overrides matches no module; or a
             weight does not fit its blocks and the recipe has no padding.
-        UnsupportedError: a recipe by history, for a model that `unit_scale` made; or a model that
-            simulates a format.
+        UnsupportedError: the model simulates a format.
     """
     chosen = get_recipe(recipe)
     refuse_simulated(model)
     _check_patterns(model, chosen)
-    histories.check(model, chosen)
     changes: dict[int, _Change] = {}
     for module, fqn, name, p in _parameters(model):
         if filter_fn is not None and not filter_fn(module, fqn):

@@ -1,23 +1,28 @@
 """A site: what is known of the operands of one weight's products.
 
-`scaledtensor.ops.sites` has what is measured and what follows from it, `scaledtensor.guard` when.
+Under `Unit` it is a shift of each role, which `scaledtensor.ops.sites` finds at the times that
+`scaledtensor.guard` chooses. Under `Delayed` it is a history of amaxes, which is a buffer of the
+weight's module (`scaledtensor.histories`), and which `scaledtensor.ops.delayed` reads and writes.
+
 This module has what a weight keeps, and the form in which compiled code reads it: a graph is made
-for no shift. Each weight lends it a tensor of two factors, 2^shift of inputs and of gradients, as
-an inner tensor beside `qdata`, `scale` and `rms`. So a correction compiles nothing anew, and layers
-of one shape share their code whatever was found of their operands.
+for no shift and no amax. Each weight lends it a tensor, as an inner tensor beside `qdata`, `scale`
+and `rms`: two factors, 2^shift of inputs and of gradients, or its history. So what is found
+compiles nothing anew, and layers of one shape share their code.
 """
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from scaledtensor import _torch
-from scaledtensor.recipes import Unit
+from scaledtensor.recipes import Delayed, Unit
 
-__all__ = ["GRADIENT", "INPUT", "Site", "site_of"]
+__all__ = ["GRADIENT", "INPUT", "Site", "histories_moved", "site_of"]
 
 #: Places in `Unit.shifts`.
 INPUT, GRADIENT = 0, 1
@@ -51,7 +56,9 @@ class Site:
     settling: list[bool] = field(default_factory=lambda: [False, False])
     """Of which roles compiled code found in its last look that elements saturate."""
     lent: tuple[Any, Tensor] | None = None
-    """The factors, and the shifts and the device that they were made for."""
+    """What compiled code was lent, and what it was made of."""
+    kept: tuple[int, Callable[[], Tensor | None]] | None = None
+    """Where the history is, and at which count of `histories_moved` that was found."""
 
     def is_due(self) -> bool:
         """Whether the next product is to be looked at; asked once for each. A new site looks at its
@@ -87,12 +94,37 @@ class Site:
         self.found, self.next = (of_inputs, of_gradients), [None, None]
         weight.recipe = replace(weight.recipe, shifts=self.found)
 
-    def factors(self, weight: Any) -> Tensor | None:
-        """2^shift of the inputs and of the gradients of `weight`, float32 of shape [2]; None of a
-        weight whose casts take no shifts. A graph in flight keeps the ones that it was given."""
+    def history(self) -> Tensor | None:
+        """The amaxes of earlier steps, float32 of shape [3, length + 2]; None where no module keeps
+        them for the weight of this site."""
+        if self.kept is None or self.kept[0] != _moves:
+            self.kept = _moves, import_module("scaledtensor.histories").keeper_of(self)
+        return self.kept[1]()
+
+    def lends(self, weight: Any) -> Tensor | None:
+        """What code that is compiled reads of this site, the site of `weight`: factors or a
+        history; None where the casts of its products take neither."""
         recipe = weight.recipe
-        if not isinstance(recipe, Unit) or recipe.gemms.once is None or weight.dim() < 2:
+        if weight.dim() < 2 or recipe is None or recipe.gemms.once is None:
             return None
+        if isinstance(recipe, Delayed):
+            return self._lent_history()
+        return self._lent_factors(weight) if isinstance(recipe, Unit) else None
+
+    def _lent_history(self) -> Tensor | None:
+        """The history under a count of writes of its own, since a graph that saves it for its
+        backward pass is not invalid when the next one writes into it."""
+        history = self.history()
+        if history is None:
+            return None
+        if self.lent is None or self.lent[0] is not history:
+            with _torch.outside_modes(), torch.inference_mode(False):
+                self.lent = history, history.data
+        return self.lent[1]
+
+    def _lent_factors(self, weight: Any) -> Tensor:
+        """2^shift of the inputs and of the gradients of `weight`, float32 of shape [2]. A graph in
+        flight keeps the ones that it was given."""
         self.settle(weight)
         key = (weight.recipe.shifts, weight.device)
         if self.lent is None or self.lent[0] != key:
@@ -103,6 +135,16 @@ class Site:
             self.lent = key, made
             _lenders[made.data_ptr()] = self
         return self.lent[1]
+
+
+#: How often a module began or ceased to keep histories.
+_moves = 0
+
+
+def histories_moved() -> None:
+    """Let every site look anew for the history of its weight."""
+    global _moves
+    _moves += 1
 
 
 #: The site that lent the factors at an address. Where memory is used again, the last one counts.

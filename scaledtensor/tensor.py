@@ -102,8 +102,8 @@ class ScaledTensor(Tensor):
     #: Of a weight: what is known of the operands of its products (`scaledtensor.ops.sites`).
     site: Site | None = None
 
-    #: While a graph is traced: the factors of a weight, which are data of the graph.
-    traced_factors: Tensor | None = None
+    #: While a graph is traced: what a weight lent to it (`lent`), which is data of the graph.
+    traced_lent: Tensor | None = None
 
     #: While a graph is traced, what a difference is from and to.
     towards: Any = None
@@ -177,15 +177,15 @@ class ScaledTensor(Tensor):
 
     @property
     @_torch.inlined_only
-    def factors(self) -> Tensor | None:
-        """What compiled code reads of a weight's site (`Site.factors`); None of other tensors."""
+    def lent(self) -> Tensor | None:
+        """What compiled code reads of a weight's site (`Site.lends`); None of other tensors."""
         if type(self) is not ScaledTensor or _torch.is_tracing(self.qdata):
-            return self.traced_factors
+            return self.traced_lent
         if self.site is None:
             if not is_parameter(self):
                 return None
             self.site = Site()
-        return self.site.factors(self)
+        return self.site.lends(self)
 
     def viewed(self, qdata: Tensor) -> Self:
         """A view of this tensor, around a view of its elements: the very same scale."""
@@ -195,8 +195,8 @@ class ScaledTensor(Tensor):
         if self.INNER is ScaledTensor.INNER and not torch.compiler.is_compiling():
             return cast(Self, view_of(self, qdata, self._wrapper(qdata, self.dtype)))
         made = self.like(qdata, *[shared(self, name) for name in self.INNER[1:]])
-        if self.traced_factors is not None:
-            made.traced_factors = self.traced_factors
+        if self.traced_lent is not None:
+            made.traced_lent = self.traced_lent
         return made
 
     # --- the verbs ---------------------------------------------------------------------------
@@ -221,10 +221,10 @@ class ScaledTensor(Tensor):
 
     @_torch.inlined_only
     def __tensor_flatten__(self) -> tuple[list[str], Context]:
-        if self.factors is None:
+        if self.lent is None:
             return list(self.INNER), self.context
         fmt, dtype, recipe, nonnegative = self.context
-        return [*self.INNER, "factors"], (fmt, dtype, recipe and recipe.uncorrected, nonnegative)
+        return [*self.INNER, "lent"], (fmt, dtype, recipe and recipe.uncorrected, nonnegative)
 
     @classmethod
     @_torch.inlined_only
@@ -237,8 +237,8 @@ class ScaledTensor(Tensor):
     ) -> Self:
         qdata, scale, rms = (inner[name] for name in cls.INNER)
         made = cls.make(qdata, scale, rms, *context)
-        if "factors" in inner:
-            made.traced_factors = inner["factors"]
+        if "lent" in inner:
+            made.traced_lent = inner["lent"]
         return made
 
     @_torch.inlined_only

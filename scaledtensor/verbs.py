@@ -162,7 +162,7 @@ to_format = operator(
 
 #: (x, format name, rounding, shift, factors, counts, rows) -> x itself; its gradient is rounded
 #: into `format` on the way back, under its scale times 2^shift, or times the factor in
-#: `Site.factors`; compiled code that `counts` looks at it as `counted` does.
+#: `Site.lends`; compiled code that `counts` looks at it as `counted` does.
 gradient_to_format = operator(
     'gradient_to_format(Tensor x, str format, str rounding="nearest_even", int shift=0, '
     "Tensor? factors=None, bool counts=False, bool rows=False) -> Tensor",
@@ -179,8 +179,9 @@ gradient_quantize = operator(
 )
 
 #: (x, history, Cast.spec, row, whether to record) -> the scale by a history, which is written to.
+#: Graphs do not see that: for them it is what a site knows (`scaledtensor.site`).
 LIBRARY.define(  # type: ignore[no-untyped-call]
-    "delayed_scale(Tensor x, Tensor(a!) history, str cast, int row, bool record) -> Tensor"
+    "delayed_scale(Tensor x, Tensor history, str cast, int row, bool record) -> Tensor"
 )
 delayed_scale = torch.ops.scaledtensor.delayed_scale.default
 

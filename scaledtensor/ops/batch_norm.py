@@ -226,9 +226,7 @@ def batch_norm_backward(
     )
     if not training and running.var is not None:
         rstd = (running.var + eps).rsqrt()
-    found = norm_gradients(
-        _asked(raw, mask), left, weight, rstd, v.shape[1], v.numel(), held.scale
-    )
+    found = norm_gradients(_asked(raw, mask), left, weight, rstd, v.shape[1], v.numel(), held.scale)
     dx, dw, db = found
     if dw is not None and not training:
         dw = dw._replace(rms=dw.rms * running.deviations(x))

@@ -81,8 +81,8 @@ class Traced:
 def traced(operands: Sequence[Any], recipe: Recipe) -> Traced | None:
     """The product of these operands, if one is a weight that lent its factors to a graph."""
     for i, x in enumerate(operands):
-        if isinstance(x, ScaledTensor) and x.traced_factors is not None:
-            return Traced(operands, i, x.traced_factors, recipe)
+        if isinstance(x, ScaledTensor) and x.traced_lent is not None:
+            return Traced(operands, i, x.traced_lent, recipe)
     return None
 
 

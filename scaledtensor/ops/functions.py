@@ -20,8 +20,7 @@ from torch import Tensor
 
 from scaledtensor import _torch, verbs
 from scaledtensor.errors import RecipeWarning, UnsupportedError
-from scaledtensor.formats import from_dtype
-from scaledtensor.ops import by_gemm, counted, sites
+from scaledtensor.ops import by_gemm, counted, delayed, sites
 from scaledtensor.ops import linear as as_one
 from scaledtensor.ops.algebra import check_dtypes
 from scaledtensor.ops.entering import promoted
@@ -107,15 +106,9 @@ def _governing(*operands: Any) -> tuple[Recipe | None, ScaledTensor | None]:
 
 def _cast(x: ScaledTensor, cast: Cast) -> Any:
     if x.format == cast.format:
-        return _wide_gradient(x)
+        return as_one.wide_gradient(x)
     operator, *arguments = as_one.operand_cast(x, cast)
     return operator(*arguments)
-
-
-def _wide_gradient(x: ScaledTensor) -> Any:
-    """What came as codes. Of a weight (`fully_shard` gathers them) the gradient is the master's."""
-    wide = is_parameter(x) and x.requires_grad
-    return verbs.gradient_to_format(x, from_dtype(x.dtype).name, "nearest_even") if wide else x
 
 
 def _gradient_cast(y: Any, cast: Cast, traced: counted.Traced | None = None) -> Any:
@@ -149,10 +142,13 @@ def _product(
         if matmul is None or kwargs:
             return _uncast(function, spelled or function, recipe, scaled, kwargs)
         return _under_autocast(matmul(*scaled, recipe=recipe))
+    weight, history = delayed.remembered(scaled, once)
+    if history is not None:
+        return delayed.product(function, scaled, weight, history, once)
     looks = sites.looks(parameter) if parameter is not None else sites.tells(scaled, recipe)
     first, weight, gradient = sites.look_at_inputs(parameter, scaled) if looks else once
     if function is torch.nn.functional.linear and as_one.serves(*scaled):
-        y = _linear_as_one(scaled[0], scaled[1], (first, weight, gradient))
+        y = as_one.linear(scaled[0], scaled[1], (first, weight, gradient))
     else:
         traced = counted.traced(scaled, recipe)
         held = traced.held(scaled, first) if traced else scaled
@@ -232,22 +228,17 @@ def _reflected(function: Callable[..., Any], multiply: Multiply, a: Any, b: Any)
     return multiply(function, b, a)
 
 
-def _linear_as_one(x: Any, weight: Any, once: tuple[Cast, Cast, Cast], bias: Any = None) -> Any:
-    stays = weight.format == once[1].format
-    return as_one.linear(x, _wide_gradient(weight) if stays else weight, once, bias)
-
-
 def _linear(multiply: Multiply, input: Any, weight: Any, bias: Any = None) -> Any:
     """The bias is added outside, so that its gradient sums uncast terms."""
     together = multiply is _product and bias is not None
     if together and as_one.serves(input, weight) and as_one.adds(bias, weight):
         recipe, parameter = _governing(input, weight)
         once = None if recipe is None else recipe.gemms.once
-        if once is not None:
+        if once is not None and delayed.remembered((input, weight), once)[1] is None:
             if parameter is None or not sites.looks(parameter):
-                return _linear_as_one(input, weight, once, bias)
+                return as_one.linear(input, weight, once, bias)
             once = sites.look_at_inputs(parameter, (input, weight))
-            y = _linear_as_one(input, weight, once)
+            y = as_one.linear(input, weight, once)
             return plus(sites.look_back(parameter, y), bias)
     y = multiply(torch.nn.functional.linear, input, weight)
     return y if bias is None else plus(y, bias)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from scaledtensor import _torch, verbs
-from scaledtensor.formats import BF16, FP32, Format
+from scaledtensor.formats import BF16, FP32, Format, from_dtype
 from scaledtensor.formats.rounding import encode_with_values, rounded_values
 from scaledtensor.native.elements import rounded_rows
 from scaledtensor.ops.algebra import Side, elements
@@ -33,9 +33,9 @@ from scaledtensor.recipes.casts import Cast
 from scaledtensor.recipes.scales import Carried
 from scaledtensor.scale import is_one, quadrature, settle, settle_product
 from scaledtensor.singles import ONE, Single, calculates, multiplier, rms_of, scale_of
-from scaledtensor.tensor import ScaledTensor
+from scaledtensor.tensor import ScaledTensor, is_parameter
 
-__all__ = ["adds", "is_alone", "linear", "operand_cast", "serves"]
+__all__ = ["adds", "is_alone", "linear", "operand_cast", "serves", "wide_gradient"]
 
 
 def is_alone() -> bool:
@@ -82,7 +82,15 @@ def adds(bias: Any, weight: Any) -> bool:
 def linear(x: Any, weight: Any, casts: tuple[Cast, Cast, Cast], bias: Any = None) -> Any:
     """`torch.nn.functional.linear` with input, weight and gradient cast. An operand that has the
     format of its cast already stays as it is. The gradient of the bias sums uncast terms."""
+    if weight.format == casts[1].format:
+        weight = wide_gradient(weight)
     return _Linear.apply(x, weight, casts, bias)[0]  # type: ignore[no-untyped-call]
+
+
+def wide_gradient(x: Any) -> Any:
+    """What came as codes. Of a weight (`fully_shard` gathers them) the gradient is the master's."""
+    wide = is_parameter(x) and x.requires_grad
+    return verbs.gradient_to_format(x, from_dtype(x.dtype).name, "nearest_even") if wide else x
 
 
 class _Linear(torch.autograd.Function):

@@ -45,8 +45,8 @@ def norm_operands(x: Any, *others: Any) -> list[Any]:
 
 class Normalised(NamedTuple):
     """What a norm had, for its backward pass: data whose elements stay near 1 under `scale`, and
-    the statistics of these elements. A gradient of far smaller elements than its rule expects, times
-    the reciprocal deviation of large values, would be no float32."""
+    the statistics of these elements. A gradient of far smaller elements than its rule expects,
+    times the reciprocal deviation of large values, would be no float32."""
 
     v: Tensor
     mean: Any

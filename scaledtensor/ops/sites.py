@@ -51,6 +51,7 @@ __all__ = [
     "Site",
     "calibrating",
     "fitted",
+    "is_calibrating",
     "look_at_cast",
     "look_at_inputs",
     "look_back",
@@ -86,6 +87,10 @@ def calibrating() -> Iterator[None]:
         yield
     finally:
         _calibrating -= 1
+
+
+def is_calibrating() -> bool:
+    return _calibrating > 0
 
 
 def looks(weight: Any) -> bool:

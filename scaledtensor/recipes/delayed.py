@@ -24,8 +24,8 @@ class Delayed(Recipe):
     formats for deep learning" (arXiv 2209.05433), and TransformerEngine's DelayedScaling.
 
     A step ends with `optimizer.step()`. The amaxes are a buffer beside each weight, `<name>_amax`:
-    they are saved, loaded and moved with the module. Products without a parameter (attention
-    written out) have none and are scaled by their own amax.
+    they are saved, loaded and moved with the module. `scaledtensor.calibrate` fills them from data.
+    Products without a parameter (attention written out) have none and are scaled by their own amax.
     """
 
     name: ClassVar[str] = "delayed"

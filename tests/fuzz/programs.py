@@ -260,8 +260,8 @@ def _nearly_equal(x: Tensor) -> bool:
 
 
 def _undecided(x: Tensor, n: int, unit: float) -> bool:
-    """Whether another element is nearly the largest one along the dimension of a step, so that a few
-    roundings decide which one a gradient goes to."""
+    """Whether another element is nearly the largest one along the dimension of a step, so that a
+    few roundings decide which one a gradient goes to."""
     if not x.dim():
         return False
     top = x.amax(_dim(x, n), keepdim=True)

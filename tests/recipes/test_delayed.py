@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import scaledtensor as sct
 from scaledtensor import histories
-from scaledtensor.errors import RecipeWarning, UnsupportedError
+from scaledtensor.errors import RecipeWarning
 from scaledtensor.recipes import Current, Delayed, Unit
 
 INPUT, WEIGHT, GRADIENT = range(3)
@@ -328,11 +328,64 @@ def test__the_size_of_the_loss__changes_no_code():
     assert torch.equal(found[0].scale * 2.0**-18, found[1].scale)
 
 
-def test__of_a_unit_scaled_model__it_is_refused_and_nothing_changed():
+def test__of_a_unit_scaled_model__products_have_histories():
     model = sct.unit_scale(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8)))
-    with pytest.raises(UnsupportedError, match=r"take Unit\(\) or Current\(\)"):
-        sct.scale_model(model, Unit(overrides={"0": Delayed()}))
-    assert not any(isinstance(p, sct.ScaledTensor) for p in model.parameters())
+    sct.scale_model(model, Delayed())
+    steps(model, adam(model), [1.0, 2.0])
+    for module in (model[0], model[2]):
+        assert module.weight_amax[:, 1:3].count_nonzero() == 6
+
+
+class Outside(nn.Module):
+    """Its weights are multiplied where other modules are, by views of them and under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.again = nn.Linear(16, 16)
+        self.again.weight = self.first.weight
+        self.last = nn.Linear(16, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.again(F.linear(x, self.first.weight)) @ self.last.weight.t()
+
+
+@pytest.mark.parametrize("again", [lambda m: m, copy.deepcopy, lambda m: m.to(torch.bfloat16)])
+@pytest.mark.parametrize("compiled", [False, True])
+def test__a_weight_has_one_history__wherever_it_is_multiplied(again, compiled):
+    torch.manual_seed(0)
+    model = again(sct.scale_model(Outside(), Delayed()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    dtype = model.last.weight.dtype
+    torch._dynamo.reset()
+    run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    for size in (1.0, 4.0):
+        x = torch.ones(4, 16, dtype=dtype) * size
+        run(x).square().mean().backward()
+        optimizer.step()
+    assert sorted(n for n, _ in model.named_buffers()) == ["first.weight_amax", "last.weight_amax"]
+    for module in (model.first, model.last):
+        assert module.weight_amax[:, 1:3].count_nonzero() == 6
+    inner = F.linear(x, model.first.weight)
+    for module, row, values in (
+        (model.first, INPUT, torch.cat([dequantized(inner), x])),
+        (model.last, INPUT, dequantized(model.again(inner))),
+        (model.last, WEIGHT, dequantized(model.last.weight)),
+    ):
+        amax = float(values.abs().max())
+        assert float(module.weight_amax[row, 1]) == pytest.approx(amax, rel=0.1)
+
+
+def test__accumulated_steps__may_run_backward_in_any_order():
+    """A history that a graph has saved is written to by the next one."""
+    torch._dynamo.reset()
+    model = network()
+    run = torch.compile(model, fullgraph=True, backend="aot_eager")
+    first, second = (run(torch.ones(4, 16) * s).square().mean() for s in (1.0, 2.0))
+    second.backward()
+    first.backward()
+    histories.advance(model)
+    assert model[0].weight_amax[:, 1].count_nonzero() == 3
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -414,3 +467,50 @@ def test__in_torch_func__products_are_not_cast_and_nothing_is_recorded():
     for name, g in found.items():
         assert torch.equal(dequantized(g), dequantized(wanted[name]))
     assert not model.weight_amax.any()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test__calibrated__inference_has_static_scales_of_the_data(compiled):
+    torch.manual_seed(0)
+    linear = nn.Linear(16, 32, bias=False)
+    model = sct.scale_model(nn.Sequential(linear, nn.BatchNorm1d(32)), Delayed(guard=False))
+    torch._dynamo.reset()
+    run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    batches = [torch.randn(8, 16) * size for size in (1.0, 6.0, 2.0)]
+    averages = model[1].running_mean.clone()
+    assert sct.calibrate(run, batches) == {}
+    assert torch.equal(model[1].running_mean, averages)
+    assert torch.equal(model[1].num_batches_tracked, torch.tensor(0))
+    largest = float(torch.stack(batches).abs().max())
+    kept = linear.weight_amax.clone()
+    assert float(kept[INPUT, 1]) == pytest.approx(largest, rel=0.01)
+    with torch.no_grad():
+        run.eval()
+        small, large = (torch.full((1, 16), n * largest) for n in (0.5, 8.0))
+        want = [dequantized(linear.weight.detach()).sum(1) * n for n in (0.5 * largest, largest)]
+        for x, sums in zip((small, large), want, strict=True):
+            y = dequantized(run(x))[0] * (1 + model[1].eps) ** 0.5
+            assert (y - sums).norm() / sums.norm() < 0.06  # the large one saturates at the amax
+    assert torch.equal(linear.weight_amax, kept)
+
+
+def test__calibrated_by_a_loss__the_first_step_has_scales_of_gradients():
+    model = network()
+    x = torch.randn(64, 16) * 3
+    sct.calibrate(model, [x], loss=lambda m, x: m(x).square().mean())
+    assert model[0].weight_amax[:, 1].count_nonzero() == 3
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test__a_calibration_that_fails__leaves_the_history():
+    model = network()
+    steps(model, adam(model), [1.0])
+    before = [b.clone() for b in model.buffers()]
+
+    def fails(model, x):
+        model(x)
+        raise KeyError("of the caller")
+
+    with pytest.raises(KeyError, match="of the caller"):
+        sct.calibrate(model, [torch.randn(4, 16) * 100], call=fails)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True))
