@@ -155,6 +155,8 @@ def calibrate(
             if not done:
                 p.recipe = before[name]
             p.site.new = p.site.new and not done
+            if done:
+                p.site.settle(p)
             p.site.forget()
         if not done:
             with torch.no_grad():

@@ -52,7 +52,8 @@ class Site:
     seen: list[tuple[float, float, int]] = field(default_factory=lambda: [_NOTHING, _NOTHING])
     """(largest magnitude, sum of squares, number of elements) by role, in this step so far."""
     next: list[int | None] = field(default_factory=lambda: [None, None])
-    """The shifts by role that compiled code found, for when it runs again."""
+    """The shifts by role that compiled code found, for when it runs again, or a view of the weight,
+    for when the step ends."""
     settling: list[bool] = field(default_factory=lambda: [False, False])
     """Of which roles compiled code found in its last look that elements saturate."""
     lent: tuple[Any, Tensor] | None = None
@@ -84,15 +85,20 @@ class Site:
         self.seen, self.next = [_NOTHING, _NOTHING], [None, None]
 
     def settle(self, weight: Any) -> None:
-        """Take what compiled code found into the recipe of `weight`."""
-        if self.next == [None, None]:
+        """Take what compiled code or a view of the weight found into the recipe of `weight`."""
+        if self.next != [None, None]:
+            self.correct(weight)
+            self.found, self.next = weight.recipe.shifts, [None, None]
+
+    def correct(self, view: Any) -> None:
+        """Let a view of the weight have what was found in this step."""
+        if self.next == [None, None] or not isinstance(view.recipe, Unit):
             return
         of_inputs, of_gradients = (
             kept if found is None else found
-            for kept, found in zip(weight.recipe.shifts, self.next, strict=True)
+            for kept, found in zip(view.recipe.shifts, self.next, strict=True)
         )
-        self.found, self.next = (of_inputs, of_gradients), [None, None]
-        weight.recipe = replace(weight.recipe, shifts=self.found)
+        view.recipe = replace(view.recipe, shifts=(of_inputs, of_gradients))
 
     def history(self) -> Tensor | None:
         """The amaxes of earlier steps, float32 of shape [3, length + 2]; None where no module keeps

@@ -297,6 +297,64 @@ def test__another_recipe__begins_anew():
     assert all(p.recipe == Unit() and p.site.new for p in m.parameters())
 
 
+# --- views of a weight ---------------------------------------------------------------------------
+
+VIEWS = {
+    "t": lambda x, w: x @ w.t(),
+    "mT": lambda x, w: torch.matmul(x, w.mT),
+    "first": lambda x, w: (w.view(w.shape) @ x.t()).t(),
+    "detached": lambda x, w: x @ w.t() + 0 * (x @ w.detach().t()),
+    "chunks": lambda x, w: torch.cat([x @ part.t() for part in w.chunk(2)], -1),
+}
+
+
+class ByView(nn.Module):
+    def __init__(self, weight, multiply):
+        super().__init__()
+        self.weight, self.multiply = nn.Parameter(weight), multiply
+
+    def forward(self, x):
+        return self.multiply(x, self.weight)
+
+
+def by_views(name):
+    linears, x = one_sign()
+    return nn.Sequential(
+        *(ByView(m.weight.data, VIEWS[name]) if isinstance(m, nn.Linear) else m for m in linears)
+    ), x
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test__a_view_of_a_weight__is_held_as_the_weight_is(name):
+    model, x = by_views(name)
+    y, g = passed(model, x)
+    m = scaled(model)
+    optimizer = torch.optim.SGD(m.parameters(), 0.0)
+    for _ in range(2):
+        out, grad = passed(m, x)
+        assert error(out, y) < 0.08
+        assert error(grad, g) < 0.15
+        optimizer.step()
+    assert m[0].weight.recipe.shifts[sites.GRADIENT] > 0
+    assert m[-2].weight.recipe.shifts[sites.INPUT] > 0
+    assert not m[0].weight.site.looks
+    with torch.no_grad():
+        assert error(m(x), y) < 0.08
+    other = scaled(model)
+    assert sct.calibrate(other, [x]).keys() == {f"{n}.weight" for n in (6, 8, 10)}
+    with torch.no_grad():
+        assert error(other(x), y) < 0.08
+
+
+def test__a_view_of_a_weight__without_a_step_of_an_optimizer__stays_corrected():
+    model, x = by_views("t")
+    y, _ = passed(model, x)
+    m = scaled(model)
+    for _ in range(13):  # a new site looks at the first ten products
+        out, _ = passed(m, x)
+        assert error(out, y) < 0.08
+
+
 # --- calibrate -----------------------------------------------------------------------------------
 
 

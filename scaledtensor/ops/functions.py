@@ -87,21 +87,28 @@ class Product:
 
 
 def _governing(*operands: Any) -> tuple[Recipe | None, ScaledTensor | None]:
-    """The recipe of a product, and the parameter that has it: the first among the operands. Without
-    a parameter it is the recipe of the last that is scaled, where a weight stands; none where one
-    operand is kept out."""
+    """The recipe of a product, and the weight that has it: the first parameter among the operands,
+    else the first view of one, as `w.t()` is. Without a weight it is the recipe of the last operand
+    that is scaled, where a weight stands; none where one operand is kept out."""
     found: Recipe | None = None
-    parameter: ScaledTensor | None = None
+    weight: ScaledTensor | None = None
+    settled = False
     for x in operands:
         if isinstance(x, ScaledTensor):
             if x.recipe is None:
                 return None, None
-            if parameter is None:
+            if settled:
+                continue
+            if is_parameter(x):
+                found, weight, settled = x.recipe, x, True
+            elif weight is None:
+                if x.site is not None and x._is_view():
+                    weight = x
+                    x.site.correct(x)
                 found = x.recipe
-                parameter = x if is_parameter(x) else None
         elif isinstance(x, torch.nn.Parameter):
             return None, None
-    return found, parameter
+    return found, weight
 
 
 def _cast(x: ScaledTensor, cast: Cast) -> Any:
@@ -130,7 +137,7 @@ def _product(
     """`function(*operands)` with every operand cast, and its gradient cast once on the way back;
     or, where the recipe casts for each product, `lowered` or that of `BY_GEMM`. `spelled` is the
     function to name where there is neither."""
-    recipe, parameter = _governing(*operands)
+    recipe, weight = _governing(*operands)
     if any(map(is_sparse, operands)):
         return function(*_beside_sparse(operands, recipe), **kwargs)
     if recipe is None:
@@ -142,21 +149,21 @@ def _product(
         if matmul is None or kwargs:
             return _uncast(function, spelled or function, recipe, scaled, kwargs)
         return _under_autocast(matmul(*scaled, recipe=recipe))
-    weight, history = delayed.remembered(scaled, once)
+    kept, history = delayed.remembered(scaled, once)
     if history is not None:
-        return delayed.product(function, scaled, weight, history, once)
-    looks = sites.looks(parameter) if parameter is not None else sites.tells(scaled, recipe)
-    first, weight, gradient = sites.look_at_inputs(parameter, scaled) if looks else once
+        return delayed.product(function, scaled, kept, history, once)
+    looks = sites.looks(weight) if weight is not None else sites.tells(scaled, recipe)
+    casts = sites.look_at_inputs(weight, scaled) if looks else once
     if function is torch.nn.functional.linear and as_one.serves(*scaled):
-        y = as_one.linear(scaled[0], scaled[1], (first, weight, gradient))
+        y = as_one.linear(scaled[0], scaled[1], casts)
     else:
         traced = counted.traced(scaled, recipe)
-        held = traced.held(scaled, first) if traced else scaled
-        at = sites.place(scaled, traced.weight if traced else parameter)
-        cast = [_cast(x, weight if i == at else first) for i, x in enumerate(held)]
+        held = traced.held(scaled, casts[0]) if traced else scaled
+        at = sites.place(scaled, traced.weight if traced else weight)
+        cast = [_cast(x, casts[1] if i == at else casts[0]) for i, x in enumerate(held)]
         y = function(*(traced.watched(cast) if traced else cast), **kwargs)
-        y = _gradient_cast(y, gradient, traced)
-    return sites.look_back(parameter, y) if looks else y
+        y = _gradient_cast(y, casts[2], traced)
+    return sites.look_back(weight, y) if looks else y
 
 
 def _under_autocast(y: Any) -> Any:

@@ -42,7 +42,7 @@ from scaledtensor.recipes import Unit
 from scaledtensor.recipes.casts import Cast
 from scaledtensor.recipes.scales import EXPONENTS
 from scaledtensor.site import GRADIENT, INPUT, Site
-from scaledtensor.tensor import ScaledTensor
+from scaledtensor.tensor import ScaledTensor, is_parameter
 
 __all__ = [
     "GRADIENT",
@@ -167,13 +167,17 @@ def _look(weight: Any, role: int, x: Any) -> None:
     before = site.seen[role]
     found = (max(before[0], largest), before[1] + squares, before[2] + q.numel())
     site.seen[role] = found
-    site.new = site.new and weight.requires_grad  # of a frozen weight no step will end
+    if is_parameter(weight) and not weight.requires_grad:
+        site.new = False  # no step will end
     fitting = fitted(*found, fmt, shift)
     if fitting != shift:
         shifts = list(weight.recipe.shifts)
         shifts[role] = fitting
-        site.found = (shifts[INPUT], shifts[GRADIENT])
-        weight.recipe = replace(weight.recipe, shifts=site.found)
+        weight.recipe = replace(weight.recipe, shifts=(shifts[INPUT], shifts[GRADIENT]))
+        if is_parameter(weight):
+            site.found = weight.recipe.shifts
+        else:  # a view of the weight, which takes it when this step ends
+            site.next[role] = fitting
 
 
 def fitted(
