@@ -13,7 +13,14 @@ from scaledtensor.formats import Format, decode
 from scaledtensor.measure import measured_rms
 from scaledtensor.ops.products import product_dtype
 from scaledtensor.ops.registry import Raw
-from scaledtensor.scale import A, nearest_power_of_two, quadrature
+from scaledtensor.scale import (
+    MAX_SCALE,
+    MIN_SCALE,
+    A,
+    nearest_power_of_two,
+    product_of,
+    quadrature,
+)
 from scaledtensor.singles import (
     ONE,
     Amount,
@@ -46,7 +53,6 @@ __all__ = [
     "saved_format",
     "side",
     "value",
-    "wide_elements",
 ]
 
 
@@ -103,17 +109,19 @@ def _decoded(q: Tensor, fmt: Format) -> Tensor:
     return decode(q, fmt, dtype)
 
 
-def value(x: ScaledTensor) -> Tensor:
-    """The value itself. Exact under a power of two: bfloat16 and float32 have its exponent range.
-    Under another scale, as 8-bit elements may have, it is the nearest float32."""
-    return wide_elements(x) * multiplier(scale_of(x))
-
-
-def wide_elements(x: ScaledTensor) -> Tensor:
-    """qdata in a dtype of the exponent range of float32; 8-bit elements in float32, which holds
-    them under any scale."""
-    q = elements(x)
-    return q.float() if q.dtype == torch.float16 or x.qdata.itemsize == 1 else q
+def value(x: ScaledTensor, power: Amount = ONE) -> Tensor:
+    """The value itself, times a power of two. Exact under a power of two: bfloat16 and float32 have
+    its exponent range. Under another scale, as 8-bit elements may have, it is the nearest
+    float32."""
+    q, scale = elements(x), scale_of(x)
+    if q.dtype == torch.float16 or x.qdata.itemsize == 1:
+        q = q.float()
+    if power is ONE:
+        return q * multiplier(scale)
+    together = product_of(scale, power)
+    if isinstance(together, Single) and MIN_SCALE <= together <= MAX_SCALE:
+        return q * multiplier(together)
+    return q * multiplier(scale) * multiplier(power)
 
 
 def plain(x: Any) -> Any:

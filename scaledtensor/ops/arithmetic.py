@@ -34,6 +34,7 @@ from scaledtensor.singles import (
     rounded,
     scale_of,
     single_of,
+    tensor_of,
 )
 from scaledtensor.tensor import ScaledTensor
 
@@ -296,7 +297,19 @@ def extremum(op: Overload, x: Any, y: Any) -> Raw:
     left, right = (saturated(p.q, p.q * ratio) for p, ratio in ((a, ratio_a), (b, ratio_b)))
     wide = torch.promote_types(left.dtype, right.dtype)
     positive = a.nonnegative and b.nonnegative
-    return Raw(op(left.to(wide), right.to(wide)), scale, rms, settled=True, nonnegative=positive)
+    out = op(left.to(wide), right.to(wide))
+    return Raw(out, scale, _chosen_rms(out, scale, rms, a.rms, b.rms), nonnegative=positive)
+
+
+def _chosen_rms(q: Tensor, scale: Amount, rms: Amount, of_a: Tensor, of_b: Tensor) -> Any:
+    """RMS of elements under `scale` of which each is one of two operands'. Where these are expected
+    to be of another order, the result may have none of the larger one: then it is measured."""
+    low, high = torch.minimum(of_a, of_b), torch.maximum(of_a, of_b)
+    apart = single_of((low > 0) & (high > low * 2.0**20) & (high < HUGE))
+    if not (isinstance(apart, Tensor) or apart):
+        return rms
+    seen = rms_seen(q, tensor_of(rms) / tensor_of(scale)) * tensor_of(scale)
+    return torch.where(apart, seen, tensor_of(rms)) if isinstance(apart, Tensor) else seen
 
 
 @rule(

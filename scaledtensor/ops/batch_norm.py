@@ -59,7 +59,7 @@ def group_norm_backward(
         left.q.to(v.dtype).contiguous(), v.contiguous(), held.mean, held.rstd, w, *extents, mask
     )
     found: tuple[Raw | None, Raw | None, Raw | None] = norm_gradients(
-        _asked(raw, mask), left, weight, rstd, v.shape[1], v.numel(), held.scale
+        _asked(raw, mask), left, weight, held, v.shape[1]
     )
     return found
 
@@ -216,17 +216,18 @@ def batch_norm_backward(
 ) -> tuple[Raw | None, Raw | None, Raw | None]:
     """dx: r_g r_gamma rms(rstd); d_gamma, d_beta: r_g sqrt(images * pixels)."""
     left = side(g, first_scaled(g, x, weight))
-    # In evaluation the kernel takes the running statistics, which are those of the values.
-    held = Normalised.of(x if training else plain(x), mean, rstd)
-    v, w = _operands(held.v, weight)
     running = Running.of(running_mean, running_var)
-    of_batch = (held.mean, held.rstd, training, eps, mask)
+    if training:
+        held = Normalised.of(x, mean, rstd)
+        mean, rstd = held.mean, held.rstd
+    else:
+        deviation = rstd if running.var is None else (running.var + eps).rsqrt()
+        held = Normalised.in_evaluation(x, deviation)
+    v, w = _operands(held.v, weight)
     raw = aten.native_batch_norm_backward.default(
-        left.q.to(v.dtype), v, w, running.mean, running.var, *of_batch
+        *(left.q.to(v.dtype), v, w, running.mean, running.var, mean, rstd, training, eps, mask)
     )
-    if not training and running.var is not None:
-        rstd = (running.var + eps).rsqrt()
-    found = norm_gradients(_asked(raw, mask), left, weight, rstd, v.shape[1], v.numel(), held.scale)
+    found = norm_gradients(_asked(raw, mask), left, weight, held, v.shape[1])
     dx, dw, db = found
     if dw is not None and not training:
         dw = dw._replace(rms=dw.rms * running.deviations(x))

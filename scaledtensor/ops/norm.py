@@ -14,11 +14,11 @@ from torch import Tensor
 
 from scaledtensor.formats import FP32
 from scaledtensor.measure import measured_rms
-from scaledtensor.ops.algebra import first_scaled, plain, quadrature, side, wide_elements
+from scaledtensor.ops.algebra import first_scaled, plain, quadrature, side, value
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Raw, rule
-from scaledtensor.scale import quotient_of
-from scaledtensor.singles import ONE, Single, multiplier, rms_of, scale_of, single_of
+from scaledtensor.scale import product_of, settle
+from scaledtensor.singles import ONE, Single, multiplier, rms_of, single_of
 from scaledtensor.tensor import ScaledTensor
 
 
@@ -44,23 +44,34 @@ def norm_operands(x: Any, *others: Any) -> list[Any]:
 
 
 class Normalised(NamedTuple):
-    """What a norm had, for its backward pass: data whose elements stay near 1 under `scale`, and
-    the statistics of these elements. A gradient of far smaller elements than its rule expects,
-    times the reciprocal deviation of large values, would be no float32."""
+    """What a norm had, for its backward pass: data near 1, their statistics, and what is expected
+    of the reciprocal deviation of the values.
+
+    The data are divided by a power of two next to their deviation. The elements of a gradient may
+    be far smaller than their rule expects. Times the reciprocal deviation of large values they
+    would be no float32.
+    """
 
     v: Tensor
     mean: Any
     rstd: Any
-    scale: Any
+    power: Any
+    """A gradient for `v` times this is one for the values."""
+    rms: Any
 
     @staticmethod
     def of(x: Any, mean: Any, rstd: Any) -> "Normalised":
-        if not isinstance(x, ScaledTensor):
-            return Normalised(x, mean, rstd, ONE)
-        scale = scale_of(x)
-        held = multiplier(scale)
-        mean = None if mean is None else mean / held
-        return Normalised(wide_elements(x), mean, rstd * held, scale)
+        rms = single_of(measured_rms(rstd))
+        (power,) = settle(rms)
+        held = multiplier(power)
+        mean = None if mean is None else mean * held
+        v = value(x, power) if isinstance(x, ScaledTensor) else x * held
+        return Normalised(v, mean, rstd / held, power, rms)
+
+    @staticmethod
+    def in_evaluation(x: Any, rstd: Any) -> "Normalised":
+        """By running statistics, which are of the values."""
+        return Normalised(plain(x), None, rstd, ONE, single_of(measured_rms(rstd)))
 
 
 @rule(aten.native_layer_norm.default)
@@ -95,7 +106,7 @@ def layer_norm_backward(
     raw = aten.native_layer_norm_backward.default(
         left.q.to(v.dtype), v, shape, held.mean, held.rstd, w, b, mask
     )
-    return norm_gradients(raw, left, weight, rstd, math.prod(shape), v.numel(), held.scale)
+    return norm_gradients(raw, left, weight, held, math.prod(shape))
 
 
 @rule(aten._fused_rms_norm.default)
@@ -129,7 +140,7 @@ def rms_norm_backward(
     rows = tuple(range(v.dim() - len(shape)))
     dw = (q * normal).sum(rows) if rows else q * normal
     raw = dx, dw if mask[1] else None
-    out = norm_gradients(raw, left, weight, rstd, math.prod(shape), v.numel(), held.scale)
+    out = norm_gradients(raw, left, weight, held, math.prod(shape))
     return out[0], out[1]
 
 
@@ -161,20 +172,14 @@ def _slice(v: Tensor, dim: int) -> int:
 
 
 def norm_gradients(
-    raw: Sequence[Tensor | None],
-    g: Any,
-    weight: Any,
-    rstd: Tensor,
-    width: int,
-    numel: int,
-    scale: Any,
+    raw: Sequence[Tensor | None], g: Any, weight: Any, held: Normalised, width: int
 ) -> Any:
-    """The gradients that a kernel gave for the elements of `g`, and data held under `scale`; None
-    for those not asked for. `rstd` is of the values."""
-    rows = (numel / max(width, 1)) ** 0.5
+    """The gradients that a kernel gave for the elements of `g` and the data that it was given; None
+    for those not asked for."""
+    rows = (held.v.numel() / max(width, 1)) ** 0.5
     dx, *parameters = raw
-    rms = g.rms * _rms(weight, g.rms) * single_of(measured_rms(rstd))
+    rms = g.rms * _rms(weight, g.rms) * held.rms
     return (
-        None if dx is None else Raw(dx, quotient_of(g.scale, scale), rms),
+        None if dx is None else Raw(dx, product_of(g.scale, held.power), rms),
         *(None if d is None else Raw(d, g.scale, g.rms * rows, format=FP32) for d in parameters),
     )
