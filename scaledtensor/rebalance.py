@@ -187,7 +187,7 @@ def _period(p: Any) -> int:
 def _rebalanced(x: ScaledTensor, by: str) -> Tensor:
     """Whether the scale changed, on the device of `x`."""
     if by == "rms" and (rms_under := _rms_where_the_scale_stays(x)) is not None:
-        put(x, "rms", rms_under)
+        put(x, rms=rms_under)
         return torch.zeros((), dtype=torch.bool)
     value = elements(x).double() * _scale(x).double()
     rms = measured_rms(value)
@@ -218,8 +218,7 @@ def _put(x: ScaledTensor, value: Tensor, scale: Tensor, rms: Tensor) -> Tensor:
     scale = torch.where(rms > 0, scale, before)
     changed = scale != before
     x.qdata.copy_(store((value / scale.double()).float(), x.format))
-    put(x, "scale", single_of(scale))
-    put(x, "rms", single_of(torch.where(rms > 0, rms, tensor_of(rms_of(x)))))
+    put(x, single_of(scale), single_of(torch.where(rms > 0, rms, tensor_of(rms_of(x)))))
     return changed
 
 

@@ -13,12 +13,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from scaledtensor import formed as formed
 from scaledtensor.errors import ScaleError
+from scaledtensor.forms import Form
 from scaledtensor.singles import Amount, Single, multiplier, rounded, single_of, tensor_of
 
 __all__ = [
     "MAX_SCALE",
     "MIN_SCALE",
+    "NEAREST",
     "checked_scale",
     "is_one",
     "is_power_of_two",
@@ -51,6 +54,8 @@ _LEAST = _SQRT2_MANTISSA * 2.0**-149  # what still rounds up to 2**-126
 #: An RMS this far from its scale leaves elements whose squares need not be float32 numbers.
 _FAR = 2.0**24
 _FLOAT32_MAX = torch.finfo(torch.float32).max
+#: What `nearest_power_of_two` adds to bits, what it keeps of them, their largest, and those of 1.
+NEAREST = (_ONE_BINADE - _SQRT2_MANTISSA, _EXPONENT, _MAX_BITS, _ONE_BITS)
 
 
 def nearest_power_of_two(rms: Tensor) -> Tensor:
@@ -61,9 +66,10 @@ def nearest_power_of_two(rms: Tensor) -> Tensor:
     scale for every input: at most 2**127, also for infinity; and 1 for NaN, and for zero and what
     would be under 2**-126, so that whatever is written into a zero tensor later fits.
     """
-    bits = rms.view(torch.int32) + (_ONE_BINADE - _SQRT2_MANTISSA)
-    bits = bits.bitwise_and_(_EXPONENT).clamp_(max=_MAX_BITS)
-    return bits.masked_fill_(bits == 0, _ONE_BITS).view(torch.float32)
+    carry, exponent, most, one = NEAREST
+    bits = rms.view(torch.int32) + carry
+    bits = bits.bitwise_and_(exponent).clamp_(max=most)
+    return bits.masked_fill_(bits == 0, one).view(torch.float32)
 
 
 def settle(rms: A, *scales: A) -> list[A]:
@@ -75,6 +81,9 @@ def settle(rms: A, *scales: A) -> list[A]:
     """
     if _are_numbers(rms, *scales):
         return _settle_singles(rms, scales)  # type: ignore[return-value]
+    if _is_traced(rms, *scales):
+        power: Any = Form("power", rms)
+        return [power, *(Form("ratio", s, power) for s in scales)]
     tensor, held = tensor_of(rms), tuple(map(_held, scales))
     return _settle_tensors(tensor, held)  # type: ignore[return-value]
 
@@ -92,15 +101,15 @@ def _are_numbers(*amounts: Any) -> bool:
 
 
 def _settle_tensors(tensor: Tensor, held: tuple[Tensor, ...]) -> list[Tensor]:
-    if tensor.is_cpu and torch.compiler.is_compiling():
-        # Opaque there: Inductor's C++ would inline this scalar arithmetic into every kernel that
-        # reads the result and redo it for each vector of elements (measured: 3x on a gelu).
-        out: list[Tensor] = torch.ops.scaledtensor.settle(tensor, held)
-        return out
     if type(tensor) is Tensor and tensor.is_cpu and not tensor.dim():
         return _settle_numbers(tensor, held)
     power = nearest_power_of_two(tensor)
     return [power, *((s / power).clamp_max_(_FLOAT32_MAX).float() for s in held)]
+
+
+def _is_traced(*amounts: Any) -> bool:
+    """Whether a graph is being traced, in which amounts are closed forms."""
+    return torch.compiler.is_compiling() or any(isinstance(x, Form) for x in amounts)
 
 
 def product_of(a: Any, b: Any) -> Any:
@@ -111,6 +120,8 @@ def product_of(a: Any, b: Any) -> Any:
     """
     if type(a) is Single and type(b) is Single:
         return Single(float.__mul__(a, b))
+    if _is_traced(a, b):
+        return Form("product", a, b)
     return tensor_of(a).double() * tensor_of(b)
 
 
@@ -118,12 +129,14 @@ def quotient_of(a: Any, b: Any) -> Any:
     """The scale of quotients of such elements, in the same way."""
     if type(a) is Single and type(b) is Single:
         return Single(float.__truediv__(a, b))
+    if _is_traced(a, b):
+        return Form("quotient", a, b)
     return tensor_of(a).double() / tensor_of(b)
 
 
 def _held(scale: Any) -> Tensor:
-    if isinstance(scale, Tensor):
-        return scale
+    if isinstance(scale, (Tensor, Form)):
+        return tensor_of(scale)
     return torch.scalar_tensor(float(scale), dtype=torch.float64)
 
 
@@ -166,6 +179,8 @@ def quadrature(*rms: Any) -> Any:
     """
     if _are_numbers(*rms):
         return Single(rounded(math.sqrt(sum([float.__mul__(r, r) for r in rms]))))
+    if _is_traced(*rms):
+        return Form("quadrature", *rms)
     total = tensor_of(rms[0]).double().square()
     for r in rms[1:]:
         total = total + tensor_of(r).double().square()
@@ -177,6 +192,8 @@ def larger(a: Amount, b: Amount) -> Any:
     a, b = single_of(a), single_of(b)
     if isinstance(a, Single) and isinstance(b, Single):
         return b if b > a or b != b else a
+    if _is_traced(a, b):
+        return Form("most", a, b)
     return torch.maximum(tensor_of(a), tensor_of(b))
 
 
@@ -211,16 +228,6 @@ def _ratio_of(held: float, scale: float) -> Single:
 def _settle_numbers(rms: Tensor, scales: Sequence[Tensor]) -> list[Tensor]:
     held = [s.item() for s in scales]
     return [s.tensor() for s in _settle_singles(rms.item(), held)]
-
-
-_LIBRARY = torch.library.Library("scaledtensor", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define("settle(Tensor rms, Tensor[] scales) -> Tensor[]")  # type: ignore[no-untyped-call]
-_LIBRARY.impl("settle", _settle_numbers, "CPU")  # type: ignore[no-untyped-call]
-
-
-@torch.library.register_fake("scaledtensor::settle", lib=_LIBRARY)  # type: ignore[untyped-decorator]
-def _settle_fake(rms: Tensor, scales: Sequence[Tensor]) -> list[Tensor]:
-    return [torch.empty_like(rms) for _ in range(len(scales) + 1)]
 
 
 def is_power_of_two(x: Tensor) -> Tensor:

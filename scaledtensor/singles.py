@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from scaledtensor import _torch
+from scaledtensor.forms import Form, written
 
 __all__ = [
     "CELLS",
@@ -130,8 +131,9 @@ class Single(float):
 
 ONE = Single(1.0)
 
-Amount: TypeAlias = Tensor | Single
-"""A scale or an RMS: a 0-dim float32 tensor, or the number that one would hold."""
+Amount: TypeAlias = Tensor | Single | Form
+"""A scale or an RMS: a 0-dim float32 tensor, the number that one would hold, or in code that is
+being traced the closed form of one."""
 
 
 def _number(x: Any) -> float | None:
@@ -151,9 +153,11 @@ class Cell:
 
     __slots__ = ("made", "number")
 
-    def __init__(self, number: Single) -> None:
+    def __init__(self, number: Single | Form) -> None:
+        # A graph may end with any tensor, when nothing can be added to it. What nobody reads is
+        # dropped from it.
+        self.made: Tensor | None = number.fresh() if isinstance(number, Form) else None
         self.number = number
-        self.made: Tensor | None = None
 
     def write(self, number: Single) -> None:
         if self.made is None:
@@ -165,7 +169,8 @@ class Cell:
         """The tensor that counts from now on: a real one, whatever is being traced."""
         if self.made is None:
             with _torch.outside_modes(), torch.inference_mode(inference):
-                self.made = torch.scalar_tensor(self.number, dtype=torch.float32, device="cpu")
+                number: Any = self.number
+                self.made = torch.scalar_tensor(number, dtype=torch.float32, device="cpu")
         return self.made
 
 
@@ -189,17 +194,24 @@ def rms_of(x: Any) -> Any:
 def _read(x: Any, name: str, numbered: str) -> Any:
     held = x.__dict__
     tensor = held.get(name)
+    if torch.compiler.is_compiling():
+        return _form_of(x, name, numbered)
     if tensor is not None:
         return single_of(tensor)
-    if torch.compiler.is_compiling():
-        return getattr(x, name)
     cell = held[numbered]
     return cell.number if cell.made is None else single_of(cell.made)
 
 
+def _form_of(x: Any, name: str, numbered: str) -> Form:
+    cell = x.__dict__.get(numbered)
+    known = None if cell is None else cell.number
+    counts = isinstance(known, Form) and known.counts
+    return known if counts else Form.of(getattr(x, name))  # type: ignore[return-value]
+
+
 def tensor_of(x: Amount) -> Tensor:
     """As a 0-dim tensor."""
-    return x.tensor() if isinstance(x, Single) else x
+    return x if isinstance(x, Tensor) else x.tensor()
 
 
 def hold(x: Any, scale: "Amount | Cell", rms: "Amount | Cell") -> None:
@@ -207,11 +219,15 @@ def hold(x: Any, scale: "Amount | Cell", rms: "Amount | Cell") -> None:
     if isinstance(scale, Tensor):
         x.scale = scale
     else:
-        x._scale = scale if isinstance(scale, Cell) else Cell(scale)
+        x._scale = cell = scale if isinstance(scale, Cell) else Cell(scale)
+        if cell.made is not None:
+            x.scale = cell.made
     if isinstance(rms, Tensor):
         x.rms = rms
     else:
-        x._rms = rms if isinstance(rms, Cell) else Cell(rms)
+        x._rms = cell = rms if isinstance(rms, Cell) else Cell(rms)
+        if cell.made is not None:
+            x.rms = cell.made
 
 
 #: The attributes that hold the cells.
@@ -246,8 +262,11 @@ def asked() -> Any:
 
 def shared(x: Any, name: str) -> Tensor | Cell:
     """What a view of `x` has as its "scale" or "rms": the same one."""
-    held = x.__dict__.get(name)
-    return x.__dict__[f"_{name}"] if held is None else held  # type: ignore[no-any-return]
+    held = x.__dict__
+    cell: Cell | None = held.get(f"_{name}")
+    if cell is not None and (name not in held or isinstance(cell.number, Form)):
+        return cell
+    return held[name]  # type: ignore[no-any-return]
 
 
 #: What a view has of a tensor, by name, besides its elements.
@@ -264,11 +283,11 @@ def view_of(x: Any, qdata: Tensor, made: Any) -> Any:
     return made
 
 
-def multiplier(x: Amount) -> Amount:
+def multiplier(x: Amount) -> Tensor | Single:
     """What to multiply a tensor by: of a power of two a 0-dim tensor that is there already, which
     takes a third of the time of the number. Not to be written to."""
     if not isinstance(x, Single):
-        return x
+        return tensor_of(x)
     found = _FACTORS.get(x)
     if found is None:
         if abs(math.frexp(x)[0]) != 0.5:
@@ -287,15 +306,22 @@ def calculates(x: Any) -> bool:
 
 def copied(x: Amount) -> Any:
     """One of its own for another tensor: numbers never change."""
-    return x if isinstance(x, Single) else x.clone()
+    return x.clone() if isinstance(x, Tensor) else x
 
 
-def put(x: Any, name: str, number: Amount) -> None:
-    """Write a scale ("scale") or an RMS ("rms") into a ScaledTensor and into its views."""
-    held = x.__dict__.get(name)
-    if held is None and isinstance(number, Single):
-        x.__dict__[f"_{name}"].write(number)
-    elif isinstance(number, Single):
-        held.fill_(number)
-    else:
-        getattr(x, name).copy_(number)
+def put(x: Any, scale: Amount | None = None, rms: Amount | None = None) -> None:
+    """Write a scale and an RMS into a ScaledTensor and into its views; None leaves one."""
+    given = {"scale": scale, "rms": rms}
+    # Of both before either is written: one may follow from the other.
+    given = {name: tensor_of(n) if isinstance(n, Form) else n for name, n in given.items()}
+    for name, number in given.items():
+        held = x.__dict__.get(name)
+        if number is None:
+            continue
+        if held is None and isinstance(number, Single):
+            x.__dict__[f"_{name}"].write(number)
+        elif isinstance(number, Single):
+            held.fill_(number)
+        else:
+            written()
+            getattr(x, name).copy_(number)

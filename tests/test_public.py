@@ -358,6 +358,7 @@ PUBLIC = {
     "scaledtensor.scale": [
         "MAX_SCALE",
         "MIN_SCALE",
+        "NEAREST",
         "checked_scale",
         "is_one",
         "is_power_of_two",

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scaledtensor.forms import Form
 from scaledtensor.measure import measured_rms
 from scaledtensor.ops.algebra import (
     Side,
@@ -93,7 +94,7 @@ def term(x: Any, like: ScaledTensor) -> Side:
     if is_table(x):
         x = x.float()
         rms = single_of(_table_rms(x))
-        return Side(x, ONE if isinstance(rms, Single) else torch.ones_like(rms), rms)
+        return Side(x, torch.ones_like(rms) if isinstance(rms, Tensor) else ONE, rms)
     return side(x, like)
 
 
@@ -149,6 +150,8 @@ def _factor(x: Tensor, rms: Amount) -> Any:
         return rms
     if isinstance(rms, Single):
         return rms if math.isfinite(rms) else ONE
+    if isinstance(rms, Form):
+        return Form("finite", rms)
     return torch.where(rms.isfinite(), rms, torch.ones_like(rms))
 
 
@@ -173,6 +176,8 @@ def _divisor(rms: Amount) -> Any:
     """The RMS by which a quotient is divided: 1 where the divisor is known to be all zeros."""
     if isinstance(rms, Single):
         return rms if rms else ONE
+    if isinstance(rms, Form):
+        return Form("nonzero", rms)
     return torch.where(rms == 0, torch.ones_like(rms), rms)
 
 
@@ -229,7 +234,7 @@ def plus_product(
         # Finite: 0 * inf is NaN.
         largest = torch.finfo(torch.float32).max
         return torch.add(start, product, alpha=max(min(held * value, largest), -largest))
-    return torch.addcmul(start, product, held, value=value)
+    return torch.addcmul(start, product, tensor_of(held), value=value)
 
 
 @rule(aten.lerp.Scalar, aten.lerp.Tensor)

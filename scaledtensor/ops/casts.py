@@ -163,15 +163,18 @@ def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         target.qdata.copy_(
             held.qdata if held.format == target.format else store(elements(held), target.format)
         )
-        put(target, "scale", scale_of(held))
-        put(target, "rms", rms_of(held))
+        put(target, scale_of(held), rms_of(held))
         target.nonnegative = held.nonnegative
         if target.site is not None:
             sites.take_over(target, source)
     else:
         if not _torch.is_tracing(target.qdata):  # zeros fit the scale that comes
-            target.scale.copy_(torch.where(target.rms == 0, held.scale, target.scale))
-            target.rms.copy_(torch.where(target.rms == 0, held.rms, target.rms))
+            zero = target.rms == 0
+            put(
+                target,
+                torch.where(zero, held.scale, target.scale),
+                torch.where(zero, held.rms, target.rms),
+            )
         write(target, held, [source])
     return target
 

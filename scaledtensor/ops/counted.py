@@ -32,6 +32,7 @@ from scaledtensor.ops.results import store
 from scaledtensor.recipes import Recipe, Unit
 from scaledtensor.recipes.casts import Cast
 from scaledtensor.scale import MAX_SCALE, MIN_SCALE
+from scaledtensor.singles import copied, multiplier, rms_of, scale_of
 from scaledtensor.site import INPUT, site_of
 from scaledtensor.tensor import ScaledTensor
 
@@ -89,8 +90,9 @@ def traced(operands: Sequence[Any], recipe: Recipe) -> Traced | None:
 @rule(verbs.corrected)
 def corrected(x: ScaledTensor, factors: Tensor, role: int) -> ScaledTensor:
     """The same value under the scale times a power of two, as far as there is such a float32."""
-    scale = (x.scale * factors[role]).clamp(MIN_SCALE, MAX_SCALE)
-    return x.like(store(elements(x) * (x.scale / scale), x.format), scale, x.rms.clone())
+    held = scale_of(x)
+    scale = (held * factors[role]).clamp_min(MIN_SCALE).clamp_max(MAX_SCALE)
+    return x.like(store(elements(x) * multiplier(held / scale), x.format), scale, copied(rms_of(x)))
 
 
 @rule(verbs.counted)

@@ -13,7 +13,15 @@ from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.views import fill_under, moves_scale
 from scaledtensor.scale import nearest_power_of_two
-from scaledtensor.singles import Single, calculates, rms_of, scale_of, single_of, tensor_of
+from scaledtensor.singles import (
+    Single,
+    calculates,
+    put,
+    rms_of,
+    scale_of,
+    single_of,
+    tensor_of,
+)
 from scaledtensor.tensor import ScaledTensor, is_stored
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -128,7 +136,7 @@ def rand_like(x: ScaledTensor, **options: Any) -> Tensor:
     """Uniform on [0, 1): r = sqrt(1/3)."""
     out = _new(aten.rand_like.default, x, 1.0, (), options)
     if isinstance(out, ScaledTensor):
-        out.rms.mul_(3**-0.5)
+        put(out, rms=rms_of(out) * 3**-0.5)
     return out
 
 

@@ -227,7 +227,8 @@ def _product(matmul: Any, a: Any, b: Any) -> Raw:
     q = matmul(*multiplied(x.q, y.q))
     # In place where it is a tensor of its own; export loses track of a traced one.
     if not is_one(ratio):
-        q = q * ratio if _torch.is_tracing(q) else q.mul_(multiplier(ratio))
+        factor = multiplier(ratio)
+        q = q * factor if _torch.is_tracing(q) else q.mul_(factor)
     return Raw(q, scale, rms, settled=True)
 
 

@@ -18,13 +18,13 @@ from scaledtensor.ops.algebra import first_scaled, plain, quadrature, side, valu
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.scale import product_of, settle
-from scaledtensor.singles import ONE, Single, multiplier, rms_of, single_of
+from scaledtensor.singles import ONE, multiplier, rms_of, single_of
 from scaledtensor.tensor import ScaledTensor
 
 
 def _rms(x: Any, like: Any) -> Any:
     if x is None:
-        return ONE if isinstance(like, Single) else torch.ones_like(like)
+        return torch.ones_like(like) if isinstance(like, Tensor) else ONE
     return rms_of(x) if isinstance(x, ScaledTensor) else single_of(measured_rms(x))
 
 

@@ -67,8 +67,7 @@ def unscale(grads: Sequence[Tensor], found_inf: Tensor, inverse: Tensor) -> None
         if covers_storage(g.qdata):
             moved = (g.scale * nearest_power_of_two(inverse.float())).clamp(MIN_SCALE, MAX_SCALE)
             ratio = moved.double() / g.scale
-            g.scale.copy_(moved)
-            g.rms.copy_(g.rms * ratio)
+            put(g, moved, (g.rms * ratio).float())
             g.mul_((inverse / ratio).float())
         else:  # a scale that is shared with what lies around
             g.mul_(inverse)
@@ -198,8 +197,7 @@ def _moved(x: Any, rms: Single) -> tuple[Tensor, float]:
     scale, ratio = settle_in_place(kept, rms_of(x), rms, kept, True)
     if scale is not kept:
         x.qdata.mul_(multiplier(ratio))
-        put(x, "scale", scale)
-    put(x, "rms", rms)
+    put(x, None if scale is kept else scale, rms)
     x.whole_amax = None
     return x.qdata, float(scale)
 

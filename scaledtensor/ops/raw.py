@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from scaledtensor.formats import Format
-from scaledtensor.singles import ONE, Amount, Single
+from scaledtensor.singles import ONE, Amount
 from scaledtensor.tensor import ScaledTensor
 
 __all__ = ["Raw", "Towards", "starts_at"]
@@ -49,4 +49,4 @@ class Raw(NamedTuple):
         """The scale that `q` is held under: an Amount, as `rms` is."""
         if self.scale is not None:
             return self.scale
-        return ONE if isinstance(self.rms, Single) else torch.ones_like(self.rms)
+        return torch.ones_like(self.rms) if isinstance(self.rms, Tensor) else ONE

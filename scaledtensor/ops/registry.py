@@ -27,6 +27,7 @@ from torch import Tensor
 from scaledtensor import _torch
 from scaledtensor._version import __version__
 from scaledtensor.errors import MissingRuleError, MissingRuleWarning, RegistryError
+from scaledtensor.forms import Form
 from scaledtensor.ops.entering import with_scaled
 from scaledtensor.ops.foreach import foreach, written
 from scaledtensor.ops.observe import observers
@@ -187,8 +188,14 @@ def _functional(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return wrap(result, _operands(args, kwargs))
     if isinstance(result, (tuple, list)):
         operands = _operands(args, kwargs)
-        return type(result)(wrap(r, operands) if isinstance(r, Raw) else r for r in result)
-    return result
+        return type(result)(_wrapped(r, operands) for r in result)
+    return result.tensor() if isinstance(result, Form) else result
+
+
+def _wrapped(result: Any, operands: list[Any]) -> Any:
+    if isinstance(result, Raw):
+        return wrap(result, operands)
+    return result.tensor() if isinstance(result, Form) else result
 
 
 def _operands(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Any]:

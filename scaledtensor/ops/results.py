@@ -21,6 +21,7 @@ from scaledtensor.singles import (
     rms_of,
     scale_of,
     single_of,
+    tensor_of,
 )
 from scaledtensor.steps import watch
 from scaledtensor.tensor import ScaledTensor, from_plain, is_stored
@@ -37,7 +38,7 @@ OVERFLOW: Overflow = "saturate_finite"
 def wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
     scaled = [x for x in operands if isinstance(x, ScaledTensor)]
     fmt = raw.format or narrowest(scaled)
-    q, rms = raw.q, single_of(raw.rms)
+    q, rms = tensor_of(raw.q), single_of(raw.rms)
     if raw.settled:
         # Only views share a scale object with another tensor: writing in place changes it.
         scale = copied(single_of(raw.held))
@@ -138,10 +139,9 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
         place.copy_(wide)
     else:
         torch.mul(wide, multiplier(ratio), out=place)
-    if scale is not kept:
-        put(target, "scale", scale)
     # A part that became zero does not make the whole known to be zero.
-    put(target, "rms", raw.rms if whole else larger(expected, raw.rms))
+    rms = raw.rms if whole else larger(expected, raw.rms)
+    put(target, None if scale is kept else scale, rms)
     target.nonnegative = raw.nonnegative
 
 

@@ -37,6 +37,7 @@ from scaledtensor.ops.reduction import growth
 from scaledtensor.ops.registry import Overload, Raw, dispatch, rule
 from scaledtensor.ops.results import store
 from scaledtensor.scale import nearest_power_of_two, quadrature, settle, settle_in_place
+from scaledtensor.singles import put
 from scaledtensor.sparse import TABLE, SparseTensor, coo, is_sparse
 from scaledtensor.steps import watch
 from scaledtensor.tensor import ScaledTensor
@@ -423,9 +424,7 @@ def _add_in_place(x: Any, y: Any, *, alpha: float = 1) -> Any:
     added = stored._values() * (ratio * alpha)
     x.qdata.index_put_(places, store(_wide(elements(x)[places]) + added, x.format))
     x.whole_amax = None
-    if scale is not x.scale:
-        x.scale.copy_(scale)
-    x.rms.copy_(rms)
+    put(x, None if scale is x.scale else scale, rms)
     x.nonnegative = x.nonnegative and y.nonnegative and alpha > 0
     return x
 

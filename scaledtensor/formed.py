@@ -1,0 +1,141 @@
+"""The operator that makes the number of a `Form`, where no compiler does.
+
+Its leaves are 0-dim tensors on one device. On a CPU it calculates with numbers of the host,
+elsewhere with 0-dim tensors, which waits for no device. Inductor does not call it:
+`scaledtensor._inductor`.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaledtensor import _inductor
+from scaledtensor.forms import is_double, valued
+from scaledtensor.singles import Single, rounded
+
+__all__ = ["Numbers", "Tensors"]
+
+
+def _rounds(operation: Callable[[float, float], float]) -> Callable[[Any, Any], Any]:
+    """An operation on float64 numbers, rounded where both are float32 numbers."""
+
+    def calculated(x: float, y: float) -> float:
+        result = operation(x, y)
+        return Single(rounded(result)) if type(x) is type(y) is Single else result
+
+    return calculated
+
+
+def _quotient(x: float, y: float) -> float:
+    if y == 0:
+        return math.nan if x == 0 or x != x else math.copysign(math.inf, x) * math.copysign(1.0, y)
+    return float.__truediv__(x, y)
+
+
+class Numbers:
+    """Float32 numbers are `Single`s, float64 numbers are floats."""
+
+    mul = staticmethod(_rounds(float.__mul__))
+    add = staticmethod(_rounds(float.__add__))
+    sub = staticmethod(_rounds(float.__sub__))
+    div = staticmethod(_rounds(_quotient))
+
+    number = single = staticmethod(lambda x: Single(rounded(x)))
+    double = float
+    neg = staticmethod(lambda x: -x)
+    abs = staticmethod(lambda x: abs(x))
+
+    @staticmethod
+    def sqrt(x: float) -> float:
+        if isinstance(x, Single):
+            return x.sqrt()
+        return math.sqrt(x) if x >= 0 else math.nan
+
+    @staticmethod
+    def least(x: float, y: float) -> float:
+        return y if x > y else x
+
+    @staticmethod
+    def most(x: float, y: float) -> float:
+        return y if x < y or y != y else x
+
+    @staticmethod
+    def power(x: float) -> float:
+        from scaledtensor.scale import power_of_two_near
+
+        return Single(power_of_two_near(x))
+
+    @staticmethod
+    def is_zero(x: float) -> bool:
+        return x == 0
+
+    @staticmethod
+    def is_beyond(x: float) -> bool:
+        return not math.isfinite(x)
+
+    @staticmethod
+    def otherwise(x: float, condition: bool, number: float) -> float:
+        return Single(number) if condition else x
+
+
+class Tensors:
+    """0-dim tensors; a number is one that torch takes beside them."""
+
+    mul, add, sub, div, sqrt = torch.mul, torch.add, torch.sub, torch.div, torch.sqrt
+    neg, abs = torch.neg, torch.abs
+
+    number = float
+    single = staticmethod(lambda x: x.float())
+    double = staticmethod(lambda x: x.double() if isinstance(x, Tensor) else x)
+
+    @staticmethod
+    def least(x: Tensor, y: Any) -> Tensor:
+        return torch.minimum(x, y) if isinstance(y, Tensor) else x.clamp_max(y)
+
+    @staticmethod
+    def most(x: Tensor, y: Any) -> Tensor:
+        return torch.maximum(x, y) if isinstance(y, Tensor) else x.clamp_min(y)
+
+    @staticmethod
+    def power(x: Tensor) -> Tensor:
+        from scaledtensor.scale import nearest_power_of_two
+
+        return nearest_power_of_two(x)
+
+    @staticmethod
+    def is_zero(x: Tensor) -> Tensor:
+        return x == 0
+
+    @staticmethod
+    def is_beyond(x: Tensor) -> Tensor:
+        return ~x.isfinite()
+
+    @staticmethod
+    def otherwise(x: Tensor, condition: Tensor, number: float) -> Tensor:
+        return torch.where(condition, torch.full_like(x, number), x)
+
+
+_LIBRARY = torch.library.Library("scaledtensor", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define("form(Tensor[] leaves, str steps) -> Tensor")  # type: ignore[no-untyped-call]
+
+
+def _form(leaves: list[Tensor], steps: str) -> Tensor:
+    if all(x.is_cpu for x in leaves):
+        numbers = [Single(x.item()) if x.dtype is torch.float32 else x.item() for x in leaves]
+        dtype = torch.float64 if is_double(steps) else torch.float32
+        return torch.scalar_tensor(valued(Numbers, numbers, steps), dtype=dtype)
+    made = valued(Tensors, leaves, steps)
+    return made if isinstance(made, Tensor) else leaves[0].new_full((), made)
+
+
+_LIBRARY.impl("form", _form, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+
+
+@torch.library.register_fake("scaledtensor::form", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+def _form_fake(leaves: list[Tensor], steps: str) -> Tensor:
+    _inductor.teach()
+    dtype = torch.float64 if is_double(steps) else torch.float32
+    return torch.empty((), dtype=dtype, device=leaves[0].device)

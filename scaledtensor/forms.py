@@ -1,0 +1,291 @@
+"""Scales and expected RMS in code that is being traced: closed forms, not nodes of a graph.
+
+The scale of nearly every tensor follows from shapes and from the scales of a few others. Computed
+by torch's operators, each would be a dozen nodes of the graph. A `Form` is such a number written
+down: an operation on other forms, of which the first are 0-dim tensors of the graph. It has the
+arithmetic of `Single`, to the bit. Where a number is wanted, for elements to be multiplied by or
+for what a graph returns, one node of the graph makes it: `scaledtensor::form(leaves, steps)`.
+Inductor writes that into the kernels around it (`scaledtensor._inductor`); elsewhere it is
+calculated on the host, or by torch's operators where its leaves are on another device
+(`scaledtensor.formed`).
+
+Whatever a `Form` has no operation for is done by its tensor.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["OPERATIONS", "Form", "is_double", "valued", "writes", "written"]
+
+#: Beyond so many operations a form is a node of its own, and what follows starts from that.
+_LARGEST = 24
+
+_writes = 0
+
+
+def writes() -> int:
+    """How often a scale or an RMS was written to. A form that is older than a write may have leaves
+    that hold other numbers now."""
+    return _writes
+
+
+def written() -> None:
+    """Note that a scale or an RMS is about to be written to."""
+    global _writes
+    _writes += 1
+
+
+class Form:
+    """A number of a graph: a 0-dim tensor of it, or an operation on such numbers."""
+
+    __slots__ = ("arguments", "made", "operation", "size", "when")
+
+    def __init__(self, operation: str, *arguments: Any) -> None:
+        self.operation = operation
+        self.arguments = [Form.of(a) if isinstance(a, Tensor) else a for a in arguments]
+        self.made: Tensor | None = None
+        self.when = _writes
+        self.size: int = 1 + sum(a.size for a in self.arguments if isinstance(a, Form))
+
+    @staticmethod
+    def of(x: "Tensor | Form") -> "Form":
+        """A 0-dim float32 or float64 tensor as a form."""
+        if isinstance(x, Form):
+            return x
+        leaf = Form("leaf")
+        leaf.size = 0
+        leaf.made = x
+        return leaf
+
+    # --- the number as a tensor ------------------------------------------------------------------
+
+    @property
+    def counts(self) -> bool:
+        """Whether its leaves hold what they did when it was written down."""
+        return self.when == _writes
+
+    def tensor(self) -> Tensor:
+        """The number as a node of the graph, which others may share."""
+        if self.made is None:
+            self.made = self.fresh()
+        return self.made
+
+    def fresh(self) -> Tensor:
+        """The number as a node of its own."""
+        if self.operation == "leaf":
+            assert self.made is not None
+            return self.made.clone()
+        leaves: list[Tensor] = []
+        steps: list[str] = []
+        places: dict[int, str] = {}
+        self._write(leaves, steps, places)
+        made: Tensor = torch.ops.scaledtensor.form(leaves, ";".join(steps))
+        return made
+
+    def _write(self, leaves: list[Tensor], steps: list[str], places: dict[int, str]) -> str:
+        known = places.get(id(self))
+        if known is not None:
+            return known
+        wanted = [
+            a._place(leaves, steps, places) if isinstance(a, Form) else float(a).hex()
+            for a in self.arguments
+        ]
+        steps.append(" ".join((self.operation, *wanted)))
+        places[id(self)] = place = f"s{len(steps) - 1}"
+        return place
+
+    def _place(self, leaves: list[Tensor], steps: list[str], places: dict[int, str]) -> str:
+        """Where an argument of another form is: a leaf, or an earlier step."""
+        if self.made is None and self.size <= _LARGEST:
+            return self._write(leaves, steps, places)
+        tensor = self.tensor()
+        for i, leaf in enumerate(leaves):
+            if leaf is tensor:
+                return f"t{i}"
+        leaves.append(tensor)
+        return f"t{len(leaves) - 1}"
+
+    # --- what `Single` has -----------------------------------------------------------------------
+
+    def __mul__(self, other: Any) -> Any:
+        return _both("mul", self, other, torch.mul)
+
+    def __rmul__(self, other: Any) -> Any:
+        return _both("mul", self, other, _second(torch.mul))
+
+    def __add__(self, other: Any) -> Any:
+        return _both("add", self, other, torch.add)
+
+    def __radd__(self, other: Any) -> Any:
+        return _both("add", self, other, _second(torch.add))
+
+    def __sub__(self, other: Any) -> Any:
+        return _both("sub", self, other, torch.sub)
+
+    def __rsub__(self, other: Any) -> Any:
+        return -(self - other)
+
+    def __truediv__(self, other: Any) -> Any:
+        return _both("div", self, other, torch.div)
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return self.reciprocal() * other  # as torch divides a number by a tensor
+
+    def __pow__(self, exponent: Any, modulus: None = None) -> Any:
+        if exponent == 0.5:
+            return self.sqrt()
+        return self.square() if exponent == 2 else Form.of(self.tensor().pow(exponent))
+
+    def __neg__(self) -> "Form":
+        return Form("neg", self)
+
+    def __abs__(self) -> "Form":
+        return Form("abs", self)
+
+    abs = __abs__
+
+    def sqrt(self) -> "Form":
+        return Form("sqrt", self)
+
+    def square(self) -> "Form":
+        return Form("mul", self, self)
+
+    def reciprocal(self) -> "Form":
+        return Form("div", 1.0, self)
+
+    def rsqrt(self) -> "Form":
+        return Form("rsqrt", self)
+
+    def clamp_max(self, most: float) -> "Form":
+        return Form("least", self, most)
+
+    def clamp_min(self, least: float) -> "Form":
+        return Form("most", self, least)
+
+    # --- what only a tensor has ------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.tensor(), name)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        made = torch.utils._pytree.tree_map(_made, (tuple(args), kwargs or {}))
+        return func(*made[0], **made[1])
+
+    def __lt__(self, other: Any) -> Any:
+        return self.tensor() < _made(other)
+
+    def __le__(self, other: Any) -> Any:
+        return self.tensor() <= _made(other)
+
+    def __gt__(self, other: Any) -> Any:
+        return self.tensor() > _made(other)
+
+    def __ge__(self, other: Any) -> Any:
+        return self.tensor() >= _made(other)
+
+    def __eq__(self, other: object) -> Any:
+        return self.tensor() == _made(other)
+
+    def __ne__(self, other: object) -> Any:
+        return self.tensor() != _made(other)
+
+    __hash__ = object.__hash__
+
+    def __bool__(self) -> bool:
+        return bool(self.tensor())
+
+    def __float__(self) -> float:
+        return float(self.tensor())
+
+
+def _made(x: Any) -> Any:
+    return x.tensor() if isinstance(x, Form) else x
+
+
+def _second(function: Callable[..., Tensor]) -> Callable[[Tensor, Any], Tensor]:
+    """With its operands in the other order, by which torch chooses how a 16-bit operand is read."""
+    return lambda a, b: function(b, a)
+
+
+def _both(operation: str, a: Form, b: Any, otherwise: Callable[[Tensor, Any], Tensor]) -> Any:
+    if isinstance(b, Tensor):
+        if b.dim() or b.dtype not in (torch.float32, torch.float64):
+            return otherwise(a.tensor(), b)
+    elif isinstance(b, (torch.SymFloat, torch.SymInt)):  # of a size that the graph does not know
+        return Form.of(otherwise(a.tensor(), b))
+    elif not isinstance(b, (Form, float, int)):
+        return NotImplemented
+    return Form(operation, a, b)
+
+
+# --- the operations, in any arithmetic -----------------------------------------------------------
+
+_F32_MAX = torch.finfo(torch.float32).max
+
+#: Operation -> its value in an arithmetic `a`: of numbers or tensors (`scaledtensor.formed`), or of
+#: a graph (`scaledtensor._inductor`). As in `Single`, sums and products of float32 numbers are
+#: float32 numbers; those with a `double` are float64.
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "mul": lambda a, x, y: a.mul(x, y),
+    "add": lambda a, x, y: a.add(x, y),
+    "sub": lambda a, x, y: a.sub(x, y),
+    "div": lambda a, x, y: a.div(x, y),
+    "neg": lambda a, x: a.neg(x),
+    "abs": lambda a, x: a.abs(x),
+    "sqrt": lambda a, x: a.sqrt(x),
+    "rsqrt": lambda a, x: a.single(a.div(1.0, a.sqrt(a.double(x)))),
+    "least": lambda a, x, y: a.least(x, y),
+    "most": lambda a, x, y: a.most(x, y),
+    "quadrature": lambda a, *xs: a.single(a.sqrt(_sum_of_squares(a, xs))),
+    "product": lambda a, x, y: a.mul(a.double(x), a.double(y)),
+    "quotient": lambda a, x, y: a.div(a.double(x), a.double(y)),
+    "power": lambda a, x: a.power(x),
+    "ratio": lambda a, x, y: a.single(a.least(a.div(a.double(x), a.double(y)), _F32_MAX)),
+    "nonzero": lambda a, x: a.otherwise(x, a.is_zero(x), 1.0),
+    "finite": lambda a, x: a.otherwise(x, a.is_beyond(x), 1.0),
+}
+
+#: Operations whose result is a float64 number.
+_DOUBLE = ("product", "quotient")
+
+
+@lru_cache(maxsize=1 << 14)
+def _parsed(steps: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    split = (step.split(" ") for step in steps.split(";"))
+    return tuple((operation, tuple(places)) for operation, *places in split)
+
+
+def valued(arithmetic: Any, leaves: Sequence[Any], steps: str) -> Any:
+    """What the steps of a form make of its leaves: the last step's value."""
+    found: list[Any] = []
+
+    def argument(place: str) -> Any:
+        if place[0] == "t":
+            return leaves[int(place[1:])]
+        return found[int(place[1:])] if place[0] == "s" else arithmetic.number(float.fromhex(place))
+
+    for operation, places in _parsed(steps):
+        found.append(OPERATIONS[operation](arithmetic, *map(argument, places)))
+    return found[-1]
+
+
+def is_double(steps: str) -> bool:
+    """Whether the value is a float64 number."""
+    return _parsed(steps)[-1][0] in _DOUBLE
+
+
+def _sum_of_squares(a: Any, xs: tuple[Any, ...]) -> Any:
+    squares = [a.mul(a.double(x), a.double(x)) for x in xs]
+    total = squares[0]
+    for square in squares[1:]:
+        total = a.add(total, square)
+    return total
