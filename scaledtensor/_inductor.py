@@ -3,8 +3,11 @@
 torch has no public way to say how a backend writes an operator. Without one, each number that a
 `Form` stands for would be a call between kernels, which ends the kernel before it. Written as
 torch's operators, Inductor's C++ would inline them into the loops that read the number, and
-calculate it for each vector of elements. Here it is one value in memory, made by a few scalar
-operations in the kernel that is there.
+calculate it for each vector of elements.
+
+On a CPU one call (`scaledtensor::forms`) makes the numbers that follow from what is there: nearly
+all of a graph, where it begins. It remembers them until a scale changes. Any other number is a
+value in memory, made by a few scalar operations in the kernel that is there.
 """
 
 import sys
@@ -13,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from scaledtensor.forms import is_double, valued
+from scaledtensor.forms import is_double, joined, valued
 
 __all__ = ["taught", "teach"]
 
@@ -41,12 +44,18 @@ def teach() -> None:
 
 def _form(leaves: list[Any], steps: str) -> Any:
     from torch._inductor import ir
+    from torch._inductor.virtualized import V
 
+    found = _of_one_call(V.graph).get(V.graph.current_node)
+    if found is not None:
+        return found
     loaders = [x.make_loader() for x in leaves]
-    doubles = [x.get_dtype() is _F64 for x in leaves]
 
     def value(index: Any) -> Any:
-        found = [_Value(load(index), d) for load, d in zip(loaders, doubles, strict=True)]
+        found = [
+            _Vector(load) if x.get_size() else _Value(load(index), x.get_dtype() is _F64)
+            for x, load in zip(leaves, loaders, strict=True)
+        ]
         return valued(_Scalars, found, steps).value
 
     dtype = _F64 if is_double(steps) else _F32
@@ -57,11 +66,55 @@ def _form(leaves: list[Any], steps: str) -> Any:
     return made
 
 
+#: So many numbers are worth a call, which ends the kernel before it.
+_FEW = 4
+
+
+def _of_one_call(graph: Any) -> dict[Any, Any]:
+    """The numbers of a graph by node, after one call that makes the current node's and all others
+    that follow from what is there already, unless these are few."""
+    made: dict[Any, Any] = vars(graph).setdefault("_scaledtensor_forms", {})
+    if graph.current_node in made:
+        return made
+    from torch._inductor import lowering
+
+    places: dict[Any, int] = {}
+    forms: list[tuple[list[Any], str]] = []
+    for node in graph.current_node.graph.nodes:
+        if node.target is not torch.ops.scaledtensor.form.default or node in made:
+            continue
+        leaves, steps = node.args
+        on_host = node.meta["val"].device.type == "cpu"
+        if on_host and all(x in graph.env or x in places for x in leaves):
+            own = [("form", places[x]) if x in places else x for x in leaves]
+            places[node] = len(forms)
+            forms.append((own, steps))
+    if len(forms) < _FEW:
+        return made
+    inputs, steps, wanted = joined(forms)
+    of_one_call: Any = lowering.fallback_handler
+    call = of_one_call(torch.ops.scaledtensor.forms.default, add_to_fallback_set=False)
+    results = call([graph.env[x] for x in inputs], steps, wanted)
+    made.update(zip(places, results, strict=True))
+    return made
+
+
 class _Value(NamedTuple):
     """A scalar of a kernel."""
 
     value: Any
     double: bool
+
+
+class _Vector(NamedTuple):
+    """A leaf of several numbers."""
+
+    load: Callable[[Any], Any]
+
+    def element(self, n: int) -> Any:
+        from sympy import Integer  # type: ignore[import-untyped]
+
+        return self.load([Integer(n)])
 
 
 def _ops() -> Any:
@@ -115,6 +168,10 @@ class _Scalars:
         bits = ops.minimum(ops.bitwise_and(bits, exponent), most)
         bits = ops.where(ops.eq(bits, ops.constant(0, _I32)), one, bits)
         return _Value(ops.to_dtype_bitcast(bits, _F32, _I32), False)
+
+    @staticmethod
+    def element(x: Any, n: float) -> _Value:
+        return _Value(x.element(int(n)), False)
 
     @staticmethod
     def is_zero(x: _Value) -> Any:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from scaledtensor import _inductor
-from scaledtensor.forms import is_double, valued
+from scaledtensor.forms import all_values, is_double, valued
 from scaledtensor.singles import Single, rounded
 
 __all__ = ["Numbers", "Tensors"]
@@ -69,6 +69,10 @@ class Numbers:
         return Single(power_of_two_near(x))
 
     @staticmethod
+    def element(x: list[float], n: float) -> float:
+        return Single(x[int(n)])
+
+    @staticmethod
     def is_zero(x: float) -> bool:
         return x == 0
 
@@ -106,6 +110,10 @@ class Tensors:
         return nearest_power_of_two(x)
 
     @staticmethod
+    def element(x: Tensor, n: float) -> Tensor:
+        return x[int(n)]
+
+    @staticmethod
     def is_zero(x: Tensor) -> Tensor:
         return x == 0
 
@@ -122,16 +130,55 @@ _LIBRARY = torch.library.Library("scaledtensor", "FRAGMENT")  # type: ignore[no-
 _LIBRARY.define("form(Tensor[] leaves, str steps) -> Tensor")  # type: ignore[no-untyped-call]
 
 
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "forms(Tensor[] leaves, str steps, int[] wanted) -> Tensor[]"
+)
+
+
+def _numbers(leaves: list[Tensor]) -> list[Any]:
+    found: list[Any] = []
+    for x in leaves:
+        if x.dim():
+            found.append(x.tolist())
+        else:
+            found.append(Single(x.item()) if x.dtype is torch.float32 else x.item())
+    return found
+
+
 def _form(leaves: list[Tensor], steps: str) -> Tensor:
     if all(x.is_cpu for x in leaves):
-        numbers = [Single(x.item()) if x.dtype is torch.float32 else x.item() for x in leaves]
         dtype = torch.float64 if is_double(steps) else torch.float32
-        return torch.scalar_tensor(valued(Numbers, numbers, steps), dtype=dtype)
+        return torch.scalar_tensor(valued(Numbers, _numbers(leaves), steps), dtype=dtype)
     made = valued(Tensors, leaves, steps)
     return made if isinstance(made, Tensor) else leaves[0].new_full((), made)
 
 
+#: Steps -> the numbers of their leaves when they were last calculated, and what came out. Scales of
+#: parameters change in one step of ten.
+_latest: dict[str, tuple[list[Any], list[Any]]] = {}
+
+
+def _forms(leaves: list[Tensor], steps: str, wanted: list[int]) -> list[Tensor]:
+    """The numbers of several forms, of leaves on a CPU: of each step that is wanted."""
+    numbers = _numbers(leaves)
+    before, found = _latest.get(steps, (None, []))
+    if before != numbers:  # NaN is never equal to itself
+        found = all_values(Numbers, numbers, steps)
+        _latest[steps] = numbers, found
+    return [
+        torch.scalar_tensor(found[n], dtype=torch.float64 if is_double(steps, n) else torch.float32)
+        for n in wanted
+    ]
+
+
 _LIBRARY.impl("form", _form, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_LIBRARY.impl("forms", _forms, "CPU")  # type: ignore[no-untyped-call]
+
+
+@torch.library.register_fake("scaledtensor::forms", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+def _forms_fake(leaves: list[Tensor], steps: str, wanted: list[int]) -> list[Tensor]:
+    dtypes = (torch.float64 if is_double(steps, n) else torch.float32 for n in wanted)
+    return [torch.empty((), dtype=dtype, device=leaves[0].device) for dtype in dtypes]
 
 
 @torch.library.register_fake("scaledtensor::form", lib=_LIBRARY)  # type: ignore[untyped-decorator]

@@ -19,7 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["OPERATIONS", "Form", "is_double", "valued", "writes", "written"]
+__all__ = [
+    "OPERATIONS",
+    "Form",
+    "all_values",
+    "is_double",
+    "joined",
+    "valued",
+    "writes",
+    "written",
+]
 
 #: Beyond so many operations a form is a node of its own, and what follows starts from that.
 _LARGEST = 24
@@ -60,6 +69,11 @@ class Form:
         leaf.size = 0
         leaf.made = x
         return leaf
+
+    @staticmethod
+    def element(x: Tensor, n: int) -> "Form":
+        """An element of a 1-dim float32 tensor."""
+        return Form("element", x, n)
 
     # --- the number as a tensor ------------------------------------------------------------------
 
@@ -252,6 +266,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "ratio": lambda a, x, y: a.single(a.least(a.div(a.double(x), a.double(y)), _F32_MAX)),
     "nonzero": lambda a, x: a.otherwise(x, a.is_zero(x), 1.0),
     "finite": lambda a, x: a.otherwise(x, a.is_beyond(x), 1.0),
+    "element": lambda a, x, n: a.element(x, n),
 }
 
 #: Operations whose result is a float64 number.
@@ -264,8 +279,36 @@ def _parsed(steps: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
     return tuple((operation, tuple(places)) for operation, *places in split)
 
 
-def valued(arithmetic: Any, leaves: Sequence[Any], steps: str) -> Any:
-    """What the steps of a form make of its leaves: the last step's value."""
+def joined(forms: Sequence[tuple[Sequence[Any], str]]) -> tuple[list[Any], str, list[int]]:
+    """Several forms as one list of steps: their leaves, the steps, and of each form the step that
+    has its value. A leaf of a form may be an earlier one: `("form", its number)`."""
+    leaves: list[Any] = []
+    steps: dict[str, int] = {}
+    values: list[int] = []
+    for own, text in forms:
+        places: list[int] = []
+
+        def moved(place: str, own: Sequence[Any] = own, places: list[int] = places) -> str:
+            if place[0] == "s":
+                return f"s{places[int(place[1:])]}"
+            if place[0] != "t":
+                return place
+            leaf = own[int(place[1:])]
+            if isinstance(leaf, tuple):
+                return f"s{values[leaf[1]]}"
+            if leaf not in leaves:
+                leaves.append(leaf)
+            return f"t{leaves.index(leaf)}"
+
+        for operation, arguments in _parsed(text):
+            step = " ".join((operation, *map(moved, arguments)))
+            places.append(steps.setdefault(step, len(steps)))
+        values.append(places[-1])
+    return leaves, ";".join(steps), values
+
+
+def all_values(arithmetic: Any, leaves: Sequence[Any], steps: str) -> list[Any]:
+    """What each step of a form makes of its leaves."""
     found: list[Any] = []
 
     def argument(place: str) -> Any:
@@ -275,12 +318,17 @@ def valued(arithmetic: Any, leaves: Sequence[Any], steps: str) -> Any:
 
     for operation, places in _parsed(steps):
         found.append(OPERATIONS[operation](arithmetic, *map(argument, places)))
-    return found[-1]
+    return found
 
 
-def is_double(steps: str) -> bool:
-    """Whether the value is a float64 number."""
-    return _parsed(steps)[-1][0] in _DOUBLE
+def valued(arithmetic: Any, leaves: Sequence[Any], steps: str) -> Any:
+    """What the steps of a form make of its leaves: the last step's value."""
+    return all_values(arithmetic, leaves, steps)[-1]
+
+
+def is_double(steps: str, step: int = -1) -> bool:
+    """Whether the value of a step is a float64 number."""
+    return _parsed(steps)[step][0] in _DOUBLE
 
 
 def _sum_of_squares(a: Any, xs: tuple[Any, ...]) -> Any:

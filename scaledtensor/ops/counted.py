@@ -24,6 +24,7 @@ from torch import Tensor
 
 from scaledtensor import _torch, verbs
 from scaledtensor.formats import get as get_format
+from scaledtensor.forms import Form
 from scaledtensor.ops import sites
 from scaledtensor.ops.algebra import elements
 from scaledtensor.ops.products import product_dtype
@@ -91,7 +92,7 @@ def traced(operands: Sequence[Any], recipe: Recipe) -> Traced | None:
 def corrected(x: ScaledTensor, factors: Tensor, role: int) -> ScaledTensor:
     """The same value under the scale times a power of two, as far as there is such a float32."""
     held = scale_of(x)
-    scale = (held * factors[role]).clamp_min(MIN_SCALE).clamp_max(MAX_SCALE)
+    scale = (held * Form.element(factors, role)).clamp_min(MIN_SCALE).clamp_max(MAX_SCALE)
     return x.like(store(elements(x) * multiplier(held / scale), x.format), scale, copied(rms_of(x)))
 
 
