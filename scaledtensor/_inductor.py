@@ -46,7 +46,8 @@ def _form(leaves: list[Any], steps: str) -> Any:
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
-    found = _of_one_call(V.graph).get(V.graph.current_node)
+    graph: Any = V.graph
+    found = _of_one_call(graph).get(graph.current_node)
     if found is not None:
         return found
     loaders = [x.make_loader() for x in leaves]
@@ -124,13 +125,18 @@ def _ops() -> Any:
 
 
 def _both(name: str) -> Callable[[Any, Any], _Value]:
-    """A binary operation; a number beside a scalar has the scalar's dtype."""
+    """A binary operation, of float64 numbers where one is. A number beside a scalar is of its
+    dtype."""
 
     def made(x: Any, y: Any) -> _Value:
-        double = x.double if isinstance(x, _Value) else y.double
-        dtype = _F64 if double else _F32
-        a, b = (v.value if isinstance(v, _Value) else _ops().constant(v, dtype) for v in (x, y))
-        return _Value(getattr(_ops(), name)(a, b), double)
+        double = any(isinstance(v, _Value) and v.double for v in (x, y))
+
+        def value(v: Any) -> Any:
+            if not isinstance(v, _Value):
+                return _ops().constant(v, _F64 if double else _F32)
+            return (_Scalars.double(v) if double else v).value
+
+        return _Value(getattr(_ops(), name)(value(x), value(y)), double)
 
     return made
 

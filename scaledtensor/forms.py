@@ -117,11 +117,12 @@ class Form:
         if self.made is None and self.size <= _LARGEST:
             return self._write(leaves, steps, places)
         tensor = self.tensor()
+        kind = "d" if tensor.dtype is torch.float64 else "t"
         for i, leaf in enumerate(leaves):
             if leaf is tensor:
-                return f"t{i}"
+                return f"{kind}{i}"
         leaves.append(tensor)
-        return f"t{len(leaves) - 1}"
+        return f"{kind}{len(leaves) - 1}"
 
     # --- what `Single` has -----------------------------------------------------------------------
 
@@ -262,15 +263,17 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "quadrature": lambda a, *xs: a.single(a.sqrt(_sum_of_squares(a, xs))),
     "product": lambda a, x, y: a.mul(a.double(x), a.double(y)),
     "quotient": lambda a, x, y: a.div(a.double(x), a.double(y)),
-    "power": lambda a, x: a.power(x),
+    "power": lambda a, x: a.power(a.single(x)),
     "ratio": lambda a, x, y: a.single(a.least(a.div(a.double(x), a.double(y)), _F32_MAX)),
     "nonzero": lambda a, x: a.otherwise(x, a.is_zero(x), 1.0),
     "finite": lambda a, x: a.otherwise(x, a.is_beyond(x), 1.0),
     "element": lambda a, x, n: a.element(x, n),
 }
 
-#: Operations whose result is a float64 number.
+#: Operations whose result is a float64 number, and whose result is a float32 number. That of others
+#: is a float64 number if an operand is one.
 _DOUBLE = ("product", "quotient")
+_SINGLE = ("rsqrt", "quadrature", "power", "ratio", "element")
 
 
 @lru_cache(maxsize=1 << 14)
@@ -291,14 +294,14 @@ def joined(forms: Sequence[tuple[Sequence[Any], str]]) -> tuple[list[Any], str, 
         def moved(place: str, own: Sequence[Any] = own, places: list[int] = places) -> str:
             if place[0] == "s":
                 return f"s{places[int(place[1:])]}"
-            if place[0] != "t":
+            if place[0] not in "td":
                 return place
             leaf = own[int(place[1:])]
             if isinstance(leaf, tuple):
                 return f"s{values[leaf[1]]}"
             if leaf not in leaves:
                 leaves.append(leaf)
-            return f"t{leaves.index(leaf)}"
+            return f"{place[0]}{leaves.index(leaf)}"
 
         for operation, arguments in _parsed(text):
             step = " ".join((operation, *map(moved, arguments)))
@@ -312,7 +315,7 @@ def all_values(arithmetic: Any, leaves: Sequence[Any], steps: str) -> list[Any]:
     found: list[Any] = []
 
     def argument(place: str) -> Any:
-        if place[0] == "t":
+        if place[0] in "td":
             return leaves[int(place[1:])]
         return found[int(place[1:])] if place[0] == "s" else arithmetic.number(float.fromhex(place))
 
@@ -328,7 +331,16 @@ def valued(arithmetic: Any, leaves: Sequence[Any], steps: str) -> Any:
 
 def is_double(steps: str, step: int = -1) -> bool:
     """Whether the value of a step is a float64 number."""
-    return _parsed(steps)[step][0] in _DOUBLE
+    return _doubles(steps)[step]
+
+
+@lru_cache(maxsize=1 << 14)
+def _doubles(steps: str) -> list[bool]:
+    found: list[bool] = []
+    for operation, places in _parsed(steps):
+        given = any(p[0] == "d" or (p[0] == "s" and found[int(p[1:])]) for p in places)
+        found.append(operation in _DOUBLE or (given and operation not in _SINGLE))
+    return found
 
 
 def _sum_of_squares(a: Any, xs: tuple[Any, ...]) -> Any:

@@ -55,7 +55,10 @@ def after_step(held: Held) -> None:
                     part.site = Site(looks=True)
             elif looks or site.looks or site.new:
                 site.settle(part)
-                site.looks, site.new = looks, site.new and not any(n for _, _, n in site.seen)
+                site.looks, site.new = (
+                    looks,
+                    site.new and not any(seen.number for seen in site.seen),
+                )
                 site.forget()
     if any_guarded:
         sites.beside.looks, sites.beside.new = any_due, False
@@ -125,6 +128,9 @@ def calibrate(
             "scaledtensor.scale_model(model, Unit()) first"
         )
     seen_before = [history.clone() for history in kept]
+    with torch.no_grad():
+        for history in kept:
+            history[:, 0] = 0  # what a step that has not ended saw is none of these data
     before = {name: p.recipe for name, p in weights.items()}
     for p in weights.values():
         p.recipe, site = p.recipe.uncorrected, p.site or Site()
@@ -142,13 +148,14 @@ def calibrate(
                     (call or _called)(model, batch)
         if not count:
             raise ModelError("calibrate was given no batch")
-        seen = any(n for p in weights.values() for _, _, n in p.site.seen)
+        seen = any(seen.number for p in weights.values() for seen in p.site.seen)
         if not seen and not any(bool((history[:, 0] > 0).any()) for history in kept):
             raise ModelError(
                 "no weight with the recipe Unit or Delayed took part in a product while the model "
                 "ran"
             )
         done = True
+        histories.share({id(p): p for p in model.parameters()})
         histories.advance(model)
     finally:
         for name, p in weights.items():

@@ -2,9 +2,11 @@
 
 Each weight's is a buffer of its module, `<name>_amax`, so that it is saved, loaded and moved with
 the module. A product finds it by the site of the weight (`Site.history`), wherever the product is
-and in whatever spelling. A weight that several modules own has one history, in the first of them.
+and in whatever spelling. A weight that several modules of a model own has one history, in the first
+of them. The table of an embedding has none.
 """
 
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable
@@ -15,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from scaledtensor.errors import RecipeWarning
+from scaledtensor import _torch
+from scaledtensor.errors import ModelError, RecipeWarning
 from scaledtensor.interpose import drop_hooks
 from scaledtensor.ops import delayed
 from scaledtensor.ops.delayed import GRADIENT, INPUT, WEIGHT
@@ -29,11 +32,14 @@ __all__ = [
     "advance",
     "all_of",
     "attach",
+    "check",
     "detach",
     "exceeded",
     "keeper_of",
     "name_of",
     "parameter_of",
+    "share",
+    "share_histories",
 ]
 
 _ROWS = {"input": INPUT, "weight": WEIGHT, "gradient": GRADIENT}
@@ -43,80 +49,133 @@ _SUFFIX = "_amax"
 class Histories:
     """What a module that keeps histories has of them beside its buffers."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.told = 0
-        self._live()
+    def __init__(self, module: nn.Module, names: list[str], unwritten: bool) -> None:
+        self.names, self.unwritten, self.told = names, unwritten, 0
+        self._live(module)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)  # a copy is as alive as what it is of
-        self._live()
-
-    def _live(self) -> None:
+    def _live(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self.born = next(_births)
         _LIVE.add(self)
         histories_moved()
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module, while it is there and has these histories."""
+        found = self._module()
+        return found if found is not None and vars(found).get(_ATTRIBUTE) is self else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_module": self._module()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)  # a copy is as alive as what it is of
+        self._live(state["_module"])
 
 
 #: All there are: an optimizer knows parameters, and not where their histories are.
 _LIVE: "weakref.WeakSet[Histories]" = weakref.WeakSet()
+_births = itertools.count()
 
 #: The attribute of a module that has them. Its copies and pickles have it too.
 _ATTRIBUTE = "_scaledtensor_histories"
 
 
-def keeper_of(site: Site) -> Callable[[], Tensor | None]:
-    """What returns the history of the weight of that site, if a module keeps one."""
-    for histories in list(_LIVE):
-        for name in _names(histories.module):
-            p = histories.module._parameters[name]
-            if is_scaled(p) and part_of(p).site is site:
-                return partial(_kept, weakref.ref(histories.module), name_of(name))
-    return _nothing
+def _living() -> list[tuple[Histories, nn.Module]]:
+    """All there are and their modules, the youngest last."""
+    found = [(h, h.module) for h in list(_LIVE)]
+    alive = [(h, module) for h, module in found if module is not None]
+    return sorted(alive, key=lambda both: both[0].born)
 
 
-def _kept(module: "weakref.ref[nn.Module]", buffer: str) -> Tensor | None:
-    alive = module()
-    return None if alive is None else alive._buffers.get(buffer)
+#: The sites of the weights of living modules, and where their histories are: as of which count.
+_index: tuple[int, dict[int, Callable[[], Tensor | None]]] = (-1, {})
 
 
-def _nothing() -> None:
-    """Of a weight without a history."""
+def keeper_of(site: Site, count: int) -> Callable[[], Tensor | None] | None:
+    """What returns the history of the weight of that site, if a module keeps one. `count` is that
+    of `histories_moved`."""
+    global _index
+    if _index[0] != count or id(site) not in _index[1]:
+        found: dict[int, Callable[[], Tensor | None]] = {}
+        for _, module in _living():
+            for name in _names(module):
+                p = module._parameters[name]
+                if is_scaled(p):
+                    part = part_of(p)
+                    part.site = part.site or Site()
+                    found[id(part.site)] = partial(_kept, weakref.ref(module), name)
+        _index = count, found
+    return _index[1].get(id(site))
 
 
-def attach(module: nn.Module) -> None:
+def _kept(owner: "weakref.ref[nn.Module]", name: str) -> Tensor | None:
+    """The history of a parameter of a module, as float32, whatever the module was converted to."""
+    module = owner()
+    histories = None if module is None else vars(module).get(_ATTRIBUTE)
+    if module is None or histories is None:
+        return None
+    history = module._buffers.get(name + _SUFFIX)
+    if history is None or (history.dtype is torch.float32 and not histories.unwritten):
+        return history
+    with _torch.outside_modes(), torch.inference_mode(False), torch.no_grad():
+        if history.dtype is not torch.float32:  # what half precision does not hold is not known
+            history = history.float().nan_to_num(0.0, 0.0, 0.0)
+            module._buffers[name + _SUFFIX] = history
+        if histories.unwritten and not history.is_meta:  # as `to_empty` leaves it
+            for each in histories.names:
+                module.get_buffer(each + _SUFFIX).zero_()
+            histories.unwritten = False
+    return history
+
+
+def check(module: nn.Module, fqn: str, name: str) -> None:
+    """Raises ModelError where the history of a parameter would take another tensor's name."""
+    if hasattr(module, name + _SUFFIX) and name not in _names(module):
+        place = f"{fqn}.{name}" if fqn else name
+        raise ModelError(
+            f"the history of {place} under Delayed is to be called {place}{_SUFFIX}, and the "
+            "module has an attribute of that name; rename it"
+        )
+
+
+def attach(module: nn.Module, taken: set[int]) -> None:
     """Give each weight of `module` that its recipe scales by history one, and no other; those of
-    that length that there are stay. A weight that another module has one for gets none here."""
+    that length that there are stay. `taken` has the ids of weights that another module of the model
+    keeps a history of, to which those of this one are added."""
     found = {}
     for name, p in module.named_parameters(recurse=False):
         recipe = p.recipe if isinstance(p, ScaledTensor) else None
         looked_up = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-        elsewhere = any(p is other for other in _kept_elsewhere(module))
-        if isinstance(recipe, Delayed) and p.dim() > 1 and not (looked_up or elsewhere):
+        if isinstance(recipe, Delayed) and p.dim() > 1 and not looked_up and id(p) not in taken:
             found[name] = delayed.new(recipe.history, p.device)
-    present = {name: module.get_buffer(name + _SUFFIX).shape for name in _names(module)}
-    if present == {name: history.shape for name, history in found.items()}:
+            taken.add(id(p))
+    known = vars(module).get(_ATTRIBUTE)
+    names = [] if known is None else known.names
+    present = {name: _like(module._buffers.get(name + _SUFFIX)) for name in names}
+    if present == {name: _like(history) for name, history in found.items()}:
         return
     detach(module)
     for name, history in found.items():
         module.register_buffer(name + _SUFFIX, history)
     if found:
-        module.register_load_state_dict_pre_hook(_allow_missing)  # type: ignore[no-untyped-call]
-        module.__dict__[_ATTRIBUTE] = Histories(module)
+        module.register_load_state_dict_pre_hook(_begin_anew)  # type: ignore[no-untyped-call]
+        unwritten = any(history.is_meta for history in found.values())
+        vars(module)[_ATTRIBUTE] = Histories(module, list(found), unwritten)
 
 
-def _kept_elsewhere(module: nn.Module) -> list[Tensor | None]:
-    """The parameters that other modules have histories for."""
-    others = [h.module for h in list(_LIVE) if h.module is not module]
-    return [other._parameters[name] for other in others for name in _names(other)]
+def _like(history: Tensor | None) -> Any:
+    return None if history is None else (history.shape, history.device)
 
 
 def detach(module: nn.Module) -> None:
     """Take its histories from `module`."""
-    if module.__dict__.pop(_ATTRIBUTE, None) is None:
+    known = vars(module).pop(_ATTRIBUTE, None)
+    if known is None:
         return
-    for name in _names(module):
-        del module._buffers[name + _SUFFIX]
-    drop_hooks(module._load_state_dict_pre_hooks, _allow_missing)
+    for name in known.names:
+        module._buffers.pop(name + _SUFFIX, None)
+    drop_hooks(module._load_state_dict_pre_hooks, _begin_anew)
     histories_moved()
 
 
@@ -132,13 +191,21 @@ def name_of(parameter: str) -> str:
 
 def _names(module: nn.Module) -> list[str]:
     """The parameters of `module` that have histories."""
-    return [name for name in module._parameters if name + _SUFFIX in module._buffers]
+    known = vars(module).get(_ATTRIBUTE)
+    names = [] if known is None else known.names
+    return [n for n in names if n in module._parameters and n + _SUFFIX in module._buffers]
 
 
-def _allow_missing(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """A checkpoint of the original model has no histories: those here stay."""
+def _begin_anew(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """A checkpoint of the original model has no histories: those of the weights that it has begin
+    anew, and others stay."""
     for name in _names(module):
-        state.setdefault(prefix + name + _SUFFIX, module._buffers[name + _SUFFIX])
+        history = module.get_buffer(name + _SUFFIX)
+        weight = state.get(prefix + name)
+        if weight is not None:
+            device = weight.device if history.is_meta else history.device
+            history = torch.zeros(history.shape, device=device)
+        state.setdefault(prefix + name + _SUFFIX, history)
 
 
 def all_of(model: nn.Module) -> list[Tensor]:
@@ -161,9 +228,9 @@ def exceeded(model: nn.Module) -> dict[str, dict[str, int]]:
 def advance(model: nn.Module) -> None:
     """End a step, where no optimizer of torch does."""
     own = set(model.modules())
-    for histories in list(_LIVE):
-        if histories.module in own:
-            _advance(histories, {id(p) for p in histories.module.parameters(recurse=False)})
+    for histories, module in _living():
+        if module in own:
+            _advance(histories, module, {id(p) for p in module.parameters(recurse=False)})
 
 
 @torch.no_grad()
@@ -188,19 +255,19 @@ def after_step(held: Held) -> None:
     """A step of an optimizer ends one of the histories of its parameters."""
     if _LIVE:
         stepped = {id(p): p for _, ours in held for p in ours}
-        _share(stepped)
-        for histories in list(_LIVE):
-            _advance(histories, set(stepped))
+        share(stepped)
+        for histories, module in _living():
+            _advance(histories, module, set(stepped))
 
 
 @torch.no_grad()
-def _share(stepped: dict[int, Any]) -> None:
-    """Where parameters are spread over ranks, what one of them saw in this step all have seen: one
-    collective for all histories."""
+def share(stepped: dict[int, Any]) -> None:
+    """Where parameters, by id, are spread over ranks, what one of them saw in this step all have
+    seen: one collective for all histories."""
     seen = {
-        id(h.module._parameters[name]): h.module.get_buffer(name + _SUFFIX)[:, 0]
-        for h in _LIVE
-        for name in _names(h.module)
+        id(module._parameters[name]): module.get_buffer(name + _SUFFIX)[:, 0]
+        for _, module in _living()
+        for name in _names(module)
     }
     # In the order of the optimizer, which is the same on every rank.
     spread = [p for p in stepped.values() if id(p) in seen and is_sharded(p)]
@@ -211,23 +278,23 @@ def _share(stepped: dict[int, Any]) -> None:
 
 
 @torch.no_grad()
-def _advance(histories: Histories, stepped: set[int]) -> None:
-    module = histories.module
+def _advance(histories: Histories, module: nn.Module, stepped: set[int]) -> None:
     for name in _names(module):
         p: Any = module._parameters[name]
-        if id(p) not in stepped:
+        # No optimizer steps a frozen weight, and its inputs have a history all the same.
+        if id(p) not in stepped and p.requires_grad:
             continue
         history = module.get_buffer(name + _SUFFIX)
         delayed.advance(history)
         if not part_of(p).recipe.guard:  # type: ignore[union-attr]
-            _tell(histories, name, int(history[:, -1].sum()))
+            _tell(histories, module, name, int(history[:, -1].sum()))
 
 
-def _tell(histories: Histories, name: str, count: int) -> None:
+def _tell(histories: Histories, module: nn.Module, name: str, count: int) -> None:
     if count > histories.told:
         warnings.warn(
             f"delayed scaling saturated {count - histories.told} casts in this step ({count} in "
-            f"all) at {name} of {histories.module}: they were larger than any step that their "
+            f"all) at {name} of {module}: they were larger than any step that their "
             "history holds. Delayed(guard=True) scales such a tensor by its own amax",
             RecipeWarning,
             stacklevel=2,

@@ -18,7 +18,7 @@ from scaledtensor.errors import ModelError, RecipeError, UnsupportedError
 from scaledtensor.ops.functions import cast_once
 from scaledtensor.ops.results import dequantized
 from scaledtensor.ops.sites import Site
-from scaledtensor.recipes import Recipe, Unit
+from scaledtensor.recipes import Delayed, Recipe, Unit
 from scaledtensor.recipes import get as get_recipe
 from scaledtensor.recipes.casts import Cast
 from scaledtensor.shards import is_dtensor, is_sharded, part_of
@@ -111,6 +111,8 @@ def scale_model(
             own = None
         if own is not None:
             own.check_shape(tuple(p.shape), full)
+        if isinstance(own, Delayed):
+            histories.check(module, fqn, name)
         # Of a tied parameter, the first owner that has a recipe for it decides.
         if id(p) not in changes or changes[id(p)].recipe is None:
             changes[id(p)] = _Change(p, full, own, own is not None and own.store_frozen)
@@ -124,8 +126,9 @@ def scale_model(
 
 def complete(model: nn.Module) -> None:
     """Give the modules of `model` what they have beside ScaledTensor parameters."""
+    taken: set[int] = set()
     for module in model.modules():
-        histories.attach(module)
+        histories.attach(module, taken)
         state_dicts.attach(module)
     _note_ties(model)
     _show_recipes(model)

@@ -81,7 +81,7 @@ def settle(rms: A, *scales: A) -> list[A]:
     """
     if _are_numbers(rms, *scales):
         return _settle_singles(rms, scales)  # type: ignore[return-value]
-    if _is_traced(rms, *scales):
+    if torch.compiler.is_compiling() or _is_traced(rms, *scales):
         power: Any = Form("power", rms)
         return [power, *(Form("ratio", s, power) for s in scales)]
     tensor, held = tensor_of(rms), tuple(map(_held, scales))
@@ -108,8 +108,8 @@ def _settle_tensors(tensor: Tensor, held: tuple[Tensor, ...]) -> list[Tensor]:
 
 
 def _is_traced(*amounts: Any) -> bool:
-    """Whether a graph is being traced, in which amounts are closed forms."""
-    return torch.compiler.is_compiling() or any(isinstance(x, Form) for x in amounts)
+    """Whether one is a closed form, as in a graph that is being traced."""
+    return any(isinstance(x, Form) for x in amounts)
 
 
 def product_of(a: Any, b: Any) -> Any:

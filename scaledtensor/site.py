@@ -10,11 +10,12 @@ and `rms`: two factors, 2^shift of inputs and of gradients, or its history. So w
 compiles nothing anew, and layers of one shape share their code.
 """
 
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from torch import Tensor
 from scaledtensor import _torch
 from scaledtensor.recipes import Delayed, Unit
 
-__all__ = ["GRADIENT", "INPUT", "Site", "histories_moved", "site_of"]
+__all__ = ["GRADIENT", "INPUT", "Seen", "Site", "histories_moved", "site_of"]
 
 #: Places in `Unit.shifts`.
 INPUT, GRADIENT = 0, 1
@@ -30,7 +31,25 @@ INPUT, GRADIENT = 0, 1
 #: How many products a new site looks at, one after another.
 _FIRST = 10
 
-_NOTHING = (0.0, 0.0, 0)
+
+class Seen(NamedTuple):
+    """What operands in one role were in a step, in units of the scales that they carry."""
+
+    largest: float = 0.0
+    """The largest magnitude of an element."""
+    squares: float = 0.0
+    """The sum of the squares of all elements."""
+    number: int = 0
+    least: float = math.inf
+    """The least RMS of an operand that is not zero."""
+
+    def and_of(self, largest: float, squares: float, count: int) -> "Seen":
+        """With another operand."""
+        least = min(self.least, math.sqrt(squares / count)) if squares else self.least
+        return Seen(max(self.largest, largest), self.squares + squares, self.number + count, least)
+
+
+_NOTHING = Seen()
 
 
 @dataclass(eq=False)
@@ -49,8 +68,8 @@ class Site:
     """Whether a product outside of training was looked at, as one is."""
     found: tuple[int, int] | None = None
     """The shifts that were found for the whole of a weight, of which this rank holds a part."""
-    seen: list[tuple[float, float, int]] = field(default_factory=lambda: [_NOTHING, _NOTHING])
-    """(largest magnitude, sum of squares, number of elements) by role, in this step so far."""
+    seen: list[Seen] = field(default_factory=lambda: [_NOTHING, _NOTHING])
+    """What its operands were by role, in this step so far."""
     next: list[int | None] = field(default_factory=lambda: [None, None])
     """The shifts by role that compiled code found, for when it runs again, or a view of the weight,
     for when the step ends."""
@@ -58,8 +77,10 @@ class Site:
     """Of which roles compiled code found in its last look that elements saturate."""
     lent: tuple[Any, Tensor] | None = None
     """What compiled code was lent, and what it was made of."""
-    kept: tuple[int, Callable[[], Tensor | None]] | None = None
+    kept: tuple[int, Callable[[], Tensor | None] | None] | None = None
     """Where the history is, and at which count of `histories_moved` that was found."""
+    own: Tensor | None = None
+    """The history, for a weight that has left its module: a copy, or what a program was made of."""
 
     def is_due(self) -> bool:
         """Whether the next product is to be looked at; asked once for each. A new site looks at its
@@ -76,9 +97,11 @@ class Site:
             return self.looks
         return self.asked <= _FIRST or self.asked % _FIRST == 0
 
-    def copied(self) -> "Site":
+    def copied(self, copy: Any) -> "Site":
         """The site of a copy of the weight, which looks when this one does."""
-        return Site(self.name, self.new, self.asked, self.looks)
+        self.correct(copy)
+        own = None if self.own is None else self.own.clone()
+        return Site(self.name, self.new, self.asked, self.looks, own=own)
 
     def forget(self) -> None:
         """Begin another step, or another calibration."""
@@ -91,21 +114,30 @@ class Site:
             self.found, self.next = weight.recipe.shifts, [None, None]
 
     def correct(self, view: Any) -> None:
-        """Let a view of the weight have what was found in this step."""
-        if self.next == [None, None] or not isinstance(view.recipe, Unit):
-            return
+        """Let a view of the weight, or a copy, have what was found in this step."""
+        view.recipe = self.corrected(view.recipe)
+
+    def corrected(self, recipe: Any) -> Any:
+        """A recipe of the weight with what was found in this step."""
+        if self.next == [None, None] or not isinstance(recipe, Unit):
+            return recipe
         of_inputs, of_gradients = (
             kept if found is None else found
-            for kept, found in zip(view.recipe.shifts, self.next, strict=True)
+            for kept, found in zip(recipe.shifts, self.next, strict=True)
         )
-        view.recipe = replace(view.recipe, shifts=(of_inputs, of_gradients))
+        return replace(recipe, shifts=(of_inputs, of_gradients))
 
     def history(self) -> Tensor | None:
         """The amaxes of earlier steps, float32 of shape [3, length + 2]; None where no module keeps
         them for the weight of this site."""
         if self.kept is None or self.kept[0] != _moves:
-            self.kept = _moves, import_module("scaledtensor.histories").keeper_of(self)
-        return self.kept[1]()
+            keeper_of = import_module("scaledtensor.histories").keeper_of
+            self.kept = _moves, keeper_of(self, _moves)
+        found = None if self.kept[1] is None else self.kept[1]()
+        if found is None:
+            return self.own
+        self.own = found
+        return found
 
     def lends(self, weight: Any) -> Tensor | None:
         """What code that is compiled reads of this site, the site of `weight`: factors or a

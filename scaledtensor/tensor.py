@@ -61,9 +61,8 @@ class ScaledTensor(Tensor):
 
     Attributes:
         qdata, scale, format, recipe: as above; `scale` is a 0-dim float32 tensor.
-        rms: the RMS that the rules expect of the value, 0-dim float32. It is kept unrounded, so
-            that the scales of a deep network do not drift. Zero marks a tensor known to be all
-            zeros.
+        rms: the RMS that the rules expect of the value, 0-dim float32. It is unrounded, so that the
+            scales of a deep network do not drift. Zero marks a tensor known to be all zeros.
         nonnegative: whether the rules know that no element is negative (squares, softmax): a sum of
             such grows by n, not by sqrt(n).
 
@@ -102,8 +101,9 @@ class ScaledTensor(Tensor):
     #: Of a weight: what is known of the operands of its products (`scaledtensor.ops.sites`).
     site: Site | None = None
 
-    #: While a graph is traced: what a weight lent to it (`lent`), which is data of the graph.
+    #: While a graph is traced: what this weight lent to it (`lent`), or the weight that it is of.
     traced_lent: Tensor | None = None
+    viewed_lent: Tensor | None = None
 
     #: While a graph is traced, what a difference is from and to.
     towards: Any = None
@@ -195,8 +195,7 @@ class ScaledTensor(Tensor):
         if self.INNER is ScaledTensor.INNER and not torch.compiler.is_compiling():
             return cast(Self, view_of(self, qdata, self._wrapper(qdata, self.dtype)))
         made = self.like(qdata, *[shared(self, name) for name in self.INNER[1:]])
-        if self.traced_lent is not None:
-            made.traced_lent = self.traced_lent
+        made.viewed_lent = self.viewed_lent if self.traced_lent is None else self.traced_lent
         return made
 
     # --- the verbs ---------------------------------------------------------------------------
@@ -360,14 +359,13 @@ class ScaledTensor(Tensor):
         self.decoded, self.agreed, self.whole_amax = None, False, None
 
     def new(self, *args: Any, **kwargs: Any) -> Any:
-        # Required by default_collate, which stacks into it: empty, of the kind that a stack is.
+        # default_collate stacks into it: empty, of the kind that a stack is.
         if args and isinstance(args[0], (torch.TypedStorage, torch.UntypedStorage)):
             return torch.stack([self.detach().flatten()[:0]])
         return super().new(*args, **kwargs)
 
     def share_memory_(self) -> Self:
-        """Move the inner tensors to shared memory; the wrapper has none."""
-        for name in self.INNER:
+        for name in self.INNER:  # the wrapper has no memory
             getattr(self, name).share_memory_()
         return self
 
@@ -384,10 +382,8 @@ class ScaledTensor(Tensor):
     storage: Any = data_ptr  #: safetensors asks this next
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        symbolic = _torch.is_tracing(self.qdata) or self.device.type == "meta"
-        if symbolic:
-            body = f"shape={tuple(self.shape)}"
-        else:
+        body, symbolic = f"shape={tuple(self.shape)}", _torch.is_tracing(self.qdata) or self.is_meta
+        if not symbolic:
             values = self.detach().dequantize()
             body = repr(values).removeprefix("tensor(").removesuffix(")")
             body = body.replace(f", dtype={values.dtype}", "").replace("\n", "\n      ")
@@ -409,7 +405,7 @@ class ScaledTensor(Tensor):
         if not self.is_leaf:
             raise RuntimeError("only leaf tensors can be deep-copied; use .detach() first")
         copy = self.like(*(getattr(self, name).clone() for name in self.INNER))
-        copy.site = self.site and self.site.copied()
+        copy.site = self.site and self.site.copied(copy)
         memo[id(self)] = copy = with_autograd(copy, self.requires_grad, is_parameter(self))
         if self.grad is not None:
             with torch.no_grad():
@@ -421,13 +417,15 @@ class ScaledTensor(Tensor):
         narrow = self.qdata.dtype.itemsize == 1
         qdata = self.qdata.view(torch.uint8) if narrow else self.qdata
         inner = (qdata, self.scale, self.rms)
+        if self.site is not None:
+            self.site.correct(self)
+        own = () if self.site is None or self.site.own is None else (self.site.own,)
         context = (self.format.name, *self.context[1:])
-        return _rebuild, (inner, context, self.requires_grad, is_parameter(self))
+        return _rebuild, (inner, context, self.requires_grad, is_parameter(self), *own)
 
     if TYPE_CHECKING:
-
-        def __mul__(self, other: Any) -> Any: ...
-        def __truediv__(self, other: Any) -> Any: ...
+        __mul__: Any
+        __truediv__: Any
 
 
 def _rebuild(
@@ -435,6 +433,7 @@ def _rebuild(
     context: tuple[str, torch.dtype, Recipe | None, bool],
     requires_grad: bool,
     is_parameter: bool,
+    history: Tensor | None = None,
 ) -> ScaledTensor:
     """Unpickle. A module-level function, so that `weights_only` loading can allow it by name."""
     (name, dtype, recipe, nonnegative), (qdata, scale, rms) = context, inner
@@ -442,7 +441,9 @@ def _rebuild(
     made = ScaledTensor.make(
         qdata.view(fmt.storage_dtype), scale, rms, fmt, dtype, recipe, nonnegative
     )
-    return with_autograd(made, requires_grad, is_parameter)
+    made = with_autograd(made, requires_grad, is_parameter)
+    made.site = None if history is None else Site(own=history)
+    return made
 
 
 T = TypeVar("T", bound=ScaledTensor)

@@ -15,6 +15,7 @@ from scaledtensor import formats
 from scaledtensor.errors import ModelError, RecipeError, SaturationWarning, UnsupportedError
 from scaledtensor.ops import sites
 from scaledtensor.recipes import Current, Recipe, Unit, get
+from scaledtensor.site import Seen
 
 
 @pytest.fixture(autouse=True)
@@ -304,6 +305,7 @@ VIEWS = {
     "mT": lambda x, w: torch.matmul(x, w.mT),
     "first": lambda x, w: (w.view(w.shape) @ x.t()).t(),
     "detached": lambda x, w: x @ w.t() + 0 * (x @ w.detach().t()),
+    "converted": lambda x, w: nn.functional.linear(x.bfloat16(), w.bfloat16()).float(),
     "chunks": lambda x, w: torch.cat([x @ part.t() for part in w.chunk(2)], -1),
 }
 
@@ -353,6 +355,85 @@ def test__a_view_of_a_weight__without_a_step_of_an_optimizer__stays_corrected():
     for _ in range(13):  # a new site looks at the first ten products
         out, _ = passed(m, x)
         assert error(out, y) < 0.08
+    other = scaled(model)
+    other.load_state_dict(m.state_dict())
+    file = io.BytesIO()
+    torch.save(m.state_dict(), file)
+    file.seek(0)
+    read = scaled(model)
+    read.load_state_dict(torch.load(file))
+    with torch.no_grad():
+        for again in (m, copy.deepcopy(m), other, read):
+            assert error(again(x), y) < 0.08
+
+
+@pytest.mark.parametrize("order", ["vpppp", "pvppv"])
+def test__a_view_beside_the_weight__takes_no_shift_back(order):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.w = nn.Parameter((torch.randn(64, 64) * 0.2).abs())
+
+        def forward(self, x):
+            for c in order:
+                y = x @ self.w.t() if c == "v" else nn.functional.linear(x, self.w)
+                x = y.relu()
+            return x
+
+    model, x = Tied(), torch.randn(32, 64).abs()
+    y, _ = passed(model, x)
+    m = scaled(model)
+    optimizer = torch.optim.SGD(m.parameters(), 0.0)
+    for _ in range(13):
+        out, _ = passed(m, x)
+        assert error(out, y) < 0.08
+        optimizer.step()
+
+
+def test__a_detached_weight__is_held_as_the_weight_is():
+    linears, x = one_sign()
+    model = nn.Sequential(
+        *(
+            ByView(m.weight.data, lambda x, w: nn.functional.linear(x, w.detach()))
+            if isinstance(m, nn.Linear)
+            else m
+            for m in linears
+        )
+    )
+    y = model(x)
+    m = scaled(model)
+    assert error(m(x), y) < 0.08
+    assert sct.calibrate(m, [x])
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test__learned_queries__are_no_weight_beside_one(backend):
+    class Queries(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.q = nn.Parameter(torch.randn(4, 64).abs())
+            self.ws = nn.ParameterList(
+                [nn.Parameter((torch.randn(64, 64) * 0.2).abs()) for _ in range(5)]
+            )
+
+        def forward(self, x):
+            h = nn.functional.linear(self.q.expand(x.shape[0], -1, -1), self.ws[0])
+            for w in self.ws[1:]:
+                h = nn.functional.linear(h, w).relu()
+            return h
+
+    model, x = Queries(), torch.randn(6, 64)
+    model(x).square().mean().backward()
+    m = scaled(model)
+    found = sct.calibrate(m, [x], loss=lambda m, x: m(x).square().mean())
+    assert "q" not in found
+    torch._dynamo.reset()
+    run = torch.compile(m, backend=backend) if backend else m
+    run(x).square().mean().backward()
+    for p, q in zip(m.parameters(), model.parameters(), strict=True):
+        assert error(p.grad, q.grad) < 0.15
 
 
 # --- calibrate -----------------------------------------------------------------------------------
@@ -446,11 +527,13 @@ def test__shifts__are_part_of_the_recipe():
     ],
 )
 def test__a_shift__is_the_least_under_which_elements_fit(fmt, largest, rms, shift):
-    found = sites.fitted(float(largest), 1000.0 * rms**2, 1000, formats.get(fmt), 0)
+    seen = Seen().and_of(float(largest), 1000.0 * rms**2, 1000)
+    found = sites.fitted(seen, formats.get(fmt), 0)
     assert found == shift
     # It stays where it is found again, and follows a factor.
-    assert sites.fitted(float(largest), 1000.0 * rms**2, 1000, formats.get(fmt), found) == found
-    moved = sites.fitted(largest * 2.0**7, 1000.0 * rms**2 * 2.0**14, 1000, formats.get(fmt), 7)
+    assert sites.fitted(seen, formats.get(fmt), found) == found
+    larger = Seen().and_of(largest * 2.0**7, 1000.0 * rms**2 * 2.0**14, 1000)
+    moved = sites.fitted(larger, formats.get(fmt), 7)
     assert moved == found + 7
 
 

@@ -373,7 +373,7 @@ PUBLIC = {
         "settle_product",
         "times",
     ],
-    "scaledtensor.site": ["GRADIENT", "INPUT", "Site", "histories_moved", "site_of"],
+    "scaledtensor.site": ["GRADIENT", "INPUT", "Seen", "Site", "histories_moved", "site_of"],
     "scaledtensor.storable": [
         "APPEARANCES",
         "appearance",
@@ -473,6 +473,7 @@ MEMBERS = [
     "towards",
     "traced_lent",
     "viewed",
+    "viewed_lent",
     "whole_amax",
 ]
 

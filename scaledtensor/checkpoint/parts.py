@@ -56,7 +56,9 @@ def facts_of(x: ScaledTensor) -> Facts:
         "dtype": spelled_dtype(x.dtype),
     }
     if x.recipe is not None:
-        found["recipe"] = json.loads(x.recipe.to_json())
+        site = x.site if isinstance(x, ScaledTensor) else None
+        recipe = x.recipe if site is None else site.corrected(x.recipe)
+        found["recipe"] = json.loads(recipe.to_json())
     if x.nonnegative:
         found["nonnegative"] = True
     if isinstance(x, CodedTensor):

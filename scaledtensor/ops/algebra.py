@@ -164,8 +164,6 @@ def operand(x: Any, like: ScaledTensor) -> Operand:
     A Python number keeps its float32 value: never the storage dtype's, in which Adam's eps is 0.
     """
     if isinstance(x, ScaledTensor):
-        if torch.compiler.is_compiling():
-            return Operand(elements(x), scale_of(x), rms_of(x), x.nonnegative)
         return Operand(elements(x), x.scale, x.rms, x.nonnegative)
     if not isinstance(x, Tensor):
         q = torch.full((), float(x), device=like.device)

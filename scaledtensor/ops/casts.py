@@ -140,7 +140,8 @@ def to_copy(
     else:
         scale, rms = (aten._to_copy.default(t, **move) for t in (x.scale, x.rms))
     made = ScaledTensor.make(q, scale, rms, fmt, dtype or x.dtype, x.recipe, x.nonnegative)
-    made.site = x.site and x.site.copied()  # a weight that is moved or converted goes on as it was
+    made.site = x.site  # a weight that is moved or converted is looked at as it is itself
+    made.viewed_lent = x.viewed_lent if x.traced_lent is None else x.traced_lent
     return made
 
 

@@ -81,10 +81,13 @@ class Traced:
 
 
 def traced(operands: Sequence[Any], recipe: Recipe) -> Traced | None:
-    """The product of these operands, if one is a weight that lent its factors to a graph."""
-    for i, x in enumerate(operands):
-        if isinstance(x, ScaledTensor) and x.traced_lent is not None:
-            return Traced(operands, i, x.traced_lent, recipe)
+    """The product of these operands, if one is a weight that lent its factors to a graph, or else
+    of one."""
+    for name in ("traced_lent", "viewed_lent"):
+        for i, x in enumerate(operands):
+            lent = getattr(x, name, None)
+            if lent is not None:
+                return Traced(operands, i, lent, recipe)
     return None
 
 

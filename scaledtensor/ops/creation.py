@@ -74,8 +74,9 @@ def _rms_beside_fills(x: ScaledTensor) -> Tensor:
 def zeros(op: Overload, x: ScaledTensor, *args: Any, **options: Any) -> Tensor:
     """Zero (or not yet written) has no scale: it takes that of what is first written into it."""
     made = _new(op, x, 0.0, args, options)
-    if op is aten.new_zeros.default and x.site is not None and isinstance(made, ScaledTensor):
-        made.site = x.site.copied()  # `fully_shard` keeps its part of a weight in such a tensor
+    alike = op is aten.new_zeros.default and made.dim() == x.dim()
+    if alike and x.site is not None and isinstance(made, ScaledTensor):
+        made.site = x.site.copied(made)  # `fully_shard` keeps its part of a weight in such a tensor
     return made
 
 

@@ -73,7 +73,7 @@ def _history_of(x: Any) -> Tensor | None:
     if not isinstance(x, ScaledTensor) or _torch.is_transforming():
         return None
     if torch.compiler.is_compiling() or _torch.is_tracing(x.qdata):
-        return x.traced_lent
+        return x.viewed_lent if x.traced_lent is None else x.traced_lent
     if x.site is None and is_parameter(x):
         x.site = Site()
     return None if x.site is None else x.site.history()
@@ -110,6 +110,7 @@ def _cast(x: ScaledTensor, history: Tensor, cast: Cast, row: int) -> Any:
     if not isinstance(cast.scale, History):
         return verbs.quantize(x, cast.spec)
     record = torch.is_grad_enabled() or sites.is_calibrating()
+    record = record and not torch.compiler.is_exporting()
     with torch.no_grad():
         held = verbs.delayed_scale(x.detach(), history, cast.spec, row, record)
     return verbs.quantize_under(x, held, cast.spec)

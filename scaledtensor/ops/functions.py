@@ -88,8 +88,9 @@ class Product:
 
 def _governing(*operands: Any) -> tuple[Recipe | None, ScaledTensor | None]:
     """The recipe of a product, and the weight that has it: the first parameter among the operands,
-    else the first view of one, as `w.t()` is. Without a weight it is the recipe of the last operand
-    that is scaled, where a weight stands; none where one operand is kept out."""
+    else the first that is a view of one, or converted, as `w.t()` and `w.bfloat16()` are. Without a
+    weight it is the recipe of the last operand that is scaled, where a weight stands; none where
+    one operand is kept out."""
     found: Recipe | None = None
     weight: ScaledTensor | None = None
     settled = False
@@ -102,7 +103,7 @@ def _governing(*operands: Any) -> tuple[Recipe | None, ScaledTensor | None]:
             if is_parameter(x):
                 found, weight, settled = x.recipe, x, True
             elif weight is None:
-                if x.site is not None and x._is_view():
+                if x.site is not None:
                     weight = x
                     x.site.correct(x)
                 found = x.recipe

@@ -12,7 +12,9 @@ measures each operand just before the cast, and sets the shift of a role that do
 
     found = max(round(log2(r)), min(ceil(log2(a / F)), floor(log2(r / 2f))))
 
-so that nothing saturates, unless most elements would have to be subnormal for it (as in 4 bits).
+so that nothing saturates, unless most elements would have to be subnormal for it (as in 4 bits). A
+weight with several products has the smallest shift under which nothing saturates, if it takes that
+to hold the smallest of their operands.
 The present shift stays where a / 2^shift <= F, or it is no smaller than `found`; and where
 r / 2^shift >= min(2f, 1/4).
 
@@ -41,7 +43,7 @@ from scaledtensor.ops.observe import observers
 from scaledtensor.recipes import Unit
 from scaledtensor.recipes.casts import Cast
 from scaledtensor.recipes.scales import EXPONENTS
-from scaledtensor.site import GRADIENT, INPUT, Site
+from scaledtensor.site import GRADIENT, INPUT, Seen, Site
 from scaledtensor.tensor import ScaledTensor, is_parameter
 
 __all__ = [
@@ -164,12 +166,20 @@ def _look(weight: Any, role: int, x: Any) -> None:
     if not corrects:
         site.glanced = True
         return
-    before = site.seen[role]
-    found = (max(before[0], largest), before[1] + squares, before[2] + q.numel())
-    site.seen[role] = found
+    found = site.seen[role] = site.seen[role].and_of(largest, squares, q.numel())
     if is_parameter(weight) and not weight.requires_grad:
         site.new = False  # no step will end
-    fitting = fitted(*found, fmt, shift)
+    fitting = fitted(found, fmt, shift)
+    if role == INPUT and math.ldexp(found.least, -fitting) < fmt.min_subnormal / 2:
+        tell(
+            "apart",
+            f"{_named(site, weight)} has several products, and the inputs of one are too small for "
+            f"{fmt.name} beside those of another: no one shift holds both, and the small ones are "
+            "cast to zero. Normalise them, or keep these products wide: "
+            "overrides={'<its module>': None}",
+        )
+    if is_parameter(weight):
+        site.next[role] = None  # what a view of it found before was of fewer operands
     if fitting != shift:
         shifts = list(weight.recipe.shifts)
         shifts[role] = fitting
@@ -180,19 +190,21 @@ def _look(weight: Any, role: int, x: Any) -> None:
             site.next[role] = fitting
 
 
-def fitted(
-    largest: float, squares: float, count: int, fmt: Format, shift: int, anew: bool = False
-) -> int:
+def fitted(seen: Seen, fmt: Format, shift: int, anew: bool = False) -> int:
     """The shift under which elements fit into `fmt`: the present one wherever they do, unless it is
     to be found `anew`."""
-    if not largest:
+    if not seen.largest:
         return shift
-    rms, least = math.sqrt(squares / count), 2 * fmt.min_normal
-    significand, exponent = math.frexp(largest / fmt.max)
+    rms, least = math.sqrt(seen.squares / seen.number), 2 * fmt.min_normal
+    significand, exponent = math.frexp(seen.largest / fmt.max)
     fits = exponent - (significand == 0.5)
-    found = max(round(math.log2(rms)), min(fits, math.floor(math.log2(rms / least))))
-    saturates = math.ldexp(largest, -shift) > fmt.max and shift < found
-    vanishes = math.ldexp(rms, -shift) < min(least, 0.25)
+    low = min(fits, math.floor(math.log2(rms / least)))
+    found = round(math.log2(rms))
+    if seen.least < rms / 2:
+        found = min(found, math.floor(math.log2(seen.least / least)))
+    found = max(found, low)
+    saturates = math.ldexp(seen.largest, -shift) > fmt.max and shift < found
+    vanishes = math.ldexp(seen.least, -shift) < min(least, 0.25)
     return _within(found) if anew or saturates or vanishes else shift
 
 
@@ -219,12 +231,10 @@ def look_at_cast(
     if not corrects:
         site.glanced = True
         return
-    largest, squares, count = site.seen[role]
-    squares += sum_of_squares * factor**2
-    seen = (max(largest, amax * factor), squares, count + q.numel())
-    site.seen[role] = seen
+    squares = sum_of_squares * factor**2
+    seen = site.seen[role] = site.seen[role].and_of(amax * factor, squares, q.numel())
     growth = next((more for least, more in _GROWTH if beyond > least), 0)
-    found = _within(shift + growth) if growth else fitted(*seen, fmt, shift, site.settling[role])
+    found = _within(shift + growth) if growth else fitted(seen, fmt, shift, site.settling[role])
     site.settling[role] = growth > 0
     global settling
     settling = settling or growth > 0
@@ -267,6 +277,10 @@ def tell(kind: str, message: str) -> None:
         warnings.warn(message, SaturationWarning, stacklevel=3)
 
 
+def _named(site: Site, weight: Any) -> str:
+    return site.name or f"a weight of {[*weight.shape]}"
+
+
 def _tell(
     site: Site,
     weight: Any,
@@ -279,7 +293,7 @@ def _tell(
 ) -> None:
     """Warn, once for each kind of loss, of the first cast that loses elements. `corrects` says
     whether the shift is set before this cast."""
-    name = site.name or f"a weight of {[*weight.shape]}"
+    name = _named(site, weight)
     # A new site loses nothing where it corrects, since no cast came before. So does calibration.
     nothing = corrects and (site.new or _calibrating)
     limit = math.ldexp(fmt.max, shift)
@@ -353,6 +367,8 @@ def take_over(weight: Any, source: Tensor) -> None:
     """A weight is overwritten by one that was scaled before, as when a checkpoint is loaded: what
     was found of that one's operands comes along."""
     theirs = source.recipe if isinstance(source, ScaledTensor) else None
+    if isinstance(source, ScaledTensor) and source.site is not None:
+        theirs = source.site.corrected(theirs)
     if isinstance(weight.recipe, Unit) and isinstance(theirs, Unit):
         weight.recipe = replace(weight.recipe, shifts=theirs.shifts)
         # A file has no site: what it holds has seen steps.

@@ -2,8 +2,10 @@
 
 import copy
 import dataclasses
+import gc
 import io
 import pickle
+import threading
 import warnings
 
 import pytest
@@ -15,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import scaledtensor as sct
 from scaledtensor import histories
-from scaledtensor.errors import RecipeWarning
+from scaledtensor.errors import ModelError, RecipeWarning
 from scaledtensor.recipes import Current, Delayed, Unit
 
 INPUT, WEIGHT, GRADIENT = range(3)
@@ -230,14 +232,155 @@ def test__a_copy__has_a_history_of_its_own(again):
     assert all(b[:, 1:4].count_nonzero() == 9 for b in other.buffers())
 
 
-def test__a_checkpoint_of_the_original__loads_and_leaves_histories():
+def test__a_checkpoint_of_the_original__loads_and_histories_begin_anew():
+    """Those of other weights stay. What `to_empty` left in memory must not count."""
     model = network()
     steps(model, adam(model), [1.0])
-    before = [b.clone() for b in model.buffers()]
+    before = model[2].weight_amax.clone()
     plain = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8, bias=False))
-    model.load_state_dict(plain.state_dict())
-    assert all(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True))
+    of_first = {k: v for k, v in plain.state_dict().items() if k.startswith("0.")}
+    model.load_state_dict(of_first, strict=False)
+    assert not model[0].weight_amax.any()
+    assert torch.equal(model[2].weight_amax, before)
     assert torch.equal(dequantized(model[0].weight), plain[0].weight)
+
+
+def near(model: nn.Module, plain: nn.Module) -> bool:
+    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(3))
+    y, want = dequantized(model(x)), plain(x)
+    return bool((y - want).norm() / want.norm() < 0.08)
+
+
+def plain_network() -> nn.Sequential:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8, bias=False))
+
+
+def test__from_the_meta_device__no_history_is_what_memory_held():
+    plain = plain_network()
+    with torch.device("meta"):
+        model = plain_network()
+    sct.scale_model(model, Delayed())
+    model.to_empty(device="cpu")
+    for b in model.buffers():
+        b.fill_(1e6)
+    model.load_state_dict(plain.state_dict())
+    assert near(model, plain)
+    with torch.device("meta"):
+        model = plain_network()
+    sct.scale_model(model, Delayed())
+    model.to_empty(device="cpu")
+    for b in model.buffers():
+        b.fill_(1e6)
+    with torch.no_grad():
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            p.copy_(q)
+    assert near(model, plain)
+    assert model[0].weight_amax.max() < 100
+
+
+def test__assigned_to_the_meta_device__histories_come_along():
+    plain = plain_network()
+    with torch.device("meta"):
+        model = plain_network()
+    sct.scale_model(model, Delayed())
+    model.load_state_dict(plain.state_dict(), assign=True)  # plain parameters
+    sct.scale_model(model, Delayed())
+    assert near(model, plain)
+    assert not any(b.is_meta for b in model.buffers())
+
+
+def test__exported__a_program_needs_no_model():
+    model = network().eval()
+    steps(model, adam(model), [1.0, 2.0])
+    x = torch.randn(4, 16)
+    want = dequantized(model(x))
+    before = [b.clone() for b in model.buffers()]
+    program = torch.export.export(model, (x,))
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    loaded, here = torch.export.load(file).module(), program.module()
+    again = copy.deepcopy(here)
+    assert torch.equal(dequantized(loaded(x)), want)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True))
+    del model, program
+    gc.collect()
+    for run in (here, again):
+        assert torch.equal(dequantized(run(x)), want)
+
+
+def test__half_precision__histories_stay_float32():
+    model = network().half()
+    x = torch.randn(64, 16).half()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (model(x).float().square().sum() * 2.0**26).backward()
+        optimizer.step()
+    assert all(float(dequantized(p.grad).abs().max()) > 0 for p in model.parameters())
+    assert model[0].weight_amax.dtype is torch.float32
+    assert model[0].weight_amax.isfinite().all()
+    assert model[0].weight_amax[GRADIENT, 1] > 65504
+
+
+def test__a_weight_that_moves__has_a_history_where_it_is():
+    model = network()
+    steps(model, adam(model), [1.0])
+    moved = nn.Linear(16, 32)
+    moved.weight, moved.bias = model[0].weight, model[0].bias
+    model[0] = moved
+    sct.scale_model(model, Delayed())
+    gc.collect()
+    steps(model, adam(model), [1.0, 2.0])
+    assert moved.weight_amax[:, 1:3].count_nonzero() == 6
+
+
+def test__a_copy_that_failed__breaks_no_other_model():
+    model = network()
+    model[0].lock = threading.Lock()
+    with pytest.raises(TypeError) as kept:
+        copy.deepcopy(model)
+    other = network()
+    steps(other, adam(other), [1.0])
+    assert other[0].weight_amax[:, 1].count_nonzero() == 3
+    del kept
+
+
+def test__frozen_weights__have_histories_too():
+    torch.manual_seed(0)
+    model = plain_network()
+    model[0].weight.requires_grad_(False)
+    sct.scale_model(model, Delayed())
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.0)
+    for size in (10.0, 1.0):
+        model(torch.ones(4, 16) * size).square().mean().backward()
+        optimizer.step()
+    assert model[0].weight_amax[INPUT, :3].tolist() == pytest.approx([0.0, 1.0, 10.0], rel=0.01)
+
+
+def test__a_buffer_of_the_user__is_no_history():
+    plain = plain_network()
+    plain[0].register_buffer("weight_amax", torch.zeros(2))
+    with pytest.raises(ModelError, match=r"history of 0\.weight.*0\.weight_amax.*rename"):
+        sct.scale_model(plain, Delayed())
+    assert type(plain[0].weight) is nn.Parameter
+    sct.scale_model(plain, Unit())
+    assert histories.exceeded(plain) == {}
+
+
+def test__a_parametrized_weight__leaves_no_history_behind():
+    model = network()
+    nn.utils.parametrize.register_parametrization(model[0], "weight", nn.Identity())
+    sct.unscale_model(model)
+    assert not [name for name in model.state_dict() if name.endswith("_amax")]
+
+
+def test__calibrated__what_a_step_saw_before_counts_no_more():
+    model = network()
+    model(torch.ones(4, 16) * 1000)
+    sct.calibrate(model, [torch.ones(4, 16)])
+    assert float(model[0].weight_amax[INPUT, 1]) == pytest.approx(1.0, rel=0.01)
 
 
 def test__unscaled__nothing_of_it_is_left():
