@@ -23,7 +23,7 @@ from torch import Tensor
 from scaledtensor import _torch
 from scaledtensor.recipes import Delayed, Unit
 
-__all__ = ["GRADIENT", "INPUT", "Seen", "Site", "histories_moved", "site_of"]
+__all__ = ["GRADIENT", "INPUT", "Seen", "Site", "histories_moved", "lend", "site_of"]
 
 #: Places in `Unit.shifts`.
 INPUT, GRADIENT = 0, 1
@@ -73,8 +73,15 @@ class Site:
     next: list[int | None] = field(default_factory=lambda: [None, None])
     """The shifts by role that compiled code found, for when it runs again, or a view of the weight,
     for when the step ends."""
+    sought: list[int | None] = field(default_factory=lambda: [None, None])
+    """The shifts by role that compiled code tries next, since it lost elements in this step."""
+    between: list[tuple[int | None, int | None]] = field(
+        default_factory=lambda: [(None, None), (None, None)]
+    )
+    """The largest shift by role under which elements saturated, and the least under which all of an
+    operand vanished, since the first of these steps."""
     settling: list[bool] = field(default_factory=lambda: [False, False])
-    """Of which roles compiled code found in its last look that elements saturate."""
+    """Of which roles it found so in the step before, so that they are to be found anew."""
     lent: tuple[Any, Tensor] | None = None
     """What compiled code was lent, and what it was made of."""
     kept: tuple[int, Callable[[], Tensor | None] | None] | None = None
@@ -106,6 +113,9 @@ class Site:
     def forget(self) -> None:
         """Begin another step, or another calibration."""
         self.seen, self.next = [_NOTHING, _NOTHING], [None, None]
+        self.settling, self.sought = [n is not None for n in self.sought], [None, None]
+        if not any(self.settling):
+            self.between = [(None, None), (None, None)]
 
     def settle(self, weight: Any) -> None:
         """Take what compiled code or a view of the weight found into the recipe of `weight`."""
@@ -173,6 +183,13 @@ class Site:
             self.lent = key, made
             _lenders[made.data_ptr()] = self
         return self.lent[1]
+
+
+def lend(weight: Any, made: Any) -> None:
+    """Let a view or a conversion of a weight have what the weight lent to a graph."""
+    lent = weight.viewed_lent if weight.traced_lent is None else weight.traced_lent
+    if lent is not None:
+        made.viewed_lent = lent
 
 
 #: How often a module began or ceased to keep histories.

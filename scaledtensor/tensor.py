@@ -21,7 +21,7 @@ from scaledtensor.recipes import Recipe
 from scaledtensor.recipes import get as get_recipe
 from scaledtensor.scale import checked_scale, nearest_power_of_two
 from scaledtensor.singles import Amount, Cell, asked, hold, shared, single_of, view_of
-from scaledtensor.site import Site
+from scaledtensor.site import Site, lend
 from scaledtensor.storable import APPEARANCES, appearance, check_storable, check_strided
 
 __all__ = [
@@ -195,7 +195,7 @@ class ScaledTensor(Tensor):
         if self.INNER is ScaledTensor.INNER and not torch.compiler.is_compiling():
             return cast(Self, view_of(self, qdata, self._wrapper(qdata, self.dtype)))
         made = self.like(qdata, *[shared(self, name) for name in self.INNER[1:]])
-        made.viewed_lent = self.viewed_lent if self.traced_lent is None else self.traced_lent
+        lend(self, made)
         return made
 
     # --- the verbs ---------------------------------------------------------------------------

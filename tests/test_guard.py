@@ -436,6 +436,60 @@ def test__learned_queries__are_no_weight_beside_one(backend):
         assert error(p.grad, q.grad) < 0.15
 
 
+class Tied(nn.Module):
+    """One weight at both ends of a network whose activations grow."""
+
+    def __init__(self, growth=1.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.ends = nn.Linear(64, 64, bias=False)
+        self.between = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(4))
+        for linear in (self.ends, *self.between):
+            linear.weight.data.abs_()
+        self.growth = growth
+
+    def forward(self, x):
+        h = self.ends(x).relu()
+        for linear in self.between:
+            h = linear(h).relu()
+        return self.ends(h * self.growth)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test__a_weight_at_two_places__has_a_shift_for_both(backend):
+    model, x = Tied(), torch.randn(32, 64).abs()
+    y, _ = passed(model, x)
+    m = scaled(model)
+    torch._dynamo.reset()
+    run = torch.compile(m, backend=backend) if backend else m
+    optimizer = torch.optim.SGD(m.parameters(), 0.0)
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SaturationWarning)
+        for _ in range(13):
+            out = run(x)
+            found.append(error(out, y))
+            out.dequantize().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert max(found[3 if backend else 0 :]) < 0.08
+
+
+def test__two_places_that_no_shift_holds__are_told_of():
+    class Apart(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64, 64))
+
+        def forward(self, x, y):
+            return nn.functional.linear(x, self.weight), nn.functional.linear(y, self.weight)
+
+    m = sct.scale_model(Apart())
+    large = sct.ScaledTensor(torch.randn(8, 64) * 2.0**24, 1.0, "fp32", recipe="unit")
+    with pytest.warns(SaturationWarning, match=r"^weight has several products.*no one shift"):
+        m(torch.randn(8, 64), large)
+
+
 # --- calibrate -----------------------------------------------------------------------------------
 
 

@@ -373,7 +373,15 @@ PUBLIC = {
         "settle_product",
         "times",
     ],
-    "scaledtensor.site": ["GRADIENT", "INPUT", "Seen", "Site", "histories_moved", "site_of"],
+    "scaledtensor.site": [
+        "GRADIENT",
+        "INPUT",
+        "Seen",
+        "Site",
+        "histories_moved",
+        "lend",
+        "site_of",
+    ],
     "scaledtensor.storable": [
         "APPEARANCES",
         "appearance",

@@ -21,6 +21,7 @@ from scaledtensor.ops.results import covers_storage, store, write
 from scaledtensor.ops.sparse import wrapped
 from scaledtensor.scale import MAX_SCALE, MIN_SCALE, settle
 from scaledtensor.singles import copied, multiplier, put, rms_of, scale_of
+from scaledtensor.site import lend
 from scaledtensor.sparse import is_sparse
 from scaledtensor.tensor import SENT_AS_ONE, Context, ScaledTensor, from_plain, is_stored
 
@@ -141,7 +142,7 @@ def to_copy(
         scale, rms = (aten._to_copy.default(t, **move) for t in (x.scale, x.rms))
     made = ScaledTensor.make(q, scale, rms, fmt, dtype or x.dtype, x.recipe, x.nonnegative)
     made.site = x.site  # a weight that is moved or converted is looked at as it is itself
-    made.viewed_lent = x.viewed_lent if x.traced_lent is None else x.traced_lent
+    lend(x, made)
     return made
 
 

@@ -233,14 +233,39 @@ def look_at_cast(
         return
     squares = sum_of_squares * factor**2
     seen = site.seen[role] = site.seen[role].and_of(amax * factor, squares, q.numel())
-    growth = next((more for least, more in _GROWTH if beyond > least), 0)
-    found = _within(shift + growth) if growth else fitted(seen, fmt, shift, site.settling[role])
-    site.settling[role] = growth > 0
+    if site.sought[role] == shift:  # the code runs again, and no step of an optimizer said so
+        site.sought[role], site.settling[role] = None, True
+        seen = site.seen[role] = Seen().and_of(amax * factor, squares, q.numel())
+    _seek(site, role, fmt, shift, beyond, vanished=amax == 0)
+    found = site.sought[role]
+    if found is None:
+        found = fitted(seen, fmt, shift, site.settling[role])
+    site.next[role] = None if found == shift else found
+
+
+def _seek(site: Site, role: int, fmt: Format, shift: int, beyond: float, vanished: bool) -> None:
+    """Seek a shift between the ones that lose elements: a greater one where elements saturate, and
+    a smaller one where growth went too far for another product of the weight."""
     global settling
-    settling = settling or growth > 0
-    if found != shift:
-        known = site.next[role]
-        site.next[role] = found if known is None else max(found, known)
+    low, high = site.between[role]
+    growth = next((more for least, more in _GROWTH if beyond > least), 0)
+    if growth:
+        low = shift if low is None else max(low, shift)
+        sought = _within(shift + growth)
+        least = site.seen[role].least
+        bounds = [] if high is None else [(shift + high) // 2]
+        if least < math.inf:
+            bounds.append(math.floor(math.log2(least / (2 * fmt.min_subnormal))))
+        sought = min([sought, *(max(bound, shift + 1) for bound in bounds)])
+        known = site.sought[role]
+        site.sought[role] = sought if known is None else max(sought, known)
+    elif vanished and low is not None and shift > low + 1:
+        high = shift
+        site.sought[role] = (low + shift) // 2
+    else:
+        return
+    site.between[role] = low, high
+    settling = True
 
 
 def _measured(q: Tensor) -> tuple[Tensor, float, float]:

@@ -1,0 +1,146 @@
+"""Closed forms of scales in traced code: the arithmetic of `Single`, wherever it is calculated."""
+
+import math
+import struct
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import scaledtensor as sct
+from scaledtensor import _inductor, scale
+from scaledtensor.formed import Tensors
+from scaledtensor.forms import Form, all_values, is_double, joined, valued
+from scaledtensor.singles import Single, rounded
+
+positive = st.floats(2.0**-60, 2.0**60, width=32)
+
+#: A name, the number by `Single`s, and the same as a form.
+EXPRESSIONS = {
+    "product": lambda x, y, z: x * y * 3.7,
+    "sum": lambda x, y, z: (x + y) - z * 0.3,
+    "quotient": lambda x, y, z: x / y / 7.0,
+    "inverse": lambda x, y, z: 3.0 / x + 1.0 / y.sqrt(),
+    "powers": lambda x, y, z: (x**0.5) * (y.clamp_max(1e3) ** 2),
+    "rsqrt": lambda x, y, z: x.rsqrt() * y,
+    "bounds": lambda x, y, z: x.clamp_max(2.5).clamp_min(0.3) * y,
+    "quadrature": lambda x, y, z: scale.quadrature(x, y * 0.5, z),
+    "larger": lambda x, y, z: scale.larger(x, y) * z,
+    "power": lambda x, y, z: scale.settle(x * 1.3)[0],
+    "ratio": lambda x, y, z: scale.settle(x, scale.product_of(y, z))[1],
+    "quotient of scales": lambda x, y, z: scale.settle(x, scale.quotient_of(y, z))[1],
+    "product of three": lambda x, y, z: scale.settle(x, scale.product_of(y, z) * 0.5)[1],
+}
+
+
+def bits(x: float) -> bytes:
+    return struct.pack("f", x)
+
+
+def leaves(*numbers: float) -> list[Form]:
+    return [Form.of(torch.tensor(n, dtype=torch.float32)) for n in numbers]
+
+
+@pytest.mark.parametrize("name", EXPRESSIONS)
+@given(positive, positive, positive)
+def test__a_form__is_what_numbers_are__to_the_bit(name, x, y, z):
+    make = EXPRESSIONS[name]
+    want = make(*map(Single, (x, y, z)))
+    form = make(*leaves(x, y, z))
+    assert isinstance(form, Form)
+    assert bits(float(form.tensor())) == bits(want)
+
+
+@pytest.mark.parametrize("name", EXPRESSIONS)
+@given(positive, positive, positive)
+def test__by_tensors__as_on_other_devices__it_is_the_same_but_for_roots(name, x, y, z):
+    """The roots of a CPU's tensors may be the number beside the nearest one."""
+    given, steps, _ = joined([spelled(EXPRESSIONS[name](*leaves(x, y, z)))])
+    want = EXPRESSIONS[name](*map(Single, (x, y, z)))
+    assert float(valued(Tensors, given, steps)) == pytest.approx(float(want), rel=4e-7)
+
+
+def spelled(form: Form) -> tuple[list[torch.Tensor], str]:
+    """The leaves and steps that the operator is given."""
+    found: list[tuple[list[torch.Tensor], str]] = []
+
+    class Seen(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.scaledtensor.form.default:
+                found.append(args)
+            return func(*args, **(kwargs or {}))
+
+    with Seen():
+        form.fresh()
+    return found[-1]
+
+
+@pytest.mark.parametrize("few", [0, 10**6], ids=["one call", "in kernels"])
+def test__inductor__writes_the_same_numbers(few, monkeypatch):
+    monkeypatch.setattr(_inductor, "_FEW", few)
+    numbers = [(0.3, 7.0, 1e-3), (1e20, 3e-30, 2.0), (1.4142135, 0.70710678, 1e8)]
+
+    def run(x, y, z, q):
+        forms = [Form.of(t) for t in (x, y, z)]
+        return [q * make(*forms).tensor() for make in EXPRESSIONS.values()]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=False)
+    q = torch.tensor([1.0, 2.0, -4.0] * 30)
+    for three in numbers:
+        found = compiled(*map(torch.tensor, three), q)
+        for name, y in zip(EXPRESSIONS, found, strict=True):
+            want = EXPRESSIONS[name](*(Single(rounded(n)) for n in three))
+            assert torch.equal(y, q * torch.tensor(want)), (name, three)
+
+
+def test__joined__forms_share_steps_and_follow_from_one_another():
+    a, b = torch.tensor(2.0), torch.tensor(3.0)
+    first, second = ([a, b], "mul t0 t1;sqrt s0"), ([a, b], "mul t0 t1;neg s0")
+    third = ([("form", 0), b], "add t0 t1")
+    given, steps, wanted = joined([first, second, third])
+    assert given == [a, b]
+    assert steps == "mul t0 t1;sqrt s0;neg s0;add s1 t1"
+    found = all_values(Tensors, given, steps)
+    assert [float(found[n]) for n in wanted] == pytest.approx([6**0.5, -6.0, 6**0.5 + 3])
+    made = torch.ops.scaledtensor.forms(given, steps, wanted)
+    assert [float(x) for x in made] == pytest.approx([6**0.5, -6.0, 6**0.5 + 3])
+
+
+def test__one_call__sees_a_scale_that_changed_in_place():
+    leaf = torch.tensor(2.0)
+    assert float(torch.ops.scaledtensor.forms([leaf], "mul t0 t0", [0])[0]) == 4
+    assert float(torch.ops.scaledtensor.forms([leaf], "mul t0 t0", [0])[0]) == 4
+    leaf.fill_(3.0)
+    first, second = (torch.ops.scaledtensor.forms([leaf], "mul t0 t0", [0])[0] for _ in range(2))
+    assert float(first) == 9
+    first.fill_(1.0)  # one of its own
+    assert float(second) == 9
+    assert float(torch.ops.scaledtensor.forms([leaf], "mul t0 t0", [0])[0]) == 9
+    nan = torch.tensor(math.nan)
+    assert math.isnan(torch.ops.scaledtensor.forms([nan], "mul t0 t0", [0])[0])
+
+
+def test__doubles__are_told_from_singles():
+    assert is_double("product t0 t1")
+    assert is_double("mul d0 t1")
+    assert is_double("product t0 t1;mul s0 0x1p+0")
+    assert not is_double("product t0 t1;power t2;ratio s0 s1")
+
+
+def test__a_form_that_is_older_than_a_write__is_read_from_its_tensor():
+    """In one graph: the scale that y had stays when that of the weight is moved."""
+    w, v = sct.scaled(torch.randn(8, 8)), sct.scaled(torch.ones(8, 8) * 2.0**20)
+
+    def run(w, v):
+        y = w * 3.0
+        w.copy_(v)
+        return y * 5.0, w * 1.0
+
+    eager = run(w.clone(), v)
+    torch._dynamo.reset()
+    found = torch.compile(run, backend="aot_eager", fullgraph=True)(w.clone(), v)
+    for a, b in zip(eager, found, strict=True):
+        assert torch.equal(a.dequantize(), b.dequantize())
+        assert float(a.scale) == float(b.scale)
