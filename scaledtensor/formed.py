@@ -7,6 +7,7 @@ elsewhere with 0-dim tensors, which waits for no device. Inductor does not call 
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ class Numbers:
         return Single(power_of_two_near(x))
 
     @staticmethod
-    def element(x: list[float], n: float) -> float:
+    def element(x: tuple[float, ...], n: float) -> float:
         return Single(x[int(n)])
 
     @staticmethod
@@ -135,14 +136,14 @@ _LIBRARY.define(  # type: ignore[no-untyped-call]
 )
 
 
-def _numbers(leaves: list[Tensor]) -> list[Any]:
+def _numbers(leaves: list[Tensor]) -> tuple[Any, ...]:
     found: list[Any] = []
     for x in leaves:
         if x.dim():
-            found.append(x.tolist())
+            found.append(tuple(x.tolist()))
         else:
             found.append(Single(x.item()) if x.dtype is torch.float32 else x.item())
-    return found
+    return tuple(found)
 
 
 def _form(leaves: list[Tensor], steps: str) -> Tensor:
@@ -153,18 +154,16 @@ def _form(leaves: list[Tensor], steps: str) -> Tensor:
     return made if isinstance(made, Tensor) else leaves[0].new_full((), made)
 
 
-#: Steps -> the numbers of their leaves when they were last calculated, and what came out. Scales of
-#: parameters change in one step of ten.
-_latest: dict[str, tuple[list[Any], list[Any]]] = {}
+@lru_cache(maxsize=1024)
+def _calculated(steps: str, numbers: tuple[Any, ...]) -> list[Any]:
+    """All numbers of a graph. Scales of parameters change in one step of ten, and blocks that share
+    their code have each their own."""
+    return all_values(Numbers, numbers, steps)
 
 
 def _forms(leaves: list[Tensor], steps: str, wanted: list[int]) -> list[Tensor]:
     """The numbers of several forms, of leaves on a CPU: of each step that is wanted."""
-    numbers = _numbers(leaves)
-    before, found = _latest.get(steps, (None, []))
-    if before != numbers:  # NaN is never equal to itself
-        found = all_values(Numbers, numbers, steps)
-        _latest[steps] = numbers, found
+    found = _calculated(steps, _numbers(leaves))
     return [
         torch.scalar_tensor(found[n], dtype=torch.float64 if is_double(steps, n) else torch.float32)
         for n in wanted

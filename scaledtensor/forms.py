@@ -30,8 +30,8 @@ __all__ = [
     "written",
 ]
 
-#: Beyond so many operations a form is a node of its own, and what follows starts from that.
-_LARGEST = 24
+#: A form of more operations rests on a node of its own, and what follows starts from that one.
+_LARGEST = 32
 
 _writes = 0
 
@@ -51,14 +51,16 @@ def written() -> None:
 class Form:
     """A number of a graph: a 0-dim tensor of it, or an operation on such numbers."""
 
-    __slots__ = ("arguments", "made", "operation", "size", "when")
+    __slots__ = ("arguments", "made", "operation", "rests", "size", "when")
 
     def __init__(self, operation: str, *arguments: Any) -> None:
         self.operation = operation
         self.arguments = [Form.of(a) if isinstance(a, Tensor) else a for a in arguments]
         self.made: Tensor | None = None
         self.when = _writes
-        self.size: int = 1 + sum(a.size for a in self.arguments if isinstance(a, Form))
+        size = 1 + sum(a.size for a in self.arguments if isinstance(a, Form))
+        self.rests = size > _LARGEST
+        self.size: int = 0 if self.rests else size
 
     @staticmethod
     def of(x: "Tensor | Form") -> "Form":
@@ -114,7 +116,7 @@ class Form:
 
     def _place(self, leaves: list[Tensor], steps: list[str], places: dict[int, str]) -> str:
         """Where an argument of another form is: a leaf, or an earlier step."""
-        if self.made is None and self.size <= _LARGEST:
+        if self.made is None and not self.rests:
             return self._write(leaves, steps, places)
         tensor = self.tensor()
         kind = "d" if tensor.dtype is torch.float64 else "t"

@@ -104,7 +104,7 @@ def counted(x: ScaledTensor, factors: Tensor, role: int, trains: bool, rows: boo
     """The identity."""
     q = _as_read(x, rows)
     scale = torch.ops.scaledtensor.count(x.scale, q, factors, x.format.name, role, trains)
-    made = x.like(x.qdata, scale, x.rms)
+    made = x.like(x.qdata, scale, copied(rms_of(x)))
     made.decoded, made.passing = x.decoded, x.passing
     return made
 
