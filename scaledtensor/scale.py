@@ -82,10 +82,21 @@ def settle(rms: A, *scales: A) -> list[A]:
     if _are_numbers(rms, *scales):
         return _settle_singles(rms, scales)  # type: ignore[return-value]
     if torch.compiler.is_compiling() or _is_traced(rms, *scales):
-        power: Any = Form("power", rms)
-        return [power, *(Form("ratio", s, power) for s in scales)]
+        return _settle_forms(rms, scales)
     tensor, held = tensor_of(rms), tuple(map(_held, scales))
     return _settle_tensors(tensor, held)  # type: ignore[return-value]
+
+
+def _settle_forms(rms: Any, scales: Sequence[Any]) -> list[Any]:
+    known = isinstance(rms, Single)
+    power: Any = Single(power_of_two_near(rms)) if known else Form("power", rms)
+
+    def ratio(held: Any) -> Any:
+        # A form has a tensor of the graph among its leaves, and two numbers have none.
+        numbers = known and isinstance(held, Single)
+        return _ratio_of(held, power) if numbers else Form("ratio", held, power)
+
+    return [power, *map(ratio, scales)]
 
 
 def _settle_singles(rms: Any, scales: Sequence[Any]) -> list[Single]:

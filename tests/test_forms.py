@@ -144,3 +144,9 @@ def test__a_form_that_is_older_than_a_write__is_read_from_its_tensor():
     for a, b in zip(eager, found, strict=True):
         assert torch.equal(a.dequantize(), b.dequantize())
         assert float(a.scale) == float(b.scale)
+
+
+def test__an_expectation_that_is_a_number__settles_beside_forms():
+    power, ratio, other = scale.settle(Single(3.0), *leaves(0.5), Single(8.0))
+    assert (power, other) == (4.0, 2.0)
+    assert float(ratio.tensor()) == 0.125
