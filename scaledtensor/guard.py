@@ -8,6 +8,7 @@ A site of a checkpoint goes on with what was found before, and looks when the un
 would have, but for those next steps, of which no file tells.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,7 +23,7 @@ from scaledtensor.ops import sites
 from scaledtensor.ops.sites import Site
 from scaledtensor.rebalance import COUNT
 from scaledtensor.recipes import Unit
-from scaledtensor.shards import by_groups, of_all_parts, part_of, ranks_of
+from scaledtensor.shards import by_groups, is_sharded, of_all_parts, part_of, ranks_of
 from scaledtensor.steps import Held, is_scaled
 
 __all__ = ["calibrate"]
@@ -134,7 +135,7 @@ def calibrate(
     before = {name: p.recipe for name, p in weights.items()}
     for p in weights.values():
         p.recipe, site = p.recipe.uncorrected, p.site or Site()
-        p.site = site
+        p.site, site.found = site, None
         site.forget()
     count, done = 0, False
     try:
@@ -155,6 +156,7 @@ def calibrate(
                 "ran"
             )
         done = True
+        _reshard(model)
         histories.share({id(p): p for p in model.parameters()})
         histories.advance(model)
     finally:
@@ -165,7 +167,9 @@ def calibrate(
             if done:
                 p.site.settle(p)
             p.site.forget()
-        if not done:
+        if done:
+            _agree([p for p in model.parameters() if is_sharded(p) and _is_site(part_of(p))])
+        else:
             with torch.no_grad():
                 for history, before_it in zip(kept, seen_before, strict=True):
                     history.copy_(before_it)
@@ -174,13 +178,24 @@ def calibrate(
 
 def _weights(model: nn.Module) -> dict[str, Any]:
     """What may be a site, by name."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, p in model.named_parameters():
-        part: Any = part_of(p) if is_scaled(p) else None
-        recipe = None if part is None else part.recipe
-        if isinstance(recipe, Unit) and p.dim() > 1 and recipe.gemms.once is not None:
-            found[name] = part
+        if is_scaled(p) and _is_site(part_of(p)):
+            found[name] = part_of(p)
     return found
+
+
+def _reshard(model: nn.Module) -> None:
+    """`fully_shard` leaves the outermost parameters whole after a forward pass."""
+    sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    for module in model.modules():
+        if isinstance(module, sharded):
+            module.reshard()
+
+
+def _is_site(weight: Any) -> bool:
+    recipe = weight.recipe
+    return isinstance(recipe, Unit) and weight.dim() > 1 and recipe.gemms.once is not None
 
 
 def _called(model: nn.Module, batch: Any) -> Any:

@@ -316,3 +316,32 @@ def flattened():
 def test__the_class_that_flattens_parameters__is_refused_by_name(world):
     (message,) = world(1, flattened)
     assert "fully_shard(model)" in message
+
+
+def calibrated(recipe, by_layer):
+    """Each rank has data of its own; the terms of one add up more than those of the other."""
+    torch.manual_seed(0)
+    parts = [nn.Linear(64, 64, bias=False) for _ in range(6)]
+    for linear in parts:
+        linear.weight.data.normal_(std=0.2).abs_()
+    model = sct.scale_model(nn.Sequential(*parts), recipe)
+    for layer in parts if by_layer else ():
+        fully_shard(layer)
+    fully_shard(model)
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    batch = torch.randn(32, 64, generator=generator)
+    batch = batch.abs() * 100 if torch.distributed.get_rank() else batch
+    sct.calibrate(model, [batch])
+    shifts = [getattr(part_of(p).recipe, "shifts", None) for p in model.parameters()]
+    return [b.clone() for b in model.buffers()], shifts, float(batch.max())
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+def test__a_calibration__finds_on_all_ranks_what_one_saw(world, by_layer):
+    (first, _, small), (second, _, large) = world(2, calibrated, Delayed(), by_layer)
+    assert large > 2 * small
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert float(first[0][0, 1]) == pytest.approx(large, rel=0.01)
+    (_, first, _), (_, second, _) = world(2, calibrated, Unit(), by_layer)
+    assert first == second
+    assert any(shifts != (0, 0) for shifts in first)
