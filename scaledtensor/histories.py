@@ -93,8 +93,8 @@ _index: tuple[int, dict[int, Callable[[], Tensor | None]]] = (-1, {})
 
 
 def keeper_of(site: Site, count: int) -> Callable[[], Tensor | None] | None:
-    """What returns the history of the weight of that site, if a module keeps one. `count` is that
-    of `histories_moved`."""
+    """What returns the history of the weight of that site, if a module keeps one. `count` is how
+    often histories have moved so far (`histories_moved`)."""
     global _index
     if _index[0] != count or id(site) not in _index[1]:
         found: dict[int, Callable[[], Tensor | None]] = {}
@@ -140,9 +140,9 @@ def check(module: nn.Module, fqn: str, name: str) -> None:
 
 
 def attach(module: nn.Module, taken: set[int]) -> None:
-    """Give each weight of `module` that its recipe scales by history one, and no other; those of
-    that length that there are stay. `taken` has the ids of weights that another module of the model
-    keeps a history of, to which those of this one are added."""
+    """Give a history to each weight of `module` that its recipe scales by one, and to no other. A
+    history of that length that is there already stays. `taken` has the ids of weights whose history
+    another module of the model keeps; the weights of this module are added to it."""
     found = {}
     for name, p in module.named_parameters(recurse=False):
         recipe = p.recipe if isinstance(p, ScaledTensor) else None
@@ -197,7 +197,7 @@ def _names(module: nn.Module) -> list[str]:
 
 
 def _begin_anew(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """A checkpoint of the original model has no histories: those of the weights that it has begin
+    """A checkpoint of the original model has no histories. The histories of the weights in it begin
     anew, and others stay."""
     for name in _names(module):
         history = module.get_buffer(name + _SUFFIX)

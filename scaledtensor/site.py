@@ -45,6 +45,8 @@ class Seen(NamedTuple):
 
     def and_of(self, largest: float, squares: float, count: int) -> "Seen":
         """With another operand."""
+        if squares < 2.0**-120:  # which were summed in float32, and may have been too small for it
+            squares = max(squares, largest**2)
         least = min(self.least, math.sqrt(squares / count)) if squares else self.least
         return Seen(max(self.largest, largest), self.squares + squares, self.number + count, least)
 
@@ -81,7 +83,7 @@ class Site:
     """The largest shift by role under which elements saturated, and the least under which all of an
     operand vanished, since the first of these steps."""
     settling: list[bool] = field(default_factory=lambda: [False, False])
-    """Of which roles it found so in the step before, so that they are to be found anew."""
+    """Whether it lost elements in the step before, by role. Then the shift is found anew."""
     lent: tuple[Any, Tensor] | None = None
     """What compiled code was lent, and what it was made of."""
     kept: tuple[int, Callable[[], Tensor | None] | None] | None = None
@@ -138,8 +140,8 @@ class Site:
         return replace(recipe, shifts=(of_inputs, of_gradients))
 
     def history(self) -> Tensor | None:
-        """The amaxes of earlier steps, float32 of shape [3, length + 2]; None where no module keeps
-        them for the weight of this site."""
+        """The amaxes of earlier steps, float32 of shape [3, length + 2]. It is None if no module
+        keeps them for the weight of this site."""
         if self.kept is None or self.kept[0] != _moves:
             keeper_of = import_module("scaledtensor.histories").keeper_of
             self.kept = _moves, keeper_of(self, _moves)
@@ -150,8 +152,8 @@ class Site:
         return found
 
     def lends(self, weight: Any) -> Tensor | None:
-        """What code that is compiled reads of this site, the site of `weight`: factors or a
-        history; None where the casts of its products take neither."""
+        """What compiled code reads of this site, the site of `weight`: factors or a history. It is
+        None if the casts of its products take neither."""
         recipe = weight.recipe
         if weight.dim() < 2 or recipe is None or recipe.gemms.once is None:
             return None

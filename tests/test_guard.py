@@ -475,6 +475,12 @@ def test__a_weight_at_two_places__has_a_shift_for_both(backend):
     assert max(found[3 if backend else 0 :]) < 0.08
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e-44])
+def test__elements_whose_squares_are_no_float32__have_a_shift(size):
+    seen = Seen().and_of(size, 0.0, 1000)  # as a float32 norm has them
+    assert sites.fitted(seen, formats.get("e5m2"), 0) < -60
+
+
 def test__two_places_that_no_shift_holds__are_told_of():
     class Apart(nn.Module):
         def __init__(self):

@@ -89,8 +89,8 @@ class Product:
 def _governing(*operands: Any) -> tuple[Recipe | None, ScaledTensor | None]:
     """The recipe of a product, and the weight that has it: the first parameter among the operands,
     else the first that is a view of one, or converted, as `w.t()` and `w.bfloat16()` are. Without a
-    weight it is the recipe of the last operand that is scaled, where a weight stands; none where
-    one operand is kept out."""
+    weight it is the recipe of the last operand that is scaled, where a weight stands. An operand
+    that a filter left out gives the product no recipe."""
     found: Recipe | None = None
     weight: ScaledTensor | None = None
     settled = False
