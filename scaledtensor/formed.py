@@ -15,7 +15,7 @@ from torch import Tensor
 
 from scaledtensor import _inductor
 from scaledtensor.forms import all_values, is_double, valued
-from scaledtensor.singles import Single, rounded
+from scaledtensor.singles import Single, quotient, rounded
 
 __all__ = ["Numbers", "Tensors"]
 
@@ -30,19 +30,13 @@ def _rounds(operation: Callable[[float, float], float]) -> Callable[[Any, Any], 
     return calculated
 
 
-def _quotient(x: float, y: float) -> float:
-    if y == 0:
-        return math.nan if x == 0 or x != x else math.copysign(math.inf, x) * math.copysign(1.0, y)
-    return float.__truediv__(x, y)
-
-
 class Numbers:
     """Float32 numbers are `Single`s, float64 numbers are floats."""
 
     mul = staticmethod(_rounds(float.__mul__))
     add = staticmethod(_rounds(float.__add__))
     sub = staticmethod(_rounds(float.__sub__))
-    div = staticmethod(_rounds(_quotient))
+    div = staticmethod(_rounds(quotient))
 
     number = single = staticmethod(lambda x: Single(rounded(x)))
     double = float
@@ -146,10 +140,13 @@ def _numbers(leaves: list[Tensor]) -> tuple[Any, ...]:
     return tuple(found)
 
 
+def _dtype(steps: str, step: int = -1) -> torch.dtype:
+    return torch.float64 if is_double(steps, step) else torch.float32
+
+
 def _form(leaves: list[Tensor], steps: str) -> Tensor:
     if all(x.is_cpu for x in leaves):
-        dtype = torch.float64 if is_double(steps) else torch.float32
-        return torch.scalar_tensor(valued(Numbers, _numbers(leaves), steps), dtype=dtype)
+        return torch.scalar_tensor(valued(Numbers, _numbers(leaves), steps), dtype=_dtype(steps))
     made = valued(Tensors, leaves, steps)
     return made if isinstance(made, Tensor) else leaves[0].new_full((), made)
 
@@ -164,10 +161,7 @@ def _calculated(steps: str, numbers: tuple[Any, ...]) -> list[Any]:
 def _forms(leaves: list[Tensor], steps: str, wanted: list[int]) -> list[Tensor]:
     """The numbers of several forms, of leaves on a CPU: of each step that is wanted."""
     found = _calculated(steps, _numbers(leaves))
-    return [
-        torch.scalar_tensor(found[n], dtype=torch.float64 if is_double(steps, n) else torch.float32)
-        for n in wanted
-    ]
+    return [torch.scalar_tensor(found[n], dtype=_dtype(steps, n)) for n in wanted]
 
 
 _LIBRARY.impl("form", _form, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
@@ -176,12 +170,10 @@ _LIBRARY.impl("forms", _forms, "CPU")  # type: ignore[no-untyped-call]
 
 @torch.library.register_fake("scaledtensor::forms", lib=_LIBRARY)  # type: ignore[untyped-decorator]
 def _forms_fake(leaves: list[Tensor], steps: str, wanted: list[int]) -> list[Tensor]:
-    dtypes = (torch.float64 if is_double(steps, n) else torch.float32 for n in wanted)
-    return [torch.empty((), dtype=dtype, device=leaves[0].device) for dtype in dtypes]
+    return [torch.empty((), dtype=_dtype(steps, n), device=leaves[0].device) for n in wanted]
 
 
 @torch.library.register_fake("scaledtensor::form", lib=_LIBRARY)  # type: ignore[untyped-decorator]
 def _form_fake(leaves: list[Tensor], steps: str) -> Tensor:
     _inductor.teach()
-    dtype = torch.float64 if is_double(steps) else torch.float32
-    return torch.empty((), dtype=dtype, device=leaves[0].device)
+    return torch.empty((), dtype=_dtype(steps), device=leaves[0].device)

@@ -26,20 +26,15 @@ __all__ = [
     "is_double",
     "joined",
     "valued",
-    "writes",
     "written",
 ]
 
 #: A form of more operations rests on a node of its own, and what follows starts from that one.
 _LARGEST = 32
 
+#: How often a scale or an RMS was written to. The leaves of a form that is older than a write may
+#: hold other numbers now.
 _writes = 0
-
-
-def writes() -> int:
-    """How often a scale or an RMS was written to. A form that is older than a write may have leaves
-    that hold other numbers now."""
-    return _writes
 
 
 def written() -> None:
@@ -49,7 +44,7 @@ def written() -> None:
 
 
 class Form:
-    """A number of a graph: a 0-dim tensor of it, or an operation on such numbers."""
+    """A number that a graph calculates: one of its 0-dim tensors, or an operation on forms."""
 
     __slots__ = ("arguments", "made", "operation", "rests", "size", "when")
 
@@ -248,9 +243,9 @@ def _both(operation: str, a: Form, b: Any, otherwise: Callable[[Tensor, Any], Te
 
 _F32_MAX = torch.finfo(torch.float32).max
 
-#: Operation -> its value in an arithmetic `a`: of numbers or tensors (`scaledtensor.formed`), or of
-#: a graph (`scaledtensor._inductor`). As in `Single`, sums and products of float32 numbers are
-#: float32 numbers; those with a `double` are float64.
+#: Operation -> its value in an arithmetic `a`. `scaledtensor.formed` has the arithmetics of numbers
+#: and of tensors, and `scaledtensor._inductor` has the one of kernels. An operation on float32
+#: numbers gives a float32 number, as `Single` does. An operation with a float64 number gives one.
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "mul": lambda a, x, y: a.mul(x, y),
     "add": lambda a, x, y: a.add(x, y),
@@ -313,7 +308,7 @@ def joined(forms: Sequence[tuple[Sequence[Any], str]]) -> tuple[list[Any], str, 
 
 
 def all_values(arithmetic: Any, leaves: Sequence[Any], steps: str) -> list[Any]:
-    """What each step of a form makes of its leaves."""
+    """The value of each step of a form, for these leaves."""
     found: list[Any] = []
 
     def argument(place: str) -> Any:
@@ -327,7 +322,7 @@ def all_values(arithmetic: Any, leaves: Sequence[Any], steps: str) -> list[Any]:
 
 
 def valued(arithmetic: Any, leaves: Sequence[Any], steps: str) -> Any:
-    """What the steps of a form make of its leaves: the last step's value."""
+    """The value of a form, which is the value of its last step, for these leaves."""
     return all_values(arithmetic, leaves, steps)[-1]
 
 

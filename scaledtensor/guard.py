@@ -96,10 +96,10 @@ def calibrate(
 
     Under `Unit`, each weight whose inputs saturate, or vanish, in the cast that the rules expect
     gets a shift (`Unit.shifts`) under which all that was seen fits. Under `Delayed`, the largest
-    magnitudes become the latest step of each weight's history, so that inference has static scales
-    and the first step of a training those of the data. The rest of the model stays as it is: the
-    passes run in evaluation mode and uncompiled, and parameters, other buffers and gradients are
-    what they were. For training, call it before the first step; for inference, after the weights
+    magnitudes become the latest step of each weight's history. So inference has static scales, and
+    a training has scales of the data from its first step on. The rest of the model stays as it is:
+    the passes run in evaluation mode and uncompiled, and parameters, other buffers and gradients
+    keep their values. For training, call it before the first step; for inference, after the weights
     are loaded. Compiled code follows without being compiled anew.
 
     Args:

@@ -47,7 +47,7 @@ _SUFFIX = "_amax"
 
 
 class Histories:
-    """What a module that keeps histories has of them beside its buffers."""
+    """The record in a module of the histories that its buffers hold."""
 
     def __init__(self, module: nn.Module, names: list[str], unwritten: bool) -> None:
         self.names, self.unwritten, self.told = names, unwritten, 0

@@ -31,6 +31,7 @@ __all__ = [
     "hold",
     "multiplier",
     "put",
+    "quotient",
     "rms_of",
     "rounded",
     "scale_of",
@@ -85,7 +86,7 @@ class Single(float):
         number = _number(other)
         if number is None:
             return NotImplemented
-        return Single(c_float(_quotient(self, number)).value)
+        return Single(c_float(quotient(self, number)).value)
 
     def __rtruediv__(self, other: Any) -> Any:
         return self.reciprocal() * other  # As torch divides a number by a tensor.
@@ -110,10 +111,10 @@ class Single(float):
         return Single(rounded(float.__mul__(self, self)))
 
     def reciprocal(self) -> "Single":
-        return Single(rounded(_quotient(1.0, self)))
+        return Single(rounded(quotient(1.0, self)))
 
     def rsqrt(self) -> "Single":
-        return Single(rounded(_quotient(1.0, math.sqrt(self))) if self >= 0 else math.nan)
+        return Single(rounded(quotient(1.0, math.sqrt(self))) if self >= 0 else math.nan)
 
     def clamp_max(self, most: float) -> "Single":
         return Single(rounded(most)) if self > most else self
@@ -142,7 +143,8 @@ def _number(x: Any) -> float | None:
     return c_float(x).value if isinstance(x, (float, int)) else None
 
 
-def _quotient(a: float, b: float) -> float:
+def quotient(a: float, b: float) -> float:
+    """a / b in float64, where a divisor of 0 gives what IEEE 754 says."""
     if b == 0:
         return math.nan if a == 0 or a != a else math.copysign(math.inf, a) * math.copysign(1.0, b)
     return float.__truediv__(a, b)

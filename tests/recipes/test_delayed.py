@@ -256,22 +256,25 @@ def plain_network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8, bias=False))
 
 
-def test__from_the_meta_device__no_history_is_what_memory_held():
-    plain = plain_network()
+def on_meta() -> nn.Module:
     with torch.device("meta"):
         model = plain_network()
-    sct.scale_model(model, Delayed())
-    model.to_empty(device="cpu")
+    return sct.scale_model(model, Delayed())
+
+
+def emptied() -> nn.Module:
+    """From the meta device, with buffers as memory may hold them."""
+    model = on_meta().to_empty(device="cpu")
     for b in model.buffers():
         b.fill_(1e6)
+    return model
+
+
+def test__from_the_meta_device__no_history_is_what_memory_held():
+    plain, model = plain_network(), emptied()
     model.load_state_dict(plain.state_dict())
     assert near(model, plain)
-    with torch.device("meta"):
-        model = plain_network()
-    sct.scale_model(model, Delayed())
-    model.to_empty(device="cpu")
-    for b in model.buffers():
-        b.fill_(1e6)
+    model = emptied()
     with torch.no_grad():
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):
             p.copy_(q)
@@ -280,10 +283,7 @@ def test__from_the_meta_device__no_history_is_what_memory_held():
 
 
 def test__assigned_to_the_meta_device__histories_come_along():
-    plain = plain_network()
-    with torch.device("meta"):
-        model = plain_network()
-    sct.scale_model(model, Delayed())
+    plain, model = plain_network(), on_meta()
     model.load_state_dict(plain.state_dict(), assign=True)  # plain parameters
     sct.scale_model(model, Delayed())
     assert near(model, plain)
