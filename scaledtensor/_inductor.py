@@ -1,4 +1,5 @@
-"""What Inductor is taught of operators of this library: the one module that uses Inductor's names.
+"""What torch's compilers are told of operators of this library: the one module that uses the names
+of Inductor and of AOTAutograd's partitioner.
 
 torch has no public way to say how a backend writes an operator. Without one, each number that a
 `Form` stands for would be a call between kernels, which ends the kernel before it. Written as
@@ -11,10 +12,13 @@ value in memory, made by a few scalar operations in the kernel that is there.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.fx import map_arg
 
 from scaledtensor.forms import is_double, joined, valued
 
@@ -27,77 +31,228 @@ _taught = False
 
 def taught() -> tuple[Any, ...]:
     """The operators that Inductor writes itself."""
-    return (torch.ops.scaledtensor.form.default,)
+    return tuple(operator for operator in _lowerings() if operator not in _calls())
 
 
 def teach() -> None:
-    """Register how Inductor writes our operators, once it is loaded. Tracing calls this; a graph
-    that no Inductor compiles needs none of it."""
+    """Register how Inductor writes our operators, once it is loaded, and which of them a backward
+    pass may calculate again. Tracing calls this."""
     global _taught
+    ops = torch.ops.scaledtensor
+    _may_be_recomputed(ops.times)
     if _taught or "torch._inductor.lowering" not in sys.modules:
         return
     _taught = True
     from torch._inductor.lowering import register_lowering
 
-    register_lowering(torch.ops.scaledtensor.form.default, type_promotion_kind=None)(_form)
+    for operator, lowering in _lowerings().items():
+        register_lowering(operator, type_promotion_kind=None)(lowering)
+
+
+def _lowerings() -> dict[Any, Callable[..., Any]]:
+    from scaledtensor import cast_nodes, measure
+
+    ops = torch.ops.scaledtensor
+    return {
+        ops.form.default: _form,
+        ops.times.default: _times,
+        ops.rounded.default: _inlined(cast_nodes.rounded),
+        ops.encoded.default: _inlined(cast_nodes.encoded),
+        ops.measured.default: _inlined(measure.of_elements),
+        ops.count.default: _count,
+    }
+
+
+def _calls() -> tuple[Any, ...]:
+    return (torch.ops.scaledtensor.count.default,)
+
+
+def _may_be_recomputed(*operators: Any) -> None:
+    """Let backward passes calculate these elementwise operators again, in place of what they would
+    keep in memory.
+
+    AOTAutograd's partitioner keeps the result of each operator that is not on its list, and has no
+    way to add to the list but the list itself. Without this a compiled GPT keeps 1.15 times the
+    bytes.
+    """
+    from torch._functorch.partitioners import pointwise_ops
+
+    known = pointwise_ops()
+    known.extend(op for op in operators if op not in known)
+
+
+@contextmanager
+def _as_while_tracing() -> Iterator[None]:
+    """Backward passes are lowered when they are first called, outside any `torch.compile`."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+# --- numbers -------------------------------------------------------------------------------------
 
 
 def _form(leaves: list[Any], steps: str) -> Any:
-    from torch._inductor import ir
-    from torch._inductor.virtualized import V
-
-    graph: Any = V.graph
-    found = _of_one_call(graph).get(graph.current_node)
+    found = _of_one_call()
     if found is not None:
         return found
+    made = _pointwise(leaves, steps)
+    made.realize()
+    return made
+
+
+def _times(x: Any, leaves: list[Any], steps: str) -> Any:
+    """The number is in memory on a CPU, whose kernels would calculate it for each vector, and part
+    of the kernel elsewhere."""
+    from torch._inductor.lowering import lowerings
+
+    number = _of_one_call()
+    if number is None:
+        number = _pointwise(leaves, steps)
+        if number.get_device().type == "cpu":
+            number.realize()
+    return lowerings[torch.ops.aten.mul.Tensor](x, number)
+
+
+def _pointwise(leaves: list[Any], steps: str) -> Any:
+    from torch._inductor import ir
+
     loaders = [x.make_loader() for x in leaves]
 
     def value(index: Any) -> Any:
         found = [
-            _Vector(load) if x.get_size() else _Value(load(index), x.get_dtype() is _F64)
+            _Vector(load) if x.get_size() else _Value(load([]), x.get_dtype() is _F64)
             for x, load in zip(leaves, loaders, strict=True)
         ]
         return valued(_Scalars, found, steps).value
 
     dtype = _F64 if is_double(steps) else _F32
-    made = ir.Pointwise.create(
+    return ir.Pointwise.create(
         device=leaves[0].get_device(), dtype=dtype, inner_fn=value, ranges=[]
     )
-    made.realize()
-    return made
 
 
 #: So many numbers are worth a call, which ends the kernel before it.
 _FEW = 4
 
 
-def _of_one_call(graph: Any) -> dict[Any, Any]:
-    """The numbers of a graph by node, after one call that makes the current node's and all others
-    that follow from what is there already, unless these are few."""
+def _of_one_call() -> Any:
+    """The number of the current node, after one call that makes it and all others that follow from
+    what is there already; None where these are few."""
+    from torch._inductor.lowering import fallback_handler, lowerings
+    from torch._inductor.virtualized import V
+
+    graph: Any = V.graph
     made: dict[Any, Any] = vars(graph).setdefault("_scaledtensor_forms", {})
     if graph.current_node in made:
-        return made
-    from torch._inductor import lowering
-
+        return made[graph.current_node]
     places: dict[Any, int] = {}
     forms: list[tuple[list[Any], str]] = []
     for node in graph.current_node.graph.nodes:
-        if node.target is not torch.ops.scaledtensor.form.default or node in made:
+        if node.target not in _numbers() or node in made:
             continue
-        leaves, steps = node.args
+        leaves = [_source(x) for x in node.args[-2]]
         on_host = node.meta["val"].device.type == "cpu"
-        if on_host and all(x in graph.env or x in places for x in leaves):
+        if on_host and all(x in places or _is_there(x, graph) for x in leaves):
             own = [("form", places[x]) if x in places else x for x in leaves]
             places[node] = len(forms)
-            forms.append((own, steps))
+            forms.append((own, node.args[-1]))
     if len(forms) < _FEW:
-        return made
-    inputs, steps, wanted = joined(forms)
-    of_one_call: Any = lowering.fallback_handler
-    call = of_one_call(torch.ops.scaledtensor.forms.default, add_to_fallback_set=False)
-    results = call([graph.env[x] for x in inputs], steps, wanted)
-    made.update(zip(places, results, strict=True))
-    return made
+        return None
+    inputs, steps, values = joined(forms)
+    leaving = {
+        values[places[x]]
+        for x in places
+        if is_double(steps, values[places[x]]) or any(user.op == "output" for user in x.users)
+    }
+    apart = sorted(leaving)
+    wanted = sorted({*values} - leaving)
+    call: Any = fallback_handler(torch.ops.scaledtensor.forms.default, add_to_fallback_set=False)
+    together, *alone = call([graph.env[x] for x in inputs], steps, wanted, apart)
+    select = lowerings[torch.ops.aten.select.int]
+    number = dict(zip(apart, alone, strict=True))
+    number.update({step: select(together, 0, i) for i, step in enumerate(wanted)})
+    made.update({x: number[values[place]] for x, place in places.items()})
+    return made[graph.current_node]
+
+
+def _numbers() -> tuple[Any, ...]:
+    return torch.ops.scaledtensor.form.default, torch.ops.scaledtensor.times.default
+
+
+def _is_there(node: Any, graph: Any) -> bool:
+    """Whether a number has been lowered, now if it has not and follows from what has."""
+    if node in graph.env:
+        return True
+    needed = node.all_input_nodes
+    if node.target not in _early() or not all(_is_there(x, graph) for x in needed):
+        return False
+    graph.env[node] = graph.run_node(node)  # and is passed over when its turn comes
+    return True
+
+
+def _early() -> tuple[Any, ...]:
+    """The operators on numbers that need not wait for their place in the graph. A norm's statistics
+    are measured in the backward pass, and are there when it begins."""
+    aten = torch.ops.aten
+    return torch.ops.scaledtensor.measured.default, aten.clone.default, aten.div.Tensor
+
+
+def _source(node: Any) -> Any:
+    """The number that a node has: a product takes its scale from the operator that looks."""
+    while node.target is torch.ops.scaledtensor.count.default:
+        node = node.args[0]
+    return node
+
+
+# --- looking -------------------------------------------------------------------------------------
+
+
+def _count(scale: Any, *seen: Any) -> Any:
+    """A call without a result, and the scale as it is: nothing waits for the call."""
+    from torch._inductor.lowering import fallback_handler
+
+    call: Any = fallback_handler(torch.ops.scaledtensor.look.default, add_to_fallback_set=False)
+    call(*seen)
+    return scale
+
+
+# --- casts ---------------------------------------------------------------------------------------
+
+
+def _inlined(function: Callable[..., Tensor]) -> Callable[..., Any]:
+    """The operators that `function` calls, in the place of the one that stands for them."""
+
+    def lowering(x: Any, *how: Any) -> Any:
+        from torch._inductor.decomposition import select_decomp_table
+        from torch._inductor.lowering import lowerings
+        from torch._inductor.virtualized import V
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        given = V.graph.current_node.args[0].meta["val"]
+        # What is written in place is functional in a graph that Inductor takes.
+        functional = torch.func.functionalize(lambda t: function(t, *how))
+        trace = make_fx(functional, select_decomp_table())
+        made: dict[Any, Any] = {}
+        with V.fake_mode, _as_while_tracing():
+            graph = trace(given).graph
+        for node in graph.nodes:
+            args, kwargs = map_arg((node.args, node.kwargs), made.__getitem__)
+            value = node.meta.get("val")
+            if node.op == "output":
+                return args[0]
+            if node.op == "placeholder":
+                made[node] = x
+            elif isinstance(value, (torch.SymInt, torch.SymFloat)):
+                made[node] = value.node.expr
+            else:
+                made[node] = lowerings[node.target](*args, **kwargs)
+        return None
+
+    return lowering
 
 
 class _Value(NamedTuple):
@@ -150,7 +305,7 @@ class _Scalars:
 
     mul, add, sub, div = map(staticmethod, map(_both, ("mul", "add", "sub", "truediv")))
     least, most = map(staticmethod, map(_both, ("minimum", "maximum")))
-    sqrt, neg, abs = map(staticmethod, map(_one, ("sqrt", "neg", "abs")))
+    sqrt, exp, neg, abs = map(staticmethod, map(_one, ("sqrt", "exp", "neg", "abs")))
     number = float
 
     @staticmethod

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from scaledtensor import _inductor
 from scaledtensor.forms import all_values, is_double, valued
-from scaledtensor.singles import Single, quotient, rounded
+from scaledtensor.singles import Single, exponential, quotient, rounded
 
 __all__ = ["Numbers", "Tensors"]
 
@@ -42,6 +42,10 @@ class Numbers:
     double = float
     neg = staticmethod(lambda x: -x)
     abs = staticmethod(lambda x: abs(x))
+
+    @staticmethod
+    def exp(x: float) -> float:
+        return exponential(x)
 
     @staticmethod
     def sqrt(x: float) -> float:
@@ -83,8 +87,8 @@ class Numbers:
 class Tensors:
     """0-dim tensors; a number is one that torch takes beside them."""
 
-    mul, add, sub, div, sqrt = torch.mul, torch.add, torch.sub, torch.div, torch.sqrt
-    neg, abs = torch.neg, torch.abs
+    mul, add, sub, div = torch.mul, torch.add, torch.sub, torch.div
+    sqrt, exp, neg, abs = torch.sqrt, torch.exp, torch.neg, torch.abs
 
     number = float
     single = staticmethod(lambda x: x.float())
@@ -126,7 +130,10 @@ _LIBRARY.define("form(Tensor[] leaves, str steps) -> Tensor")  # type: ignore[no
 
 
 _LIBRARY.define(  # type: ignore[no-untyped-call]
-    "forms(Tensor[] leaves, str steps, int[] wanted) -> Tensor[]"
+    "times(Tensor x, Tensor[] leaves, str steps) -> Tensor"
+)
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "forms(Tensor[] leaves, str steps, int[] wanted, int[] apart) -> Tensor[]"
 )
 
 
@@ -152,25 +159,44 @@ def _form(leaves: list[Tensor], steps: str) -> Tensor:
 
 
 @lru_cache(maxsize=1024)
-def _calculated(steps: str, numbers: tuple[Any, ...]) -> list[Any]:
+def _calculated(
+    steps: str, numbers: tuple[Any, ...], wanted: tuple[int, ...], apart: tuple[int, ...]
+) -> tuple[Tensor, ...]:
     """All numbers of a graph. Scales of parameters change in one step of ten, and blocks that share
     their code have each their own."""
-    return all_values(Numbers, numbers, steps)
+    found = all_values(Numbers, numbers, steps)
+    alone = [torch.scalar_tensor(found[n], dtype=_dtype(steps, n)) for n in apart]
+    return torch.tensor([found[n] for n in wanted], dtype=torch.float32), *alone
 
 
-def _forms(leaves: list[Tensor], steps: str, wanted: list[int]) -> list[Tensor]:
-    """The numbers of several forms, of leaves on a CPU: of each step that is wanted."""
-    found = _calculated(steps, _numbers(leaves))
-    return [torch.scalar_tensor(found[n], dtype=_dtype(steps, n)) for n in wanted]
+def _forms(leaves: list[Tensor], steps: str, wanted: list[int], apart: list[int]) -> list[Tensor]:
+    """The numbers of several forms, of leaves on a CPU: those of the steps `wanted` in one float32
+    tensor, and each of the steps `apart` in a tensor of its own."""
+    found = _calculated(steps, _numbers(leaves), tuple(wanted), tuple(apart))
+    return [x.clone() for x in found]  # which a compiler may write over
 
 
+def _times(x: Tensor, leaves: list[Tensor], steps: str) -> Tensor:
+    return x * _form(leaves, steps)
+
+
+_LIBRARY.impl("times", _times, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 _LIBRARY.impl("form", _form, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 _LIBRARY.impl("forms", _forms, "CPU")  # type: ignore[no-untyped-call]
 
 
 @torch.library.register_fake("scaledtensor::forms", lib=_LIBRARY)  # type: ignore[untyped-decorator]
-def _forms_fake(leaves: list[Tensor], steps: str, wanted: list[int]) -> list[Tensor]:
-    return [torch.empty((), dtype=_dtype(steps, n), device=leaves[0].device) for n in wanted]
+def _forms_fake(
+    leaves: list[Tensor], steps: str, wanted: list[int], apart: list[int]
+) -> list[Tensor]:
+    made = leaves[0].new_empty
+    alone = [made((), dtype=_dtype(steps, n)) for n in apart]
+    return [made(len(wanted), dtype=torch.float32), *alone]
+
+
+@torch.library.register_fake("scaledtensor::times", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+def _times_fake(x: Tensor, leaves: list[Tensor], steps: str) -> Tensor:
+    return x * _form_fake(leaves, steps)
 
 
 @torch.library.register_fake("scaledtensor::form", lib=_LIBRARY)  # type: ignore[untyped-decorator]

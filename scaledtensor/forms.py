@@ -90,12 +90,21 @@ class Form:
         if self.operation == "leaf":
             assert self.made is not None
             return self.made.clone()
+        made: Tensor = torch.ops.scaledtensor.form(*self._written())
+        return made
+
+    def times(self, q: Tensor) -> Tensor:
+        """A tensor of one dimension or more times the number, as one node of the graph."""
+        if self.made is not None or self.rests:
+            return q * self.tensor()
+        made: Tensor = torch.ops.scaledtensor.times(q, *self._written())
+        return made
+
+    def _written(self) -> tuple[list[Tensor], str]:
         leaves: list[Tensor] = []
         steps: list[str] = []
-        places: dict[int, str] = {}
-        self._write(leaves, steps, places)
-        made: Tensor = torch.ops.scaledtensor.form(leaves, ";".join(steps))
-        return made
+        self._write(leaves, steps, {})
+        return leaves, ";".join(steps)
 
     def _write(self, leaves: list[Tensor], steps: list[str], places: dict[int, str]) -> str:
         known = places.get(id(self))
@@ -165,6 +174,9 @@ class Form:
 
     def square(self) -> "Form":
         return Form("mul", self, self)
+
+    def exp(self) -> "Form":
+        return Form("exp", self)
 
     def reciprocal(self) -> "Form":
         return Form("div", 1.0, self)
@@ -254,6 +266,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "neg": lambda a, x: a.neg(x),
     "abs": lambda a, x: a.abs(x),
     "sqrt": lambda a, x: a.sqrt(x),
+    "exp": lambda a, x: a.single(a.exp(a.double(x))),
     "rsqrt": lambda a, x: a.single(a.div(1.0, a.sqrt(a.double(x)))),
     "least": lambda a, x, y: a.least(x, y),
     "most": lambda a, x, y: a.most(x, y),
@@ -270,7 +283,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 #: Operations whose result is a float64 number, and whose result is a float32 number. That of others
 #: is a float64 number if an operand is one.
 _DOUBLE = ("product", "quotient")
-_SINGLE = ("rsqrt", "quadrature", "power", "ratio", "element")
+_SINGLE = ("exp", "rsqrt", "quadrature", "power", "ratio", "element")
 
 
 @lru_cache(maxsize=1 << 14)

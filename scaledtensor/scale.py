@@ -16,7 +16,7 @@ from torch import Tensor
 from scaledtensor import formed as formed
 from scaledtensor.errors import ScaleError
 from scaledtensor.forms import Form
-from scaledtensor.singles import Amount, Single, multiplier, rounded, single_of, tensor_of
+from scaledtensor.singles import Amount, Single, rounded, scaled_by, single_of, tensor_of
 
 __all__ = [
     "MAX_SCALE",
@@ -217,7 +217,7 @@ def is_one(ratio: Amount) -> bool:
 
 def times(q: Tensor, ratio: Amount) -> Tensor:
     """Elements times a ratio of scales: `q` itself where that is seen to be 1."""
-    return q if is_one(ratio) else q * multiplier(ratio)
+    return q if is_one(ratio) else scaled_by(q, ratio)
 
 
 def power_of_two_near(rms: float) -> float:

@@ -28,6 +28,7 @@ __all__ = [
     "asked",
     "calculates",
     "copied",
+    "exponential",
     "hold",
     "multiplier",
     "put",
@@ -35,6 +36,7 @@ __all__ = [
     "rms_of",
     "rounded",
     "scale_of",
+    "scaled_by",
     "shared",
     "single_of",
     "tensor_of",
@@ -110,6 +112,9 @@ class Single(float):
     def square(self) -> "Single":
         return Single(rounded(float.__mul__(self, self)))
 
+    def exp(self) -> "Single":
+        return Single(rounded(exponential(self)))
+
     def reciprocal(self) -> "Single":
         return Single(rounded(quotient(1.0, self)))
 
@@ -141,6 +146,11 @@ def _number(x: Any) -> float | None:
     if type(x) is Single:
         return x
     return c_float(x).value if isinstance(x, (float, int)) else None
+
+
+def exponential(x: float) -> float:
+    """e^x in float64, to infinity beyond its range."""
+    return math.exp(x) if x < 709 else math.inf if x == x else x
 
 
 def quotient(a: float, b: float) -> float:
@@ -296,6 +306,13 @@ def multiplier(x: Amount) -> Tensor | Single:
             return x
         found = _FACTORS[x] = Cell(x).tensor(False)
     return found
+
+
+def scaled_by(q: Tensor, x: Amount) -> Tensor:
+    """Elements times a number."""
+    if isinstance(x, Form) and q.dim() and q.is_floating_point() and not _torch.is_transforming():
+        return x.times(q)
+    return q * multiplier(x)
 
 
 _FACTORS: dict[float, Tensor] = {}

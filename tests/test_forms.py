@@ -26,6 +26,7 @@ EXPRESSIONS = {
     "rsqrt": lambda x, y, z: x.rsqrt() * y,
     "bounds": lambda x, y, z: x.clamp_max(2.5).clamp_min(0.3) * y,
     "quadrature": lambda x, y, z: scale.quadrature(x, y * 0.5, z),
+    "exponential": lambda x, y, z: (-(x.clamp_max(20.0)) * 0.7).exp() * z,
     "larger": lambda x, y, z: scale.larger(x, y) * z,
     "power": lambda x, y, z: scale.settle(x * 1.3)[0],
     "ratio": lambda x, y, z: scale.settle(x, scale.product_of(y, z))[1],
@@ -83,16 +84,18 @@ def test__inductor__writes_the_same_numbers(few, monkeypatch):
 
     def run(x, y, z, q):
         forms = [Form.of(t) for t in (x, y, z)]
-        return [q * make(*forms).tensor() for make in EXPRESSIONS.values()]
+        made = [make(*forms) for make in EXPRESSIONS.values()]
+        return [y for form in made for y in (form.times(q), q * form.tensor())]
 
     torch._dynamo.reset()
     compiled = torch.compile(run, fullgraph=False)
     q = torch.tensor([1.0, 2.0, -4.0] * 30)
     for three in numbers:
         found = compiled(*map(torch.tensor, three), q)
-        for name, y in zip(EXPRESSIONS, found, strict=True):
+        for name, *both in zip(EXPRESSIONS, found[::2], found[1::2], strict=True):
             want = EXPRESSIONS[name](*(Single(rounded(n)) for n in three))
-            assert torch.equal(y, q * torch.tensor(want)), (name, three)
+            for y in both:
+                assert torch.equal(y, q * torch.tensor(want)), (name, three)
 
 
 def test__joined__forms_share_steps_and_follow_from_one_another():
@@ -104,20 +107,22 @@ def test__joined__forms_share_steps_and_follow_from_one_another():
     assert steps == "mul t0 t1;sqrt s0;neg s0;add s1 t1"
     found = all_values(Tensors, given, steps)
     assert [float(found[n]) for n in wanted] == pytest.approx([6**0.5, -6.0, 6**0.5 + 3])
-    made = torch.ops.scaledtensor.forms(given, steps, wanted)
-    assert [float(x) for x in made] == pytest.approx([6**0.5, -6.0, 6**0.5 + 3])
+    together, alone = torch.ops.scaledtensor.forms(given, steps, wanted[:2], wanted[2:])
+    assert [*map(float, together), float(alone)] == pytest.approx([6**0.5, -6.0, 6**0.5 + 3])
 
 
 def test__one_call__sees_a_scale_that_changed_in_place():
     leaf = torch.tensor(2.0)
-    assert float(torch.ops.scaledtensor.forms([leaf], "mul t0 t0", [0])[0]) == 4
-    assert float(torch.ops.scaledtensor.forms([leaf], "mul t0 t0", [0])[0]) == 4
+    square = [leaf], "mul t0 t0", [0], [0]
+    for _ in range(2):
+        assert [float(x) for x in torch.ops.scaledtensor.forms(*square)] == [4, 4]
     leaf.fill_(3.0)
-    first, second = (torch.ops.scaledtensor.forms([leaf], "mul t0 t0", [0])[0] for _ in range(2))
-    assert float(first) == 9
-    first.fill_(1.0)  # one of its own
-    assert float(second) == 9
-    assert float(torch.ops.scaledtensor.forms([leaf], "mul t0 t0", [0])[0]) == 9
+    first, second = (torch.ops.scaledtensor.forms(*square) for _ in range(2))
+    for one, other in zip(first, second, strict=True):
+        assert float(one) == 9
+        one.fill_(1.0)  # one of its own
+        assert float(other) == 9
+    assert [float(x) for x in torch.ops.scaledtensor.forms(*square)] == [9, 9]
     nan = torch.tensor(math.nan)
     assert math.isnan(torch.ops.scaledtensor.forms([nan], "mul t0 t0", [0])[0])
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from scaledtensor import _torch
 from scaledtensor.errors import DTypeMismatchError, UnsupportedError
 from scaledtensor.formats import Format, decode
+from scaledtensor.forms import Form
 from scaledtensor.measure import measured_rms
 from scaledtensor.ops.products import product_dtype
 from scaledtensor.ops.registry import Raw
@@ -20,16 +21,17 @@ from scaledtensor.scale import (
     nearest_power_of_two,
     product_of,
     quadrature,
+    settle,
 )
 from scaledtensor.singles import (
     ONE,
     Amount,
     Single,
     calculates,
-    multiplier,
     rms_of,
     rounded,
     scale_of,
+    scaled_by,
     single_of,
 )
 from scaledtensor.tensor import ScaledTensor, is_stored
@@ -117,11 +119,11 @@ def value(x: ScaledTensor, power: Amount = ONE) -> Tensor:
     if q.dtype == torch.float16 or x.qdata.itemsize == 1:
         q = q.float()
     if power is ONE:
-        return q * multiplier(scale)
+        return scaled_by(q, scale)
     together = product_of(scale, power)
     if isinstance(together, Single) and MIN_SCALE <= together <= MAX_SCALE:
-        return q * multiplier(together)
-    return q * multiplier(scale) * multiplier(power)
+        return scaled_by(q, together)
+    return scaled_by(scaled_by(q, scale), power)
 
 
 def plain(x: Any) -> Any:
@@ -194,6 +196,10 @@ def side(x: Any, like: ScaledTensor) -> Side:
     if not isinstance(x, Tensor) and calculates(like):
         number = Single(rounded(float(x)))
         return Side(torch.full((), number), ONE, abs(number), x >= 0)
+    if isinstance(x, Tensor) and x.dim() == 0 and torch.compiler.is_compiling():
+        number = Form.of(x.to(like.device, torch.float32))
+        (unit,) = settle(abs(number))
+        return Side((number / unit).tensor(), unit, abs(number))
     q, scale, rms, nonnegative = operand(x, like)
     return Side(q, single_of(scale), single_of(rms), nonnegative)
 

@@ -37,7 +37,7 @@ from scaledtensor.ops.softmax import (
     visible,
 )
 from scaledtensor.scale import product_of, quotient_of
-from scaledtensor.singles import Amount, Single, multiplier, scale_of, tensor_of
+from scaledtensor.singles import Amount, Single, scale_of, scaled_by, tensor_of
 from scaledtensor.tensor import ScaledTensor
 
 __all__ = ["FUNCTIONS"]
@@ -66,7 +66,7 @@ def _folded(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any, list[Tensor]]:
     """
     like = first_scaled(q, k, v)
     a, b, c = (side(x, like) for x in (q, k, v))
-    return a, b, c, [a.q.float() * multiplier(a.scale * b.scale), b.q.float(), c.q.float()]
+    return a, b, c, [scaled_by(a.q.float(), a.scale * b.scale), b.q.float(), c.q.float()]
 
 
 def _mask(mask: Any) -> Any:
@@ -114,19 +114,20 @@ def flash_cpu(
 
 def _moments(logits: Amount, seen: Visible) -> tuple[Any, Any]:
     """sqrt(E) and h, for logits of that RMS."""
-    if isinstance(logits, Single) and isinstance(seen.log_share, float):
-        return _known_moments(float(logits), seen)
-    return _found_moments(tensor_of(logits), seen)
+    if not isinstance(seen.log_share, float):
+        return _found_moments(tensor_of(logits), seen)
+    known = isinstance(logits, Single)
+    return _known_moments(float(logits), seen) if known else _found_moments(logits, seen)
 
 
-def _found_moments(logits: Tensor, seen: Visible) -> tuple[Tensor, Tensor]:
+def _found_moments(logits: Any, seen: Visible) -> tuple[Any, Any]:
     return concentration(logits, seen).sqrt(), selection(bounded_square(logits), seen)
 
 
 @lru_cache(maxsize=1 << 12)
 def _known_moments(logits: float, seen: Visible) -> tuple[Single, Single]:
-    root, moved = _found_moments(Single(logits).tensor(), seen)
-    return Single(root.item()), Single(moved.item())
+    root, moved = _found_moments(Single(logits), seen)
+    return root, moved
 
 
 @rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
@@ -151,7 +152,7 @@ def flash_cpu_backward(
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
         g.q.float().contiguous(),
         *operands,
-        elements(out).float() * multiplier(scale_of(out) / c.scale),
+        scaled_by(elements(out).float(), scale_of(out) / c.scale),
         logsumexp,
         dropout_p,
         is_causal,

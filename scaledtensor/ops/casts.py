@@ -7,20 +7,21 @@ import torch
 from torch import Tensor
 
 from scaledtensor import _torch, verbs
+from scaledtensor.cast_nodes import codes_of, values_of
 from scaledtensor.formats import FP32, encode, fake_quantize, from_dtype
 from scaledtensor.formats import get as get_format
 from scaledtensor.formats.pieces import in_pieces
-from scaledtensor.formats.rounding import Rounding, round_by_arithmetic
+from scaledtensor.formats.rounding import Rounding
 from scaledtensor.ops import sites
 from scaledtensor.ops.algebra import elements, mismatch, saved_format, value
 from scaledtensor.ops.entering import entered
 from scaledtensor.ops.functions import cast_once
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import rule
-from scaledtensor.ops.results import covers_storage, store, write
+from scaledtensor.ops.results import OVERFLOW, covers_storage, store, write
 from scaledtensor.ops.sparse import wrapped
 from scaledtensor.scale import MAX_SCALE, MIN_SCALE, settle
-from scaledtensor.singles import copied, multiplier, put, rms_of, scale_of
+from scaledtensor.singles import copied, put, rms_of, scale_of, scaled_by
 from scaledtensor.site import lend
 from scaledtensor.sparse import is_sparse
 from scaledtensor.tensor import SENT_AS_ONE, Context, ScaledTensor, from_plain, is_stored
@@ -38,17 +39,22 @@ def to_format(x: ScaledTensor, format: str, rounding: Rounding = "nearest_even")
         how = {"rounding": rounding, "overflow": "saturate_finite"}
         if rounding == "stochastic":  # drawn once, for both spellings of the result below
             how["generator"] = torch.ops.scaledtensor.random_key(source)
-    q = encode(source, fmt, **how) if how else store(source, fmt)
+    on_cpu = fmt.storage_dtype.itemsize == 1 and source.is_cpu
+    emulated = on_cpu and torch.compiler.is_compiling()
+    if how:
+        q = encode(source, fmt, **how)
+    else:
+        q = codes_of(source, fmt.name, OVERFLOW) if emulated else store(source, fmt)
     if q is x.qdata:
         q = q.clone()
     scale, rms = copied(scale_of(x)), copied(rms_of(x))
     out = ScaledTensor.make(q, scale, rms, fmt, x.dtype, x.recipe, x.nonnegative)
-    if q.dtype.itemsize == 1 and q.is_cpu and torch.compiler.is_compiling():
+    if emulated:
         # What the emulated product multiplies, from the same registers; codes that nobody reads
         # are then never made. As bfloat16 also where products are float32 ones: what autograd
         # keeps is then two bytes an element.
-        near = fake_quantize(source, fmt, **how) if how else round_by_arithmetic(source, fmt)
-        out.decoded = near.to(torch.bfloat16)
+        drawn = fake_quantize(source, fmt, **how).to(torch.bfloat16) if how else None
+        out.decoded = values_of(source, fmt.name) if drawn is None else drawn
         out.passing = saved_format(x) is not None and not _torch.is_within_backward()
     return out
 
@@ -96,8 +102,10 @@ def drop(x: ScaledTensor) -> ScaledTensor:
 def dequantize(x: ScaledTensor) -> Tensor:
     """The plain value in the dtype that the tensor appears in."""
     carrier = torch.promote_types(x.dtype, torch.float32)
-    scale = multiplier(scale_of(x))
-    return in_pieces(lambda q, *_: (q.to(carrier) * scale).to(x.dtype), elements(x), x.dtype)
+    scale = scale_of(x)
+    return in_pieces(
+        lambda q, *_: scaled_by(q.to(carrier), scale).to(x.dtype), elements(x), x.dtype
+    )
 
 
 @rule(verbs.promote)

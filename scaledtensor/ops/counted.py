@@ -33,7 +33,7 @@ from scaledtensor.ops.results import store
 from scaledtensor.recipes import Recipe, Unit
 from scaledtensor.recipes.casts import Cast
 from scaledtensor.scale import MAX_SCALE, MIN_SCALE
-from scaledtensor.singles import copied, multiplier, rms_of, scale_of
+from scaledtensor.singles import copied, rms_of, scale_of, scaled_by
 from scaledtensor.site import INPUT, site_of
 from scaledtensor.tensor import ScaledTensor
 
@@ -96,7 +96,7 @@ def corrected(x: ScaledTensor, factors: Tensor, role: int) -> ScaledTensor:
     """The same value under the scale times a power of two, as far as there is such a float32."""
     held = scale_of(x)
     scale = (held * Form.element(factors, role)).clamp_min(MIN_SCALE).clamp_max(MAX_SCALE)
-    return x.like(store(elements(x) * multiplier(held / scale), x.format), scale, copied(rms_of(x)))
+    return x.like(store(scaled_by(elements(x), held / scale), x.format), scale, copied(rms_of(x)))
 
 
 @rule(verbs.counted)
@@ -122,14 +122,22 @@ _LIBRARY = torch.library.Library("scaledtensor", "FRAGMENT")  # type: ignore[no-
 _LIBRARY.define(  # type: ignore[no-untyped-call]
     "count(Tensor scale, Tensor q, Tensor factors, str format, int role, bool trains) -> Tensor"
 )
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "look(Tensor q, Tensor factors, str format, int role, bool trains) -> ()"
+)
 
 
 def _count(
     scale: Tensor, q: Tensor, factors: Tensor, format: str, role: int, trains: bool
 ) -> Tensor:
+    _look(q, factors, format, role, trains)
+    return scale.clone()
+
+
+def _look(q: Tensor, factors: Tensor, format: str, role: int, trains: bool) -> None:
     site = site_of(factors)
     if site is None or _is_captured(q):
-        return scale.clone()
+        return
     trains = trains or sites.trains()  # or it is a pass that will be recomputed
     if not trains:
         due = site.new and not site.glanced
@@ -137,10 +145,16 @@ def _count(
         due = site.is_due() if role == INPUT else site.looks_now()
     if due and q.numel():
         sites.look_at_cast(site, role, q, factors, get_format(format), trains)
-    return scale.clone()
 
 
+_LIBRARY.impl("look", _look, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+torch.fx.has_side_effect(torch.ops.scaledtensor.look.default)
 _LIBRARY.impl("count", _count, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+
+
+@torch.library.register_fake("scaledtensor::look", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+def _look_fake(q: Tensor, factors: Tensor, format: str, role: int, trains: bool) -> None:
+    return None
 
 
 @torch.library.register_fake("scaledtensor::count", lib=_LIBRARY)  # type: ignore[untyped-decorator]

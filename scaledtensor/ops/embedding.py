@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from scaledtensor.formats import FP32
-from scaledtensor.ops.algebra import elements, operand, value
+from scaledtensor.ops.algebra import elements, side, value
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.tensor import ScaledTensor
@@ -28,7 +28,7 @@ def embedding_backward(
     g: ScaledTensor, indices: Tensor, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
 ) -> Raw:
     """B tokens over V rows: r sqrt(max(1, B / V)). Summed in float32."""
-    left = operand(g, g)
+    left = side(g, g)
     q = aten.embedding_dense_backward.default(
         left.q.float(), indices, num_weights, padding_idx, scale_grad_by_freq
     )

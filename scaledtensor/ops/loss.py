@@ -19,12 +19,14 @@ from scaledtensor.ops.algebra import (
     operand,
     plain,
     quadrature,
+    side,
     value,
 )
 from scaledtensor.ops.elementary import spellings
 from scaledtensor.ops.functions import linear
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, Raw, rule
+from scaledtensor.singles import single_of
 from scaledtensor.tensor import ScaledTensor
 
 __all__ = ["FUNCTIONS", "Incoming", "incoming", "unreduced", "wide"]
@@ -84,17 +86,17 @@ def nll_loss_backward(
 ) -> Raw:
     """One entry of g w / B in each row of V: r = r_g rw / (B sqrt V), B the total weight of the
     tokens that count (those not ignored)."""
-    left = operand(g, x)
+    left, counted = side(g, x), single_of(total_weight)
     w = wide(weight)
     classes = x.shape[1] if x.dim() > 1 else x.shape[0]
     rms = left.rms / max(classes, 1) ** 0.5
     if weight is not None:
-        rms = rms * operand(weight, x).rms
+        rms = rms * side(weight, x).rms
     scale = left.scale
     unit = torch.ones_like(total_weight)
     if reduction == _MEAN:
         # B moves into the scale, so that the elements are near 1 however many tokens there are.
-        rms, scale = rms / total_weight, scale / total_weight
+        rms, scale = rms / counted, scale / counted
         unit = total_weight / total_weight  # NaN where nothing counts, as the loss is
     q = op(left.q.float(), value(x).float(), target, w, reduction, ignore_index, unit)
     return Raw(q, scale, rms, format=FP32)

@@ -32,7 +32,7 @@ from scaledtensor.ops.operators import aten
 from scaledtensor.ops.products import multiplied
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.scale import is_one, product_of, settle, settle_product
-from scaledtensor.singles import ONE, Single, multiplier, rms_of, scale_of, tensor_of
+from scaledtensor.singles import ONE, Single, multiplier, rms_of, scale_of, scaled_by, tensor_of
 from scaledtensor.sparse import is_sparse
 from scaledtensor.tensor import ScaledTensor
 
@@ -227,8 +227,8 @@ def _product(matmul: Any, a: Any, b: Any) -> Raw:
     q = matmul(*multiplied(x.q, y.q))
     # In place where it is a tensor of its own; export loses track of a traced one.
     if not is_one(ratio):
-        factor = multiplier(ratio)
-        q = q * factor if _torch.is_tracing(q) else q.mul_(factor)
+        traced = _torch.is_tracing(q)
+        q = scaled_by(q, ratio) if traced else q.mul_(multiplier(ratio))
     return Raw(q, scale, rms, settled=True)
 
 

@@ -20,13 +20,14 @@ from scaledtensor.singles import (
     put,
     rms_of,
     scale_of,
+    scaled_by,
     single_of,
     tensor_of,
 )
 from scaledtensor.steps import watch
 from scaledtensor.tensor import ScaledTensor, from_plain, is_stored
 
-__all__ = ["covers_storage", "dequantized", "narrowest", "store", "wrap", "write"]
+__all__ = ["OVERFLOW", "covers_storage", "dequantized", "narrowest", "store", "wrap", "write"]
 
 # --- new tensors -----------------------------------------------------------------------------
 
@@ -46,7 +47,7 @@ def wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
         scale, ratio = settle(rms, single_of(raw.held))
         # Elements of an operand are copied in either case: by the product, or by the store below.
         if q.dtype == fmt.storage_dtype or not is_one(ratio):
-            q = q * multiplier(ratio)
+            q = scaled_by(q, ratio)
     if q.dtype != fmt.storage_dtype:
         q = store(q, fmt)
     recipe = next((x.recipe.uncorrected for x in scaled if x.recipe is not None), None)
@@ -131,7 +132,7 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
     if any(is_table(x) for x in operands):
         place.copy_(store(saturated(wide, wide * ratio), target.format))
     elif place.dtype.itemsize == 1 or _torch.is_tracing(wide):
-        moved = wide * multiplier(ratio)
+        moved = scaled_by(wide, ratio)
         if not (whole or _torch.is_tracing(wide)):
             _tell_of_clipped(moved, target)
         place.copy_(store(moved, target.format))

@@ -15,10 +15,20 @@ from torch import Tensor
 
 from scaledtensor._torch import log
 from scaledtensor.formats import FP32
-from scaledtensor.ops.algebra import at_value, bounded_square, count, operand, quadrature, value
+from scaledtensor.ops.algebra import (
+    at_value,
+    bounded_square,
+    count,
+    operand,
+    quadrature,
+    side,
+    value,
+)
 from scaledtensor.ops.masks import FILL
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Raw, rule
+from scaledtensor.scale import A
+from scaledtensor.singles import rms_of
 from scaledtensor.tensor import ScaledTensor
 
 #: A logit under this is masked: a fill was added to it.
@@ -59,18 +69,18 @@ def visible(seen: Tensor, dim: int) -> Visible:
     return Visible(mean.log(), share.square().mean() / mean)
 
 
-def sharpness(rms: Tensor) -> Tensor:
+def sharpness(rms: A) -> A:
     """a in (0, 1): 0 where all logits count alike, 1 where one wins."""
     m2 = bounded_square(rms)
     return m2 / (m2 + 4)
 
 
-def concentration(rms: Tensor, seen: Visible) -> Tensor:
+def concentration(rms: A, seen: Visible) -> A:
     """E above: the mean over rows of the sum of squares. (mean 1/n)^(1 - a)."""
-    return torch.exp((1 - sharpness(rms)) * seen.log_share)
+    return ((1 - sharpness(rms)) * seen.log_share).exp()
 
 
-def selection(m2: Tensor, seen: Visible) -> Tensor:
+def selection(m2: A, seen: Visible) -> A:
     """What is left of a gradient behind a softmax, h: y (g - sum y g) has RMS r_g r_y h.
 
     E[y^2 (1 - 2y + sum y^2)] / E[y^2]: 1 - 1/N where all logits count alike, falling as 1/m where
@@ -79,7 +89,7 @@ def selection(m2: Tensor, seen: Visible) -> Tensor:
     """
     lost, log_n = seen.lost, -seen.log_share
     kept = (1 - lost).clamp_min(0.25) if isinstance(lost, Tensor) else max(1 - lost, 0.25)
-    share: Tensor = torch.rsqrt(1 + m2 * (5 / (log_n + 0.3))) * kept
+    share: A = (m2 * (5 / (log_n + 0.3)) + 1).rsqrt() * kept
     return share.sqrt()
 
 
@@ -115,13 +125,13 @@ def softmax_backward(g: Any, y: ScaledTensor, dim: int, input_dtype: torch.dtype
     return Raw(q, left.scale, left.rms * y.rms * selection(4 * a / (1 - a), seen))
 
 
-def logsumexp_rms(m: Tensor, n: int) -> Tensor:
+def logsumexp_rms(m: A, n: int) -> A:
     """ln N + m^2 / 2 up to m = sqrt(2 ln N), from there m sqrt(2 ln N): the free energy of N
     independent Gaussian levels (Derrida's random energy model, 1981)."""
     log_n = log(n)
     edge = (2 * log_n) ** 0.5
     low = m.clamp_max(edge)
-    free: Tensor = low.square() / 2 + (m - low) * edge + log_n
+    free: A = low.square() / 2 + (m - low) * edge + log_n
     return free
 
 
@@ -130,7 +140,8 @@ def log_softmax(x: ScaledTensor, dim: int, half_to_float: bool = False) -> Raw:
     """x - lse: r = sqrt(lse^2 + m^2 (1 - 2/N)), since E[x lse] = m^2 E[softmax] = m^2 / N (Stein's
     lemma). In float32: a loss is a small difference of these."""
     n = max(count(x.shape, dim), 2)
-    rms = quadrature(logsumexp_rms(x.rms, n), x.rms * (1 - 2 / n) ** 0.5)
+    m = rms_of(x)
+    rms = quadrature(logsumexp_rms(m, n), m * (1 - 2 / n) ** 0.5)
     q = aten._log_softmax.default(value(x).float(), dim, False)
     return Raw(q, None, rms, format=FP32)
 
@@ -140,7 +151,7 @@ def log_softmax_backward(g: Any, y: ScaledTensor, dim: int, input_dtype: torch.d
     """g - softmax * sum(g): r = r_g sqrt((N - 1) / N). With the one-hot gradient of a mean
     cross-entropy over B tokens, r_g = 1 / (B sqrt N), this is (sqrt(N - 1) / N) / B."""
     n = count(y.shape, dim)
-    left = operand(g, y)
+    left = side(g, y)
     q = aten._log_softmax_backward_data.default(left.q.float(), value(y), dim, torch.float32)
     narrow = y.recipe.activation if y.recipe is not None else None
     return Raw(q, left.scale, left.rms * max((n - 1) / n, 1 / n) ** 0.5, format=narrow)
