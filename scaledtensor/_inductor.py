@@ -142,7 +142,7 @@ _FEW = 4
 def _of_one_call() -> Any:
     """The number of the current node, after one call that makes it and all others that follow from
     what is there already; None where these are few."""
-    from torch._inductor.lowering import fallback_handler, lowerings
+    from torch._inductor.lowering import lowerings
     from torch._inductor.virtualized import V
 
     graph: Any = V.graph
@@ -170,7 +170,7 @@ def _of_one_call() -> Any:
     }
     apart = sorted(leaving)
     wanted = sorted({*values} - leaving)
-    call: Any = fallback_handler(torch.ops.scaledtensor.forms.default, add_to_fallback_set=False)
+    call = _called(torch.ops.scaledtensor.forms.default)
     together, *alone = call([graph.env[x] for x in inputs], steps, wanted, apart)
     select = lowerings[torch.ops.aten.select.int]
     number = dict(zip(apart, alone, strict=True))
@@ -213,11 +213,16 @@ def _source(node: Any) -> Any:
 
 def _count(scale: Any, *seen: Any) -> Any:
     """A call without a result, and the scale as it is: nothing waits for the call."""
-    from torch._inductor.lowering import fallback_handler
-
-    call: Any = fallback_handler(torch.ops.scaledtensor.look.default, add_to_fallback_set=False)
-    call(*seen)
+    _called(torch.ops.scaledtensor.look.default)(*seen)
     return scale
+
+
+def _called(operator: Any) -> Any:
+    """A call of an operator between kernels."""
+    from torch._inductor import lowering
+
+    handler: Any = lowering.fallback_handler
+    return handler(operator, add_to_fallback_set=False)
 
 
 # --- casts ---------------------------------------------------------------------------------------
@@ -232,7 +237,8 @@ def _inlined(function: Callable[..., Tensor]) -> Callable[..., Any]:
         from torch._inductor.virtualized import V
         from torch.fx.experimental.proxy_tensor import make_fx
 
-        given = V.graph.current_node.args[0].meta["val"]
+        current: Any = V.graph.current_node
+        given = current.args[0].meta["val"]
         # What is written in place is functional in a graph that Inductor takes.
         functional = torch.func.functionalize(lambda t: function(t, *how))
         trace = make_fx(functional, select_decomp_table())

@@ -196,7 +196,8 @@ def _forms_fake(
 
 @torch.library.register_fake("scaledtensor::times", lib=_LIBRARY)  # type: ignore[untyped-decorator]
 def _times_fake(x: Tensor, leaves: list[Tensor], steps: str) -> Tensor:
-    return x * _form_fake(leaves, steps)
+    made: Tensor = x * _form_fake(leaves, steps)
+    return made
 
 
 @torch.library.register_fake("scaledtensor::form", lib=_LIBRARY)  # type: ignore[untyped-decorator]

@@ -124,7 +124,7 @@ def test__one_call__sees_a_scale_that_changed_in_place():
         assert float(other) == 9
     assert [float(x) for x in torch.ops.scaledtensor.forms(*square)] == [9, 9]
     nan = torch.tensor(math.nan)
-    assert math.isnan(torch.ops.scaledtensor.forms([nan], "mul t0 t0", [0])[0])
+    assert math.isnan(torch.ops.scaledtensor.forms([nan], "mul t0 t0", [0], [])[0])
 
 
 def test__doubles__are_told_from_singles():

@@ -197,9 +197,9 @@ def side(x: Any, like: ScaledTensor) -> Side:
         number = Single(rounded(float(x)))
         return Side(torch.full((), number), ONE, abs(number), x >= 0)
     if isinstance(x, Tensor) and x.dim() == 0 and torch.compiler.is_compiling():
-        number = Form.of(x.to(like.device, torch.float32))
-        (unit,) = settle(abs(number))
-        return Side((number / unit).tensor(), unit, abs(number))
+        given: Any = Form.of(x.to(like.device, torch.float32))
+        (unit,) = settle(abs(given))
+        return Side((given / unit).tensor(), unit, abs(given))
     q, scale, rms, nonnegative = operand(x, like)
     return Side(q, single_of(scale), single_of(rms), nonnegative)
 

@@ -72,12 +72,14 @@ def visible(seen: Tensor, dim: int) -> Visible:
 def sharpness(rms: A) -> A:
     """a in (0, 1): 0 where all logits count alike, 1 where one wins."""
     m2 = bounded_square(rms)
-    return m2 / (m2 + 4)
+    sharp: A = m2 / (m2 + 4)
+    return sharp
 
 
 def concentration(rms: A, seen: Visible) -> A:
     """E above: the mean over rows of the sum of squares. (mean 1/n)^(1 - a)."""
-    return ((1 - sharpness(rms)) * seen.log_share).exp()
+    energy: A = ((1 - sharpness(rms)) * seen.log_share).exp()
+    return energy
 
 
 def selection(m2: A, seen: Visible) -> A:
