@@ -237,15 +237,15 @@ def _inlined(function: Callable[..., Tensor]) -> Callable[..., Any]:
         from torch._inductor.virtualized import V
         from torch.fx.experimental.proxy_tensor import make_fx
 
-        current: Any = V.graph.current_node
-        given = current.args[0].meta["val"]
+        graph: Any = V.graph
+        given = graph.current_node.args[0].meta["val"]
         # What is written in place is functional in a graph that Inductor takes.
         functional = torch.func.functionalize(lambda t: function(t, *how))
         trace = make_fx(functional, select_decomp_table())
         made: dict[Any, Any] = {}
         with V.fake_mode, _as_while_tracing():
-            graph = trace(given).graph
-        for node in graph.nodes:
+            traced = trace(given).graph
+        for node in traced.nodes:
             args, kwargs = map_arg((node.args, node.kwargs), made.__getitem__)
             value = node.meta.get("val")
             if node.op == "output":

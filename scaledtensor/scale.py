@@ -16,7 +16,15 @@ from torch import Tensor
 from scaledtensor import formed as formed
 from scaledtensor.errors import ScaleError
 from scaledtensor.forms import Form
-from scaledtensor.singles import Amount, Single, rounded, scaled_by, single_of, tensor_of
+from scaledtensor.singles import (
+    Amount,
+    Single,
+    remembered,
+    rounded,
+    scaled_by,
+    single_of,
+    tensor_of,
+)
 
 __all__ = [
     "MAX_SCALE",
@@ -72,7 +80,7 @@ def nearest_power_of_two(rms: Tensor) -> Tensor:
     return bits.masked_fill_(bits == 0, one).view(torch.float32)
 
 
-def settle(rms: A, *scales: A) -> list[A]:
+def settle(rms: A, *scales: A) -> Sequence[A]:
     """The power of two next to `rms`, and what takes elements held under each of `scales` there.
 
     Returns [scale, scales[0] / scale, scales[1] / scale, ...]. The ratios are kept finite, since
@@ -99,9 +107,10 @@ def _settle_forms(rms: Any, scales: Sequence[Any]) -> list[Any]:
     return [power, *map(ratio, scales)]
 
 
-def _settle_singles(rms: Any, scales: Sequence[Any]) -> list[Single]:
+@remembered
+def _settle_singles(rms: Any, scales: tuple[Any, ...]) -> tuple[Single, ...]:
     power = power_of_two_near(rms)
-    return [Single(power), *[_ratio_of(s, power) for s in scales]]
+    return Single(power), *[_ratio_of(s, power) for s in scales]
 
 
 def _are_numbers(*amounts: Any) -> bool:
@@ -154,9 +163,32 @@ def _held(scale: Any) -> Tensor:
 def settle_product(terms: float, a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any, Any]:
     """For sums of `terms` independent products of two operands, each given as (scale, rms): the
     scale, the ratio of what the products are held under to it, and the RMS."""
-    rms = a[1] * b[1] * terms**0.5
-    scale, ratio = settle(rms, product_of(a[0], b[0]))
+    if _are_numbers(*a, *b):
+        return _known_product(terms, *a, *b)
+    return _product_under(terms, *a, *b)
+
+
+def _product_under(terms: float, a: Any, a_rms: Any, b: Any, b_rms: Any) -> tuple[Any, Any, Any]:
+    rms = a_rms * b_rms * terms**0.5
+    scale, ratio = settle(rms, product_of(a, b))
     return scale, ratio, rms
+
+
+def settle_sum(a: tuple[Any, Any], b: tuple[Any, Any], alpha: float) -> tuple[Any, Any, Any, Any]:
+    """For `a + alpha * b` of independent terms, each given as (scale, rms): the scale, the ratios
+    of both scales to it, and the RMS."""
+    if _are_numbers(*a, *b):
+        return _known_sum(alpha, *a, *b)
+    return _sum_under(alpha, *a, *b)
+
+
+def _sum_under(alpha: float, a: Any, a_rms: Any, b: Any, b_rms: Any) -> tuple[Any, Any, Any, Any]:
+    rms = quadrature(a_rms, b_rms if abs(alpha) == 1 else b_rms * abs(alpha))
+    scale, first, second = settle(rms, a, b)
+    return scale, first, second, rms
+
+
+_known_product, _known_sum = map(remembered, (_product_under, _sum_under))
 
 
 def settle_in_place(
@@ -237,7 +269,7 @@ def _ratio_of(held: float, scale: float) -> Single:
 
 
 def _settle_numbers(rms: Tensor, scales: Sequence[Tensor]) -> list[Tensor]:
-    held = [s.item() for s in scales]
+    held = tuple(s.item() for s in scales)
     return [s.tensor() for s in _settle_singles(rms.item(), held)]
 
 

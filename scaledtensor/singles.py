@@ -10,8 +10,11 @@ What such a rule makes keeps its numbers in a `Cell`, which views share, until s
 """
 
 import math
+import typing
+from collections.abc import Callable
 from ctypes import c_float
-from typing import Any, TypeAlias
+from functools import lru_cache
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,12 +22,15 @@ from torch import Tensor
 from scaledtensor import _torch
 from scaledtensor.forms import Form, written
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 __all__ = [
     "CELLS",
     "ONE",
     "Amount",
     "Cell",
     "Single",
+    "amounts_of",
     "asked",
     "calculates",
     "copied",
@@ -33,6 +39,7 @@ __all__ = [
     "multiplier",
     "put",
     "quotient",
+    "remembered",
     "rms_of",
     "rounded",
     "scale_of",
@@ -166,10 +173,12 @@ class Cell:
     __slots__ = ("made", "number")
 
     def __init__(self, number: Single | Form) -> None:
-        # A graph may end with any tensor, when nothing can be added to it. What nobody reads is
-        # dropped from it.
-        self.made: Tensor | None = number.fresh() if isinstance(number, Form) else None
+        self.made: Tensor | None = None
         self.number = number
+        if type(number) is Form:
+            # A graph may end with any tensor, when nothing can be added to it. What nobody reads
+            # is dropped from it.
+            self.made = number.fresh()
 
     def write(self, number: Single) -> None:
         if self.made is None:
@@ -203,13 +212,23 @@ def rms_of(x: Any) -> Any:
     return _read(x, "rms", "_rms")
 
 
-def _read(x: Any, name: str, numbered: str) -> Any:
+def amounts_of(x: Any) -> tuple[Any, Any]:
+    """Both, of an operand of a rule that runs hundreds of times in a step."""
+    if torch.compiler.is_compiling():
+        return _form_of(x, "scale", "_scale"), _form_of(x, "rms", "_rms")
     held = x.__dict__
-    tensor = held.get(name)
+    return _held(held, "scale", "_scale"), _held(held, "rms", "_rms")
+
+
+def _read(x: Any, name: str, numbered: str) -> Any:
     if torch.compiler.is_compiling():
         return _form_of(x, name, numbered)
-    if tensor is not None:
-        return single_of(tensor)
+    return _held(x.__dict__, name, numbered)
+
+
+def _held(held: dict[str, Any], name: str, numbered: str) -> Any:
+    if name in held:
+        return single_of(held[name])
     cell = held[numbered]
     return cell.number if cell.made is None else single_of(cell.made)
 
@@ -221,6 +240,12 @@ def _form_of(x: Any, name: str, numbered: str) -> Form:
     return known if counts else Form.of(getattr(x, name))  # type: ignore[return-value]
 
 
+def remembered(function: F) -> F:
+    """A function of numbers, which eager code calculates in each step from the numbers of the step
+    before: parameters take another RMS in one step of ten."""
+    return typing.cast(F, lru_cache(maxsize=1 << 14)(function))
+
+
 def tensor_of(x: Amount) -> Tensor:
     """As a 0-dim tensor."""
     return x if isinstance(x, Tensor) else x.tensor()
@@ -228,6 +253,9 @@ def tensor_of(x: Amount) -> Tensor:
 
 def hold(x: Any, scale: "Amount | Cell", rms: "Amount | Cell") -> None:
     """Give a new ScaledTensor its scale and RMS."""
+    if type(scale) is type(rms) is Single:
+        x._scale, x._rms = Cell(scale), Cell(rms)
+        return
     if isinstance(scale, Tensor):
         x.scale = scale
     else:

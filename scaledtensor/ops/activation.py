@@ -33,13 +33,20 @@ from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.results import dequantized, write
 from scaledtensor.scale import product_of
-from scaledtensor.singles import Amount, rms_of, scale_of
+from scaledtensor.singles import Amount, Single, remembered, rms_of, scale_of
 from scaledtensor.tensor import ScaledTensor
 
 
 def _between_half_and_root_half(rms: Any, c: float) -> Any:
+    return _known_between(rms, c) if type(rms) is Single else _middle(rms, c)
+
+
+def _middle(rms: Any, c: float) -> Any:
     r2 = bounded_square(rms)
     return (0.25 + 0.25 * (r2 / (r2 + c))).sqrt()
+
+
+_known_between = remembered(_middle)
 
 
 def _between(rms: Tensor, low: float, high: float, c: float) -> Tensor:

@@ -27,8 +27,8 @@ from scaledtensor.singles import (
     ONE,
     Amount,
     Single,
+    amounts_of,
     calculates,
-    rms_of,
     rounded,
     scale_of,
     scaled_by,
@@ -133,7 +133,10 @@ def plain(x: Any) -> Any:
 
 def first_scaled(*xs: Any) -> ScaledTensor:
     """The first ScaledTensor among the operands; dispatch guarantees one."""
-    return next(x for x in xs if isinstance(x, ScaledTensor))
+    for x in xs:
+        if isinstance(x, ScaledTensor):
+            return x
+    raise LookupError("no operand is a ScaledTensor")
 
 
 def check_dtypes(*operands: Any) -> None:
@@ -192,7 +195,7 @@ def operand(x: Any, like: ScaledTensor) -> Operand:
 def side(x: Any, like: ScaledTensor) -> Side:
     """As `operand`, for rules that calculate with Amounts."""
     if isinstance(x, ScaledTensor):
-        return Side(elements(x), scale_of(x), rms_of(x), x.nonnegative)
+        return Side(elements(x), *amounts_of(x), x.nonnegative)
     if not isinstance(x, Tensor) and calculates(like):
         number = Single(rounded(float(x)))
         return Side(torch.full((), number), ONE, abs(number), x >= 0)
@@ -206,7 +209,15 @@ def side(x: Any, like: ScaledTensor) -> Side:
 
 def at_value(function: Callable[..., Tensor], x: ScaledTensor, rms: Amount, **kwargs: Any) -> Raw:
     """A function that is not homogeneous, applied to the value."""
-    return Raw(function(value(x)), None, rms, **kwargs)
+    return Raw(function(_read(x)), None, rms, **kwargs)
+
+
+def _read(x: ScaledTensor) -> Tensor:
+    """The value, not to be written to: the elements themselves where the scale is seen to be 1."""
+    q, scale = x.qdata, scale_of(x)
+    at_one = type(scale) is Single and float(scale) == 1
+    wide = q.dtype is torch.float32 or q.dtype is torch.bfloat16
+    return q if at_one and wide else value(x)
 
 
 def measured(q: Tensor, scale: Tensor | None = None, **kwargs: Any) -> Raw:

@@ -26,7 +26,7 @@ from scaledtensor.ops.masks import FILL, HUGE, LARGEST, is_table, saturated
 from scaledtensor.ops.operators import aten, prims
 from scaledtensor.ops.raw import Towards, starts_at
 from scaledtensor.ops.registry import Overload, Raw, rule
-from scaledtensor.scale import product_of, quotient_of, settle, times
+from scaledtensor.scale import product_of, quotient_of, settle, settle_sum, times
 from scaledtensor.singles import (
     ONE,
     Amount,
@@ -67,9 +67,9 @@ def rsub(x: Any, y: Any, alpha: float = 1) -> Raw:
 def _sum(x: Any, y: Any, alpha: float) -> Raw:
     like = first_scaled(x, y)
     a, b = term(x, like), term(y, like)
-    rms = quadrature(a.rms, b.rms if abs(alpha) == 1 else b.rms * abs(alpha))
-    scale, ratio_a, ratio_b = settle(rms, a.scale, b.scale)
-    if isinstance(ratio_b, Single) and not is_table(y) and ratio_b * abs(alpha) < HUGE:
+    held = (a.scale, a.rms), (b.scale, b.rms)
+    scale, ratio_a, ratio_b, rms = settle_sum(*held, alpha)
+    if type(ratio_b) is Single and not is_table(y) and float(ratio_b) * abs(alpha) < HUGE:
         # In one pass: a product with a power of two rounds nothing.
         q = _added(under(a, x, ratio_a), b.q, float(ratio_b) * alpha)
     else:
@@ -91,6 +91,8 @@ def _added(a: Tensor, b: Tensor, alpha: float) -> Tensor:
 
 def term(x: Any, like: ScaledTensor) -> Side:
     """`x` as one that is added or chosen from: the fills of a mask are no part of its RMS."""
+    if isinstance(x, ScaledTensor):
+        return side(x, like)
     if is_table(x):
         x = x.float()
         rms = single_of(_table_rms(x))
@@ -110,7 +112,7 @@ def _table_rms(x: Tensor) -> Tensor:
 
 def under(term: Side, x: Any, ratio: Amount) -> Tensor:
     """The elements of a term times the ratio of its scale to another."""
-    if not is_table(x):
+    if isinstance(x, ScaledTensor) or not is_table(x):
         return times(term.q, ratio)
     # A finite fill stays finite, as an element and as a value, where bfloat16 holds them: it
     # saturates before the division and after. -inf means something and stays.

@@ -19,8 +19,9 @@ HUGE = 2.0**63  # no datum: a running extremum starts there, or a fill lets thro
 
 def is_table(x: Any) -> bool:
     """A plain float tensor of some extent among the operands: an additive mask, perhaps."""
-    plain = isinstance(x, Tensor) and not isinstance(x, ScaledTensor)
-    return plain and x.dim() > 0 and x.dtype.is_floating_point
+    if isinstance(x, ScaledTensor) or not isinstance(x, Tensor):
+        return False
+    return x.dim() > 0 and x.dtype.is_floating_point
 
 
 def saturated(source: Tensor, q: Tensor) -> Tensor:

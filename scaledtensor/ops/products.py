@@ -116,8 +116,9 @@ def multiplied(*operands: Tensor) -> tuple[Tensor, ...]:
     dtype = operands[0].dtype
     if dtype == torch.bfloat16 and product_dtype(operands[0].device) != torch.bfloat16:
         dtype = torch.float32
-    if dtype not in (torch.bfloat16, torch.float32) or any(q.dtype != dtype for q in operands):
-        return tuple(q.float() for q in operands)
+    for q in operands:
+        if q.dtype is not dtype or dtype not in (torch.bfloat16, torch.float32):
+            return tuple(q.float() for q in operands)
     return operands
 
 

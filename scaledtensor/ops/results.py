@@ -15,6 +15,7 @@ from scaledtensor.ops.masks import is_table, saturated
 from scaledtensor.ops.raw import Raw
 from scaledtensor.scale import is_one, larger, settle, settle_in_place
 from scaledtensor.singles import (
+    Single,
     copied,
     multiplier,
     put,
@@ -22,7 +23,6 @@ from scaledtensor.singles import (
     scale_of,
     scaled_by,
     single_of,
-    tensor_of,
 )
 from scaledtensor.steps import watch
 from scaledtensor.tensor import ScaledTensor, from_plain, is_stored
@@ -39,7 +39,9 @@ OVERFLOW: Overflow = "saturate_finite"
 def wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
     scaled = [x for x in operands if isinstance(x, ScaledTensor)]
     fmt = raw.format or narrowest(scaled)
-    q, rms = tensor_of(raw.q), single_of(raw.rms)
+    q, rms = raw.q if type(raw.q) is Tensor else tensor_of(raw.q), raw.rms
+    if type(rms) is not Single:
+        rms = single_of(rms)
     if raw.settled:
         # Only views share a scale object with another tensor: writing in place changes it.
         scale = copied(single_of(raw.held))
@@ -50,7 +52,11 @@ def wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
             q = scaled_by(q, ratio)
     if q.dtype != fmt.storage_dtype:
         q = store(q, fmt)
-    recipe = next((x.recipe.uncorrected for x in scaled if x.recipe is not None), None)
+    recipe = None
+    for x in scaled:
+        if x.recipe is not None:
+            recipe = x.recipe.uncorrected
+            break
     dtype = raw.dtype or _appearance(operands)
     # No other copy: of outputs that a compiled graph copies, it makes one where they are equal, and
     # then two gradients share the scale that follows from it.
@@ -77,6 +83,8 @@ def narrowest(scaled: Iterable[Any]) -> Format:
     found: Format = FP32
     for x in scaled:
         fmt = x.format
+        if fmt is found:
+            continue
         if fmt.storage_dtype.itemsize == 1:
             fmt = x.recipe.activation if x.recipe is not None else BF16
         if fmt.storage_dtype.itemsize < found.storage_dtype.itemsize or fmt is BF16:
@@ -85,6 +93,18 @@ def narrowest(scaled: Iterable[Any]) -> Format:
 
 
 def _appearance(operands: list[Tensor]) -> torch.dtype:
+    first = operands[0]
+    if isinstance(first, ScaledTensor):
+        dtype = first.dtype
+        if len(operands) == 1:
+            return dtype
+        if len(operands) == 2 and isinstance(operands[1], ScaledTensor):
+            other = operands[1].dtype
+            return dtype if other == dtype else torch.promote_types(dtype, other)
+    return _promoted(operands)
+
+
+def _promoted(operands: list[Tensor]) -> torch.dtype:
     dtype: torch.dtype | None = None
     for x in operands:
         counts = isinstance(x, ScaledTensor) or (x.dim() > 0 and x.dtype.is_floating_point)
