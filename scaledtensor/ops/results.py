@@ -23,6 +23,7 @@ from scaledtensor.singles import (
     scale_of,
     scaled_by,
     single_of,
+    tensor_of,
 )
 from scaledtensor.steps import watch
 from scaledtensor.tensor import ScaledTensor, from_plain, is_stored
