@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.fx import map_arg
 
-from scaledtensor.forms import is_double, joined, valued
+from scaledtensor.forms import all_values, is_double, joined
 
 __all__ = ["taught", "teach"]
 
@@ -96,12 +96,28 @@ def _as_while_tracing() -> Iterator[None]:
 
 
 def _form(leaves: list[Any], steps: str) -> Any:
-    found = _of_one_call()
+    from torch._inductor.lowering import clone
+    from torch._inductor.virtualized import V
+
+    found: Any = _of_one_call()
     if found is not None:
+        graph: Any = V.graph
+        users = graph.current_node.users
+        if found.get_device().type == "cpu" or all(_reads_an_element(x) for x in users):
+            return found
+        # Templates of products read the whole tensor where their scale is an element of one.
+        found = clone(found)
+        found.realize()
         return found
     made = _pointwise(leaves, steps)
     made.realize()
     return made
+
+
+def _reads_an_element(user: Any) -> bool:
+    aten, ours = torch.ops.aten, torch.ops.scaledtensor
+    pointwise = aten.mul.Tensor, aten.div.Tensor, ours.times.default, ours.form.default
+    return user.op == "output" or user.target in (*pointwise, ours.count.default)
 
 
 def _times(x: Any, leaves: list[Any], steps: str) -> Any:
@@ -117,26 +133,41 @@ def _times(x: Any, leaves: list[Any], steps: str) -> Any:
     return lowerings[torch.ops.aten.mul.Tensor](x, number)
 
 
-def _pointwise(leaves: list[Any], steps: str) -> Any:
+def _pointwise(leaves: list[Any], steps: str, wanted: list[int] | None = None) -> Any:
+    """The number of the last step; or those of the steps `wanted`, float32 numbers all, as the
+    elements of one tensor."""
     from torch._inductor import ir
 
     loaders = [x.make_loader() for x in leaves]
 
     def value(index: Any) -> Any:
-        found = [
+        given = [
             _Vector(load) if x.get_size() else _Value(load([]), x.get_dtype() is _F64)
             for x, load in zip(leaves, loaders, strict=True)
         ]
-        return valued(_Scalars, found, steps).value
+        found = all_values(_Scalars, given, steps)
+        return found[-1].value if wanted is None else _chosen([found[n] for n in wanted], index[0])
 
-    dtype = _F64 if is_double(steps) else _F32
     return ir.Pointwise.create(
-        device=leaves[0].get_device(), dtype=dtype, inner_fn=value, ranges=[]
+        device=leaves[0].get_device(),
+        dtype=_F64 if wanted is None and is_double(steps) else _F32,
+        inner_fn=value,
+        ranges=[] if wanted is None else [len(wanted)],
     )
 
 
-#: So many numbers are worth a call, which ends the kernel before it.
-_FEW = 4
+def _chosen(values: list[Any], index: Any) -> Any:
+    ops = _ops()
+    place = ops.index_expr(index, _I32)
+    chosen = values[0].value
+    for n, value in enumerate(values[1:], 1):
+        chosen = ops.where(ops.eq(place, ops.constant(n, _I32)), value.value, chosen)
+    return chosen
+
+
+#: So many numbers are worth a call, which ends the kernel before it; and so many are one kernel of
+#: another device, which takes longer to compile the more they are.
+_FEW, _MANY = 4, 128
 
 
 def _of_one_call() -> Any:
@@ -146,37 +177,47 @@ def _of_one_call() -> Any:
     from torch._inductor.virtualized import V
 
     graph: Any = V.graph
+    current: Any = graph.current_node
     made: dict[Any, Any] = vars(graph).setdefault("_scaledtensor_forms", {})
-    if graph.current_node in made:
-        return made[graph.current_node]
+    if current in made:
+        return made[current]
+    device = current.meta["val"].device
+    most = sys.maxsize if device.type == "cpu" else _MANY
     places: dict[Any, int] = {}
     forms: list[tuple[list[Any], str]] = []
-    for node in graph.current_node.graph.nodes:
-        if node.target not in _numbers() or node in made:
+    for node in current.graph.nodes:
+        if node.target not in _numbers() or node in made or len(forms) == most:
             continue
         leaves = [_source(x) for x in node.args[-2]]
-        on_host = node.meta["val"].device.type == "cpu"
-        if on_host and all(x in places or _is_there(x, graph) for x in leaves):
+        here = node.meta["val"].device == device
+        if here and all(x in places or x in made or _is_there(x, graph) for x in leaves):
             own = [("form", places[x]) if x in places else x for x in leaves]
             places[node] = len(forms)
             forms.append((own, node.args[-1]))
-    if len(forms) < _FEW:
+    if len(forms) < _FEW or current not in places:
         return None
-    inputs, steps, values = joined(forms)
-    leaving = {
-        values[places[x]]
-        for x in places
-        if is_double(steps, values[places[x]]) or any(user.op == "output" for user in x.users)
-    }
-    apart = sorted(leaving)
-    wanted = sorted({*values} - leaving)
-    call = _called(torch.ops.scaledtensor.forms.default)
-    together, *alone = call([graph.env[x] for x in inputs], steps, wanted, apart)
+    leaves, steps, values = joined(forms)
+    inputs = [made[x] if x in made else graph.env[x] for x in leaves]
+    doubles = {n for n in values if is_double(steps, n)}
+    if device.type == "cpu":
+        leaving = {
+            values[place]
+            for x, place in places.items()
+            if any(user.op == "output" for user in x.users)
+        }
+        apart = sorted(leaving | doubles)
+        wanted = sorted({*values} - {*apart})
+        call = _called(torch.ops.scaledtensor.forms.default)
+        together, *alone = call(inputs, steps, wanted, apart)
+        number = dict(zip(apart, alone, strict=True))
+    else:
+        wanted, number = sorted({*values} - doubles), {}
+        together = _pointwise(inputs, steps, wanted)
+        together.realize()
     select = lowerings[torch.ops.aten.select.int]
-    number = dict(zip(apart, alone, strict=True))
     number.update({step: select(together, 0, i) for i, step in enumerate(wanted)})
-    made.update({x: number[values[place]] for x, place in places.items()})
-    return made[graph.current_node]
+    made.update({x: number[values[n]] for x, n in places.items() if values[n] in number})
+    return made.get(current)
 
 
 def _numbers() -> tuple[Any, ...]:

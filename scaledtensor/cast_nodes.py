@@ -1,8 +1,8 @@
 """Casts as single nodes of a graph.
 
 By torch's operators a cast to 8 bits is eight to forty nodes. Most codes that are traced are read
-by nobody, since an emulated product takes the values. So in code that is traced for a CPU a cast is
-one of the operators here. Inductor writes the operators that it stands for into the kernels around
+by nobody, since an emulated product takes the values. So in code that is traced a cast is one of
+the operators here. Inductor writes the operators that it stands for into the kernels around
 it (`scaledtensor._inductor`). Other backends call it.
 """
 

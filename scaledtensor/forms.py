@@ -72,6 +72,11 @@ class Form:
         """An element of a 1-dim float32 tensor."""
         return Form("element", x, n)
 
+    def after(self, other: Any) -> Any:
+        """The same number, as one that follows from `other` as well. A graph's partitioner may
+        calculate what follows from the forward pass there, and keep it."""
+        return Form("after", self, other) if isinstance(other, Form) else self
+
     # --- the number as a tensor ------------------------------------------------------------------
 
     @property
@@ -278,12 +283,13 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "nonzero": lambda a, x: a.otherwise(x, a.is_zero(x), 1.0),
     "finite": lambda a, x: a.otherwise(x, a.is_beyond(x), 1.0),
     "element": lambda a, x, n: a.element(x, n),
+    "after": lambda a, x, y: x,
 }
 
 #: Operations whose result is a float64 number, and whose result is a float32 number. That of others
 #: is a float64 number if an operand is one.
 _DOUBLE = ("product", "quotient")
-_SINGLE = ("exp", "rsqrt", "quadrature", "power", "ratio", "element")
+_SINGLE = ("exp", "rsqrt", "quadrature", "power", "ratio", "element", "after")
 
 
 @lru_cache(maxsize=1 << 14)

@@ -17,14 +17,16 @@ representation depends on the number of keys, never the value, so a KV cache dec
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from scaledtensor.ops.algebra import bounded_square, elements, first_scaled, side
+from scaledtensor import _torch
+from scaledtensor.formats import BF16
+from scaledtensor.ops.algebra import bounded_square, elements, first_scaled, measured, side
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.ops.softmax import (
@@ -45,13 +47,54 @@ __all__ = ["FUNCTIONS"]
 
 def attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
     """Where there is nothing to attend with or to, torch's answer is plain zeros, as is then every
-    gradient; the same zeros spelled out are scaled."""
+    gradient; the same zeros spelled out are scaled. On a CUDA device torch chooses a kernel by the
+    dtype that a tensor appears in, and has its fastest one for bfloat16 alone: here the elements
+    choose."""
     if query.numel() and key.numel() and value.numel():
+        held = _for_flash(query, key, value, *args, **kwargs)
+        if held is not None:
+            return _flash.default(query, key, value, **held)[0]
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, *args, **kwargs)
     if query.dim() > 2:  # grouped queries
         group = query.shape[-3] // max(key.shape[-3], 1)
         key, value = (x.repeat_interleave(group, -3) for x in (key, value))
     return torch.softmax(query @ key.mT, -1) @ value
+
+
+_flash = aten._scaled_dot_product_flash_attention
+
+
+def _for_flash(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> dict[str, Any] | None:
+    """What the flash kernel of CUDA takes besides these operands; None where it is not for them."""
+    serves = (
+        attn_mask is None
+        and not (enable_gqa and query.shape[-3] != key.shape[-3])
+        and not (is_causal and query.shape[-2] != key.shape[-2])
+        and all(_is_half(x) and x.shape[-1] == query.shape[-1] for x in (query, key, value))
+        and query.shape[-1] % 8 == 0
+        and query.shape[-1] <= 256
+        and torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+    )
+    if not serves:
+        return None
+    return {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
+
+
+def _is_half(x: Any) -> bool:
+    """Whether a batch of heads holds bfloat16 on a CUDA device that has the flash kernel."""
+    if not isinstance(x, ScaledTensor) or x.format is not BF16 or x.dim() != 4:
+        return False
+    capability = _torch.compute_capability(x.qdata)
+    return capability is not None and capability >= (8, 0) and x.stride(-1) == 1
 
 
 def _scale(scale: float | None, q: ScaledTensor) -> float:
@@ -61,12 +104,17 @@ def _scale(scale: float | None, q: ScaledTensor) -> float:
 def _folded(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any, list[Tensor]]:
     """The operands, and the folded elements that the kernel takes.
 
-    In float32: on a CPU the bfloat16 backward takes 4 times as long at 64 tokens and 0.8 times at
-    1024 (measured), and it rounds more.
+    In float32 on a CPU, whose bfloat16 backward takes 4 times as long at 64 tokens and 0.8 times at
+    1024 (measured), and rounds more. Elsewhere in bfloat16 where all are, which has the range of
+    float32.
     """
     like = first_scaled(q, k, v)
-    a, b, c = (side(x, like) for x in (q, k, v))
-    return a, b, c, [scaled_by(a.q.float(), a.scale * b.scale), b.q.float(), c.q.float()]
+    sides = [side(x, like) for x in (q, k, v)]
+    a, b, c = sides
+    half = not a.q.is_cpu and all(x.q.dtype is torch.bfloat16 for x in sides)
+    dtype = torch.bfloat16 if half else torch.float32
+    held = [x.q.to(dtype) for x in sides]
+    return a, b, c, [scaled_by(held[0], a.scale * b.scale), *held[1:]]
 
 
 def _mask(mask: Any) -> Any:
@@ -186,6 +234,167 @@ def _gradients(
         Raw(dk, quotient_of(held, b.scale), score * a.rms * shared**0.5),
         Raw(dv, g.scale, g.rms * root * shared**0.5),
     )
+
+
+# --- the kernels of CUDA ---------------------------------------------------------------------
+
+
+def _attended(out: Tensor, a: Any, b: Any, c: Any, query: Any, factor: float, seen: Any) -> Raw:
+    logits = a.rms * b.rms * (factor * query.shape[-1] ** 0.5)
+    return Raw(out, c.scale, c.rms * _moments(logits, seen)[0])
+
+
+class _Back(NamedTuple):
+    """What the backward kernels take, and what their results are then."""
+
+    operands: tuple[Tensor, ...]
+    """The gradient, folded query, key and value, and the output of those."""
+    mask: Any
+    gradients: Callable[..., tuple[Raw, Raw, Raw]]
+    held: Any
+    """The scale of a gradient for a plain mask, which adds to logits as they are."""
+
+
+def _back(
+    grad: Any, query: Any, key: Any, value: Any, out: Any, mask: Any, causal: bool, scale: Any
+) -> tuple[_Back, float]:
+    factor = _scale(scale, query)
+    a, b, c, operands = _folded(query, key, value)
+    g, held = side(grad, query), operands[0].dtype
+    mask = None if mask is None else _cast_mask(mask, held)
+    given = (
+        g.q.to(held),
+        *operands,
+        scaled_by(elements(out).to(held), scale_of(out) / c.scale),
+    )
+    seen = _visible(query, key, causal, mask)
+
+    def gradients(*raw: Tensor) -> tuple[Raw, Raw, Raw]:
+        dq, dk, dv = raw
+        return _gradients((dq, dk, dv), g, a, b, c, query, key, factor, seen)
+
+    return _Back(given, mask, gradients, product_of(g.scale, c.scale)), factor
+
+
+def _cast_mask(mask: Any, dtype: torch.dtype) -> Any:
+    held = _mask(mask)
+    return held if held.dtype == torch.bool else held.to(dtype)
+
+
+@rule(_flash.default)
+def flash_cuda(
+    query: ScaledTensor,
+    key: ScaledTensor,
+    value: ScaledTensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    """As on a CPU, in bfloat16."""
+    factor = _scale(scale, query)
+    a, b, c, operands = _folded(query, key, value)
+    operands = [x.bfloat16() for x in operands]
+    out, *rest = _flash.default(*operands, dropout_p, is_causal, return_debug_mask, scale=factor)
+    seen = _visible(query, key, is_causal, None)
+    return _attended(out, a, b, c, query, factor, seen), *rest
+
+
+@rule(aten._scaled_dot_product_flash_attention_backward.default)
+def flash_cuda_backward(
+    grad_out: Any,
+    query: ScaledTensor,
+    key: ScaledTensor,
+    value: ScaledTensor,
+    out: ScaledTensor,
+    logsumexp: Tensor,
+    cum_seq_q: Any,
+    cum_seq_k: Any,
+    max_q: Any,
+    max_k: Any,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    *,
+    scale: float | None = None,
+) -> tuple[Raw, Raw, Raw]:
+    """As on a CPU, in bfloat16."""
+    back, factor = _back(grad_out, query, key, value, out, None, is_causal, scale)
+    raw = aten._scaled_dot_product_flash_attention_backward.default(
+        *(x.bfloat16() for x in back.operands),
+        logsumexp,
+        cum_seq_q,
+        cum_seq_k,
+        max_q,
+        max_k,
+        dropout_p,
+        is_causal,
+        philox_seed,
+        philox_offset,
+        scale=factor,
+    )
+    return back.gradients(*raw)
+
+
+@rule(aten._scaled_dot_product_efficient_attention.default)
+def efficient(
+    query: ScaledTensor,
+    key: ScaledTensor,
+    value: ScaledTensor,
+    attn_bias: Any,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    """As on a CPU, in the dtype of the elements."""
+    factor = _scale(scale, query)
+    a, b, c, operands = _folded(query, key, value)
+    mask = None if attn_bias is None else _cast_mask(attn_bias, operands[0].dtype)
+    out, *rest = aten._scaled_dot_product_efficient_attention.default(
+        *operands, mask, compute_log_sumexp, dropout_p, is_causal, scale=factor
+    )
+    seen = _visible(query, key, is_causal, mask)
+    return _attended(out, a, b, c, query, factor, seen), *rest
+
+
+@rule(aten._scaled_dot_product_efficient_attention_backward.default)
+def efficient_backward(
+    grad_out_: Any,
+    query: ScaledTensor,
+    key: ScaledTensor,
+    value: ScaledTensor,
+    attn_bias: Any,
+    out: ScaledTensor,
+    logsumexp: Tensor,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    dropout_p: float,
+    grad_input_mask: Sequence[bool],
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    """As on a CPU. The gradient of a mask, which is added to the logits, has a measured RMS."""
+    back, factor = _back(grad_out_, query, key, value, out, attn_bias, is_causal, scale)
+    *raw, bias = aten._scaled_dot_product_efficient_attention_backward.default(
+        *back.operands[:4],
+        back.mask,
+        back.operands[4],
+        logsumexp,
+        philox_seed,
+        philox_offset,
+        dropout_p,
+        grad_input_mask,
+        is_causal,
+        scale=factor,
+    )
+    asked = grad_input_mask[3] and bias is not None
+    told = measured(bias.float(), tensor_of(back.held).float()) if asked else None
+    return *back.gradients(*raw), told
 
 
 #: function that a user may call -> the same with a scaled result.

@@ -53,7 +53,8 @@ def group_norm_backward(
 ) -> tuple[Raw | None, Raw | None, Raw | None]:
     """dx: r_g r_gamma rms(rstd); d_gamma, d_beta: r_g sqrt(images * pixels)."""
     *extents, mask = sizes
-    left, held = side(g, first_scaled(g, x, weight)), Normalised.of(x, mean, rstd)
+    left = side(g, first_scaled(g, x, weight))
+    held = Normalised.of(x, mean, rstd, left.rms)
     v, w = _operands(held.v, weight)
     raw = aten.native_group_norm_backward.default(
         left.q.to(v.dtype).contiguous(), v.contiguous(), held.mean, held.rstd, w, *extents, mask
@@ -218,7 +219,7 @@ def batch_norm_backward(
     left = side(g, first_scaled(g, x, weight))
     running = Running.of(running_mean, running_var)
     if training:
-        held = Normalised.of(x, mean, rstd)
+        held = Normalised.of(x, mean, rstd, left.rms)
         mean, rstd = held.mean, held.rstd
     else:
         deviation = rstd if running.var is None else (running.var + eps).rsqrt()

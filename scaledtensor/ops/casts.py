@@ -39,17 +39,16 @@ def to_format(x: ScaledTensor, format: str, rounding: Rounding = "nearest_even")
         how = {"rounding": rounding, "overflow": "saturate_finite"}
         if rounding == "stochastic":  # drawn once, for both spellings of the result below
             how["generator"] = torch.ops.scaledtensor.random_key(source)
-    on_cpu = fmt.storage_dtype.itemsize == 1 and source.is_cpu
-    emulated = on_cpu and torch.compiler.is_compiling()
+    traced = fmt.storage_dtype.itemsize == 1 and torch.compiler.is_compiling()
     if how:
         q = encode(source, fmt, **how)
     else:
-        q = codes_of(source, fmt.name, OVERFLOW) if emulated else store(source, fmt)
+        q = codes_of(source, fmt.name, OVERFLOW) if traced else store(source, fmt)
     if q is x.qdata:
         q = q.clone()
     scale, rms = copied(scale_of(x)), copied(rms_of(x))
     out = ScaledTensor.make(q, scale, rms, fmt, x.dtype, x.recipe, x.nonnegative)
-    if emulated:
+    if traced and q.is_cpu:
         # What the emulated product multiplies, from the same registers; codes that nobody reads
         # are then never made. As bfloat16 also where products are float32 ones: what autograd
         # keeps is then two bytes an element.

@@ -162,9 +162,10 @@ def _of_sizes(*sizes: int) -> str | None:
 # --- products that have no obstacle ----------------------------------------------------------
 
 
-def scaled(a: Tensor, b: Tensor, scale: Tensor, fast: bool) -> Tensor:
-    """`(a @ b) * scale` in bfloat16: one multiplication, one rounding."""
-    return _torch.scaled_mm(_by_rows(a), _by_columns(b), scale, torch.ones_like(scale), fast)
+def scaled(a: Tensor, b: Tensor, scale: Tensor | None, fast: bool) -> Tensor:
+    """`(a @ b) * scale` in bfloat16, where None is 1: one multiplication, one rounding."""
+    one = torch.ones((), device=a.device)
+    return _torch.scaled_mm(_by_rows(a), _by_columns(b), one if scale is None else scale, one, fast)
 
 
 def multiply(left: Coded, a: Cast, right: Coded, b: Cast, ratio: Tensor, fast: bool) -> Tensor:

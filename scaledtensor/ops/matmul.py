@@ -31,6 +31,7 @@ from scaledtensor.ops.arithmetic import plus_product
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.products import multiplied
 from scaledtensor.ops.registry import Raw, rule
+from scaledtensor.recipes.scales import Carried
 from scaledtensor.scale import is_one, product_of, settle, settle_product
 from scaledtensor.singles import ONE, Single, multiplier, rms_of, scale_of, scaled_by, tensor_of
 from scaledtensor.sparse import is_sparse
@@ -216,8 +217,9 @@ def _product(matmul: Any, a: Any, b: Any) -> Raw:
         and _has_units(a, b, hardware.obstacle_of_codes)
     ):
         scale, ratio, rms = settle_product(k, (scale_of(a), rms_of(a)), (scale_of(b), rms_of(b)))
-        q = hardware.scaled(a.qdata, b.qdata, tensor_of(ratio), _is_fast(a, b))
-        return Raw(q, scale, rms, settled=True)
+        behind = torch.compiler.is_compiling() and _carries(a, b)
+        q = hardware.scaled(a.qdata, b.qdata, None if behind else tensor_of(ratio), _is_fast(a, b))
+        return Raw(scaled_by(q, ratio) if behind else q, scale, rms, settled=True)
     like = first_scaled(a, b)
     x, y = side(a, like), side(b, like)
     scale, ratio, rms = settle_product(k, (x.scale, x.rms), (y.scale, y.rms))
@@ -260,6 +262,15 @@ def _has_units(a: ScaledTensor, b: ScaledTensor, obstacle: Any) -> bool:
     if reason is not None:
         hardware.told(reason)
     return reason is None
+
+
+def _carries(a: ScaledTensor, b: ScaledTensor) -> bool:
+    """Whether both scales are powers of two, as rules make them: then a product may be multiplied
+    by their ratio after it is rounded. Compiled, the kernel that reads it does that; a scale for
+    the units would be a tensor of its own, which a kernel writes."""
+    recipe = a.recipe or b.recipe
+    once = None if recipe is None else recipe.gemms.once
+    return once is not None and all(isinstance(cast.scale, Carried) for cast in once)
 
 
 def _is_fast(a: ScaledTensor, b: ScaledTensor) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from scaledtensor.formats import FP32
+from scaledtensor.forms import Form
 from scaledtensor.measure import measured_rms
 from scaledtensor.ops.algebra import first_scaled, plain, quadrature, side, value
 from scaledtensor.ops.operators import aten
@@ -60,9 +61,12 @@ class Normalised(NamedTuple):
     rms: Any
 
     @staticmethod
-    def of(x: Any, mean: Any, rstd: Any) -> "Normalised":
+    def of(x: Any, mean: Any, rstd: Any, gradient: Any) -> "Normalised":
+        """For the backward pass of the RMS `gradient`."""
         rms = single_of(measured_rms(rstd))
         (power,) = settle(rms)
+        if isinstance(power, Form):  # or compiled code would multiply in the forward pass
+            power = power.after(gradient)
         held = multiplier(power)
         mean = None if mean is None else mean * held
         v = value(x, power) if isinstance(x, ScaledTensor) else x * held
@@ -99,7 +103,8 @@ def layer_norm_backward(
 ) -> Any:
     """dx: r_g r_gamma rms(rstd); d_gamma, d_beta: r_g sqrt(rows)."""
     like = first_scaled(g, x, weight)
-    left, held = side(g, like), Normalised.of(x, mean, rstd)
+    left = side(g, like)
+    held = Normalised.of(x, mean, rstd, left.rms)
     v, w, b = norm_operands(held.v, weight, bias)
     if w is None and v.dtype == torch.bfloat16:
         w = torch.ones(shape, device=v.device)
@@ -130,7 +135,8 @@ def rms_norm_backward(
 ) -> tuple[Raw | None, Raw | None]:
     """dx: r_g r_gamma rms(rstd); d_gamma: r_g sqrt(rows)."""
     like = first_scaled(g, x, weight)
-    left, held = side(g, like), Normalised.of(x, None, rstd)
+    left = side(g, like)
+    held = Normalised.of(x, None, rstd, left.rms)
     v = held.v.float()
     q = left.q.float()
     dims = tuple(range(-len(shape), 0))
