@@ -176,6 +176,8 @@ def _of_one_call() -> Any:
     from torch._inductor.lowering import lowerings
     from torch._inductor.virtualized import V
 
+    from scaledtensor import formed  # which imports this module
+
     graph: Any = V.graph
     current: Any = graph.current_node
     made: dict[Any, Any] = vars(graph).setdefault("_scaledtensor_forms", {})
@@ -208,14 +210,16 @@ def _of_one_call() -> Any:
         apart = sorted(leaving | doubles)
         wanted = sorted({*values} - {*apart})
         call = _called(torch.ops.scaledtensor.forms.default)
-        together, *alone = call(inputs, steps, wanted, apart)
-        number = dict(zip(apart, alone, strict=True))
+        made_now = call(inputs, steps, wanted, apart)
+        number = dict(zip(apart, made_now[-len(apart) :] if apart else (), strict=True))
+        together, size = made_now, formed.TOGETHER
     else:
         wanted, number = sorted({*values} - doubles), {}
-        together = _pointwise(inputs, steps, wanted)
-        together.realize()
+        together, size = [_pointwise(inputs, steps, wanted)], max(len(wanted), 1)
+        together[0].realize()
     select = lowerings[torch.ops.aten.select.int]
-    number.update({step: select(together, 0, i) for i, step in enumerate(wanted)})
+    for i, step in enumerate(wanted):
+        number[step] = select(together[i // size], 0, i % size)
     made.update({x: number[values[n]] for x, n in places.items() if values[n] in number})
     return made.get(current)
 

@@ -17,7 +17,7 @@ from scaledtensor import _inductor
 from scaledtensor.forms import all_values, is_double, valued
 from scaledtensor.singles import Single, exponential, quotient, rounded
 
-__all__ = ["Numbers", "Tensors"]
+__all__ = ["TOGETHER", "Numbers", "Tensors"]
 
 
 def _rounds(operation: Callable[[float, float], float]) -> Callable[[Any, Any], Any]:
@@ -158,6 +158,11 @@ def _form(leaves: list[Tensor], steps: str) -> Tensor:
     return made if isinstance(made, Tensor) else leaves[0].new_full((), made)
 
 
+#: So many numbers lie in one tensor. Inductor's scheduler makes a node of each tensor, and compares
+#: all nodes that read one with each other.
+TOGETHER = 8
+
+
 @lru_cache(maxsize=1024)
 def _calculated(
     steps: str, numbers: tuple[Any, ...], wanted: tuple[int, ...], apart: tuple[int, ...]
@@ -166,12 +171,14 @@ def _calculated(
     their code have each their own."""
     found = all_values(Numbers, numbers, steps)
     alone = [torch.scalar_tensor(found[n], dtype=_dtype(steps, n)) for n in apart]
-    return torch.tensor([found[n] for n in wanted], dtype=torch.float32), *alone
+    together = torch.tensor([found[n] for n in wanted], dtype=torch.float32)
+    parts = [together[i : i + TOGETHER] for i in range(0, len(wanted), TOGETHER)]
+    return *parts, *alone
 
 
 def _forms(leaves: list[Tensor], steps: str, wanted: list[int], apart: list[int]) -> list[Tensor]:
-    """The numbers of several forms, of leaves on a CPU: those of the steps `wanted` in one float32
-    tensor, and each of the steps `apart` in a tensor of its own."""
+    """The numbers of several forms, of leaves on a CPU: those of the steps `wanted` in float32
+    tensors of `TOGETHER`, and each of the steps `apart` in a tensor of its own."""
     found = _calculated(steps, _numbers(leaves), tuple(wanted), tuple(apart))
     return [x.clone() for x in found]  # which a compiler may write over
 
@@ -191,7 +198,8 @@ def _forms_fake(
 ) -> list[Tensor]:
     made = leaves[0].new_empty
     alone = [made((), dtype=_dtype(steps, n)) for n in apart]
-    return [made(len(wanted), dtype=torch.float32), *alone]
+    sizes = [min(TOGETHER, len(wanted) - i) for i in range(0, len(wanted), TOGETHER)]
+    return [*(made(n, dtype=torch.float32) for n in sizes), *alone]
 
 
 @torch.library.register_fake("scaledtensor::times", lib=_LIBRARY)  # type: ignore[untyped-decorator]
