@@ -6,7 +6,7 @@ torch has no public way to say how a backend writes an operator. Without one, ea
 torch's operators, Inductor's C++ would inline them into the loops that read the number, and
 calculate it for each vector of elements.
 
-On a CPU one call (`scaledtensor::forms`) makes the numbers that follow from what is there: nearly
+On a CPU one call (`scaledtensor::numbers`) makes the numbers that follow from what is there: nearly
 all of a graph, where it begins. It remembers them until a scale changes. Any other number is a
 value in memory, made by a few scalar operations in the kernel that is there.
 """
@@ -169,14 +169,16 @@ def _chosen(values: list[Any], index: Any) -> Any:
 #: another device, which takes longer to compile the more they are.
 _FEW, _MANY = 4, 128
 
+#: So many numbers of a call lie in one tensor. Inductor's scheduler makes a node of each tensor and
+#: compares all nodes that read one with each other.
+_TOGETHER = 8
+
 
 def _of_one_call() -> Any:
     """The number of the current node, after one call that makes it and all others that follow from
     what is there already; None where these are few."""
     from torch._inductor.lowering import lowerings
     from torch._inductor.virtualized import V
-
-    from scaledtensor import formed  # which imports this module
 
     graph: Any = V.graph
     current: Any = graph.current_node
@@ -209,10 +211,9 @@ def _of_one_call() -> Any:
         }
         apart = sorted(leaving | doubles)
         wanted = sorted({*values} - {*apart})
-        call = _called(torch.ops.scaledtensor.forms.default)
-        made_now = call(inputs, steps, wanted, apart)
-        number = dict(zip(apart, made_now[-len(apart) :] if apart else (), strict=True))
-        together, size = made_now, formed.TOGETHER
+        call = _called(torch.ops.scaledtensor.numbers.default)
+        together, size = call(inputs, steps, wanted, apart, _TOGETHER), _TOGETHER
+        number = dict(zip(reversed(apart), reversed(together), strict=False))
     else:
         wanted, number = sorted({*values} - doubles), {}
         together, size = [_pointwise(inputs, steps, wanted)], max(len(wanted), 1)

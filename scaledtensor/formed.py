@@ -6,7 +6,7 @@ elsewhere with 0-dim tensors, which waits for no device. Inductor does not call 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -17,7 +17,7 @@ from scaledtensor import _inductor
 from scaledtensor.forms import all_values, is_double, valued
 from scaledtensor.singles import Single, exponential, quotient, rounded
 
-__all__ = ["TOGETHER", "Numbers", "Tensors"]
+__all__ = ["Numbers", "Tensors"]
 
 
 def _rounds(operation: Callable[[float, float], float]) -> Callable[[Any, Any], Any]:
@@ -133,7 +133,7 @@ _LIBRARY.define(  # type: ignore[no-untyped-call]
     "times(Tensor x, Tensor[] leaves, str steps) -> Tensor"
 )
 _LIBRARY.define(  # type: ignore[no-untyped-call]
-    "forms(Tensor[] leaves, str steps, int[] wanted, int[] apart) -> Tensor[]"
+    "numbers(Tensor[] leaves, str steps, int[] wanted, int[] apart, int together) -> Tensor[]"
 )
 
 
@@ -158,28 +158,32 @@ def _form(leaves: list[Tensor], steps: str) -> Tensor:
     return made if isinstance(made, Tensor) else leaves[0].new_full((), made)
 
 
-#: So many numbers lie in one tensor. Inductor's scheduler makes a node of each tensor, and compares
-#: all nodes that read one with each other.
-TOGETHER = 8
-
-
 @lru_cache(maxsize=1024)
 def _calculated(
-    steps: str, numbers: tuple[Any, ...], wanted: tuple[int, ...], apart: tuple[int, ...]
+    steps: str,
+    numbers: tuple[Any, ...],
+    wanted: tuple[int, ...],
+    apart: tuple[int, ...],
+    together: int,
 ) -> tuple[Tensor, ...]:
     """All numbers of a graph. Scales of parameters change in one step of ten, and blocks that share
     their code have each their own."""
     found = all_values(Numbers, numbers, steps)
     alone = [torch.scalar_tensor(found[n], dtype=_dtype(steps, n)) for n in apart]
-    together = torch.tensor([found[n] for n in wanted], dtype=torch.float32)
-    parts = [together[i : i + TOGETHER] for i in range(0, len(wanted), TOGETHER)]
-    return *parts, *alone
+    several = torch.tensor([found[n] for n in wanted], dtype=torch.float32)
+    return *(several[start:end] for start, end in _parts(wanted, together)), *alone
 
 
-def _forms(leaves: list[Tensor], steps: str, wanted: list[int], apart: list[int]) -> list[Tensor]:
+def _parts(wanted: Sequence[int], together: int) -> list[tuple[int, int]]:
+    return [(i, min(i + together, len(wanted))) for i in range(0, len(wanted), together)]
+
+
+def _called(
+    leaves: list[Tensor], steps: str, wanted: list[int], apart: list[int], together: int
+) -> list[Tensor]:
     """The numbers of several forms, of leaves on a CPU: those of the steps `wanted` in float32
-    tensors of `TOGETHER`, and each of the steps `apart` in a tensor of its own."""
-    found = _calculated(steps, _numbers(leaves), tuple(wanted), tuple(apart))
+    tensors of `together`, and each of the steps `apart` in a tensor of its own."""
+    found = _calculated(steps, _numbers(leaves), tuple(wanted), tuple(apart), together)
     return [x.clone() for x in found]  # which a compiler may write over
 
 
@@ -189,17 +193,17 @@ def _times(x: Tensor, leaves: list[Tensor], steps: str) -> Tensor:
 
 _LIBRARY.impl("times", _times, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 _LIBRARY.impl("form", _form, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-_LIBRARY.impl("forms", _forms, "CPU")  # type: ignore[no-untyped-call]
+_LIBRARY.impl("numbers", _called, "CPU")  # type: ignore[no-untyped-call]
 
 
-@torch.library.register_fake("scaledtensor::forms", lib=_LIBRARY)  # type: ignore[untyped-decorator]
-def _forms_fake(
-    leaves: list[Tensor], steps: str, wanted: list[int], apart: list[int]
+@torch.library.register_fake("scaledtensor::numbers", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+def _called_fake(
+    leaves: list[Tensor], steps: str, wanted: list[int], apart: list[int], together: int
 ) -> list[Tensor]:
     made = leaves[0].new_empty
     alone = [made((), dtype=_dtype(steps, n)) for n in apart]
-    sizes = [min(TOGETHER, len(wanted) - i) for i in range(0, len(wanted), TOGETHER)]
-    return [*(made(n, dtype=torch.float32) for n in sizes), *alone]
+    parts = _parts(wanted, together)
+    return [*(made(end - start, dtype=torch.float32) for start, end in parts), *alone]
 
 
 @torch.library.register_fake("scaledtensor::times", lib=_LIBRARY)  # type: ignore[untyped-decorator]

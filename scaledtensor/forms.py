@@ -19,6 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scaledtensor import _torch
+from scaledtensor._version import source_digest
+
 __all__ = [
     "OPERATIONS",
     "Form",
@@ -109,7 +112,9 @@ class Form:
         leaves: list[Tensor] = []
         steps: list[str] = []
         self._write(leaves, steps, {})
-        return leaves, ";".join(steps)
+        # Inductor's cache on disk knows a graph by its text, and nothing of what this package tells
+        # Inductor to write for it.
+        return leaves, f"{_version()}/{';'.join(steps)}"
 
     def _write(self, leaves: list[Tensor], steps: list[str], places: dict[int, str]) -> str:
         known = places.get(id(self))
@@ -236,6 +241,11 @@ class Form:
         return float(self.tensor())
 
 
+@_torch.constant_if_compiled
+def _version() -> str:
+    return source_digest()
+
+
 def _made(x: Any) -> Any:
     return x.tensor() if isinstance(x, Form) else x
 
@@ -294,7 +304,7 @@ _SINGLE = ("exp", "rsqrt", "quadrature", "power", "ratio", "element", "after")
 
 @lru_cache(maxsize=1 << 14)
 def _parsed(steps: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    split = (step.split(" ") for step in steps.split(";"))
+    split = (step.split(" ") for step in steps.rpartition("/")[2].split(";"))
     return tuple((operation, tuple(places)) for operation, *places in split)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import scaledtensor as sct
-from scaledtensor import _inductor, scale
+from scaledtensor import _inductor, forms, scale
 from scaledtensor.formed import Tensors
 from scaledtensor.forms import Form, all_values, is_double, joined, valued
 from scaledtensor.singles import Single, rounded
@@ -107,24 +107,24 @@ def test__joined__forms_share_steps_and_follow_from_one_another():
     assert steps == "mul t0 t1;sqrt s0;neg s0;add s1 t1"
     found = all_values(Tensors, given, steps)
     assert [float(found[n]) for n in wanted] == pytest.approx([6**0.5, -6.0, 6**0.5 + 3])
-    together, alone = torch.ops.scaledtensor.forms(given, steps, wanted[:2], wanted[2:])
+    together, alone = torch.ops.scaledtensor.numbers(given, steps, wanted[:2], wanted[2:], 8)
     assert [*map(float, together), float(alone)] == pytest.approx([6**0.5, -6.0, 6**0.5 + 3])
 
 
 def test__one_call__sees_a_scale_that_changed_in_place():
     leaf = torch.tensor(2.0)
-    square = [leaf], "mul t0 t0", [0], [0]
+    square = [leaf], "mul t0 t0", [0], [0], 1
     for _ in range(2):
-        assert [float(x) for x in torch.ops.scaledtensor.forms(*square)] == [4, 4]
+        assert [float(x) for x in torch.ops.scaledtensor.numbers(*square)] == [4, 4]
     leaf.fill_(3.0)
-    first, second = (torch.ops.scaledtensor.forms(*square) for _ in range(2))
+    first, second = (torch.ops.scaledtensor.numbers(*square) for _ in range(2))
     for one, other in zip(first, second, strict=True):
         assert float(one) == 9
         one.fill_(1.0)  # one of its own
         assert float(other) == 9
-    assert [float(x) for x in torch.ops.scaledtensor.forms(*square)] == [9, 9]
+    assert [float(x) for x in torch.ops.scaledtensor.numbers(*square)] == [9, 9]
     nan = torch.tensor(math.nan)
-    assert math.isnan(torch.ops.scaledtensor.forms([nan], "mul t0 t0", [0], [])[0])
+    assert math.isnan(torch.ops.scaledtensor.numbers([nan], "mul t0 t0", [0], [], 1)[0])
 
 
 def test__doubles__are_told_from_singles():
@@ -155,3 +155,21 @@ def test__an_expectation_that_is_a_number__settles_beside_forms():
     power, ratio, other = scale.settle(Single(3.0), *leaves(0.5), Single(8.0))
     assert (power, other) == (4.0, 2.0)
     assert float(ratio.tensor()) == 0.125
+
+
+def test__inductors_cache__serves_no_code_of_another_version(monkeypatch, tmp_path):
+    """It knows a graph by its text, and not what this package has Inductor write for it."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    counted = torch._dynamo.utils.counters["inductor"]
+    monkeypatch.setattr(torch._inductor.config, "fx_graph_cache", True)
+    x = sct.scaled(torch.randn(16, 16), "bf16")
+
+    def hits(digest):
+        monkeypatch.setattr(forms, "source_digest", lambda: digest)
+        torch.compiler.reset()
+        before = counted["fxgraph_cache_hit"]
+        with torch._functorch.config.patch(enable_autograd_cache=False):
+            torch.compile(lambda x: torch.nn.functional.gelu(x + x) * 3.0)(x)
+        return counted["fxgraph_cache_hit"] - before
+
+    assert [hits("one"), hits("one"), hits("two")] == [0, 1, 0]

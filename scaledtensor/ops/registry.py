@@ -18,14 +18,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from scaledtensor import _torch
-from scaledtensor._version import __version__
+from scaledtensor._version import source_digest
 from scaledtensor.errors import MissingRuleError, MissingRuleWarning, RegistryError
 from scaledtensor.forms import Form
 from scaledtensor.ops.entering import with_scaled
@@ -326,11 +325,7 @@ def _pairs(given: Any, plain: Any) -> Iterator[tuple[Any, Any]]:
 @cache
 def fingerprint() -> str:
     """A digest of every rule and of the code that surrounds them."""
-    digest = hashlib.blake2b(__version__.encode(), digest_size=16)
-    package = Path(__file__).resolve().parent.parent
-    for floor in ("formats", "recipes", "ops", "."):
-        for path in sorted((package / floor).glob("*.py")):
-            digest.update(path.read_bytes())
+    digest = hashlib.blake2b(source_digest().encode(), digest_size=16)
     for op in sorted(RULES, key=str):
         function = RULES[op].function
         digest.update(f"{op}".encode())
