@@ -7,8 +7,12 @@ torch's operators, Inductor's C++ would inline them into the loops that read the
 calculate it for each vector of elements.
 
 On a CPU one call (`scaledtensor::numbers`) makes the numbers that follow from what is there: nearly
-all of a graph, where it begins. It remembers them until a scale changes. Any other number is a
-value in memory, made by a few scalar operations in the kernel that is there.
+all of a graph, where it begins. It remembers them until a scale changes. On another device one
+kernel makes them. Any other number is a value in memory, made by a few scalar operations in the
+kernel that is there.
+
+A cast and a measured RMS are written as the operators that they stand for. The operator that looks
+at the operands of a weight's products becomes a call without a result, for which nothing waits.
 """
 
 import sys
@@ -216,7 +220,9 @@ def _of_one_call() -> Any:
         number = dict(zip(reversed(apart), reversed(together), strict=False))
     else:
         wanted, number = sorted({*values} - doubles), {}
-        together, size = [_pointwise(inputs, steps, wanted)], max(len(wanted), 1)
+        if not wanted:
+            return None
+        together, size = [_pointwise(inputs, steps, wanted)], len(wanted)
         together[0].realize()
     select = lowerings[torch.ops.aten.select.int]
     for i, step in enumerate(wanted):
