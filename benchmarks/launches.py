@@ -58,12 +58,17 @@ def main() -> None:
     x, y = torch.randint(0, 64, (2, 4, 32))
     report = {name: counted(name, model, x, y, options.by_layer) for name in options.only}
     print(f"torch {torch.__version__}, {options.layers} layers of width {options.width}")
-    heads = list(next(iter(report.values())))
-    print(f"{'row':9}" + "".join(f"{head:>12}" for head in heads))
-    for name, row in report.items():
-        print(f"{name:9}" + "".join(f"{row[head]:12g}" for head in heads))
+    show(report, 12)
     if options.json:
         Path(options.json).write_text(json.dumps(report, indent=2))
+
+
+def show(report: dict[str, dict[str, Any]], width: int) -> None:
+    """Print a table with a line for each row of a report."""
+    heads = list(next(iter(report.values())))
+    print(f"{'row':9}" + "".join(f"{head:>{width}}" for head in heads))
+    for name, row in report.items():
+        print(f"{name:9}" + "".join(f"{row[head]:{width}g}" for head in heads))
 
 
 def counted(

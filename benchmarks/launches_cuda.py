@@ -9,11 +9,12 @@ Forward and backward of the demo's GPT and its loss, traced on fake CUDA tensors
 build of torch does that. Then Triton compiles every kernel to PTX and to machine code for compute
 capability 9.0 and 10.0, with the assembler that its package brings.
 
-"nodes" and "0-dim" are those of AOTAutograd's two graphs, "triton" the launches of generated
-kernels, "extern" those of others (products, attention), "looks" the calls of the guard, which
-launch nothing in nine steps of ten. "GB" is what the generated kernels read and write. "ms" is a
-prediction and no measurement: each launch takes at least 2 us; generated kernels move 80% of an
-H100's 3.35 TB/s; products reach 70% of its 989 TFLOP/s (BF16) or 1,979 (FP8), attention 50%.
+"nodes" counts the calls in AOTAutograd's two graphs, and "0-dim" counts those that give 0-dim
+tensors. "triton" counts launches of generated kernels, and "extern" counts launches of others
+(products, attention). "looks" counts calls of the guard, which launch nothing in nine steps of
+ten. "GB" is what the generated kernels read and write. "ms" is a prediction and no measurement:
+each launch takes at least 2 us; generated kernels move 80% of an H100's 3.35 TB/s; products reach
+70% of its 989 TFLOP/s (BF16) or 1,979 (FP8), attention 50%.
 Parameters are float32; bf16 runs under autocast. The kernel of attention is flash in each row:
 torch chooses it by asking the device, so it is named here. What Inductor would find out by timing
 kernels on the device stays at its defaults.
@@ -46,7 +47,7 @@ from torch._inductor.scheduler import ExternKernelSchedulerNode
 from torch._subclasses import FakeTensorMode
 
 import scaledtensor as sct
-from benchmarks.launches import is_single
+from benchmarks.launches import is_single, show
 from benchmarks.peers import installed
 from scaledtensor import ScaledTensor
 from scaledtensor.demo.model import GPT, GPTConfig
@@ -82,10 +83,7 @@ def main() -> None:
         found[row] = counted(row, model, (options.batch, options.context))
     shape = f"{options.layers} layers of width {options.width}, {options.batch} x {options.context}"
     print(f"torch {torch.__version__}, compute capability {options.capability}, {shape}")
-    heads_of = list(next(iter(found.values())))
-    print(f"{'row':9}" + "".join(f"{head:>9}" for head in heads_of))
-    for row, figures in found.items():
-        print(f"{row:9}" + "".join(f"{figures[head]:9g}" for head in heads_of))
+    show(found, 9)
     if options.json:
         options.json.write_text(json.dumps(found, indent=2))
 
@@ -199,7 +197,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool) -
 
 
 def _work(node: Any) -> tuple[str, float, float] | None:
-    """What a launch is, the bytes that it moves, and its floating-point operations."""
+    """Give the kind of a launch, the bytes that it moves, and the FLOPs that it makes."""
     if not isinstance(node, ExternKernelSchedulerNode):
         return ("triton", node.get_read_write_buffers_sizes(), 0.0)
     if type(node.node).__name__ == "MultiOutput":

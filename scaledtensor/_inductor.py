@@ -1,5 +1,5 @@
-"""What torch's compilers are told of operators of this library: the one module that uses the names
-of Inductor and of AOTAutograd's partitioner.
+"""This module tells torch's compilers about the operators of this library. No other module uses
+names of Inductor or of AOTAutograd's partitioner.
 
 torch has no public way to say how a backend writes an operator. Without one, each number that a
 `Form` stands for would be a call between kernels, which ends the kernel before it. Written as
@@ -72,8 +72,8 @@ def _calls() -> tuple[Any, ...]:
 
 
 def _may_be_recomputed(*operators: Any) -> None:
-    """Let backward passes calculate these elementwise operators again, in place of what they would
-    keep in memory.
+    """Let backward passes recompute these elementwise operators, so that their results need not be
+    kept in memory.
 
     AOTAutograd's partitioner keeps the result of each operator that is not on its list, and has no
     way to add to the list but the list itself. Without this a compiled GPT keeps 1.15 times the
@@ -138,8 +138,8 @@ def _times(x: Any, leaves: list[Any], steps: str) -> Any:
 
 
 def _pointwise(leaves: list[Any], steps: str, wanted: list[int] | None = None) -> Any:
-    """The number of the last step; or those of the steps `wanted`, float32 numbers all, as the
-    elements of one tensor."""
+    """Write the number of the last step as a 0-dim tensor. With `wanted`, write the numbers of
+    these steps, which are float32 numbers, as the elements of one tensor."""
     from torch._inductor import ir
 
     loaders = [x.make_loader() for x in leaves]
@@ -291,7 +291,7 @@ def _inlined(function: Callable[..., Tensor]) -> Callable[..., Any]:
 
         graph: Any = V.graph
         given = graph.current_node.args[0].meta["val"]
-        # What is written in place is functional in a graph that Inductor takes.
+        # Inductor takes graphs without in-place operators.
         functional = torch.func.functionalize(lambda t: function(t, *how))
         trace = make_fx(functional, select_decomp_table())
         made: dict[Any, Any] = {}

@@ -42,10 +42,7 @@ class Numbers:
     double = float
     neg = staticmethod(lambda x: -x)
     abs = staticmethod(lambda x: abs(x))
-
-    @staticmethod
-    def exp(x: float) -> float:
-        return exponential(x)
+    exp = staticmethod(exponential)
 
     @staticmethod
     def sqrt(x: float) -> float:
@@ -181,8 +178,8 @@ def _parts(wanted: Sequence[int], together: int) -> list[tuple[int, int]]:
 def _called(
     leaves: list[Tensor], steps: str, wanted: list[int], apart: list[int], together: int
 ) -> list[Tensor]:
-    """The numbers of several forms, of leaves on a CPU: those of the steps `wanted` in float32
-    tensors of `together`, and each of the steps `apart` in a tensor of its own."""
+    """Calculate several forms of leaves on a CPU. Float32 tensors of `together` elements hold the
+    numbers of the steps `wanted`. Each step of `apart` has a tensor of its own."""
     found = _calculated(steps, _numbers(leaves), tuple(wanted), tuple(apart), together)
     return [x.clone() for x in found]  # which a compiler may write over
 

@@ -46,8 +46,6 @@ def is_dtensor(x: Any) -> "TypeGuard[DTensor]":
 
 
 def is_dtensor_class(kind: type) -> bool:
-    if kind is torch.Tensor or kind is ScaledTensor:
-        return False
     module = sys.modules.get("torch.distributed.tensor")
     own = getattr(module, "DTensor", None)  # None, too, while that module is being imported
     return own is not None and issubclass(kind, own)

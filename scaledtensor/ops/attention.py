@@ -77,9 +77,10 @@ def _for_flash(
     """What the flash kernel of CUDA takes besides these operands; None where it is not for them."""
     serves = (
         attn_mask is None
-        and not (enable_gqa and query.shape[-3] != key.shape[-3])
         and not (is_causal and query.shape[-2] != key.shape[-2])
-        and all(_is_half(x) and x.shape[-1] == query.shape[-1] for x in (query, key, value))
+        and all(_is_half(x) for x in (query, key, value))
+        and all(x.shape[:2] == query.shape[:2] for x in (key, value))
+        and all(x.shape[-1] == query.shape[-1] for x in (key, value))
         and query.shape[-1] % 8 == 0
         and query.shape[-1] <= 256
         and torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
@@ -155,9 +156,8 @@ def flash_cpu(
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu.default(
         *operands, dropout_p, is_causal, attn_mask=mask, scale=factor
     )
-    logits = a.rms * b.rms * (factor * query.shape[-1] ** 0.5)
     seen = _visible(query, key, is_causal, mask)
-    return Raw(out, c.scale, c.rms * _moments(logits, seen)[0]), lse
+    return _attended(out, a, b, c, query, factor, seen), lse
 
 
 def _moments(logits: Amount, seen: Visible) -> tuple[Any, Any]:
@@ -193,22 +193,18 @@ def flash_cpu_backward(
     scale: float | None = None,
 ) -> tuple[Raw, Raw, Raw]:
     """dq = c sqrt(d) r_g r_v r_k sqrt(E), dk and dv likewise: see the module."""
-    factor = _scale(scale, query)
-    a, b, c, operands = _folded(query, key, value)
-    g = side(grad_out, query)
-    mask = _mask(attn_mask)
-    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
-        g.q.float().contiguous(),
+    back, factor = _back(grad_out, query, key, value, out, attn_mask, is_causal, scale)
+    grad, *operands = back.operands
+    raw = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
+        grad.contiguous(),
         *operands,
-        scaled_by(elements(out).float(), scale_of(out) / c.scale),
         logsumexp,
         dropout_p,
         is_causal,
-        attn_mask=mask,
+        attn_mask=back.mask,
         scale=factor,
     )
-    seen = _visible(query, key, is_causal, mask)
-    return _gradients((dq, dk, dv), g, a, b, c, query, key, factor, seen)
+    return back.gradients(*raw)
 
 
 def _gradients(
@@ -234,9 +230,6 @@ def _gradients(
         Raw(dk, quotient_of(held, b.scale), score * a.rms * shared**0.5),
         Raw(dv, g.scale, g.rms * root * shared**0.5),
     )
-
-
-# --- the kernels of CUDA ---------------------------------------------------------------------
 
 
 def _attended(out: Tensor, a: Any, b: Any, c: Any, query: Any, factor: float, seen: Any) -> Raw:
@@ -279,6 +272,9 @@ def _back(
 def _cast_mask(mask: Any, dtype: torch.dtype) -> Any:
     held = _mask(mask)
     return held if held.dtype == torch.bool else held.to(dtype)
+
+
+# --- the kernels of CUDA ---------------------------------------------------------------------
 
 
 @rule(_flash.default)

@@ -4,7 +4,6 @@ its part, and what it keeps of it is a part of a DTensor laid out as the paramet
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from scaledtensor import _torch
@@ -14,13 +13,8 @@ from scaledtensor.shards import is_dtensor
 __all__ = ["Parts", "as_spread", "check_alike", "part", "parts_of"]
 
 
-_PLAIN = (Tensor, torch.nn.Parameter, type(None))
-
-
 def part(x: Any) -> Any:
     """What this rank has of a DTensor; anything else as it is."""
-    if type(x) in _PLAIN:  # a step asks this of every parameter seven times
-        return x
     return _torch.local_part(x) if is_dtensor(x) else x
 
 
