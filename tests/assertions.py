@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 
 import torch
+from tensors import gaussian
 from torch import Tensor
 
 from scaledtensor import ScaledTensor, scaled
@@ -64,7 +65,7 @@ def assert_in_range(x: "list[Tensor]", low: float = 0.5, high: float = 2.0, what
 def gradient(f: Callable[[Tensor], Tensor], x: Tensor, create_graph: bool = False) -> Tensor:
     """That of `f` at `x`, from a Gaussian gradient of its result."""
     out = f(x)
-    seed = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    seed = gaussian(*out.shape, seed=1)
     seed = scaled(seed) if isinstance(out, ScaledTensor) else seed.to(out.dtype)
     return torch.autograd.grad(out, x, seed, create_graph=create_graph)[0]
 

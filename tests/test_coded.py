@@ -1,7 +1,6 @@
 """CodedTensor: kept in any format under scales of any granularity, read exactly."""
 
 import copy
-import io
 import pickle
 from fractions import Fraction
 
@@ -10,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensors import gaussian, saved_and_loaded
 from torch import Tensor, nn
 
 import scaledtensor as sct
@@ -29,10 +29,6 @@ NAMES = ["e2m1fn", "e2m3fn", "e3m4", "e4m3fn", "e5m2", "mxint8", "bf16"]
 CUTS = [PerTensor(), PerAxis(0), PerAxis(-1), PerBlock((32,)), PerBlock((1, 16)), PerBlock((4, 8))]
 SCALES = ["rms", "amax", "one", "floor", "rceil", "ceil", "even", "nvfp4"]
 WAYS = [(n, s) for n in NAMES for s in SCALES if (n, s) != ("bf16", "nvfp4")]  # of 8 bits or fewer
-
-
-def gaussian(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def mx(*shape: int, fmt: str = "e2m1fn") -> sct.CodedTensor:
@@ -284,14 +280,7 @@ COPIES = {
 }
 
 
-def saved(x: object) -> object:
-    file = io.BytesIO()
-    torch.save(x, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-@pytest.mark.parametrize("again", [*COPIES.values(), saved], ids=[*COPIES, "save"])
+@pytest.mark.parametrize("again", [*COPIES.values(), saved_and_loaded], ids=[*COPIES, "save"])
 @pytest.mark.parametrize(
     ("fmt", "scale"),
     [(fmt, scale) for fmt in ("e2m1fn", "e4m3fn", FORM) for scale in ("amax", "nvfp4")]
@@ -315,7 +304,7 @@ def test__a_copy__is_the_same_bit_for_bit(fmt, scale, again):
         assert torch.equal(*(t.flatten().view(torch.uint8) for t in (before, after)))
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, torch.clone, COPIES["to"], saved])
+@pytest.mark.parametrize("again", [copy.deepcopy, torch.clone, COPIES["to"], saved_and_loaded])
 def test__a_copy__shares_no_memory(again):
     x = nn.Parameter(nv(4, 32))
     y = again(x)
@@ -354,7 +343,7 @@ def test__rebalance__is_refused():
 def test__a_module__moves_saves_and_loads_its_codes(make):
     model = nn.Linear(32, 8, bias=False)
     model.weight = nn.Parameter(make(8, 32), requires_grad=False)
-    state = saved(model.state_dict())
+    state = saved_and_loaded(model.state_dict())
     other = nn.Linear(32, 8, bias=False)
     other.load_state_dict(state, assign=True)
     assert isinstance(other.weight, sct.CodedTensor)

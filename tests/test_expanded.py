@@ -1,10 +1,10 @@
 """ExpandedTensor: values in groups that are widened to the range of a format, as a tensor."""
 
 import copy
-import io
 
 import pytest
 import torch
+from tensors import gaussian, saved_and_loaded
 
 import scaledtensor as sct
 from scaledtensor.errors import DTypeError, FormatError, ScaleError, ShapeError, UnsupportedError
@@ -13,7 +13,7 @@ from scaledtensor.formats import dequantize_expanded, quantize_expanded
 
 
 def numbers() -> torch.Tensor:
-    return torch.randn(6, 50, generator=torch.Generator().manual_seed(0))
+    return gaussian(6, 50)
 
 
 @pytest.mark.parametrize("fmt", ["e4m3fn", "e5m2", "int8", "e2m1fn", "fp16", "bf16"])
@@ -30,14 +30,7 @@ def test__its_value__is_that_of_its_groups_in_its_unit(fmt, unit):
     assert torch.equal((x * 2).dequantize(), want * 2)
 
 
-def again_from_a_file(x: ExpandedTensor) -> ExpandedTensor:
-    file = io.BytesIO()
-    torch.save(x, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-@pytest.mark.parametrize("again", [again_from_a_file, copy.deepcopy, torch.clone])
+@pytest.mark.parametrize("again", [saved_and_loaded, copy.deepcopy, torch.clone])
 @pytest.mark.parametrize("fmt", ["e4m3fn", "int8", "fp16"])
 def test__a_copy__has_the_same_bits(again, fmt):
     x = ExpandedTensor(numbers(), fmt, dtype=torch.bfloat16, tensor_scale=0.25)

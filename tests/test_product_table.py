@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from assertions import dequantized
+from tensors import gaussian
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -95,13 +96,13 @@ class Multiplies(nn.Module):
 
 
 def given(seed: int = 0) -> Tensor:
-    return torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+    return gaussian(2, 8, 16, seed=seed).requires_grad_()
 
 
 def results(model: nn.Module, x: Tensor) -> list[Tensor]:
     """The result, and the gradients of input and weight."""
     y = model(x)
-    seed = torch.randn(y.shape, generator=torch.Generator().manual_seed(9))
+    seed = gaussian(*y.shape, seed=9)
     y.backward(sct.scaled(seed) if isinstance(y, sct.ScaledTensor) else seed)
     return [dequantized(t).float() for t in (y.detach(), x.grad, model.weight.grad)]
 
@@ -167,7 +168,7 @@ def test__simulated__every_spelling_rounds_operands_and_gradient(spelling: Any) 
         plain.weight.copy_(fake_quantize(plain.weight, E4M3FN))
     rounded = fake_quantize(x.detach(), E4M3FN).requires_grad_()
     y = plain(rounded)
-    seed = torch.randn(y.shape, generator=torch.Generator().manual_seed(9))
+    seed = gaussian(*y.shape, seed=9)
     y.backward(fake_quantize(seed, E5M2))
     for value, want in zip(got, (y.detach(), rounded.grad, plain.weight.grad), strict=True):
         torch.testing.assert_close(value, want, rtol=1e-4, atol=1e-4)

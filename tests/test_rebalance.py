@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensors import gaussian
 from torch import nn
 
 import scaledtensor as sct
@@ -15,7 +16,7 @@ from scaledtensor.scale import is_power_of_two
 
 def drifted(power: float, fmt: str = "fp32", seed: int = 0) -> sct.ScaledTensor:
     """A tensor that was scaled when its values were 2**-power of what they are."""
-    plain = torch.randn(64, 32, generator=torch.Generator().manual_seed(seed))
+    plain = gaussian(64, 32, seed=seed)
     x = sct.scaled(plain, fmt, recipe="unit")
     with torch.no_grad():
         x.mul_(2.0**power)

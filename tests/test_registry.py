@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from assertions import assert_holds, dequantized
+from tensors import gaussian
 
 import scaledtensor as sct
 from scaledtensor import ops
@@ -34,7 +35,7 @@ def restored():
 
 
 def sample() -> sct.ScaledTensor:
-    x = torch.randn(64, generator=torch.Generator().manual_seed(0))
+    x = gaussian(64)
     return sct.scaled(x)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensors import gaussian
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -91,7 +92,7 @@ def test__looking__changes_nothing():
     net.register_forward_hook(lambda m, i, o: m.steps.add_(1) and None)
     before = {k: v.clone() for k, v in net.state_dict().items()}
     random = torch.random.get_rng_state()
-    sct.report(net, torch.randn(4, 16, generator=torch.Generator().manual_seed(0)))
+    sct.report(net, gaussian(4, 16))
     assert torch.equal(torch.random.get_rng_state(), random)
     assert all(p.grad is None for p in net.parameters())
     for name, value in net.state_dict().items():
@@ -332,7 +333,7 @@ def test__the_fallback__has_its_share():
 
 def too_large() -> Tensor:
     """An input under a scale that its elements have left."""
-    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
+    x = gaussian(64, 16)
     x = sct.scaled(x, recipe=sct.recipes.Unit())
     x.qdata.mul_(2.0**12)
     return x

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tensors import gaussian
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import swa_utils
@@ -45,7 +46,7 @@ class Tied(nn.Module):
 
 
 def batch():
-    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
+    x = gaussian(64, 8, seed=1)
     return x, torch.sin(x[:, :4] * 2)
 
 

@@ -1,7 +1,6 @@
 """A ScaledTensor is a tensor: it is made from valid parts, and torch's protocols keep its bits."""
 
 import copy
-import io
 import pickle
 
 import numpy as np
@@ -10,6 +9,7 @@ import torch
 from assertions import assert_holds, dequantized
 from hypothesis import given
 from hypothesis import strategies as st
+from tensors import bits, gaussian, saved_and_loaded
 from torch import nn
 
 import scaledtensor as sct
@@ -30,20 +30,12 @@ FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 inf, nan = float("inf"), float("nan")
 
 
-def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def bits(x: torch.Tensor) -> bytes:
-    return x.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-
-
 def assert_same(x: torch.Tensor, y: torch.Tensor) -> None:
     """The same tensor bit for bit, in other memory."""
     assert isinstance(y, sct.ScaledTensor)
     for name in sct.ScaledTensor.INNER:
         a, b = getattr(x, name), getattr(y, name)
-        assert (a.dtype, a.shape, a.stride(), bits(a)) == (b.dtype, b.shape, b.stride(), bits(b))
+        assert (bits(a), a.stride()) == (bits(b), b.stride())
         assert a.data_ptr() != b.data_ptr()
     assert y.format is x.format
     assert y.recipe == x.recipe
@@ -364,13 +356,6 @@ def samples() -> dict[str, torch.Tensor]:
     )
     made["frozen"] = nn.Parameter(sct.scaled(gaussian(3)), requires_grad=False)
     return made
-
-
-def saved_and_loaded(x):
-    file = io.BytesIO()
-    torch.save(x, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 @pytest.mark.parametrize("name", samples())

@@ -9,6 +9,7 @@ import signal
 import pytest
 import torch
 from killed import dies_at, ended, forked
+from tensors import bits
 from torch import nn
 from torch.distributed.checkpoint import filesystem
 
@@ -40,13 +41,6 @@ def steps(model, optimizer, n):
         optimizer.step()
         losses.append(float(loss.detach()))
     return losses
-
-
-def bits(x):
-    if isinstance(x, sct.ScaledTensor):
-        return tuple(bits(getattr(x, name)) for name in x.INNER)
-    raw = x.detach().contiguous().reshape(-1).view(torch.uint8)
-    return x.dtype, tuple(x.shape), bytes(raw.tolist())
 
 
 def contents(model, optimizer):

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from tensors import bits, parts
 from torch import nn
 
 import scaledtensor as sct
@@ -21,12 +22,6 @@ def net(seed=0, recipe=None, frozen=True):
 
 def state_of(model):
     return copy.deepcopy(model.state_dict())
-
-
-def bits(x):
-    if isinstance(x, sct.ScaledTensor):
-        return x.format.name, str(x.recipe), *(bits(getattr(x, name)) for name in x.INNER)
-    return x.dtype, tuple(x.shape), bytes(x.contiguous().reshape(-1).view(torch.uint8).tolist())
 
 
 def contents(model):
@@ -64,7 +59,8 @@ def test__another_format__is_cast_under_its_scale():
     checkpoint.load_into(narrow, state_of(wide))
     for name, p in narrow.named_parameters():
         source = wide.get_parameter(name)
-        assert bits(p.detach())[2:] == bits(source.detach().to_format("bf16"))[2:]
+        narrowed = source.detach().to_format("bf16")
+        assert [bits(x) for x in parts(p.detach())] == [bits(x) for x in parts(narrowed)]
     back = net(2, WIDE)
     checkpoint.load_into(back, state_of(narrow))
     assert all(

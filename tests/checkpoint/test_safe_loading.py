@@ -2,10 +2,9 @@
 
 Of shards: tests/distributed/test_checkpoint_ranks.py."""
 
-import io
-
 import pytest
 import torch
+from tensors import bits, gaussian, saved_and_loaded
 from torch import nn
 
 import scaledtensor as sct
@@ -14,30 +13,16 @@ from scaledtensor.recipes.base import RECIPES
 from scaledtensor.storable import is_storable
 
 
-def again(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-def same_bits(x, y):
-    return all(
-        torch.equal(*(getattr(t, name).reshape(-1).view(torch.uint8) for t in (x, y)))
-        for name in x.INNER
-    )
-
-
 @pytest.mark.parametrize("fmt", [f for f in FORMATS.values() if f.has_zero], ids=str)
 def test__every_format__is_read_safely(fmt):
-    values = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    values = gaussian(4, 64)
     made = {"blocks": sct.scaled(values, fmt, "amax", sct.PerBlock((1, 32)))}
     if is_storable(fmt):
         made["whole"] = sct.scaled(values, fmt)
-    found = again(made)
+    found = saved_and_loaded(made)
     for name, x in made.items():
         assert found[name].__tensor_flatten__() == x.__tensor_flatten__()
-        assert same_bits(found[name], x)
+        assert bits(found[name]) == bits(x)
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
@@ -47,10 +32,10 @@ def test__a_model_and_its_optimizer__are_read_safely(recipe):
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(16, 64)).square().mean().backward()
     optimizer.step()
-    found = again({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    found = saved_and_loaded({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     for name, x in model.state_dict().items():
         if isinstance(x, sct.ScaledTensor):
             assert found["model"][name].recipe == x.recipe
-            assert same_bits(found["model"][name], x)
+            assert bits(found["model"][name]) == bits(x)
     for i, state in enumerate(optimizer.state.values()):
-        assert same_bits(found["optimizer"]["state"][i]["exp_avg"], state["exp_avg"])
+        assert bits(found["optimizer"]["state"][i]["exp_avg"]) == bits(state["exp_avg"])

@@ -9,6 +9,7 @@ import safetensors
 import torch
 from killed import dies_at, ended, forked
 from safetensors.torch import load_file, load_model, save_file, save_model
+from tensors import gaussian
 from torch import nn
 
 import scaledtensor as sct
@@ -46,10 +47,6 @@ def assert_same(x, y):
         assert torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)), name
 
 
-def gaussian(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 100
-
-
 FORMS = {
     **{f"{f.name} whole": (f, sct.PerTensor()) for f in FORMATS.values() if f.has_zero},
     **{f"{f.name} blocks": (f, sct.PerBlock((1, 32))) for f in FORMATS.values() if f.has_zero},
@@ -65,7 +62,7 @@ def test__every_format_under_every_scale__comes_back_to_the_bit(form, shape, tmp
     if isinstance(granularity, sct.PerBlock) and granularity.block == (4, -1) and 0 in shape:
         pytest.skip("a block of all of a dimension")
     scale = "rms" if isinstance(granularity, sct.PerTensor) and is_storable(fmt) else "amax"
-    x = sct.scaled(gaussian(*shape), fmt, scale, granularity, recipe=Unit())
+    x = sct.scaled(gaussian(*shape) * 100, fmt, scale, granularity, recipe=Unit())
     checkpoint.save_safetensors({"x": x}, tmp_path / "x.safetensors")
     assert_same(checkpoint.load_safetensors(tmp_path / "x.safetensors")["x"], x)
     plain = checkpoint.load_safetensors(tmp_path / "x.safetensors", dequantized=True)["x"]
@@ -73,7 +70,7 @@ def test__every_format_under_every_scale__comes_back_to_the_bit(form, shape, tmp
 
 
 def test__both_levels_of_nvfp4__come_back(tmp_path):
-    x = sct.scaled(gaussian(4, 64), "e2m1fn", "nvfp4", sct.PerBlock((1, 16)))
+    x = sct.scaled(gaussian(4, 64) * 100, "e2m1fn", "nvfp4", sct.PerBlock((1, 16)))
     checkpoint.save_safetensors({"x": x}, tmp_path / "x.safetensors")
     assert_same(checkpoint.load_safetensors(tmp_path / "x.safetensors")["x"], x)
     names = set(load_file(tmp_path / "x.safetensors"))
@@ -148,7 +145,7 @@ def test__a_plain_file__goes_into_a_scaled_model_as_scale_model_would_make_it(tm
 
 
 def test__a_file_in_shards_with_an_index__is_read_whole__or_told_what_is_missing(tmp_path):
-    state = {"a": gaussian(3), "b": gaussian(4), "c": gaussian(2)}
+    state = {"a": gaussian(3) * 100, "b": gaussian(4) * 100, "c": gaussian(2) * 100}
     names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     where = {"a": names[0], "b": names[1], "c": names[0]}
     for name in names:
@@ -183,7 +180,7 @@ def test__parts_in_several_files__are_put_together__or_told_what_is_missing(whol
 
 
 def test__parts_of_one_memory__are_written_apart(tmp_path):
-    whole = gaussian(4, 6)
+    whole = gaussian(4, 6) * 100
     state = {"rows": whole[:2], "all": whole, "t": whole.t(), "scaled": sct.scaled(whole).t()}
     checkpoint.save_safetensors(state, tmp_path / "x.safetensors")
     found = checkpoint.load_safetensors(tmp_path / "x.safetensors")
@@ -217,10 +214,10 @@ def test__damage__is_told(tmp_path):
 
 
 def test__what_cannot_be_written__is_told_before_anything_is(tmp_path):
-    x = sct.scaled(gaussian(3))
+    x = sct.scaled(gaussian(3) * 100)
     for state, path, message in (
         ({"x": x, "n": 3}, "x", "n is a int"),
-        ({"x": x, "x.qdata": gaussian(2)}, "x", "two tensors would be called x.qdata"),
+        ({"x": x, "x.qdata": gaussian(2) * 100}, "x", "two tensors would be called x.qdata"),
         ({"x": x}, "none/x", "create it to save"),
         ({"x": x}, ".", "is a directory"),
     ):

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from tensors import gaussian
 from torch import nn
 
 import scaledtensor as sct
@@ -179,7 +180,7 @@ def test__simulate_fp8__changes_products_forward_and_backward(name):
     low = simulate_fp8(model)
     found = []
     for m in (model, low):
-        x = torch.randn(32, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        x = gaussian(32, 32, seed=1).requires_grad_()
         out = m(x)
         out.backward()
         found.append((out, x.grad, m.weight.grad))

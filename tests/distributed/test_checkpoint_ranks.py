@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from tensors import bits, gaussian
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -112,16 +113,6 @@ def sharded(model, optimizer=None, dim=0):
             old = optimizer.state.pop(p)
             optimizer.state[swapped[p]] = {key: cut(x, mesh, dim) for key, x in old.items()}
     return model, optimizer
-
-
-def bits(x):
-    """All that a tensor is on this rank, so that == compares bits."""
-    x = x.to_local() if isinstance(x, DTensor) else x.detach()
-    if isinstance(x, ScaledTensor):
-        inner = tuple(bits(getattr(x, name)) for name in x.INNER)
-        return type(x).__name__, inner, x.format.name, x.dtype, str(x.recipe), x.nonnegative
-    raw = x.contiguous().reshape(-1).view(torch.uint8)
-    return x.dtype, tuple(x.shape), bytes(raw.tolist())
 
 
 def contents(model, optimizer=None):
@@ -345,7 +336,7 @@ def test__codes_under_scales_of_blocks__come_back_to_as_many_ranks__elsewhere_as
 
 
 def batch():
-    return torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+    return gaussian(8, 6)
 
 
 def steps(model, optimizer, n):

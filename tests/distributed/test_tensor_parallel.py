@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import training
+from tensors import gaussian
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import parallel as parallel_styles
@@ -127,7 +128,7 @@ def by_sequence(norm, recipe, prepared):
 
 
 def inputs():
-    return torch.randn(4, 8, 32, generator=torch.Generator().manual_seed(1))
+    return gaussian(4, 8, 32, seed=1)
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])

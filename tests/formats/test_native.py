@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from tensors import gaussian
 from torch._subclasses import FakeTensorMode
 
 from scaledtensor import native as loops
@@ -127,7 +128,7 @@ def test__codes_with_values__are_those_of_two_casts(name, dtype):
 )
 def test__strides__change_no_element(view, rounding):
     fmt = FORMATS["e4m3fn"]
-    x = view(torch.randn(128, 1024, generator=torch.Generator().manual_seed(0)))
+    x = view(gaussian(128, 1024))
     key = random_key(torch.Generator().manual_seed(0)) if rounding == "stochastic" else None
     for cast in (encode, fake_quantize):
         got = cast(x, fmt, rounding=rounding, generator=key)
@@ -140,7 +141,7 @@ def test__strides__change_no_element(view, rounding):
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test__threads__change_no_bit(threads):
-    x = torch.randn((1 << 20) + 77, generator=torch.Generator().manual_seed(0))
+    x = gaussian((1 << 20) + 77)
     key, fmt = random_key(torch.Generator().manual_seed(0)), FORMATS["e5m2"]
     before = torch.get_num_threads()
     want = encode_bits(x, fmt, Mode("stochastic", "saturate", key))
@@ -250,7 +251,7 @@ def test__compiled_code__calls_it_for_what_inductor_does_slowly(dynamic):
             fake_quantize(x.mT, fmt, rounding="stochastic", generator=key),
         )
 
-    x = torch.randn(96, 160, generator=torch.Generator().manual_seed(0))
+    x = gaussian(96, 160)
     compiled = torch.compile(run, fullgraph=True, dynamic=dynamic)
     got, code = torch._inductor.utils.run_and_get_code(compiled, x)
     assert ("scaledtensor.cast" in "".join(code)) is not dynamic
@@ -281,7 +282,7 @@ def test__compiled_transforms_and_exports__hold_nothing_of_this_machine():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test__what_a_bit_of_the_tensor_negates__has_its_sign(count, fmt, dtype):
     """As the imaginary part of a conjugate: its memory has the other signs."""
-    x = torch.randn(count, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x = gaussian(count).to(dtype)
     negated = torch._neg_view(x)
     assert negated.is_neg()
     assert torch.equal(raw(encode(negated, fmt)), raw(encode(-x, fmt)))

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from tensors import gaussian
 
 from scaledtensor.formats import (
     BF16,
@@ -21,7 +22,7 @@ every_format = pytest.mark.parametrize("fmt", [*HELD, E2M1FN], ids=lambda f: f.n
 
 
 def rows(spike: float = 0.0, count: int = 32) -> torch.Tensor:
-    x = torch.randn(count, 128, generator=torch.Generator().manual_seed(0))
+    x = gaussian(count, 128)
     if spike:
         x[:, 7] = spike
     return x

@@ -3,15 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from tensors import randn
 
 import scaledtensor.functional as U
 
 published = pytest.importorskip("unit_scaling.functional")
 constraints = pytest.importorskip("unit_scaling.constraints")
-
-
-def randn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
 
 
 def gradients(out, *leaves):

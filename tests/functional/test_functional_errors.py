@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from tensors import gaussian
 
 import scaledtensor.functional as U
 from scaledtensor.errors import ScaleError, ShapeError, UnsupportedError
 
-X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
-W = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+X = gaussian(4, 8)
+W = gaussian(6, 8, seed=1)
 TOKENS = torch.arange(4)
 
 REFUSED = {

@@ -3,14 +3,11 @@ not. Forward and every gradient, in float32."""
 
 import pytest
 import torch
+from tensors import randn
 
 import scaledtensor.functional as U
 
 published = pytest.importorskip("unit_scaling.functional")
-
-
-def randn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
 
 
 def run(function, tensors, seed=9):

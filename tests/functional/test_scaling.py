@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from assertions import dequantized
+from tensors import gaussian
 
 import scaledtensor as sct
 import scaledtensor.functional as U
@@ -17,10 +18,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 def both(x):
     """Forward 3, backward 5, of a function whose derivative is 2x."""
     return (U.scale_bwd(U.scale_fwd(x, 3.0), 5.0) ** 2).sum()
-
-
-def gaussian(*shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -5,17 +5,13 @@ import inspect
 import pytest
 import torch
 import torch.nn.functional as F
+from tensors import randn
 from torch import Tensor, nn
 
 import scaledtensor as sct
 import scaledtensor.functional as U
 from scaledtensor.errors import UnsupportedError
 from scaledtensor.functional.spellings import COUNTERPARTS
-
-
-def randn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
-
 
 A, B, C = randn(8, 16), randn(16, 4), randn(8, 4)
 A3, B3, C3 = randn(2, 8, 16), randn(2, 16, 4), randn(2, 8, 4)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from assertions import dequantized
+from tensors import gaussian
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -71,7 +72,7 @@ def assert_same_gradients(eager: nn.Module, other: nn.Module) -> None:
 # --- what is done with the output ------------------------------------------------------------
 
 # Weights that bfloat16 holds, which is the format of the output and so of its gradient.
-WEIGHTS = torch.randn(16, 32, generator=torch.Generator().manual_seed(1)).bfloat16().float()
+WEIGHTS = gaussian(16, 32, seed=1).bfloat16().float()
 
 BACKWARD: dict[str, Callable[[Tensor], Any]] = {
     "sum": lambda y: y.sum().backward(),
@@ -220,7 +221,7 @@ def test__a_compiled_adamw__expects_of_its_moments_what_the_eager_one_does(form:
         model = sct.scale_model(nn.Sequential(nn.Linear(32, 32)))  # Dynamo unrolls the parameters
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=form == "foreach")
         step = compiled(optimizer.step) if compile_it else optimizer.step
-        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(2))
+        x = gaussian(16, 32, seed=2)
         with warnings.catch_warnings():
             warnings.simplefilter("error", MissingRuleWarning)
             for _ in range(8):
@@ -256,7 +257,7 @@ def test__a_function_with_the_backward_pass_and_the_step__does_as_eager_code(opt
             return y.detach()
 
         run = torch.compile(step, backend="aot_eager") if compiles else step
-        xs = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(1))
+        xs = gaussian(3, 4, 8, seed=1)
         found.append(
             ([run(x).dequantize() for x in xs], [p.dequantize() for p in model.parameters()])
         )

@@ -32,6 +32,7 @@ from modes_models import (
     plain_gpt,
     tokens,
 )
+from tensors import gaussian
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -171,8 +172,8 @@ def test__a_grad_scaler__trains_to_the_same_bits(autocast: bool, clip: float) ->
 @pytest.mark.parametrize("factor", [2.0**16, 2.0**-100, 3.0, 1e-3])
 @pytest.mark.parametrize("part", [False, True])
 def test__unscaling__moves_the_scale(factor: float, part: bool) -> None:
-    p = nn.Parameter(sct.scaled(torch.randn(64, generator=torch.Generator().manual_seed(0))))
-    whole = sct.scaled(torch.randn(2, 64, generator=torch.Generator().manual_seed(1)))
+    p = nn.Parameter(sct.scaled(gaussian(64)))
+    whole = sct.scaled(gaussian(2, 64, seed=1))
     p.grad = whole[0] if part else whole[0].clone()
     before, elements = dequantized(p.grad).clone(), p.grad.qdata.clone()
     scaler = torch.amp.GradScaler("cpu", init_scale=factor)

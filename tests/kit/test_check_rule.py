@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from tensors import gaussian
 from torch import Tensor
 
 import scaledtensor as sct
@@ -93,7 +94,7 @@ def test__several_results__are_refused():
 
 
 def test__close__compares_value_scale_and_format():
-    x = sct.scaled(torch.randn(64, generator=torch.Generator().manual_seed(0)))
+    x = sct.scaled(gaussian(64))
     assert_scaled_close(x, x.dequantize(), rtol=0)
     assert_scaled_close(x, x * 1, rtol=0)
     with pytest.raises(AssertionError, match="not close"):
@@ -105,7 +106,7 @@ def test__close__compares_value_scale_and_format():
 
 
 def test__unit_scaled__takes_tensors_and_samples():
-    x = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    x = gaussian(4096)
     assert_unit_scaled(x)
     assert_unit_scaled(sct.scaled(x * 2.0**30))
     assert_unit_scaled(list(x.split(1)))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tensors import gaussian
 from torch import Tensor, nn
 
 # --- ResNet-18 -------------------------------------------------------------------------------
@@ -124,7 +125,7 @@ Batch = tuple[Tensor, Tensor]
 def images(seed: int) -> Batch:
     """A pattern for each class, in noise."""
     rng = torch.Generator().manual_seed(seed)
-    patterns = torch.randn(10, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    patterns = gaussian(10, 3, 8, 8)
     labels = torch.randint(10, (16,), generator=rng)
     smooth = F.interpolate(patterns, scale_factor=8, mode="bicubic")[labels]
     return smooth + 0.5 * torch.randn(smooth.shape, generator=rng), labels

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tensors import gaussian
 
 from scaledtensor import native
 from scaledtensor.formats import BF16
@@ -9,10 +10,6 @@ from scaledtensor.native.elements import adam, rounded_rows
 from scaledtensor.ops.results import store
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.status())
-
-
-def gaussian(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

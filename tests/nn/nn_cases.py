@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import scaledtensor.nn as uu
 
 
-def gaussian(*shape: int) -> Callable[[], tuple[Tensor, ...]]:
+def drawn(*shape: int) -> Callable[[], tuple[Tensor, ...]]:
     return lambda: (torch.randn(shape),)
 
 
@@ -43,7 +43,7 @@ class Case:
     """What has no unit scale: "output", "input" (its gradient) or the name of a parameter."""
 
 
-ROWS = gaussian(64, 128)
+ROWS = drawn(64, 128)
 CASES = {
     "GELU": Case(uu.GELU, ROWS, exempt=("input",)),  # constrained to the output's scale
     "GELU_mult": Case(lambda: uu.GELU(2.0, None, "tanh"), ROWS),
@@ -65,37 +65,35 @@ CASES = {
     "Linear_bias": Case(lambda: uu.Linear(128, 128, bias=True), ROWS),
     # 1 / sqrt(fan_in) by design.
     "LinearReadout": Case(lambda: uu.LinearReadout(128, 64), ROWS, exempt=("output",)),
-    "Conv1d": Case(lambda: uu.Conv1d(32, 32, 3), gaussian(8, 32, 64)),
+    "Conv1d": Case(lambda: uu.Conv1d(32, 32, 3), drawn(8, 32, 64)),
     "Conv1d_strided": Case(
         lambda: uu.Conv1d(32, 32, 4, 2, 1, 2, 4, bias=True, constraint=None),
-        gaussian(8, 32, 128),
+        drawn(8, 32, 128),
         same=False,  # published: the constraint is not honoured
     ),
-    "Conv2d": Case(lambda: uu.Conv2d(16, 16, 3, bias=True), gaussian(4, 16, 20, 20), same=False),
-    "Conv3d": Case(lambda: uu.Conv3d(8, 8, 2), gaussian(2, 8, 10, 10, 10), same=False),
+    "Conv2d": Case(lambda: uu.Conv2d(16, 16, 3, bias=True), drawn(4, 16, 20, 20), same=False),
+    "Conv3d": Case(lambda: uu.Conv3d(8, 8, 2), drawn(2, 8, 10, 10, 10), same=False),
     "ConvTranspose1d": Case(
         lambda: uu.ConvTranspose1d(32, 32, 4, 2, bias=True, constraint=None),
-        gaussian(8, 32, 64),
+        drawn(8, 32, 64),
         same=False,
     ),
     "ConvTranspose2d": Case(
-        lambda: uu.ConvTranspose2d(16, 16, 2, constraint=None), gaussian(4, 16, 20, 20), same=False
+        lambda: uu.ConvTranspose2d(16, 16, 2, constraint=None), drawn(4, 16, 20, 20), same=False
     ),
     "ConvTranspose3d": Case(
         lambda: uu.ConvTranspose3d(8, 8, 2, 2, constraint=None),
-        gaussian(2, 8, 8, 8, 8),
+        drawn(2, 8, 8, 8, 8),
         same=False,
     ),
     "LayerNorm": Case(lambda: uu.LayerNorm(128), ROWS),
-    "LayerNorm_affine": Case(lambda: uu.LayerNorm((8, 16), 1e-3, True), gaussian(64, 8, 16)),
+    "LayerNorm_affine": Case(lambda: uu.LayerNorm((8, 16), 1e-3, True), drawn(64, 8, 16)),
     "RMSNorm": Case(lambda: uu.RMSNorm(128), ROWS),
-    "RMSNorm_affine": Case(lambda: uu.RMSNorm((8, 16), 1e-3, True), gaussian(64, 8, 16)),
-    "GroupNorm": Case(lambda: uu.GroupNorm(4, 32, affine=True), gaussian(16, 32, 8, 8), same=False),
+    "RMSNorm_affine": Case(lambda: uu.RMSNorm((8, 16), 1e-3, True), drawn(64, 8, 16)),
+    "GroupNorm": Case(lambda: uu.GroupNorm(4, 32, affine=True), drawn(16, 32, 8, 8), same=False),
     "BatchNorm1d": Case(lambda: uu.BatchNorm1d(128, affine=True), ROWS, same=False),
-    "BatchNorm2d": Case(lambda: uu.BatchNorm2d(32), gaussian(8, 32, 8, 8), same=False),
-    "BatchNorm3d": Case(
-        lambda: uu.BatchNorm3d(8, affine=True), gaussian(4, 8, 6, 6, 6), same=False
-    ),
+    "BatchNorm2d": Case(lambda: uu.BatchNorm2d(32), drawn(8, 32, 8, 8), same=False),
+    "BatchNorm3d": Case(lambda: uu.BatchNorm3d(8, affine=True), drawn(4, 8, 6, 6, 6), same=False),
     "Embedding": Case(lambda: uu.Embedding(32, 128), tokens),
     # Their value is that of torch's.
     "CrossEntropyLoss": Case(uu.CrossEntropyLoss, logits, exempt=("output",)),
@@ -111,16 +109,16 @@ CASES = {
         lambda: uu.KLDivLoss(reduction="batchmean"), probabilities, same=False, exempt=("output",)
     ),
     # Two linear layers read the input, so its gradient is a sum of two.
-    "MLP": Case(lambda: uu.MLP(64), gaussian(8, 64, 64), exempt=("input",)),
+    "MLP": Case(lambda: uu.MLP(64), drawn(8, 64, 64), exempt=("input",)),
     # One scale of the output for the three gradients: those of queries and keys are small.
     "MHSA": Case(
         lambda: uu.MHSA(64, 4, is_causal=True),
-        gaussian(8, 64, 64),
+        drawn(8, 64, 64),
         exempt=("input", "linear_qkv.weight"),
     ),
     "TransformerLayer": Case(
         lambda: uu.TransformerLayer(64, 4, 0.5, 0.4, is_causal=False),
-        gaussian(8, 64, 64),
+        drawn(8, 64, 64),
         exempt=("mhsa.linear_qkv.weight",),
     ),
 }

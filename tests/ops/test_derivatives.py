@@ -3,6 +3,7 @@
 import pytest
 import torch
 from assertions import assert_second_derivative, gradient
+from tensors import gaussian
 from torch import Tensor
 
 import scaledtensor as sct
@@ -21,10 +22,6 @@ SPELLINGS = {
     "Tensor.multiply": lambda x: x.multiply(x),
 }
 every_spelling = pytest.mark.parametrize("f", SPELLINGS.values(), ids=SPELLINGS)
-
-
-def gaussian(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @every_spelling

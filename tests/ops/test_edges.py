@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from all_cases import CASES
 from assertions import TOLERANCE, assert_holds, dequantized
+from tensors import gaussian
 
 import scaledtensor as sct
 from scaledtensor.scale import is_power_of_two
@@ -18,10 +19,6 @@ SINGULAR_AT_0 = {
     *("qr_q", "qr_r", "polar_u", "polar_h", "slogdet"),
 }
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-
-
-def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @every_case

@@ -12,15 +12,11 @@ from assertions import (
     dequantized,
     gradient,
 )
+from tensors import gaussian
 from torch import Tensor
 
 import scaledtensor as sct
 from scaledtensor.ops.moments import gaussian_rms
-
-
-def gaussian(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
 
 # --- moments ---------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from assertions import TOLERANCE, assert_holds, assert_in_range, dequantized
+from tensors import gaussian
 from torch import Tensor
 
 import scaledtensor as sct
@@ -11,10 +12,6 @@ from scaledtensor.ops.convolution import terms
 
 aten = torch.ops.aten
 UNIT = sct.recipes.Unit()
-
-
-def gaussian(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 # --- convolution -----------------------------------------------------------------------------

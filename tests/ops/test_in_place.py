@@ -3,13 +3,9 @@
 import pytest
 import torch
 from assertions import assert_holds, dequantized
+from tensors import gaussian
 
 import scaledtensor as sct
-
-
-def gaussian(*shape: int, seed: int = 0, power: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 2.0**power
-
 
 IN_PLACE = {
     "add_": lambda x, y: x.add_(y, alpha=-0.5),

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from assertions import assert_shifted, dequantized
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensors import gaussian, parts
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -84,10 +85,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
     return F.scaled_dot_product_attention(*heads, **options).transpose(1, 2).flatten(2)
 
 
-def gaussian(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 def activations(recipe: Unit, count: int, shape=(4, 8, 64)) -> tuple[list[Tensor], list[Tensor]]:
     """Leaves, and activations made of them. A leaf itself is its owner's, and is not copied."""
     leaves = [
@@ -95,10 +92,6 @@ def activations(recipe: Unit, count: int, shape=(4, 8, 64)) -> tuple[list[Tensor
         for i in range(count)
     ]
     return leaves, [x + 0 for x in leaves]
-
-
-def parts(t: Tensor) -> list[Tensor]:
-    return [getattr(t, n) for n in t.INNER] if isinstance(t, sct.ScaledTensor) else [t]
 
 
 def kept(run: Callable[[], Tensor], *owned: Tensor) -> tuple[Tensor, dict[int, tuple[int, Tensor]]]:

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from assertions import assert_holds, assert_in_range
+from tensors import gaussian
 
 import scaledtensor as sct
 
@@ -16,33 +17,32 @@ SPELLINGS = {
 }
 
 
-def gaussian(*shape, seed=0, scale=1.0):
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    return sct.scaled(x * scale).requires_grad_()
+def leaf(*shape, seed=0, scale=1.0):
+    return sct.scaled(gaussian(*shape, seed=seed) * scale).requires_grad_()
 
 
 @pytest.mark.parametrize("fill", FILLS)
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test__a_tensor_of_fills__moves_no_scale(spelling, fill):
-    x = gaussian(8, 16)
+    x = leaf(8, 16)
     mask = torch.ones(8, 16, dtype=torch.bool).triu(1)
     y = torch.where(mask, SPELLINGS[spelling](x, fill), x)
     assert_in_range([y[~mask]], 0.5, 2)
     hidden = x.dequantize().masked_fill(mask, fill)
     assert_holds(F.softmax(y, -1), F.softmax(hidden, -1), 2.0**-16)
-    grad = torch.autograd.grad(F.softmax(y, -1), x, gaussian(8, 16, seed=1).detach())[0]
+    grad = torch.autograd.grad(F.softmax(y, -1), x, leaf(8, 16, seed=1).detach())[0]
     assert (grad.dequantize()[mask] == 0).all()
 
 
 def test__a_fill_beside_zeros__has_a_value():
-    y = torch.full_like(torch.zeros_like(gaussian(4)), -1e9)
+    y = torch.full_like(torch.zeros_like(leaf(4)), -1e9)
     assert_holds(y, torch.full((4,), -1e9), 1e-6)
 
 
 @pytest.mark.parametrize("start", [-1e38, float("-inf")])
 @pytest.mark.parametrize("size", [2.0**-20, 1.0, 2.0**20])
 def test__a_running_maximum__has_the_scale_of_what_runs(start, size):
-    xs = [gaussian(64, seed=i, scale=size) for i in range(4)]
+    xs = [leaf(64, seed=i, scale=size) for i in range(4)]
     best = torch.zeros_like(xs[0]) + start
     for x in xs:
         best = torch.maximum(best, x)
@@ -55,10 +55,10 @@ def test__a_running_maximum__has_the_scale_of_what_runs(start, size):
 @pytest.mark.parametrize("width", [0.1, 0.5, 1.0, 1.5, 4.0])
 def test__a_state_that_decays__stays_in_range(width):
     """The exponent of a decay is never positive: no moment of a Gaussian tells its size."""
-    h = gaussian(1024)
+    h = leaf(1024)
     for i in range(64):
-        rate = -gaussian(1024, seed=2 * i, scale=width).abs()
-        h = rate.exp() * h + gaussian(1024, seed=2 * i + 1)
+        rate = -leaf(1024, seed=2 * i, scale=width).abs()
+        h = rate.exp() * h + leaf(1024, seed=2 * i + 1)
     assert_in_range([h], 0.4, 2.5)
 
 
@@ -74,8 +74,8 @@ def test__exp__of_what_underflows_is_zero():
 @pytest.mark.parametrize("bias", [-5.0, 0.0, 5.0])
 @pytest.mark.parametrize("function", [F.softplus, lambda x: F.logsigmoid(-x)], ids=["+", "-"])
 def test__a_time_step__stays_in_range_whatever_its_bias(function, bias):
-    x = (gaussian(1024) + bias).detach().requires_grad_()
+    x = (leaf(1024) + bias).detach().requires_grad_()
     y = function(x)
-    grad = torch.autograd.grad(y, x, gaussian(1024, seed=1).detach())[0]
+    grad = torch.autograd.grad(y, x, leaf(1024, seed=1).detach())[0]
     assert_in_range([y], 0.5, 2)
     assert_in_range([grad], 0.5, 2)

@@ -1,12 +1,12 @@
 """Graph networks and embeddings with sparse gradients, as their users write them."""
 
 import copy
-import io
 
 import pytest
 import torch
 import torch.nn.functional as F
 from assertions import assert_holds, assert_in_range, assert_shifted, dequantized
+from tensors import gaussian, saved_and_loaded
 from torch import nn
 
 import scaledtensor as sct
@@ -15,10 +15,6 @@ from scaledtensor.sparse import SparseTensor
 
 NODES, WIDTH = 60, 8
 LAYOUTS = ("coo", "csr", "csc")
-
-
-def gaussian(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def graph(nodes=NODES, degree=6, seed=0):
@@ -257,10 +253,7 @@ def test__a_sparse_tensor__says_what_it_is_and_is_saved():
     assert x.is_sparse
     assert repr(x).startswith("SparseTensor(indices=")
     assert "scale=2**-3" in repr(x)
-    file = io.BytesIO()
-    torch.save(x, file)
-    file.seek(0)
-    back = torch.load(file, weights_only=True)
+    back = saved_and_loaded(x)
     assert isinstance(back, SparseTensor)
     assert torch.equal(back.to_dense().dequantize(), x.to_dense().dequantize())
 
@@ -358,11 +351,8 @@ def test__sparse_gradients__accumulate_and_are_cleared():
 def test__the_states_of_sparse_gradients__go_through_a_checkpoint():
     table = sct.scale_model(nn.Embedding(40, WIDTH, sparse=True))
     optimizer = steps(table, "SGD momentum")
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
     other = torch.optim.SGD(table.parameters(), **OPTIMIZERS["SGD momentum"])
-    other.load_state_dict(torch.load(file, weights_only=True))
+    other.load_state_dict(saved_and_loaded(optimizer.state_dict()))
     (was,), (now,) = optimizer.state.values(), other.state.values()
     assert isinstance(now["momentum_buffer"], SparseTensor)
     assert_shifted(

@@ -1,11 +1,11 @@
 """What the value of a parameter is kept in besides itself."""
 
 import copy
-import io
 
 import pytest
 import torch
 from assertions import dequantized
+from tensors import gaussian, saved_and_loaded
 from torch import Tensor, nn
 
 import scaledtensor as sct
@@ -17,7 +17,7 @@ every_kind = pytest.mark.parametrize("scaled", [False, True], ids=["plain", "sca
 
 
 def start() -> Tensor:
-    return torch.randn(30, 20, generator=torch.Generator().manual_seed(0)) * 0.1
+    return gaussian(30, 20) * 0.1
 
 
 def parameter(scaled: bool, fmt: str = "bf16") -> nn.Parameter:
@@ -28,7 +28,7 @@ def parameter(scaled: bool, fmt: str = "bf16") -> nn.Parameter:
 
 def train(p: nn.Parameter, optimizer: torch.optim.Optimizer, seeds: range) -> None:
     for seed in seeds:
-        g = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        g = gaussian(*p.shape, seed=seed).bfloat16()
         p.grad = sct.scaled(g.float()) if isinstance(p, sct.ScaledTensor) else g.to(p.dtype)
         optimizer.step()
 
@@ -103,11 +103,8 @@ def test__a_run_from_a_file__goes_on_bit_for_bit(master, scaled):
     p = parameter(scaled)
     optimizer = sct.optim.AdamW([p], 1e-4, **options)
     train(p, optimizer, range(3))
-    file = io.BytesIO()
-    torch.save((p.detach(), optimizer.state_dict()), file)
+    held, states = saved_and_loaded((p.detach(), optimizer.state_dict()))
     train(p, optimizer, range(3, 6))
-    file.seek(0)
-    held, states = torch.load(file, weights_only=True)
     q = nn.Parameter(held)
     again = sct.optim.AdamW([q], 1e-4, **options)
     again.load_state_dict(states)

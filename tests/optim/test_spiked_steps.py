@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from tensors import gaussian
 from torch import nn
 
 import scaledtensor as sct
@@ -28,7 +29,7 @@ FAR = {
 
 
 def gradient(step: int, spike: float | None) -> torch.Tensor:
-    g = torch.randn(2, 128, generator=torch.Generator().manual_seed(step))
+    g = gaussian(2, 128, seed=step)
     if spike is not None and step == 3:
         g[0, 0] = spike
     return g

@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from assertions import assert_holds, assert_shifted, dequantized
+from tensors import gaussian
 from torch import Tensor, nn
 
 import scaledtensor as sct
@@ -172,7 +173,7 @@ def test__compiled__parts_have_the_bits_of_the_whole():
     """Wherever a parameter is cut between groups, as ranks do: tails of vectors are rounded as
     vectors are."""
     groups = 37
-    start = torch.randn(groups * 128, generator=torch.Generator().manual_seed(0))
+    start = gaussian(groups * 128)
 
     def train(*counts: int) -> tuple[Tensor, Tensor]:
         cuts = [128 * n for n in counts]

@@ -11,6 +11,7 @@ import warnings
 import pytest
 import torch
 from assertions import dequantized
+from tensors import gaussian, saved_and_loaded
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -152,12 +153,9 @@ def test__save_and_resume__is_bit_for_bit_the_uninterrupted_run(guard):
         rest = steps(model, optimizer, sizes)
         first, other = fresh()
         steps(first, other, sizes[:3])
-        file = io.BytesIO()
-        torch.save([first.state_dict(), other.state_dict()], file)
-        file.seek(0)
         again = network(recipe, seed=4)
         optimizer = adam(again)
-        states = torch.load(file, weights_only=True)
+        states = saved_and_loaded([first.state_dict(), other.state_dict()])
         again.load_state_dict(states[0])
         optimizer.load_state_dict(states[1])
         rng = torch.Generator().manual_seed(7)
@@ -246,7 +244,7 @@ def test__a_checkpoint_of_the_original__loads_and_histories_begin_anew():
 
 
 def near(model: nn.Module, plain: nn.Module) -> bool:
-    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(3))
+    x = gaussian(64, 16, seed=3)
     y, want = dequantized(model(x)), plain(x)
     return bool((y - want).norm() / want.norm() < 0.08)
 

@@ -1,13 +1,13 @@
 """Frozen weights that are stored as products cast them: the same bits, a quarter of the bytes."""
 
 import copy
-import io
 import pickle
 from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 import torch
+from tensors import bits, gaussian, parts, saved_and_loaded
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -79,21 +79,9 @@ def both(recipe: Recipe, model: nn.Module) -> tuple[nn.Module, nn.Module]:
     return sct.scale_model(copy.deepcopy(model), recipe), stored(recipe, model)
 
 
-def gaussian(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def parts(t: Tensor) -> list[Tensor]:
-    return [getattr(t, n) for n in t.INNER] if isinstance(t, sct.ScaledTensor) else [t]
-
-
-def bits(t: Tensor) -> list[Tensor]:
-    return [x.detach().contiguous().view(torch.uint8) for x in map(torch.atleast_1d, parts(t))]
-
-
 def assert_same(a: Tensor, b: Tensor) -> None:
     assert getattr(a, "format", None) == getattr(b, "format", None)
-    assert all(torch.equal(x, y) for x, y in zip(bits(a), bits(b), strict=True))
+    assert [bits(x) for x in parts(a)] == [bits(x) for x in parts(b)]
 
 
 def outcome(model: nn.Module, x: Tensor, run=None) -> list[Tensor]:
@@ -116,7 +104,7 @@ def assert_same_outcome(one: Iterable[Tensor], other: Iterable[Tensor]) -> None:
 
 @EVERY
 def test__products__are_bit_for_bit_those_of_the_master(recipe):
-    found = [outcome(model, gaussian(8, 32)) for model in both(recipe, plain())]
+    found = [outcome(model, gaussian(8, 32, seed=1)) for model in both(recipe, plain())]
     assert len(found[0]) == 6
     assert_same_outcome(*found)
 
@@ -132,14 +120,14 @@ def compiled(model: nn.Module, backend: str) -> nn.Module:
 def test__compiled__they_are_as_well(recipe):
     base = nn.Linear(32, 16).requires_grad_(False)
     master, codes = both(recipe, nn.Sequential(base, nn.Linear(16, 8, bias=False)))
-    x = gaussian(8, 32)
+    x = gaussian(8, 32, seed=1)
     found = outcome(codes, x, compiled(codes, "aot_eager"))
     assert_same_outcome(outcome(master, x), found)
 
 
 def test__compiled_by_inductor__they_are_as_well_and_no_copy_is_kept():
     base = nn.Linear(64, 128, bias=False).requires_grad_(False)
-    x, found = gaussian(4, 64), []
+    x, found = gaussian(4, 64, seed=1), []
     for model in both(Current(), nn.Sequential(base)):
         run = compiled(model, "inductor")
         found.append(outcome(model, x, run))
@@ -152,7 +140,7 @@ def test__compiled_by_inductor__they_are_as_well_and_no_copy_is_kept():
 def test__without_gradients__they_are_as_well(recipe, context):
     master, codes = both(recipe, plain())
     with context():
-        assert_same(master(gaussian(8, 32)), codes(gaussian(8, 32)))
+        assert_same(master(gaussian(8, 32, seed=1)), codes(gaussian(8, 32, seed=1)))
 
 
 @SOME
@@ -166,7 +154,7 @@ def test__under_autocast_and_checkpointed__they_are_as_well(recipe, reentrant):
 
     found = []
     for model in both(recipe, plain()):
-        found.append(outcome(model, gaussian(8, 32), run))
+        found.append(outcome(model, gaussian(8, 32, seed=1), run))
     assert_same_outcome(*found)
 
 
@@ -193,7 +181,7 @@ def test__a_training_of_adapters__has_the_same_losses(recipe):
 def test__under_delayed_scaling__inputs_and_gradients_keep_their_histories():
     """The amax of a frozen weight is the same at every step, so its scale never had a history."""
     model = stored(Delayed())
-    outcome(model, gaussian(8, 32))
+    outcome(model, gaussian(8, 32, seed=1))
     histories.advance(model)
     seen = model[0].base.weight_amax[:, 1]
     assert seen[0] > 0
@@ -234,7 +222,7 @@ def test__what_is_stored__are_the_weights_of_products(recipe):
         *("gate_up_proj", "other.weight"),
     }
     assert codes.head.weight is codes.table.weight
-    x = gaussian(2, 4, 8, 8)
+    x = gaussian(2, 4, 8, 8, seed=1)
     assert_same_outcome(outcome(master, x), outcome(codes, x))
 
 
@@ -260,10 +248,10 @@ def test__overrides__decide_for_their_modules():
 
 def test__a_part_of_a_weight__is_under_the_scale_of_the_whole():
     experts = nn.Module()
-    experts.up_proj = nn.Parameter(gaussian(3, 16, 8) / 4, requires_grad=False)
+    experts.up_proj = nn.Parameter(gaussian(3, 16, 8, seed=1) / 4, requires_grad=False)
     for recipe in (Unit(), Current()):
         master, codes = both(recipe, copy.deepcopy(experts))
-        x = gaussian(4, 8)
+        x = gaussian(4, 8, seed=1)
         one, other = (F.linear(x, m.up_proj[1]) for m in (master, codes))
         assert not isinstance(recipe, Unit) or torch.equal(one.dequantize(), other.dequantize())
         off = (one.dequantize() - other.dequantize()).norm() / one.dequantize().norm()
@@ -307,7 +295,7 @@ def test__a_base__takes_a_quarter_of_the_bytes():
 @SOME
 def test__autograd__keeps_the_parameter_itself(recipe):
     master, codes = both(recipe, nn.Sequential(nn.Linear(64, 128).requires_grad_(False)))
-    x = gaussian(4, 64).requires_grad_()
+    x = gaussian(4, 64, seed=1).requires_grad_()
     assert kept(master, master, x) - kept(codes, codes, x) >= 64 * 128
     weight = codes[0].weight
     seen = []
@@ -324,13 +312,6 @@ def weight(model: nn.Module) -> sct.ScaledTensor:
     return model[0].base.weight
 
 
-def saved_and_loaded(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 @SOME
 @pytest.mark.parametrize("assign", [False, True])
 def test__a_checkpoint__brings_the_codes(recipe, assign):
@@ -338,7 +319,7 @@ def test__a_checkpoint__brings_the_codes(recipe, assign):
     model.load_state_dict(saved_and_loaded(other.state_dict()), assign=assign)
     assert_same(weight(model), weight(other))
     assert not weight(model).requires_grad
-    x = gaussian(8, 32)
+    x = gaussian(8, 32, seed=1)
     assert_same_outcome(outcome(model, x), outcome(other, x))
 
 
@@ -378,7 +359,7 @@ def test__a_copy__is_stored_too(recipe, again):
     assert weight(made).recipe.store_frozen
     assert_same(weight(made), weight(model))
     assert weight(made).qdata.data_ptr() != weight(model).qdata.data_ptr()
-    x = gaussian(8, 32)
+    x = gaussian(8, 32, seed=1)
     assert_same_outcome(outcome(made, x), outcome(model, x))
 
 
@@ -389,7 +370,7 @@ def test__module_to__changes_the_appearance_and_no_code(recipe):
     model.to("cpu", torch.bfloat16)
     assert weight(model).dtype == torch.bfloat16
     assert_same(weight(model), before)
-    y = model(gaussian(4, 32).bfloat16())
+    y = model(gaussian(4, 32, seed=1).bfloat16())
     assert y.dtype == torch.bfloat16
     with pytest.raises(UnsupportedError, match="float64"):
         model.double()
@@ -411,7 +392,7 @@ def test__rebalancing__leaves_stored_weights_alone():
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     sct.rebalance_every(optimizer, 1)
     for _ in range(2):
-        model(gaussian(8, 32)).square().mean().backward()
+        model(gaussian(8, 32, seed=1)).square().mean().backward()
         optimizer.step()
     for by in ("rms", "amax"):
         sct.rebalance(model, by)
@@ -423,7 +404,7 @@ def test__what_is_written_into_one__is_cast_anew(recipe):
     """As when adapters are merged: nothing saturates under the scale that was."""
     model = stored(recipe)
     before = weight(model).dequantize()
-    added = gaussian(64, 32) * 4 * before.std()
+    added = gaussian(64, 32, seed=1) * 4 * before.std()
     weight(model).data += sct.scaled(added)
     assert weight(model).format is E4M3FN
     off = (weight(model).dequantize() - (before + added)).abs()
@@ -440,7 +421,7 @@ def test__a_step_of_a_stored_weight__is_refused_until_it_is_widened(foreach):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=foreach)
     before = copy.deepcopy(p)
     p.requires_grad_(True)
-    model(gaussian(8, 32)).square().mean().backward()
+    model(gaussian(8, 32, seed=1)).square().mean().backward()
     assert p.grad.format.name == "fp32"
     adapter = copy.deepcopy(model[0].down.weight)
     with pytest.raises(UnsupportedError, match=r"weight of \(64, 32\) that is stored in e4m3fn"):
@@ -460,7 +441,7 @@ def test__gradients_of_a_stored_weight__are_those_of_the_master():
     master, codes = both(Unit(), plain())
     for model in (master, codes):
         weight(model).requires_grad_(True)
-        model(gaussian(8, 32)).square().mean().backward()
+        model(gaussian(8, 32, seed=1)).square().mean().backward()
     one, other = weight(master).grad.dequantize(), weight(codes).grad.dequantize()
     assert ((one - other).norm() / one.norm()) < 2**-8
 

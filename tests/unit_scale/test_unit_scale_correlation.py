@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from tensors import gaussian
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -36,7 +37,7 @@ def stack(causal: bool = False, length: int = 16) -> nn.Sequential:
 
 
 def tokens(length: int) -> Tensor:
-    return torch.randn(8, length, WIDTH, generator=torch.Generator().manual_seed(1))
+    return gaussian(8, length, WIDTH, seed=1)
 
 
 def rms(x: Tensor) -> float:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensors import gaussian
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -154,10 +155,6 @@ def shape(m: Model, x: Tensor, in_place: bool) -> Tensor:
     return m.b(x)
 
 
-def numbers(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
-
-
 def results(how: str, name: str, in_place: bool) -> list[Tensor]:
     torch.manual_seed(0)
     model = Model(PROGRAMS[name], in_place)
@@ -165,9 +162,9 @@ def results(how: str, name: str, in_place: bool) -> list[Tensor]:
         sct.unit_scale(model)
     if how != "unit_scale":
         sct.simulate_fp8(model)
-    x = numbers(24, WIDTH).requires_grad_()
+    x = gaussian(24, WIDTH).requires_grad_()
     y = model(x)
-    (y * numbers(*y.shape)).sum().backward()
+    (y * gaussian(*y.shape)).sum().backward()
     with torch.no_grad():
         torch.testing.assert_close(model(x.detach().clone()), y.detach())
     return [y.detach(), x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
@@ -184,7 +181,7 @@ def test__compiled__it_is_the_same(name: str) -> None:
     torch.compiler.reset()
     torch.manual_seed(0)
     model = Model(PROGRAMS[name], True)
-    x = numbers(24, WIDTH)
+    x = gaussian(24, WIDTH)
     sct.simulate_fp8(sct.unit_scale(model, (x,)))
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     parameters = [p for p in model.parameters() if p is not model.a.bias]
@@ -207,7 +204,7 @@ def test__what_is_written__is_seen_under_every_name_of_the_tensor() -> None:
         return m.b(x)
 
     model = sct.unit_scale(Model(forward, True))
-    model(numbers(4, WIDTH)).sum().backward()
+    model(gaussian(4, WIDTH)).sum().backward()
     assert seen == [True, True]
 
 
@@ -219,4 +216,4 @@ def test__a_view_with_a_scale_of_its_own__is_not_written_into() -> None:
         return used + m.c(y.flatten(1))
 
     with pytest.raises(errors.UnsupportedError, match="writes into a view"):
-        sct.unit_scale(Model(forward, True), (numbers(4, WIDTH),))
+        sct.unit_scale(Model(forward, True), (gaussian(4, WIDTH),))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensors import gaussian
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -54,10 +55,6 @@ def built(model: nn.Module, x: Tensor) -> tuple[nn.Module, Plan]:
     return model, plan
 
 
-def inputs(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def rms(x: Tensor) -> float:
     return float(x.detach().double().square().mean().sqrt())
 
@@ -93,9 +90,9 @@ ACTIVATIONS = {
 
 @pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=list(ACTIVATIONS))
 def test__an_activation_in_any_spelling__is_of_unit_scale(activation: Any) -> None:
-    model, _ = built(nn.Sequential(nn.Linear(64, 512), _Called(activation)), inputs(64, 64))
+    model, _ = built(nn.Sequential(nn.Linear(64, 512), _Called(activation)), gaussian(64, 64))
     # Those with a name have unit standard deviation, as published; others unit RMS.
-    assert 0.8 < rms(model(inputs(256, 64, seed=1))) < 1.25
+    assert 0.8 < rms(model(gaussian(256, 64, seed=1))) < 1.25
 
 
 class _Called(nn.Module):
@@ -109,9 +106,9 @@ class _Called(nn.Module):
 
 def test__a_model__is_the_one_written_by_hand() -> None:
     torch.manual_seed(0)
-    model, _ = built(Stack(Block(), Block()), inputs(4, WIDTH))
+    model, _ = built(Stack(Block(), Block()), gaussian(4, WIDTH))
     rule = U.transformer_residual_scaling_rule()
-    x = inputs(16, WIDTH, seed=1).requires_grad_()
+    x = gaussian(16, WIDTH, seed=1).requires_grad_()
     y = x
     for i, block in enumerate(model.blocks):
         tau = rule(i, 2)
@@ -123,7 +120,7 @@ def test__a_model__is_the_one_written_by_hand() -> None:
         whole = math.sqrt(1 + tau**2)
         y = h * (tau / whole) + skip / whole if i == 0 else U.residual_add(h, skip, tau)
     y = U.linear(y, model.head.weight, model.head.bias, constraint=None)
-    grad = inputs(16, 8, seed=2)
+    grad = gaussian(16, 8, seed=2)
     expected = torch.autograd.grad(y, [x, *model.parameters()], grad)
     got_y = model(x)
     got = torch.autograd.grad(got_y, [x, *model.parameters()], grad)
@@ -144,7 +141,7 @@ def test__residual_sums__are_those_of_a_branch_with_parameters() -> None:
             x = self.b(x) + x  # the only one
             return self.a(x) + self.b(x)  # neither starts at the other
 
-    _, plan = built(Model(), inputs(8, WIDTH))
+    _, plan = built(Model(), gaussian(8, WIDTH))
     assert plan.residuals == [f"add of (8, {WIDTH})"]
     (step,) = (s for s in plan.steps.values() if s.add is not None)
     assert step.skip == 1
@@ -162,9 +159,9 @@ def test__two_sums_from_one_tensor__both_keep_the_scale() -> None:
             x = self.a(x)
             return (x + self.b(x)) * (x + self.a(x))
 
-    model, plan = built(Model(), inputs(8, WIDTH))
+    model, plan = built(Model(), gaussian(8, WIDTH))
     assert [s.waiting for s in plan.steps.values() if s.add is not None] == [False, False]
-    assert 0.7 < rms(model(inputs(512, WIDTH, seed=1))) < 3  # a product of two that share a term
+    assert 0.7 < rms(model(gaussian(512, WIDTH, seed=1))) < 3  # a product of two that share a term
 
 
 def test__arguments_by_name__are_the_same_call() -> None:
@@ -203,9 +200,9 @@ def test__a_sum_with_a_factor__is_no_residual_one() -> None:
             x = self.a(x)
             return torch.add(x, self.b(x), alpha=0.5)
 
-    model, plan = built(Model(), inputs(64, WIDTH))
+    model, plan = built(Model(), gaussian(64, WIDTH))
     assert not plan.residuals
-    assert 0.8 < rms(model(inputs(512, WIDTH, seed=1))) < 1.25
+    assert 0.8 < rms(model(gaussian(512, WIDTH, seed=1))) < 1.25
 
 
 def test__an_in_place_sum__changes_what_it_is_called_on() -> None:
@@ -227,7 +224,7 @@ def test__an_in_place_sum__changes_what_it_is_called_on() -> None:
     model = Model(False)
     twin = copy.deepcopy(model)
     twin.in_place = True
-    x = inputs(8, WIDTH)
+    x = gaussian(8, WIDTH)
     a, b = (built(m, x)[0](x) for m in (model, twin))
     torch.testing.assert_close(a, b)
     a.sum().backward()
@@ -248,10 +245,10 @@ def test__logits_of_attention__keep_the_models_temperature() -> None:
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
             return scores.masked_fill(mask, -math.inf).softmax(-1) @ v
 
-    model, plan = built(Attention(), inputs(4, 64, WIDTH))
+    model, plan = built(Attention(), gaussian(4, 64, WIDTH))
     assert all(s.scale == 1.0 for s in plan.steps.values())
     assert {name for name, _ in plan.steps} == {"linear", "matmul", "softmax"}
-    model(inputs(4, 64, WIDTH)).sum().backward()
+    model(gaussian(4, 64, WIDTH)).sum().backward()
     assert model.qkv.weight.grad.isfinite().all()
 
 
@@ -266,10 +263,10 @@ def test__attention_and_recurrent_modules__are_entered() -> None:
             x = x + self.attention(x, x, x, need_weights=False)[0]
             return self.head(self.recurrent(x)[0])
 
-    model, plan = built(Model(), inputs(4, 16, WIDTH))
+    model, plan = built(Model(), gaussian(4, 16, WIDTH))
     assert len(plan.residuals) == 1
     assert ("scaled_dot_product_attention", 0) in plan.steps
-    y = model(inputs(4, 16, WIDTH))
+    y = model(gaussian(4, 16, WIDTH))
     y.sum().backward()
     assert 0.2 < rms(y) < 2  # a GRU's states are within one
     assert all(p.grad.isfinite().all() for p in model.parameters())
@@ -277,7 +274,7 @@ def test__attention_and_recurrent_modules__are_entered() -> None:
 
 def test__a_single_number__is_what_the_model_says() -> None:
     model = sct.unit_scale(_Called(lambda x: x.square().sum()))
-    x = inputs(8, 8)
+    x = gaussian(8, 8)
     assert model(x) == x.square().sum()
 
 
@@ -299,7 +296,7 @@ def test__a_causal_mask__has_the_scale_of_is_causal() -> None:
     model = Attention(True)
     twin = copy.deepcopy(model)
     twin.masked = False
-    x = inputs(2, 16, WIDTH)
+    x = gaussian(2, 16, WIDTH)
     torch.testing.assert_close(built(model, x)[0](x), built(twin, x)[0](x))
 
 
@@ -317,14 +314,14 @@ def test__a_rotary_embedding__keeps_its_scale() -> None:
             a, b = q.chunk(2, dim=-1)
             return q * self.cos + torch.cat((-b, a), dim=-1) * self.sin
 
-    model, plan = built(Rotary(), inputs(8, 16, WIDTH))
+    model, plan = built(Rotary(), gaussian(8, 16, WIDTH))
     assert list(plan.steps) == [("linear", 0)]
-    assert 0.9 < rms(model(inputs(64, 16, WIDTH, seed=1))) < 1.1
+    assert 0.9 < rms(model(gaussian(64, 16, WIDTH, seed=1))) < 1.1
 
 
 def test__parameters__are_of_unit_variance_and_tagged() -> None:
     torch.manual_seed(0)
-    model, _ = built(Stack(Block(), Block(), Block()), inputs(4, WIDTH))
+    model, _ = built(Stack(Block(), Block(), Block()), gaussian(4, WIDTH))
     for name, p in model.named_parameters():
         data = mup.tags(p)
         kind = "bias" if "bias" in name else "norm" if "norm" in name else "weight"
@@ -356,7 +353,7 @@ def test__the_given_parameters__stay_on_request() -> None:
 
 
 def test__a_state_dict__belongs_to_the_function_that_it_was_saved_from(tmp_path: Path) -> None:
-    model, x = sct.unit_scale(Stack(Block(), Block())), inputs(4, WIDTH)
+    model, x = sct.unit_scale(Stack(Block(), Block())), gaussian(4, WIDTH)
     want, plain = model(x), Stack(Block(), Block())
     torch.save(model.state_dict(), tmp_path / "state.pt")
     sct.checkpoint.save_safetensors(model, tmp_path / "model.safetensors")
@@ -407,7 +404,7 @@ def test__a_state_dict_of_another_function__is_loaded_with_a_warning() -> None:
 
 def test__a_residual_rule__is_the_callers() -> None:
     model = Stack(Block(), Block())
-    sct.unit_scale(model, (inputs(2, WIDTH),), residual_rule=_half)
+    sct.unit_scale(model, (gaussian(2, WIDTH),), residual_rule=_half)
     (transform,) = interpose.transforms(model)
     (plan,) = transform.plans.values()
     assert [s.tau for s in plan.steps.values() if s.add is not None] == [0.5, 0.5]
@@ -430,7 +427,7 @@ def test__recording__leaves_no_trace() -> None:
 
     model = Model()
     buffers = copy.deepcopy(dict(model.named_buffers()))
-    x, cache = inputs(8, WIDTH), []
+    x, cache = gaussian(8, WIDTH), []
     state = torch.get_rng_state()
     sct.unit_scale(model, (x, cache))
     assert torch.equal(torch.get_rng_state(), state)
@@ -451,13 +448,13 @@ def test__recording_within_a_mode__is_not_seen_by_it() -> None:
 
     model = sct.unit_scale(nn.Linear(WIDTH, WIDTH))
     with Counting():
-        model(inputs(2, WIDTH))
+        model(gaussian(2, WIDTH))
     assert Counting.calls == 1
 
 
 def test__copies__are_models_of_their_own() -> None:
-    model, _ = built(Stack(Block(), Block()), inputs(4, WIDTH))
-    x = inputs(4, WIDTH, seed=1)
+    model, _ = built(Stack(Block(), Block()), gaussian(4, WIDTH))
+    x = gaussian(4, WIDTH, seed=1)
     y = model(x)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(twin(x), y)
@@ -487,7 +484,7 @@ def test__a_compiled_model__is_the_same(given: bool) -> None:
     torch.manual_seed(0)
     torch.compiler.reset()
     model = Stack(Block(gelu_of_gpt2), Block())
-    x = inputs(4, WIDTH)
+    x = gaussian(4, WIDTH)
     sct.unit_scale(model, (x,) if given else None)
     y = torch.compile(model, fullgraph=given, backend="aot_eager")(x)
     grads = torch.autograd.grad(y.square().sum(), list(model.parameters()))
@@ -506,23 +503,23 @@ def test__a_graph_break_inside__is_an_error_and_no_other_result() -> None:
             return super().forward(x)
 
     torch.compiler.reset()  # at its limit of recompilations Dynamo runs the code as it is
-    model, _ = built(nn.Sequential(Broken()), inputs(4, WIDTH))
+    model, _ = built(nn.Sequential(Broken()), gaussian(4, WIDTH))
     with pytest.raises(torch._dynamo.exc.Unsupported):
-        torch.compile(model, backend="eager")(inputs(4, WIDTH))
+        torch.compile(model, backend="eager")(gaussian(4, WIDTH))
 
 
 def test__an_exported_model__is_the_same() -> None:
-    model, _ = built(Stack(Block()).eval(), inputs(4, WIDTH))
-    x = inputs(4, WIDTH, seed=1)
+    model, _ = built(Stack(Block()).eval(), gaussian(4, WIDTH))
+    x = gaussian(4, WIDTH, seed=1)
     torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), model(x))
 
 
 def test__other_shapes_and_modes__are_planned_when_they_come() -> None:
-    model, _ = built(Stack(Block()), inputs(4, WIDTH))
-    assert model(inputs(7, 3, WIDTH)).shape == (7, 3, 8)
+    model, _ = built(Stack(Block()), gaussian(4, WIDTH))
+    assert model(gaussian(7, 3, WIDTH)).shape == (7, 3, 8)
     model.eval()
     with torch.inference_mode():
-        assert model(inputs(2, WIDTH)).shape == (2, 8)
+        assert model(gaussian(2, WIDTH)).shape == (2, 8)
     (transform,) = interpose.transforms(model)
     assert len(transform.plans) == 2
 
@@ -538,12 +535,12 @@ def test__another_path__is_an_error() -> None:
                 x = self.linear(x)
             return x
 
-    model, _ = built(Twice(), inputs(2, WIDTH))
-    model(inputs(2, WIDTH))
+    model, _ = built(Twice(), gaussian(2, WIDTH))
+    model(gaussian(2, WIDTH))
     with pytest.raises(errors.ModelError, match="it called linear where it did not"):
-        model(inputs(3, WIDTH))
+        model(gaussian(3, WIDTH))
     with pytest.raises(errors.ModelError, match="it did not call linear"):
-        model(inputs(1, WIDTH))
+        model(gaussian(1, WIDTH))
 
 
 def test__another_skip_of_the_same_calls__is_an_error() -> None:
@@ -558,10 +555,10 @@ def test__another_skip_of_the_same_calls__is_an_error() -> None:
             z = self.b(y)
             return z + y if self.other else y + z
 
-    model, _ = built(Model(), inputs(2, WIDTH))
+    model, _ = built(Model(), gaussian(2, WIDTH))
     model.other = True
     with pytest.raises(errors.ModelError, match="something else than what it started at"):
-        model(inputs(2, WIDTH))
+        model(gaussian(2, WIDTH))
 
 
 def test__in_low_precision__products_are_rounded_in_either_order() -> None:
@@ -570,7 +567,7 @@ def test__in_low_precision__products_are_rounded_in_either_order() -> None:
     twin = copy.deepcopy(model)
     sct.simulate_fp8(sct.unit_scale(model))
     sct.unit_scale(sct.simulate_fp8(twin))
-    x = inputs(16, WIDTH)
+    x = gaussian(16, WIDTH)
     y = model(x)
     assert torch.equal(y, twin(x))
     exact = interpose.remove(model)
@@ -580,9 +577,9 @@ def test__in_low_precision__products_are_rounded_in_either_order() -> None:
 
 def test__wrapped_parameters__keep_their_scales_near_one() -> None:
     torch.manual_seed(0)
-    model = sct.scale_model(built(Stack(Block(), Block()), inputs(4, WIDTH))[0])
-    y = model(inputs(256, WIDTH))
-    (y * inputs(256, 8, seed=2)).sum().backward()
+    model = sct.scale_model(built(Stack(Block(), Block()), gaussian(4, WIDTH))[0])
+    y = model(gaussian(256, WIDTH))
+    (y * gaussian(256, 8, seed=2)).sum().backward()
     for name, p in model.named_parameters():
         # The head's bias has the plain gradient of a plain sum.
         grad = p.grad.qdata if isinstance(p.grad, sct.ScaledTensor) else p.grad
@@ -592,7 +589,7 @@ def test__wrapped_parameters__keep_their_scales_near_one() -> None:
 
 def test__removing__gives_the_function_back() -> None:
     model = Stack(Block())
-    x = inputs(4, WIDTH)
+    x = gaussian(4, WIDTH)
     y = model(x)
     sct.unit_scale(model, (x,), initialize=False)
     assert not torch.allclose(model(x), y)
@@ -616,7 +613,7 @@ def test__checkpointing_a_part__is_an_error_and_no_other_gradient(
             return self.head(x)
 
     model = transform(Checkpointed(Block(), Block()))
-    x = inputs(4, WIDTH).requires_grad_()
+    x = gaussian(4, WIDTH).requires_grad_()
     with pytest.raises(errors.UnsupportedError, match="checkpointed"):
         model(x)
     with torch.no_grad():
@@ -626,8 +623,8 @@ def test__checkpointing_a_part__is_an_error_and_no_other_gradient(
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test__checkpointing_the_whole__gives_the_same_gradients(reentrant: bool) -> None:
-    model = sct.simulate_fp8(built(Stack(Block(), Block()), inputs(4, WIDTH))[0])
-    x = inputs(4, WIDTH).requires_grad_()
+    model = sct.simulate_fp8(built(Stack(Block(), Block()), gaussian(4, WIDTH))[0])
+    x = gaussian(4, WIDTH).requires_grad_()
     expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
     checkpoint(model, x, use_reentrant=reentrant).square().sum().backward()
     for parameter, grad in zip(model.parameters(), expected, strict=True):

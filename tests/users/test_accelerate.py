@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensors import gaussian
 from torch import nn
 
 import scaledtensor as sct
@@ -48,7 +49,7 @@ class Program:
     def train(self, first: int, last: int) -> list[float]:
         losses = []
         for i in range(first, last):
-            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(i))
+            x = gaussian(8, 16, seed=i)
             with self.accelerator.accumulate(self.model):
                 loss = (self.model(x) - 1).square().mean()
                 self.accelerator.backward(loss)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensors import gaussian
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -41,7 +42,7 @@ class Module(pl.LightningModule):
 
 
 def loader() -> DataLoader:
-    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
+    x = gaussian(64, 16)
     return DataLoader(TensorDataset(x), batch_size=4)
 
 

@@ -1,0 +1,45 @@
+"""Tensors for tests: fixed random numbers, and all that a tensor holds, to compare by bits."""
+
+import io
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaledtensor import ScaledTensor
+
+
+def gaussian(
+    *shape: int, seed: int = 0, power: int = 0, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return Gaussian numbers of RMS 2**power, the same for each seed at every call."""
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return (drawn * 2.0**power).to(dtype)
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    """Return Gaussian numbers that differ between shapes of different sums."""
+    return gaussian(*shape, seed=seed + sum(shape))
+
+
+def parts(x: Tensor) -> list[Tensor]:
+    """Return the plain tensors that a tensor consists of."""
+    return [getattr(x, name) for name in x.INNER] if isinstance(x, ScaledTensor) else [x]
+
+
+def bits(x: Tensor) -> tuple[Any, ...]:
+    """Return all that a tensor holds on this rank, so that `==` compares its bits and its facts."""
+    x = x.to_local() if hasattr(x, "to_local") else x.detach()
+    if isinstance(x, ScaledTensor):
+        inner = tuple(bits(part) for part in parts(x))
+        return type(x).__name__, inner, x.format.name, x.dtype, str(x.recipe), x.nonnegative
+    raw = x.contiguous().reshape(-1).view(torch.uint8)
+    return x.dtype, tuple(x.shape), raw.numpy().tobytes()
+
+
+def saved_and_loaded(x: Any) -> Any:
+    """Return what `torch.load(weights_only=True)` reads of what `torch.save` writes."""
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
