@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 TORCH ?= torch==2.13.0
 
 .PHONY: venv demo test test-all test-kinds test-torch test-users torch-names dist check bench \
-	bench-casts exhaustive fuzz clean
+	bench-casts exhaustive fuzz docs docs-test clean
 
 venv: $(STAMP)
 
@@ -99,6 +99,25 @@ $(USERS)/.installed: $(STAMP) requirements-users.txt
 	$(USERS_PIP) install --no-deps timm==1.0.31 torchvision==0.28.0
 	touch $@
 
+# The documentation site: site/index.html, without the network once the tools are there. They have an
+# environment of their own on top of .venv, as programs of users do. `make docs-test` opens every page in
+# Chromium, which must be installed (Debian: apt-get install chromium), or named by CHROMIUM.
+DOCS := .venv-docs
+docs: $(DOCS)/.installed
+	$(DOCS)/bin/python docs/build_site.py
+
+docs-test: docs
+	$(DOCS)/bin/python -m pytest -m site tests/site
+
+$(DOCS)/.installed: $(STAMP) requirements-docs.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(BIN)/python -c "import site; print('import site; site.addsitedir(%r)' % site.getsitepackages()[0])" \
+		> $(DOCS)/lib/$$(ls $(DOCS)/lib)/site-packages/base.pth
+	$(BIN)/python -m pip freeze --exclude-editable > $(DOCS)/base.txt
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c $(DOCS)/base.txt \
+		-r requirements-docs.txt
+	touch $@
+
 check: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -121,5 +140,5 @@ exhaustive: venv
 	$(BIN)/python -m benchmarks.exhaustive
 
 clean:
-	rm -rf $(VENV) .venv-torch-* $(USERS) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist \
-		*.egg-info
+	rm -rf $(VENV) .venv-torch-* $(USERS) $(DOCS) .mypy_cache .pytest_cache .ruff_cache .hypothesis build \
+		dist site *.egg-info

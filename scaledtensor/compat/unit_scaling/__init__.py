@@ -10,9 +10,9 @@ and gradients agree with the published ones to 1e-5, and adapters where a name i
 
 What differs, on purpose:
 
-=============================  ================================  =================================
+============================== ================================  =================================
 what                           published                         here
-=============================  ================================  =================================
+============================== ================================  =================================
 `FPFormat(4, 3)`, `(5, 2)`     no NaN, largest 240 and 57344,    OCP's E4M3FN (448) and E5M2;
                                smallest normals 2^-7 and 2^-15   `FPFormat(5, 10)`, `(8, 7)` and
                                                                  `(8, 23)` are FP16, BF16, FP32
@@ -55,7 +55,7 @@ logs of transforms             at level INFO                     none
                                                                  see `scaledtensor.mup`
 biases, ignored tokens,        shrunk by 1/sqrt(fan_in),         not shrunk, not counted,
 dropout in evaluation          counted, scaled                   the identity
-=============================  ================================  =================================
+============================== ================================  =================================
 
 Errors are this library's (`scaledtensor.errors`). What takes the place of a ValueError is one, and
 so is what takes the place of an `assert`; a missing matplotlib or pandas is an UnsupportedError.
