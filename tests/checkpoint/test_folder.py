@@ -9,6 +9,7 @@ import signal
 import pytest
 import torch
 from killed import dies_at, ended, forked
+from small_models import GPT
 from tensors import bits
 from torch import nn
 from torch.distributed.checkpoint import filesystem
@@ -16,15 +17,15 @@ from torch.distributed.checkpoint import filesystem
 import scaledtensor as sct
 from scaledtensor import checkpoint
 from scaledtensor.checkpoint import folder, manifest
-from scaledtensor.demo.model import GPT, GPTConfig
 from scaledtensor.errors import CheckpointError
 
-CONFIG = GPTConfig(vocab_size=16, block_size=8, n_layer=1, n_head=2, n_embd=16)
+#: Vocabulary, context, layers, heads and width of a GPT.
+SIZES = 16, 8, 1, 2, 16
 
 
 def training(seed=0, recipe="unit", make=torch.optim.AdamW, **options):
     torch.manual_seed(seed)
-    model = GPT(CONFIG)
+    model = GPT(*SIZES)
     if recipe is not None:
         sct.scale_model(model, recipe)
     return model, make(model.parameters(), **{"lr": 1e-2} | options)
@@ -34,7 +35,7 @@ def steps(model, optimizer, n):
     torch.manual_seed(0)
     losses = []
     for _ in range(n):
-        tokens = torch.randint(CONFIG.vocab_size, (2, 9))
+        tokens = torch.randint(SIZES[0], (2, 9))
         optimizer.zero_grad()
         _, loss = model(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
@@ -226,11 +227,11 @@ def _sign(path):
 
 def test__another_model_or_optimizer__is_told(saved):
     torch.manual_seed(0)
-    for config, message in (
-        (GPTConfig(16, 8, 1, 2, 32), r"is \(16, 16\) there and \(16, 32\) here"),
-        (GPTConfig(16, 8, 2, 2, 16), r"it has no blocks\.1\.norm1\.weight"),
+    for sizes, message in (
+        ((16, 8, 1, 2, 32), r"is \(16, 16\) there and \(16, 32\) here"),
+        ((16, 8, 2, 2, 16), r"it has no blocks\.1\.norm1\.weight"),
     ):
-        model = sct.scale_model(GPT(config))
+        model = sct.scale_model(GPT(*sizes))
         refused(saved, message, model, torch.optim.AdamW(model.parameters()))
     refused(saved, "its group 0 has .* and no dampening", *training(1, make=torch.optim.SGD))
     model, _ = training(1)

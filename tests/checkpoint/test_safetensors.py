@@ -9,23 +9,21 @@ import safetensors
 import torch
 from killed import dies_at, ended, forked
 from safetensors.torch import load_file, load_model, save_file, save_model
+from small_models import GPT
 from tensors import gaussian
 from torch import nn
 
 import scaledtensor as sct
 from scaledtensor import checkpoint
-from scaledtensor.demo.model import GPT, GPTConfig
 from scaledtensor.errors import CheckpointError
 from scaledtensor.formats import FORMATS, custom
 from scaledtensor.recipes import MXFP4, Current, Delayed, PerGemm, Unit
 from scaledtensor.storable import is_storable
 
-CONFIG = GPTConfig(vocab_size=16, block_size=8, n_layer=1, n_head=2, n_embd=16)
-
 
 def gpt(seed=0, recipe=None):
     torch.manual_seed(seed)
-    model = GPT(CONFIG)
+    model = GPT(vocabulary=16, context=8, layers=1, heads=2, width=16)
     model.head.weight = model.token_embedding.weight
     return model if recipe is None else sct.scale_model(model, recipe)
 

@@ -2,20 +2,19 @@
 
 import torch
 import torch.distributed as dist
+from small_models import GPT
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import scaledtensor as sct
-from scaledtensor.demo.model import GPT, GPTConfig
 
-CONFIG = GPTConfig(vocab_size=29, block_size=16, n_layer=2, n_head=2, n_embd=32)
-BATCH = 8
+VOCABULARY, CONTEXT, BATCH = 29, 16, 8
 
 
 def model(recipe="unit", seed=0, prepare=None):
     torch.manual_seed(seed)
-    gpt = GPT(CONFIG)
+    gpt = GPT(VOCABULARY, CONTEXT, layers=2, heads=2, width=32)
     if prepare is not None:
         prepare(gpt)
     return gpt if recipe is None else sct.scale_model(gpt, recipe)
@@ -31,9 +30,9 @@ def batches(steps, seed=1):
     """Sequences that can be learned: each token is the one before it plus a step of its row."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
-        start = torch.randint(CONFIG.vocab_size, (BATCH, 1), generator=generator)
+        start = torch.randint(VOCABULARY, (BATCH, 1), generator=generator)
         stride = torch.randint(1, 4, (BATCH, 1), generator=generator)
-        tokens = (start + stride * torch.arange(CONFIG.block_size + 1)) % CONFIG.vocab_size
+        tokens = (start + stride * torch.arange(CONTEXT + 1)) % VOCABULARY
         yield tokens[:, :-1], tokens[:, 1:]
 
 

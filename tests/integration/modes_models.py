@@ -1,21 +1,14 @@
 """Small models for the tests of modes, and what those tests assert of gradients."""
 
 import math
-import sys
-from pathlib import Path
 
 import torch
 from assertions import assert_in_range, assert_shifted, dequantized
+from small_models import GPT, LoRA
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import scaledtensor as sct
-from scaledtensor.demo.model import GPT, GPTConfig
-
-sys.path.append(str(Path(__file__).parent.parent / "models"))
-from plain_models import STYLES
-
-__all__ = ["STYLES"]
 
 UNIT = sct.recipes.Unit()
 #: Nothing is rounded to fewer bits than float32 has: what differs is a mistake.
@@ -27,9 +20,7 @@ Gradients = dict[str, Tensor]
 
 def plain_gpt(layers: int = 2, dropout: float = 0.0) -> GPT:
     torch.manual_seed(0)
-    return GPT(
-        GPTConfig(vocab_size=16, block_size=8, n_layer=layers, n_head=2, n_embd=16, dropout=dropout)
-    )
+    return GPT(vocabulary=16, context=8, layers=layers, heads=2, width=16, dropout=dropout)
 
 
 def gpt(recipe: Recipe = UNIT, layers: int = 2, dropout: float = 0.0) -> GPT:
@@ -65,19 +56,6 @@ class Checkpointed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(self.block, x, use_reentrant=self.reentrant)
-
-
-class LoRA(nn.Module):
-    """A frozen linear layer beside a product of two thin ones (Hu et al. 2021)."""
-
-    def __init__(self, base: nn.Linear, rank: int = 4) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down = nn.Linear(base.in_features, rank, bias=False)
-        self.up = nn.Linear(rank, base.out_features, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.up(self.down(x))
 
 
 def lora_gpt(recipe: Recipe = UNIT, layers: int = 2) -> GPT:

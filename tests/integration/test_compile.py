@@ -12,10 +12,10 @@ import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
 from assertions import assert_shifted
+from small_models import GPT
 from torch import Tensor, nn
 
 import scaledtensor as sct
-from scaledtensor.demo.model import GPT, GPTConfig
 
 
 class LlamaBlock(nn.Module):
@@ -53,7 +53,7 @@ class LlamaBlock(nn.Module):
 
 
 def gpt(layers: int = 2) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
-    model = GPT(GPTConfig(vocab_size=64, block_size=32, n_layer=layers, n_head=2, n_embd=64))
+    model = GPT(vocabulary=64, context=32, layers=layers, heads=2, width=64)
     tokens = torch.randint(0, 64, (4, 33))
     return model, lambda m: m(tokens[:, :-1], tokens[:, 1:])[1]
 

@@ -16,10 +16,8 @@ import torch
 from assertions import assert_holds, assert_in_range, assert_shifted, dequantized
 from modes_models import (
     EXACT,
-    STYLES,
     UNIT,
     Checkpointed,
-    LoRA,
     Recipe,
     assert_identical,
     assert_near,
@@ -32,6 +30,8 @@ from modes_models import (
     plain_gpt,
     tokens,
 )
+from plain_models import STYLES
+from small_models import LoRA
 from tensors import gaussian
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from assertions import assert_shifted
 from modes_models import (
     Checkpointed,
-    LoRA,
     assert_identical,
     assert_sane,
     gpt,
@@ -20,6 +19,7 @@ from modes_models import (
     loss_of,
     tokens,
 )
+from small_models import LoRA
 from tensors import gaussian
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd

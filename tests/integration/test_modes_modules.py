@@ -10,7 +10,6 @@ import torch
 from assertions import assert_holds, assert_in_range, assert_shifted
 from modes_models import (
     EXACT,
-    STYLES,
     assert_identical,
     assert_near,
     assert_sane,
@@ -22,11 +21,12 @@ from modes_models import (
     plain_gpt,
     tokens,
 )
+from plain_models import STYLES
+from small_models import GPT
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 import scaledtensor as sct
-from scaledtensor.demo.model import GPT
 from scaledtensor.errors import DTypeError
 
 # --- hooks -----------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from assertions import assert_holds, assert_in_range, assert_shifted
 from modes_models import (
     EXACT,
-    STYLES,
     UNIT,
     Gradients,
     Recipe,
@@ -29,6 +28,7 @@ from modes_models import (
     plain_gpt,
     tokens,
 )
+from plain_models import STYLES
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import (

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from assertions import assert_shifted, dequantized
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_models import GPT
 from tensors import gaussian, parts
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import scaledtensor as sct
-from scaledtensor.demo.model import GPT, GPTConfig
 from scaledtensor.errors import UnsupportedError
 from scaledtensor.recipes import Unit
 
@@ -351,7 +351,7 @@ def test__what_is_not_covered__is_as_without(f):
 
 def gpt(recipe: Unit) -> nn.Module:
     torch.manual_seed(0)
-    return sct.scale_model(GPT(GPTConfig(64, 64, 2, 2, 128)), recipe)
+    return sct.scale_model(GPT(64, 64, 2, 2, 128), recipe)
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -361,7 +361,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 def test__a_gpt__keeps_at_most_0_66_of_bfloat16():
     torch.manual_seed(0)
-    half = GPT(GPTConfig(64, 64, 2, 2, 128)).bfloat16()
+    half = GPT(64, 64, 2, 2, 128).bfloat16()
     totals = []
     for model in (gpt(SAVED), half):
         _, found = kept(lambda model=model: model(*batch())[1], *model.parameters(), *batch())
@@ -372,7 +372,7 @@ def test__a_gpt__keeps_at_most_0_66_of_bfloat16():
 def test__a_gpt__keeps_at_most_0_66_of_bfloat16_compiled():
     """As AOTAutograd's partitioner chooses: what Inductor then runs."""
     torch.manual_seed(0)
-    half = GPT(GPTConfig(64, 64, 1, 2, 128)).bfloat16()
+    half = GPT(64, 64, 1, 2, 128).bfloat16()
     ours = sct.scale_model(copy.deepcopy(half).float(), SAVED)
     totals = []
     for model in (ours, half):

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from small_models import LoRA
 from tensors import bits, gaussian, parts, saved_and_loaded
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -45,19 +46,6 @@ RECIPES = [
 ]
 EVERY = pytest.mark.parametrize("recipe", RECIPES, ids=str)
 SOME = pytest.mark.parametrize("recipe", [Unit(), Current(), Delayed()], ids=str)
-
-
-class LoRA(nn.Module):
-    """A frozen linear layer beside a product of two thin ones (Hu et al. 2021)."""
-
-    def __init__(self, base: nn.Linear, rank: int = 4) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down = nn.Linear(base.in_features, rank, bias=False)
-        self.up = nn.Linear(rank, base.out_features, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.up(self.down(x))
 
 
 def plain(width: int = 32, seed: int = 0) -> nn.Sequential:

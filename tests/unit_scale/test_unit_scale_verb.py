@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import GPT
 from tensors import gaussian
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -18,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 import scaledtensor as sct
 import scaledtensor.functional as U
 from scaledtensor import errors, interpose, mup
-from scaledtensor.demo.model import GPT, GPTConfig
 from scaledtensor.errors import CheckpointError, ModelWarning
 from scaledtensor.unit_scale.plan import Plan
 
@@ -464,10 +464,10 @@ def test__copies__are_models_of_their_own() -> None:
         assert all(mup.has_parameter_data(p) for p in twin.parameters())
 
 
-def test__compiled__the_demos_model_is_the_same() -> None:
+def test__compiled__a_gpt_is_the_same() -> None:
     torch.manual_seed(0)
     torch.compiler.reset()
-    model = GPT(GPTConfig(vocab_size=50, block_size=16, n_layer=2, n_head=2, n_embd=32))
+    model = GPT(vocabulary=50, context=16, layers=2, heads=2, width=32)
     tokens, targets = torch.randint(50, (2, 3, 16))
     sct.unit_scale(model, (tokens, targets))
     loss = torch.compile(model, fullgraph=True, backend="aot_eager")(tokens, targets)[1]
