@@ -1,8 +1,10 @@
 """The test vocabulary: each function states one promise, on the value and on the scale."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
+import pytest
 import torch
 from tensors import gaussian
 from torch import Tensor
@@ -15,6 +17,7 @@ from scaledtensor.testing.tensors import exact as dequantized
 
 __all__ = [
     "TOLERANCE",
+    "assert_each",
     "assert_holds",
     "assert_in_range",
     "assert_second_derivative",
@@ -23,6 +26,21 @@ __all__ = [
     "gradient",
     "rms",
 ]
+
+
+def assert_each(
+    cases: Iterable[Any], check: Callable[[Any], None], name: Callable[[Any], str] = str
+) -> None:
+    """`check(case)` passes for every case. The failure lists all cases that do not pass."""
+    failed, last = [], None
+    for case in cases:
+        try:
+            check(case)
+        except (Exception, pytest.fail.Exception) as error:
+            failed.append(f"{name(case)}: {type(error).__name__}: {error}")
+            last = error
+    if last is not None:
+        raise AssertionError("\n".join(failed)) from last
 
 
 def assert_holds(x: Tensor, expected: Tensor, tolerance: float) -> None:

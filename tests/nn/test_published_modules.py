@@ -4,6 +4,7 @@ import inspect
 
 import pytest
 import torch
+from assertions import assert_each
 from nn_cases import CASES
 from torch import nn
 
@@ -87,8 +88,11 @@ def test__a_decoder__computes_what_the_published_one_does(layers):
         assert (p.mup_type, p.mup_scaling_depth) == (q.mup_type, q.mup_scaling_depth)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test__arguments__have_the_published_names_order_and_defaults(name):
+def test__arguments__have_the_published_names_order_and_defaults():
+    assert_each(NAMES, _has_the_published_arguments)
+
+
+def _has_the_published_arguments(name):
     ours = inspect.signature(getattr(uu, name)).parameters
     reference = inspect.signature(getattr(theirs, name)).parameters
     positional = [n for n, p in reference.items() if p.kind is not p.VAR_KEYWORD]
@@ -100,10 +104,9 @@ def test__arguments__have_the_published_names_order_and_defaults(name):
             assert ours[argument].default == reference[argument].default
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test__every_published_module__is_public(name):
-    assert name in uu.__all__
-    assert issubclass(getattr(uu, name), nn.Module)
+def test__every_published_module__is_public():
+    assert [name for name in NAMES if name not in uu.__all__] == []
+    assert all(issubclass(getattr(uu, name), nn.Module) for name in NAMES)
 
 
 def test__every_published_name__has_a_counterpart():

@@ -1,12 +1,20 @@
 """Every operator keeps the meaning, holds the range, and moves only scales."""
 
+import itertools
 import math
 from dataclasses import dataclass
 
 import pytest
 import torch
 from all_cases import CASES, Case, Shapes
-from assertions import TOLERANCE, assert_holds, assert_in_range, assert_shifted, dequantized
+from assertions import (
+    TOLERANCE,
+    assert_each,
+    assert_holds,
+    assert_in_range,
+    assert_shifted,
+    dequantized,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -71,20 +79,23 @@ def test__value_and_gradients__are_those_of_the_plain_operator(case, dtype, seed
             assert_holds(gradient, reference, 4 * tolerance)
 
 
-@pytest.mark.parametrize("outside", [True, False], ids=["from outside", "from inside"])
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @every_case
-def test__value__is_the_same_without_gradients(case, mode, outside):
-    """Also for parameters, which inference mode finds made before it."""
+def test__value__is_the_same_without_gradients(case):
+    """Inputs are made before the mode, as parameters are, and inside of it."""
     plain = draw(case, case.shapes[0], 0, torch.float32)
-    inputs = [sct.scaled(x) for x in plain]
-    with mode():
-        inputs = inputs if outside else [sct.scaled(x) for x in plain]
-        assert_holds(
-            case.run(*inputs),
-            case.run(*(dequantized(x) for x in inputs)),
-            TOLERANCE[torch.float32] * case.tolerance,
-        )
+
+    def check(way):
+        mode, outside = way
+        inputs = [sct.scaled(x) for x in plain]
+        with mode():
+            inputs = inputs if outside else [sct.scaled(x) for x in plain]
+            assert_holds(
+                case.run(*inputs),
+                case.run(*(dequantized(x) for x in inputs)),
+                TOLERANCE[torch.float32] * case.tolerance,
+            )
+
+    assert_each(itertools.product([torch.no_grad, torch.inference_mode], [True, False]), check)
 
 
 RANGES = [(c, s) for c in CASES for s in c.shapes]
@@ -147,13 +158,14 @@ def assert_median(samples: list[Tensor], low: float, high: float, what: str) -> 
     assert low / 2 <= middle <= high * 2, f"{what}: median |qdata| = {middle:.3f}"
 
 
+DIFFERENTIABLE = [case for case in CASES if case.differentiable]
+
+
 @every_dtype
-@every_case
+@pytest.mark.parametrize("case", DIFFERENTIABLE, ids=lambda c: c.name)
 @settings(max_examples=2)
 @given(seed=seeds, shift=shifts)
 def test__power_of_two_on_the_gradient__moves_only_scales(case, dtype, seed, shift):
-    if not case.differentiable:
-        return
     plain = draw(case, case.shapes[0], seed, dtype)
     before, after = run(case, plain, seed), run(case, plain, seed, shift)
     assert_shifted(before.out, after.out, 0)
