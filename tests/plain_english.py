@@ -126,7 +126,7 @@ VERB = re.compile(
 )
 #: Joins the words of inline code, so that no pattern of several words is found in it.
 JOINT = "\x01"
-SENTENCE = re.compile(r"(?<=[.!?])[\"')]*\s+(?=[\"'(*`]*[A-Z0-9])")
+SENTENCE = re.compile(r"(?<=[.!?])[\"')*]*\s+(?=[\"'(*`]*[A-Z0-9])")
 ABBREVIATION = re.compile(r"\b(e\.g|i\.e|cf|vs|etc|Eq|eq|Fig|Sec|sec|al|resp)\.\s")
 ARGUMENT = re.compile(r"^\s*\*{0,2}\w+(?:, \*{0,2}\w+)*(?: \([^)]*\))?:\s+")
 BULLET = re.compile(r"^\s*(?:[-*+]|\d+[.)])\s+")
