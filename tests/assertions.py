@@ -1,4 +1,4 @@
-"""The test vocabulary: each function states one promise, on the value and on the scale."""
+"""Assertions of the tests. Each function states one promise about values and scales."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -81,7 +81,7 @@ def assert_in_range(x: "list[Tensor]", low: float = 0.5, high: float = 2.0, what
 
 
 def gradient(f: Callable[[Tensor], Tensor], x: Tensor, create_graph: bool = False) -> Tensor:
-    """That of `f` at `x`, from a Gaussian gradient of its result."""
+    """Return the gradient of `f` at `x`, for a Gaussian gradient of the result."""
     out = f(x)
     seed = gaussian(*out.shape, seed=1)
     seed = scaled(seed) if isinstance(out, ScaledTensor) else seed.to(out.dtype)
@@ -89,7 +89,7 @@ def gradient(f: Callable[[Tensor], Tensor], x: Tensor, create_graph: bool = Fals
 
 
 def assert_second_derivative(f: Callable[[Tensor], Tensor], x: Tensor, tolerance: float) -> None:
-    """Of `f` at a ScaledTensor, both derivatives are those at the plain tensor of its value."""
+    """Both derivatives of `f` at a ScaledTensor equal the derivatives at the plain tensor."""
     x, plain = x.requires_grad_(), dequantized(x).requires_grad_()
     first, reference = gradient(f, x, True), gradient(f, plain, True)
     assert_holds(first, reference, 2.0**-15)

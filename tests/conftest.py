@@ -1,4 +1,4 @@
-"""For every test: no operator runs without a rule, and the examples are the same each run."""
+"""Settings of all tests: an operator without a rule is an error, and examples are deterministic."""
 
 import gc
 import importlib
@@ -13,15 +13,14 @@ from long_forms import LONG_FORMS
 
 import scaledtensor as sct
 
-# Most tensors here are tiny: a second thread waits more than it works.
+# Most tensors here are tiny, so a second thread mostly waits.
 torch.set_num_threads(1)
 
-# As many tests as there are cores compile at once, and Inductor's pool is one more process that
-# imports torch.
+# One test per core compiles at once. Inductor's pool would add a process that imports torch.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
-# For each kind of device that is absent, torch.manual_seed formats the stack of its caller, which
-# takes longer than many a test.
+# torch.manual_seed formats its caller's stack for each absent kind of device, which takes longer
+# than many tests.
 for devices in (torch.cuda, torch.xpu, torch.mtia):
     if not devices.is_available():
         devices.manual_seed_all = lambda seed: None
@@ -29,25 +28,25 @@ for devices in (torch.cuda, torch.xpu, torch.mtia):
 settings.register_profile("scaledtensor", deadline=None, derandomize=True)
 settings.load_profile("scaledtensor")
 
-# For every item of a parametrized test hypothesis wraps the settings of the one before, and asks
-# all of them in turn for a database where there is none.
+# Hypothesis wraps the settings of one parametrized item in the settings of the next, and asks all
+# of them in turn for a database.
 sys.setrecursionlimit(20_000)
 
 
-# pytest listens to every logger that does not propagate, and where anybody listens to its trace,
-# torch writes every graph of a compilation out for it.
+# pytest listens to every logger that does not propagate. If anybody listens to its trace, torch
+# writes out every graph of a compilation.
 trace = logging.getLogger("torch.__trace")
 trace.propagate = True
 trace.handlers.clear()
 
-# A compilation makes a million objects that live until its end: to look through them again and
-# again for garbage takes an eighth of its time.
+# A compilation makes a million objects that live until its end. Searching them again and again for
+# garbage takes an eighth of its time.
 gc.set_threshold(100_000, 20, 100)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Nothing that collecting makes is garbage, and looking for some takes a fifth of its time."""
+    """Collection makes no garbage, and searching for some takes a fifth of its time."""
     gc.disable()
     try:
         return (yield)
@@ -56,7 +55,7 @@ def pytest_collection():
         gc.enable()
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest takes out what is marked
+@pytest.hookimpl(tryfirst=True)  # This runs before pytest removes the marked tests.
 def pytest_collection_modifyitems(items):
     for item in items:
         inside = item.nodeid.removeprefix("tests/")
@@ -65,15 +64,15 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_runtest_setup():
-    """Dynamo measures how long its guards take, for a line of its log: 50 ms for each graph."""
+    """Dynamo measures its guards for a line of its log, which takes 50 ms per graph."""
     guards = sys.modules.get("torch._dynamo.guards")
     if hasattr(guards, "profile_guard_manager"):
         guards.profile_guard_manager = lambda *measured: 0.0
 
 
 def _fill_once() -> None:
-    """Inductor's one table of dtypes is filled when its rules are more than they were, and not at
-    every operator of every kernel, which takes a third of its time."""
+    """Inductor fills its table of dtypes at every operator of every kernel, which takes a third of
+    its time. Here it fills the table only when rules were added."""
     table = importlib.import_module("torch._inductor.dtype_propagation").DtypePropagationOpsHandler
     rules = importlib.import_module("torch._inductor.utils").op_dtype_propagation_rules
     fill = table.__init__
@@ -87,7 +86,7 @@ def _fill_once() -> None:
 
 
 def _inductor(self, *args, _compile=torch._TorchCompileInductorWrapper.__call__, **kwargs):
-    """As it was, with its table as above from the first graph on."""
+    """Compile as before, with the table above from the first graph on."""
     if not _filled:
         _filled.append(True)
         _fill_once()

@@ -1,4 +1,4 @@
-"""Networks whose terms are correlated, which no rule knows, and how far they are from float32."""
+"""Networks with correlated terms, which no rule expects, and their distance from float32."""
 
 import copy
 import warnings
@@ -12,7 +12,7 @@ from scaledtensor.recipes import Unit
 
 
 def one_sign(layers=6, width=256):
-    """Weights of one sign, on which ReLU's outputs add up: 11 times more a layer than expected."""
+    """Weights of one sign, where ReLU's outputs add up: 11 times more per layer than expected."""
     torch.manual_seed(0)
     parts = []
     for _ in range(layers):
@@ -22,7 +22,7 @@ def one_sign(layers=6, width=256):
 
 
 def blurs(size, layers):
-    """Box filters over 8 channels, whose outputs are alike."""
+    """Box filters over 8 channels with similar outputs."""
     torch.manual_seed(0)
     made = [nn.Conv2d(8, 8, size, padding=size // 2, bias=False) for _ in range(layers)]
     for conv in made:
@@ -48,7 +48,7 @@ def error(x, y):
 
 
 def passed(model, x):
-    """The output, and the gradient of the first weight."""
+    """Return the output and the gradient of the first weight."""
     model.zero_grad()
     y = model(x)
     (y.dequantize() if isinstance(y, sct.ScaledTensor) else y).square().mean().backward()
@@ -56,7 +56,7 @@ def passed(model, x):
 
 
 def first_step(m, x):
-    """The output of the second step: compiled code is corrected by then."""
+    """Return the output of the second step, when compiled code is corrected."""
     optimizer = torch.optim.SGD(m.parameters(), 0.0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SaturationWarning)

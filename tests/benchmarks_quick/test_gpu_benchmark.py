@@ -10,7 +10,7 @@ from benchmarks import gpu
 
 
 def test__every_row_and_shape__has_a_line(tmp_path, capsys, monkeypatch):
-    # Its times say nothing here: Inductor's code of such layers is for tests of recipes.
+    # The times mean nothing here. Tests of recipes cover Inductor's code for such layers.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     path = tmp_path / "found.json"
     sizes = {"tokens": 64, "layers": 1, "width": 64, "shrink": 64, "rounds": 1, "device": "cpu"}

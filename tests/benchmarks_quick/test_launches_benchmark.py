@@ -19,7 +19,7 @@ def test__launches__count_what_the_graphs_and_the_code_have(monkeypatch, capsys,
     plain, ours = report.values()
     assert names.split()[1:4] == ["nodes", "0-dim", "opaque"]
     assert plain["opaque"] == 0 < ours["opaque"]
-    # A graph has a scale for each of its tensors at least; and each product is an extern call.
+    # A graph has at least one scale for each of its tensors. Each product is an extern call.
     assert ours["0-dim"] > plain["0-dim"]
     assert 10 < plain["extern"] <= ours["extern"]
     assert plain["kernels"] > 5

@@ -1,4 +1,4 @@
-"""What a CUDA device would run, seen without one: a step traced on fake CUDA tensors."""
+"""A step is traced on fake CUDA tensors: it shows what a CUDA device would run."""
 
 import shutil
 import subprocess
@@ -60,7 +60,7 @@ def test__a_step_for_cuda__multiplies_on_fp8_units_and_attends_by_flash():
     assert "aten.mm.default" not in forward | backward
     assert forward["aten._scaled_dot_product_flash_attention.default"] == 2
     assert backward["aten._scaled_dot_product_flash_attention_backward.default"] == 2
-    # A norm's statistics, and nothing else, are measured.
+    # Only a norm's statistics are measured.
     assert forward.get("scaledtensor.measured.default", 0) <= 5
 
 

@@ -1,4 +1,4 @@
-"""What the page of checkpoints shows runs as it stands there."""
+"""The examples of the page of checkpoints run as printed."""
 
 import re
 from pathlib import Path

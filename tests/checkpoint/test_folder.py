@@ -1,4 +1,4 @@
-"""Checkpoints of a training in folders: whole or not at all, and told what is wrong."""
+"""Checkpoints of a training in folders are whole or absent, and errors name the cause."""
 
 import json
 import os
@@ -72,7 +72,7 @@ OPTIMIZERS = {
 def test__a_training__goes_on_bit_for_bit(name, tmp_path):
     make, options = OPTIMIZERS[name]
     model, optimizer = training(0, "unit", make, **options)
-    steps(model, optimizer, 11)  # past the first rebalancing
+    steps(model, optimizer, 11)  # This is past the first rebalancing.
     checkpoint.save(tmp_path / "run", model, optimizer, per_rank=torch.get_rng_state())
     losses = steps(model, optimizer, 11)
     other, states = training(1, "unit", make, **options)
@@ -219,7 +219,7 @@ def test__code_in_the_metadata__is_not_run(saved):
 
 
 def _sign(path):
-    """Make the manifest say what is there, as whoever forges a checkpoint would."""
+    """Make the manifest match the folder, as a forger of a checkpoint would."""
     told = manifest.read(path)
     told["files"] = manifest.digests(path, list(told["files"]))
     manifest.write(path, told)
@@ -243,7 +243,7 @@ def test__another_model_or_optimizer__is_told(saved):
 
 # --- being killed ----------------------------------------------------------------------------
 
-#: A call during a save, which of them, and whether the process is killed before or after it.
+#: A call during a save, its count, and whether the process is killed before or after it.
 POINTS = {
     "as the first tensor is written": (filesystem, "_write_item", 1, False),
     "in the middle of the tensors": (filesystem, "_write_item", 40, True),
@@ -255,7 +255,7 @@ POINTS = {
     "before the folder is synced": (manifest, "sync_folder", 2, False),
 }
 
-#: By then the new one has its name.
+#: The new folder has its name by then.
 NAMED = [POINTS["before the old one goes"], POINTS["before the folder is synced"]]
 
 

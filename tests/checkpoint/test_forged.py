@@ -1,4 +1,4 @@
-"""Files that somebody made by hand, with right digests: our error, the field's name, no change."""
+"""Forged files with correct digests raise our error, which names the field; nothing changes."""
 
 import copy
 import json
@@ -63,7 +63,7 @@ def refused(path: Path, match: str) -> None:
 
 
 def put(*keys: Any) -> Any:
-    """A change of the manifest: the value that comes last goes where the keys before lead."""
+    """Change the manifest: the last value goes where the keys before it lead."""
     *path, last, value = keys
 
     def change(told: Any) -> None:
@@ -165,7 +165,7 @@ def test__metadata_that_reads_other_files__is_refused(saved: Path) -> None:
 
 
 def rewritten(path: Path, change: Any) -> None:
-    """A safetensors file whose metadata of ours is changed."""
+    """Return a safetensors file with a change in our metadata."""
     raw = path.read_bytes()
     (size,) = struct.unpack("<Q", raw[:8])
     header = json.loads(raw[8 : 8 + size])

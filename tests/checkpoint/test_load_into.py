@@ -1,4 +1,4 @@
-"""Tensors by name into models: scaled or plain on either side."""
+"""Models take tensors by name, scaled or plain on either side."""
 
 import copy
 

@@ -1,6 +1,7 @@
-"""`torch.load(weights_only=True)`, which is the default, of state dicts with every class.
+"""`torch.load(weights_only=True)`, the default, reads state dicts with every class.
 
-Of shards: tests/distributed/test_checkpoint_ranks.py."""
+tests/distributed/test_checkpoint_ranks.py does the same with shards.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""ScaledTensors in safetensors files, and back."""
+"""ScaledTensors go into safetensors files and come back."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def gpt(seed=0, recipe=None):
 
 
 def assert_same(x, y):
-    """The same class, facts and bits."""
+    """Both tensors have the same class, facts and bits."""
     assert type(x) is type(y)
     if not isinstance(x, sct.ScaledTensor):
         assert x.dtype == y.dtype
@@ -122,7 +122,7 @@ def test__the_file__is_what_any_library_reads(tmp_path):
     assert torch.equal(q * scale, model.blocks[0].attention.qkv.weight.dequantize())
     stored = sum(t.nbytes for t in load_file(tmp_path / "m.safetensors").values())
     weights = sum(p.qdata.nbytes + 8 for p in model.parameters())
-    assert stored == weights  # tied ones once, a scale and an RMS each
+    assert stored == weights  # Tied weights are counted once, with one scale and one RMS each.
 
 
 def test__dequantized__is_a_plain_checkpoint_of_the_values(tmp_path):
@@ -138,7 +138,7 @@ def test__dequantized__is_a_plain_checkpoint_of_the_values(tmp_path):
 
 def test__a_plain_file__goes_into_a_scaled_model_as_scale_model_would_make_it(tmp_path):
     state = gpt().state_dict()
-    state.pop("head.weight")  # as transformers leaves tied weights out
+    state.pop("head.weight")  # transformers leaves tied weights out in the same way.
     save_file(state, tmp_path / "model.safetensors")
     model, expected = gpt(1, "unit"), gpt(0, "unit")
     checkpoint.load_into(model, checkpoint.load_safetensors(tmp_path))
@@ -163,7 +163,7 @@ def test__a_file_in_shards_with_an_index__is_read_whole__or_told_what_is_missing
 
 @pytest.mark.parametrize("whole", [True, False])
 def test__parts_in_several_files__are_put_together__or_told_what_is_missing(whole, tmp_path):
-    """transformers cuts a model into files by size, between the parts of one weight too."""
+    """transformers splits a model into files by size, also between the parts of one weight."""
     model = sct.scale_model(nn.Linear(4, 6))
     save_model(model, tmp_path / "one.safetensors")
     state = load_file(tmp_path / "one.safetensors")
@@ -198,7 +198,7 @@ def test__damage__is_told(tmp_path):
     checkpoint.save_safetensors(gpt(recipe="unit"), path)
     raw = path.read_bytes()
     flipped = bytearray(raw)
-    flipped[-5] ^= 1  # in the data, which the library itself lets pass
+    flipped[-5] ^= 1  # This byte is in the data, which safetensors does not check.
     for wrong, message in (
         (flipped, "the checksum of .* is wrong"),
         (raw[: len(raw) // 2], "damaged or no safetensors file"),
@@ -245,7 +245,7 @@ def test__a_save_that_is_killed__leaves_the_file_before_it(written, tmp_path):
     for _ in range(20):
         checkpoint.save_safetensors({"x": small}, path)
         child = forked(saves_on_and_on, path, x)
-        # Killed while the first of its files is being written, which takes it a while.
+        # The process is killed while it writes the first file, which takes a while.
         while not any(part.stat().st_size >= written for part in tmp_path.glob(".*.tmp")):
             assert os.waitpid(child, os.WNOHANG) == (0, 0)
         os.kill(child, signal.SIGKILL)
@@ -288,7 +288,7 @@ def test__a_module_with_other_things_in_its_state__is_refused_by_name(tmp_path):
 
 @pytest.mark.parametrize("recipe", ["unit", "delayed", Unit(master="bf16")], ids=str)
 def test__save_model_and_load_model__keep_every_bit(recipe, tmp_path):
-    """Of a tied model too, of which a file has one name."""
+    """A tied model works too: its file has one name for both weights."""
     model, other = gpt(0, recipe), gpt(1, recipe)
     save_model(model, tmp_path / "file.safetensors")
     load_model(other, tmp_path / "file.safetensors")

@@ -7,7 +7,7 @@ from tensors import gaussian
 from scaledtensor import errors, formats
 from scaledtensor.compat.unit_scaling.formats import FPFormat, format_to_tuple, tuple_to_format
 
-#: All of E2M1 as the published library has it: no infinity, no NaN.
+#: All values of E2M1 in the published library: no infinity and no NaN.
 E2M1 = {0, 0.25, 0.5, 0.75, 1, 1.5, 2, 3}
 
 
@@ -49,7 +49,8 @@ def test__stochastic_rounding__is_unbiased(srbits):
 
 def test__few_random_bits__are_few():
     torch.manual_seed(0)
-    y = FPFormat(2, 1, srbits=1).quantise(torch.full((10_000,), 1.35))  # 0.7 of a step: 1/2 is left
+    # This is 0.7 of a step, so 1/2 remains.
+    y = FPFormat(2, 1, srbits=1).quantise(torch.full((10_000,), 1.35))
     assert float((y == 1.5).float().mean()) == pytest.approx(0.5, abs=0.02)
 
 
@@ -70,7 +71,7 @@ def test__each_direction__rounds_alone():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test__other_dtypes__stay_and_so_do_shapes(dtype):
-    """The published one reads pairs of 16-bit numbers as one of 32."""
+    """The published function reads pairs of 16-bit numbers as one 32-bit number."""
     x = torch.randn(6, 4).to(dtype)
     y = FPFormat(4, 3, "nearest").quantise(x)
     assert (y.dtype, y.shape) == (x.dtype, x.shape)

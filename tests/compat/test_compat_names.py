@@ -28,7 +28,7 @@ ABSENT = {
 
 
 def public_names(module: str) -> list[str]:
-    """By its source: some of the modules import what is not installed."""
+    """Read the names from the source, as some modules import packages that are not installed."""
     path = ROOT.joinpath(*module.split(".")) if module else ROOT
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     tree = ast.parse(path.read_text())
@@ -78,15 +78,15 @@ def functions():
     for module, name in PRESENT:
         try:
             theirs = getattr(importlib.import_module(f"unit_scaling.{module}".rstrip(".")), name)
-        except ImportError:  # of an extra
+        except ImportError:  # The module needs an optional package.
             continue
         if inspect.isfunction(theirs) or inspect.isclass(theirs):
             yield theirs, getattr(ours(module), name)
 
 
-#: Made by `track_scales` and not by hand; and an autograd function's constructor.
+#: `track_scales` makes these; users do not call them. One is an autograd function.
 NOT_CALLED = {"Metrics", "ScaleTracker"}
-#: Of nothing but scales, or of one parameter: their operands have other names here.
+#: These take scales only, or one parameter, and their operands have other names here.
 BY_POSITION = {"to_grad_input_scale", "to_left_grad_scale", "to_right_grad_scale"}
 BY_POSITION |= {"lr_scale_for_depth", "lr_scale_func_adam"}
 

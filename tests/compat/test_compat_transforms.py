@@ -1,4 +1,4 @@
-"""Transforms of the published library: copies that compute otherwise, and nest."""
+"""Transforms of the published library return copies with other arithmetic, and they nest."""
 
 import copy
 import importlib
@@ -25,7 +25,7 @@ from scaledtensor.compat.unit_scaling.transforms import (
 
 
 class MLPLayer(nn.Module):
-    """That of the published library's tests."""
+    """Model of the published library's tests."""
 
     def __init__(self, size):
         super().__init__()
@@ -117,7 +117,7 @@ class Formula(nn.Module):
 
 
 def test__formulas__are_of_unit_scale():
-    """In the published library they stay as they are. A single number does here, too."""
+    """The published library does not convert them. Here even a single number is converted."""
     torch.manual_seed(0)
     published = pytest.importorskip("unit_scaling.transforms")
     model, x = Formula(), torch.randn(256, 64)
@@ -131,7 +131,7 @@ def test__formulas__are_of_unit_scale():
 
 
 def test__a_unit_scaled_models_parameters__have_learning_rates():
-    """The published transform tags none, and its optimizers refuse them."""
+    """The published transform tags no parameter, and its optimizers refuse them."""
     torch.manual_seed(0)
     published = pytest.importorskip("unit_scaling")
     model = nn.Sequential(nn.Linear(64, 16), nn.Linear(16, 4))
@@ -190,7 +190,7 @@ def test__simulate_fp8__changes_products_forward_and_backward(name):
 
 
 def test__simulate_format__rounds_as_the_formats_say():
-    """The published one always rounds stochastically."""
+    """The published transform always rounds stochastically."""
     torch.manual_seed(0)
     model, x = nn.Linear(8, 4, bias=False), torch.randn(6, 8)
     forward, backward = FPFormat(3, 2, "nearest"), FPFormat(5, 2, "nearest")
@@ -271,7 +271,7 @@ def test__compile_of_unit_scale__is_the_eager_model_and_plans_each_mode(monkeypa
 
 
 def test__torch_compile__takes_a_unit_scaled_model():
-    """The published one recurses without end."""
+    """The published transform recurses without end."""
     torch.manual_seed(0)
     model, x = unit_scale(Residual(16)), torch.randn(8, 16)
     expected = model(x)
@@ -300,7 +300,7 @@ def test__scales__are_tracked_of_a_copy():
         if "metrics" in n.meta
     }
     assert nodes["x"].fwd.std == pytest.approx(1, abs=0.1)
-    assert nodes["x"].bwd is not None  # of an input that asked for no gradient
+    assert nodes["x"].bwd is not None  # The input asked for no gradient.
     assert not x.requires_grad
     assert nodes["l1_weight"].fwd.numel == 64 * 256
     assert all(p.grad is None for p in model.parameters())

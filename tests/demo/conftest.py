@@ -6,7 +6,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Models this small lose far more by waiting for a second thread than they gain."""
+    """Models this small lose time by waiting for a second thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

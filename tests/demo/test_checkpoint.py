@@ -29,7 +29,7 @@ def train(words, tiny, tmp_path):
 
 
 def contents(path):
-    """The saved state with every tensor as its bytes, so that == compares bits."""
+    """Return the saved state with every tensor as its bytes, so that `==` compares bits."""
 
     def plain(value):
         if isinstance(value, dict):
@@ -48,7 +48,7 @@ def test__resumed_training__equals_the_uninterrupted_one_to_the_last_bit(
     recipe, train, tmp_path, capsys
 ):
     straight, halved = tmp_path / "straight.pt", tmp_path / "halved.pt"
-    options = ("--dropout", "0.1")  # so that torch's own generator matters too
+    options = ("--dropout", "0.1")  # This makes torch's own generator matter too.
     assert train(*options, path=straight, recipe=recipe) == 0
     sample = capsys.readouterr().out
     assert train(*options, path=halved, recipe=recipe, steps=3) == 0
@@ -72,7 +72,7 @@ def test__a_sample__needs_nothing_but_the_checkpoint(recipe, train, words, tmp_p
     wanted = capsys.readouterr().out
     path = str(tmp_path / "run.pt")
     words.unlink()
-    # As several processes keep it: in a folder for each step.
+    # Several processes keep it in the same way, in a folder for each step.
     known, state = sample_command.identity(tmp_path / "run.pt", torch.device("cpu"))
     model = GPT(GPTConfig(len(known["vocabulary"]), 8, 1, 2, 16))
     precision.get(recipe).prepare(model)
@@ -217,7 +217,7 @@ def test__damaged_file__is_refused(where, train, tmp_path, capsys):
     raw = bytearray(path.read_bytes())
     if where == "truncated":
         raw = raw[: len(raw) // 2]
-    elif where == "one bit":  # in a tensor's data, which torch.load alone would let pass
+    elif where == "one bit":  # The byte is in a tensor's data; torch.load alone would not notice.
         with zipfile.ZipFile(path) as archive:
             largest = max(archive.infolist(), key=lambda member: member.file_size)
         raw[largest.header_offset + largest.file_size // 2] ^= 1

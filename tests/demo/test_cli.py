@@ -151,7 +151,7 @@ def test__help__is_there(arguments, capsys):
 
 @pytest.mark.parametrize("under_torchrun", [False, True])
 def test__a_process_of_torchrun__leaves_without_ending_the_interpreter(under_torchrun):
-    """gloo's threads may still let go of tensors then, which aborts a job that is done."""
+    """gloo's threads may still release tensors then, which would abort a finished job."""
     code = (
         "import atexit, sys; atexit.register(print, 'ended'); sys.argv[1:] = {argv}; "
         "from scaledtensor.__main__ import process; process()"

@@ -29,7 +29,7 @@ def in_group(rank, store, job, *args):
 
 
 def of_two(tmp_path, job, *args):
-    """How each of two ranks ended."""
+    """Return how each of two ranks ended."""
     store = tmp_path / "store"
     with contextlib.suppress(FileNotFoundError):
         store.unlink()
@@ -74,7 +74,7 @@ POINTS = {
 }
 
 
-#: The rest of them say the same of other places.
+#: The other points check the same at other places.
 FIRST = ("rank 1, in its file", "rank 1, before its digests", "rank 0, between the renames")
 
 
@@ -88,7 +88,7 @@ def test__a_killed_rank__costs_the_save_and_no_checkpoint(point, tmp_path, capfd
     assert of_two(tmp_path, saves, runs / "run", 5) == [0, 0]
     codes = of_two(tmp_path, saves_and_dies, runs / "run", 6, dying, where)
     assert codes[dying] == -signal.SIGKILL
-    # The other one says what happened, and does not wait for ever.
+    # The other rank reports the failure and does not wait for ever.
     assert codes[1 - dying] == 7
     assert "rank" in capfd.readouterr().err
     assert of_two(tmp_path, loads, runs / "run", 5) == [0, 0]

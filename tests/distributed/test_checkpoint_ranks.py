@@ -1,4 +1,4 @@
-"""Checkpoints that some ranks save and others load."""
+"""Some ranks save checkpoints, and other numbers of ranks load them."""
 
 import pytest
 import torch
@@ -34,7 +34,8 @@ KINDS = list(RECIPES)
 
 
 class Net(nn.Module):
-    """Rows that no number of ranks divides, fewer rows than ranks, a tied and a frozen weight."""
+    """A model with rows that no number of ranks divides, fewer rows than ranks, a tied and a frozen
+    weight."""
 
     def __init__(self, seed):
         super().__init__()
@@ -60,7 +61,7 @@ def made(kind, seed=0):
 
 
 def moments(model, seed):
-    """An AdamW that has made steps, whose states are of the kind of its parameters."""
+    """An AdamW after some steps, with states of the same kind as its parameters."""
     optimizer = torch.optim.AdamW(
         [
             {"params": [p for p in model.parameters() if p.dim() > 1], "lr": 0.5},
@@ -80,7 +81,7 @@ def moments(model, seed):
 
 
 def cut(x, mesh, dim=0):
-    """The shard of `x` that this rank has, as `fully_shard` cuts."""
+    """Return this rank's shard of `x`, cut as `fully_shard` cuts."""
     if not isinstance(x, torch.Tensor) or x.dim() <= dim:
         return x
     all_of_it = x.detach()
@@ -96,7 +97,7 @@ def cut(x, mesh, dim=0):
 
 
 def sharded(model, optimizer=None, dim=0):
-    """The model and the optimizer cut over all ranks; whole where there is one process."""
+    """Return the model and the optimizer cut over all ranks, or whole on one process."""
     if not dist.is_initialized():
         return model, optimizer
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -128,7 +129,7 @@ def contents(model, optimizer=None):
 
 
 def different(found, expected):
-    """The names under which two `contents` differ."""
+    """Return the names under which two `contents` differ."""
     return [n for n in found.keys() | expected.keys() if found.get(n) != expected.get(n)]
 
 
@@ -142,7 +143,7 @@ def saves(folder, kind, seed, dim=0):
 
 
 def loads(folder, kind, seed, dim=0):
-    """What is not as it was saved, and what came beside."""
+    """Return the names that differ from the saved ones, and the extra data."""
     model = made(kind, 100)
     model, optimizer = sharded(model, moments(model, 100), dim)
     ids = [id(p) for p in model.parameters()]
@@ -154,7 +155,7 @@ def loads(folder, kind, seed, dim=0):
 
 
 def passes_on(source, target, kind, seed):
-    """Load on these ranks what others saved, and save it for others."""
+    """Load a checkpoint of other ranks on these ranks, and save it again for others."""
     model = made(kind, 100)
     model, optimizer = sharded(model, torch.optim.AdamW(groups_like(model)))
     loaded = checkpoint.load(source, model, optimizer)
@@ -212,7 +213,7 @@ def test__columns__are_cut_as_well(world, tmp_path):
 
 
 def under_own_scales(folder, loading):
-    """Each rank's moments under a scale of its own, as optimizers of torch leave them."""
+    """Moments with one scale per rank, as optimizers of torch make them."""
     model = made("bf16", 5)
     model, optimizer = sharded(model, moments(model, 5))
     whole = made("bf16", 5)
@@ -252,7 +253,7 @@ def test__shards_under_scales_of_their_own__come_back_under_them__elsewhere_unde
 
 
 def in_blocks(x, rounded=None):
-    """A state in 8 bits under scales of blocks of each rank's own."""
+    """A state in 8 bits, under each rank's own scales of blocks."""
     part = x.to_local() if isinstance(x, DTensor) else x
     part = part.dequantize() if isinstance(part, ScaledTensor) else part
     codes = sct.scaled(part.detach(), "e4m3fn", "amax", sct.PerBlock((1, 4)))
@@ -260,7 +261,7 @@ def in_blocks(x, rounded=None):
 
 
 class Blocks(torch.optim.AdamW):
-    """Takes what it is given; its module is not torch's."""
+    """An optimizer that keeps its state as given; its module is not torch's."""
 
     def load_state_dict(self, state_dict):
         self.taken = state_dict["state"]
@@ -282,7 +283,8 @@ def saves_blocks(folder, kind):
 
 
 def loads_blocks(folder, kind, ranks):
-    """Whether each state came as it is here, or else what values those of the saved cut have."""
+    """Return whether each state has the kind that it has here, and otherwise the values of the
+    saved shards."""
     model = made(kind, 5)
     model, optimizer = sharded(model, moments(model, 5))
     here, other = of_blocks(model, optimizer), Blocks(groups_like(model))
@@ -399,13 +401,14 @@ def test__a_wrapped_model__goes_on_where_it_was__on_any_number_of_ranks(how, kin
 
 
 def into_a_used_one(folder, kind):
-    """The losses of a training, and of another that goes on from its checkpoint in the middle."""
+    """Return the losses of a training, and of a second one that continues from a checkpoint of its
+    middle."""
     model, optimizer = wrapped("fsdp2", kind, 1)
     steps(model, optimizer, 2)
     checkpoint.save(folder, model, optimizer)
     losses = steps(model, optimizer, 3)
     model, optimizer = wrapped("fsdp2", kind, 2)
-    steps(model, optimizer, 4)  # which knows the amax of its own weights
+    steps(model, optimizer, 4)  # The weight knows the amax of its own elements.
     checkpoint.load(folder, model, optimizer)
     return losses, steps(model, optimizer, 3)
 
@@ -444,7 +447,7 @@ def saves_and_loads_by_torch(folder, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test__torchs_own_save_and_load__bring_all_bits_to_as_many_ranks(kind, world, tmp_path):
-    # Where a rank has no rows of a tensor, torch reads nothing there, and no scale: `apart` does.
+    # torch reads neither elements nor scale for a rank without rows; `apart` does.
     empty = [] if kind == "plain" else ["narrow"]
     assert world(2, saves_and_loads_by_torch, str(tmp_path), kind) == [[], empty]
 
@@ -469,7 +472,7 @@ def test__apart__reshards_and_saves_in_the_background_by_torch_alone(world, tmp_
 
 
 def states_apart(folder):
-    """torch's own dicts of a model and an optimizer, of which the latter has its own scales."""
+    """torch's own state dicts of a model and an optimizer; the optimizer has its own scales."""
     model, optimizer = wrapped("fsdp2", "unit", 1)
     steps(model, optimizer, 2)
     weights, states = get_state_dict(model, optimizer)
@@ -494,7 +497,7 @@ def test__apart__takes_torchs_state_dicts__and_refuses_scales_of_single_ranks(wo
 
 
 def told(action, *args):
-    """The message of the CheckpointError that `action` raises."""
+    """Return the message of the CheckpointError that `action` raises."""
     with pytest.raises(CheckpointError) as caught:
         action(*args)
     return str(caught.value)
@@ -531,7 +534,7 @@ def test__what_ranks_disagree_on__is_refused_by_name_on_each(world, tmp_path):
 
 
 def refuses(folder, kind):
-    """The message, and what has changed."""
+    """Return the message, and the names that changed."""
     model = made(kind, 100)
     model, optimizer = sharded(model, moments(model, 100))
     before = contents(model, optimizer)
@@ -658,7 +661,8 @@ def test__columns_and_rows_under_fully_shard__go_on_when_cut_otherwise(kind, wor
     saved = world(4, saves_in_two_dimensions, folder, kind)
     assert world(4, loads_in_two_dimensions, folder, kind) == [losses for losses, _ in saved]
     losses, values = saved[0]
-    expected = pytest.approx(losses, rel=1e-4 if kind == "plain" else 2**-8)  # of bfloat16 sums
+    # The sums are bfloat16.
+    expected = pytest.approx(losses, rel=1e-4 if kind == "plain" else 2**-8)
     assert loads_in_one(folder, kind, "whole", values) == expected
     assert world(2, loads_in_one, folder, kind, "fsdp2", values)[0] == expected
 

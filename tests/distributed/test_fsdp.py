@@ -1,4 +1,4 @@
-"""fully_shard on ScaledTensor parameters: the same training, and bytes of codes on the wire."""
+"""`fully_shard` of ScaledTensor parameters gives the same training and sends codes."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test__a_sharded_training__is_that_of_one_process_that_accumulates(world, ran
     for losses, found, scales in results:
         assert losses == pytest.approx(alone, abs=1e-3 if ranks > 2 else 1e-6)
         assert scales == {name: float(p.scale) for name, p in gpt.named_parameters()}
-        if ranks == 2:  # of more, the order in which a backend sums is its own
+        if ranks == 2:  # With more ranks, each backend sums in its own order.
             assert all(torch.equal(found[name], values[name]) for name in values)
     assert all(r[0] == results[0][0] for r in results)
 
@@ -79,7 +79,8 @@ def test__every_recipe__trains_sharded_as_alone(world, recipe):
 
 
 def test__constant_scales__are_of_the_gradients_that_each_rank_has(world):
-    # Those are of the mean over its own batch: another power of two than of accumulated ones.
+    # Those gradients are of the mean over the rank's batch, so their power of two differs from
+    # accumulated ones.
     alone, _, _ = single(sct.recipes.Constant(), 8, accumulate=2)
     losses, _, _ = world(2, losses_of, sct.recipes.Constant(), 8)[0]
     assert losses == pytest.approx(alone, abs=2e-2)
@@ -89,7 +90,7 @@ def test__constant_scales__are_of_the_gradients_that_each_rank_has(world):
 
 
 def losses_with(kind, steps=6):
-    """A training with one of the options of `fully_shard`, or of what is used beside it."""
+    """Train with one of the options of `fully_shard`, or with a feature beside it."""
     options, how = {}, {}
     prepare = wrap = None
     recipe = "unit"
@@ -146,7 +147,7 @@ def frozen(gpt):
         ("offloaded", 1e-6),
         ("accumulated", 1e-3),
         ("checkpointed", 1e-6),
-        ("zeros", 2e-3),  # which are under no scale until they are measured
+        ("zeros", 2e-3),  # They have no scale until they are measured.
         ("frozen", 1e-6),
         ("partly plain", 1e-6),
     ],
@@ -198,7 +199,7 @@ def rebalanced():
     training.train(gpt, 8)
     with torch.no_grad():
         for p in gpt.parameters():
-            p.mul_(2.0**6)  # in place: scales stay
+            p.mul_(2.0**6)  # The change is in place, so scales stay.
     before = {name: training.whole(p) for name, p in gpt.named_parameters()}
     changed = sct.rebalance(gpt)
     parts = {name: part_of(p) for name, p in gpt.named_parameters()}
@@ -252,7 +253,7 @@ def test__codes_under_scales_of_blocks__are_sharded_widened(world):
 
 
 class Tied(nn.Module):
-    """Its linear comes first, and what it looks words up in is the same weight."""
+    """The model's linear layer comes first and shares its weight with the embedding."""
 
     def __init__(self):
         super().__init__()
@@ -319,7 +320,7 @@ def test__the_class_that_flattens_parameters__is_refused_by_name(world):
 
 
 def calibrated(recipe, by_layer):
-    """Each rank has data of its own; the terms of one add up more than those of the other."""
+    """Each rank has its own data, and the terms of one rank add up to more."""
     torch.manual_seed(0)
     parts = [nn.Linear(64, 64, bias=False) for _ in range(6)]
     for linear in parts:

@@ -1,4 +1,4 @@
-"""Sites of weights that are spread over ranks: each rank looks, and all take one shift."""
+"""Weights are spread over ranks: the site of each rank looks, and all ranks take one shift."""
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ class Block(nn.Module):
 
 
 def trained(guard, compiles=False):
-    """The shifts after each step, and the error of the output at the end."""
+    """Return the shifts after each step and the error of the last output."""
     torch.manual_seed(0)
     plain = nn.Sequential(*(Block() for _ in range(6)))
     inputs = torch.randn(2, 64, 64)
@@ -36,7 +36,7 @@ def trained(guard, compiles=False):
     optimizer = torch.optim.SGD(model.parameters(), 1e-20)
     shifts = []
     x, y = inputs[dist.get_rank()], want[dist.get_rank()]
-    # One rank's data are larger, and saturate earlier.
+    # One rank has larger data, which saturate earlier.
     factor = 1.0 + 15.0 * dist.get_rank()
     for _ in range(11):
         optimizer.zero_grad()
@@ -70,7 +70,7 @@ def test__without_the_guard__they_saturate(world):
 
 
 def gathered():
-    """The shifts of the parts of a weight, and of the whole that they make."""
+    """Return the shifts of the parts of a weight, and of the whole weight."""
     torch.manual_seed(0)
     model = sct.scale_model(nn.Sequential(nn.Linear(8, 8, bias=False)), Unit(shifts=(3, 1)))
     fully_shard(model)

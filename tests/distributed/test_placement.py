@@ -1,4 +1,5 @@
-"""Whole tensors on ranks: the same training as with one optimizer, with its states divided."""
+"""Ranks own whole tensors: the training is the same as with one optimizer, and its states are
+divided."""
 
 import copy
 import itertools
@@ -69,7 +70,7 @@ def groups_of(model):
 
 
 def train(kind, make, steps, checkpoint=None):
-    """Losses, parameters with their scales, and the optimizer."""
+    """Return the losses, the parameters with their scales, and the optimizer."""
     model = model_of(kind)
     forward = DistributedDataParallel(model)
     optimizer = make(groups_of(model))
@@ -101,7 +102,7 @@ def whole(groups):
 
 
 def held(state):
-    """Bytes of the states of an optimizer that lie on this rank."""
+    """Return the bytes of an optimizer's states on this rank."""
     tensors = [t for of_one in state.values() for t in of_one.values()]
     tensors = [part for t in tensors for part in sct.distributed.placement.parts(t)]
     return sum(t.nbytes for t in tensors)
@@ -165,7 +166,7 @@ def resumed(kind):
 
     went_on = one_more(model, optimizer)
     ways = []
-    for make in (sharded, whole):  # and into an optimizer that is not sharded
+    for make in (sharded, whole):  # The states go into an optimizer that is not sharded, too.
         fresh = model_of(kind)
         fresh.load_state_dict(checkpoint[0])
         again = make(groups_of(fresh))

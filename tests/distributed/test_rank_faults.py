@@ -1,4 +1,5 @@
-"""One rank of two is killed, has a NaN, or has another model: none hangs, nothing is silent."""
+"""One rank of two is killed, has a NaN, or has another model: no rank hangs, and every fault is
+reported."""
 
 import math
 import os
@@ -50,7 +51,8 @@ def test__a_rank_that_is_killed__ends_the_other(way, tmp_path, capfd):
 
 
 def gradients_after_a_nan(way):
-    """The number of gradients, and whether their norm is finite, where one rank's loss is NaN."""
+    """Return the number of gradients, and whether their norm is finite, when one rank's loss is
+    NaN."""
     gpt = training.model("unit")
     model = prepared(way, gpt)
     ((x, y),) = training.batches(1)

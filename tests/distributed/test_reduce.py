@@ -1,4 +1,4 @@
-"""Gradients reduced by way of FP8: what arrives, on every rank, and how far it is from the sum."""
+"""Gradients are reduced in FP8: every rank gets the same result, near the sum."""
 
 import copy
 
@@ -32,12 +32,13 @@ WIRES = [
     Wire(gather="bf16"),
     Wire(rounding="stochastic"),
 ]
-#: Relative to the largest magnitude beside it: half a step of the coarsest binade, twice.
+#: The bound is relative to the largest magnitude of the block: two times half a step of the
+#: coarsest binade.
 STEP = {"e4m3fn": 2**-4, "e5m2": 2**-3}
 
 
 def gradient(n, rank, seed=0, tail=0.0):
-    """Gaussian, or with magnitudes spread as exp(tail * Gaussian)."""
+    """Return Gaussian numbers, or numbers with magnitudes spread as exp(tail * Gaussian)."""
     g = torch.Generator().manual_seed(1000 * seed + rank)
     x = torch.randn(n, generator=g)
     return x * (tail * torch.randn(n, generator=g)).exp()
@@ -73,7 +74,7 @@ def test__a_sum__is_that_of_all_ranks_up_to_rounding__equal_on_all(world, wire):
 
 
 def by_hand(x, fmt):
-    """Blocks of 128, or what is left of a row, each under the least fitting power of two."""
+    """Return blocks of 128, or a row's rest, each under the smallest power of two that fits."""
     limit, kind = {
         "e4m3fn": (448, ml_dtypes.float8_e4m3fn),
         "e5m2": (57344, ml_dtypes.float8_e5m2),
@@ -112,7 +113,7 @@ def with_specials(wire):
     x[200:328] = 0
     if dist.get_rank() == 1:
         x[3], x[700], x[1023] = torch.inf, torch.nan, -torch.inf
-        x[400] = 1e38  # finite, and beside it all else of its block is nothing
+        x[400] = 1e38  # The element is finite, and the rest of its block is tiny beside it.
     part = torch.empty(512)
     fp8_reduce_scatter(part, x, wire=wire)
     fp8_all_reduce(x, wire=wire)
@@ -162,7 +163,7 @@ def test__averages_and_factors__are_exact__and_later_is_the_same(world, dtype):
 
 def shapes(n):
     x = gradient(n, dist.get_rank()).reshape(-1, 1) if n else torch.empty(0, 3)
-    t = x.T  # not contiguous where there is more than one dimension to speak of
+    t = x.T  # The tensor is not contiguous if it has more than one dimension.
     fp8_all_reduce(t)
     wide = gradient(6 * 5, dist.get_rank()).view(6, 5).T
     fp8_all_reduce(wide)
@@ -201,20 +202,21 @@ def test__a_group_of_one__rounds_nothing__and_that_of_others_is_refused(world):
 
 
 def auto_steps(steps, spiky, start=None):
-    """mu after each step, of gradients of which one element in `spiky` is large, on one rank."""
+    """Return mu after each step. The gradients of the steps in `spiky` have one large element, on
+    one rank."""
     scales, rank, mus = AutoScales(), dist.get_rank(), []
     if start is not None:
         scales.load_state_dict({"b": torch.tensor(start)})
     for _ in range(steps):
         x = torch.full((1 << 17,), 1.0)
-        x[::spiky] = 440.0 if rank else 1.0  # all decide by what saturated on one
+        x[::spiky] = 440.0 if rank else 1.0  # All ranks decide by the saturation on one rank.
         fp8_all_reduce(x, wire=Wire(scaling="auto"), scales=scales, bucket="b")
         mus.append(float(scales.mu["b"]))
     return mus, scales.state_dict()
 
 
 def test__mu__halves_where_a_step_saturated__and_else_grows_to_two_in_a_thousand(world):
-    # 440 is under 448, so that it saturates as soon as mu is above 448 / 440: in its 13th step.
+    # 440 is under 448, so it saturates in its 13th step, when mu is above 448 / 440.
     (mus, state), (others, _) = world(2, auto_steps, 30, 4)
     assert mus == others
     step = torch.tensor(1.0)
@@ -223,7 +225,7 @@ def test__mu__halves_where_a_step_saturated__and_else_grows_to_two_in_a_thousand
         assert mu == float(step)
     assert mus[13] == mus[12] / 2
     assert mus[29] == pytest.approx(mus[13] * 4 ** (16 / 1000))
-    # 3 of 262,144 are more than 0.001%, and 2 are not.
+    # 3 of 262,144 exceed 0.001%, and 2 do not.
     three, two = (world(2, auto_steps, 4, (1 << 17) // n, 1.997)[0][0] for n in (3, 2))
     assert three[0] == pytest.approx(1.997 / 2)
     assert two[1:] == [2.0, 2.0, 2.0]
@@ -238,7 +240,7 @@ def test__mu__halves_where_a_step_saturated__and_else_grows_to_two_in_a_thousand
 
 def mean_of_draws(wire, draws):
     torch.manual_seed(7)  # the same on all ranks, as trainings do
-    x = gradient(512, 0)  # and the same gradient: only their draws differ
+    x = gradient(512, 0)  # The gradient is the same too; only the random draws differ.
     total = torch.zeros(512, dtype=torch.float64)
     square = 0.0
     for _ in range(draws):
@@ -285,7 +287,8 @@ def test__errors__of_auto_and_of_blocks__beside_bf16s(world):
     for name in ("auto", "block"):
         assert gauss[name] < 0.045
     assert heavy["block"] < 0.045
-    # One scale for all: what is 2^18 below the largest is lost, and it is most of the elements.
+    # One scale serves all elements. Those 2^18 below the largest are lost, and they are the
+    # majority.
     assert heavy["auto, lost"] > 10 * heavy["block, lost"]
     assert gauss["block, bf16 back"] < 0.75 * gauss["block"]
     assert gauss["block, e5m2"] > 1.5 * gauss["block"]
@@ -357,7 +360,7 @@ class Model(nn.Module):
 
 
 def batches(steps, rank):
-    """Token t is followed by 5 t + 3, mostly."""
+    """Return sequences in which 5 t + 3 mostly follows token t."""
     g = torch.Generator().manual_seed(rank)
     for _ in range(steps):
         x = torch.randint(17, (16, 8), generator=g)
@@ -366,10 +369,10 @@ def batches(steps, rank):
 
 
 def ddp_losses(how, steps, multiply=1.0):
-    """Mean losses over ranks, and the parameters in the end."""
+    """Return the mean losses over ranks and the final parameters."""
     torch.manual_seed(0)
     model = Model()
-    # Buckets of a few kB, so that there are several and reductions overlap.
+    # Buckets of a few kB give several buckets, so reductions overlap.
     parallel = DistributedDataParallel(model, bucket_cap_mb=0.004)
     state = None
     if how is not None:
@@ -413,7 +416,7 @@ def test__ddp__is_bit_identical_under_a_multiplied_loss(world, wire):
 
 
 def scaled_losses(way, wire, multiplier=1.0):
-    """Of a GPT with ScaledTensor parameters, whose gradients have scales of their own."""
+    """Reduce the gradients of a GPT of ScaledTensors. Each gradient has its own scale."""
     gpt = training.model()
     if way == "ddp":
         gpt = training.ddp(gpt, bucket_cap_mb=0.02)
@@ -451,7 +454,7 @@ def test__scaled_models__train_as_with_plain_reductions__bit_identical_under_a_m
 
 
 def accumulated(wire):
-    """Gradients of two microbatches, the first of them without a reduction; and one unused."""
+    """Gradients of two microbatches, where the first is not reduced and one parameter is unused."""
     torch.manual_seed(0)
     model, grads = Model(), []
     for hook in (False, True):

@@ -1,4 +1,4 @@
-"""Optimizers with states in few bits, of parameters that are spread over ranks."""
+"""Optimizers keep states in few bits for parameters that are spread over ranks."""
 
 import pytest
 import torch
@@ -72,7 +72,7 @@ def test__a_loaded_training__goes_on_to_the_same_bits(world, tmp_path, state_for
 
 
 def nothing_here():
-    """One row, of which the second rank has none."""
+    """A parameter with one row: the second rank has no part of it."""
     torch.manual_seed(0)
     layer = sct.scale_model(nn.Linear(16, 1))
     fully_shard(layer)

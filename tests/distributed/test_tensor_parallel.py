@@ -20,7 +20,7 @@ from scaledtensor.distributed import (
 from scaledtensor.errors import ModelError
 from scaledtensor.formats import FP32
 
-#: Scales and rules of Unit, without the rounding that would hide what a division does to sums.
+#: Scales and rules of Unit without its rounding, which would hide the effect of a division on sums.
 WIDE = sct.recipes.Unit(forward=FP32, gradient=FP32, activation=FP32)
 
 PLAN = {
@@ -95,7 +95,7 @@ def test__beside_fully_shard__losses_are_those_of_one_process(world, recipe, apa
 
 
 class Feed(nn.Sequential):
-    """up, GELU, down as one module, so that its input can be prepared."""
+    """An MLP as one module, so that its input can be prepared."""
 
 
 def block(norm, recipe="unit"):
@@ -135,7 +135,8 @@ def inputs():
 @pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize(
     ("recipe", "tolerance"),
-    # To the rounding of sums; of products to bfloat16; of operands under an amax of each part's.
+    # Tolerances for the order of sums, for products rounded to bfloat16, and for operands with an
+    # amax per part.
     [pytest.param(WIDE, 1e-5, id="wide"), ("unit", 0.02), ("current", 0.1)],
 )
 def test__a_sequence_in_parts__gives_the_values_and_gradients_of_the_whole(

@@ -1,4 +1,4 @@
-"""Bytes on the wire, as counted and as the formulas say."""
+"""The counted bytes on the wire are the bytes of the formulas."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from scaledtensor.distributed import (
     use_fp8_reduce_scatter,
 )
 
-# The names of torch 2.13, or those before it.
+# These are the names in torch 2.13 and before.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 gathered = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
@@ -133,7 +133,7 @@ def test__functional_collectives_and_dtensors__are_counted_once(world):
 
 
 def bf16(state, bucket):
-    """torch's hook, which DDP refuses on gloo by its name."""
+    """torch's hook, which DDP refuses on gloo because of its name."""
     return bf16_compress_hook(state, bucket)
 
 

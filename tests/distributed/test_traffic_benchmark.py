@@ -1,4 +1,4 @@
-"""The formulas of the scaling model against what is counted at small scale."""
+"""The formulas of the scaling model match the counts at small scale."""
 
 import sys
 from pathlib import Path
@@ -14,7 +14,7 @@ def _from_the_root(monkeypatch):
 
 
 def benchmark(function, name):
-    """A function of the benchmark, on this rank."""
+    """Call a function of the benchmark on this rank."""
     sys.path.insert(0, ROOT)
     try:
         from benchmarks import traffic
@@ -42,7 +42,7 @@ def test__each_formula__gives_what_is_counted(world, row, way, ranks):
     found = traffic.Count(*world(ranks, benchmark, "count", row)[0])
     shape = traffic.shape_of(traffic.GPT(traffic.CONFIG))
     ((_, sharded, product, rest, gradient),) = [w for w in traffic.WAYS if w[0] == way]
-    # Scales of blocks that end with a rank's part: a few more than one for each 128 elements.
+    # Blocks end with a rank's part, so there are a few more scales than one for each 128 elements.
     exactly = {"rel": 1e-4 if gradient == traffic.FP8 else 1e-12}
     assert found.parameters == shape.parameters
     if sharded:

@@ -43,7 +43,7 @@ def start(ranks, arguments):
 
 
 def ended(job):
-    """What a job printed, and its exit status."""
+    """Return the output of a job and its exit status."""
     try:
         told, _ = job.communicate(timeout=PATIENCE)
     finally:
@@ -57,7 +57,7 @@ def losses(path):
 
 
 def child_of(job, rank):
-    """The process of a rank: torchrun tells each by its environment."""
+    """Return the process of a rank. torchrun tells each its rank by the environment."""
     for status in Path("/proc").glob("[0-9]*/environ"):
         try:
             variables = dict(v.split("=", 1) for v in status.read_text().split("\0") if "=" in v)
@@ -94,7 +94,7 @@ def test__a_killed_rank__ends_the_job_with_a_word__and_the_rest_is_as_if_it_had_
     told, code = ended(start(2, command(words, tmp_path / "kept", *options, *to)))
     assert code == 0, told
     assert "held-out loss" in told
-    # The steps since the checkpoint are done again, to the last bit as they were.
+    # The steps after the checkpoint run again and give the same bits.
     again = losses(then)
     assert min(map(int, again)) % 8 == 1
     assert min(map(int, again)) <= len(done) + 1

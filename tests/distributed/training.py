@@ -27,7 +27,8 @@ def sharded(gpt, **options):
 
 
 def batches(steps, seed=1):
-    """Sequences that can be learned: each token is the one before it plus a step of its row."""
+    """Yield batches of sequences that a model can learn: each token is the one before it plus a
+    step of its row."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         start = torch.randint(VOCABULARY, (BATCH, 1), generator=generator)
@@ -37,7 +38,8 @@ def batches(steps, seed=1):
 
 
 def train(gpt, steps, optimizer=None, multiplier=1.0, share=True, accumulate=1, part=None):
-    """The loss of each step, over the batches of all ranks; `part` says which this rank has."""
+    """Return the loss of each step over the batches of all ranks. `part` says which share this rank
+    has."""
     optimizer = optimizer or torch.optim.AdamW(gpt.parameters(), lr=3e-3)
     alone = not share or not dist.is_initialized()
     everyone = (0, 1, None) if alone else (dist.get_rank(), dist.get_world_size(), None)
@@ -63,7 +65,7 @@ def train(gpt, steps, optimizer=None, multiplier=1.0, share=True, accumulate=1, 
 
 
 def whole(p):
-    """The value of a parameter, whole and plain."""
+    """Return the value of a parameter, whole and plain."""
     p = p.detach()
     p = p.full_tensor() if hasattr(p, "full_tensor") else p
     return p.dequantize() if isinstance(p, sct.ScaledTensor) else p

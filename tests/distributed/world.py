@@ -1,8 +1,8 @@
-"""Several processes on this machine, for tests of what happens between ranks.
+"""Several processes on this machine, for tests of communication between ranks.
 
-`world(2, job, *args)` calls `job(*args)` on two ranks of a gloo group and returns what each gave.
-Processes take seconds to start, so that they are kept from one call to the next, and only stopped
-when one fails: the others may be waiting for it.
+`world(2, job, *args)` calls `job(*args)` on two ranks of a gloo group and returns the result of
+each. Processes take seconds to start. They therefore stay from one call to the next, and stop only
+when one fails, as the others may be waiting for it.
 """
 
 import multiprocessing
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import scaledtensor as sct
 
-#: Seconds that a collective, and a call as a whole, may take.
+#: Limit in seconds for a collective, and for a call as a whole.
 PATIENCE = 120
 
 
@@ -45,7 +45,7 @@ def _rank(rank: int, size: int, store: str, door: Connection) -> None:
 
 
 class World:
-    """`size` processes that are waiting for something to do."""
+    """`size` processes that wait for jobs."""
 
     def __init__(self, size: int) -> None:
         self.folder = tempfile.TemporaryDirectory()
@@ -64,10 +64,10 @@ class World:
             self.processes.append(process)
 
     def run(self, job: Callable[..., Any], *args: Any) -> list[Any]:
-        """What `job(*args)` returns on each rank.
+        """Return the results of `job(*args)` on all ranks.
 
         Raises:
-            RuntimeError: it raised on one, or did not return; with that rank's traceback.
+            RuntimeError: the job raised on one rank, or did not return; has that rank's traceback.
         """
         for door in self.doors:
             door.send((job, args))
@@ -97,7 +97,7 @@ class World:
 
 
 class Worlds:
-    """Worlds of several sizes, one of each, started when they are first asked for."""
+    """Worlds of several sizes, each started at its first use."""
 
     def __init__(self) -> None:
         self.running: dict[int, World] = {}

@@ -1,4 +1,4 @@
-"""The code of docs/unit_scaling.md runs, and prints what stands below it."""
+"""The code of docs/unit_scaling.md runs and prints the text below it."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The notebooks of examples/ run in a small setting, and hold outputs that may be published."""
+"""The notebooks of examples/ run in a small setting, and their outputs contain nothing private."""
 
 import os
 import re
@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 PICTURE, NOTEBOOK = 60_000, 150_000  # bytes, as text
-#: A home, a temporary or a system's folder, on any of three systems.
+#: Paths of a home, temporary or system folder, on any of three systems.
 ABSOLUTE = re.compile(r"(?<![\w/.])/(?:home|Users|root|work|tmp|usr|opt|var|mnt)/|[A-Z]:\\")
 
 every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
