@@ -33,10 +33,7 @@ class Riddle(NamedTuple):
     instead: str
 
 
-_VERBS = (
-    "is|are|was|were|has|had|have|do|does|did|holds?|reads?|makes?|gives?|gets?|takes?|needs?"
-    "|says?|tells?|knows?|sees?|keeps?"
-)
+_VERBS = "is|are|was|were|has|had|have|holds?|reads?|makes?|gives?|gets?|takes?|knows?|sees?|keeps?"
 #: Found anywhere in a sentence, in capitals or not.
 RIDDLES = {
     "that of": Riddle(r"\bthat of\b(?! (?:the )?\d)", "a pronoun for an unnamed noun", "the noun"),
@@ -66,7 +63,7 @@ RIDDLES = {
         "a thing without a name",
         "its name: the value, the elements, the state",
     ),
-    "what the x does": Riddle(
+    "what the x is": Riddle(
         rf"\bwhat (?:a|an|the|each|every|its|one|this) [`\w.]+ (?:{_VERBS})\b"
         r"(?! (?:not )?(?:been|to)\b)",
         "a clause for a noun",
