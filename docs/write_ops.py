@@ -2,7 +2,7 @@
 
     python docs/write_ops.py > docs/ops.md
 
-A test fails when the page is not what this prints.
+A test fails when the page differs from the output of this program.
 """
 
 import importlib
@@ -29,20 +29,21 @@ HEAD = """\
 
 <!-- Written by `python docs/write_ops.py`; a test compares. Edit the docstrings of the rules. -->
 
-Every rule, by family: the operators it serves, and in words how the scale of the result follows.
-In the formulas r is the expected RMS of a value (rx, ra: of an operand; r_g: of a gradient), m the
-RMS of the input, n the number of elements folded into one. In-place, `out=` and foreach forms
-follow from the functional form that is listed; composites run as their parts. {rules} rules serve
-{overloads} overloads, of which torch {torch} lacks {absent} that other versions have.
+This page lists every rule by family: its operators, and the formula for the scale of the result.
+In the formulas r is the expected RMS of a value (rx, ra: of an operand; r_g: of a gradient), m is
+the RMS of the input, and n is the number of elements that are reduced to one. In-place, `out=` and
+foreach forms follow from the functional form that is listed. Composites run as their parts. {rules}
+rules serve {overloads} overloads; torch {torch} lacks {absent} of these, which other versions have.
 
-**{passed} of PyTorch's operator samples pass** (torch {torch}): of each operator that has them
-(`torch.testing._internal.common_methods_invocations`), values and gradients on ScaledTensors are
-those of the plain tensors, eager and in inference mode (`tests/ops/test_opinfo.py`; `-m slow`
-compiles each in one graph). Ranges and equivariance are tested by the case tables beside it.
+**{passed} of PyTorch's operator samples pass** (torch {torch}). For each operator with samples in
+`torch.testing._internal.common_methods_invocations`, values and gradients on ScaledTensors equal
+the values and gradients on plain tensors, eager and in inference mode (`tests/ops/test_opinfo.py`;
+`-m slow` compiles each in one graph). The case tables beside that file test ranges and
+equivariance.
 
-Out of scope, each with an error that says so: {refused}.
+These are out of scope, and raise an error that says so: {refused}.
 
-Nothing to compare: {valueless}.
+These have nothing to compare: {valueless}.
 """
 
 
@@ -67,9 +68,9 @@ def page() -> str:
 
 
 def rows() -> dict[Callable[..., Any], list[str]]:
-    """Rule -> the operators that it serves, those of other versions of torch last."""
+    """Return the operators of each rule; operators of other versions of torch come last."""
     found: dict[Callable[..., Any], list[str]] = {}
-    registry.absent()  # registers the rules of what the modules above define
+    registry.absent()  # registers the rules of the operators that the modules above define
     waiting = ((Absent(name), function) for name, (function, _) in registry._waiting.items())
     for op, function in (*((op, r.function) for op, r in RULES.items()), *waiting):
         found.setdefault(function, []).append(f"`{str(op).removesuffix('.default')}`")
@@ -85,7 +86,7 @@ def section(name: str) -> str:
     title = (module.__doc__ or "").strip().split("\n")[0]
     lines = [f"\n## {name}\n\n{title}\n\n| operators | rule |\n| --- | --- |\n"]
     served = rows()
-    if name == "sparse":  # what these do that is no rule of a dense tensor
+    if name == "sparse":  # operators that have no rule for dense tensors
         for op, function in TABLE.items():
             if not isinstance(function, partial):
                 served.setdefault(function, []).append(f"`{str(op).removesuffix('.default')}`")

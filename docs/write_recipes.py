@@ -2,7 +2,7 @@
 
     python docs/write_recipes.py > docs/recipes.md
 
-A test fails when the page is not what this prints. The measured tables are kept in
+A test fails when the page differs from the output of this program. The measured tables are kept in
 docs/recipes_measured.md, as the benchmarks print them.
 """
 
@@ -24,7 +24,7 @@ HEAD = """\
 <!-- Written by `python docs/write_recipes.py`; a test compares. Edit the recipes' docstrings. -->
 
 A recipe says how the operands of matrix products are cast. It is frozen data, given by name or as
-a record, and one line switches an unchanged model from one to another:
+a record. One line switches an unchanged model from one recipe to another:
 
 ```python
 import scaledtensor as sct
@@ -35,64 +35,74 @@ sct.scale_model(model, MXFP8(mode="even", overrides={"head": None, "blocks.0": U
 print(model)  # shows the recipe of each module
 ```
 
-Parameters stay the objects that they are, so that the optimizer, its states and tied weights go
-on, from plain to scaled, from recipe to recipe and back by `unscale_model`.
+Parameters stay the same objects, so the optimizer, its states and tied weights continue: from
+plain to scaled, from recipe to recipe, and back by `unscale_model`.
 
-`overrides` chooses by the name of a module (None leaves it plain), `min_size` leaves small weights
-plain, `keep` leaves whole products in the activation format, `saved` keeps what other operators
-need for the backward pass in 8 bits, `store_frozen` keeps frozen weights as products cast them
-([LoRA on an FP8 base](#lora-on-an-fp8-base)). `recipe.to_json()` and `Recipe.from_json(text)`
-write and read one; a model that is saved carries its own. A recipe that contradicts itself is
-refused when it is built. Programs written to torchao's FP8 training change an import
-(`scaledtensor.compat.torchao.float8`), which has its names and says what differs.
+These fields are common to all recipes. `overrides` chooses by the name of a module (None leaves
+it plain). `min_size` leaves small weights plain. `keep` leaves whole products in the activation
+format. `saved` keeps in 8 bits the tensors that other operators need for the backward pass.
+`store_frozen` keeps frozen weights as the codes that products cast them to ([LoRA on an FP8
+base](#lora-on-an-fp8-base)).
 
-In a product of (tokens, in) by (in, out), "1x32" stands for 32 elements that the product sums over,
-and "all" for a whole dimension. A row that names no block has one scale for the tensor. Between the
-products flow ScaledTensors in the activation format under the scales of the rules, whatever the
-recipe: so each recipe but `constant` gives bit for bit the same gradients, except for their scales,
-when the loss is multiplied by a power of two.
+`recipe.to_json()` writes a recipe and `Recipe.from_json(text)` reads one; a saved model carries
+its own. A recipe that contradicts itself raises an error at construction. Programs written for
+torchao's FP8 training change one import: `scaledtensor.compat.torchao.float8` has torchao's
+names, and its docstring lists the differences.
 
-A recipe of one scale a tensor (`unit`, `current`, `delayed`, `min_mse`, `constant`) casts each
-operand once, for all three products, in every spelling of a product and in convolutions. A recipe
-whose scales lie along the dimension that a product sums over casts for each product: every spelling
-of a product of two matrices, `einsum` too; `multi_dot`, `bilinear`, an `einsum` of three, grouped
-products and convolutions stay in the activation format and say so once by name (`RecipeWarning`);
-such a product has no second derivative. For the backward pass autograd keeps an activation in the
-codes that this pass will read, and a weight itself.
+In a product of (tokens, in) by (in, out), "1x32" stands for 32 elements that the product sums
+over, and "all" for a whole dimension. A row that names no block has one scale for the tensor.
+Between the products the tensors are ScaledTensors in the activation format, under the scales of
+the rules, for every recipe. So with each recipe except `constant`, a loss that is multiplied by a
+power of two gives bit for bit the same gradients, except for their scales.
 
-On a CPU products are emulated exactly: the same values, summed in float32. A CPU with bfloat16
-units multiplies them in bfloat16 where that holds them, any other CPU in float32; results are
-rounded to the activation format in either case. `sct.hardware()` prints which it is, and what
-each recipe will run on. The FP8 units of a CUDA device do products of E4M3FN and E5M2 under
-one scale a tensor or a row (compute capability 8.9 and later), under 1x128 by 1x128 or 128x128
-(9.0), of MXFP8 (10.0), and the grouped products of experts in E4M3FN under one scale a tensor
-(9.0). Everything else is emulated there too: FP4 and FP6, batches of matrices, sizes that are
-no multiples of 16. A `RecipeWarning` says so once for each reason. `fast_accumulation` says
-which products those units may add up in fewer bits than float32: the forward one, as in
-torchao and TransformerEngine. All this is tested against torch's own checks of arguments and
-float64 on a CPU; on a device it has not run yet.
+A recipe with one scale per tensor (`unit`, `current`, `delayed`, `min_mse`, `constant`) casts
+each operand once, for all three products, in every spelling of a product and in convolutions. A
+recipe whose scales lie along the summed dimension casts separately for each product. It covers
+every spelling of a product of two matrices, including `einsum`. Under such a recipe `multi_dot`,
+`bilinear`, an `einsum` of three operands, grouped products and convolutions stay in the
+activation format, and one `RecipeWarning` names each. Products that are cast separately have no
+second derivative. For the backward pass autograd keeps an activation in the codes that this pass
+will read, and a reference to the weight.
 
-## Which one
+On a CPU products are emulated exactly: they multiply the same values, and sum in float32. A CPU
+with bfloat16 units multiplies in bfloat16 if that holds the values, any other CPU in float32.
+Results are rounded to the activation format in either case. `sct.hardware()` prints the dtype,
+and the hardware that each recipe will use.
 
-- `unit`: nothing is measured, nothing is kept, no pass over the data beyond the cast. Start here.
-  `Unit(gradient="e4m3fn", overrides={"head": Unit()})` has a third mantissa bit for all gradients
-  but the logits' gradients, whose range a vocabulary of 2^17 tokens takes out of E4M3FN (below).
-- `current`: as torchao's tensorwise scaling; `Current(granularity="row")` as its rowwise scaling.
-  For data whose size the rules do not know: activations of a trained model, outliers.
-- `delayed`: one pass over the data where hardware casts and measures at once. The price is a state,
-  and that values may grow faster than their history knows.
-- `mxfp8`, `blockwise`: outliers that differ from block to block, and what hardware with block
-  scales runs.
-- `mxfp6`, `mxfp4`, `nvfp4`: what fewer bits would cost.
-- `min_mse`, `constant`: the two other ways of arXiv 2309.17224, whose first is `current`.
-- `per_gemm`: six casts of your own.
+The FP8 units of a CUDA device run these products: E4M3FN and E5M2 under one scale a tensor or a
+row (compute capability 8.9 and later), under 1x128 by 1x128 or 128x128 (9.0), MXFP8 (10.0), and
+the grouped products of experts in E4M3FN under one scale a tensor (9.0). All other products are
+emulated there too: FP4 and FP6, batches of matrices, sizes that are not multiples of 16. A
+`RecipeWarning` says so once for each reason. `fast_accumulation` says which products those units
+may add up in fewer bits than float32; by default only the forward one, as in torchao and
+TransformerEngine. All this is tested against torch's own checks of arguments and against float64
+on a CPU. It has not run on a device yet.
+
+## Choosing a recipe
+
+- `unit` measures nothing, keeps no state, and makes no pass over the data beyond the cast. Start
+  here. `Unit(gradient="e4m3fn", overrides={"head": Unit()})` has a third mantissa bit for all
+  gradients except the gradients of the logits, whose range leaves E4M3FN with a vocabulary of
+  2^17 tokens (below).
+- `current` scales like torchao's tensorwise scaling, and `Current(granularity="row")` like its
+  rowwise scaling. It is for data whose size the rules do not know: activations of a trained
+  model, outliers.
+- `delayed` makes one pass over the data, if hardware casts and measures at once. It costs one
+  buffer per weight, and a sudden growth can exceed its history.
+- `mxfp8` and `blockwise` are for outliers that differ from block to block, and for hardware with
+  block scales.
+- `mxfp6`, `mxfp4` and `nvfp4` show the cost of fewer bits.
+- `min_mse` and `constant` are the two other methods of arXiv 2309.17224, whose first method is
+  `current`.
+- `per_gemm` takes six casts of your own.
 
 ## LoRA on an FP8 base
 
-Under a recipe of one scale a tensor a frozen weight is cast to the same codes at every step. With
-`store_frozen=True` the parameter holds these codes, in a quarter of the bytes of FP32, and autograd
-keeps the parameter itself, compiled too. Results, gradients and losses are bit for bit the same as
-without it (with `delayed` under Inductor, up to a last place here and there):
+Under a recipe with one scale per tensor a frozen weight is cast to the same codes at every step.
+With `store_frozen=True` the parameter holds these codes, in a quarter of the bytes of FP32, and
+autograd keeps a reference to the parameter, in compiled code too. Results, gradients and losses
+are bit for bit the same as without it (with `delayed` under Inductor, except for a last place
+here and there):
 
 ```python
 import torch
@@ -126,17 +136,17 @@ optimizer.step()
 ```
 
 Freeze and load the model first, then scale it. The stored weights are the parameters of two
-dimensions whose name ends in "weight" or "proj" and which require no gradient by then, except in
-embeddings (tied ones too) and norms; biases and the rest stay in `master`. A checkpoint of codes
-brings codes; the recipe casts a checkpoint of wider numbers, and values that are written into a
-weight, as by a merge. An optimizer that would step a stored weight raises: to train it after all,
-`p.data = p.detach().dequantize()` puts the rounded value into `master`. A weight that is cut up
-before its products (one expert of a stack, a chunk) has, where scales are measured, the scale of
-the whole and not the scale of the part. Inside a transform of `torch.func`, where products are not
-cast, the stored weight is the rounded one still.
+dimensions whose name ends in "weight" or "proj" and which require no gradient by then. Embeddings
+(tied ones too), norms, biases and all other parameters stay in `master`. A checkpoint of codes
+loads as codes. The recipe casts a checkpoint of wider numbers, and values that are written into a
+weight, as by a merge. An optimizer that would step a stored weight raises an error. To train the
+weight after all, `p.data = p.detach().dequantize()` puts the rounded value into `master`. If
+scales are measured, a weight that is cut up before its products (one expert of a stack, a chunk)
+has the scale of the whole weight, not the scale of the part. Inside a transform of `torch.func`,
+where products are not cast, the stored weight is still the rounded one.
 
-Recipes that cast for each product refuse the field; frozen modules take another by `overrides`:
-`MXFP8(overrides={"*.base": Current(store_frozen=True)})`.
+Recipes that cast separately for each product raise an error for this field. Give frozen modules
+another recipe by `overrides`: `MXFP8(overrides={"*.base": Current(store_frozen=True)})`.
 
 ## Every recipe
 
@@ -145,7 +155,7 @@ Recipes that cast for each product refuse the field; frozen modules take another
 
 def page() -> str:
     measured = Path(__file__).with_name("recipes_measured.md").read_text()
-    shared = "## Fields that all have\n\n" + "\n".join(field_lines(Recipe, set()))
+    shared = "## Common fields\n\n" + "\n".join(field_lines(Recipe, set()))
     return HEAD + "".join(map(section, sorted(RECIPES))) + shared + "\n\n" + measured
 
 
@@ -163,7 +173,7 @@ def section(name: str) -> str:
 
 
 def field_lines(recipe: type[Recipe], without: set[str]) -> list[str]:
-    """A line for each field: its default and what the class says below it."""
+    """Return a line for each field: its default and the string below it in the class."""
     told = described(recipe)
     lines = []
     for f in fields(recipe):
@@ -177,7 +187,7 @@ def field_lines(recipe: type[Recipe], without: set[str]) -> list[str]:
 
 
 def described(recipe: type[Recipe]) -> dict[str, str]:
-    """The strings below the fields of a class and those it derives from."""
+    """Return the strings below the fields of a class and of its bases."""
     found: dict[str, str] = {}
     for base in reversed(recipe.__mro__):
         if not (isinstance(base, type) and issubclass(base, Recipe)):

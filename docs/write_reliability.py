@@ -15,28 +15,28 @@ RECORD = Path(__file__).with_name("reliability.json")
 PAGE = """# Reliability
 
 `make fuzz` compares random programs with float64, kills a training, fills the disk and damages files. This page counts
-the attempts and the losses of one run. Each run draws other faults, and `make test` tries a few of them each day.
+the attempts and the losses of one run. Each run draws different faults, and `make test` tries a few of them each day.
 
     make fuzz
     python docs/write_reliability.py > docs/reliability.md
 
 **Programs.** Random programs of 5 to 20 operators ran on ScaledTensors of several formats and scales, with their
-backward passes, and in float64. The difference that is allowed follows from the formats.
+backward passes, and in float64. The allowed difference follows from the formats.
 
 | how | programs | first seed | beyond the bound |
 |---|---|---|---|
 {programs}
 
 **Kills.** A training of a small scaled model saved a checkpoint after each step. AdamW kept E4M3FN states, rounded
-stochastically. `kill -9` ended it {count} times at random moments. Each time it went on from its newest checkpoint,
-and got to step {steps}. {lost} checkpoints did not load or differed in a bit from the run that nobody interrupts.
+stochastically. `kill -9` ended it {count} times at random moments. Each time it continued from its newest checkpoint,
+and got to step {steps}. {lost} checkpoints did not load or differed in a bit from the uninterrupted run.
 {back} times the newest checkpoint was older than at the kill before.
 
-**Full disks.** A limit on the size of files, at random, ended {limits} saves over a checkpoint. {told} said so and
-left the checkpoint before whole.
+**Full disks.** A limit on the size of files, at random, ended {limits} saves over a checkpoint. {told} raised an error
+that says so and left the earlier checkpoint whole.
 
 **Damaged files.** Files were cut at a random byte, or a random bit of them was flipped (seed {seed}). "Refused" is a
-`CheckpointError` that names the file or its folder, with the model and the optimizer as they were. "Harmless" is a
+`CheckpointError` that names the file or its folder, with an unchanged model and optimizer. "Harmless" is a
 file that loads to the same bits. "Lost" is anything else.
 
 | file | tried | refused | harmless | lost |

@@ -1,10 +1,10 @@
-"""Writes docs/report.md: the program on the page, and what it prints.
+"""Writes docs/report.md: the program on the page, and its output.
 
     python docs/write_report.py > docs/report.md
 
-A test fails when the page is not what this prints. Numbers of other machines differ in their last
-digits, and the test leaves numbers out. The model has ReLU, since the tails of GELU's gradient are
-zero on one kind of CPU and tiny on another, and the report counts what underflows.
+A test fails when the page differs from the output of this program. Numbers of other machines differ
+in their last digits, and the test leaves numbers out. The model has ReLU, since the report counts
+underflows: the tails of GELU's gradient are zero on one kind of CPU and tiny on another.
 """
 
 import contextlib
@@ -62,26 +62,26 @@ PAGE = """\
 
 <!-- Written by `python docs/write_report.py`; a test compares. -->
 
-`sct.report(model, *inputs)` runs a wrapped model forward and backward once, leaves it as it was,
-and says what happened:
+`sct.report(model, *inputs)` runs a wrapped model forward and backward once, and leaves it
+unchanged. The report contains:
 
-- **how much is covered**: of the FLOPs of all products and of the bytes that all other operators
-  read and write, the shares in the recipe's format, by a rule in 16 or 32 bits, by the float32
-  fallback, and on plain tensors that no wrapped weight reaches;
-- **the worst places**, each with the number that was measured and what to do about it. First come
-  casts that saturate, then the rest by its share: of elements that underflow, of FLOPs or bytes
-  that the recipe does not reach, of the binades of E4M3FN that a drift takes;
-- **recipes to try**, each for itself, with the numbers that it follows from. Every cast is measured
-  under three scales (its own, the scale of the rules, the amax) and, under the scale of the rules,
-  in E4M3FN. A suggestion is about this batch and this state of the model;
+- **the coverage**: the shares of the FLOPs of all products, and of the bytes that all other
+  operators read and write, that ran in the recipe's format, by a rule in 16 or 32 bits, by the
+  float32 fallback, and on plain tensors that no wrapped weight reaches;
+- **the worst places**, each with the measured number and a remedy. Casts that saturate come
+  first. The others are sorted by a share: of elements that underflow, of FLOPs or bytes that the
+  recipe does not reach, of the binades of E4M3FN that a drift takes;
+- **recipes to try**, each by itself, with the numbers that suggest it. Every cast is measured
+  under three scales (its own, the scale of the rules, the amax) and, under the scale of the
+  rules, in E4M3FN. A suggestion is about this batch and this state of the model;
 - **a row for each operator in each module**, forward and backward. Numbered layers with the same
-  rows are one, with a count and the range of their RMS; a layer that differs stands alone.
+  rows are one row, with a count and the range of their RMS; a layer that differs has its own row.
 
 A row of the backward pass belongs to the module whose forward pass made it. The sum of a tensor's
 gradients belongs to the innermost module around all uses of that tensor.
 
-Losses under recipes with a scale for each row or block are not measured, since these recipes cast
-within the product.
+The report does not measure losses under recipes with a scale for each row or block, since these
+recipes cast within the product.
 
 ```python
 {program}```
@@ -91,7 +91,7 @@ prints
 ```
 {printed}```
 
-## Parts of it, and all of it as data
+## Parts of the report, and the report as data
 
 ```python
 found = sct.report(model, tokens)
@@ -102,14 +102,14 @@ json.dumps(found.to_dict())  # built-in types only
 pandas.DataFrame(found.rows())  # a column for each field of a row
 ```
 
-A problem is one of these:
+These are the problems:
 
 {problems}
 """
 
 
 def printed() -> str:
-    """What the program prints."""
+    """Return the output of the program."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the operator without a rule, which the report lists
