@@ -1,4 +1,4 @@
-"""Processes that are killed on the way, for tests of what is left then."""
+"""Processes that are killed at work, for tests of the remaining files."""
 
 import os
 import signal
@@ -6,12 +6,13 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-#: Seconds after which a process that should have ended is killed.
+#: Seconds after which a process that did not end is killed.
 PATIENCE = 60
 
 
 def forked(job: Callable[..., Any], *args: Any) -> int:
-    """Start `job(*args)` in a copy of this process, without the seconds of a new one; its id."""
+    """Start `job(*args)` in a copy of this process, without the seconds of a new one. Return its
+    id."""
     child = os.fork()
     if child:
         return child
@@ -27,12 +28,12 @@ def forked(job: Callable[..., Any], *args: Any) -> int:
 
 
 def ended(child: int) -> int:
-    """How it ended: its exit status, or minus the signal that killed it."""
+    """Return its exit status, or minus the signal that killed it."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def dies_at(owner: Any, name: str, call: int = 1, after: bool = False) -> None:
-    """Let this process be killed at a call of `owner.name`, as by a loss of power."""
+    """Kill this process at a call of `owner.name`, like a loss of power."""
     inner, calls = getattr(owner, name), []
 
     def deadly(*args: Any, **kwargs: Any) -> Any:

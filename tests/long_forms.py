@@ -1,8 +1,8 @@
 # ruff: noqa: E501 - an id is one word
-"""Which tests `make test` leaves to `make test-all`: those that take seconds to show, of a larger
-model or one more recipe, what a shorter one beside them shows."""
+"""Tests that `make test` leaves to `make test-all`. Each takes seconds, and a shorter form beside
+it shows the same with a smaller model or another recipe."""
 
-#: The beginning of a test's id under tests/, and which of the same test stay.
+#: The beginning of a test's id under tests/, and the forms of the test that stay.
 LONG_FORMS = {
     "models/test_models.py::test__compiled__equals_eager[gru": "rnn",
     "models/test_models.py::test__compiled__equals_eager[lstm": "rnn",

@@ -22,7 +22,7 @@ from scaledtensor.distributed import (
     use_fp8_reduce_scatter,
 )
 
-# These are the names in torch 2.13 and before.
+# torch 2.13 has the first name of each pair, and earlier versions have the second.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 gathered = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor

@@ -1,6 +1,6 @@
 """Blocks, scales and packed bits in exact rational arithmetic, one element at a time.
 
-Shares nothing with the library but the names of the policies and the facts of a format.
+This module shares only the names of the policies and the facts of a format with the library.
 """
 
 import math
@@ -17,7 +17,7 @@ TINY, HUGE = Fraction(2) ** -126, Fraction(float(np.finfo(np.float32).max))
 
 
 def grid(granularity, shape):
-    """The sizes of a block and the number of blocks, for each dimension."""
+    """Return the sizes of a block and the number of blocks, for each dimension."""
     if isinstance(granularity, PerTensor):
         sizes = [max(n, 1) for n in shape]
         return sizes, [1] * len(shape)
@@ -32,7 +32,7 @@ def grid(granularity, shape):
 
 
 def members(granularity, shape):
-    """For each block, in the order of its scales, the indices of its elements."""
+    """Return the indices of the elements of each block, in the order of the scales."""
     sizes, counts = grid(granularity, shape)
     found = {at: [] for at in product(*map(range, counts))}
     for index in product(*map(range, shape)):
@@ -70,7 +70,7 @@ def exponent(amax: Fraction, fmt, mode: str, least: int) -> int:
 
 
 def least_float32(q: Fraction) -> Fraction:
-    """The least normal float32 that is not below q; 1 for zero."""
+    """Return the least normal float32 that is not below q, or 1 for zero."""
     if q == 0:
         return Fraction(1)
     if not TINY < q < HUGE:
@@ -80,7 +80,8 @@ def least_float32(q: Fraction) -> Fraction:
 
 
 def nearest(size: Fraction, steps) -> int:
-    """The index of the number next to `size` among `steps`, ties to even, saturating."""
+    """Return the index of the number in `steps` that is nearest to `size`. Ties go to even; sizes
+    saturate."""
     above = min(bisect_left(steps, size), len(steps) - 1)
     if above == 0 or steps[above] < size:
         return above
@@ -89,7 +90,7 @@ def nearest(size: Fraction, steps) -> int:
 
 
 def code(value: float, scale: Fraction, fmt) -> int:
-    """The saturating code of a number that is not NaN."""
+    """Return the saturating code of a number that is not NaN."""
     negative, steps = math.copysign(1, value) < 0, ladder(fmt)
     if fmt.is_integer and negative:
         steps = (*steps, steps[-1] + steps[1])
@@ -102,7 +103,8 @@ def code(value: float, scale: Fraction, fmt) -> int:
 
 
 def scales(blocks, fmt, scale_format, mode):
-    """The scale of each list of numbers, and that of the tensor; NaN policy left out."""
+    """Return the scale of each list of numbers and the tensor's scale. The policy for NaN is left
+    out."""
     amax = [
         max((abs(Fraction(v)) for v in values if math.isfinite(v)), default=Fraction(0))
         for values in blocks
@@ -120,7 +122,7 @@ def scales(blocks, fmt, scale_format, mode):
 
 
 def rounded(q: Fraction, precision: int, least: int, largest: Fraction) -> float:
-    """q rounded once to a binary type of that precision, least exponent of a step, and maximum."""
+    """Round q once to a binary type of this precision, least exponent of a step, and maximum."""
     if q == 0:
         return 0.0
     step = Fraction(2) ** max(floor_log2(abs(q)) - precision + 1, least)
@@ -129,6 +131,6 @@ def rounded(q: Fraction, precision: int, least: int, largest: Fraction) -> float
 
 
 def packed(codes, bits: int) -> list[int]:
-    """A row of codes as a little-endian stream of bits, in whole bytes."""
+    """Return a row of codes as a little-endian stream of bits, in whole bytes."""
     stream = sum((c & ((1 << bits) - 1)) << bits * i for i, c in enumerate(codes))
     return list(stream.to_bytes(math.ceil(bits * len(codes) / 8), "little"))

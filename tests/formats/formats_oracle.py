@@ -29,7 +29,7 @@ _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def raw(codes):
-    """The bytes of a tensor of codes, as unsigned numbers."""
+    """Return the bytes of a tensor of codes as unsigned numbers."""
     width = codes.dtype.itemsize
     return codes.contiguous().view(_RAW[width]).long() & ((1 << 8 * width) - 1)
 
@@ -50,8 +50,8 @@ def to_numpy(x):
 
 
 def ml_encode(x, fmt, overflow):
-    """The codes that ml_dtypes gives, by clip-then-astype for "saturate", and likewise of what is
-    finite for "saturate_finite"."""
+    """Return ml_dtypes' codes: clip-then-astype for "saturate", and the same for the finite numbers
+    under "saturate_finite"."""
     with np.errstate(all="ignore"):
         a = to_numpy(x)
         if overflow != "ieee":
@@ -63,7 +63,8 @@ def ml_encode(x, fmt, overflow):
 
 
 def ml_decode(codes, fmt):
-    """The values by ml_dtypes, or numpy's for integers; by the definition where neither has any."""
+    """Return the values by ml_dtypes, by numpy for integers, or else by the definition of the
+    format."""
     if fmt.is_integer:
         small = {4: ml_dtypes.int4, 8: np.int8}[fmt.bits]
         numbers = raw(codes).numpy().astype(np.uint8).view(small).astype(np.float32)
@@ -75,7 +76,7 @@ def ml_decode(codes, fmt):
 
 
 def same(a, b):
-    """Equal, with the sign of zero; NaN equals NaN."""
+    """Compare elements, with the sign of zero; NaN equals NaN."""
     return (a == b) & (a.signbit() == b.signbit()) | a.isnan() & b.isnan()
 
 
@@ -87,7 +88,7 @@ def is_nan_code(codes, fmt):
 
 
 def assert_codes(got, want, fmt, x):
-    """Byte for byte; of a NaN in more than 8 bits torch's casts choose the code."""
+    """Compare byte for byte. torch's casts choose the code of a NaN in more than 8 bits."""
     nan = x.isnan()
     assert torch.equal(raw(got)[~nan], want[~nan])
     if fmt.has_nan:
@@ -95,17 +96,18 @@ def assert_codes(got, want, fmt, x):
 
 
 def assert_nan_codes(codes, fmt, x):
-    """What NaNs became."""
+    """Check the codes of NaNs."""
     assert is_nan_code(codes, fmt).all()
     if fmt.bits > 8:
         return
-    signs = len(fmt.nan_codes) > 1  # else there is one NaN, without a sign
+    signs = len(fmt.nan_codes) > 1  # Otherwise there is one NaN, which has no sign.
     want = fmt.nan_code + (x.signbit().int() << (fmt.bits - 1)) * signs
     assert torch.equal(codes.int(), want.int())
 
 
 def near_ties(fmt, dtype):
-    """Every value and midpoint of `fmt`, and numbers a hair to either side, of both signs."""
+    """Return every value and midpoint of `fmt`, and numbers a hair to either side, of both
+    signs."""
     if fmt is not FP32:
         return reference.near_ties(fmt, dtype)
     values = torch.tensor([1.0, 1.5, fmt.min_normal, fmt.min_subnormal, fmt.max / 2]).double()

@@ -1,4 +1,4 @@
-"""Blocks under a shared scale, against exact rational arithmetic."""
+"""Blocks under a shared scale agree with exact rational arithmetic."""
 
 import math
 from fractions import Fraction
@@ -50,7 +50,7 @@ GRANULARITIES = (PerTensor(), PerAxis(0), PerAxis(-1), PerBlock((1, 32)), PerBlo
 
 
 def scale_values(scale):
-    """The effective scale of each block, exact."""
+    """Return the exact effective scale of each block."""
     if isinstance(scale, TwoLevelScale):
         tensor = Fraction(scale.tensor.item())
         return [Fraction(v) * tensor for v in ml_decode(scale.block.flatten(), E4M3FN).tolist()]
@@ -60,7 +60,8 @@ def scale_values(scale):
 
 
 def numbers(dtype):
-    """Floats with many near powers of two, near the formats' maxima times one, tiny and huge."""
+    """Draw floats, many near powers of two and near multiples of the formats' maxima, some tiny and
+    huge."""
     width = {torch.float64: 64, torch.float32: 32}.get(dtype, 16)
     high = 1e38 if width > 16 else 6e4
     anything = st.floats(width=width, allow_nan=False)
@@ -241,7 +242,8 @@ def _db(x, back):
     return 10 * math.log10(x.double().square().sum() / (x.double() - back).square().sum())
 
 
-# Figures published for block 32 on Gaussians; the phase of the Gaussian moves them by half a dB.
+# These figures are published for Gaussians in blocks of 32; the phase of the Gaussian moves them by
+# half a dB.
 @pytest.mark.parametrize(
     ("mode", "db"), [("floor", 31.1), ("rceil", 31.7), ("ceil", 31.7), ("even", 31.5)]
 )
@@ -358,7 +360,7 @@ def test__compiled__is_bit_for_bit_eager(dtype, fmt, granularity, scale_format, 
         assert got.dtype is want.dtype
         if got.dtype.itemsize == 1:
             assert torch.equal(raw(got), raw(want))
-        else:  # where the payload of a NaN may differ
+        else:  # The payload of a NaN may differ here.
             assert same(got, want).all()
 
 

@@ -1,4 +1,4 @@
-"""Formats of one's own: what they become, and what cannot be one."""
+"""Custom formats: their properties, and the descriptions that are refused."""
 
 import copy
 import pickle
@@ -80,7 +80,7 @@ def test__equality_pickle_and_copy__go_by_the_facts(fmt):
 def test__the_facts_of_a_built_in_format__give_that_format():
     assert custom(4, 3) is E4M3
     assert custom(3, 4, 3) is E3M4
-    assert custom(2, 1, has_inf=False) != E2M1FN  # the built-in has no NaN
+    assert custom(2, 1, has_inf=False) != E2M1FN  # The built-in format has no NaN.
     assert custom(4, 3, bias=9).name == "e4m3b9"
     assert custom(4, 3, bias=-2).name == "e4m3bminus2"
 

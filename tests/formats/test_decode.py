@@ -1,4 +1,4 @@
-"""decode against ml_dtypes, over all codes."""
+"""`decode` agrees with ml_dtypes on all codes."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def test__every_code__decodes_as_ml_dtypes(fmt, dtype):
     codes = all_codes(fmt)
     got = decode(codes, fmt, dtype)
     assert got.dtype is dtype
-    # Where dtype is too narrow for the format: one rounding of the exact value.
+    # If dtype is too narrow for the format, the exact value is rounded once.
     assert same(got, ml_decode(codes, fmt).to(dtype)).all()
 
 

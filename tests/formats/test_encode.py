@@ -1,4 +1,4 @@
-"""encode against ml_dtypes, and against exact arithmetic where ml_dtypes rounds twice."""
+"""`encode` agrees with ml_dtypes, and with exact arithmetic where ml_dtypes rounds twice."""
 
 import math
 
@@ -95,7 +95,7 @@ def test__saturate__clips_finite_and_infinite_alike():
 
 def test__saturate_finite__keeps_what_is_not_finite():
     x = torch.tensor([1e9, -1e9, torch.inf, -torch.inf])
-    for values in (x, x.repeat(500)):  # in few operators, and in C++
+    for values in (x, x.repeat(500)):  # The cast runs in few operators, and in C++.
         codes = [encode(values, f, overflow="saturate_finite") for f in (E4M3FN, E5M2, E2M1FN)]
         e4m3, e5m2, e2m1 = (
             decode(c, f)[:4] for c, f in zip(codes, (E4M3FN, E5M2, E2M1FN), strict=True)

@@ -1,4 +1,5 @@
-"""Groups widened to the range of a format, against the formula in float64 and by what must hold."""
+"""Groups widened to the range of a format follow the formula in float64 and keep their
+guarantees."""
 
 import math
 from collections.abc import Callable
@@ -26,12 +27,12 @@ from scaledtensor.formats import (
     quantize_expanded,
 )
 
-#: How far float32 powers may move a code's place between two values, of their distance.
+#: Error of float32 powers, relative to the distance between two values.
 NEAR_A_TIE = 1e-3
 
 
 def groups(sigma: float, count: int = 64, size: int = 128, seed: int = 0) -> Tensor:
-    """Log-normal magnitudes with signs, a group a row."""
+    """Return log-normal magnitudes with signs, one group per row."""
     rng = torch.Generator().manual_seed(seed)
     sizes = torch.exp(sigma * torch.randn(count, size, generator=rng, dtype=torch.float64))
     return (sizes * torch.randn(count, size, generator=rng).sign()).float()
@@ -50,7 +51,7 @@ def test__codes__are_the_nearest_to_the_formula(fmt, sigma):
     top, bottom = exact.amax(1), exact.amin(1)
     assert torch.equal(amax, top.float())
     p = torch.floor(16 * math.log2(fmt.max / (2 * fmt.min_subnormal)) / torch.log2(top / bottom))
-    assert int((power - p.clamp(1, 255)).abs().max()) <= 1  # float32 logarithms next to a step
+    assert int((power - p.clamp(1, 255)).abs().max()) <= 1  # float32 logarithms lie next to a step.
     wide = fmt.max * (exact / top[:, None]) ** (power.double() / 16)[:, None]
     values = np.unique(np.abs(fmt.values().double().numpy()))
     values = values[np.isfinite(values)]
@@ -85,8 +86,8 @@ numbers = st.one_of(st.just(0.0), st.just(-0.0), magnitudes, magnitudes.map(lamb
 @settings(max_examples=300)
 @given(st.lists(numbers, max_size=40), st.integers(1, 9), st.sampled_from([E4M3FN, E5M2, INT8]))
 def test__any_finite_group__comes_back(given_, group, fmt):
-    """Its signs, its zeros, its order, its largest magnitude to the bit, or where that stands out
-    to 16 digits; nothing else is zero."""
+    """A group keeps its signs, zeros and order. Its largest magnitude keeps every bit, or 16 digits
+    if it stands out. No other element becomes zero."""
     x = torch.tensor(given_, dtype=torch.float32)
     y = round_trip(x, fmt, group)
     assert y.shape == x.shape
@@ -165,7 +166,8 @@ def test__groups__are_of_consecutive_elements_of_any_shape():
 @pytest.mark.parametrize("sigma", [0.05, 1.0, 4.0])
 @pytest.mark.parametrize("fmt", [E4M3FN, E5M2, INT8, FP16], ids=lambda f: f.name)
 def test__stochastic_rounding__has_the_values_as_its_mean(fmt, sigma):
-    """The values, not what they are widened to: beside a power that differs from 1, only one."""
+    """The mean is right for the values, not for the widened numbers. If the power is not 1, only
+    one of both can be right."""
     draws = 4000
     x = groups(sigma, count=1).expand(draws, 128)
     rng = torch.Generator().manual_seed(0)
@@ -192,7 +194,7 @@ def test__16_bits__are_kept_under_a_power_of_two(fmt, size):
 
 
 def test__compiled__is_eager_up_to_ties():
-    """Without Inductor, whose code for either half the tests below look at."""
+    """Runs without Inductor; the tests below look at Inductor's code for either half."""
     torch._dynamo.reset()
     x = groups(1.0)
     found = torch.compile(round_trip, fullgraph=True, backend="aot_eager")(x)
@@ -212,14 +214,15 @@ def test__compiled_codes__are_eagers_up_to_ties(fmt):
         apart = found.codes.view(torch.uint8) != wanted.codes.view(torch.uint8)
         assert float(apart.float().mean()) <= (0 if fmt is FP16 else 1e-3)
         one, other = (decode(c, fmt, torch.float32) for c in (found.codes, wanted.codes))
-        step = 0.5 if fmt is E2M1FN else 0.26  # of one code to the next
+        step = 0.5 if fmt is E2M1FN else 0.26  # Two neighbouring codes differ by this.
         torch.testing.assert_close(one, other, rtol=step, atol=fmt.min_subnormal)
     if fmt in (E4M3FN, E5M2, INT8):
         assert_eagers_of_anything(compiled, fmt)
 
 
 def assert_eagers_of_anything(compiled: Callable[[Tensor], Expanded], fmt: Format) -> None:
-    """Also of groups of zeros, of one number, of what is not finite, and of very large numbers."""
+    """The kernels agree also for groups of zeros, of one number, of infinities and NaNs, and of
+    very large numbers."""
     x = groups(1.0)
     x[0] = 0
     x[1, 1:] = 0

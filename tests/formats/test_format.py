@@ -1,4 +1,4 @@
-"""The record: what follows from its facts, its lookups and what it refuses."""
+"""The record of a format: its derived numbers, its lookups and its refusals."""
 
 import copy
 import dataclasses
@@ -69,7 +69,7 @@ def test__get__takes_names_in_any_case_and_formats():
 
 def test__from_dtype__inverts_storage():
     for fmt in ALL:
-        if fmt.storage_dtype is not torch.uint8:  # which several formats share
+        if fmt.storage_dtype is not torch.uint8:  # Several formats share this dtype.
             assert from_dtype(fmt.storage_dtype) is fmt
     for dtype in (torch.uint8, torch.float64):
         with pytest.raises(FormatError, match=f"no format is stored as {dtype}"):

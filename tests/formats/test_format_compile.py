@@ -1,4 +1,4 @@
-"""Under torch.compile, and under tracing, the casts are the same functions."""
+"""The casts are the same functions under torch.compile and under tracing."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def _assert_compiled_alike(run, x):
         assert torch.equal(raw(got)[real], raw(want)[real])
 
 
-#: One of every kind of specials and of storage.
+#: One format of every kind of specials and of storage.
 KINDS = [E4M3FN, E5M2, E4M3FNUZ, E2M1FN, INT8, E8M0FNU, BF16, FP32, OWN[2], OWN[6], OWN[7]]
 
 
@@ -111,8 +111,8 @@ def test__new_shapes_and_formats__compile_once_each():
 
 @pytest.mark.parametrize("dynamic", [None, True])
 def test__a_format_that_is_an_argument__is_a_constant(dynamic):
-    """Also the second one: torch 2.15 made symbols of its integers, which no code can be written
-    for."""
+    """The second compilation works too. torch 2.15 made symbols of its integers, for which no code
+    can be written."""
     torch.compiler.reset()
     x = gaussian(4, 24)
 
@@ -125,7 +125,7 @@ def test__a_format_that_is_an_argument__is_a_constant(dynamic):
 
 
 def test__a_users_own_region__takes_any_shape_without_recompiling():
-    """Inside a compiled function, fused with what is around it, in one graph."""
+    """The cast is fused with its neighbours inside a compiled function, in one graph."""
     counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
 
     @torch.compile(fullgraph=True, backend=counter)

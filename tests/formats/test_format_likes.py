@@ -1,4 +1,5 @@
-"""Every door that takes a format takes its record, its name and its torch dtype; and tensors."""
+"""Every function that takes a format takes its record, its name and its torch dtype, and refuses
+others."""
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ CODES = formats.encode(X, E4M3FN)
 SCALE = torch.ones(2, 1)
 GROUPS = formats.quantize_expanded(X, E4M3FN, 32)
 
-#: Of each door, a call with a format.
+#: A call of each function, with a format.
 DOORS = {
     "encode": lambda f: formats.encode(X, f),
     "decode": lambda f: formats.decode(CODES, f),
@@ -77,7 +78,7 @@ def test__what_is_no_format__is_named(door):
 
 def test__get__takes_every_dtype_that_has_a_format():
     for fmt in FORMATS.values():
-        if fmt.storage_dtype is not torch.uint8:  # which several formats share
+        if fmt.storage_dtype is not torch.uint8:  # Several formats share this dtype.
             assert formats.get(fmt.storage_dtype) is fmt
     with pytest.raises(FormatError, match="The others go by their names: e4m3, e3m4"):
         formats.get(torch.uint8)

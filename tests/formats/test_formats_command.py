@@ -1,4 +1,4 @@
-"""`scaledtensor formats`: what it prints is exact and complete, and what it cannot do it says."""
+"""`scaledtensor formats` prints exact and complete tables, and reports its limits."""
 
 import itertools
 import math
@@ -16,7 +16,7 @@ BYTES = [fmt for fmt in ALL if fmt.bits <= 8]
 
 
 def read(text: str) -> float:
-    """A printed number, by a reader that shares nothing with the writer."""
+    """Return a printed number. This reader shares no code with the writer."""
     if text in ("NaN", "inf", "-inf"):
         return float(text)
     sign = -1.0 if text.startswith("-") else 1.0
@@ -28,7 +28,7 @@ def read(text: str) -> float:
 
 
 def reference(fmt: Format) -> list[float]:
-    """The value of every code, as ml_dtypes reads it; MXINT8 is int8 in steps of 2^-6."""
+    """Return the value of every code by ml_dtypes. MXINT8 is int8 in steps of 2^-6."""
     if fmt.name == "mxint8":
         return [value / 64 for value in reference(get("int8"))]
     return ml_decode(all_codes(fmt), fmt).tolist()
@@ -148,7 +148,7 @@ def test__plot__writes_a_picture(name, tmp_path, capsys):
     path = tmp_path / "picture.png"
     assert shown(capsys, name, "--plot", str(path))[-1] == f"picture: {path}"
     assert path.read_bytes().startswith(PNG)
-    assert path.stat().st_size > 20_000  # something is drawn
+    assert path.stat().st_size > 20_000  # The command draws something.
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".pdf"])

@@ -1,4 +1,4 @@
-"""Which elements share a scale: shapes, expansion, and what is refused."""
+"""Granularities: the shapes of scales, their expansion, and refusals."""
 
 import copy
 import pickle

@@ -39,8 +39,8 @@ NARROW = {name: fmt for name, fmt in FORMATS.items() if fmt.storage_dtype.itemsi
 
 
 def numbers(dtype: torch.dtype) -> torch.Tensor:
-    """Every 16-bit pattern as the upper half of a float32, with lower halves of every kind, and so
-    every bfloat16 there is."""
+    """Return every 16-bit pattern as the upper half of a float32, with lower halves of every kind.
+    All bfloat16 numbers are among them."""
     upper = torch.arange(1 << 16, dtype=torch.int32) << 16
     if dtype is torch.bfloat16:
         return upper.view(torch.float32).bfloat16()
@@ -60,7 +60,7 @@ def raw(x: torch.Tensor) -> torch.Tensor:
 
 
 def same_values(got: torch.Tensor, want: torch.Tensor) -> None:
-    """The same bits; of a NaN and of the zero that a NaN became any."""
+    """Both have the same bits. NaNs, and zeros that NaNs became, may have any."""
     assert got.dtype == want.dtype
     known = ~(got.isnan() & want.isnan())
     assert torch.equal(got[known], want[known])
@@ -237,8 +237,7 @@ on_avx2 = pytest.mark.skipif(not bits.ON_AVX2, reason="Inductor's own code is as
 @on_avx2
 @pytest.mark.parametrize("dynamic", [False, True])
 def test__compiled_code__calls_it_for_what_inductor_does_slowly(dynamic):
-    """And has the bits of eager code, whatever the strides; sizes that are no numbers are left to
-    Inductor."""
+    """The result has the bits of eager code for all strides. Inductor handles symbolic sizes."""
     torch.compiler.reset()
     fmt = FORMATS["e4m3fn"]
     key = random_key(torch.Generator().manual_seed(0))
@@ -281,7 +280,7 @@ def test__compiled_transforms_and_exports__hold_nothing_of_this_machine():
 @pytest.mark.parametrize("fmt", ["e4m3fn", "e2m1fn"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test__what_a_bit_of_the_tensor_negates__has_its_sign(count, fmt, dtype):
-    """As the imaginary part of a conjugate: its memory has the other signs."""
+    """The tensor is the imaginary part of a conjugate: its memory has the opposite signs."""
     x = gaussian(count).to(dtype)
     negated = torch._neg_view(x)
     assert negated.is_neg()

@@ -1,4 +1,4 @@
-"""The casts on numpy arrays: those of torch, in the types of ml_dtypes, on the caller's memory."""
+"""Casts of numpy arrays equal torch's, in the types of ml_dtypes, on the caller's memory."""
 
 import ml_dtypes
 import numpy as np

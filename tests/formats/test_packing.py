@@ -1,4 +1,4 @@
-"""Packed codes: the bits are where the docstring says, and come back."""
+"""Packed codes have their bits where the docstring says, and unpack to the same codes."""
 
 import pytest
 import torch

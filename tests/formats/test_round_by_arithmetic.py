@@ -1,5 +1,5 @@
-"""Rounding by float32 sums and products is `fake_quantize`, at every mantissa; what is not finite
-stays so."""
+"""Rounding by float32 sums and products equals `fake_quantize` at every mantissa, and keeps
+infinities and NaNs."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def rounded(x: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 @pytest.mark.parametrize("fmt", EIGHT_BITS, ids=str)
 def test__every_mantissa__in_a_normal_a_subnormal_and_the_last_binade(fmt: Format) -> None:
-    """Above the subnormals only the mantissa matters, so one binade of them proves all."""
+    """Above the subnormals only the mantissa matters, so one binade proves all others."""
     mantissas = torch.arange(2**23, dtype=torch.int32)
     least = round(torch.tensor(fmt.min_normal).log2().item())
     most = round(torch.tensor(fmt.max).log2().floor().item())

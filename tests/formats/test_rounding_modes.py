@@ -1,4 +1,5 @@
-"""Every rounding and overflow mode against exact comparison, for built-in and other formats."""
+"""Every rounding and overflow mode agrees with exact comparison, for built-in and custom
+formats."""
 
 import math
 
@@ -44,13 +45,13 @@ EDGES = torch.tensor([*EDGES, *(-e for e in EDGES)], dtype=torch.float64)
 
 
 def assert_rounded(x, fmt, rounding, overflow):
-    """Codes and values of the numbers in x as the reference has them; NaN where x is NaN."""
+    """Return the reference's codes and values of the numbers in x; NaN stays NaN."""
     codes = encode(x, fmt, rounding=rounding, overflow=overflow)
     values = fake_quantize(x, fmt, rounding=rounding, overflow=overflow)
     real = ~x.isnan()
     want = reference_codes(x[real], fmt, rounding, overflow)
     assert torch.equal(raw(codes)[real] & (fmt.num_codes - 1), want)
-    assert torch.equal(raw(codes)[real], want)  # nothing above the bits of the code
+    assert torch.equal(raw(codes)[real], want)  # No bit above the code is set.
     assert values.dtype is x.dtype
     assert same(values, decode(codes, fmt, x.dtype))[real].all()
     if fmt.has_nan:
@@ -67,7 +68,7 @@ def test__every_16_bit_input__is_rounded_exactly(fmt, dtype, rounding):
     x = every_16_bit(dtype)
     for overflow in OVERFLOWS:
         assert_rounded(x, fmt, rounding, overflow)
-        # By the table above, by the bits and by arithmetic here.
+        # The rounding follows the table above, by bits and by arithmetic here.
         assert_rounded(x.float()[::7], fmt, rounding, overflow)
         assert_rounded(x[1::7], fmt, rounding, overflow)
 
@@ -92,7 +93,7 @@ def test__the_two_references__agree(fmt):
 
 
 def small_formats():
-    """Custom formats of every kind of specials, with biases that keep them within float32."""
+    """Draw custom formats of every kind of specials, with biases that keep them within float32."""
 
     def build(e, m, shift, kind):
         has_inf, has_nan, signed_zero = kind
@@ -187,7 +188,7 @@ def test__overflow_toward_zero_and_to_odd__is_for_infinities_alone():
 
 
 def test__to_odd_then_nearest__is_nearest_at_once():
-    """What rounding to odd is for (Boldo and Melquiond)."""
+    """Rounding to odd makes a second rounding exact (Boldo and Melquiond)."""
     wide = custom(8, 7)
     x = torch.randn(4096, dtype=torch.float64) * torch.randn(4096, dtype=torch.float64).exp()
     for fmt in (E4M3FN, E5M2, custom(4, 4, has_inf=False)):

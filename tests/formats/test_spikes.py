@@ -1,4 +1,4 @@
-"""A magnitude that stands out of its group is held apart, and costs the others no digits."""
+"""A magnitude that stands out of its group is stored apart and costs the others no digits."""
 
 import math
 
@@ -35,7 +35,7 @@ def back(x, fmt, **how):
 @pytest.mark.parametrize("fmt", HELD, ids=lambda f: f.name)
 @pytest.mark.parametrize("spike", [1e3, -1e6, 1e30])
 def test__neighbours_of_a_spike__have_their_digits(fmt, spike):
-    """Half a digit less at most: M of the rest is a power of two."""
+    """The others lose at most half a digit, as the maximum M of the rest is a power of two."""
     kept = [i for i in range(128) if i != 7]
     found, plain = back(rows(spike), fmt), back(rows(), fmt)
     error = (found - rows(spike))[:, kept].square().mean().sqrt()
@@ -68,7 +68,7 @@ def test__what_stands_out__may_be_the_largest_number_or_beside_infinities(fmt):
     found = back(x, fmt)
     if fmt is FP16:
         assert bool((found[:, 9] == math.inf).all())
-    else:  # they saturate
+    else:  # These elements saturate.
         assert torch.equal(found[:, 9], found[:, 7])
         assert torch.equal(found[:, 10], -found[:, 7])
     assert not found[:, 11].any()
@@ -91,7 +91,7 @@ def test__stochastic_rounding__has_the_values_as_its_mean(fmt):
     error = (found.double() - x.double()) / x.abs()
     deviation = error.std(0) / draws**0.5
     assert bool((error.mean(0).abs() <= 5 * deviation + 1e-6).all())
-    assert float(error.abs().max()) < 1.5  # and no neighbour is the spike
+    assert float(error.abs().max()) < 1.5  # No neighbour is the spike.
 
 
 @pytest.mark.parametrize("fmt", HELD, ids=lambda f: f.name)

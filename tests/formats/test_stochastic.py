@@ -1,4 +1,4 @@
-"""Stochastic rounding: its exact expectation, its random words, and where they come from."""
+"""Stochastic rounding has its exact expectation, from its documented random words."""
 
 import contextlib
 from fractions import Fraction
@@ -38,7 +38,8 @@ def stochastic(x, fmt, seed=0, **options):
 
 @contextlib.contextmanager
 def every_word(bits):
-    """A stand-in for the generator of the Python: all words of that many random bits, in order."""
+    """A stand-in for the generator of the casts in Python. It gives all words of this many random
+    bits, in order."""
 
     def words(key, shape, start, kept):
         del key, kept
@@ -55,7 +56,8 @@ def every_word(bits):
 @pytest.mark.parametrize("overflow", ["saturate", "saturate_finite", "ieee"])
 @pytest.mark.parametrize("fmt", [SMALL, E2M1FN, E5M2, E4M3FN, INT4, MXINT8, OWN[2]], ids=repr)
 def test__over_all_random_words__each_code_comes_as_often_as_it_should(fmt, overflow):
-    """With 5 bits a draw all 32 are tried: the chance is the fraction itself, cut to 5 bits."""
+    """A draw with 5 bits has 32 words, and all are tried: the chance is the fraction, cut to 5
+    bits."""
     values = [float(v) for v in ladder(fmt)[:: max(1, len(ladder(fmt)) // 8)]]
     shares = (0, 1 / 32, 1 / 3, 0.5, 31 / 32)
     steps = {v: min(float(u) for u in ladder(fmt) if u > v) - v for v in values if v < fmt.max}
@@ -71,7 +73,7 @@ def test__over_all_random_words__each_code_comes_as_often_as_it_should(fmt, over
 
 def test__the_mean_over_all_words__is_the_number_itself():
     x = torch.tensor([0.3, 1.1, 5.7, 0.01, -2.6]) * 64
-    x = x.round() / 64  # what 8 random bits can tell apart in these binades
+    x = x.round() / 64  # 8 random bits can tell these fractions apart in these binades.
     for value in x.tolist():
         with every_word(12):
             got = decode(stochastic(torch.full((4096,), value), SMALL), SMALL)
@@ -81,14 +83,14 @@ def test__the_mean_over_all_words__is_the_number_itself():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("fmt", [E4M3FN, E5M2, BF16, E2M1FN, MXINT8, OWN[6]], ids=repr)
 def test__on_many_elements__the_chance_is_the_fraction(fmt, dtype):
-    """Each mean within 5 standard deviations of a fair coin that is `share` up."""
+    """Each mean lies within 5 standard deviations of a coin that goes up with chance `share`."""
     count = 1 << 16
     for share in (0.125, 0.5, 0.8125):
         for base, step in ((1.0, fmt.eps), (0.0, fmt.min_subnormal)):
             x = torch.full((count,), base + share * step, dtype=torch.float64).to(dtype)
             share_of_x = (x[0].double().item() - base) / step
             if not 0 < share_of_x < 1:
-                continue  # too fine for this dtype
+                continue  # The fraction is too fine for this dtype.
             up = (decode(stochastic(x, fmt), fmt, torch.float64) - base) / step
             assert set(up.unique().tolist()) <= {0.0, 1.0}
             bound = 5 * (share_of_x * (1 - share_of_x) / count) ** 0.5
@@ -96,7 +98,8 @@ def test__on_many_elements__the_chance_is_the_fraction(fmt, dtype):
 
 
 def test__float64__is_told_apart_below_the_last_place_of_float32():
-    """1 + 2^-30 of a step rounds up once in 2^30: never in a million draws, sometimes in all."""
+    """A value 2^-30 of a step above 1 rounds up once in 2^30: never in a million draws, sometimes
+    in all."""
     x = torch.full((1 << 20,), 1 + E4M3FN.eps * (1 - 2**-40), dtype=torch.float64)
     assert decode(stochastic(x, E4M3FN), E4M3FN).unique().tolist() == [1 + E4M3FN.eps]
     x = torch.full((1 << 20,), 1 + E4M3FN.eps * 2**-40, dtype=torch.float64)
@@ -139,7 +142,8 @@ def test__every_result__is_a_neighbour(fmt):
 
 
 def test__fewer_random_bits__cut_the_chance():
-    """With 1 bit: below a half never up, from a half on every second time."""
+    """With 1 bit, a fraction below a half never rounds up, and others round up every second
+    time."""
     x = torch.tensor([1.49, 1.5, 1.99]).repeat_interleave(1 << 12) * E2M1FN.min_subnormal * 2
     up = decode(stochastic(x, E2M1FN, random_bits=1), E2M1FN).view(3, -1)
     share = ((up - up.amin()) / 0.5).clamp(0, 1).mean(1)
@@ -183,7 +187,7 @@ def test__the_other_roundings__draw_nothing():
 
 
 def test__strides_and_pieces__do_not_change_the_draws():
-    x = torch.randn(40, 1 << 13)  # more than one piece
+    x = torch.randn(40, 1 << 13)  # The tensor is more than one piece.
     want = raw(stochastic(x, E4M3FN))
     assert torch.equal(raw(stochastic(x.t().contiguous().t(), E4M3FN)), want)
     assert torch.equal(raw(stochastic(x.view(5, 8, -1), E4M3FN)).view(40, -1), want)
@@ -230,7 +234,7 @@ def test__words__are_uniform_in_every_bit_and_byte():
     count = 1 << 20
     for seed in (0, 1, 12345):
         sample = words(seed, count)
-        assert sample.unique().numel() == count  # a permutation of the counters
+        assert sample.unique().numel() == count  # This is a permutation of the counters.
         for bit in range(32):
             ones = (sample >> bit & 1).sum().item()
             assert abs(ones - count / 2) < 5 * (count / 4) ** 0.5
@@ -261,7 +265,8 @@ def test__words__of_neighbours_and_of_other_keys_are_unrelated():
 
 
 def test__a_flipped_counter_bit__flips_half_of_the_word():
-    """Avalanche, over counters from all of the range."""
+    """Every input bit flips half of the output bits (avalanche), for counters from the whole
+    range."""
     key = random_key(torch.Generator().manual_seed(0))
     one = torch.Size([1])
     base = torch.randint(0, 1 << 30, (256,), generator=torch.Generator().manual_seed(1))

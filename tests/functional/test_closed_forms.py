@@ -1,4 +1,4 @@
-"""The closed forms over sizes and hyperparameters that nobody chose."""
+"""The closed forms hold for random sizes and hyperparameters."""
 
 import math
 
@@ -46,11 +46,11 @@ def test__products__over_sizes(seed, n, k, m):
     st.integers(1, 3),
 )
 def test__convolutions__over_their_geometry(seed, channels, groups, taps, stride, dilation):
-    stride = min(stride, taps)  # beyond, inputs are skipped: their gradient is zero
+    stride = min(stride, taps)  # Beyond this, inputs are skipped and their gradient is zero.
     options = {"stride": stride, "dilation": dilation, "groups": groups, "constraint": None}
     x, w = leaves(seed, (4, channels, 128), (32, channels // groups, taps))
     assert_unit(U.conv1d(x, w, **options), (x, w), seed, 0.75, 1.3)
-    if dilation == 1:  # else some positions meet more taps than others
+    if dilation == 1:  # Otherwise some positions meet more taps than others.
         x, w = leaves(seed, (4, channels, 64), (channels, 32 // groups, taps))
         assert_unit(U.conv_transpose1d(x, w, **options), (x, w), seed, 0.75, 1.3)
 
@@ -76,7 +76,8 @@ def test__activations__over_sharpness(seed, mult):
     for function in (U.gelu, U.silu, U.tanh, U.sigmoid):
         (x,) = leaves(seed, (20_000,))
         low = 0.8
-        high = 1.4 if function in (U.gelu, U.silu) else 1.25  # of RMS; the mean is not removed
+        # This is the RMS; the mean is not removed.
+        high = 1.4 if function in (U.gelu, U.silu) else 1.25
         assert_unit(function(x, mult, None), (x,), seed, low, high)
 
 
@@ -84,7 +85,7 @@ def test__activations__over_sharpness(seed, mult):
 
 
 def test__attention_of_a_fixed_context__decodes_as_it_was_trained():
-    """One token against a cache computes what the whole sequence did."""
+    """One token against a cache gives the result of the whole sequence."""
     q, k, v = (t.detach() for t in leaves(0, *((1, 2, 48, 16),) * 3))
     whole = U.scaled_dot_product_attention(q, k, v, is_causal=True, context_length=48)
     torch.testing.assert_close(whole, U.scaled_dot_product_attention(q, k, v, is_causal=True))
@@ -96,7 +97,7 @@ def test__attention_of_a_fixed_context__decodes_as_it_was_trained():
 
 
 def test__attention_by_default__scales_with_the_number_of_keys():
-    """As the published one; why `context_length` is there."""
+    """The result is the published one; this shows the purpose of `context_length`."""
     q, k, v = (t.detach() for t in leaves(0, *((1, 2, 48, 16),) * 3))
     whole = U.scaled_dot_product_attention(q, k, v, is_causal=True)
     step = U.scaled_dot_product_attention(q[:, :, :8], k[:, :, :8], v[:, :, :8], is_causal=True)
@@ -119,7 +120,7 @@ def test__routed_outputs__combine_at_unit_scale(experts, top_k, mult):
 
 
 def test__a_loss__has_the_value_of_torch_and_the_gradient_of_a_sum():
-    """So that a token's gradient does not depend on how many there are."""
+    """A token's gradient does not depend on the number of tokens."""
     (x,) = leaves(0, (64, 32))
     target = torch.arange(64) % 32
     for n in (1, 16, 64):
@@ -132,7 +133,7 @@ def test__a_loss__has_the_value_of_torch_and_the_gradient_of_a_sum():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test__a_loss_over_many_tokens__stays_in_the_range_of_its_dtype(dtype):
-    """The gradient is as of a sum; no sum is ever formed."""
+    """The gradient is the gradient of a sum, which is never formed."""
     (x,) = leaves(0, (16384, 32))
     x = x.detach().to(dtype).requires_grad_()
     loss = U.cross_entropy(x, torch.arange(16384) % 32)

@@ -1,4 +1,5 @@
-"""Where the published library is wrong, and what happens here instead. One test a difference."""
+"""The published library is wrong in these points. Each test shows one point and the behaviour
+here."""
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ def gradients(out, *leaves):
 
 
 def test__linear__does_not_shrink_its_bias():
-    """There (x w + b) / sqrt(K): a bias of 1 adds 1/sqrt(K). Its gradient is the same."""
+    """The published library computes (x w + b) / sqrt(K), so a bias of 1 adds 1/sqrt(K). Its
+    gradient is the same."""
     x, w, b = (t.requires_grad_() for t in (randn(8, 64), randn(4, 64), randn(4)))
     ours, theirs = U.linear(x, w, b), published.linear(x, w, b)
     torch.testing.assert_close(ours, U.linear(x, w, None) + b)
@@ -36,7 +38,8 @@ def test__conv1d__does_not_shrink_its_bias():
 
 
 def test__cross_entropy__does_not_count_ignored_tokens():
-    """There the mean divides by all tokens, and the gradient has RMS sqrt(share of the others)."""
+    """The published mean divides by all tokens, and the gradient has RMS sqrt(share of the
+    others)."""
     x, target = randn(256, 32).requires_grad_(), torch.arange(256) % 32
     target[::2] = -100
     ours, theirs = U.cross_entropy(x, target), published.cross_entropy(x, target)
@@ -48,7 +51,7 @@ def test__cross_entropy__does_not_count_ignored_tokens():
 
 
 def test__cross_entropy__takes_images_weights_and_smoothing():
-    """There they raise."""
+    """The published functions raise here."""
     x, target = randn(8, 32, 5).requires_grad_(), torch.arange(40).view(8, 5) % 32
     options = {"weight": torch.rand(32) + 0.1, "label_smoothing": 0.3}
     with pytest.raises(AssertionError):
@@ -61,14 +64,15 @@ def test__cross_entropy__takes_images_weights_and_smoothing():
 
 
 def test__dropout_in_evaluation__is_the_identity():
-    """There it still multiplies by sqrt(1 - p)."""
+    """The published dropout still multiplies by sqrt(1 - p)."""
     x = randn(8)
     assert torch.equal(U.dropout(x, 0.5, training=False), x)
     torch.testing.assert_close(published.dropout(x, 0.5, training=False), x / 2**0.5)
 
 
 def test__matmul__counts_how_often_an_operand_is_used():
-    """There the gradient of a matrix that a batch shares counts the rows of one member."""
+    """In the published library, the gradient of a matrix that a batch shares counts the rows of one
+    member."""
     a, b = randn(16, 8, 32).requires_grad_(), randn(32, 64).requires_grad_()
     ours = gradients(U.matmul(a, b, constraint=None), b)[0]
     theirs = gradients(published.matmul(a, b, constraint=None), b)[0]
@@ -77,7 +81,7 @@ def test__matmul__counts_how_often_an_operand_is_used():
 
 
 def test__matmul__takes_vectors():
-    """There they raise."""
+    """The published functions raise here."""
     a, b = randn(8, 32), randn(32)
     with pytest.raises(IndexError):
         published.matmul(b, a.mT)
@@ -86,7 +90,7 @@ def test__matmul__takes_vectors():
 
 
 def test__conv1d__takes_sequences_and_padding_by_name():
-    """There they raise."""
+    """The published functions raise here."""
     x, w = randn(2, 8, 32), randn(4, 8, 3)
     with pytest.raises(TypeError):
         published.conv1d(x, w, padding="same")
@@ -94,7 +98,7 @@ def test__conv1d__takes_sequences_and_padding_by_name():
 
 
 def test__constraints__are_those_of_a_table():
-    """There any name that the module happens to import is one."""
+    """The published library takes any name that the module happens to import."""
     assert constraints.apply_constraint("prod", (4.0, 0.5)) == (2.0,)
     with pytest.raises(ValueError, match="allowed are amean"):
         U.gelu(randn(4), constraint="prod")

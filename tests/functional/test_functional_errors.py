@@ -1,4 +1,4 @@
-"""What is refused, and in what words."""
+"""Functions refuse wrong calls with a message that names the mistake."""
 
 import pytest
 import torch
@@ -74,7 +74,7 @@ def test__a_mistake__is_named(name):
 
 
 def test__an_empty_batch__has_an_empty_result():
-    """As torch's own: zero terms have no scale to choose."""
+    """A sum of zero terms is an error, as in torch: it has no scale to choose."""
     w = W.clone().requires_grad_()
     y = U.linear(X[:0], w, w[:, 0])
     assert y.shape == (0, 6)

@@ -1,5 +1,5 @@
-"""Beside the published library: the same numbers where it is right, a named difference where it is
-not. Forward and every gradient, in float32."""
+"""The functions compute the published library's numbers where it is right, and a named difference
+otherwise. Output and every gradient are compared in float32."""
 
 import pytest
 import torch
@@ -11,9 +11,9 @@ published = pytest.importorskip("unit_scaling.functional")
 
 
 def run(function, tensors, seed=9):
-    """The output and the gradients of every floating-point tensor."""
+    """Return the output and the gradients of every floating-point tensor."""
     leaves = [t.clone().requires_grad_() if t.is_floating_point() else t for t in tensors]
-    torch.manual_seed(0)  # dropout
+    torch.manual_seed(0)  # Dropout draws from it.
     out = function(*leaves)
     outs = out if isinstance(out, tuple) else (out,)
     gradients = [randn(*o.shape, seed=seed + i) for i, o in enumerate(outs)]

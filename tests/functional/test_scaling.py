@@ -1,4 +1,4 @@
-"""One constant forward and another backward: on whatever a caller has, in whatever mode."""
+"""Constants for the forward and backward pass act on every kind of tensor, in every mode."""
 
 import math
 
@@ -16,7 +16,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
 def both(x):
-    """Forward 3, backward 5, of a function whose derivative is 2x."""
+    """Multiply by 3 forward and 5 backward around a function with the derivative 2x."""
     return (U.scale_bwd(U.scale_fwd(x, 3.0), 5.0) ** 2).sum()
 
 
@@ -36,7 +36,7 @@ def test__a_factor_of_one__costs_nothing():
     assert U.scale_fwd(x, 1.0) is x
     assert U.scale_bwd(x, 1) is x
     assert scale(x, 1.0, 1.0) is x
-    assert U.scale_bwd(x, 3.0) is x  # no gradient is due
+    assert U.scale_bwd(x, 3.0) is x  # No gradient is needed.
     assert U.scale_bwd(x.requires_grad_(), 3.0) is not x
 
 
@@ -63,7 +63,7 @@ def test__derivatives_of_derivatives__follow():
     (first,) = torch.autograd.grad(both(x), x, create_graph=True)
     torch.testing.assert_close(first, 2 * 3 * x * 5)
     (second,) = torch.autograd.grad(first.sum(), x)
-    # d/dx of 30 x, through the same two factors.
+    # The derivative of 30 x comes through the same two factors.
     torch.testing.assert_close(second, torch.full_like(x, 2 * 5 * 5.0))
 
 
@@ -73,7 +73,7 @@ def test__transforms__see_the_same_gradient():
         torch.testing.assert_close(f(x), 30 * x)
     torch.testing.assert_close(torch.func.vmap(torch.func.grad(both))(x), 30 * x)
     torch.testing.assert_close(torch.func.vjp(both, x)[1](torch.ones(()))[0], 30 * x)
-    # One derivative in both modes: the transpose of the backward pass.
+    # Both modes have one derivative: the transpose of the backward pass.
     tangent = torch.func.jvp(both, (x,), (torch.ones_like(x),))[1]
     torch.testing.assert_close(tangent, (30 * x).sum())
     assert torch.func.hessian(both)(x[0]).shape == (5, 5)
@@ -132,7 +132,7 @@ def weight_gradient(x):
 
 
 def test__global_batch__makes_sums_over_parts_the_gradient_of_the_whole():
-    """Two processes by two steps of accumulation: their sum is what one process would compute."""
+    """Two processes and two steps of accumulation sum to the result of one process."""
     x = gaussian(32, 16)
     with U.global_batch(2 * 2):
         parts = sum(weight_gradient(part) for part in x.chunk(4))

@@ -1,4 +1,4 @@
-"""Torch's spellings of a function reach the unit-scaled one, by torch's own signatures."""
+"""Torch's spellings of a function reach the unit-scaled one through torch's own signatures."""
 
 import inspect
 
@@ -44,7 +44,8 @@ def rms_of(function):
 
 
 def recurrent(network, steps=0):
-    """(arguments, keyword arguments, the expected call), of a cell or of a network of steps."""
+    """Return arguments, keyword arguments and the expected call, for a cell or for a network of
+    steps."""
     n = 6 * GATES.get(network, 1)
     w, u, b, d = randn(n, 8), randn(n, 6), randn(n), randn(n, seed=1)
     s, t = rms_of(torch.sigmoid), rms_of(torch.tanh)
@@ -79,7 +80,7 @@ def recurrent(network, steps=0):
     return (XT, states, [w, u, b, d], True, 1, 0.0, True, False, False), {}, expected
 
 
-#: spelling -> (arguments, keyword arguments, the expected call).
+#: Maps a spelling to arguments, keyword arguments and the expected call.
 CALLS = {
     F.linear: ((A, ROWS, randn(8)), {}, lambda: U.linear(A, ROWS, randn(8))),
     torch.matmul: ((A, B), {}, lambda: U.matmul(A, B)),
@@ -267,12 +268,12 @@ def test__a_spelling__is_the_unit_scaled_function(spelling):
     arguments, keywords, expected = CALLS[spelling]
     given = [x.clone() if isinstance(x, Tensor) else x for x in arguments]
     if spelling in (Tensor.__mul__,):
-        given[1] = given[0]  # a square is one of a single tensor
+        given[1] = given[0]  # A square has one tensor as both operands.
     torch.testing.assert_close(COUNTERPARTS[spelling](*given, **keywords), expected())
     for x, before in zip(given, arguments, strict=True):
         if isinstance(x, Tensor):
             assert torch.equal(x, before)
-    # torch itself takes them, so that a model may.
+    # torch takes these calls too, so a model may contain them.
     spelling(*(x.clone() if isinstance(x, Tensor) else x for x in arguments), **keywords)
 
 
@@ -283,7 +284,8 @@ def test__every_spelling__has_the_parameters_of_torch():
 def _has_the_parameters_of_torch(spelling):
     try:
         wanted = inspect.signature(spelling).parameters
-    except (TypeError, ValueError):  # in C++; the call above spells its arguments out
+    # The function is in C++, and the call above spells its arguments out.
+    except (TypeError, ValueError):
         return
     if list(wanted) in (["self", "args", "kwargs"], ["args", "kwargs"]):
         return
@@ -304,7 +306,7 @@ def _has_the_parameters_of_torch(spelling):
     ],
 )
 def test__a_product_with_a_parameter__is_a_linear_layer(call):
-    """Its gradient is over the root of the batch, whatever the constraint."""
+    """The gradient is divided by the root of the batch size under every constraint."""
     x, w = randn(256, 16), nn.Parameter(randn(16, 4))
     w_used = w.view(16, 4)
     for weight in (w, w_used):

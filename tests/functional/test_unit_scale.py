@@ -18,13 +18,13 @@ LOW, HIGH = 0.8, 1.25
 
 
 def outputs(case: Case, tensors: list[Tensor], options: dict, call=None) -> list[Tensor]:
-    torch.manual_seed(0)  # dropout
+    torch.manual_seed(0)  # Dropout draws from it.
     out = (call or case.run)(*tensors, **options)
     return list(out) if isinstance(out, tuple) else [out]
 
 
 def seed_gradients(outs: list[Tensor]) -> list[Tensor]:
-    """Gaussian; 1 for a loss."""
+    """Return a Gaussian gradient, or 1 for a loss."""
     rng = torch.Generator().manual_seed(7)
     drawn = [
         torch.randn(o.shape, generator=rng).to(o.dtype) if o.dim() else torch.ones_like(o)
@@ -50,7 +50,7 @@ def spread(x: Tensor, skewed: bool) -> float:
 
 
 def assert_unit(x: Tensor, what: str, skewed: bool = False) -> None:
-    # Of n elements a standard deviation is known to 1 / sqrt(2n); small parameters have few.
+    # The standard deviation of n elements is known to 1 / sqrt(2n), and small parameters have few.
     slack = 1 + 3 / math.sqrt(2 * x.numel())
     measured = spread(x, skewed)
     assert LOW / slack <= measured <= HIGH * slack, f"{what}: {measured:.3f}"
@@ -76,7 +76,8 @@ def test__without_a_constraint__output_and_gradients_are_at_unit_scale(case, dty
             for i, (g, t) in enumerate(zip(gradients, tensors, strict=True)):
                 assert g.dtype == dtype
                 assert g.shape == t.shape
-                # That of kl_div is -target, of softmax's kin free of a mean.
+                # The gradient of kl_div is -target, and the gradients of softmax and its relatives
+                # have no mean.
                 assert_unit(g, f"gradient {i} of {what}", case.skewed)
 
 
@@ -111,8 +112,8 @@ def test__scaled_tensors__hold_the_range_under_every_constraint(case):
 
 @every_case
 def test__scaled_tensors__compute_what_plain_ones_do(case):
-    """The same function and the same gradients, whatever holds them."""
-    if case.name == "dropout":  # draws other masks
+    """Function and gradients are the same for plain and scaled tensors."""
+    if case.name == "dropout":  # The compiled code draws other masks.
         return
     plain = draw(case, case.shapes[0])
     expected = run(case, plain, {})
@@ -129,12 +130,12 @@ def test__scaled_tensors__compute_what_plain_ones_do(case):
 
 @every_case
 def test__exact__is_the_true_gradient(case):
-    """By central differences in float64, along one direction."""
+    """Compute the derivative by central differences in float64, along one direction."""
     if "exact" not in (case.constraints or ()):
         return
     options = {"constraint": "exact"} | ({"mult": 2.0} if case.mults else {})
     tensors = [t.double().requires_grad_() for t in draw(case, case.shapes[0])]
-    if case.name in ("grouped_linear",):  # float64 has no kernel
+    if case.name in ("grouped_linear",):  # float64 has no kernel here.
         return
     outs = outputs(case, tensors, options)
     seeds = [torch.randn_like(o) for o in outs]

@@ -1,6 +1,6 @@
-"""Every unit-scaled function, with shapes, hyperparameters, and what its closed form promises.
+"""Every unit-scaled function, with shapes, hyperparameters, and the promises of its closed form.
 
-What is not promised is said here, by the field of the case that says so.
+The fields of a case list its exceptions.
 """
 
 import math
@@ -18,7 +18,7 @@ import scaledtensor.functional as U
 FREE = ("gmean", "hmean", "amean", "to_output_scale", "exact")
 BINARY = (*FREE, "to_grad_input_scale")
 TERNARY = (*FREE, "to_left_grad_scale", "to_right_grad_scale")
-#: Of functions whose only free scale is that of a parameter, or of a loss.
+#: Constraints of functions that can choose only the scale of a parameter or of a loss.
 PARAMETER = ("exact",)
 
 Shape = tuple[int, ...]
@@ -28,23 +28,24 @@ Shape = tuple[int, ...]
 class Case:
     name: str
     run: Callable[..., Any]
-    """(*tensors, **options) -> a tensor, or several."""
+    """Function of tensors and options that returns one tensor or several."""
     shapes: tuple[tuple[Shape, ...], ...]
     constraints: tuple[str, ...] | None = ()
-    """Besides None; None where the function takes no `constraint`."""
+    """Constraints besides None, or None if the function takes no `constraint`."""
     mults: tuple[float, ...] = ()
     bias: bool = False
-    """The last tensor is zeros: a bias at unit scale would add to the variance of the output."""
+    """The last tensor is zeros, as a bias at unit scale would add to the output's variance."""
     skewed: bool = False
-    """Unit RMS and not unit standard deviation: the mean counts as scale."""
+    """The promise is unit RMS, not unit standard deviation: the mean counts as scale."""
     unscaled: bool = False
-    """The output is not at unit scale: a loss, or logarithms that mean something."""
+    """The output is not at unit scale: it is a loss, or logarithms with a meaning."""
     sparse: bool = False
-    """A gradient is mostly zeros, which fit any scale: ScaledTensors hold it low."""
+    """A gradient is mostly zeros, which fit any scale, so ScaledTensors hold it low."""
     plain_gradient: bool = False
-    """Of a ScaledTensor too: torch computes it from the target and the loss's, both plain."""
+    """Arguments with plain gradients, even for ScaledTensors: torch computes them from the plain
+    target and loss."""
     prepare: tuple[Callable[[Tensor], Tensor], ...] = field(default=())
-    """What makes of Gaussian numbers the tensors that the function is for."""
+    """Turns Gaussian numbers into suitable inputs of the function."""
 
 
 def draw(case: Case, shapes: tuple[Shape, ...], seed: int = 0) -> list[Tensor]:
@@ -56,7 +57,7 @@ def draw(case: Case, shapes: tuple[Shape, ...], seed: int = 0) -> list[Tensor]:
 
 
 def integers(high: int, *shape: int) -> Tensor:
-    """As if drawn; without a generator, which compiled code cannot make."""
+    """Return numbers that look random, without a generator, which compiled code cannot make."""
     return (torch.arange(math.prod(shape)) * 7919 // 13 % high).view(shape)
 
 
@@ -65,7 +66,7 @@ def log_probabilities(x: Tensor) -> Tensor:
 
 
 def noise(x: Tensor) -> Tensor:
-    """A Gaussian sample of the shape of `x`, in no order that it knows of."""
+    """Return a Gaussian sample in the shape of `x`, in an order that is independent of `x`."""
     u = (torch.arange(x.numel(), dtype=torch.float64) * 0.6180339887 + 1e-4) % 1
     return torch.special.ndtri(u).view(x.shape).to(x.dtype)
 
@@ -326,7 +327,7 @@ CASES = [
     ),
 ]
 
-#: Functions that compute no tensor of their own, and where they are tested.
+#: Functions that compute no tensor of their own, and the files that test them.
 ELSEWHERE = {
     "avg_pool3d": "torch has no BF16 kernel of it for a CPU: test_spellings.py",
     "global_batch": "a setting: test_scaling.py",

@@ -1,11 +1,11 @@
-"""`python tests/fuzz`: random programs against float64, from a seed that it prints.
+"""`python tests/fuzz` runs random programs against float64, from a seed that it prints.
 
-A program that differs is made small and written to `tests/fuzz/cases`, where the suite finds it.
-Exits with 1 if there was one.
+It shrinks a program that differs and writes it to `tests/fuzz/cases`, where the suite finds it. The
+exit status is then 1.
 
-`python tests/fuzz --kills 200 --damages 100` tries faults instead: kills, damaged files, limits on
-their size. With `--record docs/reliability.json` either keeps its counts, of which
-`python docs/write_reliability.py` makes a page.
+`python tests/fuzz --kills 200 --damages 100` tries faults instead: kills, damaged files, and limits
+on file size. With `--record docs/reliability.json` either command saves its counts, and `python
+docs/write_reliability.py` makes a page of them.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def results(
 
 
 def faults(options: argparse.Namespace) -> int:
-    """Kills and damaged files, counted; 1 if anything was lost."""
+    """Count kills and damaged files. Return 1 if anything was lost."""
     torch.set_num_threads(1)
     print(f"{options.kills} kills, {options.damages} damages, seed {options.seed}", flush=True)
     told = {
@@ -56,7 +56,7 @@ def faults(options: argparse.Namespace) -> int:
 
 
 def record(path: Path | None, put: Callable[[dict[str, Any]], None]) -> None:
-    """Put counts into the file, beside those that are there."""
+    """Put counts into the file, beside its other counts."""
     if path is not None:
         counts = json.loads(path.read_text()) if path.exists() else {}
         put(counts)

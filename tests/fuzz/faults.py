@@ -1,8 +1,8 @@
-"""Faults that a training meets: it is killed at any moment, and its files are cut or changed.
+"""Faults of a training: kills at any moment, and files that are cut or changed.
 
 `kills` trains in a copy of this process, kills it by SIGKILL after a random time, and starts it
 again from the newest checkpoint, until it has been killed as often as asked. `damages` cuts files
-and flips bits. Each says what was lost; nothing should be.
+and flips bits. Both report what was lost, which should be nothing.
 """
 
 import io
@@ -33,7 +33,7 @@ DIM = 16
 
 
 def training() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model of which every part of a checkpoint has something: FP8 states, masters by pairs."""
+    """A model with something for every part of a checkpoint: FP8 states, and masters by pairs."""
     torch.manual_seed(0)
     model = sct.scale_model(nn.Sequential(nn.Linear(DIM, DIM), nn.GELU(), nn.Linear(DIM, DIM)))
     return model, sct.optim.AdamW(
@@ -53,7 +53,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) ->
 
 
 def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
-    """All of both, to compare."""
+    """Return everything in the model and the optimizer as bytes, to compare."""
     stream = io.BytesIO()
     values = []
     for x in [*model.state_dict().values(), *_states(optimizer)]:
@@ -74,7 +74,7 @@ def _states(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def resumed(folder: Path) -> tuple[nn.Module, torch.optim.Optimizer, int]:
-    """From the newest checkpoint, or from the start."""
+    """Return the model and optimizer of the newest checkpoint, or of the start, and the step."""
     model, optimizer = training()
     newest = sct.checkpoint.latest(folder)
     if newest is None:
@@ -94,18 +94,19 @@ def train(folder: Path, until: int) -> None:
 
 
 def kills(count: int, seed: int) -> dict[str, Any]:
-    """So many kills at random moments of one training. `lost` counts checkpoints that did not load
-    or were not those of the uninterrupted run, `back` the kills after which the newest checkpoint
-    was older than before."""
+    """Kill one training this often at random moments. `lost` counts checkpoints that did not load
+    or differ from the uninterrupted run. `back` counts kills after which the newest checkpoint was
+    older than before."""
     rng, told = random.Random(seed), Counter(kills=0, lost=0, back=0)
     model, optimizer = training()
-    wanted = [bits(model, optimizer)]  # of each step of the run that nobody interrupts
+    wanted = [bits(model, optimizer)]  # The bits of each step of the uninterrupted run.
     with tempfile.TemporaryDirectory() as name:
-        # What is imported on first use is imported here: a child would be killed before it is.
+        # Modules that load on first use are imported here; otherwise a child would be killed before
+        # that.
         train(Path(name), 12)
         start = time.monotonic()
         train(Path(name), 15)
-        longest = 3 * (time.monotonic() - start)  # nine steps or so
+        longest = 3 * (time.monotonic() - start)  # This takes about nine steps.
     with tempfile.TemporaryDirectory() as name:
         folder, reached = Path(name), 0
         while told["kills"] < count:
@@ -131,8 +132,8 @@ def kills(count: int, seed: int) -> dict[str, Any]:
 
 
 def damages(count: int, seed: int) -> dict[str, dict[str, int]]:
-    """So many cuts and flipped bits of each kind of file. `refused` counts our error with the file
-    named, `harmless` files that load to the same bits. `lost` is anything else."""
+    """Cut and flip bits this often in each kind of file. `refused` counts our errors that name the
+    file. `harmless` counts files that load to the same bits. `lost` counts everything else."""
     rng = random.Random(seed)
     model, optimizer = training()
     train_step(model, optimizer, 0)
@@ -197,8 +198,8 @@ def _values(x: torch.Tensor) -> list[float]:
 
 
 def limits(count: int, seed: int) -> dict[str, int]:
-    """So many saves over a checkpoint under a limit on the size of files, at random, as a full disk
-    would end one. `refused` counts those that say so and leave the checkpoint before whole."""
+    """Save this often over a checkpoint under a random limit on file size, which acts like a full
+    disk. `refused` counts the saves that report it and leave the previous checkpoint whole."""
     rng, told = random.Random(seed), Counter(tried=0, refused=0, saved=0, lost=0)
     model, optimizer = training()
     train_step(model, optimizer, 0)

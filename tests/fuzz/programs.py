@@ -1,14 +1,14 @@
 """Random programs of PyTorch operators, on ScaledTensors and on float64.
 
-A program is data: what its inputs are, and steps that each name an operator, earlier results and
-numbers. Results are counted from the end, modulo how many there are, so that a program with a step
-less is a program too: that is how one that fails is made small.
+A program is data: its inputs, and steps that each name an operator, earlier results and numbers.
+Results are counted from the end, modulo their number, so that a program without one of its steps is
+still a program. This is how a failing program is made small.
 
-What error is allowed follows from the formats. The program also runs a few times in float64 with
-what every operator takes and gives moved by up to a rounding of its format, up and down by chance.
-Where results of those runs differ, a rounding may change the answer that much; an answer that is a
-few times further from the exact one is wrong. A jump (a sign, a comparison) shows as a large
-difference there too.
+The allowed error follows from the formats. The program also runs a few times in float64 while the
+operands and results of every operator move by up to a rounding of their format, up and down by
+chance. The results of those runs differ by as much as roundings may change the answer. An answer
+that is a few times further from the exact one is wrong. A jump (a sign, a comparison) shows as a
+large difference there too.
 """
 
 import contextlib
@@ -27,11 +27,11 @@ from torch.utils._pytree import tree_map
 import scaledtensor as sct
 from scaledtensor.testing.tensors import exact
 
-#: Beyond these a square is no float32, which norms and variances take of values, as torch's kernels
-#: do; a program stops before.
+#: A square beyond these values is no float32. Norms and variances take squares of values, as
+#: torch's kernels do, so a program stops before.
 SMALLEST, LARGEST = 2.0**-60, 2.0**60
 EXPONENTS = 50
-#: How often a program runs in float64, and how often before a difference counts.
+#: Number of float64 runs of a program, before and after a difference counts.
 RUNS, SURE = 6, 100
 SLACK = 8.0
 FORMATS = ("fp32", "bf16", "e4m3fn", "e5m2")
@@ -76,7 +76,7 @@ def _broadcast(x: Tensor, y: Tensor) -> bool:
 
 
 def _same(x: Tensor, y: Tensor) -> Tensor:
-    """`y`, in a shape that broadcasts with `x`: itself, or its mean."""
+    """Return `y`, or its mean, in a shape that broadcasts with `x`."""
     return y if _broadcast(x, y) else y.mean()
 
 
@@ -85,12 +85,12 @@ def _dim(x: Tensor, n: int) -> int:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """As a matrix."""
+    """Return x as a matrix."""
     return x.reshape(1, -1) if x.dim() < 2 else x.flatten(0, -2)
 
 
 def _unit(x: Tensor) -> Tensor:
-    """Near 1, for functions that have no other range."""
+    """Return numbers near 1, for functions that have no other range."""
     return F.layer_norm(x, x.shape[-1:]) if x.dim() and x.shape[-1] > 1 else x * 0
 
 
@@ -123,8 +123,8 @@ def _gathered(x: Tensor, y: Tensor, n: int) -> Tensor:
 
 
 def _in_place(change: Callable[[Tensor, Tensor, int], Any]) -> Callable[..., Tensor]:
-    """On a copy, through a view of it for every other number. The copy is in a compute format: a
-    write into a part of an 8-bit tensor may saturate, and says so."""
+    """Write into a copy, for every other number through a view. The copy is in a compute format,
+    since a write into a part of an 8-bit tensor may saturate and warn."""
 
     def run(x: Tensor, y: Tensor, n: int) -> Tensor:
         held = x * 1.0
@@ -136,7 +136,7 @@ def _in_place(change: Callable[[Tensor, Tensor, int], Any]) -> Callable[..., Ten
 
 
 def _fits(x: Tensor, y: Tensor) -> Tensor:
-    """`y` so that it can be written into `x`: itself, or its mean."""
+    """Return `y`, or its mean, in a shape that can be written into `x`."""
     sizes = zip(reversed(x.shape), reversed(y.shape), strict=False)
     fits = y.dim() <= x.dim() and all(n in (m, 1) for m, n in sizes)
     return y if fits else y.mean()
@@ -204,7 +204,7 @@ OPERATORS: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
 
 
 def drawn(seed: int) -> Program:
-    """A program of 5 to 20 steps over one to three inputs."""
+    """Return a program of 5 to 20 steps over one to three inputs."""
     rng = random.Random(seed)
     inputs = []
     for _ in range(rng.randint(1, 3)):
@@ -229,7 +229,7 @@ def drawn(seed: int) -> Program:
 
 
 def inputs_of(program: Program) -> list[Tensor]:
-    """The ScaledTensors that a program begins with."""
+    """Return the ScaledTensors that a program begins with."""
     found = []
     for i in program.inputs:
         rng = torch.Generator().manual_seed(i.seed)
@@ -239,7 +239,7 @@ def inputs_of(program: Program) -> list[Tensor]:
 
 
 def run(program: Program, inputs: list[Tensor]) -> Tensor:
-    """The last result."""
+    """Return the last result."""
     found = list(inputs)
     for step in program.steps:
         x, y = (found[-1 - n % len(found)] for n in step.operands)
@@ -247,21 +247,21 @@ def run(program: Program, inputs: list[Tensor]) -> Tensor:
     return found[-1]
 
 
-#: Operators that normalise. Of equal elements torch's kernels make what rounding leaves of x - x,
-#: times a large number.
+#: Operators that normalise. For equal elements, torch's kernels multiply the rounding error of x -
+#: x by a large number.
 _NORMALISE = ("gelu", "silu", "tanh", "sigmoid", "exp", "clamp", "softmax", "layer_norm")
 
 
 def _nearly_equal(x: Tensor) -> bool:
-    """Whether the elements of some row are."""
+    """Return whether the elements of some row are nearly equal."""
     if not x.dim():
         return False
     return bool(((x.amax(-1) - x.amin(-1)) < 0.05 * x.abs().amax(-1)).any())
 
 
 def _undecided(x: Tensor, n: int, unit: float) -> bool:
-    """Whether another element is nearly the largest one along the dimension of a step, so that a
-    few roundings decide which one a gradient goes to."""
+    """Return whether another element is nearly the largest along the dimension of a step. A few
+    roundings then decide which element gets the gradient."""
     if not x.dim():
         return False
     top = x.amax(_dim(x, n), keepdim=True)
@@ -269,8 +269,8 @@ def _undecided(x: Tensor, n: int, unit: float) -> bool:
 
 
 def sound(program: Program) -> Program:
-    """The program up to where its exact values leave the range, without steps that torch refuses
-    or in which a rounding is everything."""
+    """Return the program up to the step where its exact values leave the range, without steps that
+    torch refuses or that consist of rounding."""
     found = [exact(x) for x in inputs_of(program)]
     kept: list[Step] = []
     unit = rounding(program)
@@ -296,8 +296,8 @@ def sound(program: Program) -> Program:
 
 
 def _known(program: Program, results: list[Tensor]) -> Program:
-    """The program up to where rounding may be a tenth of a result, as that of (x + 1e9) - 1e9. What
-    follows may then be anything: functions bend over so wide a range."""
+    """Return the program up to the step where rounding may be a tenth of a result, as in (x + 1e9)
+    - 1e9. Later results may then be anything, as functions bend over so wide a range."""
     first, steps = len(program.inputs), len(program.steps)
     for i in range(2):
         with Moves(rounding(program), -1 - i):
@@ -313,7 +313,8 @@ def _known(program: Program, results: list[Tensor]) -> Program:
 
 
 def with_gradients(out: Tensor, inputs: list[Tensor]) -> list[Tensor]:
-    """The result, and the gradients of what it depends on for a fixed gradient of its own."""
+    """Return the result and its gradients with respect to the inputs in use, for a fixed
+    gradient."""
     rng = torch.Generator().manual_seed(7)
     seed = torch.randn(out.shape, generator=rng)
     grad: Tensor = sct.scaled(seed) if isinstance(out, sct.ScaledTensor) else seed.to(out.dtype)
@@ -324,13 +325,13 @@ def with_gradients(out: Tensor, inputs: list[Tensor]) -> list[Tensor]:
 
 
 def rounding(program: Program) -> float:
-    """Half a step of the narrowest format that results are in, relative, and a little for rules
-    that calculate in float32 what float64 has."""
+    """Return half a relative step of the narrowest format of the results, plus a little for rules
+    that calculate in float32."""
     return 2.0**-22 if all(i.format == "fp32" for i in program.inputs) else 2.0**-8
 
 
 def differences(program: Program, compiled: str | None = None) -> list[str]:
-    """Where ScaledTensors differ from float64 by more than rounding explains; empty for nowhere."""
+    """List the places where ScaledTensors differ from float64 by more than rounding explains."""
     program = sound(program)
     inputs = [x.requires_grad_() for x in inputs_of(program)]
     plain = [exact(x) for x in inputs]
@@ -373,7 +374,7 @@ def _beyond(got: list[Tensor], want: list[Tensor], spread: list[Tensor], unit: f
         if g.shape != w.shape:
             found.append(f"{name}: shape {[*g.shape]}, expected {[*w.shape]}")
             continue
-        # Elements are as exact as the largest ones beside them: sums round by those.
+        # Elements are as exact as their largest neighbours, because sums round by those.
         allowed = SLACK * (s + s.mean() + unit * w.abs()) + 4 * unit * size
         allowed = allowed.nan_to_num(nan=torch.inf)
         wrong = ~((exact(g) - w).abs() <= allowed)
@@ -394,14 +395,14 @@ def _plain(program: Program, values: list[Tensor], moves: "Moves | None") -> lis
         return [t.detach() for t in with_gradients(run(program, list(leaves)), leaves)]
 
 
-#: Operators that give what they take; a gradient asks which one that was.
+#: Operators that return one of their operands' elements; a gradient depends on the choice.
 _CHOOSE = ("amax", "amin", "max", "min", "eq", "ne", "maximum", "minimum")
 
 
 class Moves(TorchDispatchMode):
-    """Moves what each operator takes and gives by up to `unit` of each element, by chance.
+    """Move the operands and results of each operator by up to `unit` of each element, by chance.
 
-    What it takes too, since sums and differences within an operator are of that.
+    Operands move too, since sums and differences inside an operator round them.
     """
 
     def __init__(self, unit: float, seed: int) -> None:
@@ -428,7 +429,8 @@ class Moves(TorchDispatchMode):
 
 
 def smaller(program: Program, fails: Callable[[Program], bool]) -> Program:
-    """A program that fails with as few steps, as small inputs and as plain ones as can be."""
+    """Return a failing program with as few steps, and as small and plain inputs, as can be
+    found."""
     tries = 0
     while tries < 400:
         for candidate in _candidates(program):
@@ -442,10 +444,11 @@ def smaller(program: Program, fails: Callable[[Program], bool]) -> Program:
 
 
 def without(program: Program, n: int) -> Program:
-    """The program without step `n`, where its first operand takes the place of its result."""
+    """Return the program without step `n`, where the step's first operand replaces its result."""
     first = len(program.inputs)
     gone, steps = first + n, []
-    place = list(range(first))  # of a result in the new program, by its place in the old one
+    # Position of a result in the new program, by its position in the old one.
+    place = list(range(first))
     for i, step in enumerate(program.steps):
         have = first + i
         used = [place[have - 1 - k % have] for k in step.operands]

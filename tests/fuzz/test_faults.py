@@ -1,4 +1,4 @@
-"""A slice of the faults that `make fuzz` tries, another one each day."""
+"""A slice of the faults of `make fuzz`; each day has another slice."""
 
 import subprocess
 import sys

@@ -1,6 +1,6 @@
-"""A slice of the fuzzer, another one each day, and every program that has ever failed.
+"""A slice of the fuzzer, which differs each day, and every program that has ever failed.
 
-`python tests/fuzz` runs as many as asked (`make fuzz`: 20,000).
+`python tests/fuzz` runs as many programs as asked (`make fuzz`: 20,000).
 """
 
 import time
@@ -14,7 +14,7 @@ CASES = sorted((Path(__file__).parent / "cases").glob("*.json"))
 
 
 def first() -> int:
-    """The first seed of the day's slice."""
+    """Return the first seed of the day's slice."""
     return int(time.time() // 86_400) * 1000
 
 
@@ -49,7 +49,8 @@ def test__a_program__round_trips_and_can_lose_any_step():
 
 @pytest.mark.parametrize("fault", [lambda x: x * 1.01, lambda x: -x, lambda x: x * float("nan")])
 def test__a_planted_fault__is_found_and_made_small(fault, monkeypatch):
-    """Of 1 percent in float32, of a sign and a NaN: in one operator, on ScaledTensors alone."""
+    """Faults of 1 percent in float32, of a sign, and of a NaN, each in one operator and for
+    ScaledTensors alone."""
     true = OPERATORS["sub"]
 
     def wrong(x, y, n):

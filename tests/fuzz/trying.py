@@ -1,4 +1,4 @@
-"""One program of the fuzzer, tried in whatever process; a module that workers can import."""
+"""Try one program of the fuzzer in any process. Workers can import this module."""
 
 import warnings
 
@@ -14,7 +14,7 @@ def told(program: Program, compiled: str | None) -> list[str]:
 
 
 def tried(job: tuple[int, str | None]) -> tuple[int, list[str], str]:
-    """What a seed's program found, and the program, made small, that finds it."""
+    """Return the differences of a seed's program, and a small program that shows them."""
     seed, compiled = job
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""analyse_module: code with scales beside it."""
+"""`analyse_module` lists code with scales beside it."""
 
 import re
 
@@ -13,7 +13,7 @@ from scaledtensor.inspect import analyse_module, tracking
 
 
 def listed(text: str, code: str) -> tuple[str, str]:
-    """Forward and backward scale beside the line of code."""
+    """The forward and backward scale stand beside the line of code."""
     (line,) = (line for line in text.splitlines() if line.strip().startswith(code))
     found = re.search(r"\(-> (\S+), <- (\S+)\)$", line)
     assert found, line
@@ -26,7 +26,7 @@ class Block(nn.Module):
         self.fc = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Not listed."""
+        """This function is not listed."""
         h = self.fc(x)
         return h.tanh() * 2
 

@@ -71,7 +71,7 @@ def test__shares__count_what_a_format_loses():
     x = torch.tensor([0.0, 1.0, 448.0, 449.0, -1e6, 2.0**-9, 2.0**-10, 2.0**-11])
     found = measure(x, E4M3FN)
     assert found.saturated == 2 / 8
-    assert found.underflowed == 2 / 8  # halfway goes to zero, which is even
+    assert found.underflowed == 2 / 8  # Halfway goes to zero, which is even.
 
 
 @given(st.sampled_from(sorted(FORMATS)), st.integers(-30, 30), st.integers(0, 2**31))

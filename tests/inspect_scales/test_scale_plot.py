@@ -1,4 +1,4 @@
-"""plot: a picture of every tensor against a format."""
+"""`plot` draws every tensor against a format."""
 
 from math import log2
 
@@ -68,7 +68,7 @@ def test__no_words__overlap(name):
         assert page.x0 <= box.x0, text
         assert box.x1 <= page.x1, text
         for other, second in boxes[i + 1 :]:
-            # A pixel: boxes of neighbouring rows touch.
+            # Boxes of neighbouring rows touch, so the bound is a pixel.
             apart = min(box.x1, second.x1) - max(box.x0, second.x0) <= 1
             apart |= min(box.y1, second.y1) - max(box.y0, second.y0) <= 1
             assert apart, (text, other)

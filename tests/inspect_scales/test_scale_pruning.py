@@ -1,4 +1,4 @@
-"""Pruning: what goes, what stays, what is bridged."""
+"""Pruning removes, keeps and bridges nodes."""
 
 import operator
 
@@ -18,7 +18,7 @@ from scaledtensor.inspect import (
 
 
 class Mixed(nn.Module):
-    """Integers, masks, views and a tuple between operators on floats."""
+    """A model with integers, masks, views and a tuple between operators on floats."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,8 @@ def test__what_holds_no_floats__goes():
     assert all("metrics" in n.meta for n in pruned.nodes if n.op != "output")
     assert inputs(pruned, "embedding") == ["table"]
     assert inputs(pruned, "chunk_1") == ["mul"]
-    assert inputs(pruned, "where") == ["add", "chunk_1"]  # the mask had two inputs: it has none now
+    # The mask had two inputs and now has none.
+    assert inputs(pruned, "where") == ["add", "chunk_1"]
 
 
 def test__what_keeps_the_scale__goes():
@@ -65,7 +66,7 @@ def test__what_keeps_the_scale__goes():
     assert {"table", "mul", "where"} <= set(names(pruned))
     coarse = prune_same_scale_tensors(graph, rtol=1e6)
     assert "mul" not in names(coarse)
-    assert "where" in names(coarse)  # of several inputs
+    assert "where" in names(coarse)  # It has several inputs.
 
 
 @pytest.mark.parametrize("target", [torch.add, operator.add, "add", Tensor.add])

@@ -1,4 +1,4 @@
-"""Tracking and torch.compile, in every order."""
+"""Tracking works with torch.compile in every order."""
 
 import pytest
 import torch
@@ -113,7 +113,7 @@ def test__over_several_graphs__the_flow_of_data_is_kept():
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             h = self.a(x)
-            print(end="")  # Dynamo leaves it to Python
+            print(end="")  # Dynamo leaves it to Python.
             return self.b(h)
 
     tracked = track_scales(Broken(), capture="dynamo")

@@ -1,4 +1,4 @@
-"""track_scales and tracking: every tensor, both passes; nothing changed by looking."""
+"""`track_scales` and `tracking` record every tensor in both passes and change nothing."""
 
 import copy
 import csv
@@ -67,7 +67,7 @@ def test__afterwards__nothing_is_left_on_the_model():
         assert not module._forward_hooks
         assert not module._forward_pre_hooks
     assert not any(p._backward_hooks for p in model.parameters())
-    assert nodes(scales)["a_weight"].meta["metrics"].bwd is None  # the backward came too late
+    assert nodes(scales)["a_weight"].meta["metrics"].bwd is None  # The backward pass came too late.
 
 
 def test__close__gives_the_model_back():
@@ -224,7 +224,7 @@ def test__in_place_and_several_outputs__keep_the_flow_of_data():
 
 
 def test__a_view_that_is_written_to__is_followed():
-    """A hook on such a view ends the process unless its history was asked for before."""
+    """A hook on such a view ends the process, unless somebody asked for its history before."""
 
     class Model(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -256,7 +256,7 @@ def test__a_part_used_twice_and_tied_weights__are_one_parameter():
 
 
 def test__a_function_of_ones_own__has_a_gradient():
-    """What it returns was computed where nothing requires a gradient."""
+    """The returned tensor was computed where nothing requires a gradient."""
     with tracking(model := Awkward()) as scales:
         model(torch.randn(4, 5, 8, requires_grad=True)).backward()
     linears = [n for n in scales.scales_graph().nodes if n.target is F.linear]

@@ -1,4 +1,4 @@
-"""Models of `transformers`, which know nothing of tracking: the same bits, and every tensor."""
+"""Models of `transformers` keep the same bits under tracking, which records every tensor."""
 
 import pytest
 import torch

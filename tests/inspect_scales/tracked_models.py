@@ -1,4 +1,4 @@
-"""Small models in plain torch, and what they compute, with and without tracking, to be compared."""
+"""Small models in plain torch, and their results with and without tracking, to compare."""
 
 import copy
 from collections.abc import Callable
@@ -23,14 +23,14 @@ class Mlp(nn.Module):
         self.gain = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Adds to x."""
+        """A module that adds to x."""
         h = self.fc1(x)
         h = F.gelu(h)
         return x + self.fc2(h) * self.gain
 
 
 class Stack(nn.Module):
-    """Two such blocks and a head, whose result is a loss."""
+    """Two such blocks and a head that returns a loss."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -59,8 +59,8 @@ class Residual(nn.Module):
 
 
 class Awkward(nn.Module):
-    """What breaks naive tracking: writes in place, views, several outputs, checkpoints of both
-    kinds, a part used twice, tied weights, no_grad, dropout, a function of its own."""
+    """A model that breaks naive tracking: writes in place, views, several outputs, both kinds of
+    checkpoints, a part used twice, tied weights, no_grad, dropout, a custom function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,14 +126,14 @@ BUILDERS: dict[str, Callable[[], Built]] = {
     "awkward": awkward,
 }
 
-#: What can be done with a model: left alone, tracked in a `with`, or wrapped.
+#: Ways to run a model: left alone, tracked in a `with`, or wrapped.
 DOORS = ("with", "module")
 
 
 def step(
     model: nn.Module, args: tuple[Any, ...], door: str = "", **options: Any
 ) -> tuple[list[Tensor | None], Scales]:
-    """Result, gradients and buffers of one step of a copy of `model`, and its scales."""
+    """Return the result, gradients and buffers of one step of a copy of `model`, and its scales."""
     model, scales = copy.deepcopy(model), Scales()
     args = tuple(
         x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
@@ -163,7 +163,7 @@ def _loss(result: Any) -> Tensor:
 
 
 def same(a: Tensor | None, b: Tensor | None) -> bool:
-    """To the last bit; of ScaledTensors elements and scale."""
+    """Compare to the last bit. ScaledTensors have the same elements and scale."""
     if a is None or b is None:
         return a is b
     if isinstance(a, ScaledTensor) and isinstance(b, ScaledTensor):

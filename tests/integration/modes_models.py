@@ -1,4 +1,4 @@
-"""Small models for the tests of modes, and what those tests assert of gradients."""
+"""Small models for the tests of modes, and assertions about gradients."""
 
 import math
 
@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import scaledtensor as sct
 
 UNIT = sct.recipes.Unit()
-#: Nothing is rounded to fewer bits than float32 has: what differs is a mistake.
+#: This recipe rounds nothing to fewer bits than float32, so any difference is a mistake.
 EXACT = sct.recipes.Unit("fp32", "fp32", "fp32")
 
 Recipe = sct.recipes.Recipe
@@ -41,7 +41,7 @@ def gradients(model: nn.Module) -> Gradients:
 
 
 def gradients_of(model: nn.Module, t: Tensor) -> Gradients:
-    """Of one batch alone."""
+    """Return the gradients of one batch alone."""
     model.zero_grad()
     loss_of(model, t).backward()
     return gradients(model)
@@ -70,7 +70,7 @@ def lora_gpt(recipe: Recipe = UNIT, layers: int = 2) -> GPT:
 
 
 def assert_identical(got: Gradients, want: Gradients) -> None:
-    """Scaled, of the same scales, formats and bits."""
+    """Gradients are scaled, and have the same scales, formats and bits."""
     assert got.keys() == want.keys()
     assert got
     for name, g in got.items():
@@ -79,14 +79,14 @@ def assert_identical(got: Gradients, want: Gradients) -> None:
 
 
 def assert_sane(found: Gradients) -> None:
-    """Scaled, under powers of two, with elements near 1. Few and correlated terms are not the
-    Gaussians of the promise, so these borders are wide."""
+    """Gradients are scaled by powers of two, with elements near 1. The limits are wide, because few
+    correlated terms are not the Gaussians of the promise."""
     for name, g in found.items():
         assert_in_range([g], 0.05, 20, what=name)
 
 
 def assert_near(got: Gradients, want: Gradients, tolerance: float) -> None:
-    """Each within a relative distance."""
+    """Each gradient is within a relative distance."""
     assert got.keys() == want.keys()
     for name, g in got.items():
         distance = float((dequantized(g) - dequantized(want[name])).norm())
@@ -94,6 +94,6 @@ def assert_near(got: Gradients, want: Gradients, tolerance: float) -> None:
 
 
 def distance(got: Gradients, want: Gradients) -> float:
-    """Of all as one vector, relative."""
+    """Return the relative distance of all gradients as one vector."""
     off = [float((dequantized(g) - dequantized(want[name])).norm()) for name, g in got.items()]
     return math.hypot(*off) / math.hypot(*(float(dequantized(g).norm()) for g in want.values()))

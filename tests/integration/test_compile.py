@@ -1,4 +1,5 @@
-"""`torch.compile(fullgraph=True)` is the eager program: values, scales, and no stale cache."""
+"""`torch.compile(fullgraph=True)` gives the values and scales of eager code, and uses no stale
+cache."""
 
 import copy
 import os
@@ -19,7 +20,7 @@ import scaledtensor as sct
 
 
 class LlamaBlock(nn.Module):
-    """RMSNorm, RoPE, grouped queries and a gated MLP, each spelled as in the wild."""
+    """RMSNorm, RoPE, grouped queries and a gated MLP, in their usual spellings."""
 
     def __init__(self, width: int = 32, heads: int = 4) -> None:
         super().__init__()
@@ -59,7 +60,7 @@ def gpt(layers: int = 2) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
 
 
 def one_layer() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
-    """For Inductor, which takes as long for each layer."""
+    """Inductor compiles one layer, as each layer takes as long again."""
     return gpt(1)
 
 
@@ -79,8 +80,8 @@ BF16 = sct.recipes.Unit(forward="bf16", gradient="bf16")
     [
         (gpt, sct.recipes.Unit(), "aot_eager", 0.0),
         (llama, sct.recipes.Unit(), "aot_eager", 0.0),
-        # Inductor fuses what eager rounds to bfloat16 in between. In FP8 that flips roundings, and
-        # test__compiled_block__moves_only_scales_too measures them against float32.
+        # Inductor fuses operators between which eager code rounds to bfloat16. In FP8 that flips
+        # roundings, and test__compiled_block__moves_only_scales_too measures them against float32.
         (one_layer, BF16, "inductor", 0.03),
     ],
 )
@@ -109,8 +110,8 @@ def test__forward_and_backward_equal_eager(
 
 
 def test__scaled_logits_cross_the_border_with_their_gradient() -> None:
-    """The loss outside: the compiled region returns a ScaledTensor and receives one. Inductor has
-    this model in test__a_step__is_the_same_bits_under_loss_scaling."""
+    """The loss is computed outside: the compiled region returns a ScaledTensor and receives one.
+    Inductor has this model in test__a_step__is_the_same_bits_under_loss_scaling."""
     torch.manual_seed(0)
     eager = sct.scale_model(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8)))
     compiled = copy.deepcopy(eager)
@@ -176,7 +177,7 @@ for path in sys.argv[1:]:
 
 
 def test__a_changed_rule_is_not_served_from_the_cache(tmp_path: Path) -> None:
-    """Processes that share a cache directory: the same rule hits, a changed one misses."""
+    """Processes share a cache directory: the same rule hits it, and a changed rule misses it."""
     scripts = []
     for name, products in (("first", 1), ("changed", 2)):
         scripts.append(tmp_path / f"{name}.py")
@@ -204,7 +205,7 @@ STATISTICS = {
 
 @pytest.mark.parametrize("name", STATISTICS)
 def test__a_plain_statistic_of_what_was_compiled__goes_back_into_it(name):
-    """Its gradient is plain, where the compiled backward pass was made for scaled ones."""
+    """Its gradient is plain, although the compiled backward pass was made for scaled ones."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     layer, x = sct.scale_model(torch.nn.Linear(16, 8)), torch.randn(4, 16)

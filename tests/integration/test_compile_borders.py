@@ -1,5 +1,5 @@
-"""What people compile, in the way they write it: losses outside and inside of the compiled code,
-gradients of their own, whole steps, compiled optimizers, breaks of the graph anywhere."""
+"""Programs that people compile: losses inside and outside of the compiled code, custom gradients,
+whole steps, compiled optimizers, and graph breaks anywhere."""
 
 import copy
 import warnings
@@ -28,7 +28,8 @@ def mlp() -> nn.Module:
 
 
 class LM(nn.Module):
-    """Returns the loss beside the logits, as the models of transformers do with labels."""
+    """A model that returns the loss beside the logits, as models of transformers do when given
+    labels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +63,8 @@ def compiled(function: Any) -> Any:
 
 
 def assert_same_gradients(eager: nn.Module, other: nn.Module) -> None:
-    """Of the same values. A bias has a plain gradient in eager where the loss is a plain sum."""
+    """Both have gradients of the same values. A bias has a plain gradient in eager code if the loss
+    is a plain sum."""
     for (name, p), q in zip(eager.named_parameters(), other.parameters(), strict=True):
         assert isinstance(q.grad, sct.ScaledTensor), name
         assert is_power_of_two(q.grad.scale), name
@@ -71,7 +73,7 @@ def assert_same_gradients(eager: nn.Module, other: nn.Module) -> None:
 
 # --- what is done with the output ------------------------------------------------------------
 
-# Weights that bfloat16 holds, which is the format of the output and so of its gradient.
+# The weights fit bfloat16, the format of the output and therefore of its gradient.
 WEIGHTS = gaussian(16, 32, seed=1).bfloat16().float()
 
 BACKWARD: dict[str, Callable[[Tensor], Any]] = {
@@ -148,7 +150,7 @@ def test__one_compiled_region_after_another() -> None:
 
 
 def test__other_subclasses__are_told_what_torch_tells_them() -> None:
-    """That a gradient becomes a ScaledTensor changes nothing for another class."""
+    """A gradient that becomes a ScaledTensor changes nothing for another class."""
     p = nn.Parameter(TwoTensor(torch.randn(4), torch.randn(4)))
     y = compiled(lambda p: p * 2)(p)
     with pytest.raises(RuntimeError, match="Expected a TwoTensor tangent but got a plain Tensor"):
@@ -213,8 +215,8 @@ def test__a_graph_that_breaks_anywhere__leaves_whole_tensors() -> None:
 
 @pytest.mark.parametrize("form", ["single", "foreach"])
 def test__a_compiled_adamw__expects_of_its_moments_what_the_eager_one_does(form: str) -> None:
-    """Dynamo spells their updates with other operators: as x + w (y - x), whose terms are not
-    independent, and as a product and a sum, where squares are no longer seen to be squares."""
+    """Dynamo spells their updates with other operators. One is x + w (y - x), with terms that are
+    not independent. Others are a product and a sum, which hide that squares are squares."""
 
     def trained(compile_it: bool) -> dict[str, tuple[float, Tensor]]:
         torch.manual_seed(0)
@@ -235,13 +237,14 @@ def test__a_compiled_adamw__expects_of_its_moments_what_the_eager_one_does(form:
 
     found = trained(True)
     for name, (rms, value) in trained(False).items():
-        assert 0.5 <= found[name][0] / rms <= 2, name  # one measures, and the other expects
+        # One measures the scale, and the other expects it.
+        assert 0.5 <= found[name][0] / rms <= 2, name
         torch.testing.assert_close(found[name][1], value, rtol=1e-3, atol=1e-4 * rms)
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
 def test__a_function_with_the_backward_pass_and_the_step__does_as_eager_code(optimizer):
-    """Dynamo compiles the Python frames that run beside the break that `backward` makes."""
+    """Dynamo compiles the Python frames beside the graph break of `backward`."""
     torch.compiler.reset()
     found = []
     for compiles in (False, True):

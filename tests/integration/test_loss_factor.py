@@ -1,4 +1,5 @@
-"""Trainings under a factor of the loss: the same bits, with the guard and every rebalancing on."""
+"""Trainings under a factor of the loss have the same bits, with the guard and all rebalancing
+on."""
 
 import pytest
 import torch
@@ -68,7 +69,7 @@ def trained(run, k):
     torch.manual_seed(0)
     model = sct.scale_model(make(dropout), recipe)
     with torch.no_grad():
-        # Some layers are as no rule expects, so that sites have something to correct.
+        # Some layers break the assumptions of the rules, so that sites have something to correct.
         list(model.modules())[-1].weight.abs_()
     optimizer = optimizer_of(model.parameters())
     losses = []

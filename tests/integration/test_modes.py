@@ -1,6 +1,6 @@
-"""The ways in which people train: each gives the run without it, to the bit where that can be.
+"""Each mode of training gives the same run as without it, to the bit if possible.
 
-docs/modes.md is the table of these; torch.func, export and compile have files of their own.
+docs/modes.md has the table of modes. torch.func, export and compile have files of their own.
 """
 
 import copy
@@ -77,7 +77,7 @@ def test__checkpointing_other_models__changes_no_bit(style: Any) -> None:
 
 @pytest.mark.parametrize("cached", [True, False], ids=["cached", "uncached"])
 def test__autocast__changes_the_appearance_alone(cached: bool) -> None:
-    """The elements are in the recipe's formats already: bfloat16 only shows in `.dtype`."""
+    """The elements have the recipe's formats already, so bfloat16 only shows in `.dtype`."""
     model, t, outputs = gpt(), tokens(), []
     want = loss_of(model, t)
     want.backward()
@@ -110,7 +110,7 @@ def test__autocast_of_other_models__has_the_same_loss(style: Any) -> None:
 
 
 def test__autocast_to_float16__keeps_loss_and_range() -> None:
-    """Elements then are FP16, of which scales keep the range: no loss scaling is needed."""
+    """Elements are FP16 then. Scales keep their range, so no loss scaling is needed."""
     model, t = gpt(), tokens()
     want = loss_of(model, t)
     with torch.autocast("cpu", torch.float16):
@@ -121,7 +121,7 @@ def test__autocast_to_float16__keeps_loss_and_range() -> None:
 
 
 def test__autocast__keeps_operands_of_two_bytes() -> None:
-    """Its own copies of the FP8 operands, which is why leaving it out saves memory."""
+    """Autocast keeps its own copies of the FP8 operands, so leaving it out saves memory."""
     model, kept = sct.scale_model(nn.Linear(8, 8)), []
     x = torch.randn(4, 8)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -177,7 +177,7 @@ def test__unscaling__moves_the_scale(factor: float, part: bool) -> None:
     p.grad = whole[0] if part else whole[0].clone()
     before, elements = dequantized(p.grad).clone(), p.grad.qdata.clone()
     scaler = torch.amp.GradScaler("cpu", init_scale=factor)
-    scaler.scale(torch.ones(()))  # a scaler exists from its first loss on
+    scaler.scale(torch.ones(()))  # A scaler exists from its first loss on.
     scaler.unscale_(torch.optim.SGD([p], lr=1.0))
     assert_holds(p.grad, before / factor, 2.0**-22)
     if not part:
@@ -251,7 +251,7 @@ def test__an_empty_batch_of_other_models__gives_zeros(style: Any) -> None:
 
 
 class Products(TorchDispatchMode):
-    """The formats of the operands of every product that runs on ScaledTensors."""
+    """Record the formats of the operands of every product of ScaledTensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -391,7 +391,7 @@ def curvature(model: nn.Module, t: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("recipe", "tolerance"), [(UNIT, 0.35), (EXACT, 1e-4)])
 def test__a_transformer__is_differentiated_twice(recipe: Recipe, tolerance: float) -> None:
-    """By the spelled-out attention; the fused kernels of torch have no second derivative."""
+    """Uses the spelled-out attention, as torch's fused kernels have no second derivative."""
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         got, want = curvature(gpt(recipe), tokens()), curvature(plain_gpt(), tokens())
     assert_near(got, want, tolerance)

@@ -1,4 +1,5 @@
-"""Checkpointed and LoRA models in one graph: the eager bits, sizes that stay free, two products."""
+"""Checkpointed and LoRA models compile to one graph, with the eager bits, dynamic sizes and two
+products."""
 
 import copy
 from collections import Counter
@@ -52,7 +53,7 @@ def checkpointed_mlp_with_lora(x: Tensor, block: nn.Module) -> Tensor:
 
 @pytest.mark.parametrize("part", [attention, checkpointed_mlp_with_lora])
 def test__sizes_that_change__are_one_graph(part: Callable[[Tensor, nn.Module], Tensor]) -> None:
-    """Rules compute with sizes and never ask for their numbers."""
+    """Rules compute with sizes and never ask for their values."""
     make = gpt if part is attention else lora_gpt
     model, eager = (make(layers=1).blocks[0] for _ in range(2))
     counter = CompileCounterWithBackend("aot_eager")
@@ -87,7 +88,8 @@ def test__sizes_that_change__are_one_graph(part: Callable[[Tensor, nn.Module], T
     ids=["pooling", "interpolation", "adaptive pooling"],
 )
 def test__images_that_change__are_the_eager_bits(part: Any, free: bool) -> None:
-    """The rules of interpolation and adaptive pooling count windows, which fixes the sizes."""
+    """The rules of interpolation and adaptive pooling count windows, which specializes the
+    sizes."""
     torch.manual_seed(0)
     model = sct.scale_model(nn.Conv2d(3, 4, 3, padding=1))
     eager, counter = copy.deepcopy(model), CompileCounterWithBackend("aot_eager")

@@ -1,4 +1,4 @@
-"""Hooks, parametrizations, meta devices and exported programs: what is done to a module."""
+"""Hooks, parametrizations, meta devices and exported programs act on a module."""
 
 import copy
 import io
@@ -50,7 +50,8 @@ def test__hooks_that_look__see_scaled_tensors_and_change_no_bit() -> None:
 
 
 def test__hooks_that_change__change_the_value() -> None:
-    """As in float32: inputs halved, outputs doubled, gradients times four and then a third."""
+    """The hooks act as in float32: they halve inputs, double outputs, and multiply gradients by
+    four and then by a third."""
 
     def hooked(model: nn.Module) -> nn.Module:
         first, second = model.blocks
@@ -122,7 +123,7 @@ def test__a_parametrization_of_a_scaled_layer__is_that_of_a_plain_one(name: str)
     assert_near(gradients(exact), gradients(reference), 1e-3)
     assert_holds(through(model), want, 0.2)
     assert distance(gradients(model), gradients(reference)) < 0.15
-    # That of a 0-dim parameter is a sum over everything, which leaves as plain float32.
+    # The gradient of a 0-dim parameter is a sum over everything, and sums end as plain float32.
     assert_sane({key: g for key, g in gradients(model).items() if g.dim()})
     assert_in_range([model.weight], 0.25, 4)
     assert model.weight.recipe == sct.recipes.Unit()
@@ -135,7 +136,7 @@ def test__weight_norm__has_elements_near_one(dim: int) -> None:
     nn.init.normal_(layer.weight, std=2.0**-9)
     sct.scale_model(parametrizations.weight_norm(layer, dim=dim))
     assert_in_range([layer.weight])
-    # A gradient at random: that of a layer is.
+    # The gradient is random, like the gradient of a layer.
     layer.weight.backward(sct.scaled(torch.randn(128, 256) * 2.0**20))
     assert_in_range(list(gradients(layer).values()))
 
@@ -243,7 +244,7 @@ def test__an_exported_model__gives_the_same_bits_for_any_batch(strict: bool) -> 
 
 
 def test__an_exported_loss__trains_to_the_same_bits() -> None:
-    """The casts of autograd's operands are in the program, and so are those of the gradients."""
+    """The program contains the casts of operands for autograd, and the casts of gradients."""
     model, t = gpt(layers=1), tokens()
     want = gradients_of(copy.deepcopy(model), t)
     program = torch.export.export(Loss(model), (t[:, :-1], t[:, 1:])).module()
@@ -263,7 +264,7 @@ def test__an_exported_program__is_saved_and_loaded() -> None:
 
 
 def test__decomposing_an_exported_program__needs_plain_results() -> None:
-    """torch then takes tensor subclasses apart, and puts parameters together but no results."""
+    """torch then flattens tensor subclasses, and rebuilds parameters but no results."""
     model, t = gpt(layers=1), tokens(4, 8)
     program = torch.export.export(Logits(model, plain=True), (t,)).run_decompositions()
     assert torch.equal(program.module()(t), Logits(model)(t).dequantize())
@@ -285,7 +286,7 @@ def test__an_exported_convnet__gives_the_same_bits() -> None:
 
 
 class Samples(torch.utils.data.Dataset[Any]):
-    """Samples of a dozen binades, with their number."""
+    """Return samples of a dozen binades, and their number."""
 
     def __init__(self, *how: Any) -> None:
         rng = torch.Generator().manual_seed(0)
@@ -330,7 +331,7 @@ def test__resized_token_embeddings__stay_scaled_and_a_new_head_is_wrapped_by_its
     transformers = pytest.importorskip("transformers")
     t = tokens()[:, :8] % 40
     for tied in (True, False):
-        config = transformers.LlamaConfig(  # resizing writes the new size into it
+        config = transformers.LlamaConfig(  # Resizing writes the new size into it.
             hidden_size=32,
             intermediate_size=64,
             num_hidden_layers=1,
@@ -341,7 +342,8 @@ def test__resized_token_embeddings__stay_scaled_and_a_new_head_is_wrapped_by_its
             tie_word_embeddings=tied,
         )
         model = sct.scale_model(transformers.LlamaForCausalLM(config))
-        with torch.no_grad():  # while a graph of the old size lives, torch expects its gradients
+        # torch expects gradients of the old size while a graph of that size lives.
+        with torch.no_grad():
             want = model(t).logits
         model.resize_token_embeddings(60)
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()

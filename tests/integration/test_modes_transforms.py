@@ -1,7 +1,7 @@
-"""torch.func and forward-mode derivatives: the functions they give are those of the plain model.
+"""torch.func and forward-mode derivatives give the functions of the plain model.
 
-Inside a transform torch hides the class of what it wraps, so products take their operands as they
-are, uncast; everything else is as outside. See docs/modes.md.
+Inside a transform torch hides the class of its wrapped tensors, so products take their operands as
+they are, without a cast. All other rules work as outside. See docs/modes.md.
 """
 
 import copy
@@ -48,7 +48,7 @@ from torch.func import (
 import scaledtensor as sct
 from scaledtensor.errors import MissingRuleError
 
-# torch says of its own fused attention that vmap runs it sample by sample.
+# torch warns that vmap runs its own fused attention sample by sample.
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
 
 Parameters = dict[str, Tensor]
@@ -59,12 +59,13 @@ def detached(model: nn.Module) -> Parameters:
 
 
 def loss_by(model: nn.Module) -> Callable[[Parameters, Tensor], Tensor]:
-    """(parameters, tokens) -> loss."""
+    """Return a function of parameters and tokens that gives the loss."""
     return lambda p, t: functional_call(model, p, (t[:, :-1], t[:, 1:]))[1]
 
 
 def test__functional_call__is_the_call() -> None:
-    """Outside a transform: FP8 products, the same bits, gradients of the parameters given."""
+    """Outside a transform, products are FP8, with the same bits and gradients of the given
+    parameters."""
     model, t = gpt(), tokens()
     want = gradients_of(model, t)
     given = {name: p.clone().requires_grad_() for name, p in detached(model).items()}
@@ -87,7 +88,7 @@ def test__grad__is_the_gradient(recipe: Recipe, tolerance: float) -> None:
 
 
 def test__inside_a_transform__products_are_not_cast() -> None:
-    """The gradient is nearer to float32's than backward() with its FP8 operands is."""
+    """The gradient is nearer to float32 than the gradient of backward(), which has FP8 operands."""
     model, reference, t = gpt(), plain_gpt(), tokens()
     want = gradients_of(reference, t)
 
@@ -132,7 +133,7 @@ def test__per_sample_gradients_of_a_convnet__add_up() -> None:
 
 
 def test__grad_of_a_recurrent_network__is_the_gradient() -> None:
-    """Without the fused layer of oneDNN, which has no rule, torch runs the parts of an LSTM."""
+    """torch runs the parts of an LSTM without oneDNN's fused layer, which has no rule."""
     style = STYLES["lstm"]
     torch.manual_seed(0)
     model = sct.scale_model(style.build(), EXACT)
@@ -217,7 +218,7 @@ def test__derivatives__are_those_of_float32(name: str, entry: str) -> None:
 
 @pytest.mark.parametrize("entry", ["plain", "scaled"])
 def test__hessian__is_that_of_float32(entry: str) -> None:
-    """Forward over reverse mode takes derivatives apart into operators of torch's below ATen."""
+    """Forward over reverse mode splits derivatives into operators of torch below ATen."""
     reference, x = mlp(), torch.randn(8)
     model = sct.scale_model(copy.deepcopy(reference))
     given = sct.scaled(x, "fp32") if entry == "scaled" else x
@@ -250,7 +251,7 @@ def test__transforms__leave_nothing_behind() -> None:
     ("transform", "tolerance"),
     [
         (lambda f: grad(f), 0.0),
-        # torch's own decomposition of a batched product multiplies below the transform, where
+        # torch's own decomposition of a batched product multiplies below the transform. There
         # operands are seen and cast, gradients too.
         (lambda f: vmap(grad(f), in_dims=(None, 0)), 0.2),
     ],

@@ -1,4 +1,4 @@
-"""Models that know nothing of us, through `scale_model`, against the same in float32.
+"""Models that do not know this library go through `scale_model` and match float32.
 
 No operator may run without a rule (tests/conftest.py makes that an error).
 """
@@ -30,7 +30,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("MixtralForCausalLM", {"experts_implementation": "eager"}),
 ]
 
-#: Worse than any rounding of operands explains, and why.
+#: These errors are larger than the rounding of operands explains, for the reasons given.
 SHORT = {
     "RwkvForCausalLM": "it subtracts a running maximum whose gradient is zero in the sum, of terms "
     "that a rule takes for independent: expected gradients grow, and those of keys underflow",
@@ -52,10 +52,10 @@ def short(name: str, *values: Any) -> Any:
 
 
 def compared(name: str, options: dict[str, Any], pad: bool, seed: int = 0) -> tuple[Errors, Errors]:
-    """Errors of ours, and of a float32 model whose operands alone are E4M3, by their amax.
+    """Return our errors, and the errors of a float32 model with operands in E4M3 by their amax.
 
     ReLU's kinks, normalisations after a small branch and the choice of experts magnify the rounding
-    of operands to three mantissa bits: a dozen of the models here have a gradient that no scale of
+    of operands to three mantissa bits. A dozen of the models here have a gradient that no scale of
     a tensor holds within 0.25.
     """
     torch.manual_seed(seed)
@@ -84,8 +84,8 @@ def compared(name: str, options: dict[str, Any], pad: bool, seed: int = 0) -> tu
 def test__loss_and_gradients__are_those_of_float32(
     name: str, options: dict[str, Any], pad: bool
 ) -> None:
-    """Within 0.25, or what E4M3 operands leave of a gradient: the worst of them, which may be that
-    of a few numbers, in the median over three seeds."""
+    """Errors are within 0.25, or within the error of E4M3 operands. The worst gradient, perhaps of
+    a few numbers, counts in the median over three seeds."""
     got, beside = compared(name, options, pad)
     assert got.loss < 0.01
     if got.worst >= 0.25:
@@ -98,7 +98,7 @@ def test__loss_and_gradients__are_those_of_float32(
     ("name", "options"), [unnamed_is_slow(*variant) for variant in VARIANTS], ids=str
 )
 def test__gradients_of_float32_elements__are_exact(name: str, options: dict[str, Any]) -> None:
-    """Nothing is rounded but scales move: whatever is left is a rule's mistake."""
+    """Scales move but nothing is rounded, so any difference is a mistake of a rule."""
     torch.manual_seed(0)
     reference, inputs = build(name, **options), batch(name, 1)
     recipe = sct.recipes.Unit("fp32", "fp32", "fp32")
@@ -109,7 +109,7 @@ def test__gradients_of_float32_elements__are_exact(name: str, options: dict[str,
 
 
 def trained(model: nn.Module, name: str, steps: int, foreach: bool) -> list[float]:
-    """Losses of AdamW, unmodified, on one batch."""
+    """Return the losses of an unmodified AdamW on one batch."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=foreach)
     losses = []
     for _ in range(steps):
@@ -123,8 +123,8 @@ def trained(model: nn.Module, name: str, steps: int, foreach: bool) -> list[floa
 
 @pytest.mark.parametrize("name", [unnamed_is_slow(name) for name in MODELS])
 def test__training__falls_as_in_float32(name: str) -> None:
-    """What the loss loses in five steps of AdamW is what it loses in float32, within 5%; within a
-    fifth where batch norms or a contrastive loss magnify what rounds."""
+    """Five steps of AdamW lower the loss as in float32, within 5%, or within a fifth if batch norms
+    or a contrastive loss magnify roundings."""
     torch.manual_seed(0)
     reference = build(name)
     model = sct.scale_model(copy.deepcopy(reference))
@@ -148,7 +148,7 @@ def test__training__is_the_same_parameter_by_parameter(name: str) -> None:
 
 @pytest.mark.parametrize("name", GENERATING)
 def test__a_training_step_with_clipping_follows_float32(name: str) -> None:
-    """AdamW and clipping, unmodified, on both: the losses of five steps stay within 1%."""
+    """AdamW and clipping are unmodified on both, and the losses of five steps stay within 1%."""
     torch.manual_seed(0)
     reference = build(name).train()
     model = sct.scale_model(copy.deepcopy(reference))
@@ -170,7 +170,7 @@ def test__a_training_step_with_clipping_follows_float32(name: str) -> None:
 
 @pytest.mark.parametrize("name", GENERATING)
 def test__generation_with_a_cache_equals_generation_without(name: str) -> None:
-    """No rule depends on the number of keys in a way that changes a value."""
+    """No rule changes a value because of the number of keys."""
     torch.manual_seed(0)
     model = sct.scale_model(build(name).eval(), sct.recipes.Unit("fp32", "fp32", "fp32"))
     ids = torch.randint(1, VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(2))

@@ -1,4 +1,4 @@
-"""The kit finds faults that are planted, and none elsewhere."""
+"""The kit finds planted faults and no others."""
 
 import math
 from fractions import Fraction
@@ -64,7 +64,7 @@ def test__a_planted_fault__is_found_and_named(fault):
         check_cast(cast, "e4m3fn", dtypes=[torch.float32], random=100)
     assert kind in str(raised.value)
     values = lambda x: decode(cast(x).view(torch.float8_e4m3fn), "e4m3fn")  # noqa: E731
-    if fault != "loses the sign of zero":  # which values are not compared by
+    if fault != "loses the sign of zero":  # Comparing values ignores the sign of zero.
         with pytest.raises(AssertionError, match="is not the cast to E4M3FN"):
             check_cast(values, "e4m3fn", dtypes=[torch.float32], random=100)
 

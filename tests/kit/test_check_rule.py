@@ -1,4 +1,4 @@
-"""`check_rule` passes rules that keep their promises, and names the promise that one breaks."""
+"""`check_rule` passes rules that keep their promises, and names a broken promise."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def test__our_rules__pass(name):
 
 
 def remade(x: Tensor, q: float = 1.0, scale: float = 1.0) -> Tensor:
-    """`x` with other elements or another scale, where it is a ScaledTensor."""
+    """Return `x` with other elements or another scale, if it is a ScaledTensor."""
     if not isinstance(x, sct.ScaledTensor):
         return x * 1.0
     held = (x.qdata * q, x.scale * scale, x.rms * 1.0)
@@ -35,7 +35,7 @@ def remade(x: Tensor, q: float = 1.0, scale: float = 1.0) -> Tensor:
 
 
 class Biased(torch.autograd.Function):
-    """The identity, with a gradient that is not linear in the one that comes in."""
+    """An identity with a gradient that is not linear in the incoming one."""
 
     @staticmethod
     def forward(ctx, x):
@@ -47,7 +47,7 @@ class Biased(torch.autograd.Function):
 
 
 class Doubled(torch.autograd.Function):
-    """The identity, with a wrong gradient of ScaledTensors."""
+    """An identity with a wrong gradient of ScaledTensors."""
 
     @staticmethod
     def forward(ctx, x):

@@ -1,4 +1,4 @@
-"""What the strategies draw is what they say."""
+"""The strategies draw the values that they promise."""
 
 import math
 import subprocess

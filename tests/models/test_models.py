@@ -1,4 +1,4 @@
-"""A ResNet, a U-Net and recurrent networks in plain torch, through `scale_model`.
+"""A ResNet, a U-Net and recurrent networks in plain torch train through `scale_model`.
 
 No operator may run without a rule (tests/conftest.py makes that an error).
 """
@@ -41,7 +41,7 @@ def plain(x: Tensor) -> Tensor:
 
 
 class Errors:
-    """Of gradients, relative to true ones: the worst parameter's, and all as one vector's."""
+    """Return the relative errors of gradients: of the worst parameter, and of all as one vector."""
 
     def __init__(self, got: Gradients, truth: Gradients) -> None:
         assert got.keys() == truth.keys()
@@ -51,7 +51,7 @@ class Errors:
 
 
 class RoundedOperands(CurrentScaling):
-    """Also those of recurrent networks."""
+    """Recurrent networks do too."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -63,8 +63,8 @@ class RoundedOperands(CurrentScaling):
 
 @every_style
 def test__loss_and_gradients__are_those_of_float32(style: Style) -> None:
-    """Within 0.25, or what E4M3 operands leave of a gradient under the best scale a tensor has:
-    eighteen layers of ReLU and batch norm magnify their rounding."""
+    """Errors are within 0.25, or within the error of E4M3 operands under the best scale of a
+    tensor. Eighteen layers of ReLU and batch norm magnify that rounding."""
     reference = built(style)
     model = sct.scale_model(copy.deepcopy(reference))
     loss, got = gradients(model, style)
@@ -90,7 +90,7 @@ def test__gradients_of_16_bit_operands__are_those_of_float32(style: Style) -> No
 
 @every_style
 def test__gradients_of_float32_elements__are_exact(style: Style) -> None:
-    """Nothing is rounded but scales move: whatever is left is a rule's mistake."""
+    """Scales move but nothing is rounded, so any difference is a mistake of a rule."""
     reference = built(style)
     recipe = sct.recipes.Unit("fp32", "fp32", "fp32")
     loss, got = gradients(sct.scale_model(copy.deepcopy(reference), recipe), style)
@@ -107,7 +107,8 @@ def test__elements_of_gradients__stay_in_range(style: Style) -> None:
 
 
 def trained(model: nn.Module, style: Style, steps: int, shift: int = 0) -> list[float]:
-    """Losses of AdamW. The loss is times 2**shift, and the gradients are divided by it again."""
+    """Return the losses of AdamW. The loss is multiplied by 2**shift, and the gradients are divided
+    by it."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for step in range(steps):
@@ -148,7 +149,8 @@ SMALL = STYLES | {"resnet": Style(lambda: ResNet(stages=2), images)}
 
 @pytest.mark.parametrize("style", SMALL.values(), ids=list(SMALL))
 def test__compiled__equals_eager(style: Style) -> None:
-    """Sequences of two: each step is compiled for itself, as the first or after another."""
+    """The sequence has two steps. Each step is compiled for itself, as the first or after
+    another."""
     first, second = (sct.scale_model(built(style)) for _ in range(2))
     with torch._dynamo.config.patch(allow_rnn=True):
         compiled = torch.compile(second, fullgraph=True, backend="aot_eager")
@@ -161,7 +163,8 @@ def test__compiled__equals_eager(style: Style) -> None:
             assert_shifted(a, b, 0)
             continue
         # The stepped 1 x 1 convolution of a shortcut sums in an order that depends on the memory
-        # layout of its decoded operands: bits of BF16, which the next cast to FP8 magnifies.
+        # layout of its decoded operands. This changes bits of BF16, and the next cast to FP8
+        # magnifies them.
         assert float(a.scale) == float(b.scale), name
         error = (a.dequantize() - b.dequantize()).norm() / a.dequantize().norm()
         assert error < 0.1, f"{name}: {error:.3f}"

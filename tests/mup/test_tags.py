@@ -1,4 +1,4 @@
-"""u-muP tags stay with a parameter through whatever PyTorch does to the object."""
+"""u-muP tags stay with a parameter through all that PyTorch does to the object."""
 
 import copy
 import io
@@ -121,7 +121,7 @@ def test__a_changed_tag__is_the_one_that_survives():
 
 
 def test__a_parameter_with_tags_of_its_own__keeps_them():
-    """Tied weights: the readout shares the embedding's parameter, and its tags."""
+    """The readout shares the embedding's parameter and its tags, if weights are tied."""
     model = tagged_model()
     shared = mup.Parameter(torch.zeros(6, 4), "output")
     model[0].weight = shared

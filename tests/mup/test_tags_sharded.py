@@ -1,4 +1,4 @@
-"""FSDP2 puts DTensors in the place of parameters; their tags, and the steps they steer, stay."""
+"""FSDP2 replaces parameters by DTensors, which keep the tags and take the same steps."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""The loops in C++ give what the operators of PyTorch give in their place."""
+"""The loops in C++ give the results of the operators of PyTorch that they replace."""
 
 import pytest
 import torch
@@ -16,7 +16,8 @@ pytestmark = pytest.mark.skipif(native.library() is None, reason=native.status()
 @pytest.mark.parametrize("weight", [0.1, 0.7], ids=["from the start", "from the end"])
 @pytest.mark.parametrize("count", [1, 77, 70_000])
 def test__adam__is_the_step_of_operators(dtype, weight, count):
-    """To the last bit of a state. The root that PyTorch takes of MKL is not always the nearest."""
+    """States agree to the last bit. The root that PyTorch takes from MKL is not always the
+    nearest."""
     unit, beta2, share, eps, kept, rate = 0.25, 0.99, 0.01, 1e-6, 0.999, -1e-2
     g = gaussian(count, dtype=dtype)
     first, second, p = (
@@ -60,7 +61,8 @@ def same(a, b):
 
 @pytest.mark.parametrize("ratio", [1.0, 2.0**-3, 2.0**100])
 def test__rounded_rows__round_as_a_conversion_does(ratio):
-    """Every upper half of a float32, with lower halves on, below and above each tie."""
+    """The test has every upper half of a float32, with lower halves on, below and above each
+    tie."""
     want = store(NUMBERS * ratio, BF16)
     assert same(rounded_rows(NUMBERS.clone(), ratio), want)
     held = NUMBERS.clone()

@@ -1,4 +1,4 @@
-"""One line a module: how to make it, and what to call it on."""
+"""Every module in one line: how to make it, and its inputs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -38,9 +38,9 @@ class Case:
     make: Callable[[], nn.Module]
     arguments: Callable[[], tuple[Tensor, ...]]
     same: bool = True
-    """Whether the published library has it, of the same value and gradients."""
+    """The published library has it, with the same value and gradients."""
     exempt: tuple[str, ...] = field(default=())
-    """What has no unit scale: "output", "input" (its gradient) or the name of a parameter."""
+    """Tensors without unit scale: "output", "input" (its gradient), or the name of a parameter."""
 
 
 ROWS = drawn(64, 128)
@@ -51,25 +51,25 @@ CASES = {
     "ReLU": Case(lambda: uu.ReLU(constraint=None), ROWS, same=False),
     "LeakyReLU": Case(lambda: uu.LeakyReLU(0.2, constraint=None), ROWS, same=False),
     "Tanh": Case(lambda: uu.Tanh(constraint=None), ROWS, same=False),
-    # At unit RMS, with a mean.
+    # The output has unit RMS and a mean.
     "Sigmoid": Case(lambda: uu.Sigmoid(constraint=None), ROWS, same=False, exempt=("output",)),
-    # At unit RMS, with a mean.
+    # The output has unit RMS and a mean.
     "Softmax": Case(
         lambda: uu.Softmax(-1, mult=2.0, constraint=None), ROWS, exempt=("output", "input")
     ),
-    # Logarithms mean something as they are.
+    # Logarithms have a meaning, so they are not scaled.
     "LogSoftmax": Case(lambda: uu.LogSoftmax(-1), ROWS, same=False, exempt=("output",)),
     "Dropout": Case(lambda: uu.Dropout(0.3), ROWS),
     "Linear": Case(lambda: uu.Linear(128, 128), ROWS),
     "Linear_free": Case(lambda: uu.Linear(128, 64, constraint=None), ROWS),
     "Linear_bias": Case(lambda: uu.Linear(128, 128, bias=True), ROWS),
-    # 1 / sqrt(fan_in) by design.
+    # The weight's gradient is 1 / sqrt(fan_in) by design.
     "LinearReadout": Case(lambda: uu.LinearReadout(128, 64), ROWS, exempt=("output",)),
     "Conv1d": Case(lambda: uu.Conv1d(32, 32, 3), drawn(8, 32, 64)),
     "Conv1d_strided": Case(
         lambda: uu.Conv1d(32, 32, 4, 2, 1, 2, 4, bias=True, constraint=None),
         drawn(8, 32, 128),
-        same=False,  # published: the constraint is not honoured
+        same=False,  # The published module does not honour the constraint.
     ),
     "Conv2d": Case(lambda: uu.Conv2d(16, 16, 3, bias=True), drawn(4, 16, 20, 20), same=False),
     "Conv3d": Case(lambda: uu.Conv3d(8, 8, 2), drawn(2, 8, 10, 10, 10), same=False),
@@ -95,7 +95,7 @@ CASES = {
     "BatchNorm2d": Case(lambda: uu.BatchNorm2d(32), drawn(8, 32, 8, 8), same=False),
     "BatchNorm3d": Case(lambda: uu.BatchNorm3d(8, affine=True), drawn(4, 8, 6, 6, 6), same=False),
     "Embedding": Case(lambda: uu.Embedding(32, 128), tokens),
-    # Their value is that of torch's.
+    # Their value is the value of torch's losses.
     "CrossEntropyLoss": Case(uu.CrossEntropyLoss, logits, exempt=("output",)),
     "CrossEntropyLoss_mult": Case(
         lambda: uu.CrossEntropyLoss(0.5, reduction="sum"), logits, exempt=("output",)
@@ -108,9 +108,10 @@ CASES = {
     "KLDivLoss": Case(
         lambda: uu.KLDivLoss(reduction="batchmean"), probabilities, same=False, exempt=("output",)
     ),
-    # Two linear layers read the input, so its gradient is a sum of two.
+    # Two linear layers read the input, so its gradient is a sum of two terms.
     "MLP": Case(lambda: uu.MLP(64), drawn(8, 64, 64), exempt=("input",)),
-    # One scale of the output for the three gradients: those of queries and keys are small.
+    # The output's scale serves all three gradients, and the gradients of queries and keys are
+    # small.
     "MHSA": Case(
         lambda: uu.MHSA(64, 4, is_causal=True),
         drawn(8, 64, 64),

@@ -1,4 +1,4 @@
-"""Transformers from the modules: unit scale, 8-bit training, compiled, and depth."""
+"""Transformers of these modules have unit scale, train in 8 bits, compile, and become deep."""
 
 import copy
 
@@ -27,7 +27,7 @@ def tokens(batch=4, length=32, vocabulary=48):
 
 
 def outputs_and_gradients(model, x):
-    """By name of module: its output, and the gradient of it."""
+    """Return the output of each module and its gradient, by name."""
     found = {}
 
     def keep(name):
@@ -46,12 +46,14 @@ def outputs_and_gradients(model, x):
 
 @pytest.mark.parametrize(
     ("layers", "low", "high"),
-    # In deep stacks positions come to agree, and average to more than independent ones do.
+    # In deep stacks positions become alike, and their average is larger than an average of
+    # independent positions.
     [(1, 0.5, 2.0), (4, 0.25, 4.0)],
 )
 @pytest.mark.parametrize("scaled", [False, True])
 def test__a_decoder__has_unit_scale_forward_and_backward(layers, low, high, scaled):
-    """Of every module's output and its gradient, and of the weights', at initialisation."""
+    """Every module's output and its gradient, and the weights' gradients, have unit scale at
+    initialisation."""
     model = decoder(hidden_size=128, vocab_size=512, layers=layers)
     if scaled:
         sct.scale_model(model)
@@ -60,7 +62,7 @@ def test__a_decoder__has_unit_scale_forward_and_backward(layers, low, high, scal
     for name, x in found.items():
         if scaled:
             assert_in_range([x], low, high, name)
-        elif name == "projection":  # 1 / sqrt(fan_in) by design
+        elif name == "projection":  # It is 1 / sqrt(fan_in) by design.
             assert rms(x) * 128**0.5 == pytest.approx(1, rel=0.2)
         else:
             assert low < rms(x) < high, (name, rms(x))
@@ -69,7 +71,7 @@ def test__a_decoder__has_unit_scale_forward_and_backward(layers, low, high, scal
 @pytest.mark.parametrize("layers", [1, 2, 8])
 def test__residual_branches__contribute_alike_at_every_depth(layers):
     """By the rule for tau, the last hidden state has as much of the embedding as of all branches of
-    each kind, so its standard deviation stays 1."""
+    each kind. Its standard deviation therefore stays 1."""
     model = decoder(hidden_size=128, vocab_size=512, layers=layers, post_norm=True)
     assert rms(model[:2](tokens(8, 64, 512)).detach()) == pytest.approx(1, rel=0.15)
     assert model.layers[0].mhsa_tau == pytest.approx(layers**-0.5)
@@ -109,7 +111,7 @@ def test__a_compiled_decoder__trains_like_the_eager_one(scaled):
 
 
 def test__attention_in_evaluation__drops_nothing():
-    """Published: dropout of the attention weights goes on."""
+    """In the published library, dropout of the attention weights continues."""
     torch.manual_seed(0)
     module, x = uu.MHSA(32, 4, is_causal=True, dropout_p=0.5), torch.randn(2, 8, 32)
     plain = uu.MHSA(32, 4, is_causal=True)
@@ -198,7 +200,8 @@ def test__the_optimizer__sees_depth_and_type_of_a_decoder():
     model = decoder()
     groups = AdamW(model.parameters(), lr=1.0).param_groups
     rates = {round(g["lr"], 6): len(g["params"]) for g in groups}
-    # Embedding; qkv, o, 1 and gate of three layers, and linear_2 of them; readout.
+    # The parameters are the embedding; qkv, o, linear_1 and gate of three layers; linear_2 of three
+    # layers; and the readout.
     assert rates == {
         0.125: 1,
         round(0.125 / 3**0.5, 6): 12,

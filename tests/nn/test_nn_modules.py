@@ -1,4 +1,4 @@
-"""Every module: unit scale at initialisation, tags, copies, and what it shows of itself."""
+"""Every module has unit scale at initialisation, keeps tags in copies, and shows itself."""
 
 import copy
 import pickle
@@ -21,7 +21,7 @@ every_module = pytest.mark.parametrize("name", CASES)
 
 
 def backward(module, arguments):
-    """The output, and gradients by name from a Gaussian gradient of it (1 of a loss)."""
+    """Return the output, and gradients by name, for a Gaussian gradient of it (1 for a loss)."""
     inputs = [a.clone() for a in arguments]
     if inputs[0].is_floating_point():
         inputs[0].requires_grad_()
@@ -35,7 +35,7 @@ def backward(module, arguments):
 def test__a_module__has_unit_scale_forward_and_backward(name):
     torch.manual_seed(0)
     case, found = CASES[name], defaultdict(list)
-    for _ in range(8):  # biases and gains have few elements
+    for _ in range(8):  # Biases and gains have few elements.
         out, grads = backward(case.make(), case.arguments())
         for what, x in {"output": out.detach(), **grads}.items():
             found[what].append(x)
@@ -97,7 +97,7 @@ def test__a_scaled_module__computes_what_the_plain_one_does(name):
     out, want = held(*arguments), module(*plain)
     assert isinstance(out, sct.ScaledTensor) or "Loss" in name
     got = out.dequantize() if isinstance(out, sct.ScaledTensor) else out
-    # 8-bit operands: three bits of mantissa.
+    # Operands have 8 bits, three of them mantissa.
     assert rms((got - want).detach()) < 0.08 * rms(want.detach())
 
 
@@ -165,7 +165,7 @@ def test__an_unknown_type_of_weight__is_an_error():
 
 
 def test__conv1d__honours_its_constraint():
-    """Published: the module drops it, and keeps every convolution to its output's scale."""
+    """The published module drops the constraint, and scales every convolution by its output."""
     torch.manual_seed(0)
     x = torch.randn(4, 8, 32, requires_grad=True)
     for constraint in ("to_output_scale", "to_grad_input_scale", "gmean", None):
@@ -183,7 +183,7 @@ def test__conv1d__honours_its_constraint():
 
 @pytest.mark.parametrize("mode", ["circular", "reflect", "replicate"])
 def test__other_padding__is_applied_once(mode):
-    """Published: padded by the mode and then by zeros again."""
+    """The published module pads by the mode and then by zeros again."""
     module = uu.Conv1d(8, 8, 3, padding=1, padding_mode=mode, constraint=None)
     plain = nn.Conv1d(8, 8, 3, padding=1, padding_mode=mode, bias=False)
     plain.weight = nn.Parameter(module.weight.detach() / 24**0.5)
@@ -207,7 +207,7 @@ def test__a_transposed_convolution__takes_an_output_size():
 
 
 def test__dropout_in_evaluation__is_the_identity():
-    """Published: it multiplies by sqrt(1 - p)."""
+    """The published module multiplies by sqrt(1 - p)."""
     x = torch.randn(16, requires_grad=True)
     out = uu.Dropout(0.5).eval()(x)
     assert torch.equal(out, x)

@@ -1,4 +1,4 @@
-"""The published modules: the same outputs and gradients to 1e-5; and where they differ."""
+"""The modules match the published ones to 1e-5, and differ in the listed points."""
 
 import inspect
 
@@ -18,7 +18,7 @@ NAMES = sorted({name.split("_")[0] for name in SAME} | {"TransformerStack", "Tra
 
 
 def as_published(module: nn.Module) -> nn.Module:
-    """The published module of the same settings and weights."""
+    """Return the published module with the same settings and weights."""
     kind = getattr(theirs, type(module).__name__)
     if isinstance(module, uu.MLP):
         made = kind(module.linear_1.in_features)
@@ -100,7 +100,7 @@ def _has_the_published_arguments(name):
         positional
     )
     for argument in positional:
-        if argument != "residual_scaling":  # a function
+        if argument != "residual_scaling":  # Its default is a function.
             assert ours[argument].default == reference[argument].default
 
 
@@ -121,7 +121,7 @@ def test__every_published_name__has_a_counterpart():
 
 
 def test__differences_from_the_published_modules__are_still_there():
-    """If one of these fails, the published library has changed: take its name off our list."""
+    """If one of these fails, the published library has changed: remove its name from our list."""
     torch.manual_seed(0)
     x = torch.randn(4, 8, 16)
     free = theirs.Conv1d(8, 16, 3, constraint="to_grad_input_scale")

@@ -1,4 +1,4 @@
-"""Every case, from the modules that register them."""
+"""All cases, from the modules that register them."""
 
 import cases_data  # noqa: F401 - imported for the cases that they register
 import cases_functions  # noqa: F401

@@ -62,7 +62,7 @@ PART = [((4, 6), (2, 6)), ((256, 64), (128, 64))]
 
 
 def places(x: Tensor, count: int) -> Tensor:
-    """`count` different rows of x."""
+    """Return `count` different rows of x."""
     return torch.randperm(x.shape[0], generator=torch.Generator().manual_seed(7))[:count]
 
 
@@ -147,7 +147,7 @@ case(
 
 
 def experts(x: Tensor, w: Tensor) -> Tensor:
-    """Each row goes through the two matrices that its logits choose, and the results add up."""
+    """Send each row through the two matrices that its logits choose, and add up the results."""
     logits = x @ fixed((x.shape[1], w.shape[0]), x)
     weights, chosen = logits.softmax(-1).topk(2, -1)
     out = torch.zeros_like(x)
@@ -246,7 +246,7 @@ case("dist", torch.dist, each((3, 5), of=2), SUMMED, tolerance=4, plain_gradient
 
 
 def conditioned(x: Tensor) -> Tensor:
-    """Near 2 times the identity."""
+    """Return a matrix near 2 times the identity."""
     return x * (0.5 / x.shape[-1] ** 0.5) + 2 * torch.eye(x.shape[-1], dtype=x.dtype)
 
 
@@ -294,7 +294,7 @@ TALL = each((5, 3), (64, 16))
 FACTORS = {**SOLVED, "tolerance": 64}
 case("qr_q", lambda x: la.qr(x)[0].abs(), TALL, (1, 0), **FACTORS)
 case("qr_r", lambda x: la.qr(x)[1].abs(), TALL, LINEAR, **FACTORS)
-if hasattr(la, "polar"):  # from torch 2.14 on
+if hasattr(la, "polar"):  # torch has it from version 2.14 on.
     case("polar_u", lambda x: la.polar(x)[0].abs(), TALL, (1, 0), **FACTORS)
     case("polar_h", lambda x: la.polar(x)[1].abs(), TALL, LINEAR, **FACTORS)
     case("matrix_sqrth", lambda x: la.matrix_sqrth(definite(x)), SQUARE, **SOLVED)
@@ -332,7 +332,7 @@ def grouped(a: Tensor, b: Tensor) -> Tensor:
     return F.grouped_mm(a, b, offs=offs)
 
 
-# Not float64, of which torch has no such product: plain operands are cast.
+# This is not float64, as torch has no such product in float64: plain operands are cast.
 GROUPED_ROWS = [((8, 16), (3, 16, 8)), ((256, 64), (3, 64, 32))]
 EMPTY = {"backward": {1: (0.4, 2)}, "reason": "the matrix of an empty group has no gradient"}
 case(

@@ -54,7 +54,7 @@ case("rrelu_eval", lambda x: F.rrelu(x, training=False), ONE, LINEAR)
 
 
 def inside(x: Tensor) -> Tensor:
-    """In (-1, 1)."""
+    """Return numbers in (-1, 1)."""
     return F.softsign(x)
 
 
@@ -192,7 +192,7 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 def soft(shape: Any, like: Tensor) -> Tensor:
-    """Targets 0, 1 and some between."""
+    """Return targets 0, 1 and some between."""
     made = coin(shape).to(torch.float32)
     return torch.where(coin(shape, 0.25), 0.75, made).to(like.dtype)
 
@@ -384,7 +384,7 @@ def bags(mode: str) -> Any:
 
 for mode in ("sum", "mean", "max"):
     case(f"embedding_bag_{mode}", bags(mode), each((9, 5), (64, 32)), LINEAR, tolerance=4)
-if hasattr(F, "linear_cross_entropy"):  # torch 2.11 has none
+if hasattr(F, "linear_cross_entropy"):  # torch 2.11 has no such function.
     case(
         "linear_cross_entropy",
         lambda x, w: F.linear_cross_entropy(x, w, ints(x.shape[:1], w.shape[0])),

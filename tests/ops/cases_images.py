@@ -134,13 +134,13 @@ NORMED: dict[str, Any] = {"tolerance": 2}
 
 
 def statistics(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Those of the data, as after a training."""
+    """Return the statistics of the data, as after a training."""
     v = dequantized(x).transpose(0, 1).flatten(1)
     return v.mean(1).to(x.dtype), v.var(1).to(x.dtype)
 
 
 def fresh(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Those that a module starts with."""
+    """Return the statistics that a module starts with."""
     start = torch.zeros(x.shape[1], dtype=x.dtype)
     return start, start + 1
 

@@ -1,8 +1,9 @@
-"""Every operator once, as its user calls it, with what is promised about it.
+"""Every operator once, in its users' spelling, with its promises.
 
 A case has functions of Gaussian inputs and their shapes (the first for values, all for the range).
-`symmetries` lists its homogeneity: (1, 0, 1) says that f(2^k x, y) = 2^k f(x, y). Each holds for
-gradients too: with (w_1, .., w_n, w_out), that of input i moves by 2^(k (w_out - w_i)).
+`symmetries` lists its homogeneity: (1, 0, 1) says that f(2^k x, y) = 2^k f(x, y). Each symmetry
+holds for gradients too: with (w_1, .., w_n, w_out), the gradient of input i moves by 2^(k (w_out -
+w_i)).
 """
 
 from collections.abc import Callable
@@ -28,19 +29,22 @@ class Case:
     backward: dict[int, tuple[float, float]] = field(default_factory=dict)
     """Bounds on gradients, by input, where they are not [1/2, 2]."""
     reason: str = ""
-    """Why a bound is looser than [1/2, 2], or the heavy tail that leaves no RMS to hold."""
+    """Reason for a bound looser than [1/2, 2], or the heavy tail that leaves no RMS to hold."""
     heavy: bool = False
-    """The result has no finite second moment: the median is held instead."""
+    """The result has no finite second moment, so the median is held instead."""
     heavy_grad: bool = False
     differentiable: bool = True
     tolerance: float = 1.0
-    """Times the tolerance of one operation, where a case is several or cancels."""
+    """Factor on the tolerance of one operation, for cases of several operations or of
+    cancellation."""
     plain_gradients: tuple[int, ...] = ()
-    """Inputs whose gradient is plain: expanded from a plain statistic's, or a statistic itself."""
+    """Inputs with a plain gradient: it is expanded from a plain statistic's gradient, or the input
+    is a statistic."""
     scales: int = 4
-    """Inputs have scales 2^-this to 2^this, before a symmetry moves them."""
+    """Inputs have scales 2^-scales to 2^scales, before a symmetry moves them."""
     samples: int = 32
-    """Of a small shape that are pooled, at most: moments beyond the second converge slowly."""
+    """Number of pooled samples of a small shape, at most. Moments beyond the second converge
+    slowly."""
 
 
 CASES: list[Case] = []
@@ -57,22 +61,22 @@ def case(
 
 
 def each(*shapes: tuple[int, ...], of: int = 1) -> list[Shapes]:
-    """`of` inputs of one shape, for each shape."""
+    """Return `of` inputs of one shape, for each shape."""
     return [(s,) * of for s in shapes]
 
 
 def coin(shape: Any, p: float = 0.5) -> Tensor:
-    """A fixed mask."""
+    """Return a fixed mask."""
     return torch.rand(tuple(shape), generator=torch.Generator().manual_seed(7)) < p
 
 
 def ints(shape: Any, below: int) -> Tensor:
-    """Fixed indices."""
+    """Return fixed indices."""
     return torch.randint(below, tuple(shape), generator=torch.Generator().manual_seed(7))
 
 
 def fixed(shape: Any, like: Tensor) -> Tensor:
-    """A fixed plain Gaussian tensor."""
+    """Return a fixed plain Gaussian tensor."""
     made = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(7))
     return made.to(torch.bfloat16).to(like.dtype)
 
@@ -271,7 +275,7 @@ OF_VALUES = ((0, 0, 1, 1), (1, -1, 0, 0))
 
 
 def spelled_out(q: Tensor, k: Tensor, v: Tensor, fill: float = 0.0) -> Tensor:
-    """Causal; with a fill, by an additive mask of it."""
+    """Compute causal attention; a fill makes its mask additive."""
     logits = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
     future = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1)
     hidden = (
@@ -454,8 +458,8 @@ case(
     (1, 1, 1),
 )
 
-# Not under 4: autograd spells x - mean, where the mean of n takes (n - 1) / (n + 1) of the variance
-# that a difference of independent terms would have.
+# No dimension is under 4. Autograd spells x - mean, and the mean of n terms takes (n - 1) / (n + 1)
+# of the variance of a difference of independent terms.
 NARROW = each((3, 4), (3, 8), (1024, 64))
 
 # --- reductions ------------------------------------------------------------------------------

@@ -22,12 +22,12 @@ OPS = {name_of(info): info for info in op_db}
 
 SPARSE = (UnsupportedError, "sparse")
 
-#: name -> the error, and words of it. What the library says it does not do.
+#: Maps an operator that the library refuses to its error and a part of its message.
 OUT_OF_SCOPE: dict[str, tuple[type[Exception], str]] = {
     **dict.fromkeys(("sparse.sampled_addmm", "sparse.mm.reduce"), SPARSE),
 }
 
-#: Operators with no value to compare, or none here.
+#: Operators without a value to compare, or without one here.
 NO_VALUE = {
     **dict.fromkeys(
         ("empty_like", "new_empty", "new_empty_strided"), "what is in fresh memory is no value"
@@ -39,7 +39,7 @@ NO_VALUE = {
 }
 NO_VALUE = {name: why for name, why in NO_VALUE.items() if name not in OUT_OF_SCOPE}
 
-#: Compiled alone these fail or differ for reasons of their own.
+#: These fail or differ if they are compiled alone, for reasons of their own.
 NOT_COMPILED = dict.fromkeys(
     (f"nn.functional.linear_cross_entropy.{way}" for way in ("chunked", "chunked_none")),
     "Dynamo enters the function past __torch_function__, and meets a kernel without a rule",
@@ -50,7 +50,8 @@ TOLERANCE = {"rtol": 2e-4, "atol": 2e-4, "equal_nan": True}
 
 
 def in_scope() -> list[str]:
-    """Operators with a sample that has a float32 tensor in it, less those in the lists above."""
+    """Return operators with a sample that has a float32 tensor in it, less the operators in the
+    lists above."""
     found = []
     for name, info in OPS.items():
         if name in OUT_OF_SCOPE or name in NO_VALUE:
@@ -65,7 +66,7 @@ def in_scope() -> list[str]:
 
 @dataclass
 class Sample:
-    """One call: its arguments, scaled and plain, of the same values."""
+    """One call with scaled and plain arguments of the same values."""
 
     call: Callable[..., Any]
     scaled: tuple[Any, Any]
@@ -78,14 +79,14 @@ class Sample:
 
 
 class NotApplicableError(Exception):
-    """There is nothing to compare: the reason is the message."""
+    """There is nothing to compare, and the message says why."""
 
 
 def samples(info: Any) -> Iterator[Sample]:
-    """The first few with a float32 tensor among the arguments.
+    """Return the first few samples with a float32 tensor among the arguments.
 
     Raises:
-        NotApplicableError: the operator has none.
+        NotApplicableError: the operator has no such sample.
     """
     if torch.float32 not in info.supported_dtypes("cpu"):
         raise NotApplicableError("takes no float32")
@@ -115,7 +116,7 @@ def _plain(x: Any) -> Any:
 
 
 def forward(sample: Sample) -> None:
-    """The same result, in inference mode too."""
+    """Check the result, in inference mode too."""
     with torch.no_grad():
         want = sample.run(sample.plain)
         assert_same(sample.run(sample.scaled), want)
@@ -124,7 +125,7 @@ def forward(sample: Sample) -> None:
 
 
 def backward(sample: Sample, run: Callable[[Any], Any] | None = None) -> None:
-    """The same gradients, for a Gaussian gradient of every differentiable result."""
+    """Check the gradients for a Gaussian gradient of every differentiable result."""
     run = run or sample.run
     outs, plain_outs = (
         _differentiable(f(a)) for f, a in ((run, sample.scaled), (sample.run, sample.plain))
@@ -151,8 +152,8 @@ def backward(sample: Sample, run: Callable[[Any], Any] | None = None) -> None:
 
 
 def backward_of_plain(sample: Sample) -> None:
-    """The same gradients where a plain operator is followed by scaled ones: its gradient alone is
-    a ScaledTensor."""
+    """Check the gradients of a plain operator before scaled ones: only its incoming gradient is a
+    ScaledTensor."""
     outs, inputs = _differentiable(sample.run(sample.plain)), _differentiable(sample.plain)
     outs = [o for o in outs if o.dtype == torch.float32]
     if not outs:
@@ -168,7 +169,7 @@ def backward_of_plain(sample: Sample) -> None:
 
 
 def compiled(sample: Sample, differentiable: bool) -> bool:
-    """The same in one graph, forward and backward. False where torch cannot do that to `call`."""
+    """Check forward and backward in one graph. Return False if torch cannot do that to `call`."""
 
     def build() -> Callable[[Any], Any]:
         torch.compiler.reset()
@@ -184,7 +185,7 @@ def compiled(sample: Sample, differentiable: bool) -> bool:
 
     try:
         build()(sample.plain)
-    except Exception:  # whatever Dynamo has against it
+    except Exception:  # Dynamo may refuse it for any reason.
         return False
     assert_same(build()(sample.scaled), sample.run(sample.plain))
     if differentiable:
@@ -197,7 +198,7 @@ def _differentiable(tree: Any) -> list[Tensor]:
 
 
 def assert_same(got: Any, want: Any) -> None:
-    """Values as torch has them; what has no value of its own, by type and shape."""
+    """Compare values with torch's. Compare all other results by type and shape."""
     for x, y in zip(tree_leaves(got), tree_leaves(want), strict=True):
         if not isinstance(y, Tensor):
             assert type(x) is type(y)

@@ -1,4 +1,4 @@
-"""The rules of CUDA's attention kernels, beside the CPU's, on kernels that a CPU has."""
+"""The rules of CUDA's attention kernels agree with the CPU's rules, on kernels that a CPU has."""
 
 import math
 from types import SimpleNamespace
@@ -53,7 +53,7 @@ def efficient_backward(g, q, k, v, mask, out, lse, s, o, dropout, asked, causal,
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
-    """Kernels that a CPU has in the place of CUDA's, on elements in bfloat16 as a device has."""
+    """Replace CUDA's kernels by kernels of a CPU, on bfloat16 elements as on a device."""
     taken = {
         "_scaled_dot_product_flash_attention_backward": flash_backward,
         "_scaled_dot_product_efficient_attention": efficient,
@@ -85,7 +85,7 @@ def made(results, given):
 
 
 def close(ours, want):
-    """Equal as values, and expected alike."""
+    """Values and expected RMS are equal."""
     assert ours.scale == want.scale
     assert ours.rms == want.rms
     a, b = ours.dequantize(), want.dequantize()
@@ -99,7 +99,7 @@ def test__value_and_gradients__are_those_of_the_cpu_kernel(kernel, causal):
     cpu = aten._scaled_dot_product_flash_attention_for_cpu
     of_cpu = RULES[cpu.default].function
     back_of_cpu = RULES[aten._scaled_dot_product_flash_attention_for_cpu_backward.default].function
-    with pytest.MonkeyPatch.context() as patch:  # with the real kernels
+    with pytest.MonkeyPatch.context() as patch:  # Real kernels are used.
         patch.undo()
         patch.setattr(attention, "aten", aten)
         patch.setattr(attention, "_folded", _folded_on_a_cpu)

@@ -1,4 +1,4 @@
-"""Data movement beyond a functional operator: views taken in place, resized tensors."""
+"""Data movement without a functional operator: views taken in place, and resized tensors."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def test__cache_filled_step_by_step__keeps_the_rms_of_what_it_holds():
 
 
 def test__rows_added_expert_by_expert__count_each_row_once():
-    """Sixteen experts with four rows each: the sum is of 64 rows, not of 16 tensors."""
+    """Sixteen experts have four rows each, and the sum is over 64 rows, not over 16 tensors."""
     out = torch.zeros_like(sct.scaled(gaussian(64, 8)))
     for i in range(16):
         out.index_add_(0, torch.arange(4 * i, 4 * i + 4), sct.scaled(gaussian(4, 8, seed=i)))
@@ -79,7 +79,7 @@ def test__a_compressed_result__has_no_scaled_form_and_says_so():
 
 
 def rotary(x: torch.Tensor) -> torch.Tensor:
-    """As Meta's Llama and torchtitan turn queries: as a product of complex numbers."""
+    """Meta's Llama and torchtitan turn queries in this way: by a product of complex numbers."""
     angles = torch.outer(torch.arange(6.0), 10.0 ** -torch.arange(4.0))
     turned = torch.view_as_complex(x.float().reshape(6, 4, 2)) * torch.polar(
         torch.ones_like(angles), angles
@@ -88,12 +88,12 @@ def rotary(x: torch.Tensor) -> torch.Tensor:
 
 
 def mixed(x: torch.Tensor) -> torch.Tensor:
-    """As FNet mixes tokens."""
+    """FNet mixes tokens in this way."""
     return torch.fft.fftn(x, dim=(0, 1)).real
 
 
 def correlated(x: torch.Tensor) -> torch.Tensor:
-    """As Autoformer finds periods."""
+    """Autoformer finds periods in this way."""
     f = torch.fft.rfft(x, dim=0)
     return torch.fft.irfft(f * torch.conj(f), n=len(x), dim=0)
 
@@ -135,7 +135,8 @@ COMPILED = {
 
 @pytest.mark.parametrize(
     ("name", "backend"),
-    # What Inductor makes of torch's operators is torch's: a reduction and views stand for all.
+    # Inductor's code for torch's operators is torch's affair, so a reduction and views stand for
+    # all.
     [*((name, "aot_eager") for name in COMPILED), ("scatter", "inductor"), ("fill", "inductor")],
 )
 def test__compiled__gives_the_value_and_gradient_of_eager(name, backend):

@@ -32,7 +32,8 @@ def test__64_matmuls__stay_in_range_both_ways(recipe):
     x = first = unit(256, WIDTH, recipe=recipe).requires_grad_()
     for _ in range(DEPTH):
         x = x @ unit(WIDTH, WIDTH, recipe=recipe)
-        x = x * 2.0**-4  # 128**-0.5 per product, up to the sqrt(2) that must not be lost
+        # The factor is 128**-0.5 per product, up to the sqrt(2) that must not be lost.
+        x = x * 2.0**-4
         assert_in_range([x])
     assert_in_range([torch.autograd.grad(x, first, unit(256, WIDTH))[0]])
 

@@ -49,7 +49,7 @@ def test__masked_logits__get_no_weight_and_no_gradient(fill, shift, dtype):
     reference = F.softmax(plain.masked_fill(mask, fill), -1)
     tolerance = 4 * TOLERANCE[dtype]
     assert_holds(y, reference, tolerance)
-    hidden = mask & (reference == 0)  # a mild fill hides no logit that is lower still
+    hidden = mask & (reference == 0)  # A mild fill hides no logit that is lower still.
     assert hidden.any()
     assert (dequantized(y)[hidden] == 0).all()
     grad = torch.autograd.grad(y, x, sct.scaled(gaussian(8, 16, seed=1).to(dtype)))[0]
@@ -67,7 +67,7 @@ def test__additive_mask__is_no_part_of_the_range(fill):
 
 
 def test__a_side_of_where_that_is_not_a_number__expects_nothing():
-    """As the root in torch's RAdam, which its condition guards."""
+    """torch's RAdam takes such a root, guarded by its condition."""
     x = sct.scaled(gaussian(64))
     root = x * torch.tensor(-2.0).sqrt()
     for y in (
@@ -153,7 +153,7 @@ def test__scalars__stay_0_dim():
     assert x.item() == 3
 
 
-#: Two scales of 2^75 have no product in float32, though the values are ordinary numbers.
+#: Two scales of 2^75 have no float32 product, though the values are ordinary numbers.
 FAR_APART = {
     "mul": (lambda x, y: x * y, (75, 75)),
     "div": (lambda x, y: x / y, (75, -75)),
@@ -181,10 +181,10 @@ def test__scales_whose_product_is_no_float32__give_values_that_are(name, how):
     inputs = [x.requires_grad_() for x in inputs]
     run = function if how == "eager" else torch.compile(function, backend=how, fullgraph=True)
     y, expected = run(*inputs), function(*plain)
-    # The expected RMS is no float32 number either, so the scale is the nearest that there is.
+    # The expected RMS is no float32 number either, so the scale is the nearest possible one.
     assert_near(y, expected, 2.0**-16)
     assert is_power_of_two(y.scale)
-    if "div" in name:  # whose gradient divides twice, by elements that are far from 1
+    if "div" in name:  # The gradient divides twice, by elements far from 1.
         return
     given = gaussian(*y.shape, seed=9)
     gradients = torch.autograd.grad(y, inputs, sct.scaled(given))

@@ -1,4 +1,4 @@
-"""Gaussian integrals, functions with slopes of their own, losses that are caught, samples."""
+"""Gaussian integrals, functions with custom slopes, fused losses, and samples."""
 
 import math
 
@@ -73,7 +73,7 @@ SPELLINGS = {
     ),
 }
 TWICE = {k: v for k, v in SPELLINGS.items() if k not in ("i0e", "i1", "i1e")}
-"""torch differentiates i0 and i1, not all of what their derivatives are written in."""
+"""torch differentiates i0 and i1, but not all functions in their derivatives."""
 
 
 @pytest.mark.parametrize("f", TWICE.values(), ids=TWICE)
@@ -96,7 +96,7 @@ COMPILED = SPELLINGS | {
     "kl_div": lambda x: F.kl_div(x.log_softmax(-1), torch.full((4, 6), 1 / 6)),
     "cdist": lambda x: torch.cdist(x, x[:2]),
 }
-if hasattr(F, "linear_cross_entropy"):  # torch 2.11 has none
+if hasattr(F, "linear_cross_entropy"):  # torch 2.11 has no such function.
     COMPILED["linear_cross_entropy"] = lambda x: F.linear_cross_entropy(
         x, x.detach()[:3], torch.tensor([0, 1, 2, 0])
     )
@@ -203,7 +203,8 @@ def test__bce_with_logits__with_targets_to_learn__has_both_gradients():
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
 def test__nll_gradient__is_scaled_by_the_tokens_that_count(share):
-    """Half of the tokens ignored: the gradient of the others is twice as large, and in range."""
+    """Half of the tokens are ignored, so the gradient of the others is twice as large. It stays in
+    range."""
     x = sct.scaled(gaussian(256, 64)).requires_grad_()
     target = torch.randint(64, (256,), generator=torch.Generator().manual_seed(0))
     target[int(256 * share) :] = -100

@@ -1,8 +1,8 @@
-"""Products that go to the FP8 units of a CUDA device, on a stand-in for them.
+"""Products go to the FP8 units of a CUDA device, on a stand-in for them.
 
-The stand-in asks torch itself whether a CUDA device would take the shapes, strides and dtypes (the
-operator's own checks, on tensors without data), and computes the product in float64. Where torch
-has the operator for a CPU too, that is run as well.
+The stand-in asks torch whether a CUDA device would take the shapes, strides and dtypes (the
+operator's own checks, on tensors without data), and computes the product in float64. If torch has
+the operator for a CPU too, it runs as well.
 """
 
 import warnings
@@ -41,7 +41,7 @@ from scaledtensor.recipes import (
 REAL_SCALED_MM = _torch.scaled_mm
 HOPPER, BLACKWELL, ADA, AMPERE = (9, 0), (10, 0), (8, 9), (8, 0)
 
-#: What the units of some device take, and that device.
+#: Capabilities of FP8 units, each of some device.
 TAKEN: dict[str, tuple[Recipe, tuple[int, int]]] = {
     "unit": (Unit(), ADA),
     "unit in E4M3": (Unit(gradient="e4m3fn"), HOPPER),
@@ -69,7 +69,7 @@ TAKEN: dict[str, tuple[Recipe, tuple[int, int]]] = {
 
 
 class Units:
-    """A CUDA device's FP8 units, for tensors of the CPU."""
+    """The FP8 units of a CUDA device, for tensors of the CPU."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
         self.capability = capability
@@ -77,7 +77,7 @@ class Units:
 
     def scaled_mm(self, a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, fast: bool) -> Tensor:
         self.calls.append({"dtypes": (a.dtype, b.dtype), "scales": of_a.dtype, "fast": fast})
-        if type(a) is Tensor:  # a trace has no use for it, and cannot make tensors of its own
+        if type(a) is Tensor:  # A trace does not need it, and cannot make tensors of its own.
             check_by_torch(a, b, of_a, of_b)
         return (spread(a, of_a) @ spread(b.mT, of_b, right=True).mT).bfloat16()
 
@@ -100,7 +100,7 @@ def on_cuda(mode: FakeTensorMode, x: Tensor) -> Tensor:
 
 
 def check_by_torch(a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor) -> None:
-    """Both operators' own checks for a CUDA device: of layouts the second says more."""
+    """Run both operators' own checks for a CUDA device; the second says more about layouts."""
     kinds, swizzle = F.ScalingType, F.SwizzleType.NO_SWIZZLE
     of_columns = of_b
     if of_a.numel() == of_b.numel() == 1:
@@ -123,7 +123,7 @@ def check_by_torch(a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor) -> None:
 
 
 def spread(codes: Tensor, scale: Tensor, right: bool = False) -> Tensor:
-    """Codes by rows times their scales, float64."""
+    """Return codes times the scales of their rows, in float64."""
     if scale.numel() == 1:
         return codes.double() * scale.double()
     if scale.dtype == torch.float8_e8m0fnu:
@@ -135,7 +135,7 @@ def spread(codes: Tensor, scale: Tensor, right: bool = False) -> Tensor:
 
 
 def untiled(scale: Tensor, height: int, width: int) -> Tensor:
-    """Scales out of the order of tensor cores, by the formula of their place."""
+    """Return scales from the order of tensor cores, by the formula of their position."""
     row, column = torch.arange(height)[:, None], torch.arange(width)[None]
     tile = (row // 128) * -(-width // 4) + column // 4
     place = 512 * tile + 16 * (row % 32) + 4 * (row % 128 // 32) + column % 4
@@ -144,7 +144,7 @@ def untiled(scale: Tensor, height: int, width: int) -> Tensor:
 
 @pytest.fixture
 def units(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int]], Units]:
-    """Give tensors of the CPU the units of a device."""
+    """Give tensors of the CPU the FP8 units of a device."""
 
     def give(capability: tuple[int, int]) -> Units:
         made = Units(capability)
@@ -168,7 +168,7 @@ def layer_and_data(
 
 
 def step(run: Callable[..., Tensor], layer: nn.Linear, x: Tensor, dy: Tensor) -> list[Tensor]:
-    """y, dx, dw."""
+    """Return y, dx and dw."""
     layer.zero_grad()
     x.grad = None
     y = run(x)
@@ -177,7 +177,7 @@ def step(run: Callable[..., Tensor], layer: nn.Linear, x: Tensor, dy: Tensor) ->
 
 
 def assert_same_product(got: Tensor, want: Tensor) -> None:
-    """Two roundings of one sum, under the same scale."""
+    """Both are roundings of one sum, under the same scale."""
     assert torch.equal(got.scale, want.scale)
     assert torch.equal(got.rms, want.rms)
     size = dequantized(want).square().mean().sqrt().item()
@@ -218,7 +218,7 @@ def test_compiled_code_calls_the_units_too(name, units):
 
 @pytest.mark.parametrize("name", ["unit", "current", "by row"])
 def test_torchs_operator_of_the_cpu_agrees(name, units, monkeypatch):
-    """It has one scale a tensor and scales by row."""
+    """The device has one scale per tensor, and scales by row."""
     recipe, capability = TAKEN[name]
     layer, x, dy = layer_and_data(recipe)
     wanted = step(layer, layer, x, dy)
@@ -229,7 +229,7 @@ def test_torchs_operator_of_the_cpu_agrees(name, units, monkeypatch):
 
 
 def test_the_operands_are_read_in_whatever_layout(units):
-    """Of a transposed input, of a weight that is not, of an input of more dimensions."""
+    """The input is transposed, the weight is not, or the input has more dimensions."""
     recipe = Unit(gradient="e4m3fn")
     torch.manual_seed(0)
     x, w = torch.randn(64, 4, 32), torch.randn(32, 48)
@@ -276,7 +276,7 @@ def test_a_checkpoint_adds_up_as_the_first_pass_did(make, reentrant, units):
     seen = units(HOPPER)
     y = checkpoint(layer, x, use_reentrant=reentrant)
     sct.drop(y).dequantize().square().mean().backward()
-    # forward, and where the checkpoint asks for it again; then dgrad and wgrad
+    # The casts run forward, again for the checkpoint, and then in dgrad and wgrad.
     assert [c["fast"] for c in seen.calls][-3:] == [True, False, False]
     assert all(c["fast"] for c in seen.calls[:-2])
 
@@ -313,7 +313,7 @@ def test_recipes_say_what_may_be_fast():
 )
 def test_what_is_emulated_on_such_a_device_says_so_once(recipe, capability, shape, reason, units):
     layer, x, dy = layer_and_data(recipe, **shape)
-    torch.manual_seed(1)  # of stochastic gradients
+    torch.manual_seed(1)  # The gradients are rounded stochastically.
     wanted = step(layer, layer, x, dy)
     seen = units(capability)
     torch.manual_seed(1)
@@ -345,7 +345,8 @@ def test_products_in_higher_precision_are_none_of_the_units(units):
 
 
 def test_experts_are_one_grouped_product(units):
-    """The rows of each expert; wgrad, whose groups lie along what is summed, in bfloat16."""
+    """The rows of each expert are multiplied. wgrad has its groups along the summed dimension and
+    runs in bfloat16."""
     recipe = Unit(gradient="e4m3fn")
     torch.manual_seed(0)
     rows, experts = torch.randn(96, 64), torch.randn(3, 64, 32)

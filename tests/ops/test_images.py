@@ -1,4 +1,5 @@
-"""Convolutions multiply 8-bit operands in every spelling; batch norm under all its names."""
+"""Convolutions multiply 8-bit operands in every spelling, and batch norm works under all its
+names."""
 
 import pytest
 import torch
@@ -150,7 +151,7 @@ every_wrap = pytest.mark.parametrize("wrap", WRAPS.values(), ids=list(WRAPS))
 
 
 def problem() -> tuple[Tensor, ...]:
-    """Data, weight, bias, running mean and variance."""
+    """Return data, weight, bias, running mean and variance."""
     x = gaussian(8, 3, 5, 5) * 2 + gaussian(3, 1, 1, seed=1)
     return (x, *(gaussian(3, seed=s) for s in (2, 3, 4)), gaussian(3, seed=5).square() + 0.5)
 
@@ -214,7 +215,8 @@ def test__backward__is_the_same_under_every_name(name):
 
 
 def test__evaluation_of_a_deep_network__does_not_drift():
-    """What the rules miss of trained convolutions ends at each batch norm, also in evaluation."""
+    """Each batch norm ends the errors of the rules about trained convolutions, also in
+    evaluation."""
     torch.manual_seed(0)
     layers = [
         m
@@ -226,7 +228,8 @@ def test__evaluation_of_a_deep_network__does_not_drift():
         )
     ]
     for conv in layers[::3]:
-        conv.weight.data += 0.02  # correlated: the sums are larger than those of independent terms
+        # The terms are correlated, so sums are larger than sums of independent terms.
+        conv.weight.data += 0.02
     net = torch.nn.Sequential(*layers)
     x = gaussian(8, 16, 8, 8)
     for _ in range(30):

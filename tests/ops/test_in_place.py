@@ -1,4 +1,5 @@
-"""In-place and out= forms: the same object, the same aliases, the value of the functional form."""
+"""In-place and out= forms return the same object, with the same aliases and the value of the
+functional form."""
 
 import pytest
 import torch
@@ -84,7 +85,8 @@ def test__out__is_written_and_returned(name):
 
 
 def test__whole_tensor_of_another_order__takes_a_scale_that_fits():
-    """Its views see it: all of their elements were replaced too. A part has its base's scale."""
+    """Its views see the write, because all of their elements were replaced too. A part has its
+    base's scale."""
     x = sct.scaled(gaussian(4, 6, power=-60).square())
     view, plain = x.t(), dequantized(x)
     x.rsqrt_()

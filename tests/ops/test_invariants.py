@@ -23,7 +23,8 @@ import scaledtensor as sct
 
 DTYPES = [torch.float32, torch.bfloat16]
 seeds = st.integers(0, 2**31)
-# Never 0, and first of all the least: few examples are drawn, and the simplest one is among them.
+# A shift is never 0. The least one comes first, as few examples are drawn and the simplest is among
+# them.
 shifts = st.integers(0, 79).map(lambda k: k - 40 + (k >= 40))
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -40,7 +41,7 @@ class Run:
 
 
 def draw(case: Case, shapes: Shapes, seed: int, dtype: torch.dtype) -> list[Tensor]:
-    """Gaussian inputs, each with a power of two of its own."""
+    """Return Gaussian inputs, each with its own power of two."""
     rng = torch.Generator().manual_seed(seed)
     spread = torch.randint(-case.scales, case.scales + 1, (len(shapes),), generator=rng).tolist()
     return [
@@ -50,7 +51,7 @@ def draw(case: Case, shapes: Shapes, seed: int, dtype: torch.dtype) -> list[Tens
 
 
 def run(case: Case, plain: list[Tensor], seed: int, shift: int = 0) -> Run:
-    """Forward and, with a Gaussian gradient times 2**shift, backward."""
+    """Run forward and, with a Gaussian gradient times 2**shift, backward."""
     inputs = [sct.scaled(x).requires_grad_(case.differentiable) for x in plain]
     out = case.run(*inputs)
     if not case.differentiable:
@@ -118,7 +119,8 @@ def test__gaussian_inputs__stay_in_range(case, shapes, seed, shift):
 def sampled(
     case: Case, shapes: Shapes, seed: int, shift: int
 ) -> tuple[list[Tensor], list[list[Tensor]]]:
-    """Results and gradients of as many samples of one population as make a large number."""
+    """Return results and gradients of many samples of one population, as many as make a large
+    number."""
     rng = torch.Generator().manual_seed(seed)
     sizes = [math.prod(s) for s in shapes]
     n = min(case.samples, math.ceil(ENOUGH / min(sizes)), math.ceil(2**22 / max(sizes)))
@@ -143,7 +145,7 @@ def sampled(
 
 
 def exponents(case: Case, inputs: int, rng: torch.Generator, shift: int) -> list[float]:
-    """Of the inputs' scales: moderate, then moved along the symmetries."""
+    """Return exponents of the inputs' scales: moderate, then moved along the symmetries."""
     powers = torch.randint(-case.scales, case.scales + 1, (inputs,), generator=rng).tolist()
     for symmetry in case.symmetries:
         *weights, degree = symmetry
@@ -153,7 +155,7 @@ def exponents(case: Case, inputs: int, rng: torch.Generator, shift: int) -> list
 
 
 def assert_median(samples: list[Tensor], low: float, high: float, what: str) -> None:
-    """Where there is no variance, half of the elements are above 1/4 or so, and half below 4."""
+    """Without a variance, about half of the elements are above 1/4, and half are below 4."""
     middle = float(torch.cat([s.qdata.detach().flatten() for s in samples]).abs().nanmedian())
     assert low / 2 <= middle <= high * 2, f"{what}: median |qdata| = {middle:.3f}"
 

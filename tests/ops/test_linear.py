@@ -1,4 +1,4 @@
-"""`linear` as one node of autograd: the bits of torch's own operators, which a mode sees."""
+"""`linear` is one node of autograd with the bits of torch's own operators, which a mode sees."""
 
 import contextlib
 
@@ -36,8 +36,8 @@ def facts(x):
 
 
 def trained(*layer):
-    """Output and gradients of a layer: input, weight and perhaps bias."""
-    torch.manual_seed(0)  # stochastic rounding draws from it
+    """Return the output and gradients of a layer: input, weight and perhaps bias."""
+    torch.manual_seed(0)  # Stochastic rounding draws from it.
     y = F.linear(*layer)
     gradient = sct.scaled(torch.linspace(-3, 2, y.numel()).view(y.shape), "bf16")
     return [y, *torch.autograd.grad(y, [x for x in layer if x.requires_grad], gradient)]
@@ -65,7 +65,8 @@ def test__alone__the_bits_are_those_of_operators(recipe, fmt, shape, monkeypatch
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("power", [-30, 0, 30])
 def test__with_a_bias__the_bits_are_those_of_operators(recipe, power, native, monkeypatch):
-    """Of a bias much smaller and much larger than the product, and with what is not finite."""
+    """The bias is much smaller or much larger than the product, and some elements are infinite or
+    NaN."""
     x, w, b = operands(recipe, (3, 70, 64), (48, 64), (48,))
     with torch.no_grad():
         b.mul_(2.0**power)
@@ -98,7 +99,7 @@ def test__with_a_bias__each_gradient_is_made_where_it_is_asked(trains):
 
 
 def test__a_bias_that_was_stepped_in_its_hook__is_no_stale_operand():
-    """An optimizer may step a parameter as soon as its gradient is there."""
+    """An optimizer may step a parameter as soon as its gradient exists."""
     x, w, b = operands(RECIPES["Unit"], (5, 16), (8, 16), (8,))
 
     def step(p):

@@ -50,7 +50,8 @@ def heads(x):
 
 
 def gpt(p, product, x):
-    """Learned positions, layer norms with bias, fused attention, gelu, a tied readout."""
+    """A block with learned positions, layer norms with bias, fused attention, gelu, a tied
+    readout."""
     h = F.layer_norm(x, (WIDTH,), p["norm1"], p["bias1"])
     q, k, v = (heads(t) for t in product(h, p["qkv"]).chunk(3, -1))
     a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -60,7 +61,7 @@ def gpt(p, product, x):
 
 
 def llama(p, product, x):
-    """Rotary positions, RMS norms, attention spelled out, a gated silu."""
+    """A block with rotary positions, RMS norms, spelled-out attention, a gated silu."""
     h = F.rms_norm(x, (WIDTH,), p["norm1"])
     q, k, v = (heads(t) for t in product(h, p["qkv"]).chunk(3, -1))
     q, k = rotated(q), rotated(k)
@@ -158,7 +159,7 @@ def test__compiled_block__moves_only_scales_too():
         compiled, by_eager = (g[name].dequantize() for g in (before, want))
         if product_dtype(torch.device("cpu")) == torch.bfloat16:
             assert (compiled - by_eager).norm() < 0.1 * by_eager.norm(), name
-        # A compiler rounds less often than eager code: what it fuses with a float32 product sees
-        # that product before it is rounded to bfloat16.
+        # A compiler rounds less often than eager code. An operator fused with a float32 product
+        # sees that product before its rounding to bfloat16.
         error, of_eager = ((g - exact[name]).norm() for g in (compiled, by_eager))
         assert error < 1.3 * of_eager, name

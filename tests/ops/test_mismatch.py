@@ -19,7 +19,7 @@ DTYPES = [
 ]
 RECIPES = ["unit", "current", sct.recipes.Current(granularity="row"), sct.recipes.PerGemm(keep=())]
 
-#: Of each spelling of a product, a call with a plain input and a weight of 8 x 16.
+#: A call of each spelling of a product, with a plain input and a weight of 8 x 16.
 PRODUCTS: dict[str, Callable[[Tensor, Any], Any]] = {
     "linear": F.linear,
     "@": lambda x, w: x @ w.t(),
@@ -36,7 +36,7 @@ PRODUCTS: dict[str, Callable[[Tensor, Any], Any]] = {
 
 
 def outcome(call: Callable[[], Tensor]) -> torch.dtype | None:
-    """The dtype of a result; None where there is none."""
+    """Return the dtype of a result, or None if the call fails."""
     try:
         return call().dtype
     except (RuntimeError, NotImplementedError):

@@ -1,6 +1,6 @@
-"""Every operator that PyTorch has samples for: values and gradients, in all modes.
+"""Every operator with samples in PyTorch has the right values and gradients, in all modes.
 
-An operator passes, or is out of scope, by name with the reason, or has nothing to compare.
+An operator passes, or is out of scope by name with a reason, or has nothing to compare.
 """
 
 import re
@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-pytest.importorskip("expecttest")  # torch's samples need it
+pytest.importorskip("expecttest")  # torch's samples need it.
 
 from opinfo import (
     NO_VALUE,
@@ -27,7 +27,7 @@ from opinfo import (
     samples,
 )
 
-settings.load_profile("scaledtensor")  # torch's samples load one of their own
+settings.load_profile("scaledtensor")  # torch's samples load their own file.
 
 PAGE = Path(__file__).parents[2] / "docs" / "ops.md"
 OURS = [name for name in OPS if name not in OUT_OF_SCOPE and name not in NO_VALUE]
@@ -43,7 +43,7 @@ def drawn(name: str) -> list:
 
 @every_op
 def test__value_and_gradients__are_those_of_the_plain_operator(name):
-    """All in one test: to draw the samples takes longer than many an operator."""
+    """One test makes all checks, because drawing the samples takes longer than many operators."""
     for sample in drawn(name):
         forward(sample)
         if OPS[name].supports_autograd:
@@ -73,7 +73,7 @@ def test__no_value__is_said_of_operators_that_exist(name):
 @pytest.mark.slow
 @every_op
 def test__compiled__is_as_plain(name):
-    """Of the first sample that torch itself compiles in one graph."""
+    """Checks the first sample that torch itself compiles in one graph."""
     if name in NOT_COMPILED:
         pytest.skip(NOT_COMPILED[name])
     for sample in drawn(name)[:1]:

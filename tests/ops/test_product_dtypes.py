@@ -1,4 +1,4 @@
-"""The machine decides what products are computed in; what they mean does not change with it."""
+"""The machine decides the dtype in which products are computed; their meaning stays the same."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ from scaledtensor.recipes.casts import GEMMS
 CPU = torch.device("cpu")
 BOTH = ("float32", "bfloat16")
 
-#: ATen operators that multiply matrices, in which a bfloat16 operand would take the slow way.
+#: ATen operators that multiply matrices; a bfloat16 operand would take the slow path in them.
 PRODUCTS = (
     *("mm", "bmm", "addmm", "baddbmm", "addmv", "mv", "dot", "convolution", "_grouped_mm"),
     *("convolution_backward", "_scaled_dot_product_flash_attention_for_cpu", "linear", "matmul"),
@@ -63,8 +63,8 @@ def test__an_x86_cpu__multiplies_bfloat16_where_it_has_units(
 
 
 def test__avx512_bf16_without_amx_of_an_unknown_make__is_measured(monkeypatch):
-    # A Xeon whose virtual machine hides AMX multiplies bfloat16 half as fast as float32, an EPYC
-    # twice as fast; both say avx512_bf16.
+    # A Xeon with a virtual machine that hides AMX multiplies bfloat16 half as fast as float32, and
+    # an EPYC multiplies it twice as fast. Both report avx512_bf16.
     facts = {"architecture": "x86_64", "avx512_bf16": True}
     assert products._of_x86(facts, "AVX512", {}) is None
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: facts)
@@ -123,7 +123,7 @@ def test__products_in__names_what_it_takes(name):
     assert products.choice(CPU) == before
 
 
-#: The one that this machine does not choose.
+#: The dtype that this machine does not choose.
 OTHER = {torch.float32: "bfloat16", torch.bfloat16: "float32"}[products.product_dtype(CPU)]
 
 
@@ -165,7 +165,7 @@ def test__hardware__says_what_each_recipe_runs_on():
         assert set(runs) == {(r, g) for r in sct.recipes.base.RECIPES for g in GEMMS}
         assert runs["unit", "dgrad"] == runs["mxfp8", "wgrad"] == name
         assert runs["nvfp4", "forward"] == name
-        # Scales by block that are no powers of two leave bfloat16.
+        # Scales of blocks that are no powers of two leave bfloat16.
         assert runs["blockwise", "forward"] == "float32"
     assert "unit" in str(sct.hardware())
     assert str(sct.hardware(["unit"])).count("e4m3fn carried") == 4
@@ -199,7 +199,7 @@ def test__hardware__of_a_cuda_device(monkeypatch):
 
 
 class Multiplied(_torch.DispatchMode):
-    """Notes the dtypes of the operands of every product that torch itself is given."""
+    """Records the dtypes of the operands of every product that torch itself gets."""
 
     def __init__(self, dtypes):
         super().__init__()
@@ -215,7 +215,8 @@ class Multiplied(_torch.DispatchMode):
 
 @pytest.fixture
 def multiplied(monkeypatch):
-    """Dtypes of products that ran below a ScaledTensor, where a mode around the model sees none."""
+    """Return the dtypes of products below a ScaledTensor, which a mode around the model does not
+    see."""
     engine, dtypes = sct.ScaledTensor._engine, set()
 
     def seen(function):
@@ -274,7 +275,7 @@ MODELS = {
 
 
 def run(name):
-    """Output and gradients of a model, from the same numbers each time."""
+    """Return output and gradients of a model, from the same numbers each time."""
     torch.manual_seed(0)
     model = MODELS[name]()
     x = sct.scaled(torch.randn(2, 8, 16), "bf16", recipe="unit").requires_grad_()
@@ -308,8 +309,8 @@ SIZES = st.integers(1, 40)
 
 @given(SIZES, SIZES, SIZES, st.sampled_from(FORMATS), st.sampled_from(FORMATS), st.integers(0, 99))
 def test__a_product_of_codes__is_that_of_their_values(m, k, n, of_a, of_b, seed):
-    """In either dtype the result is the exact sum, rounded to bfloat16, up to the float32 order of
-    summation."""
+    """In both dtypes the result is the exact sum rounded to bfloat16, up to the order of float32
+    sums."""
     rng = torch.Generator().manual_seed(seed)
     a, b = torch.randn(m, k, generator=rng), torch.randn(k, n, generator=rng)
     a, b = sct.scaled(a, of_a), sct.scaled(b, of_b)
@@ -350,8 +351,8 @@ def test__a_step__is_the_same_bits_under_loss_scaling(name, path):
 
 
 def test__a_kernel_of_one_pixel__keeps_its_strides():
-    """Spelled with its channels last, beside an image that is not, it has torch's float32
-    convolution write beyond its memory on AVX2."""
+    """With its channels last beside an image that has them first, torch's float32 convolution
+    writes beyond its memory on AVX2."""
     layer = scaled_model(nn.Conv2d(3, 8, 1, stride=2, bias=False))
     codes = layer.weight.detach().to_format("e4m3fn")
     for name in BOTH:

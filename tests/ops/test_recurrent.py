@@ -1,4 +1,4 @@
-"""torch.nn's recurrent networks in all their forms are those of plain tensors."""
+"""All forms of torch.nn's recurrent networks compute the results of plain tensors."""
 
 import copy
 from typing import Any
@@ -23,7 +23,7 @@ every_case = pytest.mark.parametrize(("kind", "form"), CASES, ids=str)
 
 
 def results(net: nn.Module, x: Any, state: Any) -> list[Tensor]:
-    """Outputs, final states, and the gradients of all parameters."""
+    """Return outputs, final states, and the gradients of all parameters."""
     output, final = net(x, state)
     output = output.data if isinstance(output, nn.utils.rnn.PackedSequence) else output
     found = [output, *(final if isinstance(final, tuple) else (final,))]
@@ -85,7 +85,7 @@ def test__gate_products__multiply_and_save_8_bit_operands(kind):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         output, _ = model(torch.randn(4, 3, 16))
     weights = [f for f in saved if f == "e4m3fn"]
-    assert len(weights) >= 4  # the operands of the recurrent product of each step
+    assert len(weights) >= 4  # These are the operands of the recurrent product of each step.
     output.square().sum().backward()
     for p in model.parameters():
         assert dequantized(p.grad).isfinite().all()
@@ -103,7 +103,7 @@ def test__dropout__falls_between_the_layers_in_training_alone():
 
 
 def test__elements_of_a_long_run__stay_in_range():
-    """64 steps: what a gate lets through neither grows nor fades in the elements."""
+    """Over 64 steps, the elements behind a gate neither grow nor fade."""
     torch.manual_seed(0)
     model = sct.scale_model(nn.LSTM(32, 32))
     output, (h, c) = model(torch.randn(64, 8, 32))

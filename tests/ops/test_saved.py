@@ -1,4 +1,4 @@
-"""What operators keep for their backward pass under a recipe with `saved`."""
+"""Operators keep these tensors for their backward pass under a recipe with `saved`."""
 
 import copy
 import math
@@ -23,16 +23,16 @@ from scaledtensor.recipes import Unit
 
 SAVED, PLAIN = Unit(saved="e4m3fn"), Unit()
 E4M3 = 2.0**-4
-"""The largest relative error of an E4M3 code under the scale of its group."""
+"""Largest relative error of an E4M3 code under the scale of its group."""
 
 
 class Case(NamedTuple):
     f: Callable[..., Tensor]
     bytes: float
-    """Kept for each element of x, the parameters aside; what is a number a row comes on top."""
+    """Bytes kept for each element of x, without parameters. Numbers per row are extra."""
     operands: int = 1
     tolerance: float = 2 * E4M3
-    """Of the gradient, relative to its RMS: the condition of the slope, times 1/16."""
+    """Error of the gradient relative to its RMS: the condition of the slope, times 1/16."""
 
 
 CODES = 1 + 1 / 16
@@ -86,7 +86,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
 
 
 def activations(recipe: Unit, count: int, shape=(4, 8, 64)) -> tuple[list[Tensor], list[Tensor]]:
-    """Leaves, and activations made of them. A leaf itself is its owner's, and is not copied."""
+    """Return leaves, and activations made of them. A leaf belongs to its owner and is not
+    copied."""
     leaves = [
         sct.scaled(gaussian(*shape, seed=i), "bf16", recipe=recipe).requires_grad_()
         for i in range(count)
@@ -95,7 +96,7 @@ def activations(recipe: Unit, count: int, shape=(4, 8, 64)) -> tuple[list[Tensor
 
 
 def kept(run: Callable[[], Tensor], *owned: Tensor) -> tuple[Tensor, dict[int, tuple[int, Tensor]]]:
-    """The result of `run`, and of every storage that autograd keeps for it its bytes."""
+    """Return the result of `run`, and the bytes of every storage that autograd keeps for it."""
     found = {}
     own = {p.untyped_storage().data_ptr() for t in owned for p in parts(t)}
 
@@ -114,7 +115,8 @@ def kept(run: Callable[[], Tensor], *owned: Tensor) -> tuple[Tensor, dict[int, t
 def gradients(case: Case, recipe: Unit, k: int = 0, call=None) -> tuple[Tensor, list[Tensor]]:
     leaves, made = activations(recipe, case.operands)
     out = (case.f if call is None else call)(*made)
-    # Not backward from a ScaledTensor: a checkpoint would run again with `__torch_function__` off.
+    # The backward pass does not start from a ScaledTensor, as a checkpoint would run again with
+    # `__torch_function__` off.
     plain = out.dequantize() if isinstance(out, sct.ScaledTensor) else out
     (plain * gaussian(*out.shape, seed=9) * 2.0**k).sum().backward()
     return out, [x.grad for x in leaves]
@@ -152,7 +154,7 @@ def test__a_loss_times_a_power_of_two__changes_scales_alone(case):
         assert_shifted(a, b, -18)
 
 
-#: Other spellings of the same calls. Of relu's, all three are compiled.
+#: Other spellings of the same calls. For relu, all three are compiled.
 RESPELLED = {
     *("silu_module", "tanh_method", "sigmoid_method", "softmax_rows", "softmax_module"),
     *("mul_function", "mul_method"),
@@ -214,7 +216,7 @@ def test__without_gradients__nothing_is_copied(case, mode):
     zeros=st.booleans(),
 )
 def test__a_copy__is_within_a_16th_of_every_element_of_any_shape(shape, power, seed, zeros):
-    """Through the product: the gradient of one factor is the other's copy."""
+    """The gradient goes through the product, where one factor's gradient is the other's copy."""
     x, y = (gaussian(*shape, seed=seed + i) * 2.0**power for i in (0, 1))
     y = y * (gaussian(*shape, seed=seed + 2) > 0) if zeros else y
     a, b = (sct.scaled(t, "fp32", recipe=SAVED).requires_grad_() for t in (x, y))
@@ -222,7 +224,8 @@ def test__a_copy__is_within_a_16th_of_every_element_of_any_shape(shape, power, s
     (grad,) = torch.autograd.grad((a + 0) * made, a, sct.scaled(torch.ones(shape), "fp32"))
     got, want = dequantized(grad), dequantized(made)
     groups = F.pad(want.abs(), (0, -shape[-1] % 16)).unflatten(-1, (-1, 16)).amax(-1)
-    least = groups.repeat_interleave(16, -1)[..., : shape[-1]] * 2.0**-16  # half a subnormal step
+    # This is half a subnormal step.
+    least = groups.repeat_interleave(16, -1)[..., : shape[-1]] * 2.0**-16
     assert ((got - want).abs() <= want.abs() * E4M3 + least).all()
     assert not got[want == 0].any()
 
@@ -250,7 +253,8 @@ def test__a_bad_element__spoils_no_other(bad):
 
 
 def test__softmax__has_rows_of_gradients_that_sum_to_zero():
-    """A gradient that is the same for all of a row is none: rows of copies would not sum to 1."""
+    """An equal gradient for all of a row gives a gradient of zero, although rows of copies do not
+    sum to 1."""
     leaves, (x,) = activations(SAVED, 1)
     y = F.softmax(x * 2, -1)
     (grad,) = torch.autograd.grad(y, leaves, sct.scaled(torch.ones(y.shape), "bf16"))
@@ -370,7 +374,7 @@ def test__a_gpt__keeps_at_most_0_66_of_bfloat16():
 
 
 def test__a_gpt__keeps_at_most_0_66_of_bfloat16_compiled():
-    """As AOTAutograd's partitioner chooses: what Inductor then runs."""
+    """AOTAutograd's partitioner chooses the kept tensors, which Inductor then runs."""
     torch.manual_seed(0)
     half = GPT(64, 64, 1, 2, 128).bfloat16()
     ours = sct.scale_model(copy.deepcopy(half).float(), SAVED)

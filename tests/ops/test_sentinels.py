@@ -1,4 +1,5 @@
-"""Numbers that are no data: what a mask is filled with, and what a running maximum starts from."""
+"""Sentinels are numbers that are no data: the fill of a mask, and the start of a running
+maximum."""
 
 import pytest
 import torch
@@ -54,7 +55,7 @@ def test__a_running_maximum__has_the_scale_of_what_runs(start, size):
 
 @pytest.mark.parametrize("width", [0.1, 0.5, 1.0, 1.5, 4.0])
 def test__a_state_that_decays__stays_in_range(width):
-    """The exponent of a decay is never positive: no moment of a Gaussian tells its size."""
+    """The exponent of a decay is never positive, so no moment of a Gaussian tells its size."""
     h = leaf(1024)
     for i in range(64):
         rate = -leaf(1024, seed=2 * i, scale=width).abs()

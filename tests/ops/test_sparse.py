@@ -1,4 +1,4 @@
-"""Graph networks and embeddings with sparse gradients, as their users write them."""
+"""Graph networks and embeddings with sparse gradients work as their users write them."""
 
 import copy
 
@@ -18,7 +18,7 @@ LAYOUTS = ("coo", "csr", "csc")
 
 
 def graph(nodes=NODES, degree=6, seed=0):
-    """A row-normalised adjacency, whose degrees differ by more than ten."""
+    """A row-normalised adjacency matrix with degrees that differ by more than a factor of ten."""
     generator = torch.Generator().manual_seed(seed)
     rank = torch.arange(1, nodes + 1) / nodes
     chance = (degree * rank.view(-1, 1) ** 2 * 3 / nodes).expand(-1, nodes)
@@ -60,17 +60,17 @@ def test__a_product_with_a_graph__is_that_of_the_values(layout, spelling):
     with torch.no_grad():
         assert_holds(product(a, h), want, 2.0**-7)
     if layout == "csc" and spelling.startswith("sparse"):
-        return  # torch has no derivative of the plain one
+        return  # torch has no derivative of the plain operator.
     seed = gaussian(*want.shape, seed=1)
     y.backward(sct.scaled(seed))
     want.backward(seed)
     assert_holds(h.grad, plain.grad, 2.0**-7)
-    if spelling != "vector":  # whose gradient is one of a column
+    if spelling != "vector":  # Its gradient is one column's.
         assert_in_range([h.grad])
 
 
 def test__degrees_that_differ__leave_the_expected_rms_at_its_closed_form():
-    """r = ra rb sqrt(E / N), though the values depend on the degrees."""
+    """The rule is r = ra rb sqrt(E / N), though the values depend on the degrees."""
     dense = graph(400, 12)
     a = dense.to_sparse()
     h = sct.scaled(gaussian(400, 512))
@@ -82,7 +82,7 @@ def test__degrees_that_differ__leave_the_expected_rms_at_its_closed_form():
 
 
 def test__a_graph_applied_again_and_again__stays_in_range():
-    """Neighbours become alike: independent terms would be thousands of times smaller by now."""
+    """Neighbours become alike; independent terms would be thousands of times smaller by now."""
     a = graph(400, 24).to_sparse()
     h = sct.scaled(gaussian(400, 16))
     for _ in range(10):
@@ -142,7 +142,7 @@ def test__a_graph_network__has_the_same_bits_under_any_power_of_two_of_the_loss(
 
 
 def test__sparse_features__have_a_weight_with_a_gradient_in_its_own_format():
-    """The bag of words of a citation graph, times the first weight."""
+    """The bag of words of a citation graph times the first weight is a sparse product."""
     x = (gaussian(NODES, 40) * (gaussian(NODES, 40, seed=1) > 1)).to_sparse()
     layer = sct.scale_model(nn.Linear(40, 5))
     plain = nn.Linear(40, 5)
@@ -317,7 +317,7 @@ def test__a_sparse_gradient__is_one_of_its_rows_and_trains_as_plain(table, name)
     assert isinstance(scaled.weight.grad, SparseTensor)
     assert scaled.weight.grad._nnz() == plain.weight.grad._nnz() == 24
     after = scaled.weight.detach().dequantize()
-    assert torch.equal(after[30:], before[30:])  # in no batch
+    assert torch.equal(after[30:], before[30:])  # These tokens are in no batch.
     moved = (plain.weight.detach() - before).norm()
     assert float((after - plain.weight.detach()).norm() / moved) < 0.03
 

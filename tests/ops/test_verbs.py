@@ -1,4 +1,4 @@
-"""Casts and rescales are two verbs: one never does the other's work."""
+"""Casts and rescales are two verbs, and neither does the other's work."""
 
 import pytest
 import torch

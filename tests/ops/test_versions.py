@@ -1,7 +1,7 @@
-"""Writes count: what autograd saved of a tensor is refused after any in-place path, as in torch.
+"""In-place writes count: after any of them, autograd refuses the saved tensor, as in torch.
 
-Generated from the schemas of torch's in-place operators. torch's fused kernels for the CPU count no
-write; here they do, since a backward pass after them would read the new values.
+The cases come from the schemas of torch's in-place operators. torch's fused kernels for the CPU
+count no write. Here they do, since a backward pass after them would read the new values.
 """
 
 from typing import Any
@@ -19,7 +19,8 @@ aten = torch.ops.aten
 
 
 def overloads() -> list[Overload]:
-    """Those that write into their first argument, or into the first of them that are lists."""
+    """Return operators that write into their first argument, or into the tensors of a first
+    list."""
     found = []
     for name in sorted({n for place in (torch, Tensor) for n in dir(place)}):
         if not name.endswith("_") or name.endswith("__") or not hasattr(aten, name):
@@ -37,7 +38,7 @@ NUMBERS = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "lr": 0.1, "lr_decay": 0.0,
 
 
 def argument(a: Any, i: int, scaled: bool) -> Any:
-    """Some argument of the type that the schema names."""
+    """Return some argument of the type in the schema."""
     kind = str(a.type)
     numbers = torch.rand(3, 3, generator=torch.Generator().manual_seed(i)) * 0.5 + 0.25
     made = sct.scaled(numbers) if scaled else numbers
@@ -72,10 +73,10 @@ def given(op: Overload, scaled: bool) -> tuple[list[Any], dict[str, Any]]:
 
 
 def writes(op: Overload, scaled: bool) -> list[bool] | None:
-    """Whether a call counts a write, for each tensor that the schema says is written."""
+    """Return whether a call counts a write, for each written tensor of the schema."""
     try:
         args, kwargs = given(op, scaled)
-    except KeyError:  # dtypes, generators, shapes
+    except KeyError:  # The schema asks for a dtype, a generator or a shape.
         return None
     targets: list[Tensor] = []
     for a, value in zip(op._schema.arguments, args, strict=False):
@@ -91,7 +92,7 @@ def called(op: Overload) -> list[bool] | None:
     try:
         return writes(op, scaled=False)
     except (RuntimeError, TypeError, IndexError, ValueError, NotImplementedError):
-        return None  # torch itself does not take these arguments
+        return None  # torch itself does not take these arguments.
 
 
 @pytest.mark.filterwarnings("ignore")
