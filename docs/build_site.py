@@ -55,13 +55,15 @@ NAVIGATION = {
         *("how_to/simulate", "how_to/formats", "how_to/calibrate", "how_to/test_casts"),
     ),
     "Guide": (
-        *("recipes", "recipes_measured", "formats", "format_pictures", "report", "optimizers"),
+        *("recipes", "formats", "format_pictures", "report", "optimizers"),
         *("checkpoints", "distributed", "modes", "ops"),
     ),
     "Reference": ("reference/index",),
     "Measured": ("benchmarks", "reliability"),
     "Contribute": ("architecture", "CONTRIBUTING", "CHANGELOG"),
 }
+#: What a script puts into another page.
+PARTS = ("recipes_measured.md",)
 #: Pages of the folder above this one.
 OUTSIDE = ("CONTRIBUTING.md", "CHANGELOG.md")
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!https?:|#)([^)\s#]+)(#[^)\s]*)?\)")
@@ -106,6 +108,7 @@ def assemble(folder: Path) -> None:
     """Write the Markdown that Sphinx reads into `folder`."""
     shutil.rmtree(folder, ignore_errors=True)
     pages = {p.relative_to(DOCS).as_posix(): p for p in sorted(DOCS.rglob("*.md"))}
+    pages = {name: p for name, p in pages.items() if name not in PARTS}
     pages |= {name: ROOT / name for name in OUTSIDE}
     pictures = [p for p in DOCS.rglob("*") if p.suffix in (".png", ".svg")]
     for picture in pictures:
