@@ -1,4 +1,5 @@
-"""Small models in plain torch that know nothing of scales, and batches that they can learn from."""
+"""Small models in plain torch that know nothing of scales, and batches from which they can
+learn."""
 
 import itertools
 from collections.abc import Callable
@@ -79,7 +80,8 @@ class Twice(nn.Sequential):
 
 
 class UNet(nn.Module):
-    """Three levels; up once by a transposed convolution and once by interpolation."""
+    """A U-Net of three levels, which goes up once by a transposed convolution and once by
+    interpolation."""
 
     def __init__(self, classes: int = 4, width: int = 8) -> None:
         super().__init__()
@@ -103,7 +105,7 @@ class UNet(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A language model over a recurrent network of torch's."""
+    """A language model over one of torch's recurrent networks."""
 
     def __init__(self, kind: type[nn.RNNBase], vocabulary: int = 32, **options: Any) -> None:
         super().__init__()
@@ -123,7 +125,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 def images(seed: int) -> Batch:
-    """A pattern for each class, in noise."""
+    """Return images with a pattern for each class, in noise."""
     rng = torch.Generator().manual_seed(seed)
     patterns = gaussian(10, 3, 8, 8)
     labels = torch.randint(10, (16,), generator=rng)
@@ -132,14 +134,14 @@ def images(seed: int) -> Batch:
 
 
 def masks(seed: int) -> Batch:
-    """The class of a pixel is a quadrant of two of its smoothed channels."""
+    """Return images and classes of pixels. The class is a quadrant of two smoothed channels."""
     rng = torch.Generator().manual_seed(seed)
     x = F.avg_pool2d(torch.randn(4, 3, 16, 16, generator=rng), 3, 1, 1) * 3
     return x, (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long()
 
 
 def tokens(seed: int) -> Batch:
-    """Counting up from anywhere, with gaps."""
+    """Return sequences that count up from anywhere, with gaps."""
     rng = torch.Generator().manual_seed(seed)
     steps = torch.randint(1, 4, (8, 13), generator=rng)
     ids = steps.cumsum(1) % 32
@@ -152,7 +154,7 @@ class Style:
     batch: Callable[[int], Batch]
 
     def loss(self, model: nn.Module, seed: int = 0, length: int | None = None) -> Tensor:
-        """The cross entropy; of sequences, up to a length."""
+        """Return the cross entropy; for sequences, up to a length."""
         x, target = self.batch(seed)
         if x.dim() == 2:
             x, target = x[:, :length], target[:, :length]

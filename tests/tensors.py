@@ -38,7 +38,7 @@ def bits(x: Tensor) -> tuple[Any, ...]:
 
 
 def saved_and_loaded(x: Any) -> Any:
-    """Return what `torch.load(weights_only=True)` reads of what `torch.save` writes."""
+    """Save an object by `torch.save`, and return it as `torch.load(weights_only=True)` reads it."""
     file = io.BytesIO()
     torch.save(x, file)
     file.seek(0)

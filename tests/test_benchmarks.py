@@ -22,7 +22,7 @@ def exhaustive(*arguments):
 
 
 def test__exhaustive__finds_no_mismatch_in_a_thin_slice(capsys):
-    # FP6 has no NaN, E8M0 no zero, FP32 no table: the comparison has a branch for each.
+    # FP6 has no NaN, E8M0 no zero, FP32 no table, and the comparison has a branch for each.
     names = ["e5m2", "e4m3fnuz", "e8m0fnu", "e3m2fn", "fp32"]
     assert exhaustive("--formats", *names) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -75,9 +75,11 @@ def test__the_offsets_of_a_slice__are_all_inputs_and_scatter():
 
     one, next_one = members(17), members(18)
     assert torch.equal(one // 4096, torch.arange(1 << 20))
-    assert torch.equal((one + 1) % 4096, next_one % 4096)  # so 4096 offsets reach every member
+    # 4096 offsets therefore reach every member.
+    assert torch.equal((one + 1) % 4096, next_one % 4096)
     assert (one % 4096).unique().numel() > 4000
-    ties = one[:: 1 << 8] % 4096  # groups that start with many zero bits: those of short formats
+    # These are groups that start with many zero bits, as in short formats.
+    ties = one[:: 1 << 8] % 4096
     assert ties.unique().numel() > 2000
 
 
@@ -102,7 +104,7 @@ def test__casts__print_every_cast_and_bar_and_write_json(tmp_path, capsys):
     from benchmarks.casts import BARS, main
 
     figures = tmp_path / "casts.json"
-    # Pages stay with the C library otherwise, for all tests that follow.
+    # Otherwise the C library keeps the pages for all later tests.
     main(["--quick", "--fresh-pages", "--paths", "eager", "--json", str(figures)])
     printed = capsys.readouterr().out
     report = json.loads(figures.read_text())

@@ -1,4 +1,4 @@
-"""Derivatives of the verbs: each is what its mathematics says, for scaled and plain gradients."""
+"""Derivatives of the verbs follow from their mathematics, for scaled and plain gradients."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def test__the_gradient__can_be_differentiated_again(verb):
 
 def test__an_8_bit_gradient__is_cast_once_on_the_way_back():
     x = source()
-    y = sct.ops.RULES  # the rule behind it is looked up below
+    y = sct.ops.RULES  # The rule behind it is looked up below.
     assert torch.ops.scaledtensor.gradient_to_format.default in y
     out = torch.ops.scaledtensor.gradient_to_format(x, "e5m2")
     assert_holds(out, dequantized(x), 0)
@@ -70,7 +70,7 @@ def test__expect__holds_the_value_under_the_scale_of_the_rms_that_is_known(growt
     y = torch.ops.scaledtensor.expect(x, growth)
     assert_holds(y, dequantized(x), 0)
     assert 2**-0.5 <= growth * float(x.rms) / float(y.scale) <= 2**0.5
-    # What is computed from it goes by that RMS.
+    # Results of it use that RMS.
     assert float((y * 1.0).scale) == float(y.scale)
 
 

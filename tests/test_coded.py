@@ -1,4 +1,4 @@
-"""CodedTensor: kept in any format under scales of any granularity, read exactly."""
+"""A CodedTensor is kept in any format under scales of any granularity, and read exactly."""
 
 import copy
 import pickle
@@ -29,7 +29,8 @@ from scaledtensor.scale import is_power_of_two
 NAMES = ["e2m1fn", "e2m3fn", "e3m4", "e4m3fn", "e5m2", "mxint8", "bf16"]
 CUTS = [PerTensor(), PerAxis(0), PerAxis(-1), PerBlock((32,)), PerBlock((1, 16)), PerBlock((4, 8))]
 SCALES = ["rms", "amax", "one", "floor", "rceil", "ceil", "even", "nvfp4"]
-WAYS = [(n, s) for n in NAMES for s in SCALES if (n, s) != ("bf16", "nvfp4")]  # of 8 bits or fewer
+# NVFP4's scales need a format of 8 bits or fewer.
+WAYS = [(n, s) for n in NAMES for s in SCALES if (n, s) != ("bf16", "nvfp4")]
 
 
 def mx(*shape: int, fmt: str = "e2m1fn") -> sct.CodedTensor:
@@ -45,7 +46,7 @@ def nv(*shape: int, fmt: str = "e2m1fn") -> sct.CodedTensor:
 
 
 def exact(x: sct.CodedTensor) -> Tensor:
-    """codes * scale * tensor_scale, whose bits a float64 has room for."""
+    """Return codes * scale * tensor_scale, which fits a float64."""
     values = formats.decode(x.codes, x.format, torch.float64)
     blocks = formats.granularity.expand_scale(x.scale.double(), x.granularity, x.shape)
     return values * blocks * x.tensor_scale.double()
@@ -78,7 +79,7 @@ def test__value__is_codes_times_scale_to_the_bit(name, scale):
 @pytest.mark.parametrize("scale", ["rms", "amax", "rceil", "nvfp4"])
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 def test__error__is_that_of_the_format(cut, scale):
-    """Blocks differ by 2^12 in size: only their own scales keep the small ones."""
+    """Blocks differ by 2^12 in size, so only their own scales keep the small ones."""
     plain = gaussian(8, 64) * 2.0 ** (4 * torch.arange(8)[:, None].div(2, rounding_mode="floor"))
     x = sct.scaled(plain, "e4m3", scale, cut)
     error = (x.dequantize() - plain).norm() / plain.norm()
@@ -142,7 +143,7 @@ def test__two_levels__are_kept_and_read_by_exact_arithmetic():
 
 
 def test__a_value_of_30_bits__is_rounded_once_where_it_is_read_as_float32():
-    """3 * 15 * (1 + 2^-23) is 45 + 45 2^-23, where float32 steps by 32 2^-23."""
+    """3 * 15 * (1 + 2^-23) is 45 + 45 2^-23, while float32 steps by 32 2^-23 there."""
     codes = formats.encode(torch.tensor([3.0, 1.0]), formats.E2M1FN)
     block = torch.tensor(15.0).to(torch.float8_e4m3fn)
     scale = formats.TwoLevelScale(block, torch.tensor(1 + 2.0**-23))

@@ -1,4 +1,4 @@
-"""What pip makes of the source distribution and of the wheel, as a user gets them."""
+"""pip builds the source distribution and the wheel that users get."""
 
 import os
 import shutil
@@ -14,14 +14,14 @@ import pytest
 import scaledtensor as sct
 
 ROOT = Path(__file__).parents[1]
-#: A checkout has more; what lies in it by chance is in no distribution.
+#: A checkout has more files, and these belong to no distribution.
 CHANCE = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "runs", "*.egg-info")
 
 pytest.importorskip("setuptools", "77")
 
 
 def run(*command: object, **options: object) -> str:
-    """What a command prints, without the variables that lead Python to this checkout."""
+    """Return a command's output, without the variables that lead Python to this checkout."""
     env = {name: words for name, words in os.environ.items() if not name.startswith("PYTHON")}
     options = {"env": env, "capture_output": True, "text": True, "check": False} | options
     done = subprocess.run([str(word) for word in command], **options)
@@ -30,7 +30,7 @@ def run(*command: object, **options: object) -> str:
 
 
 def built(kind: str, tree: Path, into: Path) -> Path:
-    """By the back end that pyproject.toml names, as pip and build call it, of this environment."""
+    """Build by the back end of pyproject.toml, as pip and build call it, in this environment."""
     call = f"from setuptools import build_meta as b; b.build_{kind}({str(into)!r})"
     run(sys.executable, "-c", call, cwd=tree)
     (made,) = into.glob("*.whl" if kind == "wheel" else "*.tar.gz")
@@ -86,13 +86,14 @@ def test__the_wheel__has_every_module_and_what_it_reads(wheel):
 
 
 def test__the_installed_wheel__runs_without_the_checkout(wheel, tmp_path):
-    """In an empty environment that sees the torch of this one."""
+    """Run in an empty environment that sees this environment's torch."""
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "env")
     python = tmp_path / "env" / "bin" / "python"
     offline = ("--no-deps", "--no-index", "--disable-pip-version-check")
     run(sys.executable, "-m", "pip", "--python", python, "install", *offline, wheel)
     (site,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
-    # Looked at last; a .pth file in there, as of an editable checkout, is not followed.
+    # This path comes last, and Python does not read .pth files in it, such as an editable
+    # checkout's.
     (site / "torch.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     said = run(python.with_name("scaledtensor"), "--help", cwd=tmp_path)
     assert "usage: scaledtensor" in said

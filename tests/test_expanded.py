@@ -1,4 +1,4 @@
-"""ExpandedTensor: values in groups that are widened to the range of a format, as a tensor."""
+"""An ExpandedTensor holds values in groups that are widened to the range of a format."""
 
 import copy
 
@@ -48,7 +48,7 @@ def test__its_rms__is_measured():
 
 
 def test__nothing__is_written_into_its_codes():
-    """As a step of torch.optim does with states that `optim` kept: it names the way out."""
+    """A step of torch.optim writes into states that `optim` kept. The error names the way out."""
     said = "would write into a state in few bits"
     with pytest.raises(UnsupportedError, match=said) as raised:
         ExpandedTensor(numbers()).add_(1)

@@ -1,4 +1,4 @@
-"""docs/formats.md is what the records and the casts say."""
+"""docs/formats.md says the facts of the records and casts."""
 
 import re
 import typing

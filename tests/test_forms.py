@@ -1,4 +1,4 @@
-"""Closed forms of scales in traced code: the arithmetic of `Single`, wherever it is calculated."""
+"""Closed forms of scales in traced code have the arithmetic of `Single` everywhere."""
 
 import math
 import os
@@ -20,7 +20,7 @@ from scaledtensor.singles import Single, rounded
 
 positive = st.floats(2.0**-60, 2.0**60, width=32)
 
-#: A name, the number by `Single`s, and the same as a form.
+#: A name, the number by `Single`s, and the same number as a form.
 EXPRESSIONS = {
     "product": lambda x, y, z: x * y * 3.7,
     "sum": lambda x, y, z: (x + y) - z * 0.3,
@@ -60,14 +60,14 @@ def test__a_form__is_what_numbers_are__to_the_bit(name, x, y, z):
 @pytest.mark.parametrize("name", EXPRESSIONS)
 @given(positive, positive, positive)
 def test__by_tensors__as_on_other_devices__it_is_the_same_but_for_roots(name, x, y, z):
-    """The roots of a CPU's tensors may be the number beside the nearest one."""
+    """The roots of a CPU's tensors may be the neighbour of the nearest number."""
     given, steps, _ = joined([spelled(EXPRESSIONS[name](*leaves(x, y, z)))])
     want = EXPRESSIONS[name](*map(Single, (x, y, z)))
     assert float(valued(Tensors, given, steps)) == pytest.approx(float(want), rel=4e-7)
 
 
 def spelled(form: Form) -> tuple[list[torch.Tensor], str]:
-    """The leaves and steps that the operator is given."""
+    """Return the leaves and steps that the operator gets."""
     found: list[tuple[list[torch.Tensor], str]] = []
 
     class Seen(torch.utils._python_dispatch.TorchDispatchMode):
@@ -124,7 +124,7 @@ def test__one_call__sees_a_scale_that_changed_in_place():
     first, second = (torch.ops.scaledtensor.numbers(*square) for _ in range(2))
     for one, other in zip(first, second, strict=True):
         assert float(one) == 9
-        one.fill_(1.0)  # one of its own
+        one.fill_(1.0)  # This result is a tensor of its own.
         assert float(other) == 9
     assert [float(x) for x in torch.ops.scaledtensor.numbers(*square)] == [9, 9]
     nan = torch.tensor(math.nan)
@@ -139,7 +139,7 @@ def test__doubles__are_told_from_singles():
 
 
 def test__a_form_that_is_older_than_a_write__is_read_from_its_tensor():
-    """In one graph: the scale that y had stays when that of the weight is moved."""
+    """In one graph, y's scale stays when the weight's scale moves."""
     w, v = sct.scaled(torch.randn(8, 8)), sct.scaled(torch.ones(8, 8) * 2.0**20)
 
     def run(w, v):
@@ -178,7 +178,8 @@ TWICE = """
 
 
 def test__inductors_cache__serves_no_code_of_another_version(tmp_path):
-    """It knows a graph by its text, and not what this package has Inductor write for it."""
+    """Inductor's cache knows a graph by its text, not by the code that this package makes Inductor
+    write."""
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", textwrap.dedent(TWICE)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""The guard of `Unit`: operands that the rules cannot expect are held all the same."""
+"""The guard of `Unit` holds operands that the rules cannot expect."""
 
 import copy
 import io
@@ -20,7 +20,7 @@ from scaledtensor.site import Seen
 
 @pytest.fixture(autouse=True)
 def nothing_told(monkeypatch):
-    """A warning is given once in a process."""
+    """Each warning is given once per process, so its record is emptied here."""
     monkeypatch.setattr(sites, "_told", set())
 
 
@@ -101,7 +101,7 @@ def test__operands_that_vanish__are_held():
     linear, x = nn.Linear(64, 64, bias=False), torch.randn(512, 64)
     scaled_one = scaled(linear)
 
-    def forward(m):  # the difference of nearly equal terms is 2^-12 of what is expected
+    def forward(m):  # The difference of nearly equal terms is 2^-12 of the expected size.
         held = sct.scaled(x, "fp32", recipe=Unit()) if m is scaled_one else x
         return m((held * (1 + 2.0**-12)) - held)
 
@@ -237,7 +237,7 @@ def test__a_training_that_is_resumed_between_two_looks__goes_on_to_the_bit(whole
     resumed = torch.optim.AdamW(model.parameters(), 1e-4)
     resumed.load_state_dict(state)
     for _ in range(6):
-        with torch.no_grad():  # between two looks the values change as no look has seen
+        with torch.no_grad():  # Between two looks the values change more than any look has seen.
             for p in (*m.parameters(), *model.parameters()):
                 p.mul_(3)
         step(m, optimizer)
@@ -248,19 +248,20 @@ def test__a_training_that_is_resumed_between_two_looks__goes_on_to_the_bit(whole
 
 
 def test__products_without_a_weight__have_no_shifts():
-    """What comes from a corrected weight has its recipe, and not what is known of its inputs."""
+    """A result of a corrected weight has its recipe, without knowledge about the weight's
+    inputs."""
     torch.manual_seed(0)
     x = torch.randn(16, 64)
     linear = scaled(nn.Linear(64, 64, bias=False), Unit(shifts=(30, 30)))
     q = linear(x)
     scores = q @ q.mT
-    assert float(scores.dequantize().abs().min()) > 0  # 2^30 too small, all would be zero
+    assert float(scores.dequantize().abs().min()) > 0  # At 2^30 too small, all would be zero.
     value = q.dequantize()
     assert error(scores, value @ value.mT) < 0.1
 
 
 def test__a_product_without_a_weight_that_saturates__is_told_of(monkeypatch):
-    """In the steps that look, and it is left as it is."""
+    """The guard looks in its steps and leaves the operand as it is."""
     monkeypatch.setattr(sites, "beside", sites.Site(new=True))
     torch.manual_seed(0)
     x = sct.scaled(torch.randn(16, 64), "bf16", recipe=Unit())
@@ -352,7 +353,7 @@ def test__a_view_of_a_weight__without_a_step_of_an_optimizer__stays_corrected():
     model, x = by_views("t")
     y, _ = passed(model, x)
     m = scaled(model)
-    for _ in range(13):  # a new site looks at the first ten products
+    for _ in range(13):  # A new site looks at the first ten products.
         out, _ = passed(m, x)
         assert error(out, y) < 0.08
     other = scaled(model)
@@ -437,7 +438,7 @@ def test__learned_queries__are_no_weight_beside_one(backend):
 
 
 class Tied(nn.Module):
-    """One weight at both ends of a network whose activations grow."""
+    """One weight is at both ends of a network with growing activations."""
 
     def __init__(self, growth=1.0):
         super().__init__()
@@ -477,7 +478,7 @@ def test__a_weight_at_two_places__has_a_shift_for_both(backend):
 
 @pytest.mark.parametrize("size", [1e-30, 1e-44])
 def test__elements_whose_squares_are_no_float32__have_a_shift(size):
-    seen = Seen().and_of(size, 0.0, 1000)  # as a float32 norm has them
+    seen = Seen().and_of(size, 0.0, 1000)  # A float32 norm has such values.
     assert sites.fitted(seen, formats.get("e5m2"), 0) < -60
 
 
@@ -581,7 +582,7 @@ def test__shifts__are_part_of_the_recipe():
     [
         *(("e4m3fn", 448, 1, 0), ("e4m3fn", 449, 1, 1), ("e4m3fn", 896, 1, 1)),
         *(("e4m3fn", 1e5, 400, 9), ("e4m3fn", 4, 2.0**-5, 0), ("e4m3fn", 4, 2.0**-6, -6)),
-        ("e4m3fn", 448 * 2.0**9, 1, 5),  # beyond this most elements would be subnormal
+        ("e4m3fn", 448 * 2.0**9, 1, 5),  # Beyond this, most elements would be subnormal.
         *(("e5m2", 57344, 1, 0), ("e5m2", 57345, 1, 1), ("e5m2", 1, 2.0**-14, -14)),
         *(("e2m1fn", 5, 1, 0), ("e2m1fn", 40, 1, 0), ("e2m1fn", 40, 8, 3), ("e2m1fn", 1, 0.2, -2)),
     ],
@@ -590,7 +591,7 @@ def test__a_shift__is_the_least_under_which_elements_fit(fmt, largest, rms, shif
     seen = Seen().and_of(float(largest), 1000.0 * rms**2, 1000)
     found = sites.fitted(seen, formats.get(fmt), 0)
     assert found == shift
-    # It stays where it is found again, and follows a factor.
+    # A shift that is found again stays, and it follows a factor.
     assert sites.fitted(seen, formats.get(fmt), found) == found
     larger = Seen().and_of(largest * 2.0**7, 1000.0 * rms**2 * 2.0**14, 1000)
     moved = sites.fitted(larger, formats.get(fmt), 7)

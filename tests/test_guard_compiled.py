@@ -1,4 +1,5 @@
-"""The guard of `Unit` in compiled code: shifts are data of a graph, corrected between its runs."""
+"""The guard of `Unit` works in compiled code: shifts are data of a graph, corrected between its
+runs."""
 
 import copy
 import io
@@ -18,7 +19,7 @@ from scaledtensor.recipes import Unit
 
 @pytest.fixture(autouse=True)
 def nothing_told(monkeypatch):
-    """A warning is given once in a process."""
+    """Each warning is given once per process, so its record is emptied here."""
     monkeypatch.setattr(sites, "_told", set())
 
 
@@ -47,7 +48,7 @@ def test__compiled_training__tells_what_saturates_and_is_corrected_within_three_
     with pytest.warns(SaturationWarning, match=r"of the inputs of \d+\.weight are .* next step on"):
         assert min(step()) > 0.9
     with warnings.catch_warnings(), torch.compiler.set_stance("fail_on_recompile"):
-        warnings.simplefilter("error")  # once in a process
+        warnings.simplefilter("error")  # This happens once per process.
         for _ in range(3):
             step()
         of_output, of_gradient = step()
@@ -89,7 +90,7 @@ def test__compiled_code_without_an_optimizer__is_corrected_when_it_runs_again():
 
 @pytest.mark.usefixtures("nothing_compiled")
 def test__a_site_that_another_one_hid__is_corrected_in_the_next_step():
-    """Gradients that were zero for a saturated input say nothing of their own casts."""
+    """Gradients that are zero because of a saturated input say nothing about their own casts."""
     model, x = one_sign(6, 128)
     want = [passed(model, x)[1], *(p.grad for p in model.parameters())]
     m = scaled(model, Unit(gradient="e4m3fn"))
@@ -129,7 +130,7 @@ def test__a_view_of_a_weight__has_its_shifts_in_compiled_code(view):
 
 
 class Left(nn.Module):
-    """Linear layers whose weight stands first."""
+    """Linear layers with the weight as the first operand."""
 
     def __init__(self, product):
         super().__init__()
@@ -235,7 +236,7 @@ def test__a_factor_of_the_loss__changes_no_bit_and_no_shift_of_compiled_code(k):
 
 @pytest.mark.usefixtures("nothing_compiled")
 def test__layers_with_other_shifts__share_their_compiled_code():
-    """Dynamo compiles a function for eight reasons at most."""
+    """Dynamo compiles a function for at most eight reasons."""
     torch.manual_seed(0)
     layers = [nn.Linear(8, 8, bias=False) for _ in range(10)]
     x = torch.randn(4, 8, requires_grad=True)
@@ -279,7 +280,7 @@ def test__shifts__reach_compiled_code_as_a_model_comes(way):
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", SaturationWarning)
         compiled(x)
-        if way == "load_state_dict":  # into compiled code that is there already
+        if way == "load_state_dict":  # The shift goes into existing compiled code.
             other.load_state_dict(m.state_dict())
         with torch.compiler.set_stance("fail_on_recompile"):
             assert torch.equal(compiled(x).qdata, m(x).qdata)
@@ -337,14 +338,14 @@ def test__compiled_products__of_any_shape__are_those_of_eager_code(shape):
 
 @pytest.mark.usefixtures("nothing_compiled")
 def test__compiled_code__counts_when_the_parameters_are_rebalanced():
-    """Products that fit at first, and no longer in a later step: told in the step that looks."""
+    """The products fit at first and not in a later step. The step that looks reports it."""
     torch.manual_seed(0)
     linear, x = nn.Linear(64, 64, bias=False), torch.randn(128, 64)
     m = scaled(linear, Unit(rebalance=3))
     compiled = torch.compile(m, backend="aot_eager", fullgraph=True)
     optimizer = torch.optim.SGD(m.parameters(), 1e-3)
     fits = sct.scaled(x, "fp32", recipe=Unit())
-    tail = torch.where(x.abs() > 2, 4096.0, 1.0) * x  # 5% beyond, which no rule expects
+    tail = torch.where(x.abs() > 2, 4096.0, 1.0) * x  # This is 5% beyond, which no rule expects.
     grown = fits.like(tail / fits.scale, fits.scale, fits.rms)
     told = []
     for step in range(8):

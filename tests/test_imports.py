@@ -1,4 +1,4 @@
-"""What `import scaledtensor` loads and changes, in processes that did nothing else before."""
+"""`import scaledtensor` loads and changes little: each test runs it in a fresh process."""
 
 import json
 import pickle
@@ -25,7 +25,7 @@ HEAVY = [
 
 
 def fresh(program: str, *arguments: object) -> object:
-    """What `program` prints last, as JSON, in a process of its own."""
+    """Return the last line that `program` prints in its own process, read as JSON."""
     made = [sys.executable, "-c", program, *map(str, arguments)]
     done = subprocess.run(made, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -70,7 +70,7 @@ print(json.dumps({
 
 
 def test__only_what_is_for_several_processes__loads_what_is():
-    """torch itself does, at the first operator of any subclass of its tensors."""
+    """torch itself does so at the first operator of any subclass of its tensors."""
     program = """
 import json, sys
 import scaledtensor as sct
@@ -83,8 +83,8 @@ print(json.dumps([m for m in json.loads(sys.argv[1]) if m in sys.modules]))
 
 
 def test__the_first_tensor__brings_the_rules_of_operators():
-    """However it is made, and also where it is compiled before anything ran. Each way is in a
-    process of its own, forked where torch alone is loaded."""
+    """The tensor may be made in any way, and compiled before anything else ran. Each way runs in
+    its own process, forked when only torch is loaded."""
     program = """
 import json, os, sys
 import torch
@@ -117,7 +117,7 @@ print(json.dumps(codes))
     "order", ["scaledtensor, torch", "torch, scaledtensor"], ids=["before torch", "after torch"]
 )
 def test__files__load_after_the_bare_import(order, tmp_path):
-    """By `torch.load` as it is, which allows the classes that are known to it by name."""
+    """`torch.load` reads it unchanged, as it allows classes that it knows by name."""
     recipe = sct.recipes.NVFP4()
     frozen = torch.nn.Linear(32, 32).requires_grad_(False)
     kept = {
@@ -197,10 +197,10 @@ def test__what_a_module_lacks__is_told_as_it_is(monkeypatch):
 )
 @pytest.mark.parametrize("spelling", ["module", "script"])
 def test__the_command_line__answers_before_torch_is_loaded(arguments, code, spelling, tmp_path):
-    script = tmp_path / "scaledtensor"  # what pip makes of the entry point
+    script = tmp_path / "scaledtensor"  # pip makes this of the entry point.
     script.write_text("from scaledtensor.__main__ import process\nprocess()\n")
     program = ["-m", "scaledtensor"] if spelling == "module" else [str(script)]
-    # The last line of `-X importtime` that names torch itself is there if it was imported.
+    # The last line of `-X importtime` that names torch itself exists if torch was imported.
     made = [sys.executable, "-X", "importtime", *program, *arguments]
     done = subprocess.run(made, capture_output=True, text=True, check=False)
     assert done.returncode == code

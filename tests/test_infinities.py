@@ -1,4 +1,4 @@
-"""What is not finite stays visible: the casts of operands saturate numbers, never infinities."""
+"""Infinities and NaNs stay visible: casts of operands saturate numbers, never infinities."""
 
 import copy
 
@@ -43,7 +43,7 @@ def compiled(net, how):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test__an_input_that_is_not_finite__makes_such_a_loss_and_gradient(recipe, how):
     net = model(recipe)
-    run = compiled(net, how)  # one graph for all: it depends on no data
+    run = compiled(net, how)  # One graph serves all, as it depends on no data.
     for bad in (torch.inf, -torch.inf, torch.nan):
         x = torch.randn(16, 32)
         x[3, 5] = bad
@@ -52,7 +52,7 @@ def test__an_input_that_is_not_finite__makes_such_a_loss_and_gradient(recipe, ho
         assert not loss.isfinite()
         loss.backward()
         assert not plain(net[0].weight.grad).isfinite().all()
-    if recipe == "delayed":  # whose history now holds what was not finite
+    if recipe == "delayed":  # The history now holds a value that was not finite.
         net = model(recipe)
         run = compiled(net, how)
     assert plain(run(torch.randn(16, 32))).isfinite().all()

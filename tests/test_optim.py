@@ -1,4 +1,4 @@
-"""torch.optim, unmodified, steps scaled parameters as it steps plain ones, and further down."""
+"""Unmodified torch.optim steps scaled parameters as it steps plain ones, and also smaller ones."""
 
 import copy
 import math
@@ -31,9 +31,10 @@ OPTIMIZERS = {
     "adafactor": (optim.Adafactor, {"lr": 0.01}),
     "muon": (optim.Muon, {"lr": 0.02}),
 }
-#: Those that are compiled with several parameters: the code of each follows that of the one before.
+#: Optimizers that are compiled with several parameters: each parameter's code follows the code of
+#: the one before.
 SEVERAL = ("sgd", "adamw", "adafactor")
-#: Those of which torch compiles another form than it runs in eager.
+#: Optimizers that torch compiles in another form than it runs in eager code.
 OTHER_FORM = ("adagrad", "rmsprop", "radam", "rprop")
 FORMS = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 FUSED = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
@@ -72,9 +73,9 @@ def gradients(steps: int, size: float) -> list[list[torch.Tensor]]:
 
 
 def train(name, parameters, *, form="loop", size=1.0, steps=20, **more):
-    """`parameters` after `steps` steps on Gaussian gradients of RMS `size`."""
+    """Return `parameters` after `steps` steps on Gaussian gradients of RMS `size`."""
     make = OPTIMIZERS[name][0]
-    if make is optim.Muon:  # for matrices only
+    if make is optim.Muon:  # These are for matrices only.
         parameters = [p for p in parameters if p.dim() == 2]
     optimizer = make(parameters, **options_of(name, form) | more)
     for grads in gradients(steps, size):
@@ -91,7 +92,7 @@ def reference(name, dtype, **options):
 @every_form
 def test__twenty_steps__are_those_of_plain_float32(name, form):
     got, _ = train(name, scaled_parameters(), form=form)
-    # Muon orthogonalises in bfloat16; a sum over a row may round otherwise than torch's.
+    # Muon orthogonalises in bfloat16. A sum over a row may be rounded in another way than torch's.
     tolerance = {"muon": 2.0**-7, "adafactor": 2.0**-18}.get(name, 2.0**-21)
     for p, want in zip(got, reference(name, torch.float32, form=form), strict=True):
         assert isinstance(p, sct.ScaledTensor)
@@ -103,13 +104,14 @@ def test__twenty_steps__are_those_of_plain_float32(name, form):
 @pytest.mark.parametrize("eps", [1e-8, 1e-30])
 @pytest.mark.parametrize("power", [-20, -40, -60])
 def test__tiny_gradients__step_as_in_float64(power, eps, form):
-    """Their squares are no float32 at 2**-60 or so; the scale holds them, and eps = 1e-8 too."""
+    """The squares are no float32 numbers at 2**-60 or so. The scale holds them, and eps = 1e-8
+    too."""
     size = 2.0**power
     got, optimizer = train("adamw", scaled_parameters(), size=size, eps=eps, form=form)
     exact = reference("adamw", torch.float64, size=size, eps=eps)
     for p, want, start in zip(got, exact, plain_parameters(torch.float64), strict=True):
         moved, wanted = dequantized(p) - start, want.detach() - start
-        # Twenty roundings of float32 parameters of size 2 to 4.
+        # These are twenty roundings of float32 parameters of size 2 to 4.
         torch.testing.assert_close(moved, wanted, rtol=2.0**-16, atol=2.0**-18)
         second = optimizer.state[p]["exp_avg_sq"]
         assert 0.1 < float(dequantized(second).mean()) / (size**2 * 0.02) < 3
@@ -118,7 +120,7 @@ def test__tiny_gradients__step_as_in_float64(power, eps, form):
 
 
 def test__the_same_tiny_gradients__are_lost_by_plain_float32():
-    """Otherwise the test above would test nothing."""
+    """This shows that the test above can fail."""
     got = reference("adamw", torch.float32, size=2.0**-70, eps=1e-40)
     exact = reference("adamw", torch.float64, size=2.0**-70, eps=1e-40)
     assert (got[0] - exact[0]).abs().max().item() > 0.01
@@ -127,7 +129,7 @@ def test__the_same_tiny_gradients__are_lost_by_plain_float32():
 @pytest.mark.parametrize("shift", [-30, 12])
 @pytest.mark.parametrize("name", ["sgd", "momentum"])
 def test__a_loss_scale__moves_no_bit(name, shift):
-    """SGD on gradients times 2**k at lr times 2**-k."""
+    """SGD takes the same steps on gradients times 2**k at lr times 2**-k."""
     one, _ = train(name, scaled_parameters())
     lr = 0.1 * 2.0**-shift
     other, _ = train(name, scaled_parameters(), size=2.0**shift, lr=lr)
@@ -135,9 +137,10 @@ def test__a_loss_scale__moves_no_bit(name, shift):
         assert_shifted(p.detach(), q.detach(), 0)
 
 
-#: What forgets the scale of its gradients, if eps does: the options that leave it out.
+#: Optimizers that forget the scale of their gradients if eps scales too, with options that leave
+#: eps out.
 INVARIANT = {
-    # RAdam's first steps are no adaptive ones.
+    # RAdam's first steps are not adaptive.
     **{
         name: {"eps": 0}
         for name in ("adamw", "amsgrad", "adagrad", "nadam", "adamax", "rmsprop", "muon")
@@ -165,7 +168,7 @@ def test__a_loss_scale__moves_no_bit_of_an_adaptive_step(name, form, shift):
 @every_form_of_adam
 @pytest.mark.parametrize("shift", [-30, 12])
 def test__adam_states__move_only_their_scales(shift, form):
-    """Adam forgets the loss scale, if eps does too: bit-identical steps."""
+    """Adam forgets the loss scale, if eps scales too: the steps are bit-identical."""
     (one, a), (other, b) = (
         train("adamw", scaled_parameters(), size=2.0**k, eps=1e-8 * 2.0**k, form=form)
         for k in (0, shift)
@@ -218,7 +221,7 @@ def matrices(model: nn.Module) -> list[nn.Parameter]:
 
 @every_form
 def test__five_steps_of_a_model__have_the_losses_of_float32(name, form):
-    """Its products are of 8-bit operands; a step without a rule would be an error."""
+    """Its products have 8-bit operands, and a step without a rule would be an error."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Tanh(), nn.Linear(16, 4, bias=False))
     model = sct.scale_model(copy.deepcopy(plain), "unit")
@@ -294,8 +297,8 @@ def test__accumulated_gradients__are_the_sum():
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test__a_compiled_step__is_the_eager_one(name):
-    """Without fullgraph, which torch's own optimizers refuse. Where torch compiles another form of
-    the step (tensors and `where` for the numbers and branches of eager), the scale may differ."""
+    """Compiles without fullgraph, which torch's own optimizers refuse. If torch compiles another
+    form of the step (tensors and `where` for eager numbers and branches), the scale may differ."""
     make, options = OPTIMIZERS[name]
 
     def train(compiled: bool) -> list[nn.Parameter]:
@@ -409,14 +412,14 @@ def test__averages_of_weights__are_those_of_plain_ones(name, average):
     moved = want.module[0].weight - first
     for p, q in zip(got.module.parameters(), want.module.parameters(), strict=True):
         assert isinstance(p, sct.ScaledTensor)
-        # Of products in FP8, of which Adam makes steps of the same size.
+        # The gradients are of products in FP8, and Adam makes steps of the same size from them.
         assert float((dequantized(p) - q).norm() / moved.norm()) < 0.2
     assert float(moved.norm()) > 0
 
 
 @every_adamw
 def test__a_loss_scaler__and_accumulated_gradients_step_as_one_batch_does(name):
-    """Times 2^16 and back, in two halves: the power of two goes into scales."""
+    """Multiply by 2^16 and back, in two halves: the power of two goes into scales."""
     make, options = OURS[name]
     trained = []
     for halves, scale in ((1, 1.0), (2, 2.0**16)):

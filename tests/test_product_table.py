@@ -1,4 +1,4 @@
-"""One table of products: recipes, histories, `simulate_format` and `unit_scale` read the same."""
+"""Recipes, histories, `simulate_format` and `unit_scale` all read one table of products."""
 
 import subprocess
 import sys
@@ -82,7 +82,7 @@ CAST = pytest.mark.parametrize(
 
 
 class Multiplies(nn.Module):
-    """One product of the input with a weight, in one spelling."""
+    """A module with one product of the input and a weight, in one spelling."""
 
     def __init__(self, spelling: Any) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def given(seed: int = 0) -> Tensor:
 
 
 def results(model: nn.Module, x: Tensor) -> list[Tensor]:
-    """The result, and the gradients of input and weight."""
+    """Return the result, and the gradients of input and weight."""
     y = model(x)
     seed = gaussian(*y.shape, seed=9)
     y.backward(sct.scaled(seed) if isinstance(y, sct.ScaledTensor) else seed)
@@ -113,8 +113,8 @@ def relative(got: Tensor, want: Tensor) -> float:
 
 @pytest.mark.parametrize("table", [PRODUCTS, COUNTERPARTS], ids=["products", "counterparts"])
 def test__a_spelling_in_the_table__is_the_very_function(table: Any) -> None:
-    """`torch.mm` and `torch.dsmm` are equal, so that a table has one of them; Dynamo of torch 2.15
-    looks for the object."""
+    """`torch.mm` and `torch.dsmm` are equal, so a table has one of them. Dynamo of torch 2.15 looks
+    for the object."""
     there = {id(spelling) for spelling in table}
     for module in (torch, Tensor, F, torch.linalg, torch.functional, torch.special):
         for name, found in vars(module).items():
@@ -154,13 +154,13 @@ def test__under_delayed_scaling__every_spelling_fills_the_history(spelling: Any)
     x = given()
     results(model, x)
     seen = model.weight_amax[:, 0]
-    assert (seen > 0).all()  # input, weight, gradient
+    assert (seen > 0).all()  # These are the input, the weight and the gradient.
     assert float(seen[1]) == pytest.approx(float(weight.abs().max()), rel=1e-3)
 
 
 @pytest.mark.parametrize("spelling", [f for f, p in PRODUCTS.items() if p.places], ids=named)
 def test__simulated__every_spelling_rounds_operands_and_gradient(spelling: Any) -> None:
-    """The same as the product of rounded operands with a rounded gradient."""
+    """The result is the product of rounded operands with a rounded gradient."""
     x = given()
     got = results(simulate_fp8(Multiplies(spelling)), x)
     plain = Multiplies(spelling)
@@ -221,7 +221,8 @@ assert torch.equal(*(model.weight.grad for model in models))
 
 
 def test__a_product_that_is_added_to_the_table__is_seen_by_all_of_them() -> None:
-    """In a process of its own, in which one row is of a function that is no product of torch."""
+    """The test runs in its own process, where one row is for a function that is no product of
+    torch."""
     subprocess.run([sys.executable, "-c", _ADDED], check=True)
 
 

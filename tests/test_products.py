@@ -19,13 +19,14 @@ FORWARD = (E4M3FN, E4M3FN)
 
 @pytest.fixture(autouse=True)
 def _linear_by_operators(monkeypatch):
-    """tests/ops/test_linear.py holds the one node that a linear layer else is to their bits."""
+    """Turn off the single node of a linear layer. tests/ops/test_linear.py shows that it has the
+    same bits."""
     monkeypatch.setattr(linear, "serves", lambda x, weight: False)
 
 
 @pytest.fixture
 def products(monkeypatch):
-    """(format, format) of each product that ran; a plain operand shows its dtype."""
+    """Record the two formats of each product that ran; a plain operand shows its dtype."""
     seen = []
     run = matmul._product
 
@@ -39,7 +40,7 @@ def products(monkeypatch):
 
 @pytest.fixture
 def casts(monkeypatch):
-    """How often each format was cast to, by the formats of the results."""
+    """Count the casts to each format, by the formats of the results."""
     seen: Counter[Format] = Counter()
     op = torch.ops.scaledtensor.to_format.default
     row = sct.ops.RULES[op]
@@ -120,7 +121,7 @@ def test__modules__multiply_8_bit_operands(make, shapes, count, train, products)
     torch.manual_seed(0)
     model = make().train(train)
     inputs = [torch.randn(s) for s in shapes]
-    with torch.no_grad():  # a graph would hold the parameters
+    with torch.no_grad():  # A graph would hold the parameters.
         want = model(*inputs)
     want = want[0] if isinstance(want, tuple) else want
     sct.scale_model(model)
@@ -181,8 +182,8 @@ def test__a_module_left_out__multiplies_no_8_bit_operand(products):
     sct.scale_model(model, filter_fn=lambda module, fqn: fqn != "1")
     model(torch.randn(3, 8)).square().sum().backward()
     eight = [any(f in (E4M3FN, E5M2) for f in pair) for pair in products]
-    assert eight.count(False) == 3  # the middle layer: forward, dgrad, wgrad
-    assert eight.count(True) == 2 + 3  # both others; the first needs no dgrad
+    assert eight.count(False) == 3  # This is the middle layer: forward, dgrad, wgrad.
+    assert eight.count(True) == 2 + 3  # These are both others, and the first needs no dgrad.
 
 
 def test__without_a_recipe__operands_stay_as_they_are(products):

@@ -70,7 +70,7 @@ MEMBERS = [
 
 @functools.cache
 def things() -> dict[str, object]:
-    """What each public name names."""
+    """Return the object of each public name."""
     lines = (line.split() for line in public_names.frozen())
     return {f"{m}.{n}": getattr(importlib.import_module(m), n, None) for m, n in lines}
 

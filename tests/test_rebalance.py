@@ -1,4 +1,4 @@
-"""rebalance and statistics: new scales, the same values."""
+"""`rebalance` and `statistics` choose new scales for the same values."""
 
 import math
 
@@ -15,7 +15,7 @@ from scaledtensor.scale import is_power_of_two
 
 
 def drifted(power: float, fmt: str = "fp32", seed: int = 0) -> sct.ScaledTensor:
-    """A tensor that was scaled when its values were 2**-power of what they are."""
+    """Return a tensor with values that grew by 2**power after it was scaled."""
     plain = gaussian(64, 32, seed=seed)
     x = sct.scaled(plain, fmt, recipe="unit")
     with torch.no_grad():
@@ -58,7 +58,7 @@ def test__statistics__count_what_the_forward_format_would_lose():
 
 
 def test__a_model_and_its_optimizer__train_on_as_before():
-    """Scales move; the values that a training computes in FP32 elements do not."""
+    """Scales move, and FP32 elements keep the values of the training."""
 
     def train(every: int | None) -> tuple[list[float], nn.Module]:
         torch.manual_seed(0)
@@ -148,7 +148,7 @@ def test__rebalance_every__ends_with_its_handle():
 
 
 def grown(every: int, **adam: float) -> tuple[nn.Linear, torch.optim.Optimizer]:
-    """A layer whose weight steps away from what its scale was made for."""
+    """A layer with a weight that outgrows its scale by its steps."""
     torch.manual_seed(0)
     model = sct.scale_model(nn.Linear(8, 8), sct.recipes.Unit(rebalance=every))
     return model, torch.optim.AdamW(model.parameters(), lr=0.5, **adam)

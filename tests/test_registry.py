@@ -1,4 +1,4 @@
-"""Rules can be added from outside, and an operator without one is never silent."""
+"""Users can add rules, and an operator without a rule is never silent."""
 
 import contextlib
 import warnings
@@ -19,10 +19,10 @@ sinh = aten.sinh.default
 
 @pytest.fixture
 def restored():
-    """No rule for sinh; afterwards the rule table and the counter are as they were."""
+    """Remove the rule for sinh; afterwards the rule table and the counter are as they were."""
     tables = (RULES, missing)
     before = [dict(t) for t in tables]
-    RULES.pop(sinh)  # the one that these tests have none for
+    RULES.pop(sinh)  # These tests remove this rule.
     registry._handlers.clear()
     registry.fingerprint.cache_clear()
     missing.clear()
@@ -83,7 +83,7 @@ def test__a_rule_for_something_else__is_an_error(given, restored):
 
 @pytest.fixture
 def waiting():
-    """Afterwards the rules that wait are as they were."""
+    """Restore the rules that wait for their module."""
     before = dict(registry._waiting)
     yield
     registry._waiting.clear()

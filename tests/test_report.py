@@ -1,4 +1,4 @@
-"""report: every operator by module, its rule, its range; nothing changed by looking."""
+"""`report` lists every operator by module, with its rule and its range, and changes nothing."""
 
 import json
 import re
@@ -22,7 +22,7 @@ def odd(x: Tensor) -> Tensor:
 
 
 class Odd(nn.Module):
-    """An operator that has no rule beside one that has."""
+    """A module with an operator without a rule, beside one with a rule."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + odd(x.detach())
@@ -60,7 +60,7 @@ def test__an_operator_without_a_rule__is_listed():
 
 def test__range_and_shares__are_measured():
     net = model()
-    with torch.no_grad():  # under a scale of 1: far out of range, and beyond E4M3
+    with torch.no_grad():  # The scale is 1: the values are far out of range, and beyond E4M3.
         net[0].weight.qdata.mul_(2.0**12)
         net[3].weight.qdata.mul_(2.0**-12)
     found = sct.report(net, torch.randn(64, 16))
@@ -77,7 +77,7 @@ def test__memory_that_nothing_was_written_to__has_no_range():
     class Padded(nn.Module):
         def forward(self, x):
             room = x.new_empty(x.shape[0], x.shape[1] + 1)
-            room.qdata.fill_(1e6)  # as fresh memory may be
+            room.qdata.fill_(1e6)  # Fresh memory may look like this.
             return torch.cat((x, room.zero_()), 1)
 
     found = sct.report(nn.Sequential(model(), Padded()), torch.randn(4, 16))
@@ -112,7 +112,7 @@ class WithLoss(nn.Module):
 
 
 class GivesItsParameter(nn.Module):
-    """As DeBERTa gives its layers a table of positions."""
+    """The layers get a table of positions, as in DeBERTa."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,8 +190,8 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Two blocks between an embedding, whose input has no gradient, and a head that is the last
-    to run, so that its result is the model's."""
+    """Two blocks between an embedding, with an input without gradient, and a head. The head runs
+    last, so its result is the model's."""
 
     def __init__(self, layers: int = 2) -> None:
         super().__init__()
@@ -219,7 +219,8 @@ def test__backward_rows__belong_to_the_module_whose_forward_pass_made_them():
             by_module.setdefault(r.module, set()).add(r.op)
     linear = {"aten.mm.default", "aten.sum.dim_IntList"}
     block = {
-        "": {"aten.gelu_backward.default", "aten.add.Tensor"},  # the two ways back from the sum
+        # These are the two ways back from the sum.
+        "": {"aten.gelu_backward.default", "aten.add.Tensor"},
         ".norm": {"aten.native_layer_norm_backward.default"},
         ".up": linear,
         ".down": linear,
@@ -232,7 +233,7 @@ def test__backward_rows__belong_to_the_module_whose_forward_pass_made_them():
 
 
 class Aside(nn.Module):
-    """Keeps a loss that it does not return, and multiplies by an autograd.Function."""
+    """A module that keeps a loss without returning it, and multiplies by an autograd.Function."""
 
     class Twice(torch.autograd.Function):
         @staticmethod
@@ -332,7 +333,7 @@ def test__the_fallback__has_its_share():
 
 
 def too_large() -> Tensor:
-    """An input under a scale that its elements have left."""
+    """The input has a scale that its elements have left."""
     x = gaussian(64, 16)
     x = sct.scaled(x, recipe=sct.recipes.Unit())
     x.qdata.mul_(2.0**12)
@@ -382,7 +383,7 @@ def test__an_amax_that_finds_nothing__is_offered_the_scales_of_the_rules():
 
 
 class Experts(nn.Module):
-    """Numbered parts of numbered layers."""
+    """A module of numbered layers with numbered parts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -445,10 +446,11 @@ def test__the_page__shows_what_a_report_prints():
     script = runpy.run_path(str(docs / "write_report.py"))
     try:
         written = script["page"](script["printed"]())
-    finally:  # the page's operator stays known to torch alone
+    finally:  # Only torch still knows the page's operator.
         sct.ops.registry.missing.clear()
 
-    def words(text: str) -> list[str]:  # numbers, and so the widths of columns, differ by machine
+    # Numbers, and therefore the widths of columns, differ by machine.
+    def words(text: str) -> list[str]:
         return re.sub(r"[\d.]+(e[+-]\d+)?", "#", text.replace("-", " ")).split()
 
     command = "python docs/write_report.py > docs/report.md"

@@ -1,4 +1,4 @@
-"""Powers of two, and scale arithmetic done on numbers and on tensors: bit for bit the same."""
+"""Powers of two, and arithmetic of scales on numbers and on tensors, agree to the bit."""
 
 import math
 
@@ -10,7 +10,8 @@ from scaledtensor import scale
 from scaledtensor.scale import is_power_of_two, nearest_power_of_two
 from scaledtensor.singles import Single
 
-MANTISSAS = [0, 1, 0x3504F2, 0x3504F3, 0x3504F4, 0x7FFFFF]  # around sqrt(2), and the ends
+# These are numbers around sqrt(2), and the ends.
+MANTISSAS = [0, 1, 0x3504F2, 0x3504F3, 0x3504F4, 0x7FFFFF]
 EDGES = torch.tensor([e << 23 | m for e in range(255) for m in MANTISSAS], dtype=torch.int32)
 floats = st.floats(0.0, width=32, allow_infinity=True)
 scales = st.floats(2.0**-126, width=32, allow_infinity=True)
@@ -41,7 +42,7 @@ def test__numbers_and_tensors__round_alike_at_every_edge() -> None:
 
 @given(floats, scales, floats)
 def test__numbers_and_tensors__settle_alike(rms: float, held: float, was: float) -> None:
-    """The eager CPU path calculates with numbers; tracing and devices have tensors."""
+    """The eager CPU path calculates with numbers, while tracing and devices have tensors."""
     r, s, w = (Single(v) for v in (rms, held, was))
 
     def in_place():
@@ -53,7 +54,8 @@ def test__numbers_and_tensors__settle_alike(rms: float, held: float, was: float)
 
     numbers = all_of()
     assert all(isinstance(number, Single) for number in numbers)
-    r, s, w = (torch.tensor([v]) for v in (rms, held, was))  # not 0-dim: no number
+    # The tensor is not 0-dim, so it is no number.
+    r, s, w = (torch.tensor([v]) for v in (rms, held, was))
     tensors = all_of()
     for a, b in zip(numbers, tensors, strict=True):
         torch.testing.assert_close(torch.tensor([a]), b, rtol=0, atol=0, equal_nan=True)
@@ -101,7 +103,8 @@ def test__a_single_and_a_number__calculate_as_a_tensor_and_a_number_do(x: float,
 
 @given(floats)
 def test__the_root_of_a_single__is_the_nearest(x: float) -> None:
-    """As compiled code has it. MKL's, which eager tensors get, is off by an ulp for one in five."""
+    """Return the root as compiled code computes it. MKL's root, which eager tensors get, is off by
+    an ulp for one in five."""
     want = torch.tensor(x).double().sqrt().float().item()
     assert Single(x).sqrt() == Single(x) ** 0.5 == want
     assert math.isnan(Single(-1.0).sqrt())

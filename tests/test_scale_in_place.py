@@ -1,4 +1,4 @@
-"""A conversion keeps every parameter the object that it is: what was made of it before goes on."""
+"""A conversion keeps every parameter object, so optimizers and hooks made before continue."""
 
 import copy
 import pickle
@@ -20,7 +20,7 @@ from scaledtensor.formats import FP32
 from scaledtensor.ops.results import dequantized
 from scaledtensor.recipes import MXFP8, Delayed, Unit
 
-#: Scales and rules of Unit without its rounding: a training has the losses of the plain one.
+#: Scales and rules of Unit without its rounding, so a training has the losses of the plain one.
 WIDE = Unit(forward=FP32, gradient=FP32, activation=FP32)
 
 RECIPES = ["unit", "current", "delayed", "mxfp8", "blockwise", "per_gemm", "min_mse", "nvfp4"]
@@ -63,7 +63,7 @@ def train(model, optimizer, steps):
 
 
 def state_of(optimizer):
-    """States of the elements of parameters."""
+    """Return the states of the elements of parameters."""
     return [
         x
         for p, state in optimizer.state.items()
@@ -143,7 +143,7 @@ def test__loaded_states__become_those_of_scaled_parameters():
 
 
 def test__the_loop_variable_of_a_training__is_in_nobody_s_way():
-    """`loss` keeps the graph of the last step, as in any loop."""
+    """`loss` keeps the graph of the last step, as in any training loop."""
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     x, y = batch()
@@ -241,7 +241,7 @@ def test__no_more_than_one_parameter__is_there_twice(monkeypatch):
 
 
 def forgotten(model):
-    """The same values in a model that was never scaled."""
+    """Return a model with the same values that was never scaled."""
     fresh = Tied()
     with torch.no_grad():
         for p, q in zip(fresh.parameters(), model.parameters(), strict=True):
@@ -372,7 +372,7 @@ def test__a_parameter_that_something_holds__is_named_and_the_model_unchanged(hol
     with pytest.raises(ModelError, match=f"1.weight.*{words}"):
         convert(model)
     assert [type(p) for p in model.parameters()] == kinds
-    # A cycle that nobody can reach, as a compilation leaves them behind, holds nothing.
+    # An unreachable cycle, such as a compilation leaves behind, holds nothing.
     cycle = [holder]
     cycle.append(cycle)
     del holder, cycle

@@ -1,4 +1,4 @@
-"""A model is converted in place, computes what it computed, and converts back bit for bit."""
+"""A model is converted in place, computes the same, and converts back bit for bit."""
 
 import copy
 
@@ -27,7 +27,7 @@ def state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def assert_equal(model: nn.Module, before: dict[str, torch.Tensor]) -> None:
-    """Plain parameters and buffers, equal to `before` bit for bit."""
+    """Parameters and buffers are plain, and equal `before` bit for bit."""
     after = model.state_dict()
     assert after.keys() == before.keys()
     for name, x in before.items():
@@ -234,7 +234,7 @@ def test__module_to__converts_parameters_and_keeps_them_scaled(trained):
 @pytest.mark.parametrize("convert", [nn.Module.double, lambda model: model.to(torch.float64)])
 def test__a_scaled_model__is_no_double_and_says_so(recipe, convert):
     model, x = sct.scale_model(mlp(), recipe), torch.randn(3, 8)
-    with torch.no_grad():  # a graph would hold the parameters
+    with torch.no_grad():  # A graph would hold the parameters.
         want = model[:4](x)
     with pytest.raises(UnsupportedError, match=r"float64.*unscale_model\(model\)\.double\(\)"):
         convert(model)

@@ -1,4 +1,4 @@
-"""`simulate_format`: what products multiply, in every spelling, forwards and backwards."""
+"""`simulate_format` rounds the operands of products in every spelling, forwards and backwards."""
 
 import copy
 import pickle
@@ -52,7 +52,7 @@ def expected(x: Tensor, w: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("compiled", [False, True])
 def test__every_spelling__multiplies_rounded_operands(spelling: Any, compiled: bool) -> None:
     torch.manual_seed(0)
-    torch.compiler.reset()  # all spellings share one code object
+    torch.compiler.reset()  # All spellings share one code object.
     model = simulate_fp8(Product(spelling, 8, 4))
     x, g = torch.randn(6, 8, requires_grad=True), torch.randn(6, 4)
     run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
@@ -66,7 +66,7 @@ def test__every_spelling__multiplies_rounded_operands(spelling: Any, compiled: b
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test__a_format_that_holds_every_operand__compiled_keeps_gradients(dtype: torch.dtype) -> None:
-    """Dynamo of torch 2.11 loses them where a function returns a tensor under two names."""
+    """Dynamo of torch 2.11 loses gradients if a function returns a tensor under two names."""
     torch.compiler.reset()
     model = simulate_format(Product(torch.mm, 8, 4).to(dtype), dtype, None)
     x = torch.randn(6, 8, dtype=dtype, requires_grad=True)
@@ -107,7 +107,7 @@ def test__every_format__serves(name: str) -> None:
     model = Product(torch.matmul, 8, 4)
     x, g = torch.randn(6, 8), torch.randn(6, 4)
     simulate_format(model, fmt, fmt)(x).backward(g)
-    xq, gq = fake_quantize(x, fmt), fake_quantize(g, fmt)  # NaN where E8M0 has no sign
+    xq, gq = fake_quantize(x, fmt), fake_quantize(g, fmt)  # E8M0 has no sign, so this gives NaN.
     torch.testing.assert_close(model.weight.grad, xq.mT @ gq, equal_nan=True)
 
 

@@ -1,4 +1,5 @@
-"""Scales that are numbers of the host until somebody reads them: outside, no difference is seen."""
+"""Scales are numbers of the host until somebody reads them; outside, nothing shows the
+difference."""
 
 import copy
 import pickle
@@ -13,7 +14,7 @@ import scaledtensor as sct
 
 
 def made() -> sct.ScaledTensor:
-    """A result of a rule, of the values 0 to 15 times 2**20."""
+    """Return a rule's result for the values 0 to 15 times 2**20."""
     return sct.scaled(torch.arange(16.0)) * 2.0**20
 
 
@@ -49,7 +50,7 @@ def test__eager_rules__make_no_tensors_of_scales() -> None:
 def test__a_view__shares_the_scale_of_its_base(read: Callable[..., None]) -> None:
     zeros = torch.zeros_like(made())
     view = zeros.view(4, 4)
-    read(zeros)  # either of them first
+    read(zeros)  # Either of them comes first.
     zeros.add_(made())
     assert_holds(view, torch.arange(16.0).view(4, 4) * 2.0**20, 0)
     view.copy_(made().view(4, 4) * 2.0**-40)

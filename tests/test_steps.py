@@ -1,4 +1,4 @@
-"""The hooks of optimizers' steps: when they are there, on whom they act, and when they are gone."""
+"""Hooks of optimizers' steps come, act and go at the right times."""
 
 import copy
 import gc
@@ -25,13 +25,13 @@ COMMON = (
 
 
 def hooks() -> int:
-    """How many hooks all optimizers have in common."""
+    """Return the number of hooks that all optimizers share."""
     return sum(map(len, COMMON))
 
 
 @pytest.fixture(autouse=True)
 def _as_if_nothing_were_alive(monkeypatch):
-    """Other tests of this process may have kept parameters: their hooks are put aside."""
+    """Put hooks aside for parameters that other tests of this process may have kept."""
     aside = [dict(common) for common in COMMON]
     for common in COMMON:
         common.clear()
@@ -144,7 +144,7 @@ def test__a_leaf_that_became_one_otherwise__is_known_after_its_first_step():
 
 
 def test__a_model_that_is_moved__keeps_them():
-    """`Module.to` swaps parameters, and refuses to where anything refers to them weakly."""
+    """`Module.to` swaps parameters, and refuses if anything holds a weak reference to them."""
     net = model().to(torch.float16)
     gc.collect()
     assert hooks() == 2
@@ -152,7 +152,7 @@ def test__a_model_that_is_moved__keeps_them():
 
 
 def test__a_model_collected_within_a_step__takes_them_later(monkeypatch):
-    """torch iterates over the hooks then: one that goes would be an error of the step."""
+    """torch iterates over the hooks then, so removing one would break the step."""
     cycle = [model()]
     cycle.append(cycle)
     other = torch.optim.SGD(nn.Linear(4, 4).parameters(), 0.1)
@@ -212,7 +212,8 @@ def test__a_plain_optimizer__is_let_alone():
 
 
 def test__a_plain_step__takes_no_longer_beside_a_scaled_model():
-    """15 us a hook for 1,000 parameters, of milliseconds: a bound that noise does not reach."""
+    """A hook takes 15 us for 1,000 parameters, out of milliseconds. Noise does not reach this
+    bound."""
     plain = torch.optim.SGD([nn.Parameter(torch.ones(4)) for _ in range(1000)], 0.1)
     net = model()
     start = time.process_time()

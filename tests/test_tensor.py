@@ -1,4 +1,4 @@
-"""A ScaledTensor is a tensor: it is made from valid parts, and torch's protocols keep its bits."""
+"""A ScaledTensor is a tensor: it takes valid parts only, and torch's protocols keep its bits."""
 
 import copy
 import pickle
@@ -31,7 +31,7 @@ inf, nan = float("inf"), float("nan")
 
 
 def assert_same(x: torch.Tensor, y: torch.Tensor) -> None:
-    """The same tensor bit for bit, in other memory."""
+    """Both tensors are the same bit for bit, in other memory."""
     assert isinstance(y, sct.ScaledTensor)
     for name in sct.ScaledTensor.INNER:
         a, b = getattr(x, name), getattr(y, name)
@@ -261,7 +261,7 @@ def test__to_dtype__keeps_infinities():
     x = sct.scaled(torch.tensor([1.0, -inf, nan]))
     for y in (x.bfloat16(), x.half(), x.to_format("bf16"), x.to_format("fp16")):
         torch.testing.assert_close(y.float().dequantize(), x.dequantize(), equal_nan=True)
-    assert x.to_format("e4m3fn").qdata[1].isnan()  # which is all that it has for one
+    assert x.to_format("e4m3fn").qdata[1].isnan()  # E4M3FN has only NaN for it.
     assert x.to_format("e5m2").qdata[1] == -inf
 
 
@@ -308,10 +308,10 @@ def test__python_and_numpy__see_the_values():
 def test__memory__is_that_of_the_elements():
     x = sct.scaled(gaussian(2, 3))
     assert x.qdata.data_ptr() != 0
-    with pytest.raises(StorageError, match=r"dequantize\(\)"):  # 0 would look like one memory
+    with pytest.raises(StorageError, match=r"dequantize\(\)"):  # 0 would look like one memory.
         x.data_ptr()
     values = x.numpy()
-    values[:] = 0  # a copy
+    values[:] = 0  # This is a copy.
     assert x.abs().min() > 0
     coded = sct.scaled(gaussian(2, 32), "e2m1fn", granularity=32)
     for held in (x, x.clone().requires_grad_(), nn.Parameter(x), coded):

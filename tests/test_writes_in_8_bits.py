@@ -1,4 +1,4 @@
-"""Writes in place into 8-bit tensors, whose range is short, and into what is expanded."""
+"""Writes in place go into 8-bit tensors with a short range, and into expanded tensors."""
 
 import warnings
 

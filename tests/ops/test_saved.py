@@ -253,8 +253,8 @@ def test__a_bad_element__spoils_no_other(bad):
 
 
 def test__softmax__has_rows_of_gradients_that_sum_to_zero():
-    """An equal gradient for all of a row gives a gradient of zero, although rows of copies do not
-    sum to 1."""
+    """A gradient that is equal along a row gives zero, if rows sum to 1. Copies of rows would
+    not."""
     leaves, (x,) = activations(SAVED, 1)
     y = F.softmax(x * 2, -1)
     (grad,) = torch.autograd.grad(y, leaves, sct.scaled(torch.ones(y.shape), "bf16"))

@@ -1,4 +1,5 @@
-"""Adam's fused step on the CPU, which is calculated on elements: the loop's, under every scale."""
+"""Adam's fused step on the CPU calculates on elements and gives the loop's result under every
+scale."""
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ STEPS = 4
 
 
 def trained(gradients: list[Tensor], factor: float = 1.0, **options: object) -> list[Tensor]:
-    """A parameter and its two states after a step along each gradient times `factor`."""
+    """Return a parameter and its two states after a step along each gradient times `factor`."""
     torch.manual_seed(0)
     module = sct.scale_model(nn.Linear(8, 6, bias=False))
     kind = torch.optim.AdamW if options.pop("decoupled", True) else torch.optim.Adam
@@ -54,7 +55,7 @@ def test__the_fused_step__is_the_loops(options):
 
 
 def test__it_is_float32s(monkeypatch):
-    """The same numbers as a plain float32 parameter, but for the rounding of float32."""
+    """The numbers equal a plain float32 parameter's, up to the rounding of float32."""
     torch.manual_seed(0)
     plain = nn.Linear(8, 6, bias=False)
     chosen = torch.optim.AdamW(plain.parameters(), lr=0.05, fused=True)
@@ -65,7 +66,7 @@ def test__it_is_float32s(monkeypatch):
     elements = optimizer._adam_elements
     monkeypatch.setattr(optimizer, "_adam_elements", lambda *a: ran.append(elements(*a)))
     weight = trained(gradients(), fused=True)[0]
-    assert len(ran) == STEPS  # and not the operators of the general form
+    assert len(ran) == STEPS  # The operators of the general form do not run.
     torch.testing.assert_close(weight, plain.weight.detach(), rtol=2e-5, atol=1e-7)
 
 
@@ -79,7 +80,7 @@ def test__gradients_times_a_power_of_two__give_the_same_bits(k):
 
 
 def test__a_parameter_that_is_a_part_of_another__is_changed_as_well():
-    """A part has the scale of the whole: the general form sees to it."""
+    """A part has the scale of the whole, which the general form handles."""
     whole = sct.scaled(torch.ones(4, 4), "fp32")
     part = whole[:2].detach().requires_grad_()
     rest = whole[2:].dequantize().clone()

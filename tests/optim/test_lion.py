@@ -1,4 +1,4 @@
-"""Lion, against the algorithm of its paper in float64."""
+"""Lion follows the algorithm of its paper in float64."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""Learning-rate rules: closed forms, and what they promise of one step's effect on the function."""
+"""Learning-rate rules have their closed forms, and one step changes the function as they
+promise."""
 
 import math
 
@@ -53,7 +54,7 @@ SIZES = [(16, 16), (64, 16), (16, 64), (256, 64)]
 @pytest.mark.parametrize("adjust", [None, "original", "match_rms_adamw"])
 @pytest.mark.parametrize("shape", SIZES)
 def test__a_muon_step__changes_a_hidden_layer_by_the_spectral_condition(shape, adjust):
-    """lr |change of W| / sqrt(in) = lr sqrt(out / in), whatever factor torch takes."""
+    """The change is lr |change of W| / sqrt(in) = lr sqrt(out / in), for every factor of torch."""
     p = parameter("weight", *shape)
     before, p.grad = p.detach().clone(), torch.randn(shape)
     Muon([p], lr=0.125, adjust_lr_fn=adjust).step()
@@ -78,7 +79,8 @@ def test__vectors__have_adams_rule_under_the_spectral_one(mup_type, rule):
 
 
 def soap_update(grads):
-    """Adam's update in the eigenbasis of the gradients' second moments, after these gradients."""
+    """Return Adam's update in the eigenbasis of the gradients' second moments, after these
+    gradients."""
     left = torch.stack([g @ g.T for g in grads]).mean(0)
     right = torch.stack([g.T @ g for g in grads]).mean(0)
     (_, ql), (_, qr) = torch.linalg.eigh(left), torch.linalg.eigh(right)
@@ -88,7 +90,7 @@ def soap_update(grads):
 
 
 def spectral_norms(width, seed):
-    """Of Adam's and SOAP's updates of a hidden layer, in a network that fits a teacher."""
+    """Measure Adam's and SOAP's updates of a hidden layer, in a network that fits a teacher."""
     torch.manual_seed(seed)
     teacher = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
     hidden = uu.Linear(width, width)
@@ -105,7 +107,7 @@ def spectral_norms(width, seed):
 
 
 def test__spectral_norms_of_updates__grow_with_the_width_as_the_rules_say():
-    """Adam's as the width, SOAP's as its root."""
+    """Adam's update grows like the width, and SOAP's like its root."""
     narrow, wide = (
         torch.stack([spectral_norms(width, seed) for seed in range(4)]).log2().mean(0)
         for width in (32, 256)
@@ -124,7 +126,7 @@ def test__soaps_rule__allows_for_gaussian_updates(shape):
 
 @pytest.mark.parametrize("width", [16, 64, 256])
 def test__an_adam_step__changes_the_function_alike_at_every_width(width):
-    """One step on one example: the change of hidden and readout outputs is lr, free of width."""
+    """One step on one example changes hidden and readout outputs by lr, at any width."""
     torch.manual_seed(0)
     x = torch.randn(width)
     for mup_type, factor in (("weight", width**-0.5), ("output", 1 / width)):
@@ -133,7 +135,7 @@ def test__an_adam_step__changes_the_function_alike_at_every_width(width):
         p.grad = torch.outer(torch.randn(32), x)
         AdamW([p], lr=0.01, eps=0).step()
         change = ((p - before).detach() @ x * factor).square().mean().sqrt()
-        # The mean of |x| over Gaussian x.
+        # This is the mean of |x| over Gaussian x.
         assert float(change) == pytest.approx(0.01 * math.sqrt(2 / math.pi), rel=0.2)
 
 

@@ -1,4 +1,4 @@
-"""What the value of a parameter is kept in besides itself."""
+"""Masters keep the value of a parameter in more than its own elements."""
 
 import copy
 
@@ -79,7 +79,8 @@ def test__sixteen_more_bits__are_the_float32_master_to_the_bit(scaled, fmt):
 @every_kind
 @pytest.mark.parametrize("master", MASTERS)
 def test__steps_too_small_for_a_bfloat16__add_up(master, scaled):
-    """400 steps of 2^-12 of an ulp of the parameter's largest: nearest rounding loses them all."""
+    """The test takes 400 steps of 2^-12 of an ulp of the parameter's largest element. Rounding to
+    nearest loses them all."""
 
     def moved(name: str | None) -> float:
         p = parameter(scaled)
@@ -120,7 +121,7 @@ def test__a_run_from_a_file__goes_on_bit_for_bit(master, scaled):
 
 @pytest.mark.parametrize("master", ["fp32", "fp16"])
 def test__what_is_written_into_a_parameter__is_not_undone_by_its_master(master):
-    """As by loading weights, or a moving average put in their place."""
+    """Loaded weights, or a moving average, replace the values."""
     p = parameter(False)
     optimizer = sct.optim.SGD([p], 2.0**-20, master_format=master)
     train(p, optimizer, range(2))
@@ -133,7 +134,7 @@ def test__what_is_written_into_a_parameter__is_not_undone_by_its_master(master):
 
 
 def test__a_scale_that_is_moved__moves_no_master():
-    """As rebalancing does, every few steps."""
+    """Rebalancing does this every few steps."""
     found = []
     for moved in (False, True):
         p = parameter(True)
@@ -148,7 +149,7 @@ def test__a_scale_that_is_moved__moves_no_master():
 
 
 def test__an_8_bit_parameter__has_a_16_bit_master():
-    """Of a model whose weights are kept in E4M3: 3 bytes for what float32 and E4M3 take 5."""
+    """A model with weights in E4M3 takes 3 bytes where float32 and E4M3 take 5."""
     p = nn.Parameter(sct.scaled(start(), "e4m3fn"))
     before = value(p)
     optimizer = sct.optim.AdamW([p], 1e-3, master_format="fp16", state_format="e4m3fn")

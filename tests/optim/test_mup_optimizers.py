@@ -1,4 +1,4 @@
-"""Optimizers read the tags, keep groups few, and respect what the user set."""
+"""Optimizers read the tags, make few groups, and respect the user's settings."""
 
 import copy
 import itertools
@@ -55,8 +55,8 @@ TAGS = st.builds(
 
 @given(st.lists(TAGS, min_size=1, max_size=12), st.floats(1e-3, 10), st.floats(0, 1))
 def test__groups__part_the_parameters_by_learning_rate(all_tags, lr, decay):
-    """Each parameter is in one group, at its own learning rate and decay; no two groups are alike;
-    neither groups nor parameters in one change their order."""
+    """Each parameter is in one group with its own learning rate and decay. No two groups are alike,
+    and neither groups nor their parameters change order."""
     ps = [mup.tag(nn.Parameter(torch.ones(3, 5)), *vars(its).values()) for its in all_tags]
     groups = optim.scaled_parameters(ps, optim.lr_scale_func_adam, lr, decay)
     where = {id(p): i for i, p in enumerate(ps)}
@@ -103,7 +103,7 @@ def test__named_parameters__keep_their_names(make):
 
 @pytest.mark.parametrize("make", [optim.SGD, optim.AdamW])
 def test__independent_weight_decay__decays_by_itself_at_every_learning_rate(make):
-    """With no gradient, a step multiplies by 1 - weight_decay."""
+    """Without a gradient, a step multiplies by 1 - weight_decay."""
     for lr, p in itertools.product((0.1, 0.5), parameters()):
         before = p.detach().clone()
         optimizer = make([p], lr=lr, weight_decay=0.125)

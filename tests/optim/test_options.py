@@ -1,4 +1,4 @@
-"""Options that cannot be are refused by name; those that change are followed."""
+"""Impossible options are refused by name, and changed options are followed."""
 
 from typing import Any
 

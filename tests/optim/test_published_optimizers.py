@@ -1,4 +1,4 @@
-"""The published library's optimizers, step by step; and where they differ."""
+"""The optimizers match the published library's step by step, and differ in the listed points."""
 
 import pytest
 import torch
@@ -60,14 +60,14 @@ def test__training__is_that_of_the_published_optimizers(call, grouped):
 
 
 def test__positional_options__are_those_of_torch_and_not_the_learning_rate():
-    """Published: the first positional option after lr is taken for lr."""
+    """The published optimizers take the first positional option after lr for lr."""
     p = mup.Parameter(torch.ones(4, 4), "output")
     (group,) = optim.Adam([p], 0.5, (0.7, 0.8)).param_groups
     assert (group["lr"], group["betas"]) == (0.5, (0.7, 0.8))
 
 
 def test__later_groups__are_scaled():
-    """Published: a group that is added after construction trains at the plain learning rate."""
+    """The published optimizers train a group that is added later at the plain learning rate."""
     ps = [mup.Parameter(torch.ones(4, 4), "weight") for _ in range(2)]
     optimizer = optim.AdamW(ps[:1], lr=0.5)
     optimizer.add_param_group({"params": ps[1:]})

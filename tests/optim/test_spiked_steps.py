@@ -1,4 +1,4 @@
-"""One spike in one gradient: what it does to the other parameters of its group."""
+"""One spike in one gradient barely affects the other parameters of its group."""
 
 import copy
 import math
@@ -18,7 +18,7 @@ OPTIMIZERS = {
 }
 FORMATS = ("e4m3fn", "e5m2", "int8", "fp16", "bf16")
 
-#: How far neighbours are from float32's at most, in units of their longest way: SGD, Adam.
+#: Largest distance of neighbours from float32's, in units of their longest way: SGD, Adam.
 FAR = {
     "e4m3fn": (0.06, 0.05),
     "e5m2": (0.06, 0.06),
@@ -83,7 +83,7 @@ def test__a_training_without_a_spike__has_no_group_that_is_written_again(monkeyp
 
     monkeypatch.setattr(fused, "hold_apart", counted)
     _, optimizer = trained("adamw", "e4m3fn", spike=None)
-    assert again[:2] == [2, 2]  # all that were zeros
+    assert again[:2] == [2, 2]  # All of these were zeros.
     assert not any(again[2:])
     assert all((x.scale > 0).all() for x in states(optimizer))
 

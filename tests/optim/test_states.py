@@ -1,4 +1,4 @@
-"""Optimizers whose states are kept in few bits: steps, what they keep, what goes to a file."""
+"""Optimizers keep their states in few bits: their steps, the memory, and the saved files."""
 
 import copy
 import io
@@ -17,7 +17,7 @@ from scaledtensor.expanded import ExpandedTensor
 from scaledtensor.optim import buckets, fused, states
 
 FORMATS = ("bf16", "fp16", "e4m3fn", "e5m2", "int8")
-#: How far a step is from torch's, in its length, after four steps of Gaussian gradients.
+#: Distance of a step from torch's, relative to its length, after four steps of Gaussian gradients.
 FAR = {"bf16": 2e-3, "fp16": 3e-4, "e4m3fn": 0.02, "e5m2": 0.03, "int8": 0.02}
 OPTIMIZERS = {
     "sgd": (sct.optim.SGD, torch.optim.SGD, {"momentum": 0.9, "dampening": 0.1}),
@@ -30,7 +30,8 @@ every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 
 
 def every_way(*formats: str) -> pytest.MarkDecorator:
-    """Eager, and compiled: of E4M3 by default, since a compilation takes ten seconds."""
+    """Run eager and compiled. Only E4M3 compiles by default, since a compilation takes ten
+    seconds."""
     ways = [pytest.param(fmt, False, id=f"{fmt}-eager") for fmt in formats]
     for fmt in formats:
         marks = () if fmt == "e4m3fn" else pytest.mark.slow
@@ -42,7 +43,7 @@ every_kind = pytest.mark.parametrize("scaled", [False, True], ids=["plain", "sca
 
 
 def matrices(scaled: bool = False) -> nn.Module:
-    """24 x 24, which is no whole number of groups."""
+    """Return a model with 24 x 24 matrices, which are no whole number of groups."""
     torch.manual_seed(0)
     made = nn.Sequential(*(nn.Linear(24, 24, bias=False) for _ in range(3)))
     return sct.scale_model(made, "unit") if scaled else made
@@ -70,7 +71,7 @@ def values(model: nn.Module) -> list[Tensor]:
 
 
 def assert_same_bits(a: torch.optim.Optimizer, b: torch.optim.Optimizer) -> None:
-    """Of two optimizers, every part of every state."""
+    """Two optimizers have the same bits in every part of every state."""
     assert len(momenta(a)) == len(momenta(b)) > 0
     for x, y in zip(momenta(a), momenta(b), strict=True):
         assert type(x) is type(y)
@@ -108,7 +109,7 @@ def test__steps__are_torchs_within_the_digits_of_the_states(name, fmt, scaled):
 @every_kind
 @pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n != "muon"])
 def test__a_step__is_torchs_on_the_values_of_the_states(name, scaled):
-    """So nothing but the rounding of states is different: one step from the same ones."""
+    """Both take one step from the same states, so only the rounding of states differs."""
     ours, theirs, options = OPTIMIZERS[name]
     model = matrices(scaled)
     low = ours(model.parameters(), 1e-2, weight_decay=0.1, state_format="e4m3fn", **options)
@@ -136,7 +137,7 @@ def test__in_fp32__nothing_is_different(name):
     ("fmt", "most"), [("e4m3fn", 2.1), ("e5m2", 2.1), ("int8", 2.1), ("fp16", 4.1), ("bf16", 4.1)]
 )
 def test__two_states__take_the_bytes_that_they_should(fmt, most):
-    """Of whole storages, so that views of something larger would show."""
+    """Count whole storages, so that views of a larger tensor would show."""
     model = nn.Linear(256, 300)
     optimizer = sct.optim.AdamW(model.parameters(), state_format=fmt)
     steps(model, optimizer, range(1))
@@ -170,8 +171,7 @@ def test__compiled__is_eager_up_to_ties(scaled, rounding):
 
 
 def test__compiled__parts_have_the_bits_of_the_whole():
-    """Wherever a parameter is cut between groups, as ranks do: tails of vectors are rounded as
-    vectors are."""
+    """Ranks may cut a parameter between any groups: tails of vectors are rounded like vectors."""
     groups = 37
     start = gaussian(groups * 128)
 
@@ -213,7 +213,7 @@ def test__compiling__is_chosen_by_size(monkeypatch):
 
 
 def test__an_average_that_decays_slowly__does_so_only_when_rounding_is_stochastic():
-    """Beside others that hold the largest magnitude of its group where it is."""
+    """The other elements of each group hold its largest magnitude constant."""
 
     def mean_after(rounding: str) -> float:
         torch.manual_seed(0)
@@ -260,9 +260,10 @@ def test__hard_groups__step_as_in_float32(fmt, compiled):
             optimizer.step()
         found.append(p.detach())
     assert bool(found[0].isfinite().all())
-    # Three steps of 0.1 along the sign; a square of 1e-20 is none of the normal float32 numbers.
+    # These are three steps of 0.1 along the sign. A square of 1e-20 is no normal float32 number.
     usual = gradient.abs() > 1e-18
-    usual[-128 if fmt != "int8" else -256 :] = False  # further apart than the codes reach
+    # The values are further apart than the codes reach.
+    usual[-128 if fmt != "int8" else -256 :] = False
     torch.testing.assert_close(found[0][usual], found[1][usual], rtol=0, atol=0.1)
     assert float((found[0] - found[1]).abs().max()) < 10
     still = gradient == 0
@@ -271,7 +272,7 @@ def test__hard_groups__step_as_in_float32(fmt, compiled):
 
 @every_way(*FORMATS)
 def test__what_is_not_finite__shows_in_the_parameter_as_in_float32(fmt, compiled):
-    """And nowhere else: the others of its group go on."""
+    """The others of its group continue."""
     trained = []
     for make, options in (
         (sct.optim.AdamW, {"state_format": fmt, "compiled": compiled}),
@@ -310,7 +311,7 @@ def test__a_gradient_whose_square_overflows__makes_no_step_of_its_own_size(fmt):
 @pytest.mark.parametrize("shift", [-18, 12])
 @pytest.mark.parametrize("name", ["adamw", "adam"])
 def test__a_loss_scale__moves_the_units_of_states_and_no_bit(name, shift, fmt):
-    """Adam forgets the loss scale, if eps does too: bit-identical steps."""
+    """Adam forgets the loss scale, if eps scales too: the steps are bit-identical."""
     ours, _, options = OPTIMIZERS[name]
     runs = []
     for k in (0, shift):
@@ -332,7 +333,8 @@ def test__a_loss_scale__moves_the_units_of_states_and_no_bit(name, shift, fmt):
 
 
 def test__a_training_under_a_loss_scale__has_the_same_bits():
-    """Forward, backward in FP8, and steps with states in E4M3: losses, values, codes."""
+    """Forward, backward in FP8, and steps with states in E4M3 give the same losses, values and
+    codes."""
     runs = []
     for k in (0, -18):
         torch.manual_seed(0)
@@ -360,7 +362,7 @@ def test__a_training_under_a_loss_scale__has_the_same_bits():
 
 @pytest.mark.parametrize("power", [-40, -70])
 def test__tiny_gradients__step_as_in_float64(power):
-    """Their squares are no float32; the unit of the states holds them."""
+    """The squares are no float32 numbers, and the unit of the states holds them."""
     size = 2.0**power
     model = matrices(True)
     start = values(model)
@@ -382,7 +384,7 @@ def test__tiny_gradients__step_as_in_float64(power):
 
 @pytest.mark.parametrize("fmt", ["e4m3fn", "fp16"])
 def test__gradients__may_be_plain_or_under_any_scale(fmt):
-    """The same values, held otherwise."""
+    """The values are the same in another representation."""
     moved = []
     for hold in (
         sct.scaled,
@@ -403,7 +405,7 @@ def test__gradients__may_be_plain_or_under_any_scale(fmt):
 
 @pytest.mark.parametrize("master", ["fp32", "bf16"])
 def test__a_parameter_of_zeros__takes_the_scale_of_its_values(master):
-    """As a bias starts. What is known to be zero must not stay so."""
+    """A bias starts as zeros. A tensor that is known to be zero must not stay so."""
     p = nn.Parameter(sct.scaled(torch.zeros(40), master))
     optimizer = sct.optim.AdamW([p], 2.0**-10, state_format="e4m3fn")
     for _ in range(2):
@@ -415,7 +417,7 @@ def test__a_parameter_of_zeros__takes_the_scale_of_its_values(master):
 
 
 def test__weights_that_products_have_cast__are_cast_again_after_a_step():
-    """A product casts a weight once for all its uses, until someone writes into it."""
+    """A product casts a weight once for all its uses, until somebody writes into it."""
     torch.manual_seed(0)
     layer = sct.scale_model(nn.Linear(64, 64, bias=False), "unit")
     x = torch.randn(16, 64)
@@ -496,7 +498,7 @@ def test__states_of_torchs_own_class__are_narrowed_when_loaded(name, scaled):
     other = copy.deepcopy(model)
     low = make(other.parameters(), state_format="fp16", **options)
     low.load_state_dict(copy.deepcopy(exact.state_dict()))
-    # Averages of scaled gradients and of their squares come under scales that are not each other's.
+    # Averages of scaled gradients and of their squares have different scales.
     steps(model, exact, range(2, 5))
     steps(other, low, range(2, 5))
     for x, y in zip(values(other), values(model), strict=True):
@@ -581,7 +583,7 @@ def test__states_that_fit_no_parameter__change_nothing():
 
 
 def test__a_state_dict__holds_no_more_than_the_states():
-    """Views of what parameters share go to a file once."""
+    """Views of shared storage go to a file once."""
     model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4)))
     optimizer = sct.optim.AdamW(model.parameters(), state_format="e4m3fn")
     steps(model, optimizer, range(1))
@@ -597,7 +599,7 @@ def test__hooks_schedulers_closures_and_new_groups__work_as_usual():
     model = matrices()
     first, *others = model.parameters()
     optimizer = sct.optim.SGD([first], 1.0, momentum=0.9, state_format="e4m3fn")
-    torch.optim.SGD([first], 1.0).step()  # from which on torch's class has hooks of its own
+    torch.optim.SGD([first], 1.0).step()  # torch's class has hooks of its own from this version on.
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     seen = []
     optimizer.register_step_post_hook(lambda *_: seen.append("step"))
@@ -614,7 +616,7 @@ def test__hooks_schedulers_closures_and_new_groups__work_as_usual():
     schedule.step()
     assert [g["lr"] for g in optimizer.param_groups] == [0.5, 2.0]
     assert seen == ["step"]
-    # Nothing for what has no gradient.
+    # A parameter without a gradient has no state.
     assert [x.format.name for x in momenta(optimizer)] == ["e4m3fn", "fp16"]
 
 
@@ -642,7 +644,7 @@ def test__groups__have_learning_rates_of_their_own():
 
 
 def test__parameters_with_and_without_gradients__take_turns():
-    """What is kept together changes, and what is kept does not."""
+    """The set of parameters that step together changes, and their states do not."""
 
     def train(together: bool) -> list[Tensor]:
         model = matrices()
@@ -663,7 +665,7 @@ def test__parameters_with_and_without_gradients__take_turns():
 
 
 def test__large_parameters__are_stepped_where_they_are(monkeypatch):
-    """And those of many elements in more calls than one: the same bits."""
+    """Many elements are stepped in more calls than one, with the same bits."""
 
     def train() -> list[Tensor]:
         torch.manual_seed(0)
@@ -683,7 +685,7 @@ def test__large_parameters__are_stepped_where_they_are(monkeypatch):
 
 @pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
 def test__copies__are_made_by_pieces(monkeypatch, rounding):
-    """The same bits however many parameters are copied at once, of whole groups or not."""
+    """The bits are the same for any number of parameters per copy, with or without whole groups."""
     sizes = []
     real = buckets.run
 
@@ -737,7 +739,7 @@ def test__a_step_that_fails_midway__counts_what_it_stepped(monkeypatch):
 
 
 def test__compiled_pieces__are_alike(monkeypatch):
-    """Of any number of groups, never one group at the end."""
+    """The pieces have any number of groups, but never a single group at the end."""
     sizes = []
 
     def step(elements, *rest):

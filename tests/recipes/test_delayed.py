@@ -1,4 +1,4 @@
-"""Delayed scaling: the history's arithmetic, its growth, and what it survives."""
+"""Delayed scaling: the arithmetic of a history, its growth, and the operations that it survives."""
 
 import copy
 import dataclasses
@@ -36,7 +36,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, sizes: list[float], run=None):
-    """Losses of steps on inputs of these sizes."""
+    """Return the losses of steps on inputs of these sizes."""
     rng, losses = torch.Generator().manual_seed(7), []
     for size in sizes:
         x = torch.randn(64, 16, generator=rng) * size
@@ -50,7 +50,7 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, sizes: list[float]
 
 @pytest.fixture
 def casts(monkeypatch):
-    """(row, amax of what was cast, the largest that its scale holds) of each cast."""
+    """Record the row, the amax of the operand, and the largest value of its scale for each cast."""
     seen: list[tuple[int, float, float]] = []
     op = sct.verbs.delayed_scale
     real = sct.ops.RULES[op]
@@ -85,7 +85,7 @@ def test__the_scale__is_that_of_earlier_steps(casts, choose, margin):
             chosen = max(past) if choose == "max" else past[-1]
             assert limit == pytest.approx(chosen * 2.0**margin, rel=1e-6)
     inputs = [amax for r, amax, _ in casts if r == INPUT]
-    assert max(inputs) > 8 * min(inputs)  # or the test sees nothing
+    assert max(inputs) > 8 * min(inputs)  # Otherwise the test sees nothing.
 
 
 GROWTH = [10.0**i for i in range(6)]
@@ -231,7 +231,7 @@ def test__a_copy__has_a_history_of_its_own(again):
 
 
 def test__a_checkpoint_of_the_original__loads_and_histories_begin_anew():
-    """Those of other weights stay. What `to_empty` left in memory must not count."""
+    """Histories of other weights stay. Contents of memory after `to_empty` must not count."""
     model = network()
     steps(model, adam(model), [1.0])
     before = model[2].weight_amax.clone()
@@ -261,7 +261,7 @@ def on_meta() -> nn.Module:
 
 
 def emptied() -> nn.Module:
-    """From the meta device, with buffers as memory may hold them."""
+    """Return a model from the meta device, with buffers that hold anything."""
     model = on_meta().to_empty(device="cpu")
     for b in model.buffers():
         b.fill_(1e6)
@@ -282,7 +282,7 @@ def test__from_the_meta_device__no_history_is_what_memory_held():
 
 def test__assigned_to_the_meta_device__histories_come_along():
     plain, model = plain_network(), on_meta()
-    model.load_state_dict(plain.state_dict(), assign=True)  # plain parameters
+    model.load_state_dict(plain.state_dict(), assign=True)  # These are plain parameters.
     sct.scale_model(model, Delayed())
     assert near(model, plain)
     assert not any(b.is_meta for b in model.buffers())
@@ -395,7 +395,7 @@ def test__unscaled__nothing_of_it_is_left():
 
 
 class ByAddmm(nn.Module):
-    """As GPT-2 writes its linear layers."""
+    """A linear layer in GPT-2's spelling."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -478,7 +478,7 @@ def test__of_a_unit_scaled_model__products_have_histories():
 
 
 class Outside(nn.Module):
-    """Its weights are multiplied where other modules are, by views of them and under two names."""
+    """Other modules multiply its weights, through views and under two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -518,7 +518,7 @@ def test__a_weight_has_one_history__wherever_it_is_multiplied(again, compiled):
 
 
 def test__accumulated_steps__may_run_backward_in_any_order():
-    """A history that a graph has saved is written to by the next one."""
+    """The next graph writes to a history that a graph has saved."""
     torch._dynamo.reset()
     model = network()
     run = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -590,7 +590,7 @@ def test__scaled_part_by_part__each_keeps_its_history():
 
 
 def test__in_torch_func__products_are_not_cast_and_nothing_is_recorded():
-    """As under every recipe: the transforms' wrappers hide what is scaled."""
+    """As under every recipe, the transforms' wrappers hide scaled tensors."""
     torch.manual_seed(0)
     x = torch.randn(8, 16)
 
@@ -631,7 +631,7 @@ def test__calibrated__inference_has_static_scales_of_the_data(compiled):
         want = [dequantized(linear.weight.detach()).sum(1) * n for n in (0.5 * largest, largest)]
         for x, sums in zip((small, large), want, strict=True):
             y = dequantized(run(x))[0] * (1 + model[1].eps) ** 0.5
-            assert (y - sums).norm() / sums.norm() < 0.06  # the large one saturates at the amax
+            assert (y - sums).norm() / sums.norm() < 0.06  # The large one saturates at the amax.
     assert torch.equal(linear.weight_amax, kept)
 
 

@@ -110,15 +110,15 @@ def test__a_recipe_name__is_lower_case():
 
 # --- gradients rounded stochastically --------------------------------------------------------
 
-ROWS, SIZE = 4096, 19 / 64  # which E5M2 has not: 16 / 64 and 20 / 64 are next to it
+ROWS, SIZE = 4096, 19 / 64  # E5M2 has no 19 / 64: its neighbours are 16 / 64 and 20 / 64.
 
 
 def of_one_size(rounding: str, compiled: bool, factor: float = 1.0) -> torch.Tensor:
-    """The weight's gradient, of `ROWS` times `SIZE` each."""
+    """Return the weight's gradient: sums of `ROWS` products of size `SIZE`."""
     torch.manual_seed(0)
     recipe = Unit(gradient_rounding=rounding)
     model = sct.scale_model(torch.nn.Linear(4, 4, bias=False), recipe)
-    torch._dynamo.reset()  # another test's shapes would make this one's dynamic
+    torch._dynamo.reset()  # Shapes of another test would make these dynamic.
     run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
     y = run(torch.ones(ROWS, 4))
     y.backward(sct.scaled(torch.full((ROWS, 4), SIZE * factor)))
@@ -244,7 +244,7 @@ def test__pairs_that_no_hardware_has__are_emulated_on_request():
 def test__a_cast_of_one_scale__serves_all_products_and_others_do_not():
     shared = {name for name in RECIPES if recipes.get(name).gemms.once is not None}
     assert shared == {"constant", "current", "delayed", "min_mse", "per_gemm", "unit"}
-    assert Unit("e2m1fn").gemms.once is None  # torch has no dtype for it
+    assert Unit("e2m1fn").gemms.once is None  # torch has no dtype for it.
     assert Unit(keep=("dgrad",)).gemms.once is None
 
 
@@ -296,7 +296,7 @@ def test__a_pattern_without_a_module__is_refused_and_nothing_changed():
 def test__small_weights__stay_plain():
     model = sct.scale_model(network(), Unit(min_size=16))
     assert isinstance(model[0].weight, sct.ScaledTensor)
-    assert type(model[2].weight) is nn.Parameter  # 8 rows
+    assert type(model[2].weight) is nn.Parameter  # These are 8 rows.
     assert isinstance(model[2].bias, sct.ScaledTensor)
 
 

@@ -1,4 +1,4 @@
-"""Every recipe's three products against the same casts written out in float64."""
+"""Every recipe's three products equal the same casts written out in float64."""
 
 import warnings
 
@@ -47,7 +47,7 @@ MIXED = PerGemm(
         Gemm(None, None),
     )
 )
-#: Deterministic ones; what rounds stochastically has tests of its own below.
+#: Deterministic recipes. Recipes with stochastic rounding have tests of their own below.
 RECIPES: dict[str, Recipe] = {
     "unit": Unit(),
     "unit in FP6": Unit("e2m3fn", "e3m2fn"),
@@ -68,14 +68,15 @@ RECIPES: dict[str, Recipe] = {
     "six casts": MIXED,
 }
 BY_PRODUCT = [name for name, r in RECIPES.items() if r.gemms.once is None]
-TOLERANCE = 2.0**-7  # bfloat16 results, rounded at most twice, of the largest of a row
+# Results are bfloat16, rounded at most twice, relative to the largest of a row.
+TOLERANCE = 2.0**-7
 
 
 # --- the casts written out, a block at a time ------------------------------------------------
 
 
 def nearest(x: np.ndarray, cast: Cast) -> np.ndarray:
-    """Values of the format nearest to `x`, ties to even codes; saturating. By search."""
+    """Search the format's values nearest to `x`: ties go to even codes, and values saturate."""
     values = cast.format.values().double().numpy()
     codes = np.flatnonzero(np.isfinite(values))
     order = codes[np.argsort(values[codes], kind="stable")]
@@ -88,7 +89,7 @@ def nearest(x: np.ndarray, cast: Cast) -> np.ndarray:
 
 
 def cast_block(x: np.ndarray, cast: Cast, tensor: float) -> np.ndarray:
-    """`x`, which shares one scale, as the format holds it; `tensor` is NVFP4's second level."""
+    """Return `x` as the format holds it under one scale; `tensor` is NVFP4's second level."""
     amax, top = float(np.abs(x).max(initial=0.0)), cast.format.max
     if cast.format.bits > 8:
         return x
@@ -119,7 +120,8 @@ def cast_block(x: np.ndarray, cast: Cast, tensor: float) -> np.ndarray:
 
 
 def cast_by_hand(x: np.ndarray, cast: Cast | None, carried: float, dim: int) -> np.ndarray:
-    """A matrix as an operand of a product that sums over `dim`; `carried` is its own scale."""
+    """Return a matrix as an operand of a product that sums over `dim`; `carried` is its own
+    scale."""
     if cast is None:
         return x
     across, along = cast.block
@@ -139,7 +141,7 @@ def cast_by_hand(x: np.ndarray, cast: Cast | None, carried: float, dim: int) -> 
 
 
 def mixing(n: int) -> np.ndarray:
-    """The transform of NVFP4's wgrad over `n` rows, as a matrix."""
+    """Return the transform of NVFP4's wgrad over `n` rows, as a matrix."""
     return mixed(torch.eye(n), -1).double().numpy()[:, : -(-n // 16) * 16]
 
 
@@ -157,7 +159,7 @@ def three_products(
 
 
 def problem(rows: int, inner: int, columns: int, seed: int = 0) -> list[Tensor]:
-    """x, w and dy in bfloat16, with an outlier each."""
+    """Return x, w and dy in bfloat16, with an outlier each."""
     rng = torch.Generator().manual_seed(seed)
     shapes = ((rows, inner), (columns, inner), (rows, columns))
     made = [
@@ -176,7 +178,7 @@ def layer(recipe: Recipe, x: Tensor, w: Tensor) -> tuple[nn.Linear, Tensor]:
 
 
 def run(recipe: Recipe, x: Tensor, w: Tensor, dy: Tensor, compiled: str = "") -> list[Tensor]:
-    """y, dx and dw of a linear layer."""
+    """Return y, dx and dw of a linear layer."""
     made, input = layer(recipe, x, w)
     call = made
     if compiled:
@@ -208,7 +210,7 @@ def test__three_products__are_those_of_the_casts_written_out(name, shape):
 
 
 def test__the_recipes_differ() -> None:
-    """What the comparison above would not see if every recipe did the same."""
+    """Recipes differ from each other, which the comparison above would not notice."""
     x, w, dy = problem(32, 64, 48)
     plain = [(x @ w.t()).numpy(), (dy @ w).numpy(), (dy.t() @ x).numpy()]
     seen = set()
@@ -239,7 +241,7 @@ def test__compiled__is_eager(name):
     ids=str,
 )
 def test__few_graphs__serve_every_number_of_rows(recipe):
-    """One; blocks along the rows may ask whether they fill the last one."""
+    """There is one graph. Blocks along the rows may ask whether they fill the last one."""
     torch._dynamo.reset()
     _, w, _ = problem(1, 33, 65)
     made, _ = layer(recipe, torch.ones(1, 33), w)
@@ -251,7 +253,7 @@ def test__few_graphs__serve_every_number_of_rows(recipe):
         found = []
         for f in (made, call):
             made.zero_grad()
-            torch.manual_seed(rows)  # of stochastic gradients
+            torch.manual_seed(rows)  # The gradients are rounded stochastically.
             input = sct.scaled(x, "bf16", recipe=recipe).requires_grad_()
             y = f(input)
             y.backward(sct.scaled(dy, "bf16", recipe=recipe))
@@ -341,7 +343,7 @@ def test__every_spelling__casts_each_product(spelling, name, monkeypatch):
     out, want = call(*inputs), call(*plain)
     out.square().sum().backward()
     want.square().sum().backward()
-    assert len(sides) == 6  # two sides of three products
+    assert len(sides) == 6  # These are two sides of three products.
     worst = 0.4 if name == "nvfp4" else 0.1
     for a, b in ((out, want), *((x.grad, p.grad) for x, p in zip(inputs, plain, strict=True))):
         assert a.shape == b.shape
@@ -453,7 +455,7 @@ def test__an_infinity__spoils_no_other_row(name):
     y = dequantized(made(input))
     others = [i for i in range(20) if i != 3]
     assert y[others].isfinite().all()
-    if name != "nvfp4":  # whose tensor shares a scale; the infinity counts in none
+    if name != "nvfp4":  # The tensor shares a scale, and the infinity counts in no amax.
         assert torch.equal(y[others], clean[others])
 
 
@@ -474,9 +476,9 @@ def test__stochastic_gradients__are_right_on_average(recipe):
     x, w, dy = problem(16, 32, 32)
     torch.manual_seed(0)
     runs = [[dequantized(t) for t in run(recipe, x, w, dy)] for _ in range(64)]
-    assert all(torch.equal(r[0], runs[0][0]) for r in runs)  # the forward product is the same
+    assert all(torch.equal(r[0], runs[0][0]) for r in runs)  # The forward product is the same.
     assert not torch.equal(runs[0][1], runs[1][1])
-    # The weight is rounded to nearest, and so off in the same way every time.
+    # The weight is rounded to nearest, so its error is the same every time.
     weight = cast_by_hand(w.t().double().numpy(), recipe.gemms.dgrad.right, *carried(w), -1)
     want = dy.double() @ torch.from_numpy(weight.T)
     mean = torch.stack([r[1] for r in runs]).double().mean(0)
@@ -492,7 +494,8 @@ def test__mixing__is_orthogonal_and_shares_out_an_outlier():
 
 
 def test__blocks_of_the_casts__are_those_of_the_formats():
-    """The spelled-out casts above and `quantize_blocks` agree, so both are not wrong alike."""
+    """The spelled-out casts above and `quantize_blocks` agree, so not both are wrong in the same
+    way."""
     x = problem(20, 33, 65)[0]
     codes, scale = sct.formats.quantize_blocks(x, FORMATS["e4m3fn"], PerBlock((1, 32)), "e8m0")
     want = cast_by_hand(x.double().numpy(), Cast("e4m3fn", Microscale(), (1, 32)), 1.0, -1)

@@ -1,4 +1,5 @@
-"""Frozen weights that are stored as products cast them: the same bits, a quarter of the bytes."""
+"""Frozen weights are stored as products cast them: with the same bits, in a quarter of the
+bytes."""
 
 import copy
 import pickle
@@ -63,7 +64,7 @@ def stored(recipe: Recipe, model: nn.Module | None = None) -> nn.Module:
 
 
 def both(recipe: Recipe, model: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """The same model with its frozen weights in the master format, and stored."""
+    """Return the model twice: with frozen weights in the master format, and stored."""
     return sct.scale_model(copy.deepcopy(model), recipe), stored(recipe, model)
 
 
@@ -73,7 +74,7 @@ def assert_same(a: Tensor, b: Tensor) -> None:
 
 
 def outcome(model: nn.Module, x: Tensor, run=None) -> list[Tensor]:
-    """The result, and the gradients of the input and of the parameters that have one."""
+    """Return the result, and the gradients of the input and of the parameters that have one."""
     x = x.clone().requires_grad_()
     y = (run or model)(x)
     y.square().mean().backward()
@@ -150,7 +151,7 @@ def test__under_autocast_and_checkpointed__they_are_as_well(recipe, reentrant):
 def test__a_training_of_adapters__has_the_same_losses(recipe):
     trained = []
     for model in both(recipe, plain()):
-        # All parameters, as many scripts have it: what is frozen takes part in no step.
+        # The optimizer gets all parameters, as in many scripts; frozen ones take no step.
         optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
         for step in range(12):
             loss = F.mse_loss(model(gaussian(16, 32, seed=step)), gaussian(16, 32, seed=99))
@@ -167,7 +168,7 @@ def test__a_training_of_adapters__has_the_same_losses(recipe):
 
 
 def test__under_delayed_scaling__inputs_and_gradients_keep_their_histories():
-    """The amax of a frozen weight is the same at every step, so its scale never had a history."""
+    """A frozen weight has the same amax at every step, so its scale never had a history."""
     model = stored(Delayed())
     outcome(model, gaussian(8, 32, seed=1))
     histories.advance(model)
@@ -178,7 +179,7 @@ def test__under_delayed_scaling__inputs_and_gradients_keep_their_histories():
 
 
 class Kinds(nn.Module):
-    """Weights by the names and the shapes that models have them in."""
+    """Models have weights under these names and shapes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,13 +251,13 @@ def test__a_part_of_a_weight__is_under_the_scale_of_the_whole():
 
 
 def held(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Bytes by storage."""
+    """Return the bytes of each storage."""
     storages = [part.untyped_storage() for t in tensors for part in parts(t)]
     return {s.data_ptr(): s.nbytes() for s in storages}
 
 
 def kept(model: nn.Module, run, x: Tensor) -> int:
-    """Bytes that autograd keeps for the backward pass, parameters and inputs aside."""
+    """Return the bytes that autograd keeps for the backward pass, without parameters and inputs."""
     own, found = held((*model.parameters(), x)), {}
 
     def pack(t: Tensor) -> Tensor:
@@ -389,7 +390,7 @@ def test__rebalancing__leaves_stored_weights_alone():
 
 @SOME
 def test__what_is_written_into_one__is_cast_anew(recipe):
-    """As when adapters are merged: nothing saturates under the scale that was."""
+    """Merging adapters writes like this: nothing saturates under the old scale."""
     model = stored(recipe)
     before = weight(model).dequantize()
     added = gaussian(64, 32, seed=1) * 4 * before.std()

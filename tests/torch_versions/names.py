@@ -1,11 +1,12 @@
-"""Which names of torch the package uses, and which of them other versions of torch lack.
+"""The names of torch that the package uses, and the ones among them that other versions lack.
 
     python tests/torch_versions/names.py write FILE      # every name of the torch of this Python
     python tests/torch_versions/names.py compare FILE OTHERS...
 
 `make torch-names` runs both for each version that pyproject.toml allows. `compare` writes a file
-for each other version beside this one, VERSION.json: what that version lacks of the first, and what
-it has besides, of operators and of every module and class that the package takes names from.
+VERSION.json for each other version. It lists the names of the first version that the other one
+lacks, and its additional names: of operators, and of every module and class that the package takes
+names from.
 """
 
 import ast
@@ -28,11 +29,11 @@ PACKAGE = HERE.parents[1] / "scaledtensor"
 #: The version of torch that the tests are pinned to.
 (PINNED,) = re.findall(r"TORCH \?= torch==(\S+)", (PACKAGE.parent / "Makefile").read_text())
 
-#: Modules of torch that define operators which have rules, or that are loaded when first used.
+#: Modules of torch that define operators with rules, or that load at their first use.
 DEFINING = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch._prims")
 NAMESPACES = ("aten", "prims", "c10d", "_c10d_functional", "fsdp")
 
-#: What private attributes of objects, such as `x._version`, belong to: class -> an object of it.
+#: Owners of private attributes, such as `x._version`: maps a class to an object of it.
 HOLDERS = {
     "torch.Tensor": lambda: torch.zeros(()),
     "torch.nn.Module": torch.nn.Module,
@@ -45,9 +46,9 @@ HOLDERS = {
 
 @cache
 def used(package: Path = PACKAGE) -> frozenset[str]:
-    """Dotted names of torch in the code, `torch.nn.functional.gelu`, in whatever spelling.
+    """Return dotted names of torch in the code, `torch.nn.functional.gelu`, in any spelling.
 
-    Operators are left out: their rules say which they are.
+    Operators are left out, because their rules name them.
     """
     files = [Reader(ast.parse(file.read_text())) for file in sorted(package.rglob("*.py"))]
     own = set().union(*(file.defined for file in files))
@@ -56,17 +57,18 @@ def used(package: Path = PACKAGE) -> frozenset[str]:
 
 
 class Reader:
-    """The names in a module's code."""
+    """Return the names in a module's code."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.imported: dict[str, str] = {}
-        """Name here -> name in torch, or `torch.ops.` and a namespace."""
+        """Map a name here to its name in torch, or to `torch.ops.` and a namespace."""
         self.aliases: dict[str, list[str]] = {}
-        """`frames = torch._C._dynamo.eval_frame`, and what follows of `frames`."""
+        """Follow assignments such as `frames = torch._C._dynamo.eval_frame`, and later uses of
+        `frames`."""
         self.defined: set[str] = set()
-        """What the code gives a name or an attribute."""
+        """Return the value that the code assigns to a name or an attribute."""
         self.read: list[tuple[list[str], frozenset[str]]] = []
-        """The longest dotted names, each with the variables of the functions around it."""
+        """Return the longest dotted names, each with the variables of the functions around it."""
         self._visit(tree, frozenset())
 
     def names(self, own: set[str]) -> Iterator[str]:
@@ -116,7 +118,8 @@ class Reader:
 
 
 def _dotted(node: ast.AST) -> list[str]:
-    """["torch", "nn", "Linear"], with "?" for an expression; [] of what is no name."""
+    """Return parts such as ["torch", "nn", "Linear"], with "?" for an expression, or [] if it is no
+    name."""
     if isinstance(node, ast.Name):
         return [node.id]
     if isinstance(node, ast.Attribute):
@@ -125,7 +128,7 @@ def _dotted(node: ast.AST) -> list[str]:
 
 
 def held(attribute: str) -> Iterator[str]:
-    """A private attribute of an object, as that of the class of torch which has it."""
+    """Return a private attribute of an object as an attribute of the class of torch that has it."""
     for name, make in HOLDERS.items():
         if hasattr(make(), attribute):
             yield f"{name}.{attribute}"
@@ -136,7 +139,7 @@ def held(attribute: str) -> Iterator[str]:
 
 
 def resolve(name: str) -> Any:
-    """What a dotted name stands for.
+    """Return the object of a dotted name.
 
     Raises:
         AttributeError: this torch has no such name.
@@ -166,7 +169,7 @@ def has(name: str) -> bool:
 
 
 def operators() -> list[str]:
-    """Overloads of the libraries that have rules, by `str` of each."""
+    """Return overloads of the libraries that have rules, by `str` of each."""
     for module in DEFINING:
         importlib.import_module(module)
     found = set()
@@ -178,7 +181,8 @@ def operators() -> list[str]:
 
 
 def members() -> dict[str, list[str] | None]:
-    """Module or class that the package takes names from -> its names; None of what is not there."""
+    """Map each module or class that the package takes names from to its names, or to None if it is
+    missing."""
     found: dict[str, list[str] | None] = {}
     for name in sorted(used()):
         parts = name.split(".")
@@ -192,7 +196,8 @@ def members() -> dict[str, list[str] | None]:
 
 
 def _own_names(owner: str, thing: Any) -> list[str]:
-    """Without modules, which are there once imported, and without what other libraries define."""
+    """Return names without modules, which exist once imported, and without names of other
+    libraries."""
     of = HOLDERS[owner]() if owner in HOLDERS else thing
     given = {n: inspect.getattr_static(of, n, None) for n in dir(of) if n[:2] != "__"}
     return sorted(
@@ -207,12 +212,12 @@ def _own_names(owner: str, thing: Any) -> list[str]:
 
 
 def recorded() -> dict[str, dict[str, Any]]:
-    """Version -> what differs from the version that the tests are pinned to."""
+    """Map each version to its differences from the version that the tests are pinned to."""
     return {file.stem: json.loads(file.read_text()) for file in sorted(HERE.glob("*.json"))}
 
 
 def lacking(version: str, names: Iterable[str]) -> list[str]:
-    """Those that a version was recorded to lack, with what lies in it."""
+    """Return the names that a version was recorded to lack, and the names in them."""
     lacks = recorded()[version]["lacks"]
     gone = {f"{owner}.{name}" for owner, words in lacks.items() for name in words.split()}
     parts = ((name, name.split(".")) for name in names)
@@ -220,7 +225,7 @@ def lacking(version: str, names: Iterable[str]) -> list[str]:
 
 
 def difference(first: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """What the file of `other` says, from what `write` wrote of both."""
+    """Return the content of the file of `other`, from the outputs of `write` for both."""
     lacks: dict[str, set[str]] = {}
     for owner, names in first["members"].items():
         theirs = other["members"].get(owner)

@@ -1,6 +1,7 @@
-"""The names of torch that the package uses, against every version that it allows.
+"""Every torch version that the package allows has the names of torch that it uses.
 
-Other versions than the one that runs are files beside this one, which `make torch-names` writes.
+Files beside this one describe the versions other than the running one. `make torch-names` writes
+them.
 """
 
 import ast
@@ -31,8 +32,8 @@ def test__every_name_in_use__is_in_every_other_version(version):
 
 
 def test__a_rule_without_an_operator__is_for_one_of_another_version():
-    """A misspelt operator is one of no version."""
-    there = set(names.operators())  # imports what defines them
+    """A misspelt operator exists in no version."""
+    there = set(names.operators())  # This imports the modules that define them.
     told = names.recorded()
     elsewhere = {name for about in told.values() for name in about["adds operators"].split()}
     if RUNNING in told:

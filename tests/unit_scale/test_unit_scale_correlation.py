@@ -1,4 +1,4 @@
-"""Attention without a causal mask makes tokens alike: what `unit_scale` knows of it."""
+"""Attention without a causal mask makes tokens alike, and `unit_scale` allows for it."""
 
 import copy
 import pickle
@@ -56,7 +56,8 @@ def correlations(model: nn.Module) -> list[tuple[float, ...]]:
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("length", [2, 16, 256])
 def test__what_every_layer_reads__is_of_unit_scale_at_any_length(length: int, scaled: bool) -> None:
-    """Planned at 16 tokens. For independent tokens the last layer would be at 9, of 256."""
+    """The plan is made for 16 tokens. With independent tokens the last layer would be at 9, for
+    256."""
     model = stack()
     if scaled:
         sct.scale_model(model)
@@ -85,7 +86,7 @@ def test__all_plans__have_the_correlations_of_initialisation() -> None:
     model.eval()(tokens(8))
     assert correlations(model) == [first, first]
     assert correlations(pickle.loads(pickle.dumps(model))) == [first, first]
-    # Nor do they depend on which way of calling is met first, nor on what was learned before.
+    # The plans do not depend on the first way of calling, nor on earlier learning.
     late = sct.unit_scale(copy.deepcopy(interpose.remove(model)), initialize=False)
     late(tokens(16))
     assert correlations(late) == [first]
@@ -128,7 +129,7 @@ def test__measuring__leaves_the_model_alone() -> None:
 def test__attention__is_of_unit_scale_at_its_correlation(
     correlation: float, keys: int, scaled: bool
 ) -> None:
-    """Values and keys that share a part; the plain gradients have free scales."""
+    """Values and keys share a part, and the plain gradients have free scales."""
     rng = torch.Generator().manual_seed(0)
 
     def alike(*shape: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What `unit_scale` does to gradients: they stay multiples of the true ones, at unit scale."""
+"""Under `unit_scale`, gradients stay multiples of the true ones, at unit scale."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 @case(*TOKENS)
 class Language(nn.Module):
-    """Attention by one matrix, an activation, residual sums."""
+    """A layer of attention by one matrix, an activation, and residual sums."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Language(nn.Module):
 
 @case(*TOKENS)
 class Tied(Language):
-    """One matrix for embedding and logits."""
+    """A model with one matrix for embedding and logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Tied(Language):
 
 @case(*TOKENS)
 class Rotary(nn.Module):
-    """Matrices for queries, keys and values, two heads, and a rotary embedding."""
+    """A model with matrices for queries, keys and values, two heads, and a rotary embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Rotary(nn.Module):
 
 @case(gaussian(3, 5, 8), torch.arange(15) % 5)
 class Normed(nn.Module):
-    """Queries that are normalised and shifted, keys that are gated, a cross attention."""
+    """A model with normalised and shifted queries, gated keys, and a cross attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Normed(nn.Module):
 
 @case(gaussian(3, 5, 8), torch.arange(15) % 5)
 class InPlace(nn.Module):
-    """Queries that another tensor is written into, by a call whose result nobody looks at."""
+    """A model that writes another tensor into the queries, by a call with an unused result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,8 @@ class InPlace(nn.Module):
 
 @case(gaussian(3, 5, 8), torch.arange(15) % 5)
 class Beside(InPlace):
-    """Queries that are a sum with what they are made from: one call gives it all its gradient."""
+    """A model with queries that are a sum with their own source: one call gives it all its
+    gradient."""
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         y = self.norm(x)
@@ -130,7 +131,7 @@ class Beside(InPlace):
 
 @case(*TOKENS)
 class Positions(nn.Module):
-    """One table of positions for two batches."""
+    """A model with one table of positions for two batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,8 +147,8 @@ class Positions(nn.Module):
 
 @case(gaussian(3, 6, 8), TOKENS[0])
 class Indexed(nn.Module):
-    """Rows of the matrix of the logits, which is no call of a function of torch's for that; and a
-    parameter that is broadcast over one batch and not over the other."""
+    """A model that takes rows of the logits' matrix, which is no call of a function of torch's for
+    that. One parameter is broadcast over one batch and not over the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +164,7 @@ class Indexed(nn.Module):
 
 @case(gaussian(3, 5, 8), torch.arange(15) % 5)
 class Nested(nn.Module):
-    """A residual sum in the branch of another, whose own start lies outside of that."""
+    """A residual sum in the branch of another one, with a start outside of that branch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +180,7 @@ class Nested(nn.Module):
 
 @case(gaussian(16, 8), torch.arange(16) % 5)
 class Gated(nn.Module):
-    """Two uses of one tensor that meet again, and no residual sum."""
+    """Two uses of one tensor meet again without a residual sum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +196,7 @@ class Gated(nn.Module):
 
 @case(gaussian(16, 8), torch.arange(16) % 5)
 class Repeated(nn.Module):
-    """A matrix that is multiplied by twice, in a chain."""
+    """A matrix multiplies twice in a chain."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,7 +209,7 @@ class Repeated(nn.Module):
 
 @case(TOKENS[0], TOKENS[1, :, :2])
 class Pair(nn.Module):
-    """One table, norm and matrix for two sequences of unequal lengths."""
+    """A model with one table, norm and matrix for two sequences of unequal lengths."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +223,7 @@ class Pair(nn.Module):
 
 
 class Other(Block):
-    """Another branch that starts where the first one did."""
+    """A second branch that starts where the first one did."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
@@ -230,7 +231,7 @@ class Other(Block):
 
 
 class Masked(nn.Module):
-    """A learned bias of logits."""
+    """A model with a learned bias of logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -243,7 +244,8 @@ class Masked(nn.Module):
 
 @case(gaussian(3, 5, 8), torch.arange(15) % 5)
 class Layers(nn.Module):
-    """A layer that is used twice, two branches of one start, and a bias that several layers use."""
+    """A model with a layer that is used twice, two branches with one start, and a bias of several
+    layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -261,7 +263,7 @@ class Layers(nn.Module):
 
 @case(gaussian(2, 128, 8), torch.arange(8) % 5)
 class Looped(nn.Module):
-    """One attention that reads few tokens and then many: what its logits let pass differs."""
+    """One attention reads few tokens and then many, so its logits let different amounts pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -281,7 +283,7 @@ class Looped(nn.Module):
 
 @case(gaussian(2, 3, 16), torch.arange(2))
 class Convolved(nn.Module):
-    """One convolution of two lengths."""
+    """A model with one convolution of two lengths."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -294,7 +296,7 @@ class Convolved(nn.Module):
 
 @case(gaussian(3, 5, 8), torch.arange(3))
 class Pooled(nn.Module):
-    """A loss that reads one token."""
+    """A model with a loss that reads one token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -319,7 +321,7 @@ def built(name: str) -> tuple[nn.Module, Any, Plan]:
 
 @pytest.mark.parametrize("name", CASES)
 def test__every_gradient__is_a_multiple_of_the_true_one(name: str) -> None:
-    """Of the function that is computed: along random directions, in float64."""
+    """Check the derivative of the computed function along random directions, in float64."""
     model, inputs, _ = built(name)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -329,7 +331,7 @@ def test__every_gradient__is_a_multiple_of_the_true_one(name: str) -> None:
         multiples = []
         for _ in range(4):
             direction = torch.randn_like(parameter)
-            direction += parameter.grad / parameter.grad.std()  # so that none is near zero
+            direction += parameter.grad / parameter.grad.std()  # No element is near zero then.
             ends = []
             for step in (1e-4, -1e-4):
                 with torch.no_grad():
@@ -371,7 +373,7 @@ def test__those_of_one_matrix__are_delayed_up_to_where_it_is_cut() -> None:
 
 
 def test__a_gradient_of_two_uses__has_one_scale() -> None:
-    """Only the ways into and out of the part with two uses are cut edges."""
+    """Only the edges into and out of the part with two uses are cut."""
     _, _, plan = built("Gated")
     assert [step.free for step in steps(plan, "linear")] == [True, False, False, False, True]
     _, _, plan = built("Repeated")
@@ -390,14 +392,16 @@ def test__a_loss_of_one_token__has_gradients_of_unit_scale_before_it() -> None:
     assert 0.8 < float(seen[-1].std()) < 1.25
 
 
-#: Attention and residual sums, a write in place, what is used twice: AOTAutograd has these as well.
+#: These have attention and residual sums, a write in place, and tensors with two uses; AOTAutograd
+#: compiles them as well.
 DIFFERENTIATED = {"Language", "InPlace", "Layers", "Pair"}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test__compiled__they_are_the_same(name: str) -> None:
-    """Where Dynamo traces the plan, each call of which has a derivative that is compiled elsewhere
-    (tests/functional): AOTAutograd, which takes longer than all else here, has a few of them."""
+    """Dynamo traces the plan, and the derivative of each call is compiled elsewhere
+    (tests/functional). AOTAutograd takes longer than everything else here, so it has a few models.
+    """
     torch.compiler.reset()
     model, inputs, _ = built(name)
     parameters = list(model.parameters())

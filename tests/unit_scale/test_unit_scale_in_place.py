@@ -1,4 +1,4 @@
-"""What writes in place: a transformed model computes what its out-of-place spelling computes."""
+"""A transformed model that writes in place computes the result of its out-of-place spelling."""
 
 from collections.abc import Callable
 from typing import Any
@@ -87,7 +87,7 @@ def formula(m: Model, x: Tensor, in_place: bool) -> Tensor:
     if in_place:
         x.add_(1)
         x.mul_(0.5)
-        x.exp_()  # whose derivative reads its result
+        x.exp_()  # Its derivative reads its result.
     else:
         x = ((x + 1) * 0.5).exp()
     return m.b(x)

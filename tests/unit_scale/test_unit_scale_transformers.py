@@ -1,4 +1,4 @@
-"""`unit_scale` on models of `transformers` that know nothing of it."""
+"""`unit_scale` works on models of `transformers` that do not know it."""
 
 import copy
 import gc
@@ -21,7 +21,8 @@ Seen = dict[str, list[tuple[str, float]]]
 
 
 class Probe(TorchFunctionMode):
-    """RMS of what every function returns, and of its gradient: of the elements, where scaled."""
+    """Record the RMS of every function's result and of its gradient; of the elements, if they are
+    scaled."""
 
     def __init__(self, seen: Seen) -> None:
         super().__init__()
@@ -38,7 +39,7 @@ class Probe(TorchFunctionMode):
 
 
 class Watch:
-    """Sees what the model's code sees: the results of every other transform."""
+    """This mode sees what the model's code sees, the results of every other transform."""
 
     order: ClassVar[int] = -1
     mark: ClassVar[str | None] = None
@@ -51,7 +52,7 @@ class Watch:
 
 
 def rms(x: Tensor) -> float:
-    with torch._C.DisableTorchFunction():  # modes, too: no call of the model's
+    with torch._C.DisableTorchFunction():  # Modes are off too: this is no call of the model's.
         q = x.qdata if isinstance(x, sct.ScaledTensor) else x
         return float(q.detach().double().square().mean().sqrt())
 
@@ -73,7 +74,7 @@ def unit(name: str, seed: int = 0) -> tuple[nn.Module, dict[str, Any]]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         sct.unit_scale(model, inputs)
-    gc.collect()  # a graph of the run that was measured would hold the parameters
+    gc.collect()  # A graph of the measured run would hold the parameters.
     return model, inputs
 
 
@@ -94,7 +95,7 @@ def test__elements_under_carried_scales__stay_near_one(name: str) -> None:
         assert not out_of_range(found, 0.25, 4.0), direction
 
 
-#: Parts of formulas that models write out, whose values are what they are: gelu and RMS norm.
+#: Parts of formulas that models write out; their values have a meaning: gelu and RMS norm.
 PARTS = {"GPT2LMHeadModel": ("add", "mul", "pow"), "LlamaForCausalLM": ("pow",)}
 
 
@@ -103,7 +104,7 @@ def test__plain_activations_and_gradients__are_of_unit_scale(name: str) -> None:
     model, inputs = unit(name)
     for direction, found in watched(model, inputs).items():
         whole = [seen for seen in found if seen[0] not in PARTS.get(name, ())]
-        # Of Llama's rotary embedding two halves of gradients come out at 0.2499.
+        # In Llama's rotary embedding, two halves of gradients are at 0.2499.
         assert not out_of_range(whole, 0.24, 4.0), direction
 
 
@@ -118,7 +119,7 @@ def test__plain_activations_and_gradients__are_of_unit_scale(name: str) -> None:
 def test__compiled__it_is_the_same(name: str) -> None:
     torch.compiler.reset()
     model, inputs = unit(name)
-    model.loss_type = model.loss_type or "ForCausalLM"  # else it logs, which no graph holds
+    model.loss_type = model.loss_type or "ForCausalLM"  # Otherwise it logs, which no graph holds.
     names = [n for n, _ in model.named_parameters()]
     out = model(**inputs).loss
     expected = torch.autograd.grad(out, list(model.parameters()))
@@ -133,7 +134,7 @@ def test__compiled__bert_is_the_same_with_its_loss_outside() -> None:
     torch.compiler.reset()
     model, inputs = unit("BertForMaskedLM")
     inputs = {name: x for name, x in inputs.items() if name != "labels"}
-    model(**inputs)  # another way of calling it: recorded now
+    model(**inputs)  # This is another way of calling it, recorded now.
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     parameters, target = list(model.parameters()), torch.randn(4, 32, 128)
     found = []
@@ -144,8 +145,8 @@ def test__compiled__bert_is_the_same_with_its_loss_outside() -> None:
 
 
 def test__a_loss_module_made_in_forward__stays_out_of_the_graph() -> None:
-    """Dynamo puts the function of `CrossEntropyLoss()` into a graph past every mode: such a model
-    runs as it is, and not compiled, or says why."""
+    """Dynamo puts the function of `CrossEntropyLoss()` into a graph past every mode. Such a model
+    runs uncompiled, and its compilation works or gives a reason."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -167,7 +168,7 @@ def test__a_loss_module_made_in_forward__stays_out_of_the_graph() -> None:
     assert torch.equal(model.linear.weight.grad, expected)
 
 
-#: Sums of a branch and what it starts at. Phi and GPT-J add two branches at once.
+#: Sums of a branch and its start. Phi and GPT-J add two branches at once.
 RESIDUALS = {"GPT2LMHeadModel": 6, "PhiForCausalLM": 3, "BertForMaskedLM": 6}
 
 

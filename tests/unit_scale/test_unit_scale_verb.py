@@ -1,4 +1,4 @@
-"""`unit_scale`: what it plans for a model, and that the model stays itself."""
+"""`unit_scale` plans for a model, which stays itself."""
 
 import copy
 import math
@@ -91,7 +91,7 @@ ACTIVATIONS = {
 @pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=list(ACTIVATIONS))
 def test__an_activation_in_any_spelling__is_of_unit_scale(activation: Any) -> None:
     model, _ = built(nn.Sequential(nn.Linear(64, 512), _Called(activation)), gaussian(64, 64))
-    # Those with a name have unit standard deviation, as published; others unit RMS.
+    # Named activations have unit standard deviation, as published, and others unit RMS.
     assert 0.8 < rms(model(gaussian(256, 64, seed=1))) < 1.25
 
 
@@ -137,9 +137,9 @@ def test__residual_sums__are_those_of_a_branch_with_parameters() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             x = self.a(x)
-            x = x + x.pow(3) * 0.1  # an activation
-            x = self.b(x) + x  # the only one
-            return self.a(x) + self.b(x)  # neither starts at the other
+            x = x + x.pow(3) * 0.1  # This is an activation.
+            x = self.b(x) + x  # This is the only one.
+            return self.a(x) + self.b(x)  # Neither starts at the other.
 
     _, plan = built(Model(), gaussian(8, WIDTH))
     assert plan.residuals == [f"add of (8, {WIDTH})"]
@@ -148,7 +148,7 @@ def test__residual_sums__are_those_of_a_branch_with_parameters() -> None:
 
 
 def test__two_sums_from_one_tensor__both_keep_the_scale() -> None:
-    """Neither branch is compensated where it starts: the other starts there too."""
+    """Neither branch is compensated at its start, as the other starts there too."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -161,7 +161,8 @@ def test__two_sums_from_one_tensor__both_keep_the_scale() -> None:
 
     model, plan = built(Model(), gaussian(8, WIDTH))
     assert [s.waiting for s in plan.steps.values() if s.add is not None] == [False, False]
-    assert 0.7 < rms(model(gaussian(512, WIDTH, seed=1))) < 3  # a product of two that share a term
+    # This is a product of two tensors that share a term.
+    assert 0.7 < rms(model(gaussian(512, WIDTH, seed=1))) < 3
 
 
 def test__arguments_by_name__are_the_same_call() -> None:
@@ -268,7 +269,7 @@ def test__attention_and_recurrent_modules__are_entered() -> None:
     assert ("scaled_dot_product_attention", 0) in plan.steps
     y = model(gaussian(4, 16, WIDTH))
     y.sum().backward()
-    assert 0.2 < rms(y) < 2  # a GRU's states are within one
+    assert 0.2 < rms(y) < 2  # A GRU's states are within one.
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
@@ -332,7 +333,7 @@ def test__parameters__are_of_unit_variance_and_tagged() -> None:
 
 
 def test__a_matrix_kept_as_in_by_out__has_the_learning_rate_of_its_inputs() -> None:
-    class Transposed(nn.Module):  # as GPT-2's
+    class Transposed(nn.Module):  # GPT-2 has such layers.
         def __init__(self) -> None:
             super().__init__()
             self.weight, self.bias = nn.Parameter(torch.randn(8, 32)), nn.Parameter(torch.ones(32))
@@ -502,7 +503,7 @@ def test__a_graph_break_inside__is_an_error_and_no_other_result() -> None:
             torch._dynamo.graph_break()
             return super().forward(x)
 
-    torch.compiler.reset()  # at its limit of recompilations Dynamo runs the code as it is
+    torch.compiler.reset()  # At its limit of recompilations Dynamo runs the code without compiling.
     model, _ = built(nn.Sequential(Broken()), gaussian(4, WIDTH))
     with pytest.raises(torch._dynamo.exc.Unsupported):
         torch.compile(model, backend="eager")(gaussian(4, WIDTH))
@@ -617,7 +618,7 @@ def test__checkpointing_a_part__is_an_error_and_no_other_gradient(
     with pytest.raises(errors.UnsupportedError, match="checkpointed"):
         model(x)
     with torch.no_grad():
-        model(x)  # nothing is run again
+        model(x)  # Nothing runs again.
     interpose.remove(model)(x).sum().backward()
 
 

@@ -1,4 +1,4 @@
-"""What the programs here share: models of a few thousand parameters, which nothing downloads."""
+"""Helpers of these programs: models of a few thousand parameters, without downloads."""
 
 import importlib.util
 import re
@@ -12,10 +12,10 @@ import scaledtensor as sct
 
 
 def name_operators_of_torchvision() -> Any:
-    """Have PyPI's torchvision load beside a CPU build of torch.
+    """Let PyPI's torchvision load beside a CPU build of torch.
 
-    Its compiled part is for CUDA and does not load there; its Python then fails where it describes
-    operators that nobody defined. timm and transformers read that Python alone.
+    Its compiled part is for CUDA and does not load there. Its Python then fails when it describes
+    undefined operators. timm and transformers read only that Python.
     """
     found = importlib.util.find_spec("torchvision")
     if found is None or found.origin is None:
@@ -36,7 +36,7 @@ TORCHVISION = name_operators_of_torchvision()
 
 
 def inner(module: torch.nn.Module) -> dict[str, Any]:
-    """All that a model consists of, by name, as numbers that compare."""
+    """Return everything in a model, by name, as numbers that compare."""
     found: dict[str, Any] = {}
     for name, x in module.state_dict().items():
         if isinstance(x, sct.ScaledTensor):

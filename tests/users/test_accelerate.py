@@ -1,4 +1,4 @@
-"""Programs in the style of accelerate: convert, prepare, save, load."""
+"""Programs in the style of accelerate convert, prepare, save and load."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def delayed() -> nn.Module:
 
 
 class Program:
-    """A training loop as accelerate's guide has it."""
+    """A training loop in the style of accelerate's guide."""
 
     def __init__(self, make: Any, **options: Any) -> None:
         self.accelerator = accelerate.Accelerator(cpu=True, **options)

@@ -1,4 +1,4 @@
-"""What docs/how_to/transformers.md shows runs as it stands there, section by section.
+"""The programs of docs/how_to/transformers.md run as printed, section by section.
 
 `test_docs.py` runs the other pages, which need no other library.
 """

@@ -1,4 +1,4 @@
-"""Programs in the style of Lightning: a module, a Trainer, checkpoints."""
+"""Programs in the style of Lightning have a module, a Trainer and checkpoints."""
 
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ def run(module: Module, folder: Path, resume: Path | None = None, **options: Any
 
 @pytest.mark.parametrize("recipe", ["unit", "delayed", None], ids=str)
 def test__fit__goes_on_where_a_checkpoint_was(recipe, tmp_path, assert_same_bits):
-    """By the plug-in, and where the module converts itself."""
+    """The model is converted by the plug-in, or by the module itself."""
 
     def options() -> dict[str, Any]:
         return {} if recipe is None else {"plugins": ScaledPrecision(recipe)}

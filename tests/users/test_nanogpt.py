@@ -1,6 +1,6 @@
 """Programs as their authors write them: nanoGPT, a ResNet, a pooled CNN, recurrent networks.
 
-Nothing of this library is called but `unit_scale` and `simulate_fp8`.
+They call only `unit_scale` and `simulate_fp8` of this library.
 """
 
 import inspect
@@ -259,7 +259,7 @@ def test__a_compiled_nanogpt__is_the_same() -> None:
     found = torch.autograd.grad(compiled(X, Y)[1], parameters)
     expected = torch.autograd.grad(model(X, Y)[1], parameters)
     for a, b in zip(found, expected, strict=True):
-        assert (a - b).norm() < 0.02 * b.norm()  # a rounding may fall to the other side
+        assert (a - b).norm() < 0.02 * b.norm()  # A rounding may fall to the other side.
 
 
 # --- a ResNet, as in torchvision -----------------------------------------------------------------
@@ -400,7 +400,8 @@ def test__a_pooled_cnn__is_of_unit_scale(pool: Any, norm: bool) -> None:
     assert 1 / 1.5 < pooled.grad.std() < 1.5
     for name, p in model.named_parameters():
         if p.dim() > 1:
-            assert 1 / 2 < p.grad.std() < 2, name  # of sixteen images and one draw of the weights
+            # The figures are for sixteen images and one draw of the weights.
+            assert 1 / 2 < p.grad.std() < 2, name
 
 
 # --- recurrent networks --------------------------------------------------------------------------
@@ -435,7 +436,7 @@ class Classifier(nn.Module):
 def test__a_recurrent_network__reads_out_at_unit_scale(kind: Any, layer: Any) -> None:
     torch.manual_seed(0)
     model = sct.unit_scale(kind(layer))
-    for length in (16, 48):  # of one plan
+    for length in (16, 48):  # These are of one plan.
         tokens = torch.randint(50, (16, length))
         out = model(tokens)
         logits = out[0] if isinstance(out, tuple) else out

@@ -1,4 +1,4 @@
-"""Programs in the style of PEFT: adapters on a scaled model, and a scaled model of adapters."""
+"""Programs in the style of PEFT put adapters on a scaled model, or scale a model with adapters."""
 
 from typing import Any
 
@@ -122,5 +122,5 @@ def test__trainer__saves_and_resumes_adapters(order, tmp_path):
 
     straight = go(tmp_path / "one")
     resumed = go(tmp_path / "two", str(tmp_path / "one" / "checkpoint-3"))
-    # The scale of an adapter's weights is no part of its file, so the last bits may differ.
+    # The file of an adapter has no scale of its weights, so the last bits may differ.
     assert resumed == pytest.approx(straight, rel=1e-3)

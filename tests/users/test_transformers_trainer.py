@@ -1,4 +1,5 @@
-"""Programs in the style of transformers: `from_pretrained`, `save_pretrained`, Trainer, resume."""
+"""Programs in the style of transformers call `from_pretrained`, `save_pretrained` and Trainer, and
+resume."""
 
 import json
 import os
@@ -88,7 +89,7 @@ def batch(name: str) -> dict[str, torch.Tensor]:
 
 
 def trained(model: nn.Module, name: str, steps: int = 2) -> nn.Module:
-    """Steps after which scales are no longer those of the values, so that files must hold them."""
+    """Train until scales no longer match the values, so that files must hold the scales."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
     for _ in range(steps):
         model(**batch(name)).loss.backward()
@@ -156,7 +157,7 @@ def test__a_plain_checkpoint__is_converted_while_it_is_loaded(tmp_path, assert_s
 @pytest.mark.parametrize("make", [gpt2, mixtral])
 @pytest.mark.parametrize("loaded", [False, True], ids=["scaled here", "loaded"])
 def test__dequantize__writes_the_original_checkpoint(make, loaded, tmp_path):
-    """Mixtral's files have other names than its model, one for each expert."""
+    """Mixtral's files have other names than its model: one for each expert."""
     torch.manual_seed(0)
     plain = make()
     plain.save_pretrained(tmp_path / "plain")
@@ -346,7 +347,7 @@ def test__trainer__saves_and_goes_on_as_if_nothing_had_happened(tmp_path, assert
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 @pytest.mark.parametrize("name", MODELS)
 def test__trainer__goes_on_bit_for_bit_over_twenty_steps(name, backend, tmp_path, assert_same_bits):
-    """Rebalancing comes at the tenth step, between the checkpoint and the end."""
+    """The tenth step rebalances, between the checkpoint and the end."""
     check(name, tmp_path, 20, 7, assert_same_bits, backend)
 
 

@@ -1,7 +1,7 @@
-"""Models as their libraries make them, none written for this one: each is scaled, trained by AdamW,
-compiled, saved and loaded.
+"""Models as their libraries make them, none written for this test. Each is scaled, trained by
+AdamW, compiled, saved and loaded.
 
-Their weights are random, so FP8 is held to FP32 over the first steps from the same start.
+Their weights are random, so FP8 is compared to FP32 over the first steps from the same start.
 """
 
 import copy
@@ -45,7 +45,8 @@ TIMM: dict[str, dict[str, Any]] = {
     "eca_resnet33ts": {},
     "pvt_v2_b0": {},
 }
-#: Normalised over a few pixels of four images, FP8's rounding is as large as what is normalised.
+#: These normalise over a few pixels of four images, where FP8's rounding is as large as the
+#: deviations.
 CHAOTIC = {"efficientnet_b0", "mobilenetv3_small_050", "repvgg_a0", "skresnet18"}
 
 
@@ -89,7 +90,7 @@ SEQ2SEQ = {
 BERT = DECODER | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 DEBERTA = BERT | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
 
-#: name of the config -> ending of the model's name, and what the config is of.
+#: Maps the name of a config to the ending of the model's name and the kind of the config.
 TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Olmo2": ("ForCausalLM", GROUPED),
     "Granite": ("ForCausalLM", GROUPED),
@@ -256,5 +257,5 @@ def test__a_compiled_model__has_the_loss_of_the_eager_one(name: str) -> None:
     loss = torch.compile(loss_of, backend="aot_eager_default_partitioner")(model)
     loss.backward()
     assert loss.item() == pytest.approx(eager.item(), rel=1e-3)
-    # Some models have parameters that this loss does not reach, FNet's pooler for one.
+    # This loss does not reach all parameters of some models, such as FNet's pooler.
     assert with_gradients(model) == with_gradients(other)
