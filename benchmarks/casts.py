@@ -1,19 +1,18 @@
-"""Casts at memory speed: ns per element, and the ratio to a copy that moves as many bytes.
+"""Measure casts in ns per element, and as a ratio to a copy that moves as many bytes.
 
     python -m benchmarks.casts [--formats NAME ...] [--device cuda] [--quick] [--json FILE]
 
-`encode`, `decode` and `fake_quantize` of 4096 x 4096 normal numbers, eager and compiled, from (for
-`decode`: to) float32 and bfloat16, on one thread, beside what other libraries offer for the same
-format; one that is not installed is skipped by name. Stochastic rounding is measured against
-nearest-even.
+The benchmark runs `encode`, `decode` and `fake_quantize` on 4096 x 4096 normal numbers, eager and
+compiled, from (for `decode`: to) float32 and bfloat16, on one thread. It runs the casts of other
+libraries for the same format beside them, and prints the names of libraries that are not installed.
+Stochastic rounding is measured against nearest-even.
 
 A figure is the median of CPU times (on a CUDA device: of event times). All variants of a format and
-the copies that they are divided by run interleaved, so a busy machine slows all alike. The copy of
-a cast that reads r and writes w bytes per element reads and writes (r + w) / 2 each, from and to
-buffers that are there. The casts allocate their results. So that the kernel's work of handing out
-fresh pages, several times that of a cast, counts for none of them, the C library is told to keep
-freed memory: after the warm-up rounds every result lands in pages that exist. `--fresh-pages`
-leaves that out, and every large result pays for its pages.
+their copies run interleaved, so a busy machine slows all alike. If a cast reads r and writes w
+bytes per element, its copy reads and writes (r + w) / 2 each, from and to existing buffers. The
+casts allocate their results. Fresh pages cost the kernel several times the time of a cast. So the C
+library is set to keep freed memory: after the warm-up rounds every result is written to existing
+pages. `--fresh-pages` turns this off, and every large result pays for its pages.
 """
 
 import argparse
@@ -41,7 +40,7 @@ NEAREST, STOCHASTIC = "nearest_even", "stochastic"
 
 @dataclass(frozen=True)
 class Call:
-    """What is measured."""
+    """One measured cast."""
 
     format: str
     cast: str
@@ -55,17 +54,17 @@ class Call:
 class Figure:
     call: Call
     ns: float
-    """Per element."""
+    """Nanoseconds per element."""
     copies: float
-    """Times the time of the copy with the same traffic."""
+    """The time, divided by the time of the copy with the same traffic."""
 
 
 @dataclass(frozen=True)
 class Bar:
     """`limit` holds for the worst of the ratios, each with the format that it belongs to.
 
-    `on_avx2` takes its place on CPUs without AVX-512, where a conversion of bytes or of bfloat16
-    is several instructions and not one.
+    `on_avx2` replaces it on CPUs without AVX-512, where a conversion of bytes or of bfloat16 is
+    several instructions and not one.
     """
 
     words: str
@@ -177,11 +176,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def keep_freed_memory(elements: int) -> bool:
-    """Tells the C library to serve large blocks from its heap too and never to shrink it, and has
-    it hold pages for results of that many elements.
+    """Tell the C library to serve large blocks from its heap too, never to shrink it, and to hold
+    pages for results of that many elements.
 
-    Results do not land where the one before them lay: asked for an aligned block, the C library
-    passes over a free one of just that size, and goes on to where no page is yet.
+    A result does not reuse the memory of the result before it. For an aligned block, the C library
+    skips a free block of exactly that size, and takes memory without pages.
     """
     mmap_max, trim_threshold = -4, -1  # the names in glibc's malloc.h, M_ before them
     try:
@@ -190,13 +189,13 @@ def keep_freed_memory(elements: int) -> bool:
         return False  # another C library
     kept = bool(mallopt(mmap_max, 0)) and bool(mallopt(trim_threshold, 2**31 - 1))
     if kept:
-        torch.ones(16, elements)  # written, so that the pages exist, and freed
+        torch.ones(16, elements)  # write, so that the pages exist, and free
     return kept
 
 
 def measure(fmt: Format, options: argparse.Namespace, device: torch.device) -> list[Figure]:
-    """All variants of one format, and the copies that belong to them, in one interleaved run."""
-    torch.compiler.reset()  # or dynamo counts a format as one more recompilation
+    """Run all variants of one format and their copies, interleaved."""
+    torch.compiler.reset()  # otherwise Dynamo counts a format as one more recompilation
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(options.size, options.size, generator=generator)
     x = (x if fmt.signed else x.abs() + 2.0**-60).to(device)
@@ -268,8 +267,8 @@ def on_path(run: Step, path: str) -> Step:
 
 
 def copy_step(traffic: int, x: Tensor) -> Step:
-    """A copy that reads and writes `traffic` bytes in all for each element of `x`."""
-    # Copied as float32, the fastest there is.
+    """Return a copy that reads and writes `traffic` bytes in all for each element of `x`."""
+    # A copy as float32 is the fastest copy.
     source = torch.randn(x.numel() * traffic // 8, device=x.device)
     target = torch.empty_like(source)
     return lambda: target.copy_(source)

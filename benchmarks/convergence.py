@@ -1,26 +1,27 @@
-"""A GPT trained for thousands of steps: FP8 through ScaledTensor against float32 and torchao.
+"""Train a GPT for thousands of steps: FP8 through ScaledTensor against float32 and torchao.
 
     python -m benchmarks.convergence --text FILE [--steps 3000] [--seeds 3] [--processes 2]
         [--rows fp32 unit ...] [--json FILE] [--plot FILE.png]
 
-d = 128, 4 layers, context 64, batch 16, AdamW at 1e-3, no knob touched. Rows:
+The model has d = 128, 4 layers, context 64 and batch 16; AdamW runs at 1e-3. No hyperparameter
+differs between rows:
 
   fp32            float32
-  fp32-ulp        float32 from parameters of which one differs in its last bit: how far two runs of
-                  the same arithmetic part, and so what a difference between rows means
+  fp32-ulp        float32, with one parameter changed in its last bit. It shows how far two runs of
+                  the same arithmetic diverge, and so the meaning of a difference between rows
   unit            recipe Unit: E4M3 operands, E5M2 gradients
   unit-unguarded  the same without the guard
   unit-stochastic unit with gradients rounded stochastically
   unit-e4m3       E4M3 gradients, to nearest
   unit-fixed, unit-e4m3-fixed   these with rebalance=0: parameters keep their first scales
-  tensorwise, rowwise   torchao.float8, emulated, float32 between the products; skipped by name
-                  where torchao is not installed
+  tensorwise, rowwise   torchao.float8, emulated, float32 between the products; skipped with a
+                  message if torchao is not installed
 
-Forward and backward are compiled in all rows. The loss of a run is the mean of its last 100 steps;
-held out is the loss over all of the last tenth of the text, which no step sees, the mean of ten
-measurements in those 100 steps (one alone differs by as much as the rows do). Every 100 steps
-`sct.report` measures each operand of each product: RMS of its elements, and the shares that
-saturated or underflowed in the cast. The picture shows them over the steps.
+Forward and backward are compiled in all rows. The loss of a run is the mean of its last 100 steps.
+"Held out" is the loss over all of the last tenth of the text, which no step sees. It is the mean of
+ten measurements in those 100 steps, since one alone varies by as much as the rows differ. Every 100
+steps `sct.report` measures the RMS of the elements of each operand of each product, and the shares
+that saturated or underflowed in the cast. The picture shows them over the steps.
 """
 
 import argparse
@@ -112,7 +113,7 @@ ROWS: dict[str, Callable[[nn.Module], object]] = {
 
 
 def run(task: tuple[str, int, int, str]) -> dict[str, Any]:
-    """One training, in a process of its own."""
+    """Run one training, in its own process."""
     row, seed, steps, text = task
     torch.set_num_threads(1)
     corpus = load(Path(text), 64)
@@ -155,7 +156,7 @@ def held_out(trainer: Trainer) -> float:
 
 
 def measured(trainer: Trainer, step: int) -> list[dict[str, Any]]:
-    """Every cast of an operand, on one batch that is the same at every step."""
+    """Measure every cast of an operand, on one batch that is the same at every step."""
     generator = torch.Generator().manual_seed(1)
     batch = draw_batch(trainer.corpus.held_out, 64, trainer.settings.batch_size, generator)
     casts: dict[tuple[str, bool], list[Any]] = defaultdict(list)
@@ -206,7 +207,7 @@ def main() -> None:
     ]
     for found in finished(run, tasks, options.processes):
         runs.append(found)
-        if options.json:  # hours of work: what is done is kept
+        if options.json:  # finished runs are kept: they take hours
             options.json.write_text(json.dumps(others + runs))
     runs.sort(key=lambda r: (r["seed"], rows.index(r["row"])))
     show(runs, rows)
@@ -217,8 +218,8 @@ def main() -> None:
 def finished(
     run: Callable[[Any], dict[str, Any]], tasks: Iterable[Any], processes: int
 ) -> Iterator[dict[str, Any]]:
-    """What `run` found of each task, as it is done; a line each is printed."""
-    # A process for each, or one would use up the recompilations that torch.compile allows.
+    """Yield the result of `run` for each task when it is done, and print a line for it."""
+    # Each has its own process: one process would exceed torch.compile's limit of recompilations.
     pool = ProcessPoolExecutor(processes, get_context("spawn"), max_tasks_per_child=1)
     with pool:
         for future in as_completed(pool.submit(run, task) for task in tasks):
@@ -229,7 +230,7 @@ def finished(
 
 
 def kept(file: Path | None, rows: list[str], seeds: int, steps: int) -> tuple[Runs, Runs]:
-    """Of earlier calls, the runs that are wanted again, and the others."""
+    """Return the runs of earlier calls: those that are wanted again, and the others."""
     found: tuple[Runs, Runs] = [], []
     if file is not None and file.exists():
         for r in json.loads(file.read_text()):

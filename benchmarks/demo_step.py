@@ -1,10 +1,10 @@
-"""Whole training steps of the demo, optimizer included: FP32, FP8 without scales, and ours.
+"""Measure whole training steps of the demo, optimizer included: FP32, FP8 without scales, and ours.
 
     python -m benchmarks.demo_step [--threads 2] [--rounds 60] [--json FILE]
 
 All rows run interleaved in one process, on the demo's model, text, batches and AdamW; a figure is
-the median of a step. CPU time counts what waiting threads spend as well. Every tenth step
-rebalances the parameters of our row: medians leave it out, means have it.
+the median of a step. CPU time includes the time of waiting threads. Every tenth step rebalances the
+parameters of our row: means include it, medians do not.
 """
 
 import argparse

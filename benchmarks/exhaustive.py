@@ -1,18 +1,18 @@
-"""Every float32 through every format that ml_dtypes knows, against ml_dtypes.
+"""Cast every float32 to every format that ml_dtypes knows, and compare with ml_dtypes.
 
     python -m benchmarks.exhaustive [--formats NAME ...] [--processes 2] [--slice 64 [--offset N]]
 
-All 2^32 inputs, to nearest even, in the three overflow modes, through `encode` and `fake_quantize`:
-eager (in C++), eager by PyTorch's operators (which a machine without a compiler runs), and
+All 2^32 inputs go through `encode` and `fake_quantize`, to nearest even, in the three overflow
+modes: eager (in C++), eager by PyTorch's operators (which a machine without a compiler runs), and
 compiled. `astype` of ml_dtypes gives the expected codes. "saturate" clips the inputs of `astype`
 first, and "saturate_finite" clips the finite ones. `astype` does not round to integers, so the
-inputs of those formats are rounded first as well. The expected values are what ml_dtypes reads in
-the expected codes. Both are compared byte for byte, but for NaN inputs in two places: in 16 and 32
-bits, where torch's casts choose among the NaNs, any NaN will do; and of the zero that a value
-becomes in a format without NaN the sign is free. Exits with 1 on any mismatch.
+inputs of integer formats are rounded first as well. ml_dtypes decodes the expected codes to the
+expected values. Both are compared byte for byte, with two exceptions for NaN inputs. In 16 and 32
+bits torch's casts choose among the NaNs, so any NaN is right. In a format without NaN a NaN becomes
+zero, and its sign is free. The program exits with 1 on any mismatch.
 
-`--slice S` takes one of every S neighbouring inputs, at places that a hash scatters over low bits;
-the S offsets together are all inputs. Without `--offset` it is the number of the day, modulo S.
+`--slice S` takes one of every S neighbouring inputs, at places that a hash scatters over low bits.
+The S offsets together are all inputs. The default of `--offset` is the number of the day, modulo S.
 """
 
 import argparse
@@ -43,13 +43,13 @@ _SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 @dataclass
 class Tally:
-    """What came out for one format."""
+    """The result for one format."""
 
     name: str
     inputs: int = 0
     seconds: float = 0.0
     mismatches: dict[str, int] = field(default_factory=dict)
-    """By what was called; a call without a mismatch stands with 0."""
+    """Mismatches of each call; 0 for a call without any."""
     first: dict[str, str] = field(default_factory=dict)
 
     def add(self, call: str, x: Tensor, got: Tensor, want: Tensor, wrong: Tensor) -> None:
@@ -111,7 +111,7 @@ def tallies(jobs: Sequence[Job], processes: int) -> Iterator[Tally]:
         yield from map(sweep, jobs)
         return
     # Not forked: a process that has run torch may hold locks of threads that a fork leaves behind.
-    # An executor, since a `Pool` starts workers for ever where they cannot start.
+    # An executor, since a `Pool` restarts workers for ever if they cannot start.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context) as pool:
         yield from pool.map(sweep, jobs)
@@ -130,7 +130,7 @@ def show(tally: Tally) -> None:
 
 
 def sweep(job: Job) -> Tally:
-    """One format over its share of the inputs."""
+    """Compare one format over its share of the inputs."""
     name, share, offset, paths = job
     torch.set_num_threads(1)
     fmt, tally, start = get(name), Tally(name), time.time()
@@ -148,7 +148,7 @@ def sweep(job: Job) -> Tally:
 
 
 def blocks(share: int, offset: int) -> Iterator[Tensor]:
-    """The inputs, `BLOCK` at a time, as float32."""
+    """Yield the inputs, `BLOCK` at a time, as float32."""
     inside = torch.arange(BLOCK, dtype=torch.int32)
     for start in range(0, INPUTS // share, BLOCK):
         group = inside + _signed(start)
@@ -167,7 +167,7 @@ Casts = Callable[[Tensor], list[tuple[Tensor, Tensor]]]
 
 
 def cast_all(fmt: Format, path: str) -> Casts:
-    """Codes and rounded values for each of `MODES`; compiled, all six are one kernel."""
+    """Return codes and rounded values for each of `MODES`; compiled, all six are one kernel."""
 
     def casts(x: Tensor) -> list[tuple[Tensor, Tensor]]:
         return [
@@ -185,11 +185,11 @@ def cast_all(fmt: Format, path: str) -> Casts:
 
 
 class Reference:
-    """What ml_dtypes gives for a block: by mode, codes and the float32 that it reads in them.
+    """Return ml_dtypes' result for a block: for each mode, its codes and their float32 values.
 
-    Codes are held in the torch integer of their width. Clipping changes only what lies beyond ±max,
-    and it makes that ±max. So "saturate" is the cast of x itself but for these inputs, and their
-    cast is the code of ±max: one cast serves all modes.
+    Codes are held in the torch integer of their width. Clipping changes only inputs beyond ±max,
+    and makes them ±max. So "saturate" is the cast of x except for these inputs, and their cast is
+    the code of ±max: one cast serves all modes.
     """
 
     def __init__(self, fmt: Format) -> None:
@@ -202,7 +202,7 @@ class Reference:
     def __call__(self, x: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         codes = ml_codes(x.numpy(), self.fmt)
         plain = codes, self._values(codes)
-        # Magnitudes never fall along a block, so where its last input is in range, all are. (A NaN,
+        # Magnitudes never fall along a block, so if its last input is in range, all are. (A NaN,
         # which sorts behind them, is not.)
         if x[-1].abs() <= self.fmt.max:
             return dict.fromkeys(MODES, plain)
@@ -237,7 +237,7 @@ def check_values(tally: Tally, call: str, x: Tensor, got: Tensor, want: Tensor) 
     if _same_bytes(got, want):
         tally.mismatches.setdefault(call, 0)
         return
-    # NaN for NaN; -0 for 0 counts as wrong, but where a NaN became it.
+    # NaN matches NaN; -0 for 0 is a mismatch, unless a NaN became it.
     differ = (_bits(got) != _bits(want)) & ~(got.isnan() & want.isnan())
     differ &= ~(x.isnan() & (got == 0) & (want == 0))
     tally.add(call, x, _bits(got), _bits(want), differ)
@@ -247,7 +247,7 @@ def ml_codes(array: NDArray[Any], fmt: Format) -> Tensor:
     """The codes that ml_dtypes rounds float32 to, held in the torch integer of their width."""
     with np.errstate(all="ignore"):
         if fmt.is_integer:
-            # The cast of an integer type cuts off, and what it makes of NaN is left open.
+            # The cast of an integer type truncates, and its result for NaN is undefined.
             array = np.nan_to_num(np.rint(array).clip(fmt.min, fmt.max), nan=0.0)
         if fmt.ml_dtype is np.float16:
             array = _within_reach_of_half(array)
@@ -257,7 +257,8 @@ def ml_codes(array: NDArray[Any], fmt: Format) -> Tensor:
 
 
 def _within_reach_of_half(array: NDArray[Any]) -> NDArray[Any]:
-    """Zero or infinity for what rounding, being monotone, takes to them: 2^-26 and 2^17 go there.
+    """Replace tiny and huge inputs by zero and infinity. The results do not change: rounding is
+    monotone, 2^-26 rounds to zero and 2^17 to infinity.
 
     numpy's cast takes 65 ns for each number that underflows or overflows, 3 for the others.
     """

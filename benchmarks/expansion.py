@@ -1,12 +1,12 @@
-"""What 8 bits keep of the states of Adam, with and without a widened range.
+"""Measure the error of Adam's states in 8 bits, with and without a widened range.
 
     python -m benchmarks.expansion [--elements 262144] [--sigmas 0.3 1 2] [--format e4m3fn]
 
-Synthetic states: gradients of size s, log-normal over the elements with the given sigma of log s;
-m is 0.3 s times a Gaussian, v is s^2 times a uniform number from 1/2 to 3/2. Both are cast in
-groups of 128, once under the scale that fills the format and once widened to its range
-(`formats.quantize_expanded`). The error is the mean square of that of m / sqrt(v), an update, which
-is 0 where v became 0; "v to zero" is how often it did.
+The states are synthetic. Gradients have size s, log-normal over the elements with the given sigma
+of log s. m is 0.3 s times a Gaussian, and v is s^2 times a uniform number from 1/2 to 3/2. Both are
+cast in groups of 128, once under the scale that fills the format and once widened to its range
+(`formats.quantize_expanded`). The error is the mean square error of the update m / sqrt(v), which
+is 0 if v became 0. "v to zero" is the share of elements whose v became 0.
 """
 
 import argparse
@@ -27,7 +27,7 @@ GROUP = 128
 
 
 def states(sigma: float, elements: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """m and v."""
+    """Return m and v."""
     rng = torch.Generator().manual_seed(seed)
     size = 1e-3 * torch.exp(sigma * torch.randn(elements, generator=rng))
     m = 0.3 * size * torch.randn(elements, generator=rng)
@@ -46,7 +46,7 @@ def expanded(x: Tensor, fmt: str) -> Tensor:
 def measure(
     cast: Callable[[Tensor, str], Tensor], fmt: str, sigma: float, elements: int
 ) -> tuple[float, float]:
-    """(mean square error of an update, share of v that became zero)."""
+    """Return (mean square error of an update, share of v that became zero)."""
     m, v = states(sigma, elements)
     held = cast(v, fmt)
     update = torch.where(held > 0, cast(m, fmt) / held.sqrt(), 0.0)

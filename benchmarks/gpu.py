@@ -1,14 +1,15 @@
-"""Linear layers of a 7B Llama and a stack of GPT blocks on a CUDA device, by recipe.
+"""Measure linear layers of a 7B Llama and a stack of GPT blocks on a CUDA device, by recipe.
 
     python -m benchmarks.gpu [--tokens 8192] [--layers 12] [--width 2048] [--rounds 20]
         [--rows bf16 unit current torchao] [--device cuda] [--json FILE]
 
-Each row compiled, forward and backward, with a Gaussian gradient coming in; rows interleaved in one
-process, medians of event times. TFLOP/s counts the three products of a layer, 6 tokens in out.
-Peak memory is that of one step of the row alone, above what was allocated before it. bf16 has
-bfloat16 parameters; ours has float32 ones and casts them in every step, and bfloat16 activations
-between; torchao (`convert_to_float8_training`, tensorwise) bfloat16 ones, and is skipped by name
-where it is not installed. docs/benchmarks.md has what this printed where there was a device.
+Each row is compiled, forward and backward, with a Gaussian incoming gradient. Rows run interleaved
+in one process, and figures are medians of event times. TFLOP/s counts the three products of a
+layer, 6 tokens in out. Peak memory is the memory of one step of the row alone, above the memory
+allocated before it. bf16 has bfloat16 parameters. Ours has float32 parameters and casts them in
+every step, with bfloat16 activations in between. torchao (`convert_to_float8_training`, tensorwise)
+has bfloat16 parameters, and is skipped with a message if it is not installed. docs/benchmarks.md
+has the output on a device.
 """
 
 import argparse
@@ -34,7 +35,7 @@ ROWS = ("bf16", "unit", "current", "torchao")
 
 
 def prepared(row: str, model: nn.Module, device: torch.device) -> nn.Module:
-    """A copy of `model` under a row's precision."""
+    """Return a copy of `model` in a row's precision."""
     made = copy.deepcopy(model)
     if row == "bf16":
         return made.bfloat16()
@@ -47,7 +48,7 @@ def prepared(row: str, model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def operands(row: str, *shapes: Sequence[int], device: torch.device) -> list[Tensor]:
-    """Inputs and gradients as they arrive between the layers of that row's model."""
+    """Return inputs and gradients like those between the layers of that row's model."""
     plain = [torch.randn(*shape, device=device, dtype=torch.bfloat16) for shape in shapes]
     if row in ("bf16", "torchao"):
         return plain
@@ -69,7 +70,8 @@ def step(row: str, model: nn.Module, shape_in: Sequence[int], shape_out: Sequenc
 
 
 def peak(run: Step, device: torch.device) -> int | None:
-    """Bytes that a step allocates at most; None where nothing counts them."""
+    """Return the peak of the bytes that a step allocates; None if the device does not count
+    them."""
     if device.type != "cuda":
         return None
     run()

@@ -1,20 +1,20 @@
-"""Gradients of transformers in FP8 against float32, beside what the format itself allows.
+"""Compare gradients of transformers in FP8 with float32, and with the error of the formats alone.
 
     python -m benchmarks.gradients [--models NAME ...] [--seeds 3] [--json FILE]
 
-For each model (random weights, tiny configuration) the largest relative error (Frobenius norm) of a
-parameter's gradient, and the relative error of the loss:
+For each model (random weights, tiny configuration) the table has the largest relative error
+(Frobenius norm) of a parameter's gradient, and the relative error of the loss:
 
-  ours      `scale_model` with the default recipe: E4M3 operands, E5M2 gradients, BF16 between.
-  ours fwd16  the same with BF16 forward operands: what is left when E4M3 is taken away.
-  current   a float32 model that rounds the operands of every matrix product and convolution to
+  ours      `scale_model` with the default recipe: E4M3 operands, E5M2 gradients, BF16 between. ours
+  fwd16  the same with BF16 forward operands: the error that remains without E4M3. current   a
+  float32 model that rounds the operands of every matrix product and convolution to
             E4M3 under a scale of amax / 448 measured per tensor, and its gradient to E5M2 under
             amax / 57344. All else is float32: no library that keeps one scale a tensor rounds less.
 
-Where `ours` is no more than `current`, the error is that of the formats, and not of the rules.
-Parameters whose true gradient is zero by symmetry (key biases) are left out. A router's choice of
-experts is no continuous function of its operands: where rounding flips a choice, the gradients of
-whole rows go elsewhere, also in `current`, and also in BF16.
+If `ours` is no more than `current`, the formats cause the error, and not the rules. Parameters
+whose true gradient is zero by symmetry (key biases) are left out. A router's choice of experts is
+not a continuous function of its operands. If rounding flips a choice, the gradients of whole rows
+go to other experts, also in `current`, and also in BF16.
 """
 
 import argparse
@@ -37,7 +37,8 @@ from scaledtensor.formats import E4M3FN, E5M2, Format, fake_quantize
 
 
 class Rounded(torch.autograd.Function):
-    """To `fmt` under amax / max, forwards or backwards; the identity in the other direction."""
+    """Round to `fmt` under amax / max, forwards or backwards; the identity in the other
+    direction."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Format | None, backward: Format | None) -> Tensor:
@@ -56,8 +57,8 @@ def filled(x: Tensor, fmt: Format) -> Tensor:
 
 
 class CurrentScaling(TorchFunctionMode):
-    """Every matrix product and convolution of floats, in every spelling that these models have, on
-    rounded operands."""
+    """Run every matrix product and convolution of floats on rounded operands, in every spelling
+    that these models have."""
 
     products = (
         *(torch.matmul, torch.bmm, torch.mm, torch.einsum, nn.functional.linear),
@@ -115,7 +116,7 @@ class CurrentScaling(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Errors:
-    """Of one way to run a model against another: relative errors, the worst gradient's name."""
+    """Relative errors of one way to run a model against another, and the worst gradient's name."""
 
     loss: float
     gradients: dict[str, float]
@@ -137,7 +138,7 @@ Results = tuple[float, dict[str, Tensor]]
 
 
 def results(model: nn.Module, inputs: Batch) -> Results:
-    """Loss and gradients."""
+    """Return loss and gradients."""
     loss = model(**inputs).loss
     loss.backward()
     return loss.item(), {
@@ -153,7 +154,7 @@ def errors(got: Results, truth: Results) -> Errors:
 
 
 def compare(reference: nn.Module, inputs: Batch) -> dict[str, Errors]:
-    """Of each way to run the model, in the order of the module's docstring."""
+    """Return the errors of each way to run the model, in the order of the module's docstring."""
     ours, fwd16 = (
         sct.scale_model(copy.deepcopy(reference), recipe)
         for recipe in (sct.recipes.Unit(), sct.recipes.Unit(forward="bf16"))
@@ -169,7 +170,7 @@ def compare(reference: nn.Module, inputs: Batch) -> dict[str, Errors]:
 
 
 def row(name: str, seeds: int) -> dict[str, Any]:
-    """The medians over seeds, for the model and for its input."""
+    """Return the medians over seeds, for the model and for its input."""
     runs = []
     for seed in range(seeds):
         torch.manual_seed(seed)

@@ -1,13 +1,13 @@
-"""The benchmark measures which errors the guard of `Unit` mends, and what the guard costs.
+"""Measure the errors that the guard of `Unit` corrects, and the cost of the guard.
 
     python -m benchmarks.guard [--steps 40] [--width 256] [--threads 1]
 
-Errors are relative, in the 2-norm, to the model in float32: of the output and of the first weight's
-gradient, in the first forward and backward pass; "calibrated" is the output in inference after
-`scaledtensor.calibrate` on other data of the same kind. The networks: weights of one sign with
-ReLU; averages; box blurs; a network that was trained in float32 without norms, whose inputs have
-two outlier channels. "features" are inputs whose columns are from 1e-3 to 1e4 large: the loss of a
-regression after the steps, over float32's.
+Errors of the output and of the first weight's gradient are relative to the model in float32, in the
+2-norm, in the first forward and backward pass. "calibrated" is the output in inference after
+`scaledtensor.calibrate` on other data of the same kind. The networks have weights of one sign with
+ReLU; averages; box blurs; or were trained in float32 without norms, on inputs with two outlier
+channels. "features" is the loss of a regression after the steps, over float32's loss, on inputs
+whose columns have sizes from 1e-3 to 1e4.
 
 The cost is a ratio: the CPU time of steps of a GPT with AdamW and the guard, over the CPU time of
 the same steps without the guard, eager and compiled. One step in ten looks. The two trainings run
@@ -28,7 +28,7 @@ from scaledtensor.demo.model import GPT, GPTConfig
 from scaledtensor.recipes import Current, Recipe, Unit
 
 Case = tuple[nn.Module, Tensor, Tensor]
-"""A model, its inputs, and others of the same kind."""
+"""A model, its inputs, and other inputs of the same kind."""
 
 RECIPES: dict[str, Recipe | None] = {
     "bf16": None,
@@ -105,7 +105,7 @@ def error(x: Tensor, y: Tensor) -> float:
 
 
 def passed(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The output, and the gradient of the first weight."""
+    """Return the output, and the gradient of the first weight."""
     y = plain(model(x))
     y.square().mean().backward()  # type: ignore[no-untyped-call]
     grad = next(model.parameters()).grad
@@ -114,7 +114,7 @@ def passed(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def errors(case: Case) -> dict[str, tuple[float, float]]:
-    """(error of the output, error of the gradient) by recipe."""
+    """Return (error of the output, error of the gradient) by recipe."""
     model, x, other = case
     y, g = passed(copy.deepcopy(model), x)
     found = {}
@@ -129,7 +129,7 @@ def errors(case: Case) -> dict[str, tuple[float, float]]:
 
 
 def features(steps: int) -> dict[str, float]:
-    """The loss of a regression on features of seven orders of magnitude, over float32's."""
+    """Return the loss of a regression on features of seven orders of magnitude, over float32's."""
     torch.manual_seed(0)
     x = torch.randn(512, 16) * torch.logspace(-3, 4, 16)
     y = torch.tanh(x / torch.logspace(-3, 4, 16)).sum(1, keepdim=True)
@@ -149,7 +149,7 @@ def features(steps: int) -> dict[str, float]:
 
 
 def cost(steps: int, width: int, *, compiled: bool) -> float:
-    """CPU time of training steps with the guard, over those without it."""
+    """Return the CPU time of training steps with the guard, over the time without it."""
     config = GPTConfig(256, block_size=128, n_layer=2, n_embd=width)
     runs = []
     for guard in (True, False):

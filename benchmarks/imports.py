@@ -1,16 +1,16 @@
-"""What `import scaledtensor` costs: programs that use it, and programs that do not.
+"""Measure the cost of `import scaledtensor`, for programs that use it and for programs that do not.
 
     python -m benchmarks.imports [--rounds 15] [--json FILE]
 
-Three figures, each beside its bar:
+There are three figures, each printed beside its bar:
 
-- CPU seconds of `import scaledtensor` over those of `import torch`, each in processes of its own
-  that start in turns, with bytecode as a second start has it;
+- CPU seconds of `import scaledtensor` over the CPU seconds of `import torch`. The processes start
+  in turns, with the bytecode of an earlier start;
 - CPU time of a step of SGD on 1,000 plain parameters of 4 elements, after the import over before
   it; and while a scaled model is alive in the process over when it is gone;
 - seconds until `scaledtensor --help` and a mistyped option are answered.
 
-One thread; medians of what runs in turns.
+Figures are medians of runs in turns, on one thread.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-#: figure -> the most that it may be
+#: figure -> its largest allowed value
 BARS = {
     "import scaledtensor / import torch": 1.2,
     "a plain step, after the import / before": 1.03,
@@ -33,8 +33,8 @@ BARS = {
     "seconds of a mistyped option": 1.0,
 }
 
-# An import cannot be undone to alternate with. So two processes fork off one that has torch, one of
-# them imports this library, and they step in turns.
+# An import cannot be undone, so one process cannot alternate. Two processes fork off one that has
+# torch, one of them imports this library, and they step in turns.
 STEPS = """
 import gc, json, os, statistics, sys
 import torch
@@ -89,7 +89,7 @@ print(json.dumps({name: statistics.median(spent) for name, spent in times.items(
 
 
 def environment() -> dict[str, str]:
-    """One thread, and bytecode that is kept from one process to the next."""
+    """Use one thread, and bytecode that is kept from one process to the next."""
     kept = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     root = str(Path(__file__).resolve().parent.parent)
     path = os.pathsep.join(filter(None, (root, kept.get("PYTHONPATH"))))
@@ -97,7 +97,7 @@ def environment() -> dict[str, str]:
 
 
 def run(arguments: Sequence[str], code: int = 0) -> tuple[str, float, float]:
-    """What a process of Python printed, its CPU seconds, and the seconds until it ended."""
+    """Return a Python process's output, its CPU seconds, and the seconds until it ended."""
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     done = subprocess.run(
         [sys.executable, *arguments], env=environment(), capture_output=True, text=True, check=False
@@ -110,7 +110,7 @@ def run(arguments: Sequence[str], code: int = 0) -> tuple[str, float, float]:
 
 
 def imports(rounds: int) -> tuple[float, float]:
-    """CPU seconds of importing torch, and of importing this library."""
+    """Return the CPU seconds of importing torch, and of importing this library."""
     programs = ("import torch", "import scaledtensor")
     spent: dict[str, list[float]] = {program: [] for program in programs}
     for i in range(rounds + 1):
@@ -123,15 +123,16 @@ def imports(rounds: int) -> tuple[float, float]:
 
 
 def steps(count: int) -> tuple[float, float, float]:
-    """Milliseconds of a plain step before the import; the ratio after it to before it; and the
-    ratio while a scaled model is alive to when it is gone."""
+    """Return the milliseconds of a plain step before the import; the ratio of the time after the
+    import to the time before it; and the ratio of the time with a live scaled model to the time
+    without."""
     found = json.loads(run(["-c", STEPS, str(count)])[0])
     after, beside = found["after"] / found["before"], found["beside"] / found["alone"]
     return found["before"], after, beside
 
 
 def answers(rounds: int) -> tuple[float, float]:
-    """Seconds until the command line says how it is used, and what is wrong."""
+    """Return the seconds until the command line prints its help, and an error."""
     given = ((["--help"], 0), (["train", "--stepz", "3"], 2))
     found = [
         statistics.median(run(["-m", "scaledtensor", *a], code)[2] for _ in range(rounds))
@@ -147,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(argv)
     if hasattr(os, "sched_setaffinity"):
-        # All processes on one core: whatever else runs there slows them alike.
+        # All processes run on one core, so other programs on it slow them alike.
         cores = os.sched_getaffinity(0)
         os.sched_setaffinity(0, {min(cores)})
         try:
@@ -159,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """All figures, printed beside their bars."""
+    """Print all figures beside their bars."""
     torch, ours = imports(options.rounds)
     before, after, beside = steps(options.steps)
     figures = dict(zip(BARS, (ours / torch, after, beside, *answers(options.rounds)), strict=True))

@@ -3,14 +3,14 @@
     python -m benchmarks.launches [--layers 2] [--width 64] [--by-layer] [--only NAME ...]
         [--json FILE]
 
-Forward and backward of the demo's GPT and its loss, for float32, bfloat16 (autocast) and recipes of
-ours, on the CPU back end. "nodes" are the calls in AOTAutograd's two graphs. "0-dim" are the nodes
-that give 0-dim tensors, as every scale is. "opaque" are the nodes that call an operator of this
-library, which Inductor does not fuse. "kernels" are the calls of kernels that Inductor wrote, and
-"extern" are the calls of other kernels. "compile s" and "own CPU s" are the time of the first call,
-cold, by the clock and by the CPU time of this process, and "step ms" is the least CPU time of five
-steps after it: these three alone depend on the machine. With --by-layer each block is compiled by
-itself, as `block.compile()` does, and what blocks share counts once.
+The step is forward and backward of the demo's GPT and its loss, for float32, bfloat16 (autocast)
+and recipes of ours, on the CPU back end. "nodes" are the calls in AOTAutograd's two graphs. "0-dim"
+are the nodes that give 0-dim tensors, such as scales. "opaque" are the nodes that call an operator
+of this library, which Inductor does not fuse. "kernels" are the calls of kernels that Inductor
+wrote, and "extern" are the calls of other kernels. "compile s" and "own CPU s" are the time of the
+first call, cold, by the clock and by the CPU time of this process, and "step ms" is the least CPU
+time of five steps after it: only these three depend on the machine. With --by-layer each block is
+compiled by itself, as `block.compile()` does, and code that blocks share counts once.
 """
 
 import argparse

@@ -4,25 +4,25 @@
     python -m benchmarks.launches_cuda [--layers 2] [--width 2048] [--context 2048] [--batch 4]
         [--rows bf16 unit current torchao] [--capability 9.0] [--json FILE]
 
-Forward and backward of the demo's GPT and its loss, traced on fake CUDA tensors
-(`benchmarks/no_device.py`) and compiled by Inductor as far as the text of its kernels. The CPU
-build of torch does that. Then Triton compiles every kernel to PTX and to machine code for compute
-capability 9.0 and 10.0, with the assembler that its package brings.
+The step is forward and backward of the demo's GPT and its loss. It is traced on fake CUDA tensors
+(`benchmarks/no_device.py`), and Inductor generates the source of its kernels, with the CPU build of
+torch. Then Triton compiles every kernel to PTX and to machine code for compute capability 9.0 and
+10.0, with the assembler in its package.
 
 "nodes" counts the calls in AOTAutograd's two graphs, and "0-dim" counts those that give 0-dim
 tensors. "triton" counts launches of generated kernels, and "extern" counts launches of others
-(products, attention). "looks" counts calls of the guard, which launch nothing in nine steps of
-ten. "GB" is what the generated kernels read and write. "ms" is a prediction and no measurement:
-each launch takes at least 2 us; generated kernels move 80% of an H100's 3.35 TB/s; products reach
-70% of its 989 TFLOP/s (BF16) or 1,979 (FP8), attention 50%.
-Parameters are float32; bf16 runs under autocast. The kernel of attention is flash in each row:
-torch chooses it by asking the device, so it is named here. What Inductor would find out by timing
-kernels on the device stays at its defaults.
+(products, attention). "looks" counts calls of the guard, which launch nothing in nine steps of ten.
+"GB" counts the bytes that the generated kernels read and write. "ms" is a prediction, not a
+measurement: each launch takes at least 2 us; generated kernels move 80% of an H100's 3.35 TB/s;
+products reach 70% of its 989 TFLOP/s (BF16) or 1,979 (FP8), attention 50%. Parameters are float32;
+bf16 runs under autocast. Attention uses the flash kernel in each row: torch would ask the device
+for the kernel, so this program names it. Settings that Inductor would choose by timing kernels on
+the device keep their defaults.
 """
 
 from benchmarks.no_device import capabilities, stand_in, target
 
-if __name__ == "__main__":  # before torch is imported, as its hooks want it
+if __name__ == "__main__":  # before torch is imported, since its hooks need this order
     import sys
 
     _named = sys.argv[sys.argv.index("--capability") + 1] if "--capability" in sys.argv else "9.0"
@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
-    parser.add_argument("--capability", default="9.0", help="of the device that is stood in for")
+    parser.add_argument("--capability", default="9.0", help="of the simulated device")
     parser.add_argument("--json", type=Path, help="write the figures there")
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -96,7 +96,7 @@ def counted(row: str, model: nn.Module, shape: tuple[int, int]) -> dict[str, Any
     work: list[tuple[str, float, float]] = []
 
     def generated(self: Any) -> Any:
-        """In the place of loading the code: its text, and a call that gives fake results."""
+        """Replace the loaded code by its text, and by a call that gives fake results."""
         code, _ = self.codegen()
         codes.append(code.value)
         graphs.append(self.orig_gm)
@@ -150,7 +150,7 @@ def _prepared(row: str, model: nn.Module) -> nn.Module:
 
 
 def _on_device(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """The model with fake parameters and buffers on "cuda"."""
+    """Return the model with fake parameters and buffers on "cuda"."""
 
     def fake(x: Tensor) -> Tensor:
         with mode:
@@ -176,7 +176,7 @@ def _on_device(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
 
 
 class _flash_in_plain_rows:  # noqa: N801 - reads as a verb
-    """torch's function asks the device which kernel it has. Ours names it, by the elements."""
+    """torch's function asks the device for its kernel. This function chooses by the elements."""
 
     def __init__(self, row: str) -> None:
         self.plain = row in ("bf16", "torchao")
@@ -197,7 +197,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool) -
 
 
 def _work(node: Any) -> tuple[str, float, float] | None:
-    """Give the kind of a launch, the bytes that it moves, and the FLOPs that it makes."""
+    """Return the kind of a launch, the bytes that it moves, and its FLOPs."""
     if not isinstance(node, ExternKernelSchedulerNode):
         return ("triton", node.get_read_write_buffers_sizes(), 0.0)
     if type(node.node).__name__ == "MultiOutput":
@@ -217,8 +217,8 @@ def _seconds(work: tuple[str, float, float]) -> float:
 
 
 def compiled_to_ptx(kernels: set[tuple[str, str]], capability: tuple[int, int]) -> int:
-    """How many of these kernels Triton compiles for a compute capability; an error says which it
-    does not."""
+    """Compile these kernels with Triton for a compute capability and return their number. An error
+    names a kernel that does not compile."""
     import triton  # type: ignore[import-not-found]
 
     done = 0

@@ -1,18 +1,18 @@
-"""One linear layer, forward and backward: ours beside float32, bfloat16 and torchao's float8.
+"""Time one linear layer, forward and backward: ours, float32, bfloat16 and torchao's float8.
 
     python -m benchmarks.linear [--sizes 1024 2048] [--recipes unit] [--rounds 9] [--json FILE]
     python -m benchmarks.linear --sizes 1024 --profile "unit eager" [--lines 25]
 
-`nn.Linear(n, n)` on a batch of n rows that needs a gradient, with a Gaussian gradient coming in.
-All variants of a size run interleaved in one process; a figure is the median of their CPU times on
-one thread. Ours has float32 parameters, cast anew in each step, and gives them float32 gradients;
-between layers flow ScaledTensors of bfloat16 elements, so that is what a recipe's row is given.
-In "plain input" the row is given a float32 tensor, whose RMS is measured, and whose gradient
-leaves as one: what the first layer of a model does. torchao's layer has bfloat16 parameters and
-scales tensor by tensor from each one's maximum (`convert_to_float8_training`), with its products
-emulated, which on a CPU takes no longer than `torch._scaled_mm` does; ours are emulated too. To
-have it: `pip install --no-deps torchao`. On a CPU without bfloat16 units the rows of bfloat16
-products are left out unless `--all` is given, and ours is compared with float32.
+The layer is `nn.Linear(n, n)` on a batch of n rows that needs a gradient, with a Gaussian incoming
+gradient. All variants of a size run interleaved in one process; a figure is the median of their CPU
+times on one thread. Ours has float32 parameters, casts them again in each step, and gives them
+float32 gradients. The tensors between layers are ScaledTensors with bfloat16 elements, so a
+recipe's row gets such an input. In "plain input" the row gets a float32 tensor, as the first layer
+of a model does: its RMS is measured, and its gradient is a float32 tensor. torchao's layer has
+bfloat16 parameters, and scales each tensor by its maximum (`convert_to_float8_training`). Its
+products are emulated, which on a CPU takes no longer than `torch._scaled_mm`; ours are emulated
+too. To install it: `pip install --no-deps torchao`. On a CPU without bfloat16 units the rows of
+bfloat16 products are left out unless `--all` is given, and ours is compared with float32.
 """
 
 import argparse
@@ -32,8 +32,8 @@ from benchmarks.unit_scaling import profile
 
 PATHS = ("eager", "compiled")
 
-#: By whether there are bfloat16 units: what is compared with, and for a recipe the most that its
-#: ratio to that may be, by path.
+#: With bfloat16 units and without: the row to compare with, and the largest allowed ratio of a
+#: recipe to that row, by path.
 BARS: dict[bool, tuple[str, dict[str, dict[str, float]]]] = {
     True: ("bf16", {"unit": {"eager": 1.4, "compiled": 1.15}}),
     False: ("fp32", {"unit": {"eager": 1.25, "compiled": 1.1}}),
@@ -48,14 +48,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=(1024, 2048), metavar="N")
     parser.add_argument("--recipes", nargs="+", default=("unit",), metavar="NAME")
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=PATHS)
-    parser.add_argument("--bias", action="store_true", help="the layers have one")
+    parser.add_argument("--bias", action="store_true", help="give the layers a bias")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--all", action="store_true", help="rows of bfloat16 products in any case")
     parser.add_argument("--json", help="write the figures there")
     parser.add_argument(
         "--profile", metavar="VARIANT", help="run this one alone, at the first size"
     )
-    parser.add_argument("--lines", type=int, default=25, help="of the profile")
+    parser.add_argument("--lines", type=int, default=25, help="lines of the profile")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch._dynamo.config.recompile_limit = 64
     times: Times = {}
     for n in options.sizes:
-        # Compiled anew for each size, which would otherwise become a symbol in the kernels.
+        # Compiled again for each size; otherwise the size would become a symbol in the kernels.
         torch.compiler.reset()
         halves = options.all or multiplies_bfloat16(torch.device("cpu"))
         steps = variants(n, options.recipes, options.paths, options.bias, halves)
@@ -87,7 +87,7 @@ def variants(
     bias: bool = False,
     halves: bool = True,
 ) -> dict[str, Step]:
-    """What is timed, by "row path"; `halves` are the rows of bfloat16 products."""
+    """Return the timed functions by "row path"; `halves` are the rows of bfloat16 products."""
     x, grad = torch.randn(n, n), torch.randn(n, n)
     half, half_grad = x.bfloat16(), grad.bfloat16()
     layer = nn.Linear(n, n, bias=bias)
@@ -119,7 +119,7 @@ def step(path: str, layer: nn.Module, x: Tensor, grad: Tensor) -> Step:
 
 def torchao_layer(layer: nn.Module) -> nn.Module:
     float8 = import_module("torchao.float8")
-    model = nn.Sequential(copy.deepcopy(layer).bfloat16())  # what it converts are children
+    model = nn.Sequential(copy.deepcopy(layer).bfloat16())  # it converts only children
     config = float8.Float8LinearConfig(emulate=True)
     converted: nn.Module = float8.convert_to_float8_training(model, config=config)
     return converted

@@ -1,21 +1,21 @@
-"""The best learning rate over width: under u-muP, and under the standard parametrisation.
+"""Search the best learning rate by width, under u-muP and under the standard parametrisation.
 
     python -m benchmarks.lr_transfer --text FILE [--widths 64 128 256 512] [--steps 200] [--seeds 1]
         [--processes 1] [--json FILE] [--plot FILE.png]
 
-A causal character model of 2 layers (RMSNorm, attention in heads of 32, SwiGLU; no biases, no
-positions), context 32, batch 16, no weight decay, the learning rate constant after a tenth of the
-steps. Every run of a seed sees the same batches. Parametrisations:
+The model is a causal character model of 2 layers (RMSNorm, attention in heads of 32, SwiGLU; no
+biases, no positions) with context 32, batch 16 and no weight decay. The learning rate is constant
+after a tenth of the steps. Every run of a seed sees the same batches. Parametrisations:
 
   u-mup     scaledtensor.nn.TransformerDecoder and scaledtensor.optim.AdamW
   standard  the same architecture of torch.nn, with the initialisation that torch.nn gives each
             module: linear layers uniform in +-fan_in^-1/2, embeddings N(0, 1); torch.optim.AdamW
 
-The loss of a run is the mean of its last 50 steps, infinite if it left the finite numbers. Learning
-rates are powers of two. A width is searched from the best learning rate of the width before, both
-ways, until two in a row on either side are worse than the best. "Fitted" is the minimum of the
-parabola in log2 of the learning rate through the best and its two neighbours. With `--json` a sweep
-that was cut goes on; the whole of it takes 20 minutes of one core.
+The loss of a run is the mean of its last 50 steps, infinite if a loss is not finite. Learning rates
+are powers of two. A width is searched from the best learning rate of the width before, both ways,
+until two in a row on either side are worse than the best. "Fitted" is the minimum of the parabola
+in log2 of the learning rate through the best and its two neighbours. With `--json` an interrupted
+sweep continues. The whole sweep takes 20 minutes of one core.
 """
 
 import argparse
@@ -43,7 +43,7 @@ LAST, BEYOND = 50, 2
 
 Run = dict[str, Any]
 Losses = dict[int, float]
-"""By exponent: log2 of the learning rate."""
+"""Results by exponent, log2 of the learning rate."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Task:
 
 
 class Layer(nn.Module):
-    """`scaledtensor.nn.TransformerLayer`, as one writes it in torch."""
+    """The counterpart of `scaledtensor.nn.TransformerLayer` in torch."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Parametrisation:
     optimizer: Callable[..., torch.optim.Optimizer]
     cross_entropy: Callable[[Tensor, Tensor], Tensor]
     start: int
-    """Exponent from which the first width is searched; the search leaves it where it must."""
+    """Exponent where the search of the first width begins; the search may move away from it."""
     bar: Callable[[float], bool]
     promise: str
 
@@ -116,7 +116,7 @@ PARAMETRISATIONS = {
 
 
 def train(task: Task, corpus: Corpus) -> list[float]:
-    """The losses of all steps, or of those before one that is not finite."""
+    """Return the losses of all steps, or of the steps before the first one that is not finite."""
     chosen = PARAMETRISATIONS[task.parametrisation]
     torch.manual_seed(task.seed)
     model = chosen.model(task.width, len(corpus.vocabulary))
@@ -139,7 +139,7 @@ def train(task: Task, corpus: Corpus) -> list[float]:
 
 
 def run(task: Task, text: Path) -> Run:
-    """One training, in a process of its own."""
+    """Run one training, in its own process."""
     torch.set_num_threads(1)
     losses = train(task, load(text, CONTEXT))
     last = statistics.mean(losses[-LAST:]) if len(losses) == task.steps else math.inf
@@ -147,19 +147,21 @@ def run(task: Task, text: Path) -> Run:
 
 
 def best(losses: Losses) -> int:
-    """Of equals the largest; of those that all diverged the smallest, to go on from."""
+    """The best exponent: the largest among equals, and the smallest if all diverged, so that the
+    search continues there."""
     return min(losses, key=lambda e: (losses[e], -e if math.isfinite(losses[e]) else e))
 
 
 def missing(losses: Losses, start: int) -> list[int]:
-    """The exponents to run next; none where two in a row on either side are worse."""
+    """Return the exponents to run next; none if two in a row on either side are worse."""
     center = best(losses) if losses else start
     wanted = range(center - BEYOND, center + BEYOND + 1)
     return [e for e in wanted if e not in losses]
 
 
 def fitted(losses: Losses) -> float | None:
-    """Minimum of the parabola through the best and its neighbours, if those are finite."""
+    """Return the minimum of the parabola through the best and its neighbours, if they are
+    finite."""
     e = best(losses)
     around = [losses.get(e + i, math.inf) for i in (-1, 0, 1)]
     if not all(map(math.isfinite, around)):
@@ -170,7 +172,7 @@ def fitted(losses: Losses) -> float | None:
 
 
 class Sweep:
-    """What has been run, with a file that keeps it, and what to run next."""
+    """Finished runs, the file that keeps them, and the runs to do next."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -189,7 +191,7 @@ class Sweep:
         return Task(name, width, exponent, seed, self.options.steps, self.digest)
 
     def losses(self, name: str, width: int) -> Losses:
-        """Means over the seeds, of exponents that all seeds have."""
+        """Return means over the seeds, of exponents that all seeds have."""
         seeds = range(self.options.seeds)
         exponents = {t.exponent for t in self.done if (t.parametrisation, t.width) == (name, width)}
         found: Losses = {}
@@ -201,7 +203,7 @@ class Sweep:
         return found
 
     def tasks(self, name: str) -> Iterator[list[Task]]:
-        """Lists of trainings that do not depend on each other."""
+        """Yield lists of trainings that do not depend on each other."""
         start = PARAMETRISATIONS[name].start
         for width in self.options.widths:
             while exponents := missing(self.losses(name, width), start):
@@ -233,7 +235,7 @@ class Sweep:
 
 
 def ratio(exponents: list[float]) -> float:
-    """The largest learning rate over the smallest."""
+    """Return the largest learning rate over the smallest."""
     return float(2.0 ** (max(exponents) - min(exponents)))
 
 

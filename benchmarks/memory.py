@@ -1,12 +1,13 @@
-"""Bytes per parameter of a training: weights, gradients, and what the optimizer keeps.
+"""Measure the bytes per parameter of a training: weights, gradients, and the optimizer's tensors.
 
     python -m benchmarks.memory [--models demo gpt2] [--markdown FILE]
 
-Measured after one step: the storages of the tensors of each kind, each storage once, so that views
-count as what they are views of. "demo" is the GPT of the demo, "gpt2" one of the shape of GPT-2
-small (124 M parameters, the readout tied to the embedding), both of random weights. torchao's rows
-are `torchao.optim.AdamW8bit` and `AdamWFp8`, on the CPU; skipped by name where it is not installed.
-Exit status 1 where the two states of `e4m3fn` take more than 2.2 bytes.
+The program sums the storages of the tensors of each kind after one step. Each storage counts once,
+so a view adds nothing to its base. "demo" is the GPT of the demo. "gpt2" has the shape of GPT-2
+small (124 M parameters, the readout tied to the embedding). Both have random weights. torchao's
+rows are `torchao.optim.AdamW8bit` and `AdamWFp8`, on the CPU; they are skipped with a message if
+torchao is not installed. The exit status is 1 if the two states of `e4m3fn` take more than 2.2
+bytes.
 """
 
 import argparse
@@ -44,7 +45,7 @@ def _ours(**options: Any) -> Make:
 
 
 def peer(name: str) -> Make:
-    """One of torchao's optimizers."""
+    """Return one of torchao's optimizers."""
 
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         import torchao.optim
@@ -55,7 +56,7 @@ def peer(name: str) -> Make:
     return make
 
 
-#: What is measured: (dtype of the parameters, the optimizer).
+#: The measured rows: (dtype of the parameters, the optimizer).
 ROWS: dict[str, tuple[torch.dtype, Make]] = {
     "torch AdamW, fp32 parameters": (torch.float32, torch.optim.AdamW),
     "torch AdamW, bf16 parameters": (torch.bfloat16, torch.optim.AdamW),
@@ -77,7 +78,7 @@ ROWS: dict[str, tuple[torch.dtype, Make]] = {
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Bytes by address, of every plain tensor in these."""
+    """Return the bytes of every plain tensor in `tensors`, by address."""
     found: dict[int, int] = {}
     for t in tensors:
         if hasattr(t, "__tensor_flatten__"):
@@ -89,7 +90,7 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 
 def measure(make_model: Callable[[], nn.Module], dtype: torch.dtype, make: Make) -> list[float]:
-    """Bytes per parameter of weights, gradients, and states with masters."""
+    """Return the bytes per parameter of weights, gradients, and states with masters."""
     torch.manual_seed(0)
     model = make_model().to(dtype)
     parameters = list(model.parameters())

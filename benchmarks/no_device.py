@@ -1,10 +1,11 @@
-"""Stand-ins for a CUDA device: what torch and Triton ask of one while they generate code.
+"""Simulate a CUDA device, as far as torch and Triton ask for one while they generate code.
 
 `stand_in(capability)` has to run before torch is imported. It compiles `no_device.cpp`, loads it
-with libtorch, and answers in Python what torch asks the driver. After that fake tensors may be on
-"cuda", autograd and Inductor take them, and `triton.compile` makes PTX. Nothing can be run.
+with libtorch, and answers in Python the questions that torch asks the driver. After that fake
+tensors may be on "cuda", autograd and Inductor take them, and `triton.compile` makes PTX. Nothing
+can be run.
 
-It is for a process of its own: what it replaces stays replaced.
+Use a separate process for it: its replacements cannot be undone.
 """
 
 import ctypes
@@ -18,7 +19,7 @@ from typing import Any
 
 __all__ = ["capabilities", "stand_in", "target"]
 
-#: compute capability -> what torch and Triton ask of such a device (NVIDIA's data sheets)
+#: compute capability -> properties that torch and Triton ask for (NVIDIA's data sheets)
 _DEVICES: dict[tuple[int, int], dict[str, Any]] = {
     (9, 0): {"name": "NVIDIA H100", "multi_processor_count": 132},
     (10, 0): {"name": "NVIDIA B200", "multi_processor_count": 148},
@@ -114,7 +115,8 @@ def _answer(torch: Any, capability: tuple[int, int], kernels: bool) -> None:
 
 
 def _quiet_inductor() -> None:
-    """What Inductor would run on the device: examples of patterns, constants, benchmarks."""
+    """Replace the functions that Inductor would run on the device: examples of patterns, constants,
+    benchmarks."""
     from torch._inductor import config
     from torch._inductor.fx_passes import fuse_attention, pad_mm
     from torch._inductor.runtime import triton_helpers
@@ -128,7 +130,7 @@ def _quiet_inductor() -> None:
 
 
 class _Driver:
-    """What Triton's own driver of NVIDIA asks libcuda."""
+    """Answer the questions that Triton's NVIDIA driver asks libcuda."""
 
     def __init__(self, torch: Any, capability: tuple[int, int], about: Any) -> None:
         self.torch, self.capability = torch, capability

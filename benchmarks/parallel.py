@@ -1,19 +1,19 @@
-"""Losses of one training on one process and on several: `scaledtensor train --parallel`.
+"""Compare the losses of `scaledtensor train --parallel` on one process and on several.
 
     python -m benchmarks.parallel [--text FILE] [--steps 50] [--ranks 2 4] [--reduce fp8]
         [--recipes unit unit-fp32 fp32]
 
-The demo's GPT (4 layers, d = 128, context 64, batch 16, AdamW at 1e-3). Each row is a way to divide
-the work, against two trainings on one process: of whole batches, and of the same parts of batches,
-one after the other, which is the same arithmetic as data parallelism but for the
-order of sums. The rows of one process are the yardstick: what dividing the batch changes by itself,
-and what a start changes whose weights are each one ulp further up, or down. A cast rounds some of
-them to the other side, and the runs part: so far apart are two trainings in FP8 that nobody would
-call different. `unit-fp32` is `unit` with the same scales on float32 elements, which have no such
-other side: what is left there is of the division and not of the format.
+The model is the demo's GPT (4 layers, d = 128, context 64, batch 16, AdamW at 1e-3). Each row is a
+way to divide the work. It is compared with two trainings on one process: one on whole batches, and
+one on the same parts of batches in turn, whose arithmetic differs from data parallelism only in the
+order of sums. The rows of one process are the yardstick: they show the effect of dividing the
+batch, and the effect of moving each weight one ulp up, or down. A cast rounds some of these weights
+to the other side, and the runs diverge. This is the distance between two equally good trainings in
+FP8. `unit-fp32` is `unit` with the same scales on float32 elements, which no cast rounds. Its
+differences come from the division and not from the format.
 
-`x 2^-18` is the training with its loss multiplied by that, in the same way: identical, or in how
-many steps the loss differs.
+`x 2^-18` compares with the same training whose loss is multiplied by 2^-18: the cell is
+"identical", or the number of steps in which the loss differs.
 """
 
 import argparse
@@ -42,7 +42,7 @@ RECIPES = {"unit-fp32": recipes.Unit(forward=FP32, gradient=FP32, activation=FP3
 
 
 def nudge(model: torch.nn.Module, towards: float) -> None:
-    """Each weight by one ulp."""
+    """Move each weight by one ulp."""
     with torch.no_grad():
         for p in model.parameters():
             elements = p.qdata if isinstance(p, sct.ScaledTensor) else p
@@ -50,7 +50,7 @@ def nudge(model: torch.nn.Module, towards: float) -> None:
 
 
 class Accumulating(Trainer):
-    """One process that takes the parts of a batch in turn."""
+    """A trainer on one process that takes the parts of a batch in turn."""
 
     parts = 1
 
@@ -77,7 +77,7 @@ def losses(
     parts: int = 0,
     towards: float | None = None,
 ) -> list[float]:
-    """Of each step, on this process."""
+    """Return the loss of each step, on this process."""
     torch.set_num_threads(1)
     corpus = text.load(options.text, CONTEXT)
     config = GPTConfig(len(corpus.vocabulary), CONTEXT)

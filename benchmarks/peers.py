@@ -1,7 +1,7 @@
-"""The same casts in other libraries. What they round to may differ in overflow and ties.
+"""The same casts in other libraries. Their results may differ in overflow and ties.
 
-Installing one next to torch: `pip install --no-deps gfloat array-api-compat more-itertools`,
-`pip install --no-deps torchao`, `pip install --no-deps unit-scaling docstring-parser einops`.
+To install one next to torch: `pip install --no-deps gfloat array-api-compat more-itertools`, `pip
+install --no-deps torchao`, `pip install --no-deps unit-scaling docstring-parser einops`.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -37,7 +37,7 @@ def installed(library: str) -> bool:
 
 
 def steps(fmt: Format, x: Tensor, casts: Collection[str], paths: Collection[str]) -> Iterator[Peer]:
-    """What the installed libraries have for float32 `x` and `fmt`."""
+    """Return the casts of the installed libraries for float32 `x` and `fmt`."""
     for library, found in LIBRARIES.items():
         if installed(library):
             for cast, path, run, traffic in found(fmt, x):

@@ -1,14 +1,15 @@
-"""The demo's GPT trained under every recipe: the training table of docs/recipes.md.
+"""Train the demo's GPT under every recipe, for the training table of docs/recipes.md.
 
     python -m benchmarks.recipe_training --text FILE [--steps 500] [--seeds 3] [--processes 2]
         [--rows fp32 unit mxfp8 ...] [--json FILE]
 
-d = 128, 4 layers, context 64, batch 16, AdamW at 1e-3, no knob touched; forward and backward
-compiled. "loss" is the mean of the last 50 steps; "held out" that of the whole last tenth of the
-text after the last one; each the mean over seeds, with the difference to float32 seed by seed and
-its spread (largest less smallest). "ms" is the median CPU time of a step after the first ten, on
-one thread, of runs side by side, so a coarse figure; "saved" is what autograd keeps between forward
-and backward of the uncompiled model, parameters aside.
+The model has d = 128, 4 layers, context 64 and batch 16; AdamW runs at 1e-3. No hyperparameter
+differs between rows, and forward and backward are compiled. "loss" is the mean of the last 50
+steps. "held out" is the loss of the whole last tenth of the text after the last step. Each is the
+mean over seeds, with the difference from float32 seed by seed and its spread (largest less
+smallest). "ms" is the median CPU time of a step after the first ten, on one thread, with runs side
+by side, so it is a coarse figure. "saved" is the memory that autograd keeps between forward and
+backward of the uncompiled model, without the parameters.
 """
 
 import argparse
@@ -69,7 +70,7 @@ def prepared(row: str, named: Mapping[str, Recipe] = RECIPES) -> Precision:
 
 
 def run(task: tuple[str, int, int, str]) -> dict[str, Any]:
-    """One training, in a process of its own."""
+    """Run one training, in its own process."""
     row, seed, steps, text = task
     torch.set_num_threads(1)
     corpus = load(Path(text), 64)

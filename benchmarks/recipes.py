@@ -1,15 +1,16 @@
-"""How exact the three products of a linear layer are under every recipe, beside torchao's.
+"""Measure the error of the three products of a linear layer under every recipe, and torchao's.
 
     python -m benchmarks.recipes [--size 512] [--data gaussian heavy outliers] [--json FILE]
-    python -m benchmarks.recipes --sweep     which constant scales serve
+    python -m benchmarks.recipes --sweep     the range of good constant scales
     python -m benchmarks.recipes --modes     MX: how a scale rounds to a power of two
     python -m benchmarks.recipes --heads     E5M2 and E4M3FN for the gradients of a vocabulary
 
-Signal over noise, in dB: 10 log10 of the sum of squares of the exact product by that of the error.
-The exact product is that of the float32 data in float64. Ours goes through bfloat16 activations,
-as between the layers of a model; torchao's gets float32, and multiplies in float32 here (emulate).
-Data: standard Gaussian; "heavy", Student's t of 3 degrees of freedom; "outliers", Gaussian inputs
-of which one feature in 64 is 50 times as large (weights and gradients stay Gaussian).
+Figures are signal over noise in dB: 10 log10 of the sum of squares of the exact product over the
+sum of squares of the error. The exact product is the product of the float32 data in float64. Ours
+goes through bfloat16 activations, as between the layers of a model; torchao's gets float32, and
+multiplies in float32 here (emulate). The data are standard Gaussian; "heavy", Student's t of 3
+degrees of freedom; or "outliers", Gaussian inputs with one feature in 64 that is 50 times as large
+(weights and gradients stay Gaussian).
 """
 
 import argparse
@@ -63,7 +64,7 @@ Rows = dict[str, dict[str, list[float]]]
 
 
 def problem(kind: str, n: int, seed: int = 0) -> Problem:
-    """x, w and dy of n by n, float32."""
+    """Return x, w and dy of n by n, float32."""
     rng = torch.Generator().manual_seed(seed)
 
     def draw() -> Tensor:
@@ -85,7 +86,7 @@ def decibels(exact: Tensor, found: Tensor) -> float:
 
 
 def products(layer: nn.Module, weight: Tensor, x: Tensor, dy: Tensor) -> list[Tensor]:
-    """y, dx and dw of a layer without a bias, plain."""
+    """Return y, dx and dw of a layer without a bias, as plain tensors."""
     y = layer(x)
     y.backward(dy)
     return [plain(t) for t in (y, x.grad, weight.grad)]
@@ -107,7 +108,7 @@ def ours(recipe: Recipe, given: Problem) -> list[Tensor]:
 
 
 def torchao(kind: str) -> Callable[[Problem], list[Tensor]]:
-    """Its `convert_to_float8_training` with the recipe of that name."""
+    """Return torchao's `convert_to_float8_training` with the recipe of that name."""
 
     def run(given: Problem) -> list[Tensor]:
         config_module = import_module("torchao.float8.config")
@@ -160,8 +161,8 @@ def table(rows: Rows) -> str:
 
 
 def sweep(n: int, within: float = 0.995) -> str:
-    """FP8-CSCALE's sweep (arXiv 2309.17224): the exponents whose signal stays within 99.5 % of that
-    of the best one, for each operand with the two others at their best."""
+    """Run FP8-CSCALE's sweep (arXiv 2309.17224): the exponents whose signal stays within 99.5 % of
+    the best one's signal, for each operand with the two others at their best."""
     lines = []
     given = problem("gaussian", n)
     a, b, g = (t.double() for t in given)
@@ -181,8 +182,8 @@ def sweep(n: int, within: float = 0.995) -> str:
 
 
 def modes(n: int) -> str:
-    """One cast to MXFP8 under each way to round its scales: over the tensor, and the mean of the
-    figures of its blocks, where a block of small errors counts as much as one of large ones."""
+    """Measure one cast to MXFP8 under each way to round its scales: over the tensor, and as the
+    mean over its blocks, in which a block of small errors counts as much as one of large errors."""
     x = torch.randn(n, n, generator=torch.Generator().manual_seed(0))
     lines = []
     for mode in ("floor", "even", "rceil", "ceil"):
@@ -204,7 +205,7 @@ HEADS = {
 
 
 def head(vocabulary: int, certainty: float, recipe: Recipe | None) -> list[Tensor]:
-    """The loss of 256 tokens under the last layer of a language model, 128 features, and the
+    """Return the loss of 256 tokens under the last layer of a language model, 128 features, and the
     gradients of its input, of its weight, and of the weight's rows that are no token's target."""
     rng = torch.Generator().manual_seed(0)
     rows = torch.randn(vocabulary, 128, generator=rng) * 128**-0.5
@@ -229,8 +230,9 @@ def heads(
     vocabularies: Sequence[int] = (256, 4096, 32768, 131072),
     certainties: Sequence[float] = (0.0, 4.0, 12.0),
 ) -> str:
-    """The gradient of a logit is p, or p - 1 for the target: with V tokens the target's is up to
-    sqrt(V) times their RMS, and where the model is certain most are far below it."""
+    """Return a Markdown table of the errors of gradients. The gradient of a logit is p, or p - 1
+    for the target. With V tokens the target's gradient is up to sqrt(V) times their RMS, and most
+    gradients are far below the RMS if the model is certain."""
     lines = ["| tokens | loss | " + " | ".join(f"{f} dx, dw, others" for f in HEADS) + " |"]
     lines.append("|---" * (2 + len(HEADS)) + "|")
     for vocabulary in vocabularies:

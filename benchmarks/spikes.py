@@ -1,10 +1,10 @@
-"""The benchmark measures how far one spike in a gradient moves the other parameters of its group.
+"""Measure how far one spike in a gradient moves the other parameters of its group.
 
     python -m benchmarks.spikes [--spike 1e6] [--steps 12]
 
 A parameter of 128 elements, one group, gets Gaussian gradients. At the fourth step its first
-element gets the spike. A number is the largest difference of the other 127 from the float32
-run, at any step; "no spike" is the same where that element's gradient is 1.
+element gets the spike. A number is the largest difference of the other 127 from the float32 run, at
+any step; "no spike" is the same with a gradient of 1 for that element.
 """
 
 import argparse
@@ -22,7 +22,7 @@ OPTIMIZERS = {
 
 
 def others(name: str, state_format: str, spike: float, steps: int) -> Tensor:
-    """The 127 parameters after each step."""
+    """Return the 127 parameters after each step."""
     make, options = OPTIMIZERS[name]
     p = nn.Parameter(torch.zeros(128))
     optimizer = make([p], state_format=state_format, **options)

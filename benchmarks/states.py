@@ -1,22 +1,23 @@
-"""Optimizer states in few bits: what a training loses, what one scale for a tensor does, and time.
+"""Measure optimizer states in few bits: losses of a training, one scale for a tensor, and time.
 
     python -m benchmarks.states --text FILE [--steps 500] [--seeds 3] [--processes 2]
         [--rows fp32 e4m3fn ...] [--json FILE]
     python -m benchmarks.states --step [--eager] [--rounds 15] [--threads 1] [--peers]
     python -m benchmarks.states --text FILE --lr 1e-2 --steps 300 --seeds 1 --rows e4m3fn per-tensor
 
-Without `--step`: the demo's GPT (d = 128, 4 layers, context 64, batch 16, AdamW at 1e-3) in
-float32, so that nothing differs but what the optimizer keeps. A row is a `state_format` of
-`sct.optim.AdamW`, to nearest; "-drawn" is stochastic rounding. `per-tensor` is not in the library:
-torch's AdamW, its second moment cast to E4M3FN under one scale for each tensor. "fp32-ulp" is
-float32 from parameters of which one differs in its last bit: what a difference between rows means.
-The loss of a run is the mean of its last 100 steps; held out is that of the last tenth of the text.
-Exit status 1 where a format is further than 0.02 from float32, or than 0.1 at another learning
-rate than 1e-3, or where one scale for a tensor is no further than that. It takes a rate of 1e-2 to
-tell: v of a small gradient is zero under the scale of the largest.
+Without `--step`, the program trains the demo's GPT (d = 128, 4 layers, context 64, batch 16, AdamW
+at 1e-3) in float32, so only the optimizer's states differ. A row is a `state_format` of
+`sct.optim.AdamW`, rounded to nearest; "-drawn" is stochastic rounding. `per-tensor` is not in the
+library: it is torch's AdamW with a second moment in E4M3FN under one scale for each tensor.
+"fp32-ulp" is float32, with one parameter changed in its last bit. It shows the meaning of a
+difference between rows. The loss of a run is the mean of its last 100 steps. "Held out" is the loss
+of the last tenth of the text. The exit status is 1 if a format is further than 0.02 from float32,
+or than 0.1 at another learning rate than 1e-3, or if one scale for a tensor is no further than
+that. The failure shows only at a rate of 1e-2: v of a small gradient is zero under the scale of the
+largest.
 
-With `--step`: CPU time of a step, interleaved, medians, against torch's AdamW with foreach=True;
-with `--peers` beside torchao's 8-bit ones, which compile themselves.
+With `--step`, it compares the CPU time of a step with torch's AdamW with foreach=True; figures are
+medians of interleaved steps. `--peers` adds torchao's 8-bit optimizers, which compile themselves.
 """
 
 import argparse
@@ -44,10 +45,10 @@ from scaledtensor.optim.keeping import STATE_FORMATS
 
 LAST, LR = 100, 1e-3
 
-#: How far from float32 a training may end: at `LR`, and elsewhere.
+#: The largest allowed distance from float32's loss: at `LR`, and at other learning rates.
 BAR, WIDE_BAR = 0.02, 0.1
 
-#: (name, the most that its step may take, in times of torch's foreach step)
+#: (name, the longest allowed step, in times of torch's foreach step)
 STEP_BAR = ("e4m3fn compiled", 1.3)
 
 PEERS = ("AdamW8bit", "AdamWFp8")
@@ -56,7 +57,8 @@ CONFIGS = {"demo": GPTConfig(65, 64, 4, 4, 128), "10M": GPTConfig(65, 256, 6, 6,
 
 
 class PerTensor(torch.optim.AdamW):
-    """AdamW that keeps v in E4M3FN, the largest of a tensor at the format's maximum."""
+    """AdamW that keeps v in E4M3FN, with the largest element of a tensor at the format's
+    maximum."""
 
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)
@@ -99,7 +101,7 @@ def _nudge(model: torch.nn.Module) -> None:
 
 
 def run(task: tuple[str, int, int, float, str]) -> dict[str, Any]:
-    """One training, in a process of its own."""
+    """Run one training, in its own process."""
     row, seed, steps, lr, text = task
     torch.set_num_threads(1)
     corpus = load(Path(text), 64)
@@ -163,7 +165,7 @@ def judge(runs: list[dict[str, Any]], rows: list[str], bar: float) -> bool:
 def step_times(
     config: GPTConfig, rounds: int, formats: tuple[str, ...], eager: bool, peers: tuple[str, ...]
 ) -> dict[str, float]:
-    """Milliseconds of a step by name."""
+    """Return the milliseconds of a step by name."""
     torch.manual_seed(0)
     model = GPT(config)
     tokens = torch.randint(config.vocab_size, (4, config.block_size))

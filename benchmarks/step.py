@@ -1,13 +1,13 @@
-"""Forward and backward of a small GPT: ours against float32 and bfloat16, eager and compiled.
+"""Time forward and backward of a small GPT: ours against float32 and bfloat16, eager and compiled.
 
     python -m benchmarks.step [--device cuda] [--rounds 9] [--all] [--json FILE]
 
 All variants run interleaved in one process; a figure is the median of their CPU times on one thread
 (on a CUDA device: of event times), so a busy machine shifts all alike. "saved" is the recipe
-`Unit(saved="e4m3fn")`. What autograd saves for the backward pass is what reaches its hooks for
-saved tensors, eager from each operator and compiled from the one function that the graph became,
-counted once per storage; parameters and inputs aside, which are there anyway. On a CPU without
-bfloat16 units the bfloat16 model takes minutes, and is left out unless `--all` is given.
+`Unit(saved="e4m3fn")`. Tensors that autograd saves for the backward pass are counted by its hooks
+for saved tensors, once per storage: eager from each operator, and compiled from the one function of
+the graph. Parameters and inputs are not counted. On a CPU without bfloat16 units the bfloat16 model
+takes minutes, and is left out unless `--all` is given.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import scaledtensor as sct
 from benchmarks.timing import Step, device_name, interleaved, multiplies_bfloat16
 from scaledtensor.demo.model import GPT, GPTConfig
 
-#: (numerator, denominator, the most that the ratio may be), with bfloat16 units and without
+#: (numerator, denominator, the largest allowed ratio), with bfloat16 units and without
 BARS = {
     True: (
         ("ours compiled", "fp32 compiled", 0.70),
@@ -35,12 +35,12 @@ BARS = {
     ),
 }
 
-#: The most that "saved" may save, as a share of what the bfloat16 model does.
+#: The largest allowed memory of "saved", as a share of the bfloat16 model's.
 SAVED_BAR = 0.66
 
 
 class Loss(nn.Module):
-    """Model and loss in one graph, as a training step compiles them."""
+    """Model and loss in one graph, as in a compiled training step."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def main() -> None:
         "saved": sct.scale_model(copy.deepcopy(fp32), sct.recipes.Unit(saved="e4m3fn")),
     }
     x, y = torch.randint(0, 256, (2, options.batch, options.context), device=device)
-    for model in models.values():  # a step ends, after which the guard looks at each tenth alone
+    for model in models.values():  # a step ends; the guard then looks only at every tenth
         model(x, y)[1].backward()
         torch.optim.SGD(model.parameters(), lr=0.0).step()
 
@@ -120,7 +120,8 @@ def step(loss_of: nn.Module, x: Tensor, y: Tensor) -> Step:
 
 
 def saved_bytes(loss_of: nn.Module, x: Tensor, y: Tensor) -> int:
-    """Bytes that autograd keeps between forward and backward, parameters and inputs aside."""
+    """Return the bytes that autograd keeps between forward and backward, without parameters and
+    inputs."""
     kept: dict[int, int] = {}
     own = {
         part.untyped_storage().data_ptr()

@@ -1,4 +1,4 @@
-"""Medians of interleaved runs: a busy machine shifts all variants alike, so their ratios stand."""
+"""Medians of interleaved runs: a busy machine slows all variants alike, so ratios stay right."""
 
 import statistics
 import time
@@ -14,9 +14,10 @@ Name = TypeVar("Name", bound=Hashable)
 def interleaved(
     steps: Mapping[Name, Step], rounds: int, device: torch.device, warm_up: int = 3
 ) -> dict[Name, float]:
-    """Median milliseconds of each step over `rounds`, after `warm_up` that compile and warm up.
+    """Return the median milliseconds of each step over `rounds`, after `warm_up` rounds that
+    compile and warm up.
 
-    CPU time of this process on a CPU; event time on a CUDA device.
+    The time is CPU time of this process on a CPU, and event time on a CUDA device.
     """
     times: dict[Name, list[float]] = {name: [] for name in steps}
     for i in range(rounds + warm_up):
@@ -44,12 +45,13 @@ def cuda_milliseconds(run: Step) -> float:
 
 def multiplies_bfloat16(device: torch.device) -> bool:
     """Whether the device has bfloat16 units. Without them a bfloat16 model takes 10 to 60 times as
-    long as a float32 one on a CPU, and bars are other ones."""
+    long as a float32 one on a CPU, and other bars apply."""
     return _product_dtype(device) == torch.bfloat16
 
 
 def device_name(device: torch.device) -> str:
-    """A device as a figure of it is named; of a CPU what decides about speed, and the threads."""
+    """Return the name of a device for figures; for a CPU with its vectors and threads, which decide
+    the speed."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     products = str(_product_dtype(device)).removeprefix("torch.")

@@ -1,30 +1,30 @@
-"""Bytes that a training step sends over the wire: counted, and by formula for models of any size.
+"""Count the bytes that a training step sends, and calculate them by formula for models of any size.
 
     python -m benchmarks.traffic [--ranks 2 4] [--json FILE]
     python -m benchmarks.traffic --errors [--ranks 4]
     python -m benchmarks.traffic --model [--states 8]
 
-The first trains the demo's GPT (4 layers, d = 128) on this machine, in as many processes as
-`--ranks` says, and counts the collectives of its third step with `count_traffic`: a row is a way to
-train in parallel, one function below. Bytes are what one rank sends by the algorithms of textbooks
+The first command trains the demo's GPT (4 layers, d = 128) on this machine, in `--ranks` processes,
+and counts the collectives of its third step with `count_traffic`. A row is a way to train in
+parallel, one function below. Bytes are the bytes that one rank sends by textbook algorithms
 (`scaledtensor/distributed/traffic.py`), scales included.
 
-The second reduces gradients of which the exact sum is known: Gaussian ones, and those with
+The second command reduces gradients with a known exact sum: Gaussian gradients, and gradients with
 magnitudes spread as exp(t Gaussian), which have heavy tails. It prints |error| / |mean| of the mean
 over ranks, and the share of elements that became zero, in the wire's format or by cancelling there.
 
-The third prints what the formulas below give for Llama 2 7B and Llama 3 70B and 405B. Of P
-parameters, of which b lie in blocks and r outside, on n ranks, with w and g bytes an element of
+The third command evaluates the formulas below for Llama 2 7B and Llama 3 70B and 405B. A model has
+P parameters, b of them in blocks and r outside. On n ranks, with w and g bytes an element of
 weights and gradients on the wire, on average:
 
     DDP      sends 2 (n-1)/n g P; a rank holds (4 + 4 + states) bytes a parameter
     FSDP2    sends (n-1)/n (2 w b + w' r + g P): blocks are gathered for forward and for backward,
-             what lies outside them once, with w' bytes; a rank holds (4 + 4 + states) / n
+             parameters outside of them once, with w' bytes; a rank holds (4 + 4 + states) / n
 
-4 + 4 are float32 weights and gradients; states 8 for AdamW in float32. FP8 gradients have
-g = 1 + 1/128. An FP8 all-gather has 1 byte for weights of products, the head among them, and 2 for
-the rest, which goes as bfloat16. Activations, and the blocks that are gathered at a time, come on
-top. `tests/distributed/test_traffic_benchmark.py` holds each formula against what is counted.
+4 + 4 are float32 weights and gradients; states 8 for AdamW in float32. FP8 gradients have g = 1 +
+1/128. An FP8 all-gather has 1 byte for weights of products, including the head, and 2 for other
+weights, which are sent as bfloat16. Activations, and the blocks that are gathered at a time, need
+memory in addition. `tests/distributed/test_traffic_benchmark.py` compares each formula with counts.
 """
 
 import argparse
@@ -76,7 +76,8 @@ def ddp(wire: Wire | Callable[..., Any] | None = None) -> Callable[[GPT], nn.Mod
 
 
 def bf16(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """torch's hook; DDP refuses it by its name on backends that were slow with bfloat16 once."""
+    """torch's hook under another name. DDP refuses the hook's own name on backends that once were
+    slow with bfloat16."""
     return bf16_compress_hook(state, bucket)
 
 
@@ -97,7 +98,7 @@ def fsdp(
     return prepare
 
 
-#: A row: what it is compared with, and what makes a model train in that way.
+#: The row of comparison, and the function that makes a model train in this way.
 ROWS: dict[str, tuple[str, Callable[[GPT], nn.Module]]] = {
     "DDP, float32": ("DDP, bfloat16", ddp()),
     "DDP, bfloat16": ("DDP, bfloat16", ddp(bf16)),
@@ -116,7 +117,7 @@ ROWS: dict[str, tuple[str, Callable[[GPT], nn.Module]]] = {
 
 
 class Count(NamedTuple):
-    """What one rank sends in a step, and holds after it."""
+    """The bytes that one rank sends in a step, and holds after it."""
 
     collectives: list[tuple[str, str, int, float]]
     """Name, dtype, calls and bytes sent."""
@@ -130,7 +131,7 @@ class Count(NamedTuple):
 
 
 def count(row: str) -> Count:
-    """The third step of a training, on this rank of a process group that is there."""
+    """Count the third step of a training, on this rank of the process group."""
     torch.manual_seed(0)
     model = GPT(CONFIG)
     parameters = sum(p.numel() for p in model.parameters())
@@ -160,13 +161,13 @@ def count(row: str) -> Count:
 
 
 def counts(ranks: int, rows: Sequence[str]) -> dict[str, Count]:
-    """Rank 0's counts of each row, in processes started for it."""
+    """Start processes for each row and return rank 0's counts."""
     found = on_ranks(ranks, count, rows)
     return {row: Count(*fields) for row, fields in found.items()}
 
 
 def on_ranks(ranks: int, job: Callable[[str], Any], names: Sequence[str]) -> dict[str, Any]:
-    """What `job` gives for each name on rank 0 of as many processes."""
+    """Return the result of `job` for each name on rank 0 of `ranks` processes."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_rank, (ranks, job, tuple(names), folder), ranks)
         found: dict[str, Any] = json.loads((Path(folder) / "found.json").read_text())
@@ -186,7 +187,7 @@ def _rank(
 
 
 def table_of_counts(found: dict[int, dict[str, Count]]) -> str:
-    """Markdown: bytes a parameter, and of gradients beside the row it is compared with."""
+    """Return Markdown: bytes a parameter, and bytes of gradients over the row of comparison."""
     lines = [
         "| ranks | row | weights | gradients | of bfloat16's gradients | collectives |",
         "|---|---|---|---|---|---|",
@@ -224,7 +225,7 @@ def gradient(rank: int, tail: float) -> torch.Tensor:
 
 
 def errors(name: str) -> list[tuple[float, float]]:
-    """For each tail, the relative error of the mean over ranks and the share of zeros."""
+    """Return the relative error of the mean over ranks and the share of zeros for each tail."""
     wire, ranks, found = WIRES[name], dist.get_world_size(), []
     torch.manual_seed(0)
     for tail in TAILS:
@@ -270,7 +271,7 @@ class Shape:
 
 
 def llama(name: str, layers: int, d: int, hidden: int, queries_per_key: int, vocab: int) -> Shape:
-    """Attention with keys and values for some heads, a gated MLP, two norms; embedding and head."""
+    """Sizes of a model with grouped-query attention, a gated MLP, two norms, embedding and head."""
     attention = 2 * d * d + 2 * d * d // queries_per_key
     return Shape(
         name, layers * (attention + 3 * d * hidden), layers * 2 * d, vocab * d, vocab * d + d
@@ -285,7 +286,7 @@ LLAMAS = (
 
 
 def shape_of(model: GPT) -> Shape:
-    """That of the demo's GPT."""
+    """Return the sizes of the demo's GPT."""
     blocks = [p.numel() for p in model.blocks.parameters()]
     products = sum(p.numel() for p in model.blocks.parameters() if p.dim() > 1)
     head = model.head.weight.numel()
@@ -328,7 +329,7 @@ WAYS = (
 
 
 def table_of_sent() -> str:
-    """Markdown: GB that a device sends in a step."""
+    """Return Markdown: the GB that a device sends in a step."""
     lines = [
         "| model | way | " + " | ".join(f"{n} devices" for n in DEVICES) + " |",
         "|---" * (2 + len(DEVICES)) + "|",
@@ -346,7 +347,7 @@ def table_of_sent() -> str:
 
 
 def table_of_held(states: float) -> str:
-    """Markdown: bytes a parameter, and the GB of each model, that a device holds."""
+    """Return Markdown: bytes a parameter, and the GB of each model, that a device holds."""
     lines = [
         "| | DDP | " + " | ".join(f"FSDP2, {n} devices" for n in DEVICES) + " |",
         "|---" * (2 + len(DEVICES)) + "|",

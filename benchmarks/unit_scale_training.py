@@ -1,18 +1,19 @@
-"""Models of `transformers` trained in FP8 after `unit_scale`, beside the originals in float32.
+"""Train models of `transformers` in FP8 after `unit_scale`, and the originals in float32.
 
     python -m benchmarks.unit_scale_training [--text FILE] [--models GPT2LMHeadModel ...]
         [--steps 300] [--seeds 1] [--json FILE]
 
-Character models, 4 layers, d = 128, context 64, batch 16; the demo's text, or FILE. GPT-2 and Llama
-predict the next character, BERT 15 % of them that are masked. Rows:
+The models read characters of the demo's text, or of FILE, with 4 layers, d = 128, context 64 and
+batch 16. GPT-2 and Llama predict the next character; BERT predicts 15 % of the characters, which
+are masked. Rows:
 
   fp32           the original, torch.optim.AdamW
   unit + fp8     unit_scale and simulate_fp8: FP8 without any scale, scaledtensor.optim.AdamW
   unit + scaled  unit_scale and scale_model: FP8 under carried scales, the same optimizer
 
-Each at every learning rate of its grid, a factor of two apart; the loss of a run is the mean of its
-last 20 steps. The rate is constant, but for BERT, whose norms after the sums want the schedule that
-it was published with: linear warm-up over a tenth of the steps, then linear decay (Devlin et al.,
+Each row runs at every learning rate of its grid, a factor of two apart. The loss of a run is the
+mean of its last 20 steps. The rate is constant, except for BERT: its norms after the sums need the
+published schedule, linear warm-up over a tenth of the steps, then linear decay (Devlin et al.,
 arXiv 1810.04805, section A.2). The published library cannot transform these models.
 """
 
@@ -63,7 +64,7 @@ SIZES = {
 MASKED, IGNORED = 0.15, -100
 SCHEDULED = {"BertForMaskedLM"}
 WARM_UP = 0.1
-#: Unit-scaled parameters are of unit size, so that a step is a larger number.
+#: Unit-scaled parameters have unit size, so their learning rates are larger numbers.
 GRIDS = {
     "fp32": [2.0**k for k in range(-12, -6)],
     "unit + fp8": [2.0**k for k in range(-5, 1)],
@@ -82,23 +83,23 @@ def build(name: str, vocabulary: int, seed: int) -> nn.Module:
 
 
 def draw(name: str, corpus: Corpus, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Inputs and targets."""
+    """Return inputs and targets."""
     x, y = draw_batch(corpus.train, CONTEXT, BATCH, generator)
     if name != "BertForMaskedLM":
         return x, y
     masked = torch.rand(x.shape, generator=generator) < MASKED
-    mask = len(corpus.vocabulary)  # the one token more of the model's vocabulary
+    mask = len(corpus.vocabulary)  # the additional token of the model's vocabulary
     return x.where(~masked, mask), x.where(masked, IGNORED)
 
 
 def share_of_rate(step: int, steps: int) -> float:
-    """Of the learning rate at a step: up from nothing, and down to nothing."""
+    """Return the factor of the learning rate at a step: it rises from zero and falls to zero."""
     warm = max(1, round(WARM_UP * steps))
     return min((step + 1) / warm, (steps - step) / (steps - warm))
 
 
 def train(name: str, row: str, rate: float, corpus: Corpus, steps: int, seed: int) -> float:
-    """The mean of the last losses; infinite where it diverged."""
+    """Return the mean of the last losses; infinite if the run diverged."""
     model = build(name, len(corpus.vocabulary) + 1, seed)
     batches = torch.Generator().manual_seed(seed)
     optimizer: torch.optim.Optimizer

@@ -1,14 +1,14 @@
-"""Transforms of a whole model, beside those of the published library, `unit-scaling`.
+"""Time transforms of a whole model, beside the transforms of the published library, `unit-scaling`.
 
     python -m benchmarks.unit_scaling [--rounds 15] [--json FILE]
     python -m benchmarks.unit_scaling --profile "ours both" [--lines 25]
 
-Forward and backward of a GPT (4 layers, d = 256, context 256, batch 4, the loss included) under
-`unit_scale`, `simulate_fp8` and both, eager and compiled by inductor. All variants run interleaved
-in one process; a figure is the median of their CPU times on one thread. The published
-`simulate_fp8` rounds stochastically and ours to nearest, so there is a row for each rounding, in
-which both libraries round alike; in "both" each rounds as it does by itself. `--profile` runs one
-variant alone, and lists the operators in which its time goes.
+The step is forward and backward of a GPT (4 layers, d = 256, context 256, batch 4, the loss
+included) under `unit_scale`, `simulate_fp8` and both, eager and compiled by Inductor. All variants
+run interleaved in one process; a figure is the median of their CPU times on one thread. The
+published `simulate_fp8` rounds stochastically and ours to nearest, so each rounding has a row in
+which both libraries round alike. In "both" each library rounds in its own way. `--profile` runs one
+variant alone, and lists the time of its operators.
 """
 
 import argparse
@@ -44,7 +44,7 @@ NEAREST, STOCHASTIC = "simulate_fp8, nearest", "simulate_fp8, stochastic"
 
 
 def ours(x: Tensor, y: Tensor) -> dict[str, Transform]:
-    """In place each, on a copy."""
+    """Return our transforms; each changes a model in place."""
 
     def unit(model: nn.Module) -> nn.Module:
         return unit_scale(model, (x, y))
@@ -77,7 +77,7 @@ def published() -> dict[str, Transform]:
 
 
 def variants(model: nn.Module, x: Tensor, y: Tensor, paths: Sequence[str]) -> dict[str, Step]:
-    """The published ones first: each throws all compiled code away when it first runs."""
+    """Return steps by name. Published ones come first: each discards all compiled code at its start."""
     libraries = {"published": published()} if installed() else {}
     chosen: dict[str, Transform] = {
         f"{library} {name}": transform
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=PATHS)
     parser.add_argument("--json", help="write the figures there")
     parser.add_argument("--profile", metavar="VARIANT", help="run this one alone")
-    parser.add_argument("--lines", type=int, default=25, help="of the profile")
+    parser.add_argument("--lines", type=int, default=25, help="lines of the profile")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             parser.error(f"--profile takes one of: {'; '.join(steps)}. Got {options.profile!r}")
         profile(steps[options.profile], options.lines)
         return
-    # Three rounds to compile, and again what was thrown away; two more to warm up.
+    # Three rounds compile, and compile discarded code again; two more warm up.
     times = interleaved(steps, options.rounds, torch.device("cpu"), warm_up=5)
     show(times)
     if options.json:

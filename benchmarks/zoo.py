@@ -11,8 +11,8 @@ from torch import Tensor, nn
 VOCABULARY = 128
 CLASSES = 8
 
-#: Gradients that are zero by symmetry. A key's bias shifts all logits of a query alike; so does
-#: that of the keys of relative positions.
+#: Gradients that are zero by symmetry. A key's bias shifts all logits of a query alike; so does the
+#: bias of the keys of relative positions.
 ZERO_BY_SYMMETRY = ("key.bias", "k_proj.bias", "k_lin.bias", "k_head.bias", "pos_key_proj.bias")
 
 # --- batches ---------------------------------------------------------------------------------
@@ -25,13 +25,13 @@ def _generator(seed: int) -> torch.Generator:
 
 
 def text(seed: int) -> Batch:
-    """Four sequences of 32 tokens, each token to be told."""
+    """Four sequences of 32 tokens; each token is a target."""
     ids = torch.randint(2, VOCABULARY, (4, 32), generator=_generator(seed))
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
 
 
 def images(seed: int) -> Batch:
-    """Four images of 32 x 32, each of a class."""
+    """Four images of 32 x 32, each with a class."""
     rng = _generator(seed)
     labels = torch.randint(CLASSES, (4,), generator=rng)
     return {"pixel_values": torch.randn(4, 3, 32, 32, generator=rng), "labels": labels}
@@ -58,13 +58,14 @@ def waves(seed: int) -> Batch:
 
 
 def captions(seed: int) -> Batch:
-    """Four images with a sentence each, which is told by its largest token."""
+    """Four images with a sentence each; a sentence is identified by its largest token."""
     pixels = images(seed)["pixel_values"]
     return {"input_ids": text(seed)["input_ids"], "pixel_values": pixels, "return_loss": True}
 
 
 def padded(batch: Batch) -> Batch:
-    """The same text, of which the first five tokens count for nothing."""
+    """The same batch; the first five tokens of its first sequence are masked, and the loss ignores
+    them."""
     mask = batch["attention_mask"].clone()
     mask[0, :5] = 0
     labels = batch["labels"].masked_fill(mask == 0, -100)
@@ -139,7 +140,7 @@ OF_MAMBA = SPECIAL | {
     "num_hidden_layers": 3,
 }
 
-#: A class of `transformers` -> how it is built and fed.
+#: A class of `transformers` -> its configuration and its batches.
 MODELS: dict[str, Subject] = {
     # decoders
     "GPT2LMHeadModel": Subject(OF_GPT2),
@@ -312,7 +313,7 @@ MODELS: dict[str, Subject] = {
 }
 
 
-#: What the project promises by name; the others are there because nobody wrote rules for them.
+#: Classes that the project promises by name. For the others nobody wrote special rules.
 NAMED = (
     *("GPT2LMHeadModel", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"),
     *("Qwen3ForCausalLM", "GemmaForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM"),
