@@ -1,13 +1,13 @@
 """Build the documentation site: `make docs`, or `python docs/build_site.py [--out FOLDER]`.
 
-The Markdown of this folder reads well on its own, so whatever only a site needs is added to a copy of it,
-in build/docs, from which Sphinx then builds (conf.py has its settings):
+The Markdown of this folder reads well on its own. What only a site needs is added to a copy of it,
+in build/docs, and Sphinx builds from this copy (conf.py has its settings):
 
 - the order of the pages, `NAVIGATION`;
-- the reference: a page for each public module, with an entry for each public name. The names are read from
-  `__all__` of the running package, so a name that moves to another file keeps its entry and its address;
+- the reference: a page for each public module, with an entry for each public name. The names come
+  from `__all__` of the running package. A name that moves to another file keeps its entry;
 - CONTRIBUTING.md and CHANGELOG.md, and links that lead to them or to files that no page shows;
-- drawings: an SVG file becomes a part of its page, where it follows the page's light or dark colours.
+- drawings: an SVG file becomes a part of its page, where it follows the page's colours.
 
 Any warning fails the build: a broken link, a missing anchor, a name without an entry.
 """
@@ -16,12 +16,16 @@ import argparse
 import ast
 import importlib
 import inspect
+import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import torch
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
@@ -99,9 +103,13 @@ def public_names(module: str) -> list[str]:
         )
     else:
         own = full_name(module)
-        defined = [n for n, x in vars(running).items() if getattr(x, "__module__", "") == own]
+        defined = [
+            n
+            for n, x in vars(running).items()
+            if getattr(x, "__module__", "") == own and not n.startswith("_")
+        ]
         names = getattr(running, "__all__", defined)
-    return sorted((n for n in names if not n.startswith("_")), key=str.lower)
+    return sorted(names, key=lambda name: name.strip("_").lower())
 
 
 def assemble(folder: Path) -> None:
@@ -120,6 +128,7 @@ def assemble(folder: Path) -> None:
         toctree(entries, caption) for caption, entries in NAVIGATION.items()
     )
     written["reference/index.md"] += reference_index()
+    written["reference/command_line.md"] = command_line()
     for module in (PACKAGE, *MODULES):
         written[f"reference/{module}.md"] = reference_page(module)
     for name, text in written.items():
@@ -137,7 +146,7 @@ def prepared(page: Path, pages: dict[str, Path]) -> str:
     def linked(found: re.Match[str]) -> str:
         words, target, anchor = found.groups()
         path = (page.parent / target).resolve()
-        if path.is_relative_to(DOCS) and page.is_relative_to(DOCS) or not path.exists():
+        if (path.is_relative_to(DOCS) and page.is_relative_to(DOCS)) or not path.exists():
             return found[0]  # if it is broken, Sphinx says so
         if path in places:
             return f"[{words}]({'../' * place.count('/')}{places[path]}{anchor or ''})"
@@ -155,7 +164,16 @@ def prepared(page: Path, pages: dict[str, Path]) -> str:
             [*lines, "</div>"]
         )
 
-    return DRAWING.sub(drawn, LINK.sub(linked, page.read_text()))
+    return DRAWING.sub(drawn, LINK.sub(linked, raised(page.read_text())))
+
+
+def raised(text: str) -> str:
+    """`2^-9` in prose as a power; code and headings stay."""
+    parts = re.split(r"(^```.*?^```|^(?: {4}|#).*?$|`[^`]*`|\]\([^)]*\))", text, flags=re.M | re.S)
+    return "".join(
+        part if i % 2 else re.sub(r"(?<=[\w)])\^(-?\w+)", r"<sup>\1</sup>", part)
+        for i, part in enumerate(parts)
+    )
 
 
 def toctree(entries: tuple[str, ...], caption: str = "") -> str:
@@ -170,7 +188,26 @@ def reference_index() -> str:
             f"{{py:obj}}`{name} <{full_name(module)}.{name}>`" for name in public_names(module)
         )
         lines.append(f"| [{full_name(module)}]({module}.md) | {names} |")
-    return "\n".join([*lines, ""]) + toctree((PACKAGE, *MODULES))
+    return "\n".join([*lines, ""]) + toctree(
+        (PACKAGE, *(f"{module} <{module}>" for module in MODULES), "command_line")
+    )
+
+
+def command_line() -> str:
+    """What `scaledtensor --help` prints, and the help of each command."""
+
+    def helped(*command: str) -> str:
+        program = [sys.executable, "-m", PACKAGE, *command, "--help"]
+        environment = {**os.environ, "COLUMNS": "80", "NO_COLOR": "1"}
+        return subprocess.run(
+            program, capture_output=True, text=True, check=True, cwd=ROOT, env=environment
+        ).stdout
+
+    first = helped()
+    lines = ["# The command line", "", "```text", first + "```", ""]
+    for command in re.findall(r"^    ([a-z]+)  ", first, re.MULTILINE):
+        lines += [f"## scaledtensor {command}", "", "```text", helped(command) + "```", ""]
+    return "\n".join(lines)
 
 
 def reference_page(module: str) -> str:
@@ -189,9 +226,21 @@ def reference_page(module: str) -> str:
             lines += ["   " + line for line in restructured(described[name])] + [""]
     else:
         lines += [f".. automodule:: {full_name(module)}", ""]
+        pages = []
         for name in public_names(module):
-            lines += [*directive(module, name, getattr(running, name)), ""]
+            value = getattr(running, name)
+            page = getattr(value, "__name__", "").removeprefix(PACKAGE + ".")
+            if isinstance(value, ModuleType) and page in MODULES:
+                pages.append(f"- :doc:`{full_name(page)} <{page}>`: {first_line(value)}")
+            else:
+                lines += [*directive(module, name, value), ""]
+        lines += [".. rubric:: Modules", "", *pages] if pages else []
     return "\n".join([*lines, "```", ""])
+
+
+def first_line(value: Any) -> str:
+    paragraph = (inspect.getdoc(value) or "").partition("\n\n")[0]
+    return " ".join(restructured(paragraph))
 
 
 def directive(module: str, name: str, value: Any) -> list[str]:
@@ -202,21 +251,19 @@ def directive(module: str, name: str, value: Any) -> list[str]:
         same = f"The same as :py:obj:`{full_name(elsewhere)}.{name}`."
         return [f".. py:{kind}:: {full_name(module)}.{name}", "", f"   {same}"]
     if isinstance(value, ModuleType):
-        page = value.__name__.removeprefix(PACKAGE + ".")
-        if page in MODULES:
-            lines = [f".. py:data:: {full_name(module)}.{name}", ""]
-            if value.__name__ == f"{full_name(module)}.{name}":
-                lines[1:1] = ["   :no-index:"]  # the page itself is its entry
-            return [*lines, f"   The module {value.__name__}: :doc:`{page}`."]
         names = ", ".join(f"``{n}``" for n in sorted(getattr(value, "__all__", ())))
-        return [
-            f".. automodule:: {value.__name__}",
-            "",
-            *([f"   Names: {names}."] if names else []),
-        ]
+        named = [f"   Names: {names}."] if names else []
+        return [f".. automodule:: {value.__name__}", "", *named]
     if inspect.isclass(value):
         kind = "exception" if issubclass(value, BaseException) else "class"
-        return [f".. auto{kind}:: {path}", "   :members:"]
+        # A tensor's docstring describes its public fields; all others are its own.
+        methods = [
+            n
+            for n, x in vars(value).items()
+            if not n.startswith("_") and (inspect.isroutine(x) or isinstance(x, property))
+        ]
+        members = ", ".join(methods) if issubclass(value, torch.Tensor) else ""
+        return [f".. auto{kind}:: {path}", f"   :members: {members}".rstrip()]
     return [f".. auto{'function' if inspect.isroutine(value) else 'data'}:: {path}"]
 
 

@@ -1,4 +1,4 @@
-"""Settings of Sphinx. `python docs/build_site.py` assembles the pages that it reads, and runs it."""
+"""Settings of Sphinx, which `python docs/build_site.py` runs on the pages that it assembled."""
 
 import inspect
 import sys
@@ -30,6 +30,9 @@ html_title = "scaledtensor"
 html_show_sphinx = False
 html_show_copyright = False
 html_copy_source = False
+html_favicon = "static/icon.svg"
+pygments_style = "friendly"
+pygments_dark_style = "github-dark"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 _fonts = {
