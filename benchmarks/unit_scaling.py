@@ -77,7 +77,7 @@ def published() -> dict[str, Transform]:
 
 
 def variants(model: nn.Module, x: Tensor, y: Tensor, paths: Sequence[str]) -> dict[str, Step]:
-    """Return steps by name. Published ones come first: each discards all compiled code at its start."""
+    """Return steps by name, published ones first: each discards all compiled code at its start."""
     libraries = {"published": published()} if installed() else {}
     chosen: dict[str, Transform] = {
         f"{library} {name}": transform

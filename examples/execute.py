@@ -2,8 +2,9 @@
 
     python examples/execute.py [NOTEBOOK ...] [--out FOLDER]
 
-All of this folder by default, each in its place. `SCALEDTENSOR_EXAMPLES=small` in the environment
-makes runs of seconds, whose outputs show nothing: give them a FOLDER.
+By default the program runs all notebooks of this folder and writes each in place. With
+`SCALEDTENSOR_EXAMPLES=small` in the environment a run takes seconds, and its outputs show nothing:
+use `--out FOLDER` then.
 """
 
 import argparse
@@ -17,7 +18,7 @@ LIMIT = 3600  # seconds a cell
 
 
 def execute(path: Path, folder: Path) -> None:
-    """`path` itself is written only if `folder` is where it lies, and only after its last cell."""
+    """Run the notebook `path`, and write it to `folder` after its last cell."""
     notebook = nbformat.read(path, as_version=4)
     where = {"metadata": {"path": str(folder)}}
     client = NotebookClient(
@@ -29,7 +30,7 @@ def execute(path: Path, folder: Path) -> None:
         coalesce_streams=True,
     )
     client.execute()
-    # The kernel notes its version: every run on another machine would be a change of the file.
+    # The kernel writes its version, so a run on another machine would change the file.
     notebook.metadata["language_info"] = {"name": "python"}
     nbformat.write(notebook, folder / path.name)
 
@@ -37,7 +38,9 @@ def execute(path: Path, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("notebooks", nargs="*", type=Path, default=sorted(HERE.glob("*.ipynb")))
-    parser.add_argument("--out", type=Path, help="where to write them; by default where they are")
+    parser.add_argument(
+        "--out", type=Path, help="folder for the results; by default each notebook is overwritten"
+    )
     options = parser.parse_args()
     for path in options.notebooks:
         execute(path, options.out or path.parent)
