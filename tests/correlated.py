@@ -4,6 +4,7 @@ import copy
 import warnings
 
 import torch
+from tensors import value_of
 from torch import nn
 
 import scaledtensor as sct
@@ -43,15 +44,14 @@ def scaled(model, recipe=Unit()):  # noqa: B008 - frozen
 
 
 def error(x, y):
-    x = x.dequantize() if isinstance(x, sct.ScaledTensor) else x
-    return float((x.detach().float() - y.detach()).norm() / y.detach().norm())
+    return float((value_of(x).detach().float() - y.detach()).norm() / y.detach().norm())
 
 
 def passed(model, x):
     """Return the output and the gradient of the first weight."""
     model.zero_grad()
     y = model(x)
-    (y.dequantize() if isinstance(y, sct.ScaledTensor) else y).square().mean().backward()
+    value_of(y).square().mean().backward()
     return y, next(model.parameters()).grad
 
 

@@ -22,6 +22,11 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
     return gaussian(*shape, seed=seed + sum(shape))
 
 
+def value_of(x: Tensor) -> Tensor:
+    """Return the value of a tensor as a plain tensor."""
+    return x.dequantize() if isinstance(x, ScaledTensor) else x
+
+
 def parts(x: Tensor) -> list[Tensor]:
     """Return the plain tensors that a tensor consists of."""
     return [getattr(x, name) for name in x.INNER] if isinstance(x, ScaledTensor) else [x]

@@ -2,16 +2,10 @@
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 
 import scaledtensor as sct
-
-
-@pytest.fixture(autouse=True)
-def _from_the_root(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parent.parent.parent)
 
 
 @pytest.mark.parametrize(

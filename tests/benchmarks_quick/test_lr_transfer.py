@@ -3,14 +3,8 @@
 import json
 import math
 import random
-from pathlib import Path
 
 import pytest
-
-
-@pytest.fixture(autouse=True)
-def _from_the_root(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parent.parent.parent)
 
 
 @pytest.fixture

@@ -1,16 +1,10 @@
 """The benchmark beside the published library runs in a small form; no time is judged."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 SMALL = ["--rounds", "1", "--layers", "1", "--width", "64", "--context", "16", "--batch", "1"]
-
-
-@pytest.fixture(autouse=True)
-def _from_the_root(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parent.parent.parent)
 
 
 @pytest.mark.parametrize("has_peer", [True, False])

@@ -8,6 +8,7 @@ from dataclasses import fields
 
 import pytest
 import torch
+from tensors import value_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -49,7 +50,7 @@ def mlp(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:
 
 
 def plain(x: torch.Tensor) -> torch.Tensor:
-    return (x.dequantize() if isinstance(x, sct.ScaledTensor) else x).detach().double()
+    return value_of(x).detach().double()
 
 
 def decibels(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from tensors import value_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -122,7 +123,7 @@ def both_ways(kind, steps):
     full, again = optimizer.state_dict(), divided.state_dict()
     equal = full["state"].keys() == again["state"].keys() and all(
         torch.equal(
-            torch.as_tensor(sct_value(a[k])), torch.as_tensor(sct_value(again["state"][i][k]))
+            torch.as_tensor(value_of(a[k])), torch.as_tensor(value_of(again["state"][i][k]))
         )
         for i, a in full["state"].items()
         for k in a
@@ -131,10 +132,6 @@ def both_ways(kind, steps):
         {k: v for k, v in g.items() if k != "params"} for g in again["param_groups"]
     ]
     return losses == ours, same, equal, options, held(optimizer.state), held(divided.state)
-
-
-def sct_value(x):
-    return x.dequantize() if isinstance(x, sct.ScaledTensor) else x
 
 
 @pytest.mark.parametrize("kind", ["plain", "scaled", "bfloat16", "mixed"])

@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 from small_models import GPT
+from tensors import value_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -68,7 +69,7 @@ def whole(p):
     """Return the value of a parameter, whole and plain."""
     p = p.detach()
     p = p.full_tensor() if hasattr(p, "full_tensor") else p
-    return p.dequantize() if isinstance(p, sct.ScaledTensor) else p
+    return value_of(p)
 
 
 def mesh(*names):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from assertions import rms
 from nn_cases import CASES
-from tensors import gaussian
+from tensors import gaussian, value_of
 from torch import nn
 
 import scaledtensor as sct
@@ -92,11 +92,11 @@ def test__a_scaled_module__computes_what_the_plain_one_does(name):
         sct.scale_model(held)
     elif arguments[0].is_floating_point():
         arguments = (sct.scaled(arguments[0]), *arguments[1:])
-    plain = [a.dequantize() if isinstance(a, sct.ScaledTensor) else a for a in arguments]
+    plain = [value_of(a) for a in arguments]
     torch.manual_seed(1)
     out, want = held(*arguments), module(*plain)
     assert isinstance(out, sct.ScaledTensor) or "Loss" in name
-    got = out.dequantize() if isinstance(out, sct.ScaledTensor) else out
+    got = value_of(out)
     # Operands have 8 bits, three of them mantissa.
     assert rms((got - want).detach()) < 0.08 * rms(want.detach())
 

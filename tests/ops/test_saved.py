@@ -13,7 +13,7 @@ from assertions import assert_shifted, dequantized
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import GPT
-from tensors import gaussian, parts
+from tensors import gaussian, parts, value_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -117,7 +117,7 @@ def gradients(case: Case, recipe: Unit, k: int = 0, call=None) -> tuple[Tensor, 
     out = (case.f if call is None else call)(*made)
     # The backward pass does not start from a ScaledTensor, as a checkpoint would run again with
     # `__torch_function__` off.
-    plain = out.dequantize() if isinstance(out, sct.ScaledTensor) else out
+    plain = value_of(out)
     (plain * gaussian(*out.shape, seed=9) * 2.0**k).sum().backward()
     return out, [x.grad for x in leaves]
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensors import value_of
 from torch import nn
 
 import scaledtensor as sct
@@ -100,8 +101,7 @@ def trained(model: nn.Module, name: str, steps: int = 2) -> nn.Module:
 
 def logits(model: nn.Module, name: str) -> torch.Tensor:
     with torch.no_grad():
-        found = model(**batch(name)).logits
-    return found.dequantize() if isinstance(found, sct.ScaledTensor) else found
+        return value_of(model(**batch(name)).logits)
 
 
 # --- save_pretrained and from_pretrained -----------------------------------------------------
