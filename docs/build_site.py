@@ -213,7 +213,9 @@ def command_line() -> str:
 def reference_page(module: str) -> str:
     """The module's docstring, and a directive of autodoc for each name."""
     running = load(module)
-    lines = [f"# {full_name(module)}", "", "```{eval-rst}"]
+    # A narrow screen breaks the name after a dot.
+    title = full_name(module).replace(".", ".<wbr>")
+    lines = [f"# {title}", "", "```{eval-rst}"]
     if running is None:
         described = {
             node.name: ast.get_docstring(node) or ""
@@ -222,7 +224,7 @@ def reference_page(module: str) -> str:
         }
         lines += [f".. py:module:: {full_name(module)}", ""]
         for name in public_names(module):
-            lines += [f".. py:class:: {full_name(module)}.{name}", ""]
+            lines += [f".. py:class:: {name}", f"   :module: {full_name(module)}", ""]
             lines += ["   " + line for line in restructured(described[name])] + [""]
     else:
         lines += [f".. automodule:: {full_name(module)}", ""]
@@ -249,7 +251,7 @@ def directive(module: str, name: str, value: Any) -> list[str]:
     if elsewhere is not None and not isinstance(value, ModuleType):
         kind = "class" if inspect.isclass(value) else "data"
         same = f"The same as :py:obj:`{full_name(elsewhere)}.{name}`."
-        return [f".. py:{kind}:: {full_name(module)}.{name}", "", f"   {same}"]
+        return [f".. py:{kind}:: {name}", f"   :module: {full_name(module)}", "", f"   {same}"]
     if isinstance(value, ModuleType):
         names = ", ".join(f"``{n}``" for n in sorted(getattr(value, "__all__", ())))
         named = [f"   Names: {names}."] if names else []

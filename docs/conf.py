@@ -1,5 +1,6 @@
 """Settings of Sphinx, which `python docs/build_site.py` runs on the pages that it assembled."""
 
+import dataclasses
 import inspect
 import sys
 from pathlib import Path
@@ -69,8 +70,24 @@ def describe(app: Sphinx, what: str, name: str, value: Any, options: Any, lines:
     of_class = inspect.getdoc(type(value)) or ""
     if what in ("data", "attribute") and lines and lines[0] == of_class.partition("\n")[0]:
         lines.clear()
-    lines[:] = [*restructured("\n".join(lines)), ""]
+    # Napoleon takes words before a colon in the first line of an attribute for its type.
+    first = [""] if what in ("data", "attribute", "property") else []
+    lines[:] = [*first, *restructured("\n".join(lines)), ""]
+
+
+def fields(
+    app: Sphinx, what: str, name: str, value: Any, options: Any, signature: str, returns: str
+) -> tuple[str, str] | None:
+    """The fields of a dataclass that takes them as keywords only, and says so nowhere."""
+    if not dataclasses.is_dataclass(value) or not (signature or "").startswith("(*args"):
+        return None
+    made = [
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default)
+        for field in dataclasses.fields(value)
+    ]
+    return str(inspect.Signature(made)), returns
 
 
 def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-docstring", describe, priority=100)
+    app.connect("autodoc-process-signature", fields)
