@@ -163,36 +163,41 @@ def assert_median(samples: list[Tensor], low: float, high: float, what: str) -> 
 DIFFERENTIABLE = [case for case in CASES if case.differentiable]
 
 
-@every_dtype
 @pytest.mark.parametrize("case", DIFFERENTIABLE, ids=lambda c: c.name)
 @settings(max_examples=2)
 @given(seed=seeds, shift=shifts)
-def test__power_of_two_on_the_gradient__moves_only_scales(case, dtype, seed, shift):
-    plain = draw(case, case.shapes[0], seed, dtype)
-    before, after = run(case, plain, seed), run(case, plain, seed, shift)
-    assert_shifted(before.out, after.out, 0)
-    for x, y in zip(before.gradients, after.gradients, strict=True):
-        assert_shifted(x, y, shift)
+def test__power_of_two_on_the_gradient__moves_only_scales(case, seed, shift):
+    def check(dtype):
+        plain = draw(case, case.shapes[0], seed, dtype)
+        before, after = run(case, plain, seed), run(case, plain, seed, shift)
+        assert_shifted(before.out, after.out, 0)
+        for x, y in zip(before.gradients, after.gradients, strict=True):
+            assert_shifted(x, y, shift)
+
+    assert_each(DTYPES, check)
 
 
 HOMOGENEOUS = [(c, s) for c in CASES for s in c.symmetries]
 
 
-@every_dtype
 @pytest.mark.parametrize(
     ("case", "symmetry"), HOMOGENEOUS, ids=lambda p: getattr(p, "name", str(p))
 )
 @settings(max_examples=2)
 @given(seed=seeds, shift=shifts)
-def test__power_of_two_on_homogeneous_inputs__moves_only_scales(case, symmetry, dtype, seed, shift):
+def test__power_of_two_on_homogeneous_inputs__moves_only_scales(case, symmetry, seed, shift):
     shift = int(shift / max(map(abs, symmetry)))
     *weights, degree = symmetry
-    plain = draw(case, case.shapes[0], seed, dtype)
-    moved = [x * math.ldexp(1, w * shift) for x, w in zip(plain, weights, strict=True)]
-    before, after = run(case, plain, seed), run(case, moved, seed)
-    assert_shifted(before.out, after.out, degree * shift)
-    for x, y, w in zip(before.gradients, after.gradients, weights, strict=False):
-        assert_shifted(x, y, (degree - w) * shift)
+
+    def check(dtype):
+        plain = draw(case, case.shapes[0], seed, dtype)
+        moved = [x * math.ldexp(1, w * shift) for x, w in zip(plain, weights, strict=True)]
+        before, after = run(case, plain, seed), run(case, moved, seed)
+        assert_shifted(before.out, after.out, degree * shift)
+        for x, y, w in zip(before.gradients, after.gradients, weights, strict=False):
+            assert_shifted(x, y, (degree - w) * shift)
+
+    assert_each(DTYPES, check)
 
 
 @every_case
