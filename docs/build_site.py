@@ -164,7 +164,17 @@ def prepared(page: Path, pages: dict[str, Path]) -> str:
             [*lines, "</div>"]
         )
 
-    return DRAWING.sub(drawn, LINK.sub(linked, raised(page.read_text())))
+    return DRAWING.sub(drawn, LINK.sub(linked, raised(worded(page.read_text()))))
+
+
+def worded(text: str) -> str:
+    """A fence that names no language is text, and no Python."""
+    return re.sub(
+        r"^```(\w*)\n(.*?^```)$",
+        lambda fence: f"```{fence[1] or 'text'}\n{fence[2]}",
+        text,
+        flags=re.MULTILINE | re.DOTALL,
+    )
 
 
 def raised(text: str) -> str:
@@ -187,7 +197,8 @@ def reference_index() -> str:
         names = ", ".join(
             f"{{py:obj}}`{name} <{full_name(module)}.{name}>`" for name in public_names(module)
         )
-        lines.append(f"| [{full_name(module)}]({module}.md) | {names} |")
+        words = module.replace(".", ".<wbr>")
+        lines.append(f"| [{words}]({module}.md) | {names} |")
     return "\n".join([*lines, ""]) + toctree(
         (PACKAGE, *(f"{module} <{module}>" for module in MODULES), "command_line")
     )

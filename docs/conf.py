@@ -70,8 +70,9 @@ def describe(app: Sphinx, what: str, name: str, value: Any, options: Any, lines:
     of_class = inspect.getdoc(type(value)) or ""
     if what in ("data", "attribute") and lines and lines[0] == of_class.partition("\n")[0]:
         lines.clear()
-    # Napoleon takes words before a colon in the first line of an attribute for its type.
-    first = [""] if what in ("data", "attribute", "property") else []
+    # Napoleon takes words before a colon in the first line of an attribute for its type. An empty
+    # comment is a first line without one.
+    first = ["..", ""] if lines and what in ("data", "attribute", "property") else []
     lines[:] = [*first, *restructured("\n".join(lines)), ""]
 
 

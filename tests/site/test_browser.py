@@ -115,6 +115,14 @@ def test__every_link_inside_the_site__leads_to_a_page_and_a_place_on_it() -> Non
     assert not broken
 
 
+def test__the_index_of_the_reference__links_every_name() -> None:
+    linked = {urlsplit(link).fragment for link in marks("reference/index.html").links}
+    for name in ("scaledtensor", "formats", "functional", "nn", "compat.unit_scaling"):
+        path = name if name == "scaledtensor" else f"scaledtensor.{name}"
+        named = {f"{path}.{n}" for n in import_module(path).__all__}
+        assert not {n for n in named - linked if f"module-{n}" not in linked}
+
+
 def test__every_public_name__has_an_entry_in_the_reference(browser: Any, address: str) -> None:
     page = browser.new_page()
     page.goto(f"{address}/reference/scaledtensor.html")
