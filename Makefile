@@ -31,7 +31,7 @@ test-all: venv
 # AVX2 where it has others, casts without a C++ compiler. `make test` has what it does choose. The keys
 # of Inductor's cache lack the vectors of the CPU: what is compiled for others has a folder of its own.
 PRODUCTS := tests/test_products.py tests/recipes/test_recipe_products.py tests/ops/test_recurrent.py
-OTHER := "import torch; from scaledtensor.ops.products import product_dtype as of; \
+OTHER := "import torch; from scaledtensor.ops.products.dtype import product_dtype as of; \
 	print({torch.float32: 'bfloat16', torch.bfloat16: 'float32'}[of(torch.device('cpu'))])"
 VECTORS := "import torch; print(torch.backends.cpu.get_cpu_capability())"
 

@@ -39,10 +39,10 @@ import torch
 from torch import Tensor, nn
 
 import scaledtensor as sct
-from scaledtensor.demo.model import GPTConfig
-from scaledtensor.demo.precision import Precision
-from scaledtensor.demo.text import draw_batch, load
-from scaledtensor.demo.training import Settings, Trainer
+from scaledtensor.apps.gpt import GPTConfig
+from scaledtensor.apps.precision import Precision
+from scaledtensor.apps.text import draw_batch, load
+from scaledtensor.apps.training import Settings, Trainer
 
 LAST, EVERY, HELD_OUT_EVERY = 100, 100, 10
 

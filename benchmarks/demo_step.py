@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.timing import device_name, multiplies_bfloat16
-from scaledtensor.demo import precision, text
-from scaledtensor.demo.model import GPTConfig
-from scaledtensor.demo.training import Settings, Trainer
+from scaledtensor.apps import precision, text
+from scaledtensor.apps.gpt import GPTConfig
+from scaledtensor.apps.training import Settings, Trainer
 
 ROWS = ("fp32", "fp8", "unit")
 #: The most that "unit" may take of the CPU time of "fp32" on two threads, with bfloat16 units and

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import scaledtensor as sct
 from benchmarks.peers import installed
 from benchmarks.timing import Step, device_name, interleaved
-from scaledtensor.demo.model import Block, GPTConfig
+from scaledtensor.apps.gpt import Block, GPTConfig
 
 #: in, out of the layers of Llama-7B (Touvron et al., arXiv 2302.13971): attention, up, down
 LAYERS = {"attention": (4096, 4096), "up": (4096, 11008), "down": (11008, 4096)}

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import scaledtensor as sct
 from benchmarks.timing import device_name
-from scaledtensor.demo.model import GPT, GPTConfig
+from scaledtensor.apps.gpt import GPT, GPTConfig
 from scaledtensor.recipes import Current, Recipe, Unit
 
 Case = tuple[nn.Module, Tensor, Tensor]

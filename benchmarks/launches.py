@@ -33,8 +33,8 @@ from torch.fx import GraphModule
 
 import scaledtensor as sct
 from benchmarks.step import Loss
-from scaledtensor import _inductor
-from scaledtensor.demo.model import GPT, GPTConfig
+from scaledtensor.apps.gpt import GPT, GPTConfig
+from scaledtensor.scales import _inductor
 
 #: row -> the recipe of its parameters; None leaves them plain
 ROWS: dict[str, str | None] = {"fp32": None, "bf16": None, "unit": "unit", "current": "current"}

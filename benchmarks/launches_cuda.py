@@ -50,7 +50,7 @@ import scaledtensor as sct
 from benchmarks.launches import is_single, show
 from benchmarks.peers import installed
 from scaledtensor import ScaledTensor
-from scaledtensor.demo.model import GPT, GPTConfig
+from scaledtensor.apps.gpt import GPT, GPTConfig
 
 ROWS = ("bf16", "unit", "current", "torchao")
 

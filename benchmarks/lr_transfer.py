@@ -36,7 +36,7 @@ from torch import Tensor, nn
 import scaledtensor.functional as U
 import scaledtensor.nn as uu
 from scaledtensor import optim
-from scaledtensor.demo.text import Corpus, draw_batch, load
+from scaledtensor.apps.text import Corpus, draw_batch, load
 
 LAYERS, HEAD, CONTEXT, BATCH = 2, 32, 32, 16
 LAST, BEYOND = 50, 2

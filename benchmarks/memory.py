@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import scaledtensor as sct
-from scaledtensor.demo.model import GPT, GPTConfig
+from scaledtensor.apps.gpt import GPT, GPTConfig
 
 BAR = ("fp32 parameters, e4m3fn states", 2.2)
 

@@ -32,9 +32,9 @@ import torch.multiprocessing as mp
 import scaledtensor as sct
 from benchmarks.recipe_training import prepared
 from scaledtensor import recipes
-from scaledtensor.demo import parallel, precision, text
-from scaledtensor.demo.model import GPTConfig
-from scaledtensor.demo.training import Settings, Trainer
+from scaledtensor.apps import parallel, precision, text
+from scaledtensor.apps.gpt import GPTConfig
+from scaledtensor.apps.training import Settings, Trainer
 from scaledtensor.formats import FP32
 
 BATCH, CONTEXT = 16, 64

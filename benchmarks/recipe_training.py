@@ -25,11 +25,11 @@ import torch
 import scaledtensor as sct
 from benchmarks.convergence import CompiledTrainer, Loss, finished, held_out
 from benchmarks.step import saved_bytes
-from scaledtensor.demo import precision
-from scaledtensor.demo.model import GPT, GPTConfig
-from scaledtensor.demo.precision import Precision
-from scaledtensor.demo.text import draw_batch, load
-from scaledtensor.demo.training import Settings
+from scaledtensor.apps import precision
+from scaledtensor.apps.gpt import GPT, GPTConfig
+from scaledtensor.apps.precision import Precision
+from scaledtensor.apps.text import draw_batch, load
+from scaledtensor.apps.training import Settings
 from scaledtensor.recipes import (
     MXFP4,
     MXFP6,

@@ -36,10 +36,10 @@ import scaledtensor as sct
 from benchmarks.convergence import CompiledTrainer, Loss, finished, held_out
 from benchmarks.memory import peer
 from benchmarks.timing import Step, interleaved
-from scaledtensor.demo.model import GPT, GPTConfig
-from scaledtensor.demo.precision import Precision
-from scaledtensor.demo.text import load
-from scaledtensor.demo.training import Settings
+from scaledtensor.apps.gpt import GPT, GPTConfig
+from scaledtensor.apps.precision import Precision
+from scaledtensor.apps.text import load
+from scaledtensor.apps.training import Settings
 from scaledtensor.formats import E4M3FN, fake_quantize
 from scaledtensor.optim.keeping import STATE_FORMATS
 

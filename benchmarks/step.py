@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import scaledtensor as sct
 from benchmarks.timing import Step, device_name, interleaved, multiplies_bfloat16
-from scaledtensor.demo.model import GPT, GPTConfig
+from scaledtensor.apps.gpt import GPT, GPTConfig
 
 #: (numerator, denominator, the largest allowed ratio), with bfloat16 units and without
 BARS = {

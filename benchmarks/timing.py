@@ -62,6 +62,6 @@ def device_name(device: torch.device) -> str:
 
 def _product_dtype(device: torch.device) -> torch.dtype:
     # Loaded here: `benchmarks.imports` times programs that have not loaded the library.
-    from scaledtensor.ops.products import product_dtype
+    from scaledtensor.ops.products.dtype import product_dtype
 
     return product_dtype(device)

@@ -45,7 +45,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import scaledtensor as sct
-from scaledtensor.demo.model import GPT, GPTConfig
+from scaledtensor.apps.gpt import GPT, GPTConfig
 from scaledtensor.distributed import (
     FP8State,
     Wire,

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 import scaledtensor as sct
 from scaledtensor import optim
-from scaledtensor.demo.text import Corpus, draw_batch, load
+from scaledtensor.apps.text import Corpus, draw_batch, load
 
 CONTEXT, BATCH, LAST = 64, 16, 20
 SIZES = {

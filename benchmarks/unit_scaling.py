@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from benchmarks.step import Loss, step
 from benchmarks.timing import Step, device_name, interleaved
-from scaledtensor.demo.model import GPT, GPTConfig
-from scaledtensor.simulate import simulate_format, simulate_fp8
-from scaledtensor.unit_scale import unit_scale
+from scaledtensor.apps.gpt import GPT, GPTConfig
+from scaledtensor.models.simulate import simulate_format, simulate_fp8
+from scaledtensor.unit_scaling import unit_scale
 
 Transform = Callable[[nn.Module], nn.Module]
 

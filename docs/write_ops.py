@@ -22,7 +22,7 @@ from opinfo import NO_VALUE, OUT_OF_SCOPE, in_scope
 
 from scaledtensor.ops import RULES, registry
 from scaledtensor.ops.operators import Absent
-from scaledtensor.sparse import TABLE
+from scaledtensor.tensors.sparse import TABLE
 
 HEAD = """\
 # Operators

@@ -4,9 +4,7 @@ The classes that files hold come with the import, so that `torch.load` knows the
 is loaded when it is first used.
 """
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from scaledtensor._start import is_command as _is_command
@@ -26,45 +24,45 @@ if TYPE_CHECKING:
         optim,
         recipes,
     )
-    from scaledtensor.coded import CodedTensor
     from scaledtensor.formats import Format, PerAxis, PerBlock, PerTensor
-    from scaledtensor.guard import calibrate
     from scaledtensor.inspect import track_scales
-    from scaledtensor.machine import hardware
-    from scaledtensor.model import scale_model, unscale_model
+    from scaledtensor.inspect.hardware import hardware
+    from scaledtensor.inspect.report import report
+    from scaledtensor.models.guard import calibrate
+    from scaledtensor.models.rebalance import rebalance, rebalance_every, statistics
+    from scaledtensor.models.scale_model import scale_model, unscale_model
+    from scaledtensor.models.simulate import simulate_format, simulate_fp8
     from scaledtensor.ops import on_missing, products_in
-    from scaledtensor.rebalance import rebalance, rebalance_every, statistics
-    from scaledtensor.report import report
-    from scaledtensor.simulate import simulate_format, simulate_fp8
-    from scaledtensor.tensor import ScaledTensor
-    from scaledtensor.unit_scale import unit_scale
-    from scaledtensor.verbs import drop
-    from scaledtensor.wrap import scaled
+    from scaledtensor.tensors.coded import CodedTensor
+    from scaledtensor.tensors.tensor import ScaledTensor
+    from scaledtensor.tensors.verbs import drop
+    from scaledtensor.tensors.wrap import scaled
+    from scaledtensor.unit_scaling import unit_scale
 
 #: The module of each name that is no module itself.
 _HOMES = {
-    "CodedTensor": "coded",
+    "CodedTensor": "tensors.coded",
     "Format": "formats",
     "PerAxis": "formats",
     "PerBlock": "formats",
     "PerTensor": "formats",
-    "ScaledTensor": "tensor",
-    "calibrate": "guard",
-    "drop": "verbs",
-    "hardware": "machine",
+    "ScaledTensor": "tensors.tensor",
+    "calibrate": "models.guard",
+    "drop": "tensors.verbs",
+    "hardware": "inspect.hardware",
     "on_missing": "ops",
     "products_in": "ops",
-    "rebalance": "rebalance",
-    "rebalance_every": "rebalance",
-    "report": "report",
-    "scale_model": "model",
-    "scaled": "wrap",
-    "simulate_format": "simulate",
-    "simulate_fp8": "simulate",
-    "statistics": "rebalance",
+    "rebalance": "models.rebalance",
+    "rebalance_every": "models.rebalance",
+    "report": "inspect.report",
+    "scale_model": "models.scale_model",
+    "scaled": "tensors.wrap",
+    "simulate_format": "models.simulate",
+    "simulate_fp8": "models.simulate",
+    "statistics": "models.rebalance",
     "track_scales": "inspect",
-    "unit_scale": "unit_scale",
-    "unscale_model": "model",
+    "unit_scale": "unit_scaling",
+    "unscale_model": "models.scale_model",
 }
 
 __all__ = [
@@ -128,22 +126,11 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-class _Package(ModuleType):
-    def __setattr__(self, name: str, value: Any) -> None:
-        # Python sets a module that it loaded as an attribute of its package: of
-        # `scaledtensor.report` that attribute is the function.
-        if isinstance(value, ModuleType) and name in _HOMES:
-            value = getattr(value, name)
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
-
-
 def _load() -> None:
     """The kinds of tensors, which torch is told to be safe to load."""
-    import_module(f"{__name__}.expanded")
-    import_module(f"{__name__}.sparse")
+    import_module(f"{__name__}.tensors.expanded")
+    import_module(f"{__name__}.tensors.sparse")
+    import_module(f"{__name__}._moved").install()
 
 
 if not _is_command():

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import scaledtensor
 from scaledtensor._version import __version__
-from scaledtensor.commands import demo, formats, hardware, sample, train
+from scaledtensor.apps.commands import demo, formats, hardware, sample, train
 from scaledtensor.errors import ScaledTensorError
 
 # A command is a module with `register(subparsers)`, which adds its parser and sets its `run`.

@@ -14,7 +14,9 @@ def source_digest() -> str:
     """A digest of the code that traces and calculates, by which compilers know what they kept."""
     digest = hashlib.blake2b(__version__.encode(), digest_size=16)
     package = Path(__file__).resolve().parent
-    for floor in ("formats", "recipes", "ops", "."):
-        for path in sorted((package / floor).glob("*.py")):
-            digest.update(path.read_bytes())
+    files = list(package.glob("*.py"))
+    for room in ("formats", "scales", "recipes", "tensors", "ops", "models"):
+        files += (package / room).rglob("*.py")
+    for path in sorted(files):
+        digest.update(path.read_bytes())
     return digest.hexdigest()

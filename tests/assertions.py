@@ -10,10 +10,9 @@ from tensors import gaussian
 from torch import Tensor
 
 from scaledtensor import ScaledTensor, scaled
-from scaledtensor.scale import is_power_of_two
-from scaledtensor.testing.rules import TOLERANCE
-from scaledtensor.testing.tensors import bits, rms
-from scaledtensor.testing.tensors import exact as dequantized
+from scaledtensor.scales.powers import is_power_of_two
+from scaledtensor.testing.rules import TOLERANCE, bits, rms
+from scaledtensor.testing.rules import exact as dequantized
 
 __all__ = [
     "TOLERANCE",

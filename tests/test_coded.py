@@ -24,7 +24,7 @@ from scaledtensor.errors import (
     UnsupportedError,
 )
 from scaledtensor.formats.custom import custom
-from scaledtensor.scale import is_power_of_two
+from scaledtensor.scales.powers import is_power_of_two
 
 NAMES = ["e2m1fn", "e2m3fn", "e3m4", "e4m3fn", "e5m2", "mxint8", "bf16"]
 CUTS = [PerTensor(), PerAxis(0), PerAxis(-1), PerBlock((32,)), PerBlock((1, 16)), PerBlock((4, 8))]

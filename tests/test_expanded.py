@@ -8,8 +8,8 @@ from tensors import gaussian, saved_and_loaded
 
 import scaledtensor as sct
 from scaledtensor.errors import DTypeError, FormatError, ScaleError, ShapeError, UnsupportedError
-from scaledtensor.expanded import ExpandedTensor
 from scaledtensor.formats import dequantize_expanded, quantize_expanded
+from scaledtensor.tensors.expanded import ExpandedTensor
 
 
 def numbers() -> torch.Tensor:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from scaledtensor.__main__ import main
-from scaledtensor.formats import page
+from scaledtensor.apps import formats
 from scaledtensor.formats.rounding import Overflow, Rounding
 
 FILE = Path(__file__).parent.parent / "docs" / "formats.md"
@@ -31,5 +31,5 @@ def test__what_the_page_shows__prints_what_it_says(capsys: pytest.CaptureFixture
 
 
 def test__every_mode__is_explained():
-    assert set(typing.get_args(Rounding)) <= set(page.ROUNDINGS)
-    assert set(typing.get_args(Overflow)) == set(page.OVERFLOWS)
+    assert set(typing.get_args(Rounding)) <= set(formats.ROUNDINGS)
+    assert set(typing.get_args(Overflow)) == set(formats.OVERFLOWS)

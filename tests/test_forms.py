@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import scaledtensor as sct
-from scaledtensor import _inductor, scale
-from scaledtensor.formed import Tensors
-from scaledtensor.forms import Form, all_values, is_double, joined, valued
-from scaledtensor.singles import Single, rounded
+from scaledtensor.scales import _inductor, powers
+from scaledtensor.scales.formed import Tensors
+from scaledtensor.scales.forms import Form, all_values, is_double, joined, valued
+from scaledtensor.scales.singles import Single, rounded
 
 positive = st.floats(2.0**-60, 2.0**60, width=32)
 
@@ -29,13 +29,13 @@ EXPRESSIONS = {
     "powers": lambda x, y, z: (x**0.5) * (y.clamp_max(1e3) ** 2),
     "rsqrt": lambda x, y, z: x.rsqrt() * y,
     "bounds": lambda x, y, z: x.clamp_max(2.5).clamp_min(0.3) * y,
-    "quadrature": lambda x, y, z: scale.quadrature(x, y * 0.5, z),
+    "quadrature": lambda x, y, z: powers.quadrature(x, y * 0.5, z),
     "exponential": lambda x, y, z: (-(x.clamp_max(20.0)) * 0.7).exp() * z,
-    "larger": lambda x, y, z: scale.larger(x, y) * z,
-    "power": lambda x, y, z: scale.settle(x * 1.3)[0],
-    "ratio": lambda x, y, z: scale.settle(x, scale.product_of(y, z))[1],
-    "quotient of scales": lambda x, y, z: scale.settle(x, scale.quotient_of(y, z))[1],
-    "product of three": lambda x, y, z: scale.settle(x, scale.product_of(y, z) * 0.5)[1],
+    "larger": lambda x, y, z: powers.larger(x, y) * z,
+    "power": lambda x, y, z: powers.settle(x * 1.3)[0],
+    "ratio": lambda x, y, z: powers.settle(x, powers.product_of(y, z))[1],
+    "quotient of scales": lambda x, y, z: powers.settle(x, powers.quotient_of(y, z))[1],
+    "product of three": lambda x, y, z: powers.settle(x, powers.product_of(y, z) * 0.5)[1],
 }
 
 
@@ -156,7 +156,7 @@ def test__a_form_that_is_older_than_a_write__is_read_from_its_tensor():
 
 
 def test__an_expectation_that_is_a_number__settles_beside_forms():
-    power, ratio, other = scale.settle(Single(3.0), *leaves(0.5), Single(8.0))
+    power, ratio, other = powers.settle(Single(3.0), *leaves(0.5), Single(8.0))
     assert (power, other) == (4.0, 2.0)
     assert float(ratio.tensor()) == 0.125
 

@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 import scaledtensor as sct
 from scaledtensor import formats
 from scaledtensor.errors import ModelError, RecipeError, SaturationWarning, UnsupportedError
-from scaledtensor.ops import sites
+from scaledtensor.ops.products import sites
 from scaledtensor.recipes import Current, Recipe, Unit, get
-from scaledtensor.site import Seen
+from scaledtensor.tensors.site import Seen
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import scaledtensor as sct
 from scaledtensor.errors import SaturationWarning
-from scaledtensor.ops import sites
+from scaledtensor.ops.products import sites
 from scaledtensor.recipes import Unit
 
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import scaledtensor as sct
-from scaledtensor import commands
-from scaledtensor.commands import demo, formats, hardware, train
-from scaledtensor.demo import comparison, precision
-from scaledtensor.ops import products
+from scaledtensor.apps import commands, precision
+from scaledtensor.apps import demo as comparison
+from scaledtensor.apps.commands import demo, formats, hardware, train
+from scaledtensor.ops.products import dtype
 
 HEAVY = [
     *("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp"),
@@ -102,8 +102,8 @@ def compiled():
 codes = []
 for make in (constructor, wrapped, compiled):
     if os.fork() == 0:
-        from scaledtensor.tensor import ScaledTensor
-        from scaledtensor.wrap import scaled
+        from scaledtensor.tensors.tensor import ScaledTensor
+        from scaledtensor.tensors.wrap import scaled
         assert "scaledtensor.ops" not in sys.modules
         assert type(make()).__name__ == "ScaledTensor"
         sys.exit()
@@ -155,13 +155,13 @@ def test__names__are_there_in_every_spelling():
 import json
 import scaledtensor as sct
 assert set(sct.__all__) <= set(dir(sct))
-import scaledtensor.report, scaledtensor.rebalance as rebalance, scaledtensor.unit_scale
-from scaledtensor.rebalance import statistics
-from scaledtensor.unit_scale.plan import Plan
-from scaledtensor import report, unit_scale, simulate
+import scaledtensor.inspect.report, scaledtensor.models.rebalance, scaledtensor.unit_scaling
+from scaledtensor.models.rebalance import statistics
+from scaledtensor.unit_scaling.plan import Plan
+from scaledtensor import rebalance, report, unit_scale
 assert sct.report is report and callable(report) and callable(rebalance) and callable(unit_scale)
 assert sct.statistics is statistics
-assert sct.nn.Linear and sct.scale.settle and sct.compat
+assert sct.nn.Linear and sct.scales.powers.settle and sct.compat
 for name in sct.__all__:
     assert getattr(sct, name) is vars(sct)[name]
 try:
@@ -224,7 +224,7 @@ def test__another_program__is_no_command_line(tmp_path):
     (tmp_path / "tool").mkdir()
     (tmp_path / "tool" / "__init__.py").write_text("import scaledtensor\n")
     (tmp_path / "tool" / "__main__.py").write_text(
-        "import sys; print('scaledtensor.tensor' in sys.modules)\n"
+        "import sys; print('scaledtensor.tensors.tensor' in sys.modules)\n"
     )
     made = [sys.executable, "-m", "tool", "scaledtensor"]
     path = [str(tmp_path), *sys.path]
@@ -238,13 +238,13 @@ def test__names_that_the_parsers_repeat__are_those_of_the_commands():
     assert tuple(sct.formats.FORMATS) == formats.FORMATS
     assert train.WITHOUT_SCALES == precision.PLAIN_NAMES
     assert tuple(sorted(sct.recipes.base.RECIPES)) == train.RECIPES
-    assert get_args(products.Name) == hardware.PRODUCTS
+    assert get_args(dtype.Name) == hardware.PRODUCTS
 
 
 def test__the_parsers__import_nothing_but_each_other():
     own = Path(commands.__file__).parent.glob("*.py")
     lines = [line for f in own for line in f.read_text().splitlines()]
-    light = ("__future__", "argparse", "math", "pathlib", "typing", "scaledtensor.commands")
+    light = ("__future__", "argparse", "math", "pathlib", "typing", "scaledtensor.apps.commands")
     for line in lines:
         if line.startswith(("import ", "from ")):
             assert line.split()[1].startswith(light), line

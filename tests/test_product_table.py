@@ -15,9 +15,9 @@ from torch.nn import functional as F
 import scaledtensor as sct
 from scaledtensor.formats import E4M3FN, E5M2, fake_quantize
 from scaledtensor.functional.spellings import COUNTERPARTS
-from scaledtensor.ops.functions import PRODUCTS
+from scaledtensor.models.simulate import simulate_fp8
+from scaledtensor.ops.products.table import PRODUCTS
 from scaledtensor.recipes import MXFP8, Delayed, Unit
-from scaledtensor.simulate import simulate_fp8
 
 #: A call of a spelling with an input (2, 8, 16) and a weight, and the weight's shape.
 Call = tuple[Callable[[Any, Tensor, Any], Tensor], tuple[int, ...]]

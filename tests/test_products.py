@@ -11,7 +11,8 @@ from torch import nn
 
 import scaledtensor as sct
 from scaledtensor.formats import E4M3FN, E5M2, Format
-from scaledtensor.ops import linear, matmul
+from scaledtensor.ops.products import linear
+from scaledtensor.ops.rules import matmul
 
 UNIT = sct.recipes.Unit()
 FORWARD = (E4M3FN, E4M3FN)

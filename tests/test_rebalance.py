@@ -11,7 +11,7 @@ from torch import nn
 
 import scaledtensor as sct
 from scaledtensor.errors import DTypeError, ScaleError, UnsupportedError
-from scaledtensor.scale import is_power_of_two
+from scaledtensor.scales.powers import is_power_of_two
 
 
 def drifted(power: float, fmt: str = "fp32", seed: int = 0) -> sct.ScaledTensor:

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scaledtensor import scale
-from scaledtensor.scale import is_power_of_two, nearest_power_of_two
-from scaledtensor.singles import Single
+from scaledtensor.scales import powers
+from scaledtensor.scales.powers import is_power_of_two, nearest_power_of_two
+from scaledtensor.scales.singles import Single
 
 # These are numbers around sqrt(2), and the ends.
 MANTISSAS = [0, 1, 0x3504F2, 0x3504F3, 0x3504F4, 0x7FFFFF]
@@ -37,7 +37,7 @@ def test__nearest__gives_a_usable_scale_to_zero_subnormals_infinity_and_nan() ->
 
 def test__numbers_and_tensors__round_alike_at_every_edge() -> None:
     x = EDGES.view(torch.float32)
-    assert nearest_power_of_two(x).tolist() == [scale.power_of_two_near(v) for v in x.tolist()]
+    assert nearest_power_of_two(x).tolist() == [powers.power_of_two_near(v) for v in x.tolist()]
 
 
 @given(floats, scales, floats)
@@ -46,11 +46,11 @@ def test__numbers_and_tensors__settle_alike(rms: float, held: float, was: float)
     r, s, w = (Single(v) for v in (rms, held, was))
 
     def in_place():
-        return [x for whole in (False, True) for x in scale.settle_in_place(s, w, r, s, whole)]
+        return [x for whole in (False, True) for x in powers.settle_in_place(s, w, r, s, whole)]
 
     def all_of():
-        product = scale.settle_product(12, (s, r), (s, w))
-        return [*scale.settle(r, s), *in_place(), scale.quadrature(r, s, w), *product]
+        product = powers.settle_product(12, (s, r), (s, w))
+        return [*powers.settle(r, s), *in_place(), powers.quadrature(r, s, w), *product]
 
     numbers = all_of()
     assert all(isinstance(number, Single) for number in numbers)

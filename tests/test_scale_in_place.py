@@ -13,12 +13,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import swa_utils
 
 import scaledtensor as sct
-from scaledtensor import model as scaling
-from scaledtensor import steps as step_hooks
 from scaledtensor.errors import ModelError
 from scaledtensor.formats import FP32
+from scaledtensor.models import scale_model as scaling
 from scaledtensor.ops.results import dequantized
 from scaledtensor.recipes import MXFP8, Delayed, Unit
+from scaledtensor.tensors import steps as step_hooks
 
 #: Scales and rules of Unit without its rounding, so a training has the losses of the plain one.
 WIDE = Unit(forward=FP32, gradient=FP32, activation=FP32)

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import scaledtensor as sct
-from scaledtensor import errors, formats, interpose
+from scaledtensor import errors, formats
 from scaledtensor.formats import E2M1FN, E4M3FN, E5M2, fake_quantize
-from scaledtensor.simulate import simulate_format, simulate_fp8
+from scaledtensor.models import interpose
+from scaledtensor.models.simulate import simulate_format, simulate_fp8
 
 
 class Product(nn.Module):

@@ -11,9 +11,9 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 import scaledtensor as sct
-from scaledtensor import steps
 from scaledtensor.errors import UnsupportedError
-from scaledtensor.rebalance import COUNT
+from scaledtensor.models.rebalance import COUNT
+from scaledtensor.tensors import steps
 
 EVERY = sct.recipes.Unit(rebalance=2)
 

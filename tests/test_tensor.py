@@ -22,7 +22,7 @@ from scaledtensor.errors import (
     UnsupportedError,
 )
 from scaledtensor.formats import FORMATS
-from scaledtensor.scale import is_power_of_two
+from scaledtensor.scales.powers import is_power_of_two
 
 NATIVE = ["e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "bf16", "fp16", "fp32"]
 UNIT = sct.recipes.Unit()

@@ -1,9 +1,18 @@
 """Checkpoints: safetensors files, and folders that any number of ranks saves and loads."""
 
 from scaledtensor.checkpoint.fit import load_into
-from scaledtensor.checkpoint.folder import Loaded, about, load, save, verify
+from scaledtensor.checkpoint.folder import (
+    Loaded,
+    about,
+    latest,
+    load,
+    prune,
+    save,
+    step_folder,
+    step_of,
+    verify,
+)
 from scaledtensor.checkpoint.safetensors import load_safetensors, save_safetensors
-from scaledtensor.checkpoint.series import latest, prune, step_folder, step_of
 from scaledtensor.checkpoint.shards import apart
 
 __all__ = [

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from scaledtensor.checkpoint.fit import local, of_local
-from scaledtensor.checkpoint.parts import (
+from scaledtensor.checkpoint.codec import (
     blank_of,
     dtype_of,
     facts_of,
@@ -23,7 +22,8 @@ from scaledtensor.checkpoint.parts import (
     put_together,
     told_parts,
 )
-from scaledtensor.coded import CodedTensor
+from scaledtensor.checkpoint.fit import local, of_local
+from scaledtensor.tensors.coded import CodedTensor
 
 __all__ = ["Assembly", "described", "is_piece", "parts"]
 

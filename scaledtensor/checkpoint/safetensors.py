@@ -12,19 +12,21 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from scaledtensor.checkpoint.atomic import check_writable, reason, replacing
-from scaledtensor.checkpoint.fields import check_name, need, understood
-from scaledtensor.checkpoint.fit import tensors_of
-from scaledtensor.checkpoint.parts import (
+from scaledtensor.checkpoint.codec import (
+    check_name,
     dtype_of,
     facts_of,
     inner_names,
     inner_of,
+    need,
     put_together,
     spelled_dtype,
+    understood,
 )
+from scaledtensor.checkpoint.fit import tensors_of
 from scaledtensor.errors import CheckpointError
-from scaledtensor.state_dicts import assembled
-from scaledtensor.tensor import ScaledTensor
+from scaledtensor.models.state_dicts import assembled
+from scaledtensor.tensors.tensor import ScaledTensor
 
 __all__ = ["load_safetensors", "save_safetensors"]
 

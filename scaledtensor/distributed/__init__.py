@@ -1,14 +1,15 @@
 """Several processes on torch's own engine: `fully_shard`, DDP, tensor parallelism, FP8 messages."""
 
 from scaledtensor.distributed import gather as _gather  # noqa: F401 - the hooks of fully_shard
-from scaledtensor.distributed.data_parallel import (
+from scaledtensor.distributed.placement import ShardedOptimizer, place
+from scaledtensor.distributed.reduce import (
     FP8ReduceScatter,
     FP8State,
+    fp8_all_reduce,
     fp8_all_reduce_hook,
+    fp8_reduce_scatter,
     use_fp8_reduce_scatter,
 )
-from scaledtensor.distributed.placement import ShardedOptimizer, place
-from scaledtensor.distributed.reduce import fp8_all_reduce, fp8_reduce_scatter
 from scaledtensor.distributed.tensor_parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -17,7 +18,7 @@ from scaledtensor.distributed.tensor_parallel import (
 )
 from scaledtensor.distributed.traffic import Collective, Traffic, count_traffic, sent_bytes
 from scaledtensor.distributed.wire import AutoScales, Wire
-from scaledtensor.histories import share_histories
+from scaledtensor.models.delayed import share_histories
 
 __all__ = [
     "AutoScales",

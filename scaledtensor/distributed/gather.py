@@ -19,18 +19,23 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from scaledtensor import steps
-from scaledtensor.coded import as_bytes
-from scaledtensor.model import UNCAST, is_factor
+from scaledtensor.models.rebalance import put_under
+from scaledtensor.models.scale_model import UNCAST, is_factor
 from scaledtensor.ops.algebra import elements
-from scaledtensor.ops.functions import cast_once
-from scaledtensor.ops.quantize import part_quantized, recoded
-from scaledtensor.rebalance import put_under
-from scaledtensor.recipes.casts import Cast
-from scaledtensor.recipes.scales import Amax, Carried, Fixed
-from scaledtensor.scale import nearest_power_of_two
-from scaledtensor.shards import by_groups, is_sharded, of_all_parts, part_of, squares_and_amax
-from scaledtensor.tensor import Context, ScaledTensor
+from scaledtensor.ops.products.quantize import part_quantized, recoded
+from scaledtensor.ops.products.table import cast_once
+from scaledtensor.recipes.casts import Amax, Carried, Cast, Fixed
+from scaledtensor.scales.powers import nearest_power_of_two
+from scaledtensor.tensors import steps
+from scaledtensor.tensors.coded import as_bytes
+from scaledtensor.tensors.shards import (
+    by_groups,
+    is_sharded,
+    of_all_parts,
+    part_of,
+    squares_and_amax,
+)
+from scaledtensor.tensors.tensor import Context, ScaledTensor
 
 __all__ = ["SENT_AS_CODES"]
 

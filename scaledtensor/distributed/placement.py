@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 
 from scaledtensor.distributed.reduce import Group, checked_group
 from scaledtensor.errors import CheckpointError, ShapeError, UnsupportedError
-from scaledtensor.rebalance import COUNT
-from scaledtensor.tensor import ScaledTensor
+from scaledtensor.models.rebalance import COUNT
+from scaledtensor.tensors.tensor import ScaledTensor
 
 __all__ = ["ShardedOptimizer", "place"]
 

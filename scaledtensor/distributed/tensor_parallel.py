@@ -20,12 +20,12 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional as F
 
-from scaledtensor import verbs
 from scaledtensor.errors import ModelError, UnsupportedError
-from scaledtensor.ops.functions import cast_input
+from scaledtensor.ops.products.table import cast_input
 from scaledtensor.recipes import Delayed
-from scaledtensor.shards import is_sharded, part_of
-from scaledtensor.tensor import ScaledTensor
+from scaledtensor.tensors import verbs
+from scaledtensor.tensors.shards import is_sharded, part_of
+from scaledtensor.tensors.tensor import ScaledTensor
 
 __all__ = ["ColwiseParallel", "PrepareModuleInput", "RowwiseParallel", "SequenceParallel"]
 

@@ -34,8 +34,7 @@ from scaledtensor.formats.format import (
     from_dtype,
     get,
 )
-from scaledtensor.formats.granularity import Granularity, PerAxis, PerBlock, PerTensor
-from scaledtensor.formats.packing import pack, unpack
+from scaledtensor.formats.layouts import Granularity, PerAxis, PerBlock, PerTensor, pack, unpack
 from scaledtensor.formats.rounding import decode, encode, fake_quantize
 from scaledtensor.formats.stochastic import random_key
 

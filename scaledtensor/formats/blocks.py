@@ -39,8 +39,7 @@ from torch import Tensor
 
 from scaledtensor.errors import DTypeError, FormatError
 from scaledtensor.formats.format import E4M3FN, E8M0FNU, Format, FormatLike, from_dtype, get
-from scaledtensor.formats.given import check_tensor
-from scaledtensor.formats.granularity import (
+from scaledtensor.formats.layouts import (
     Granularity,
     PerTensor,
     as_granularity,
@@ -53,6 +52,7 @@ from scaledtensor.formats.granularity import (
 )
 from scaledtensor.formats.rounding import FLOATS, Overflow, Rounding, decode, encode
 from scaledtensor.formats.stochastic import Randomness
+from scaledtensor.formats.tensors import check_tensor
 
 ScaleFormat = Literal["e8m0", "pow2", "fp32", "nvfp4"]
 Mode = Literal["floor", "rceil", "ceil", "even"]

@@ -23,9 +23,41 @@ import ml_dtypes
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import register_constant
 
 from scaledtensor.errors import FormatError, UnsupportedError
-from scaledtensor.formats.constant import make_constant
+
+__all__ = ["make_constant"]
+
+
+# Records that are constants to torch.compile, and their integers with them.
+# `torch.utils._pytree.register_constant` makes Dynamo guard on the equality of records of a
+# class. From torch 2.15 on Dynamo makes symbols of their integers all the same, where a record is
+# an argument of the compiled function and two of them were seen, or under `dynamic=True`. Where
+# the width of a mantissa is a symbol, Inductor writes code that does not compile. These fields
+# are held as strings, because every version takes a string, and the integer that is parsed from
+# it, for a constant.
+def make_constant(record: type, *integers: str) -> None:
+    """Tell torch.compile that instances of a frozen dataclass are constants, and these fields of
+    theirs, which are ints."""
+    register_constant(record)
+    for name in integers:
+        setattr(record, name, _Integer(name))
+
+
+class _Integer:
+    """A field that is held as a string."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.held = name, f"_{name}"
+
+    def __get__(self, record: Any, owner: type) -> Any:
+        return self if record is None else int(getattr(record, self.held))
+
+    def __set__(self, record: Any, given: Any) -> None:
+        if type(given) is not int:
+            raise FormatError(f"{self.name} of a format is an int, got {given!r}")
+        object.__setattr__(record, self.held, str(given))
 
 
 class Specials(enum.Enum):
@@ -47,6 +79,8 @@ class Specials(enum.Enum):
 
 
 _NO_MINUS_ZERO = (Specials.FNUZ, Specials.P3109)
+
+
 _NAN_SENTENCES = {
     Specials.IEEE: "NaN: the top exponent field with a non-zero mantissa.",
     Specials.NAN_ONLY: "NaN: every exponent and mantissa bit set, nothing else.",
@@ -316,29 +350,41 @@ def _power(value: float) -> str:
 
 _RAW_STORAGE = (torch.uint8, torch.int16)
 
+
 # To torch.compile a format is a constant, not a source of symbolic integers.
 make_constant(Format, "exponent_bits", "mantissa_bits", "bias")
 
+
 # OCP 8-bit Floating Point Specification (OFP8) 1.0, table 1.
 E4M3FN = Format("e4m3fn", 4, 3, 7, Specials.NAN_ONLY, torch.float8_e4m3fn, ml_dtypes.float8_e4m3fn)
+
+
 E5M2 = Format("e5m2", 5, 2, 15, Specials.IEEE, torch.float8_e5m2, ml_dtypes.float8_e5m2)
+
 
 # Noune et al., "8-bit numerical formats for deep neural networks" (arXiv 2206.02915).
 E4M3FNUZ = Format(
     "e4m3fnuz", 4, 3, 8, Specials.FNUZ, torch.float8_e4m3fnuz, ml_dtypes.float8_e4m3fnuz
 )
+
+
 E5M2FNUZ = Format(
     "e5m2fnuz", 5, 2, 16, Specials.FNUZ, torch.float8_e5m2fnuz, ml_dtypes.float8_e5m2fnuz
 )
 
+
 # IEEE 754 conventions carried to 8 bits, as in LLVM's APFloat and ml_dtypes.
 E4M3 = Format("e4m3", 4, 3, 7, Specials.IEEE, torch.uint8, ml_dtypes.float8_e4m3)
+
+
 E3M4 = Format("e3m4", 3, 4, 3, Specials.IEEE, torch.uint8, ml_dtypes.float8_e3m4)
+
 
 # Sun et al., "Hybrid 8-bit floating point training and inference" (NeurIPS 2019): bias 11.
 E4M3B11FNUZ = Format(
     "e4m3b11fnuz", 4, 3, 11, Specials.FNUZ, torch.uint8, ml_dtypes.float8_e4m3b11fnuz
 )
+
 
 # OCP Microscaling Formats (MX) 1.0: the scale type (section 5.4.1), FP6 and FP4 (section 5.3).
 E8M0FNU = Format(
@@ -351,21 +397,37 @@ E8M0FNU = Format(
     ml_dtypes.float8_e8m0fnu,
     signed=False,
 )
+
+
 E3M2FN = Format("e3m2fn", 3, 2, 3, Specials.NONE, torch.uint8, ml_dtypes.float6_e3m2fn)
+
+
 E2M3FN = Format("e2m3fn", 2, 3, 1, Specials.NONE, torch.uint8, ml_dtypes.float6_e2m3fn)
+
+
 E2M1FN = Format("e2m1fn", 2, 1, 1, Specials.NONE, torch.uint8, ml_dtypes.float4_e2m1fn)
+
 
 # Integers of OCP MX 1.0 (section 5.3.4: int8 elements count steps of 2^-6) and of plain int8, int4.
 MXINT8 = Format("mxint8", 0, 7, 0, Specials.INTEGER, torch.uint8)
+
+
 INT8 = Format("int8", 0, 7, -6, Specials.INTEGER, torch.uint8, np.int8)
+
+
 INT4 = Format("int4", 0, 3, -2, Specials.INTEGER, torch.uint8, ml_dtypes.int4)
+
 
 # The upper half of binary32 (Kalamkar et al., arXiv 1905.12322).
 BF16 = Format("bf16", 8, 7, 127, Specials.IEEE, torch.bfloat16, ml_dtypes.bfloat16)
 
+
 # IEEE 754-2019, binary16 and binary32 (table 3.5).
 FP16 = Format("fp16", 5, 10, 15, Specials.IEEE, torch.float16, np.float16)
+
+
 FP32 = Format("fp32", 8, 23, 127, Specials.IEEE, torch.float32, np.float32)
+
 
 FORMATS: Mapping[str, Format] = MappingProxyType(
     {
@@ -391,10 +453,14 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
         )
     }
 )
+
+
 _BY_DTYPE = {f.storage_dtype: f for f in FORMATS.values() if f.storage_dtype not in _RAW_STORAGE}
 
 
 FormatLike: TypeAlias = Format | str | torch.dtype
+
+
 """What every function and class of this library takes where it takes a format: the record, its name
 in any case, or the torch dtype of its codes."""
 

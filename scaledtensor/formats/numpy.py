@@ -21,10 +21,10 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from torch import Tensor
 
 from scaledtensor.errors import DTypeError
-from scaledtensor.formats import blocks, packing
+from scaledtensor.formats import blocks, layouts
 from scaledtensor.formats import rounding as casts
 from scaledtensor.formats.format import E4M3FN, E8M0FNU, Format, FormatLike, get
-from scaledtensor.formats.granularity import Granularity
+from scaledtensor.formats.layouts import Granularity
 
 __all__ = [
     "TwoLevelScale",
@@ -134,7 +134,7 @@ def pack(codes: ArrayLike, fmt: FormatLike) -> Array:
         DTypeError: `codes` are of another type than the codes of `fmt`.
     """
     fmt = get(fmt)
-    packed = packing.pack(_codes(codes, fmt), fmt)
+    packed = layouts.pack(_codes(codes, fmt), fmt)
     return _array(packed, np.dtype(np.uint8)) if fmt.bits < 8 else _codes_out(packed, fmt)
 
 
@@ -147,10 +147,10 @@ def unpack(packed: ArrayLike, fmt: FormatLike, shape: Sequence[int]) -> Array:
     """
     fmt, given = get(fmt), np.asarray(packed)
     if fmt.bits >= 8:
-        return _codes_out(packing.unpack(_codes(given, fmt), fmt, shape), fmt)
+        return _codes_out(layouts.unpack(_codes(given, fmt), fmt, shape), fmt)
     if given.dtype != np.uint8:
         raise DTypeError(f"packed codes of {fmt!r} are uint8, got {given.dtype}")
-    return _codes_out(packing.unpack(_tensor(given, torch.uint8), fmt, shape), fmt)
+    return _codes_out(layouts.unpack(_tensor(given, torch.uint8), fmt, shape), fmt)
 
 
 def quantize_blocks(

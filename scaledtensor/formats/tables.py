@@ -14,7 +14,7 @@ from torch import Tensor
 
 from scaledtensor.formats.bits import Mode
 from scaledtensor.formats.format import Format
-from scaledtensor.formats.pieces import in_pieces
+from scaledtensor.formats.tensors import in_pieces
 
 _HALVES = (torch.bfloat16, torch.float16)
 _PAIR = {torch.float32: torch.int64, torch.bfloat16: torch.int32, torch.float16: torch.int32}

@@ -20,7 +20,6 @@ from scaledtensor.functional.activations import (
     tanh,
 )
 from scaledtensor.functional.attention import scaled_dot_product_attention
-from scaledtensor.functional.batch import global_batch
 from scaledtensor.functional.convolutions import (
     conv1d,
     conv2d,
@@ -29,7 +28,6 @@ from scaledtensor.functional.convolutions import (
     conv_transpose2d,
     conv_transpose3d,
 )
-from scaledtensor.functional.embeddings import apply_rotary, embedding
 from scaledtensor.functional.losses import (
     binary_cross_entropy_with_logits,
     cross_entropy,
@@ -49,7 +47,17 @@ from scaledtensor.functional.pooling import (
     avg_pool3d,
     mean,
 )
-from scaledtensor.functional.products import bmm, einsum, linear, linear_readout, matmul
+from scaledtensor.functional.products import (
+    apply_rotary,
+    bmm,
+    einsum,
+    embedding,
+    grouped_linear,
+    linear,
+    linear_readout,
+    matmul,
+    moe_route,
+)
 from scaledtensor.functional.residual import (
     add,
     mul,
@@ -58,8 +66,7 @@ from scaledtensor.functional.residual import (
     residual_split,
     transformer_residual_scaling_rule,
 )
-from scaledtensor.functional.routing import grouped_linear, moe_route
-from scaledtensor.functional.scaling import scale_bwd, scale_fwd
+from scaledtensor.functional.scaling import global_batch, scale_bwd, scale_fwd
 
 __all__ = [
     "adaptive_avg_pool1d",

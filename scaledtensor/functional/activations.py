@@ -14,9 +14,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scaledtensor.errors import OptionError
-from scaledtensor.functional.constraints import Constraint, apply_constraint, parameter_scale
-from scaledtensor.functional.laws import gaussian_rms, gaussian_std, interpolate, kept, sharpness
-from scaledtensor.functional.scaling import positive, scale, scale_bwd, scale_fwd
+from scaledtensor.functional.scaling import (
+    Constraint,
+    apply_constraint,
+    gaussian_rms,
+    gaussian_std,
+    interpolate,
+    kept,
+    parameter_scale,
+    positive,
+    scale,
+    scale_bwd,
+    scale_fwd,
+    sharpness,
+)
 
 __all__ = [
     "dropout",

@@ -14,7 +14,8 @@ domain. For unit values and a unit incoming gradient
 where h is what a softmax lets pass of a gradient, and Sq/Sk counts the query rows, in all heads
 that share it, for each key row. Values that have a correlation r between keys do not average out:
 out = sqrt(r + (1 - r) E). What they share passes no softmax, and nor does what keys share: dq and
-dk have sqrt(1 - r), dq for the keys once more. `scaledtensor.ops.attention` says the same, but for
+dk have sqrt(1 - r), dq for the keys once more.
+`scaledtensor.ops.rules.attention` says the same, but for
 r, of ScaledTensors.
 """
 
@@ -23,11 +24,18 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
-from scaledtensor import _torch, verbs
-from scaledtensor.functional.constraints import Constraint, apply_constraint
-from scaledtensor.functional.laws import interpolate, product, sharpness
-from scaledtensor.functional.scaling import scale_bwd, scale_fwd
-from scaledtensor.tensor import ScaledTensor
+from scaledtensor import _torch
+from scaledtensor.functional.scaling import (
+    Constraint,
+    apply_constraint,
+    interpolate,
+    product,
+    scale_bwd,
+    scale_fwd,
+    sharpness,
+)
+from scaledtensor.tensors import verbs
+from scaledtensor.tensors.tensor import ScaledTensor
 
 __all__ = ["attention_scales", "scaled_dot_product_attention"]
 
@@ -130,7 +138,8 @@ def attention_scales(
 
 
 def _passed(logits: float, keys: int) -> float:
-    """h: y (g - sum y g) has RMS r_g r_y h. The fit of `scaledtensor.ops.softmax.selection`."""
+    """h: y (g - sum y g) has RMS r_g r_y h.
+    The fit is `scaledtensor.ops.rules.softmax.selection`."""
     lost = 1 / max(keys, 2)
     log_n = _torch.log(max(keys, 2))
     h: float = ((1 - lost) / (1 + 5 * logits**2 / (log_n + 0.3)) ** 0.5) ** 0.5

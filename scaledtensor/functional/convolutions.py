@@ -11,11 +11,17 @@ from typing import Any, TypeAlias
 import torch.nn.functional as F
 from torch import Tensor
 
-from scaledtensor.functional.batch import batch_factor
-from scaledtensor.functional.constraints import Constraint, apply_constraint, parameter_scale
-from scaledtensor.functional.laws import product, root
 from scaledtensor.functional.products import unshrunk
-from scaledtensor.functional.scaling import scale_bwd, scale_fwd
+from scaledtensor.functional.scaling import (
+    Constraint,
+    apply_constraint,
+    batch_factor,
+    parameter_scale,
+    product,
+    root,
+    scale_bwd,
+    scale_fwd,
+)
 
 __all__ = [
     "conv1d",

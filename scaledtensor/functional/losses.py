@@ -11,9 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scaledtensor.errors import OptionError, ShapeError
-from scaledtensor.functional.constraints import Constraint, parameter_scale
-from scaledtensor.functional.laws import gaussian_rms, kept
-from scaledtensor.functional.scaling import positive, scale, scale_bwd
+from scaledtensor.functional.scaling import (
+    Constraint,
+    gaussian_rms,
+    kept,
+    parameter_scale,
+    positive,
+    scale,
+    scale_bwd,
+)
 
 __all__ = [
     "binary_cross_entropy_with_logits",

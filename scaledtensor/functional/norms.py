@@ -7,10 +7,13 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
-from scaledtensor.functional.batch import batch_factor
-from scaledtensor.functional.constraints import Constraint, parameter_scale
-from scaledtensor.functional.laws import root
-from scaledtensor.functional.scaling import scale_bwd
+from scaledtensor.functional.scaling import (
+    Constraint,
+    batch_factor,
+    parameter_scale,
+    root,
+    scale_bwd,
+)
 
 __all__ = ["batch_norm", "group_norm", "layer_norm", "rms_norm"]
 

@@ -17,10 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scaledtensor.errors import ScaleError
-from scaledtensor.functional.constraints import Constraint, apply_constraint
 from scaledtensor.functional.convolutions import Sizes, spread
-from scaledtensor.functional.laws import product
-from scaledtensor.functional.scaling import scale_bwd, scale_fwd
+from scaledtensor.functional.scaling import (
+    Constraint,
+    apply_constraint,
+    product,
+    scale_bwd,
+    scale_fwd,
+)
 
 __all__ = [
     "adaptive_avg_pool1d",

@@ -6,19 +6,41 @@ share. The operands of every product, forward and backward, stay at unit scale; 
 them.
 """
 
+import math
 from collections.abc import Sequence
+from statistics import NormalDist
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scaledtensor.errors import ShapeError
-from scaledtensor.functional.batch import batch_factor
-from scaledtensor.functional.constraints import Constraint, apply_constraint, parameter_scale
-from scaledtensor.functional.laws import product, repeats, root
-from scaledtensor.functional.scaling import scale, scale_bwd, scale_fwd
+from scaledtensor.errors import OptionError, ShapeError
+from scaledtensor.functional.scaling import (
+    Constraint,
+    apply_constraint,
+    batch_factor,
+    kept,
+    parameter_scale,
+    product,
+    repeats,
+    root,
+    scale,
+    scale_bwd,
+    scale_fwd,
+)
 
-__all__ = ["bmm", "einsum", "linear", "linear_readout", "matmul"]
+__all__ = [
+    "apply_rotary",
+    "bmm",
+    "check_options",
+    "einsum",
+    "embedding",
+    "grouped_linear",
+    "linear",
+    "linear_readout",
+    "matmul",
+    "moe_route",
+]
 
 
 def matmul(left: Tensor, right: Tensor, constraint: Constraint = "to_output_scale") -> Tensor:
@@ -171,3 +193,141 @@ def _einsum_sizes(
 
 #: Beyond the letters of an equation.
 _HIDDEN = 0x100
+
+
+# Look-ups and positions.
+def check_options(max_norm: float | None, scale_grad_by_freq: bool) -> None:
+    """Raises OptionError for either."""
+    if max_norm is not None or scale_grad_by_freq:
+        raise OptionError(
+            "embedding: max_norm and scale_grad_by_freq set the scale of rows or gradients "
+            "themselves; leave them out"
+        )
+
+
+def embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+    constraint: Constraint = None,
+) -> Tensor:
+    """Rows of `weight`. B look-ups in V rows: an element of the gradient sums B / V terms.
+
+    Args:
+        input: integers, of any shape.
+        weight: (V, features), of unit variance.
+        padding_idx: a row whose gradient is zero.
+        constraint: "exact" gives the true gradient; no other reaches it.
+
+    Raises:
+        OptionError: `max_norm` or `scale_grad_by_freq`, under which that is not so.
+    """
+    check_options(max_norm, scale_grad_by_freq)
+    terms = max(input.numel(), 1) * batch_factor() / weight.shape[0]
+    weight = scale_bwd(weight, parameter_scale(constraint, terms**-0.5))
+    return F.embedding(input, weight, padding_idx, sparse=sparse)
+
+
+def apply_rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotary positions (Su et al. 2021), in the layout of two halves that Llama uses.
+
+    A rotation keeps the RMS, forward and backward: its scale is 1.
+
+    Args:
+        query, key: (..., length, features), features even.
+        cos, sin: of the angles, broadcastable to them; they are cast to their dtype.
+    """
+    cos, sin = cos.to(query.dtype), sin.to(query.dtype)
+    return query * cos + _turned(query) * sin, key * cos + _turned(key) * sin
+
+
+def _turned(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+# Mixtures of experts: which experts, at what weight, and their products.
+def moe_route(
+    logits: Tensor,
+    top_k: int,
+    mult: float = 1.0,
+    constraint: Constraint = "to_output_scale",
+) -> tuple[Tensor, Tensor]:
+    """The experts of each token and the weights to combine their outputs with.
+
+    Weights are softmax(mult logits) over the chosen experts, at a scale under which
+    sum_k weight_k output_k has unit variance for independent outputs that have it: over
+    sqrt(sum_k p_k^2), where p is the softmax of the expected order statistics of E Gaussians, by
+    Blom's formula (1958).
+
+    Args:
+        logits: (..., experts), of unit variance.
+        top_k: experts a token, from 1 to `experts`.
+        mult: sharpness of the logits.
+        constraint: of the scale of the weights and that of the gradient of the logits.
+
+    Returns:
+        weights and indices, each (..., top_k), the largest weight first.
+
+    Raises:
+        ShapeError: `top_k` is outside what it may be.
+    """
+    experts = logits.shape[-1]
+    if not 1 <= top_k <= experts:
+        raise ShapeError(f"top_k is from 1 to the {experts} experts; got {top_k}")
+    output_scale, grad_scale = apply_constraint(
+        constraint, *_route_scales(int(experts), int(top_k), float(mult))
+    )
+    chosen, indices = scale(logits, mult, mult * grad_scale).topk(top_k, dim=-1)
+    return scale_fwd(F.softmax(chosen, dim=-1), output_scale), indices
+
+
+def grouped_linear(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    constraint: Constraint = "to_output_scale",
+) -> Tensor:
+    """The linear layers of experts, each on its own rows, at unit scale.
+
+    As `linear` within each group; the gradient of a weight sums over rows / experts terms, those of
+    a balanced routing, so that a favoured expert's gradient stays the larger one.
+
+    Args:
+        input: (rows, fan_in), the rows of the first expert first.
+        weight: (experts, fan_in, fan_out), of unit variance.
+        offsets: (experts,) int32, where the rows of each expert end.
+        constraint: of the output's scale and that of the input's gradient.
+
+    Raises:
+        ShapeError: the shapes are not these.
+    """
+    if input.dim() != 2 or weight.dim() != 3 or offsets.shape != weight.shape[:1]:
+        raise ShapeError(
+            "grouped_linear takes input (rows, fan_in), weight (experts, fan_in, fan_out) and "
+            f"offsets (experts,); got {tuple(input.shape)}, {tuple(weight.shape)} and "
+            f"{tuple(offsets.shape)}"
+        )
+    experts, fan_in, fan_out = weight.shape
+    output_scale, input_scale = apply_constraint(constraint, root(fan_in), root(fan_out))
+    over_rows = root(input.shape[0] / max(experts, 1) * batch_factor())
+    input = scale_bwd(input, input_scale)
+    weight = scale_bwd(weight, parameter_scale(constraint, over_rows, output_scale))
+    return scale_fwd(F.grouped_mm(input, weight, offs=offsets), output_scale)
+
+
+@kept
+def _route_scales(experts: int, top_k: int, mult: float) -> tuple[float, ...]:
+    normal = NormalDist()
+    z = [normal.inv_cdf((experts - i - 0.375) / (experts + 0.25)) for i in range(top_k)]
+    raw = [math.exp(mult * (x - z[0])) for x in z]
+    p = [x / sum(raw) for x in raw]
+    energy = sum(x * x for x in p)
+    # d logit_j = p_j (g_j - sum p g), for unit g, and zero for experts that were not chosen.
+    moved = sum(x * x * (1 - 2 * x + energy) for x in p) / experts
+    # One expert chosen alone has weight 1, whatever its logit: no gradient.
+    return energy**-0.5, (1.0 if moved < 1e-12 else moved**-0.5 / mult)

@@ -28,14 +28,18 @@ import torch
 from torch import Tensor
 
 from scaledtensor.functional.activations import dropout
-from scaledtensor.functional.batch import batch_factor
-from scaledtensor.functional.constraints import parameter_scale
-from scaledtensor.functional.laws import gaussian_rms, root
 from scaledtensor.functional.products import linear
-from scaledtensor.functional.scaling import scale, scale_bwd
-from scaledtensor.ops import recurrent
-from scaledtensor.ops.functions import linear as product
-from scaledtensor.ops.recurrent import Parts, State, Weights
+from scaledtensor.functional.scaling import (
+    batch_factor,
+    gaussian_rms,
+    parameter_scale,
+    root,
+    scale,
+    scale_bwd,
+)
+from scaledtensor.ops.products.table import linear as product
+from scaledtensor.ops.rules import recurrent
+from scaledtensor.ops.rules.recurrent import Parts, State, Weights
 
 __all__ = ["FUNCTIONS"]
 

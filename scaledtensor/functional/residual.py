@@ -7,9 +7,14 @@ import torch
 from torch import Tensor
 
 from scaledtensor.errors import UnsupportedError
-from scaledtensor.functional.constraints import Constraint, apply_constraint
-from scaledtensor.functional.laws import repeats, root
-from scaledtensor.functional.scaling import scale_bwd, scale_fwd
+from scaledtensor.functional.scaling import (
+    Constraint,
+    apply_constraint,
+    repeats,
+    root,
+    scale_bwd,
+    scale_fwd,
+)
 
 __all__ = [
     "ResidualRule",

@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from scaledtensor.formats import E4M3FN, E5M2
-from scaledtensor.inspect.fold import fold
-from scaledtensor.inspect.rows import HELD, LIMITS, Ran, Row
+from scaledtensor.inspect.rows import HELD, LIMITS, Ran, Row, fold
 from scaledtensor.recipes import Current, Recipe, Unit
-from scaledtensor.recipes.scales import Amax, Carried
+from scaledtensor.recipes.casts import Amax, Carried
 
 __all__ = ["Coverage", "Finding", "Setup", "Suggestion", "coverage", "findings", "suggestions"]
 

@@ -15,7 +15,7 @@ from torch import fx
 from scaledtensor.formats import Format
 from scaledtensor.formats.describe import number
 from scaledtensor.inspect.metrics import Data, Metrics
-from scaledtensor.inspect.table import label
+from scaledtensor.inspect.scales import label
 
 INK, MUTED, GRID = "#222222", "#6e6e6e", "#ececec"
 FORWARD, BACKWARD, SUBNORMAL, LOST = "#0072b2", "#d55e00", "#009e73", "#888888"  # Okabe and Ito

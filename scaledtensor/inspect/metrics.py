@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from scaledtensor import _torch
-from scaledtensor.coded import CodedTensor
 from scaledtensor.errors import UnsupportedError
 from scaledtensor.formats import Format
 from scaledtensor.ops.algebra import elements
-from scaledtensor.tensor import ScaledTensor
+from scaledtensor.tensors.coded import CodedTensor
+from scaledtensor.tensors.tensor import ScaledTensor
 
 __all__ = ["Data", "Metrics", "is_readable", "measure"]
 

@@ -10,8 +10,8 @@ from torch import fx
 from scaledtensor.errors import ModelError, UnsupportedError
 from scaledtensor.formats import E4M3FN, E5M2, FormatLike
 from scaledtensor.formats import get as get_format
+from scaledtensor.inspect.listing import prune_non_float_tensors, prune_same_scale_tensors
 from scaledtensor.inspect.metrics import Metrics
-from scaledtensor.inspect.prune import prune_non_float_tensors, prune_same_scale_tensors
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -18,17 +18,17 @@ from torch.utils._pytree import tree_iter
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from scaledtensor import _torch, verbs
-from scaledtensor.coded import CodedTensor
+from scaledtensor import _torch
 from scaledtensor.formats import E4M3FN, E5M2, Format
-from scaledtensor.inspect.costs import floats, flops, is_narrow, is_view, traffic
 from scaledtensor.inspect.metrics import Metrics, is_readable, measure
 from scaledtensor.inspect.places import Place
-from scaledtensor.inspect.rows import Ran, Row
+from scaledtensor.inspect.rows import Ran, Row, floats, flops, is_narrow, is_view, traffic
 from scaledtensor.ops.algebra import elements
 from scaledtensor.ops.registry import is_missing, rule_of
 from scaledtensor.recipes.casts import parsed_gemms
-from scaledtensor.tensor import ScaledTensor, is_parameter
+from scaledtensor.tensors import verbs
+from scaledtensor.tensors.coded import CodedTensor
+from scaledtensor.tensors.tensor import ScaledTensor, is_parameter
 
 __all__ = ["Recorder", "clean_name"]
 

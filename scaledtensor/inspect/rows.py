@@ -1,17 +1,144 @@
 """What is known of one operator in one module: a row of a report."""
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-__all__ = ["HELD", "LIMITS", "PROBLEMS", "Ran", "Row"]
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry
+
+from scaledtensor.tensors import verbs
+from scaledtensor.tensors.coded import CodedTensor
+from scaledtensor.tensors.tensor import ScaledTensor
+
+__all__ = [
+    "HELD",
+    "LIMITS",
+    "PROBLEMS",
+    "Folded",
+    "Ran",
+    "Row",
+    "floats",
+    "flops",
+    "fold",
+    "is_narrow",
+    "is_view",
+    "traffic",
+]
+
+
+# What an operator costs: floating-point operations of products, bytes of everything else.
+aten = torch.ops.aten
+
+
+Formula = Callable[[tuple[Any, ...], Any], int]
+
+
+def _attention_backward(args: tuple[Any, ...], result: Any) -> int:
+    return int(flop_registry[aten._scaled_dot_product_flash_attention_backward](*args[:4]))
+
+
+def _attention(args: tuple[Any, ...], result: Any) -> int:
+    return int(flop_registry[aten._scaled_dot_product_flash_attention](*args[:3]))
+
+
+def _matvec(args: tuple[Any, ...], result: Any) -> int:
+    return 2 * int(args[0].numel())
+
+
+def _grouped(args: tuple[Any, ...], result: Any) -> int:
+    a, b = args[:2]
+    return 2 * int(a.numel()) * int(b.shape[-1])
+
+
+def _gradient(args: tuple[Any, ...], result: Any) -> int:
+    gradient, gemm = args[0], args[6]
+    return 2 * int(result.numel()) * int(gradient.shape[-1 if gemm == "dgrad" else -2])
+
+
+#: Formulas of what torch's registry has not, by the name of the operator.
+_FORMULAS: dict[str, Formula] = {
+    "aten::mv": _matvec,
+    "aten::dot": _matvec,
+    "aten::vdot": _matvec,
+    "aten::addmv": lambda args, result: 2 * int(args[1].numel()),
+    "aten::addr": lambda args, result: 2 * int(result.numel()),
+    "aten::addbmm": lambda args, result: 2 * int(args[1].numel()) * int(args[2].shape[-1]),
+    "aten::_grouped_mm": _grouped,
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "scaledtensor::saved_scaled_dot_product_flash_attention_for_cpu": _attention,
+    verbs.product._schema.name: lambda args, result: (
+        2 * int(result.numel()) * int(args[0].shape[-1])
+    ),
+    verbs.product_gradient._schema.name: _gradient,
+}
+
+
+def flops(op: Any, args: tuple[Any, ...], result: Any) -> int:
+    """Of a product, 2 for each of its multiplications; of anything else, 0."""
+    own = _FORMULAS.get(op._schema.name)
+    if own is not None:
+        return own(args, result)
+    known = flop_registry.get(op.overloadpacket)
+    return 0 if known is None else int(known(*args, out_val=result))
+
+
+#: They give back what they are given, for the sake of its gradient or of what is known of it.
+_IDENTITIES = {
+    *(verbs.gradient_to_format, verbs.gradient_quantize, verbs.gradient_delayed),
+    *(verbs.drop, verbs.expect),
+}
+
+
+def is_view(op: Any) -> bool:
+    """Whether the results are the arguments' own memory, seen in another way."""
+    if op in _IDENTITIES:
+        return True
+    results = op._schema.returns
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in results)
+
+
+def floats(values: Any) -> Iterator[Tensor]:
+    """The tensors of floats in a nest of values."""
+    return (x for x in tree_iter(values) if isinstance(x, Tensor) and x.dtype.is_floating_point)
+
+
+def is_narrow(x: Tensor) -> bool:
+    """Whether the elements have 8 bits or fewer, as what a recipe casts for products."""
+    return _bits(x) <= 8
+
+
+def traffic(tensors: Iterable[Tensor]) -> tuple[int, int]:
+    """(bytes of their elements, the part of those in elements of 8 bits or fewer)."""
+    total = narrow = 0
+    for x in tensors:
+        bits = _bits(x)
+        size = math.ceil(x.numel() * bits / 8)
+        total += size
+        narrow += size if bits <= 8 else 0
+    return total, narrow
+
+
+def _bits(x: Tensor) -> int:
+    if isinstance(x, CodedTensor):
+        return x.format.bits
+    held = x.qdata if isinstance(x, ScaledTensor) else x
+    return 8 * held.dtype.itemsize
+
 
 #: Where RMS(qdata) is held by the rules.
 HELD = (0.5, 2.0)
 
+
 #: Shares of the elements of a cast above which the loss is a problem. What underflows are the
 #: smallest elements, whose squares hardly count.
 LIMITS = {"saturated": 1e-4, "underflowed": 1e-2}
+
 
 #: What can be wrong with a row, worst first.
 PROBLEMS = {
@@ -23,7 +150,10 @@ PROBLEMS = {
     "uncast": "a product whose operands the recipe casts elsewhere, and not here",
 }
 
+
 Ran = Literal["recipe", "rule", "fallback", "plain"]
+
+
 """How an operator ran: on operands that the recipe cast; by a rule on 16- or 32-bit elements; in
 float32 for want of a rule; on plain tensors alone."""
 
@@ -119,3 +249,97 @@ class Row:
                 yield "excluded"
             elif self.ran == "rule" and self.rule in ("matmul", "convolution"):
                 yield "uncast"
+
+
+# Repeated layers with the same rows, told once.
+Part = str | tuple[int, ...]
+
+
+"""A component of a module's name: a name, or the numbers of layers that are told as one."""
+
+
+_SUMS = ("hits", "flops", "bytes", "narrow_bytes", "elements")
+
+
+_MOST = (
+    *("saturated", "underflowed", "reach", "amax_underflowed"),
+    *("carried_saturated", "carried_underflowed", "e4m3fn_saturated", "e4m3fn_underflowed"),
+)
+
+
+@dataclass
+class Folded:
+    """Rows of layers that repeat, as one."""
+
+    path: tuple[Part, ...]
+    rows: list[Row]
+
+    @property
+    def module(self) -> str:
+        """`blocks.0..11.mlp`, `blocks.{0,2,5}.mlp`, or the name itself where nothing is folded."""
+        return ".".join(map(_spelled, self.path))
+
+    @property
+    def row(self) -> Row:
+        """Sums of counts, the range of the RMS, and the largest of each share."""
+        first = self.rows[0]
+        found = {name: sum(getattr(r, name) for r in self.rows) for name in _SUMS}
+        most = {name: max(getattr(r, name) for r in self.rows) for name in _MOST}
+        lows = [r.low for r in self.rows if r.low is not None]
+        highs = [r.high for r in self.rows if r.high is not None]
+        ends = {"low": min(lows, default=None), "high": max(highs, default=None)}
+        return replace(first, module=self.module, **found, **most, **ends)  # type: ignore[arg-type]
+
+
+def fold(rows: Iterable[Row]) -> list[Folded]:
+    """Rows in their order, those of numbered layers together where such layers have the same ones:
+    the same operators by the same rules, as often, and with the same problems."""
+    folded = [Folded(_path(r.module), [r]) for r in rows]
+    depth = max((len(f.path) for f in folded), default=0)
+    for i in reversed(range(depth)):  # experts in a layer, then the layers
+        folded = _folded_at(folded, i)
+    return folded
+
+
+def _folded_at(folded: list[Folded], i: int) -> list[Folded]:
+    """Layers that are told apart by component `i` of their names."""
+    layers: dict[tuple[tuple[Part, ...], Part], list[Folded]] = defaultdict(list)
+    for f in folded:
+        if len(f.path) > i and isinstance(f.path[i], tuple):
+            layers[f.path[:i], f.path[i]].append(f)
+    alike: dict[object, list[list[Folded]]] = defaultdict(list)
+    for (outside, _), own in layers.items():
+        alike[outside, frozenset((f.path[i + 1 :], _signature(f)) for f in own)].append(own)
+    merged: dict[int, Folded] = {}
+    gone: set[int] = set()
+    for groups in alike.values():
+        twins = [{(f.path[i + 1 :], _signature(f)): f for f in own} for own in groups]
+        for key, f in twins[0].items():
+            same = [of[key] for of in twins]
+            numbers = tuple(sorted(n for t in same for n in t.path[i]))
+            path = (*f.path[:i], numbers, *f.path[i + 1 :])
+            merged[id(f)] = Folded(path, [r for t in same for r in t.rows])  # type: ignore[arg-type]
+            gone |= {id(t) for t in same[1:]}
+    return [merged.get(id(f), f) for f in folded if id(f) not in gone]
+
+
+def _signature(f: Folded) -> tuple[object, ...]:
+    r = f.rows[0]
+    return r.op, r.backward, r.ran, r.rule, r.operand, r.format, r.hits, r.problem
+
+
+def _path(module: str) -> tuple[Part, ...]:
+    if not module:
+        return ()
+    return tuple((int(p),) if p.isdecimal() else p for p in module.split("."))
+
+
+def _spelled(part: Part) -> str:
+    if isinstance(part, str):
+        return part
+    if len(part) == 1:
+        return str(part[0])
+    first, last = part[0], part[-1]
+    if len(part) == last - first + 1:
+        return f"{first}..{last}"
+    return "{" + ",".join(map(str, part)) + "}"

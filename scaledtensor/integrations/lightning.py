@@ -6,11 +6,11 @@ from typing import Any
 from lightning.pytorch.plugins import Precision
 from torch import nn
 
-from scaledtensor.histories import parameter_of
-from scaledtensor.model import scale_model
+from scaledtensor.models.delayed import parameter_of
+from scaledtensor.models.scale_model import scale_model
 from scaledtensor.recipes import Recipe, Unit
 from scaledtensor.recipes import get as get_recipe
-from scaledtensor.steps import is_scaled
+from scaledtensor.tensors.steps import is_scaled
 
 __all__ = ["ScaledPrecision"]
 

@@ -32,12 +32,12 @@ from transformers.quantizers import (
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from scaledtensor.errors import CheckpointError, RecipeError
-from scaledtensor.histories import parameter_of
-from scaledtensor.model import complete, scale_model, unscale_model
+from scaledtensor.models.delayed import parameter_of
+from scaledtensor.models.scale_model import complete, scale_model, unscale_model
+from scaledtensor.models.state_dicts import FACTS, joined, parted, parted_names
 from scaledtensor.recipes import Recipe, Unit
 from scaledtensor.recipes import get as get_recipe
-from scaledtensor.state_dicts import FACTS, joined, parted, parted_names
-from scaledtensor.tensor import ScaledTensor, is_stored
+from scaledtensor.tensors.tensor import ScaledTensor, is_stored
 
 __all__ = ["ScaledConfig", "ScaledQuantizer"]
 

@@ -24,7 +24,7 @@ inline uint16_t bfloat16(float x) {
     return uint16_t((bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : rounded);
 }
 
-// Under the names of `_adam_elements` in `ops/optimizer.py`.
+// Under the names of `_adam_elements` in `ops/rules/optimizer.py`.
 struct Adam {
     float unit;    // of the gradient, to the scale of the first moment
     float weight;  // of the gradient in the first moment

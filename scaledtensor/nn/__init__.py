@@ -17,6 +17,7 @@ from scaledtensor.nn.activations import (
     Softmax,
     Tanh,
 )
+from scaledtensor.nn.common import DepthModuleList, DepthSequential
 from scaledtensor.nn.convolutions import (
     Conv1d,
     Conv2d,
@@ -25,7 +26,6 @@ from scaledtensor.nn.convolutions import (
     ConvTranspose2d,
     ConvTranspose3d,
 )
-from scaledtensor.nn.depth import DepthModuleList, DepthSequential
 from scaledtensor.nn.linear import Embedding, Linear, LinearReadout
 from scaledtensor.nn.losses import (
     BCEWithLogitsLoss,

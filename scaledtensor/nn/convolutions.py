@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import scaledtensor.functional as U
-from scaledtensor.functional.constraints import Constraint
-from scaledtensor.functional.laws import product
+from scaledtensor.functional.scaling import Constraint, product
 from scaledtensor.mup import MupType
 from scaledtensor.nn.common import described, tag_own
 

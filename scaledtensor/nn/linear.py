@@ -5,8 +5,8 @@ from typing import Any
 from torch import Tensor, nn
 
 import scaledtensor.functional as U
-from scaledtensor.functional.constraints import Constraint
-from scaledtensor.functional.embeddings import check_options
+from scaledtensor.functional.products import check_options
+from scaledtensor.functional.scaling import Constraint
 from scaledtensor.mup import MupType
 from scaledtensor.nn.common import described, tag_own
 

@@ -4,7 +4,7 @@
 from torch import Tensor, nn
 
 import scaledtensor.functional as U
-from scaledtensor.functional.constraints import Constraint
+from scaledtensor.functional.scaling import Constraint
 from scaledtensor.nn.common import described
 
 __all__ = [

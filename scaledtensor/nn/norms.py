@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 import scaledtensor.functional as U
-from scaledtensor.functional.constraints import Constraint
+from scaledtensor.functional.scaling import Constraint
 from scaledtensor.nn.common import described, tag_own
 
 __all__ = ["BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "GroupNorm", "LayerNorm", "RMSNorm"]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import scaledtensor.functional as U
 from scaledtensor.errors import ShapeError
 from scaledtensor.functional.residual import ResidualRule
-from scaledtensor.nn.depth import DepthSequential, Sliceable
+from scaledtensor.nn.common import DepthSequential, Sliceable
 from scaledtensor.nn.linear import Embedding, Linear, LinearReadout
 from scaledtensor.nn.norms import RMSNorm
 

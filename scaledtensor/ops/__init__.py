@@ -3,42 +3,31 @@
 Importing this package installs them into ScaledTensor.
 """
 
-from scaledtensor import steps
-from scaledtensor.ops import (  # noqa: F401 - imported for the rules that they register
+from scaledtensor.ops.products import (  # noqa: F401 - imported for what they register
+    by_gemm,
+    delayed,
+    quantize,
+    table,
+)
+from scaledtensor.ops.rules import (  # noqa: F401 - imported for the rules that they register
     activation,
     arithmetic,
     attention,
-    batch_norm,
-    binary,
-    by_gemm,
     casts,
     collectives,
-    compare,
-    complex_numbers,
     convolution,
     creation,
-    delayed,
-    derivatives,
-    distance,
     elementary,
     embedding,
-    embedding_bag,
-    functions,
     linalg,
     loss,
-    margin,
     matmul,
     norm,
     optimizer,
     order,
-    pool,
-    quantize,
     recurrent,
     reduction,
     resample,
-    sampling,
-    saved,
-    scan,
     scatter,
     softmax,
     sparse,
@@ -46,7 +35,11 @@ from scaledtensor.ops import (  # noqa: F401 - imported for the rules that they 
     unsupported,
     views,
 )
-from scaledtensor.ops.products import products_in, state
+
+# These two take rules from the table, so the rules are registered first.
+# isort: split
+from scaledtensor.ops import derivatives, saved
+from scaledtensor.ops.products.dtype import products_in, state
 from scaledtensor.ops.registry import (
     RULES,
     Raw,
@@ -58,21 +51,22 @@ from scaledtensor.ops.registry import (
     on_missing,
     rule,
 )
-from scaledtensor.tensor import Engine, ScaledTensor
+from scaledtensor.tensors import steps
+from scaledtensor.tensors.tensor import Engine, ScaledTensor
 
 __all__ = ["RULES", "Raw", "Rule", "absent", "missing", "on_missing", "products_in", "rule"]
 
 _FUNCTIONS = {
-    **functions.FUNCTIONS,
+    **table.FUNCTIONS,
     **attention.FUNCTIONS,
     **derivatives.FUNCTIONS,
     **elementary.FUNCTIONS,
-    **binary.FUNCTIONS,
+    **special.FUNCTIONS,
     **loss.FUNCTIONS,
     **recurrent.FUNCTIONS,
     **resample.FUNCTIONS,
-    **scan.FUNCTIONS,
-    **complex_numbers.FUNCTIONS,
+    **order.FUNCTIONS,
+    **unsupported.FUNCTIONS,
     **linalg.FUNCTIONS,
     **sparse.FUNCTIONS,
     **steps.FUNCTIONS,

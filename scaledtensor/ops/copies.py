@@ -18,7 +18,7 @@ from scaledtensor import _torch
 from scaledtensor.errors import UnsupportedError
 from scaledtensor.formats import Format, dequantize_blocks, encode, quantize_blocks
 from scaledtensor.ops.algebra import saved_format
-from scaledtensor.tensor import Context, ScaledTensor, is_parameter
+from scaledtensor.tensors.tensor import Context, ScaledTensor, is_parameter
 
 __all__ = ["GROUP", "is_worth_it", "keep", "keep_sign", "kept"]
 

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scaledtensor import verbs
 from scaledtensor.formats import FP32
 from scaledtensor.ops.algebra import at_value, bounded_square, count, quadrature, value
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Raw, rule
-from scaledtensor.ops.softmax import logsumexp_rms
-from scaledtensor.tensor import ScaledTensor
+from scaledtensor.ops.rules.softmax import logsumexp_rms
+from scaledtensor.tensors import verbs
+from scaledtensor.tensors.tensor import ScaledTensor
 
 __all__ = ["FUNCTIONS"]
 

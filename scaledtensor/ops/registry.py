@@ -16,40 +16,118 @@ import inspect
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, partial, wraps
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from scaledtensor import _torch
 from scaledtensor._version import source_digest
 from scaledtensor.errors import MissingRuleError, MissingRuleWarning, RegistryError
-from scaledtensor.forms import Form
-from scaledtensor.ops.entering import with_scaled
-from scaledtensor.ops.foreach import foreach, written
-from scaledtensor.ops.observe import observers
+from scaledtensor.formats import FP32, from_dtype
 from scaledtensor.ops.operators import Absent, Overload, find
-from scaledtensor.ops.raw import Raw
-from scaledtensor.ops.results import dequantized, narrowest, wrap, write
+from scaledtensor.ops.results import Raw, dequantized, foreach, narrowest, wrap, write, written
+from scaledtensor.recipes import Recipe
+from scaledtensor.scales.forms import Form
 from scaledtensor.setting import Setting
-from scaledtensor.tensor import ScaledTensor, from_plain
+from scaledtensor.tensors import verbs
+from scaledtensor.tensors.tensor import ScaledTensor, from_plain
 
 __all__ = [
     "RULES",
+    "Observer",
     "Overload",
     "Raw",
     "Rule",
     "absent",
     "dispatch",
+    "entered",
     "fingerprint",
     "is_missing",
     "missing",
+    "observed",
+    "observers",
     "on_missing",
+    "promoted",
     "rule",
     "rule_of",
+    "with_scaled",
 ]
+
+
+# Who looks on while operators run.
+#: (overload, arguments, result)
+Observer = Callable[[torch._ops.OpOverload, tuple[Any, ...], Any], None]
+
+
+observers: list[Observer] = []
+
+
+@contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """Within it, every operator that ran on a ScaledTensor is shown to `observer`.
+
+    Composites and foreach forms come after the operators that they are made of.
+    """
+    observers.append(observer)
+    try:
+        yield
+    finally:
+        observers.remove(observer)
+
+
+# Plain tensors that meet scaled ones where a rule takes scaled ones alone.
+def with_scaled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with plain tensors scaled where it declares that it takes a ScaledTensor.
+
+    An operator comes here when one of its arguments is scaled. It need not be that one: the
+    derivative of a plain activation that meets scaled tensors later has a scaled gradient.
+    """
+    parameters = list(inspect.signature(function).parameters.values())
+    places = [i for i, p in enumerate(parameters) if p.annotation is ScaledTensor]
+    tensors = [p for p in parameters if p.annotation is Any or "Tensor" in str(p.annotation)]
+    if not places or len(tensors) < 2:  # dispatch sees to the only one
+        return function
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for i in places:
+            if i < len(args) and not isinstance(args[i], ScaledTensor) and _is_plain(args[i]):
+                args = (*args[:i], _entered(args[i], (args, kwargs)), *args[i + 1 :])
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _is_plain(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype.is_floating_point
+
+
+def _entered(x: Tensor, arguments: Any) -> ScaledTensor:
+    scaled = (other for other in tree_leaves(arguments) if isinstance(other, ScaledTensor))
+    return entered(x, next(scaled).recipe)
+
+
+def entered(x: Tensor, recipe: Recipe | None) -> ScaledTensor:
+    """A plain tensor of floats where a scaled one is needed: its RMS is measured, once, at the
+    door."""
+    fmt = FP32 if x.dtype == torch.float64 else from_dtype(x.dtype)
+    return from_plain(x, fmt, x.dtype, None if recipe is None else recipe.uncorrected)
+
+
+def promoted(operands: Sequence[Any]) -> Sequence[Any]:
+    """The operands of a product, all scaled where one is."""
+    scaled = [x for x in operands if isinstance(x, ScaledTensor)]
+    if len(scaled) in (0, len(operands)):  # none but the bias, perhaps
+        return operands
+    # `like` gives its scale and recipe alone, so no gradient flows to it.
+    like = scaled[0].detach()
+    return [x if isinstance(x, ScaledTensor) else verbs.promote(x, like) for x in operands]
+
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -76,8 +154,10 @@ class Rule:
 #: The rule table: functional ATen overload -> rule.
 RULES: dict[Overload, Rule] = {}
 
+
 #: Rules of operators that torch has not defined, or not yet: name -> (function, pass_op).
 _waiting: dict[str, tuple[Callable[..., Any], bool]] = {}
+
 
 _handlers: dict[Overload, Callable[..., Any]] = {}
 
@@ -237,6 +317,7 @@ def _results(result: Any) -> Sequence[Any]:
 # --- 5. no rule ------------------------------------------------------------------------------
 
 Policy = Literal["warn", "error"]
+
 
 #: How often each operator without a rule ran, by name.
 missing: Counter[str] = Counter()

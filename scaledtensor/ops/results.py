@@ -1,20 +1,20 @@
 """Results of rules as tensors: new ones, and those that are written into tensors that are there."""
 
 import warnings
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from scaledtensor import _torch
-from scaledtensor.errors import DTypeError, SaturationWarning, ShapeError
+from scaledtensor.errors import DTypeError, MissingRuleError, SaturationWarning, ShapeError
 from scaledtensor.formats import BF16, FP32, Format, encode
 from scaledtensor.formats.bits import Overflow
-from scaledtensor.ops.masks import is_table, saturated
-from scaledtensor.ops.raw import Raw
-from scaledtensor.scale import is_one, larger, settle, settle_in_place
-from scaledtensor.singles import (
+from scaledtensor.scales.powers import is_one, larger, settle, settle_in_place
+from scaledtensor.scales.singles import (
+    ONE,
+    Amount,
     Single,
     copied,
     multiplier,
@@ -25,10 +25,153 @@ from scaledtensor.singles import (
     single_of,
     tensor_of,
 )
-from scaledtensor.steps import watch
-from scaledtensor.tensor import ScaledTensor, from_plain, is_stored
+from scaledtensor.tensors.steps import watch
+from scaledtensor.tensors.tensor import ScaledTensor, from_plain, is_stored
 
-__all__ = ["OVERFLOW", "covers_storage", "dequantized", "narrowest", "store", "wrap", "write"]
+__all__ = [
+    "FILL",
+    "HUGE",
+    "LARGEST",
+    "OVERFLOW",
+    "Raw",
+    "Towards",
+    "covers_storage",
+    "dequantized",
+    "foreach",
+    "is_table",
+    "narrowest",
+    "saturated",
+    "starts_at",
+    "store",
+    "wrap",
+    "write",
+    "written",
+]
+
+
+# Numbers that mask: what is so large that it says "not this one", and no datum.
+#: The largest finite bfloat16: the fill of a mask is held to it.
+LARGEST = torch.finfo(torch.bfloat16).max
+
+
+#: The mildest fill that masks in use have (BERT's -10000): at or under it a logit is masked.
+FILL = -1e4
+
+
+HUGE = 2.0**63  # no datum: a running extremum starts there, or a fill lets through
+
+
+def is_table(x: Any) -> bool:
+    """A plain float tensor of some extent among the operands: an additive mask, perhaps."""
+    if isinstance(x, ScaledTensor) or not isinstance(x, Tensor):
+        return False
+    return x.dim() > 0 and x.dtype.is_floating_point
+
+
+def saturated(source: Tensor, q: Tensor) -> Tensor:
+    """`q`, a rescaled `source`, where what was finite stays finite; -inf in a mask is meant."""
+    return torch.where(source.isinf(), source, q.clamp(-LARGEST, LARGEST))
+
+
+# What a rule gives back, before it is a tensor.
+class Towards(NamedTuple):
+    """What is known of a difference y - x besides its value."""
+
+    start: Tensor
+    """The elements of x."""
+    rms: Tensor
+    """The RMS of y."""
+
+
+def starts_at(difference: Any, x: Any) -> bool:
+    """Whether `difference` is y - x."""
+    towards = getattr(difference, "towards", None)
+    return towards is not None and isinstance(x, ScaledTensor) and towards.start is x.qdata
+
+
+class Raw(NamedTuple):
+    """What a rule computed: the value is `q * scale`, and its RMS should come out near `rms`."""
+
+    q: Tensor
+    scale: Amount | None
+    """Any positive float32 number, 0-dim; None is 1."""
+    rms: Amount
+    """A float32 number that is not negative, 0-dim."""
+    settled: bool = False
+    """`scale` is the power of two to keep. False derives it from `rms`."""
+    format: Format | None = None
+    """None is the narrowest compute format among the operands."""
+    dtype: torch.dtype | None = None
+    """The appearance; None promotes those of the operands."""
+    nonnegative: bool = False
+    towards: Towards | None = None
+
+    @property
+    def held(self) -> Any:
+        """The scale that `q` is held under: an Amount, as `rms` is."""
+        if self.scale is not None:
+            return self.scale
+        return torch.ones_like(self.rms) if isinstance(self.rms, Tensor) else ONE
+
+
+# Operators over lists of tensors, of which torch's optimizers are made.
+def written(*lists: Sequence[Tensor]) -> None:
+    """Count a write into each tensor of `lists`, so that autograd refuses what it saved of them.
+
+    For an operator on a single tensor, torch counts the write before it dispatches to a subclass.
+    For an operator on lists, torch counts in its own kernel, which does not run for a subclass.
+    Torch's fused kernels for the CPU count nothing: a later backward pass reads the new values.
+    """
+    if not torch.compiler.is_compiling():  # a compiled graph counts for itself what it writes
+        torch.autograd.graph.increment_version([x for tensors in lists for x in tensors])
+
+
+def foreach(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """`_foreach_<name>` over lists is `<name>` over their elements, called through torch."""
+    name = op._schema.name.split("::")[1].removeprefix("_foreach_")
+    call = _FOREACH.get(name) or getattr(Tensor, name, None)
+    if call is None:
+        raise MissingRuleError(f"{op}: torch.Tensor has no method {name} to apply to each element")
+    # addcmul and addcdiv take their factor by keyword only; the list form calls it `scalars`.
+    spelling = {"scalars": "value"} if name.startswith("addc") else {}
+    by_keyword = {"alpha", "value", "dtype", *spelling}
+    given = dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | kwargs
+    results = []
+    for i in range(len(args[0])):
+        each = {k: v[i] if isinstance(v, (list, tuple)) else v for k, v in given.items()}
+        named = {spelling.get(k, k): v for k, v in each.items() if k in by_keyword}
+        results.append(call(*(v for k, v in each.items() if k not in by_keyword), **named))
+    if not op._schema.is_mutable:
+        return results
+    written(args[0])
+    return None
+
+
+def _maximum(x: Tensor, other: Any) -> Tensor:
+    return torch.maximum(x, other) if isinstance(other, Tensor) else x.clamp_min(other)
+
+
+def _minimum(x: Tensor, other: Any) -> Tensor:
+    return torch.minimum(x, other) if isinstance(other, Tensor) else x.clamp_max(other)
+
+
+def _maximum_(x: Tensor, other: Any) -> Tensor:
+    return x.copy_(torch.maximum(x, other)) if isinstance(other, Tensor) else x.clamp_min_(other)
+
+
+def _minimum_(x: Tensor, other: Any) -> Tensor:
+    return x.copy_(torch.minimum(x, other)) if isinstance(other, Tensor) else x.clamp_max_(other)
+
+
+#: Where the per-tensor form is no method of the same name.
+_FOREACH: dict[str, Callable[..., Any]] = {
+    "norm": torch.linalg.vector_norm,
+    "maximum": _maximum,
+    "minimum": _minimum,
+    "maximum_": _maximum_,
+    "minimum_": _minimum_,
+}
+
 
 # --- new tensors -----------------------------------------------------------------------------
 

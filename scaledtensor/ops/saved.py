@@ -48,13 +48,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scaledtensor import verbs
 from scaledtensor.formats import FP32
 from scaledtensor.ops.algebra import saved_format, value
 from scaledtensor.ops.copies import is_worth_it, keep, keep_sign, kept
 from scaledtensor.ops.operators import Absent, Overload, aten
 from scaledtensor.ops.registry import RULES, rule
-from scaledtensor.tensor import ScaledTensor
+from scaledtensor.tensors import verbs
+from scaledtensor.tensors.tensor import ScaledTensor
 
 __all__ = ["over"]
 

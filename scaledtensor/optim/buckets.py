@@ -1,28 +1,100 @@
 """Parameters that are stepped together: where what is kept of them lies, and views of it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from scaledtensor import _torch
-from scaledtensor.expanded import ExpandedTensor
+from scaledtensor.errors import ShapeError
 from scaledtensor.formats import FP16, FP32, get
-from scaledtensor.optim.fused import Plan, goes_by_pieces, run, zeros_for
 from scaledtensor.optim.keeping import GROUP, MASTERS, Kept
-from scaledtensor.optim.spread import Parts
-from scaledtensor.optim.updates import RULES, Units
-from scaledtensor.tensor import ScaledTensor
+from scaledtensor.optim.updates import RULES, Plan, Units, goes_by_pieces, run, zeros_for
+from scaledtensor.tensors.expanded import ExpandedTensor
+from scaledtensor.tensors.shards import is_dtensor
+from scaledtensor.tensors.tensor import ScaledTensor
 
-__all__ = ["ALONE", "COPIED", "TOGETHER", "Bucket", "Entry", "Scratch", "groups_in"]
+__all__ = [
+    "ALONE",
+    "COPIED",
+    "TOGETHER",
+    "Bucket",
+    "Entry",
+    "Parts",
+    "Scratch",
+    "as_spread",
+    "check_alike",
+    "groups_in",
+    "part",
+    "parts_of",
+]
+
+
+# Parameters and states that are spread over ranks, for steps that are by element: each rank steps
+# its part, and what it keeps of it is a part of a DTensor laid out as the parameter is.
+def part(x: Any) -> Any:
+    """What this rank has of a DTensor; anything else as it is."""
+    return _torch.local_part(x) if is_dtensor(x) else x
+
+
+def as_spread(x: Any, like: Tensor) -> Any:
+    """A part, as the DTensor that it is one of, if `like` is one."""
+    if not is_dtensor(like) or not isinstance(x, Tensor):
+        return x
+    mesh, cut = like.device_mesh, like.placements
+    options: Any = {"run_check": False, "shape": like.shape, "stride": like.stride()}
+    return type(like).from_local(x, mesh, cut, **options)
+
+
+def check_alike(name: str, x: Any, p: Tensor) -> None:
+    """Raises ShapeError where a state is not laid out as its parameter is."""
+    layouts = [(t.device_mesh, t.placements) if is_dtensor(t) else None for t in (x, p)]
+    if layouts[0] != layouts[1]:
+        raise ShapeError(
+            f"state {name!r} of a parameter of shape {tuple(p.shape)} is {_told(x)}, and the "
+            f"parameter is {_told(p)}: load it by scaledtensor.checkpoint, which cuts anew"
+        )
+
+
+def _told(x: Any) -> str:
+    return f"spread over ranks as {x.placements}" if is_dtensor(x) else "whole"
+
+
+class Parts:
+    """The state of one parameter, as this rank's parts."""
+
+    def __init__(self, state: dict[str, Any], parameter: Tensor) -> None:
+        self.state, self.parameter = state, parameter
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.state
+
+    def __getitem__(self, name: str) -> Any:
+        return part(self.state[name])
+
+    def get(self, name: str) -> Any:
+        return part(self.state.get(name))
+
+    def put(self, name: str, x: Tensor) -> Any:
+        """Keep a part; what is kept, whose part shares the memory of `x`."""
+        self.state[name] = kept = as_spread(x, self.parameter)
+        return part(kept)
+
+
+def parts_of(states: Mapping[Tensor, dict[str, Any]], parameter: Tensor) -> Parts:
+    """The state of `parameter`, empty where there is none yet."""
+    return Parts(states[parameter], parameter)
+
 
 #: From this many elements on, a parameter of whole groups is stepped where it is: a call costs as
 #: much as copying that many.
 ALONE = 1 << 17
 
+
 #: So many elements are kept at most in one bucket, if there are more parameters than one in it.
 TOGETHER = 1 << 20
+
 
 #: So many groups are copied at once where steps go by pieces, to be in a cache when they are read.
 COPIED = 1 << 11

@@ -7,12 +7,12 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from scaledtensor.errors import FormatError, ShapeError
-from scaledtensor.expanded import ExpandedTensor
+from scaledtensor.optim.buckets import as_spread, check_alike, part
 from scaledtensor.optim.keeping import GROUP, MASTERS
-from scaledtensor.optim.spread import as_spread, check_alike, part
 from scaledtensor.optim.updates import RULES
-from scaledtensor.tensor import ScaledTensor
-from scaledtensor.wrap import scaled
+from scaledtensor.tensors.expanded import ExpandedTensor
+from scaledtensor.tensors.tensor import ScaledTensor
+from scaledtensor.tensors.wrap import scaled
 
 __all__ = ["LARGEST_UNIT", "LEAST_UNIT", "adopted", "exported", "holds_groups", "is_low"]
 

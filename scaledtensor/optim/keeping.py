@@ -17,8 +17,14 @@ from scaledtensor.errors import FormatError
 from scaledtensor.formats import FP16, Expanded, Format, decode, encode
 from scaledtensor.formats import get as get_format
 from scaledtensor.formats.bits import Mode, encode_bits
-from scaledtensor.formats.expansion import narrow_rows, value_table, widen_rows
-from scaledtensor.formats.spikes import can_hold_apart, holds_any, watched_from
+from scaledtensor.formats.expansion import (
+    can_hold_apart,
+    holds_any,
+    narrow_rows,
+    value_table,
+    watched_from,
+    widen_rows,
+)
 
 __all__ = [
     "GROUP",

@@ -15,9 +15,11 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from scaledtensor.errors import MupError
 from scaledtensor.formats import FormatLike
-from scaledtensor.optim.groups import GroupRule, Tagged, groups_of
-from scaledtensor.optim.rules import (
+from scaledtensor.optim.groups import (
+    GroupRule,
     LRScale,
+    Tagged,
+    groups_of,
     lr_scale_func_adam,
     lr_scale_func_muon,
     lr_scale_func_sgd,

@@ -31,12 +31,19 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from scaledtensor import _torch
-from scaledtensor.coded import CodedTensor
 from scaledtensor.errors import DTypeError, FormatError, UnsupportedError
-from scaledtensor.expanded import ExpandedTensor
 from scaledtensor.formats import Format, FormatLike, from_dtype
 from scaledtensor.formats import get as get_format
-from scaledtensor.optim.buckets import TOGETHER, Bucket, Entry, Scratch, groups_in
+from scaledtensor.optim.buckets import (
+    TOGETHER,
+    Bucket,
+    Entry,
+    Parts,
+    Scratch,
+    groups_in,
+    part,
+    parts_of,
+)
 from scaledtensor.optim.files import (
     LARGEST_UNIT,
     LEAST_UNIT,
@@ -45,17 +52,11 @@ from scaledtensor.optim.files import (
     holds_groups,
     is_low,
 )
-from scaledtensor.optim.fused import Plan
-from scaledtensor.optim.keeping import (
-    GROUP,
-    MASTERS,
-    STATE_FORMATS,
-    STATE_ROUNDINGS,
-    check_master,
-)
-from scaledtensor.optim.spread import Parts, part, parts_of
-from scaledtensor.optim.updates import RULES, Units
-from scaledtensor.tensor import ScaledTensor
+from scaledtensor.optim.keeping import GROUP, MASTERS, STATE_FORMATS, STATE_ROUNDINGS, check_master
+from scaledtensor.optim.updates import RULES, Plan, Units
+from scaledtensor.tensors.coded import CodedTensor
+from scaledtensor.tensors.expanded import ExpandedTensor
+from scaledtensor.tensors.tensor import ScaledTensor
 
 __all__ = ["LowPrecision"]
 

@@ -1,22 +1,20 @@
 """Recipes: how the operands of matrix products are cast. Frozen data, one dataclass each."""
 
 from scaledtensor.recipes.base import Recipe, get
-from scaledtensor.recipes.blocks import MXFP4, MXFP6, MXFP8, NVFP4, Blockwise
-from scaledtensor.recipes.casts import Cast, Gemm, Gemms
-from scaledtensor.recipes.constant import Constant
-from scaledtensor.recipes.current import Current, MinMSE
-from scaledtensor.recipes.delayed import Delayed
-from scaledtensor.recipes.per_gemm import PerGemm
-from scaledtensor.recipes.scales import (
+from scaledtensor.recipes.by_block import MXFP4, MXFP6, MXFP8, NVFP4, Blockwise
+from scaledtensor.recipes.by_tensor import Constant, Current, Delayed, MinMSE, PerGemm, Unit
+from scaledtensor.recipes.casts import (
     Amax,
     Carried,
+    Cast,
     Fixed,
+    Gemm,
+    Gemms,
     History,
     LeastError,
     Microscale,
     TwoLevel,
 )
-from scaledtensor.recipes.unit import Unit
 
 __all__ = [
     "MXFP4",

@@ -12,15 +12,7 @@ import torch
 from scaledtensor.errors import FormatError, RecipeError
 from scaledtensor.formats import BF16, FP16, FP32, Format
 from scaledtensor.formats import get as get_format
-from scaledtensor.recipes.casts import (
-    GEMMS,
-    Cast,
-    Gemm,
-    Gemms,
-    check_pairs,
-    kept_high,
-)
-from scaledtensor.recipes.scales import check_bool
+from scaledtensor.recipes.casts import GEMMS, Cast, Gemm, Gemms, check_bool, check_pairs, kept_high
 
 __all__ = ["RECIPES", "Recipe", "get", "register"]
 

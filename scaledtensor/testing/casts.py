@@ -11,13 +11,8 @@ from torch import Tensor
 from scaledtensor.errors import DTypeError, ShapeError
 from scaledtensor.formats import Format, FormatLike, get
 from scaledtensor.formats.rounding import FLOATS, Overflow, Rounding
-from scaledtensor.testing.reference import (
-    ladder,
-    near_ties,
-    reference_codes,
-    values_of,
-)
-from scaledtensor.testing.tensors import bits, name_of
+from scaledtensor.testing.reference import ladder, near_ties, reference_codes, values_of
+from scaledtensor.testing.rules import bits, name_of
 
 __all__ = ["check_cast"]
 

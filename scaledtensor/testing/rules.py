@@ -3,22 +3,61 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from scaledtensor.errors import DTypeError, ShapeError
-from scaledtensor.scale import is_power_of_two
-from scaledtensor.tensor import ScaledTensor
-from scaledtensor.testing.tensors import bits, exact, name_of, rms
-from scaledtensor.wrap import scaled
+from scaledtensor.formats import decode
+from scaledtensor.scales.powers import is_power_of_two
+from scaledtensor.tensors.tensor import ScaledTensor
+from scaledtensor.tensors.wrap import scaled
 
-__all__ = ["assert_scaled_close", "assert_unit_scaled", "check_rule"]
+__all__ = [
+    "assert_scaled_close",
+    "assert_unit_scaled",
+    "bits",
+    "check_rule",
+    "exact",
+    "name_of",
+    "rms",
+]
+
+
+# What the checks read of tensors and of functions.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits(x: Tensor) -> Tensor:
+    """The bit patterns of a plain tensor, as integers of its width."""
+    return x.contiguous().view(_INTEGERS[x.dtype.itemsize])
+
+
+def exact(x: Tensor) -> Tensor:
+    """The value in float64, apart from any graph."""
+    if isinstance(x, ScaledTensor):
+        return decode(x.qdata.detach(), x.format, torch.float64) * x.scale.double()
+    return x.detach().double()
+
+
+def rms(*samples: Tensor) -> float:
+    """The RMS over all elements of all samples."""
+    squares = sum(float(s.detach().double().square().sum()) for s in samples)
+    return math.sqrt(squares / max(sum(s.numel() for s in samples), 1))
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__name__", None) or type(function).__name__)
+
 
 Shapes = Sequence[Sequence[int]]
 
+
 #: Rounding of one operation in the compute format, relative to the RMS of the result.
 TOLERANCE = {torch.float32: 2.0**-17, torch.bfloat16: 2.0**-5}
+
+
 #: As many elements as a measured RMS is taken over, in samples of one population.
 _ENOUGH = 4096
 

@@ -9,10 +9,10 @@ from torch import Tensor
 from scaledtensor.errors import FormatError, UnsupportedError
 from scaledtensor.formats import FORMATS, Format, FormatLike, custom, get
 from scaledtensor.formats.custom import SPECIALS
-from scaledtensor.scale import MAX_SCALE, MIN_SCALE
-from scaledtensor.tensor import ScaledTensor
+from scaledtensor.scales.powers import MAX_SCALE, MIN_SCALE
+from scaledtensor.tensors.tensor import ScaledTensor
+from scaledtensor.tensors.wrap import scaled
 from scaledtensor.testing.reference import near_ties
-from scaledtensor.wrap import scaled
 
 try:
     from hypothesis import reject

@@ -20,7 +20,7 @@ PROGRAM = """
     from torch._subclasses import FakeTensorMode
     import scaledtensor as sct
     from benchmarks.launches_cuda import _on_device
-    from scaledtensor.demo.model import GPT, GPTConfig
+    from scaledtensor.apps.gpt import GPT, GPTConfig
 
     graphs = []
     def keep(graph, inputs):

@@ -11,7 +11,7 @@ from torch import nn
 import scaledtensor as sct
 from scaledtensor.formats import FORMATS
 from scaledtensor.recipes.base import RECIPES
-from scaledtensor.storable import is_storable
+from scaledtensor.tensors.storable import is_storable
 
 
 @pytest.mark.parametrize("fmt", [f for f in FORMATS.values() if f.has_zero], ids=str)

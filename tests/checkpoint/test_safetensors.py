@@ -19,7 +19,7 @@ from scaledtensor import checkpoint
 from scaledtensor.errors import CheckpointError
 from scaledtensor.formats import FORMATS, custom
 from scaledtensor.recipes import MXFP4, Current, Delayed, PerGemm, Unit
-from scaledtensor.storable import is_storable
+from scaledtensor.tensors.storable import is_storable
 
 
 def gpt(seed=0, recipe=None):

@@ -10,10 +10,19 @@ import torch
 
 import scaledtensor as sct
 from scaledtensor.__main__ import main
+from scaledtensor.apps import (
+    checkpoint,
+    precision,
+)
+from scaledtensor.apps import (
+    sample as sample_command,
+)
+from scaledtensor.apps import (
+    train as train_command,
+)
+from scaledtensor.apps.gpt import GPT, GPTConfig
+from scaledtensor.apps.training import Trainer
 from scaledtensor.checkpoint import atomic
-from scaledtensor.demo import checkpoint, precision, sample_command, train_command
-from scaledtensor.demo.model import GPT, GPTConfig
-from scaledtensor.demo.training import Trainer
 from scaledtensor.errors import CheckpointError
 
 RECIPES = ["fp32", "bf16", "unit"]

@@ -8,8 +8,9 @@ import pytest
 
 import scaledtensor as sct
 from scaledtensor.__main__ import main
-from scaledtensor.demo import demo_command, progress
-from scaledtensor.demo.comparison import ROWS
+from scaledtensor.apps import demo as demo_command
+from scaledtensor.apps import training
+from scaledtensor.apps.demo import ROWS
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -72,7 +73,7 @@ def test__ctrl_c_in_the_demo__exits_with_130_and_no_traceback(
     def interrupted(trainer):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("scaledtensor.demo.training.Trainer.step", interrupted)
+    monkeypatch.setattr("scaledtensor.apps.training.Trainer.step", interrupted)
     code, out = demo(words, tiny, tmp_path, "--rows", "fp32")
     assert code == 130
     assert capsys.readouterr().err.endswith("scaledtensor: interrupted\n")
@@ -80,7 +81,7 @@ def test__ctrl_c_in_the_demo__exits_with_130_and_no_traceback(
 
 
 def test__progress_without_tqdm__is_plain_lines(words, tiny, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(progress, "tqdm", None)
+    monkeypatch.setattr(training, "tqdm", None)
     demo(words, tiny, tmp_path, "--rows", "fp32")
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(",")[0] for line in lines] == [f"FP32: step {i}/3" for i in (1, 2, 3)]
@@ -111,7 +112,7 @@ def test__errors__are_one_line_and_exit_code_two(
     def no_traceback_wanted(*args, **kwargs):
         raise AssertionError("the command went on to train")
 
-    monkeypatch.setattr("scaledtensor.demo.training.Trainer.step", no_traceback_wanted)
+    monkeypatch.setattr("scaledtensor.apps.training.Trainer.step", no_traceback_wanted)
     assert main([a.format(words=words, tmp=tmp_path) for a in arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("scaledtensor: ")

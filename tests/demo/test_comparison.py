@@ -2,11 +2,11 @@ from dataclasses import replace
 
 import torch
 
-from scaledtensor.demo import precision
-from scaledtensor.demo.comparison import ROWS, as_json, shares_of_e5m2, table, verdict
-from scaledtensor.demo.model import GPTConfig
-from scaledtensor.demo.text import Corpus
-from scaledtensor.demo.training import Run, Settings
+from scaledtensor.apps import precision
+from scaledtensor.apps.demo import ROWS, as_json, shares_of_e5m2, table, verdict
+from scaledtensor.apps.gpt import GPTConfig
+from scaledtensor.apps.text import Corpus
+from scaledtensor.apps.training import Run, Settings
 
 
 def run(name: str, loss: float, weight: float = 1.0) -> Run:

@@ -4,8 +4,8 @@ import inspect
 import pytest
 import torch
 
-from scaledtensor.demo import model
-from scaledtensor.demo.model import GPT, GPTConfig
+from scaledtensor.apps import gpt as model
+from scaledtensor.apps.gpt import GPT, GPTConfig
 
 TINY = GPTConfig(vocab_size=11, block_size=8, n_layer=2, n_head=2, n_embd=16)
 

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from scaledtensor.demo.text import Corpus, draw_batch, load, read_text, stdlib_text
+from scaledtensor.apps.text import Corpus, draw_batch, load, read_text, stdlib_text
 from scaledtensor.errors import TextError
 
 

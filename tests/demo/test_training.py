@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from scaledtensor.demo import precision
-from scaledtensor.demo.model import GPTConfig
-from scaledtensor.demo.precision import UnscaledFP8Linear
-from scaledtensor.demo.text import Corpus, load
-from scaledtensor.demo.training import Settings, train_run
+from scaledtensor.apps import precision
+from scaledtensor.apps.gpt import GPTConfig
+from scaledtensor.apps.precision import UnscaledFP8Linear
+from scaledtensor.apps.text import Corpus, load
+from scaledtensor.apps.training import Settings, train_run
 from scaledtensor.errors import RecipeError
 from scaledtensor.formats import E4M3FN, E5M2, fake_quantize
 

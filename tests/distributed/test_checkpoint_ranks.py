@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from tensors import bits, gaussian
+from tensors import bits, gaussian, value_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -22,7 +22,7 @@ import scaledtensor as sct
 from scaledtensor import checkpoint
 from scaledtensor.checkpoint.fit import local, of_local
 from scaledtensor.errors import CheckpointError
-from scaledtensor.tensor import ScaledTensor
+from scaledtensor.tensors.tensor import ScaledTensor
 
 RECIPES = {
     "plain": None,
@@ -255,7 +255,7 @@ def test__shards_under_scales_of_their_own__come_back_under_them__elsewhere_unde
 def in_blocks(x, rounded=None):
     """A state in 8 bits, under each rank's own scales of blocks."""
     part = x.to_local() if isinstance(x, DTensor) else x
-    part = part.dequantize() if isinstance(part, ScaledTensor) else part
+    part = value_of(part)
     codes = sct.scaled(part.detach(), "e4m3fn", "amax", sct.PerBlock((1, 4)))
     return of_local(codes, x) if isinstance(x, DTensor) else codes
 
@@ -302,15 +302,12 @@ def loads_blocks(folder, kind, ranks):
         if isinstance(local(mine), sct.CodedTensor):
             kept.append(bits(mine) == bits(theirs))
             theirs = local(theirs)
-            values = theirs.dequantize() if isinstance(theirs, ScaledTensor) else theirs
-            part = of_rank(expected[i], mine)
-            right.append(torch.equal(values, part))
+            right.append(torch.equal(value_of(theirs), of_rank(expected[i], mine)))
     return all(kept), any(kept), all(right) and len(right) > 1
 
 
 def pieces_of(x, ranks):
-    values = x.dequantize() if isinstance(x, ScaledTensor) else x
-    return values.chunk(ranks)
+    return value_of(x).chunk(ranks)
 
 
 def of_rank(values, like):

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import scaledtensor as sct
 from scaledtensor.recipes import Current, Delayed, Unit
-from scaledtensor.shards import part_of
+from scaledtensor.tensors.shards import part_of
 
 STEPS = 25  # past two rebalancings
 

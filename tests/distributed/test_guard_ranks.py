@@ -7,7 +7,7 @@ from torch.distributed.fsdp import fully_shard
 
 import scaledtensor as sct
 from scaledtensor.recipes import Unit
-from scaledtensor.shards import part_of
+from scaledtensor.tensors.shards import part_of
 
 
 class Block(nn.Module):

@@ -9,8 +9,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import scaledtensor as sct
-from scaledtensor.expanded import ExpandedTensor
-from scaledtensor.optim.spread import part
+from scaledtensor.optim.buckets import part
+from scaledtensor.tensors.expanded import ExpandedTensor
 
 
 def made(recipe, name, state_format, **options):

@@ -38,7 +38,7 @@ from scaledtensor.formats import (
     quantize_blocks,
     random_key,
 )
-from scaledtensor.formats.granularity import expand_scale, scale_shape
+from scaledtensor.formats.layouts import expand_scale, scale_shape
 
 FORMATS_OF_ELEMENTS = (E4M3FN, E5M2, E2M1FN, E3M2FN, E2M3FN, E4M3FNUZ, E3M4, INT8, INT4, MXINT8)
 SCALE_FORMATS = ("e8m0", "pow2", "fp32", "nvfp4")

@@ -9,7 +9,8 @@ import pytest
 from formats_oracle import ALL, SHORT, all_codes, ml_decode
 
 from scaledtensor.__main__ import main
-from scaledtensor.formats import FORMATS, Format, describe, formats_command, get
+from scaledtensor.apps import formats
+from scaledtensor.formats import FORMATS, Format, describe, get
 
 PNG = b"\x89PNG\r\n\x1a\n"
 BYTES = [fmt for fmt in ALL if fmt.bits <= 8]
@@ -178,7 +179,7 @@ def test__bad_input__is_one_line_and_exit_code_two(arguments, message, tmp_path,
 
 
 def test__plot_without_matplotlib__says_what_to_install(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(formats_command, "find_spec", lambda name: None)
+    monkeypatch.setattr(formats, "find_spec", lambda name: None)
     assert main(["formats", "e5m2", "--plot", str(tmp_path / "picture.png")]) == 2
     assert "pip install scaledtensor[plot]" in capsys.readouterr().err
     assert main(["formats", "e5m2"]) == 0

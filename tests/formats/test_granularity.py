@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from scaledtensor.errors import ShapeError
 from scaledtensor.formats import PerAxis, PerBlock, PerTensor
-from scaledtensor.formats.granularity import (
+from scaledtensor.formats.layouts import (
     as_granularity,
     expand_scale,
     from_blocks,

@@ -12,16 +12,7 @@ from hypothesis.extra import numpy as hnp
 
 from scaledtensor import formats
 from scaledtensor.errors import DTypeError, FormatError, ShapeError
-from scaledtensor.formats import (
-    BF16,
-    E2M1FN,
-    E3M2FN,
-    E4M3FN,
-    E5M2,
-    PerAxis,
-    PerBlock,
-    PerTensor,
-)
+from scaledtensor.formats import BF16, E2M1FN, E3M2FN, E4M3FN, E5M2, PerAxis, PerBlock, PerTensor
 from scaledtensor.formats import numpy as fnp
 
 FLOATS = (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from scaledtensor.errors import DTypeError, FormatError, ShapeError
 from scaledtensor.formats import E2M1FN, E2M3FN, E3M2FN, E4M3FN, FORMATS, custom, pack, unpack
-from scaledtensor.formats.packing import packed_shape
+from scaledtensor.formats.layouts import packed_shape
 
 OF_EVERY_WIDTH = [
     custom(1, 0, has_inf=False, has_nan=False),

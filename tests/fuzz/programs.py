@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 import scaledtensor as sct
-from scaledtensor.testing.tensors import exact
+from scaledtensor.testing.rules import exact
 
 #: A square beyond these values is no float32. Norms and variances take squares of values, as
 #: torch's kernels do, so a program stops before.

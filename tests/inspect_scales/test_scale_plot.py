@@ -10,7 +10,7 @@ from tracked_models import BUILDERS, Stack
 import scaledtensor as sct
 from scaledtensor.errors import FormatError, ModelError, UnsupportedError
 from scaledtensor.inspect import plot, tracking
-from scaledtensor.inspect.prune import prune_non_float_tensors
+from scaledtensor.inspect.listing import prune_non_float_tensors
 
 pytest.importorskip("matplotlib")
 

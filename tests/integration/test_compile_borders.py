@@ -17,7 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import scaledtensor as sct
 from scaledtensor.compat.torchao import float8 as ao
 from scaledtensor.errors import MissingRuleWarning
-from scaledtensor.scale import is_power_of_two
+from scaledtensor.scales.powers import is_power_of_two
 
 RECIPES = ["unit", "current", "delayed", "mxfp8"]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import scaledtensor as sct
 from scaledtensor.errors import FormatError
 from scaledtensor.formats import FORMATS, Format, decode, encode
-from scaledtensor.scale import is_power_of_two
+from scaledtensor.scales.powers import is_power_of_two
 from scaledtensor.testing import strategies
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import scaledtensor as sct
 from benchmarks.gradients import CurrentScaling
-from scaledtensor.ops.recurrent import FUNCTIONS as RECURRENT
+from scaledtensor.ops.rules.recurrent import FUNCTIONS as RECURRENT
 
 every_style = pytest.mark.parametrize("style", STYLES.values(), ids=list(STYLES))
 Gradients = dict[str, Tensor]

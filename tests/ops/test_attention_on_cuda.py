@@ -8,9 +8,9 @@ import torch
 from torch.func import vjp
 
 import scaledtensor as sct
-from scaledtensor.ops import attention
 from scaledtensor.ops.registry import RULES
 from scaledtensor.ops.results import wrap
+from scaledtensor.ops.rules import attention
 
 aten = torch.ops.aten
 SCALE = 0.2

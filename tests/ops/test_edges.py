@@ -10,7 +10,7 @@ from assertions import TOLERANCE, assert_holds, dequantized
 from tensors import gaussian
 
 import scaledtensor as sct
-from scaledtensor.scale import is_power_of_two
+from scaledtensor.scales.powers import is_power_of_two
 
 FILLS = [float("-inf"), torch.finfo(torch.float32).min, torch.finfo(torch.bfloat16).min, -1e9, -1e4]
 SINGULAR_AT_0 = {

@@ -16,7 +16,7 @@ from tensors import gaussian
 from torch import Tensor
 
 import scaledtensor as sct
-from scaledtensor.ops.moments import gaussian_rms
+from scaledtensor.ops.algebra import gaussian_rms
 
 # --- moments ---------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ import scaledtensor as sct
 from scaledtensor import _torch
 from scaledtensor.errors import RecipeError, RecipeWarning
 from scaledtensor.formats import E8M0FNU, decode
-from scaledtensor.ops import hardware
+from scaledtensor.ops.products import cuda
 from scaledtensor.recipes import (
     MXFP8,
     NVFP4,
@@ -151,7 +151,7 @@ def units(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int]], Units]
         monkeypatch.setattr(_torch, "compute_capability", lambda x: capability)
         monkeypatch.setattr(_torch, "scaled_mm", made.scaled_mm)
         monkeypatch.setattr(_torch, "scaled_grouped_mm", made.scaled_grouped_mm)
-        monkeypatch.setattr(hardware, "_told", set())
+        monkeypatch.setattr(cuda, "_told", set())
         return made
 
     return give

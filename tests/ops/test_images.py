@@ -9,7 +9,7 @@ from tensors import gaussian
 from torch import Tensor
 
 import scaledtensor as sct
-from scaledtensor.ops.convolution import terms
+from scaledtensor.ops.rules.convolution import terms
 
 aten = torch.ops.aten
 UNIT = sct.recipes.Unit()

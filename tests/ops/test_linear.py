@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import scaledtensor as sct
 from scaledtensor import native as loops
 from scaledtensor.formats import E4M3FN
-from scaledtensor.ops import linear
+from scaledtensor.ops.products import linear
 
 RECIPES = {
     "Unit": sct.recipes.Unit(),

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import scaledtensor as sct
-from scaledtensor.ops.products import product_dtype
+from scaledtensor.ops.products.dtype import product_dtype
 
 TOKENS, WIDTH, HEADS, VOCABULARY = 16, 32, 4, 50
 

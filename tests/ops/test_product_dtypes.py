@@ -16,8 +16,9 @@ import scaledtensor as sct
 from scaledtensor import _torch
 from scaledtensor.__main__ import main
 from scaledtensor.errors import HardwareError
-from scaledtensor.ops import linear, products
 from scaledtensor.ops.algebra import elements
+from scaledtensor.ops.products import dtype as products
+from scaledtensor.ops.products import linear
 from scaledtensor.recipes.casts import GEMMS
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from torch import nn
 
 import scaledtensor as sct
 from scaledtensor.errors import UnsupportedError
-from scaledtensor.sparse import SparseTensor
+from scaledtensor.tensors.sparse import SparseTensor
 
 NODES, WIDTH = 60, 8
 LAYOUTS = ("coo", "csr", "csc")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import scaledtensor as sct
-from scaledtensor.ops import optimizer
+from scaledtensor.ops.rules import optimizer
 
 STEPS = 4
 

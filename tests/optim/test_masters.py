@@ -5,12 +5,12 @@ import copy
 import pytest
 import torch
 from assertions import dequantized
-from tensors import gaussian, saved_and_loaded
+from tensors import gaussian, saved_and_loaded, value_of
 from torch import Tensor, nn
 
 import scaledtensor as sct
 from scaledtensor.errors import FormatError
-from scaledtensor.expanded import ExpandedTensor
+from scaledtensor.tensors.expanded import ExpandedTensor
 
 MASTERS = ("fp32", "fp16", "bf16", "bf16+16")
 every_kind = pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
@@ -50,7 +50,7 @@ def test__a_float32_master__is_the_training_in_float32(scaled):
     train(p, optimizer, range(5))
     want = in_float32(range(5), 1e-4)
     master = optimizer.state[p]["master"]
-    master = master.dequantize() if isinstance(master, sct.ScaledTensor) else master
+    master = value_of(master)
     torch.testing.assert_close(master, want, rtol=2.0**-21, atol=2.0**-28)
     assert torch.equal(value(p), master.bfloat16().float())
 

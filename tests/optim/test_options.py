@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from tensors import value_of
 from torch import Tensor, nn
 
 import scaledtensor as sct
 from scaledtensor.errors import FormatError, MupError, UnsupportedError
-from scaledtensor.expanded import ExpandedTensor
 from scaledtensor.formats import PerBlock
+from scaledtensor.tensors.expanded import ExpandedTensor
 
 INFINITE = {"SGD": ("lr", "momentum", "dampening"), "AdamW": ("lr", "eps"), "Lion": ("lr",)}
 
@@ -39,8 +40,7 @@ def problem(scaled: bool, **options: Any) -> tuple[nn.Parameter, torch.optim.Opt
 
 
 def value(p: Tensor) -> Tensor:
-    found = p.detach()
-    return found.dequantize() if isinstance(found, sct.ScaledTensor) else found
+    return value_of(p.detach())
 
 
 @pytest.mark.parametrize("scaled", [False, True])

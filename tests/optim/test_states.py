@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import scaledtensor as sct
 from scaledtensor.errors import DTypeError, FormatError, ShapeError, UnsupportedError
-from scaledtensor.expanded import ExpandedTensor
-from scaledtensor.optim import buckets, fused, states
+from scaledtensor.optim import buckets, states, updates
+from scaledtensor.tensors.expanded import ExpandedTensor
 
 FORMATS = ("bf16", "fp16", "e4m3fn", "e5m2", "int8")
 #: Distance of a step from torch's, relative to its length, after four steps of Gaussian gradients.
@@ -678,7 +678,7 @@ def test__large_parameters__are_stepped_where_they_are(monkeypatch):
     for a, b in zip(whole, train(), strict=True):
         assert torch.equal(a, b)
     monkeypatch.setattr(states, "TOGETHER", 300)
-    monkeypatch.setattr(fused, "_PIECE", 3)
+    monkeypatch.setattr(updates, "_PIECE", 3)
     for a, b in zip(whole, train(), strict=True):
         assert torch.equal(a, b)
 
@@ -746,8 +746,8 @@ def test__compiled_pieces__are_alike(monkeypatch):
         sizes.append(len(elements))
         return [None, None]
 
-    monkeypatch.setattr(fused, "_compiled", lambda plan: step)
-    monkeypatch.setattr(fused, "_COMPILED_PIECE", 8)
+    monkeypatch.setattr(updates, "_compiled", lambda plan: step)
+    monkeypatch.setattr(updates, "_COMPILED_PIECE", 8)
     p = nn.Parameter(torch.zeros(17 * 128))
     p.grad = torch.ones_like(p)
     sct.optim.AdamW([p], state_format="e4m3fn", compiled=True).step()

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import scaledtensor as sct
-from scaledtensor import histories
 from scaledtensor.errors import ModelError, RecipeWarning
+from scaledtensor.models import delayed
 from scaledtensor.recipes import Current, Delayed, Unit
 
 INPUT, WEIGHT, GRADIENT = range(3)
@@ -129,13 +129,13 @@ def test__growth_without_guard__saturates_and_says_so_in_every_step():
 def test__growth__is_counted_either_way():
     model = network()
     steps(model, adam(model), GROWTH)
-    found = histories.exceeded(model)
+    found = delayed.exceeded(model)
     assert set(found) == {"0.weight", "2.weight"}
     assert found["0.weight"]["input"] == len(GROWTH) - 1
     assert found["0.weight"]["gradient"] == len(GROWTH) - 1
     steady = network()
     steps(steady, adam(steady), [1.0] * 4)
-    assert histories.exceeded(steady)["0.weight"]["input"] <= 2
+    assert delayed.exceeded(steady)["0.weight"]["input"] <= 2
 
 
 @pytest.mark.parametrize("guard", [False, True])
@@ -364,7 +364,7 @@ def test__a_buffer_of_the_user__is_no_history():
         sct.scale_model(plain, Delayed())
     assert type(plain[0].weight) is nn.Parameter
     sct.scale_model(plain, Unit())
-    assert histories.exceeded(plain) == {}
+    assert delayed.exceeded(plain) == {}
 
 
 def test__a_parametrized_weight__leaves_no_history_behind():
@@ -450,7 +450,7 @@ def test__advance__ends_a_step_without_an_optimizer():
     model = network()
     model(torch.randn(4, 16)).square().mean().backward()
     assert model[0].weight_amax[INPUT, 1] == 0
-    histories.advance(model)
+    delayed.advance(model)
     assert model[0].weight_amax[INPUT, 1] > 0
     assert model[0].weight_amax[INPUT, 0] == 0
 
@@ -525,7 +525,7 @@ def test__accumulated_steps__may_run_backward_in_any_order():
     first, second = (run(torch.ones(4, 16) * s).square().mean() for s in (1.0, 2.0))
     second.backward()
     first.backward()
-    histories.advance(model)
+    delayed.advance(model)
     assert model[0].weight_amax[:, 1].count_nonzero() == 3
 
 
@@ -559,7 +559,7 @@ def test__of_gpt2__every_weight_has_a_history(compiled):
     torch._dynamo.reset()
     run = torch.compile(loss, fullgraph=True, backend="aot_eager") if compiled else loss
     run().backward()
-    histories.advance(model)
+    delayed.advance(model)
     found = {n: b for n, b in model.named_buffers() if n.endswith("weight_amax")}
     assert len(found) == 4 + 1
     used = {n for n, b in found.items() if bool((b[:, 1] > 0).all())}

@@ -15,7 +15,7 @@ import scaledtensor as sct
 from scaledtensor import recipes
 from scaledtensor.errors import RecipeError
 from scaledtensor.formats import BF16, E4M3FN, E5M2, FP32
-from scaledtensor.ops import by_gemm
+from scaledtensor.ops.products import by_gemm
 from scaledtensor.recipes import Amax, Carried, Cast, Gemm, Gemms, Microscale, TwoLevel, Unit
 from scaledtensor.recipes.base import RECIPES, register
 

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import scaledtensor as sct
 from scaledtensor.errors import RecipeWarning, UnsupportedError
 from scaledtensor.formats import E4M3FN, FORMATS, PerBlock, TwoLevelScale, decode
-from scaledtensor.ops import by_gemm
-from scaledtensor.ops.quantize import mixed
+from scaledtensor.ops.products import by_gemm
+from scaledtensor.ops.products.quantize import mixed
 from scaledtensor.recipes import (
     MXFP4,
     MXFP6,

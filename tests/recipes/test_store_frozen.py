@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import scaledtensor as sct
-from scaledtensor import histories
 from scaledtensor.errors import RecipeError, UnsupportedError
 from scaledtensor.formats import E4M3FN
+from scaledtensor.models import delayed
 from scaledtensor.recipes import (
     MXFP8,
     NVFP4,
@@ -171,7 +171,7 @@ def test__under_delayed_scaling__inputs_and_gradients_keep_their_histories():
     """A frozen weight has the same amax at every step, so its scale never had a history."""
     model = stored(Delayed())
     outcome(model, gaussian(8, 32, seed=1))
-    histories.advance(model)
+    delayed.advance(model)
     seen = model[0].base.weight_amax[:, 1]
     assert seen[0] > 0
     assert seen[2] > 0

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 import scaledtensor as sct
 import scaledtensor.functional as U
-from scaledtensor import interpose, mup
+from scaledtensor import mup
+from scaledtensor.models import interpose
 
 WIDTH, LAYERS = 32, 4
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import scaledtensor as sct
-from scaledtensor import interpose
-from scaledtensor.unit_scale.plan import Plan, Step
+from scaledtensor.models import interpose
+from scaledtensor.unit_scaling.plan import Plan, Step
 
 CASES: dict[str, tuple[type[nn.Module], Any]] = {}
 TOKENS = (torch.arange(36).reshape(2, 3, 6) * 7) % 11

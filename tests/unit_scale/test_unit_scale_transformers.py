@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import scaledtensor as sct
-from scaledtensor import interpose
+from scaledtensor.models import interpose
 
 pytest.importorskip("transformers")
 

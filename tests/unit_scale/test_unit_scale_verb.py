@@ -18,9 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 import scaledtensor as sct
 import scaledtensor.functional as U
-from scaledtensor import errors, interpose, mup
+from scaledtensor import errors, mup
 from scaledtensor.errors import CheckpointError, ModelWarning
-from scaledtensor.unit_scale.plan import Plan
+from scaledtensor.models import interpose
+from scaledtensor.unit_scaling.plan import Plan
 
 WIDTH = 32
 

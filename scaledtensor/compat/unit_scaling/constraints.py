@@ -1,6 +1,6 @@
 """`unit_scaling.constraints`: which scales of an operator are one and the same."""
 
-from scaledtensor.functional.constraints import (
+from scaledtensor.functional.scaling import (
     amean,
     apply_constraint,
     gmean,

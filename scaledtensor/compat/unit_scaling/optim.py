@@ -13,7 +13,7 @@ from torch import Tensor
 from scaledtensor import optim
 from scaledtensor.errors import MupError
 from scaledtensor.optim import lr_scale_for_depth, lr_scale_func_adam, lr_scale_func_sgd
-from scaledtensor.optim.rules import LRScale
+from scaledtensor.optim.groups import LRScale
 
 __all__ = [
     "SGD",

@@ -19,11 +19,10 @@ from torch.overrides import TorchFunctionMode, wrap_torch_function
 from torch.utils import _pytree as pytree
 
 from scaledtensor.errors import ModelError, UnsupportedError
-from scaledtensor.interpose import interpose
-from scaledtensor.unit_scale.initialize import unit_parameters
-from scaledtensor.unit_scale.mode import UnitScaling
-from scaledtensor.unit_scale.plan import NAMES, Plan, Step
-from scaledtensor.unit_scale.verb import UnitScale
+from scaledtensor.models.interpose import interpose
+from scaledtensor.unit_scaling.mode import UnitScaling
+from scaledtensor.unit_scaling.plan import NAMES, Plan, Step
+from scaledtensor.unit_scaling.verb import UnitScale, unit_parameters
 
 __all__ = ["ReplacingUnitScale", "overridable"]
 

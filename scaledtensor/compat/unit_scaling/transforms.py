@@ -29,11 +29,11 @@ from scaledtensor.inspect import (
     prune_same_scale_tensors,
     prune_selected_nodes,
 )
-from scaledtensor.interpose import interpose
-from scaledtensor.interpose import transforms as transforms_of
-from scaledtensor.simulate import SimulateFormat
-from scaledtensor.tensor import ScaledTensor
-from scaledtensor.unit_scale.verb import UnitScale
+from scaledtensor.models.interpose import interpose
+from scaledtensor.models.interpose import transforms as transforms_of
+from scaledtensor.models.simulate import SimulateFormat
+from scaledtensor.tensors.tensor import ScaledTensor
+from scaledtensor.unit_scaling.verb import UnitScale
 
 __all__ = [
     "Metrics",

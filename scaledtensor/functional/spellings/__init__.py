@@ -17,12 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scaledtensor.functional import convolutions, losses, pooling, recurrent
-from scaledtensor.functional.spellings import arithmetic, elementwise, layers
-from scaledtensor.ops.functions import PRODUCTS
+from scaledtensor.functional.spellings import arithmetic, layers
+from scaledtensor.functional.spellings import arithmetic as elementwise
+from scaledtensor.ops.products.table import PRODUCTS
 
 __all__ = ["COUNTERPARTS"]
 
-#: Products by the name that `scaledtensor.ops.functions.PRODUCTS` gives them -> the same at unit
+#: Products by the name that `scaledtensor.ops.products.table.PRODUCTS` gives them -> the same at
+#: unit
 #: scale. None: the constant is measured, as for any function that has no closed form here.
 _BY_NAME: dict[str, Callable[..., Any] | None] = {
     "linear": arithmetic.linear,

@@ -4,16 +4,41 @@ from functools import partial, reduce
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from scaledtensor.errors import UnsupportedError
-from scaledtensor.functional import products, residual, routing
-from scaledtensor.functional.batch import batch_factor
-from scaledtensor.functional.constraints import apply_constraint, parameter_scale
-from scaledtensor.functional.laws import repeats, root
-from scaledtensor.functional.scaling import scale_bwd, scale_fwd
-from scaledtensor.functional.spellings.operands import OUTPUT, is_weight, refuse_out
-from scaledtensor.ops.by_gemm import tensordot_equation
+from scaledtensor.functional import activations, products, residual
+from scaledtensor.functional import products as routing
+from scaledtensor.functional.scaling import (
+    apply_constraint,
+    batch_factor,
+    parameter_scale,
+    repeats,
+    root,
+    scale_bwd,
+    scale_fwd,
+)
+from scaledtensor.ops.products.by_gemm import tensordot_equation
+
+__all__ = ["OUTPUT", "is_weight", "refuse_out"]
+
+
+# What adapters read from operands.
+OUTPUT = "to_output_scale"
+
+
+def is_weight(x: Any) -> bool:
+    """Whether `x` is a parameter, or a view of one such as its transpose."""
+    if not isinstance(x, Tensor):
+        return False
+    return isinstance(x, nn.Parameter) or isinstance(getattr(x, "_base", None), nn.Parameter)
+
+
+def refuse_out(out: Any) -> None:
+    if out is not None:
+        raise UnsupportedError(
+            "unit-scaled functions take no out=, as autograd takes none; assign the result instead"
+        )
 
 
 def matmul(input: Any, other: Any, *, out: Any = None, constraint: Any = OUTPUT) -> Tensor:
@@ -219,3 +244,84 @@ def mul(input: Any, other: Any, *, out: Any = None, constraint: Any = OUTPUT) ->
         gain, rest = (input, other) if is_weight(input) else (other, input)
         return _free(gain, rest, constraint) * rest
     return residual.mul(input, other, constraint)
+
+
+# Elementwise functions, softmax and dropout.
+def gelu(input: Any, *, approximate: str = "none", constraint: Any = OUTPUT) -> Tensor:
+    return activations.gelu(input, constraint=constraint, approximate=approximate)
+
+
+def silu(input: Any, inplace: bool = False, *, constraint: Any = OUTPUT) -> Tensor:
+    return activations.silu(input, constraint=constraint)
+
+
+def relu(input: Any, inplace: bool = False, *, constraint: Any = OUTPUT) -> Tensor:
+    return activations.relu(input, constraint)
+
+
+def leaky_relu(
+    input: Any, negative_slope: float = 0.01, inplace: bool = False, *, constraint: Any = OUTPUT
+) -> Tensor:
+    return activations.leaky_relu(input, negative_slope, constraint=constraint)
+
+
+def tanh(input: Any, *, out: Any = None, constraint: Any = OUTPUT) -> Tensor:
+    refuse_out(out)
+    return activations.tanh(input, constraint=constraint)
+
+
+def sigmoid(input: Any, *, out: Any = None, constraint: Any = OUTPUT) -> Tensor:
+    refuse_out(out)
+    return activations.sigmoid(input, constraint=constraint)
+
+
+def f_softmax(
+    input: Any,
+    dim: Any = None,
+    _stacklevel: int = 3,
+    dtype: Any = None,
+    *,
+    constraint: Any = OUTPUT,
+) -> Tensor:
+    return activations.softmax(input, _checked_dim(dim), dtype, constraint)
+
+
+def softmax(
+    input: Any, dim: Any, dtype: Any = None, *, out: Any = None, constraint: Any = OUTPUT
+) -> Tensor:
+    refuse_out(out)
+    return activations.softmax(input, dim, dtype, constraint)
+
+
+def f_log_softmax(
+    input: Any,
+    dim: Any = None,
+    _stacklevel: int = 3,
+    dtype: Any = None,
+    *,
+    constraint: Any = OUTPUT,
+) -> Tensor:
+    return activations.log_softmax(input, _checked_dim(dim), dtype, constraint)
+
+
+def log_softmax(
+    input: Any, dim: Any, dtype: Any = None, *, out: Any = None, constraint: Any = OUTPUT
+) -> Tensor:
+    refuse_out(out)
+    return activations.log_softmax(input, dim, dtype, constraint)
+
+
+def _checked_dim(dim: Any) -> int:
+    if not isinstance(dim, int):
+        raise UnsupportedError(
+            "a unit-scaled softmax takes dim=; torch's choice of one is deprecated"
+        )
+    return dim
+
+
+def f_dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return activations.dropout(input, p, training)
+
+
+def dropout(input: Any, p: float, train: bool) -> Tensor:
+    return activations.dropout(input, p, train)

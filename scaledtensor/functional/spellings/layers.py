@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from scaledtensor.errors import UnsupportedError
-from scaledtensor.functional import embeddings, losses, norms, pooling
+from scaledtensor.functional import losses, norms, pooling, products
 from scaledtensor.functional.attention import scaled_dot_product_attention
 from scaledtensor.functional.convolutions import (
     conv1d,
@@ -17,7 +17,7 @@ from scaledtensor.functional.convolutions import (
     conv_transpose2d,
     conv_transpose3d,
 )
-from scaledtensor.functional.spellings.operands import OUTPUT, refuse_out
+from scaledtensor.functional.spellings.arithmetic import OUTPUT, refuse_out
 
 
 def convolution(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -197,7 +197,7 @@ def f_embedding(
     *,
     constraint: Any = None,
 ) -> Tensor:
-    return embeddings.embedding(
+    return products.embedding(
         input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, constraint
     )
 

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import scaledtensor as sct
-from scaledtensor import histories
 from scaledtensor.compat.torchao.float8.config import (
     Float8LinearConfig,
     Float8LinearRecipeName,
@@ -18,6 +17,7 @@ from scaledtensor.compat.torchao.float8.float8_linear import Float8Linear
 from scaledtensor.compat.torchao.float8.recipe import casts, recipe_of
 from scaledtensor.errors import ModelError, RecipeError, UnsupportedError
 from scaledtensor.formats import BF16, FP16, FP32
+from scaledtensor.models import delayed
 
 __all__ = [
     "convert_to_float8_training",
@@ -108,8 +108,8 @@ def sync_float8_amax_and_scale_history(
         fp8_layers: the layers of it, where they were listed before.
     """
     for layer in [model] if fp8_layers is None else fp8_layers:
-        histories.share_histories(layer)
-        histories.advance(layer)
+        delayed.share_histories(layer)
+        delayed.advance(layer)
 
 
 def _auto_filter_for_recipe(recipe: str | Float8LinearRecipeName, filter_fqns: list[str]) -> Filter:

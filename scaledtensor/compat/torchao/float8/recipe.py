@@ -24,8 +24,8 @@ from scaledtensor.recipes import (
     PerGemm,
     Recipe,
 )
+from scaledtensor.recipes.by_tensor import ROLES
 from scaledtensor.recipes.casts import GEMMS
-from scaledtensor.recipes.delayed import ROLES
 
 __all__ = ["casts", "recipe_of"]
 

@@ -7,9 +7,13 @@ from torch import Tensor
 
 from scaledtensor.errors import ScaleError
 from scaledtensor.functional import transformer_residual_scaling_rule
-from scaledtensor.functional.constraints import Constraint, apply_constraint
-from scaledtensor.functional.laws import interpolate
-from scaledtensor.functional.scaling import scale_bwd, scale_fwd
+from scaledtensor.functional.scaling import (
+    Constraint,
+    apply_constraint,
+    interpolate,
+    scale_bwd,
+    scale_fwd,
+)
 
 __all__ = [
     "logarithmic_interpolation",
@@ -29,7 +33,7 @@ def scale_elementwise(
 
     Args:
         f: takes a tensor first, and anything after it.
-        constraint: makes one of the two scales, see `scaledtensor.functional.constraints`.
+        constraint: makes one of the two scales, see `scaledtensor.functional.scaling`.
 
     Raises:
         ScaleError: a constraint that is none for two scales; when called, a factor that is not

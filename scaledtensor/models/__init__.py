@@ -1,0 +1,1 @@
+"""Whole models: `scale_model`, simulation, delayed scaling, rebalancing and the guard."""

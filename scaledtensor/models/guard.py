@@ -1,0 +1,229 @@
+"""The guard of `Unit`: when sites look, and a calibration over data.
+
+The rules know shapes and no data. `scaledtensor.ops.products.sites` has what is measured and what
+follows
+from it; this module says when. In training a site looks in the first step after `scale_model` (at
+ten products, and at each tenth of more), and in each step at whose end the recipe rebalances the
+parameters; in compiled code also in the next steps, until hardly an element of any site saturates.
+A site of a checkpoint goes on with what was found before, and looks when the uninterrupted run
+would have, but for those next steps, of which no file tells.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scaledtensor import _torch
+from scaledtensor.errors import ModelError, UnsupportedError
+from scaledtensor.models import delayed
+from scaledtensor.models.rebalance import COUNT
+from scaledtensor.ops.products import sites
+from scaledtensor.ops.products.sites import Site
+from scaledtensor.recipes import Unit
+from scaledtensor.tensors.shards import by_groups, is_sharded, of_all_parts, part_of, ranks_of
+from scaledtensor.tensors.steps import Held, is_scaled
+
+__all__ = ["calibrate"]
+
+
+def after_step(held: Held) -> None:
+    """A step of an optimizer ends: its weights keep what was found in it, and look in the next one
+    if that is due."""
+    spread, any_due, any_guarded = [], False, False
+    again, sites.settling = sites.settling, False
+    for group, ours in held:
+        done = group.get(COUNT, 0)
+        for p in ours:
+            part: Any = part_of(p)
+            recipe, site = part.recipe, part.site
+            if not isinstance(recipe, Unit) or part.dim() < 2:
+                continue
+            every = recipe.rebalance if recipe.guard else 0
+            due = every > 0 and (done + 1) % every == 0
+            any_due, any_guarded = any_due or due, any_guarded or every > 0
+            looks = due or (again and every > 0)
+            # By the count, which is the same on every rank: some may have new parts, without sites.
+            if part is not p and every > 0:
+                since = done % every
+                if done == 1 or since in (0, _SETTLED):
+                    spread.append(p)
+                looks = due or (again and since < _SETTLED)
+            if site is None:
+                if looks:
+                    part.site = Site(looks=True)
+            elif looks or site.looks or site.new:
+                site.settle(part)
+                site.looks, site.new = (
+                    looks,
+                    site.new and not any(seen.number for seen in site.seen),
+                )
+                site.forget()
+    if any_guarded:
+        sites.beside.looks, sites.beside.new = any_due, False
+    _agree(spread)
+
+
+#: After how many steps of looking compiled code has found the shifts of parts that are spread over
+#: ranks. They look no longer, so that all ranks agree on what is found.
+_SETTLED = 4
+
+
+def _agree(spread: list[Any]) -> None:
+    """The parts of a weight on all ranks take the largest shifts that one of them found: for what
+    each rank saw of the whole weight's operands, and for checkpoints, which hold one recipe."""
+    for groups, sharers in by_groups(spread, ranks_of).items():
+        parts: list[Any] = [part_of(p) for p in sharers]
+        own = [(part.site and part.site.found) or part.recipe.shifts for part in parts]
+        device = parts[0].device
+        found = of_all_parts(torch.tensor(own, dtype=torch.float64, device=device), groups)
+        for part, shifts in zip(parts, found.amax(0).tolist(), strict=True):
+            part.recipe = replace(part.recipe, shifts=tuple(map(int, shifts)))
+            if part.site is not None:
+                part.site.found = None
+
+
+def calibrate(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    call: Callable[[nn.Module, Any], Any] | None = None,
+    loss: Callable[[nn.Module, Any], Tensor] | None = None,
+) -> dict[str, tuple[int, int]]:
+    """Correct the casts of a model by what its operands are for some data.
+
+    Under `Unit`, each weight whose inputs saturate, or vanish, in the cast that the rules expect
+    gets a shift (`Unit.shifts`) under which all that was seen fits. Under `Delayed`, the largest
+    magnitudes become the latest step of each weight's history. So inference has static scales, and
+    a training has scales of the data from its first step on. The rest of the model stays as it is:
+    the passes run in evaluation mode and uncompiled, and parameters, other buffers and gradients
+    keep their values. For training, call it before the first step; for inference, after the weights
+    are loaded. Compiled code follows without being compiled anew.
+
+    Args:
+        model: one that `scale_model` gave the recipe `Unit` or `Delayed`, or some of whose modules
+            have one of them. It may be compiled.
+        batches: the data, one batch after another: a tensor is given to `model` as it is, a tuple
+            or list as its arguments, a mapping as keyword arguments.
+        call: `call(model, batch)` runs the model, in place of the above.
+        loss: `loss(model, batch)` is a loss whose backward pass corrects the casts of gradients as
+            well. By default the passes are forward ones.
+
+    Returns:
+        The shifts of inputs and of gradients, for each name of a weight that has some.
+
+    Raises:
+        ModelError: no weight of `model` has one of these recipes; there was no batch; or no weight
+            took part in a product. The model is then what it was.
+        UnsupportedError: both `call` and `loss` are given.
+    """
+    if call is not None and loss is not None:
+        raise UnsupportedError("calibrate takes `call` or `loss`, which runs the model itself")
+    weights = _weights(getattr(model, "_orig_mod", model))  # of a compiled one: names without this
+    kept = delayed.all_of(model)
+    if not weights and not kept:
+        raise ModelError(
+            "no weight of this model has the recipe Unit or Delayed, whose casts are calibrated: "
+            "scaledtensor.scale_model(model, Unit()) first"
+        )
+    seen_before = [history.clone() for history in kept]
+    with torch.no_grad():
+        for history in kept:
+            history[:, 0] = 0  # what a step that has not ended saw is none of these data
+    before = {name: p.recipe for name, p in weights.items()}
+    for p in weights.values():
+        p.recipe, site = p.recipe.uncorrected, p.site or Site()
+        p.site, site.found = site, None
+        site.forget()
+    count, done = 0, False
+    try:
+        grads = torch.set_grad_enabled(loss is not None)
+        with sites.calibrating(), _torch.uncompiled_calls(), _as_it_was(model, kept), grads:
+            for batch in batches:
+                count += 1
+                if loss is not None:
+                    loss(model, batch).backward()  # type: ignore[no-untyped-call]
+                else:
+                    (call or _called)(model, batch)
+        if not count:
+            raise ModelError("calibrate was given no batch")
+        seen = any(seen.number for p in weights.values() for seen in p.site.seen)
+        if not seen and not any(bool((history[:, 0] > 0).any()) for history in kept):
+            raise ModelError(
+                "no weight with the recipe Unit or Delayed took part in a product while the model "
+                "ran"
+            )
+        done = True
+        _reshard(model)
+        delayed.share({id(p): p for p in model.parameters()})
+        delayed.advance(model)
+    finally:
+        for name, p in weights.items():
+            if not done:
+                p.recipe = before[name]
+            p.site.new = p.site.new and not done
+            if done:
+                p.site.settle(p)
+            p.site.forget()
+        if done:
+            _agree([p for p in model.parameters() if is_sharded(p) and _is_site(part_of(p))])
+        else:
+            with torch.no_grad():
+                for history, before_it in zip(kept, seen_before, strict=True):
+                    history.copy_(before_it)
+    return {name: p.recipe.shifts for name, p in weights.items() if p.recipe.shifts != (0, 0)}
+
+
+def _weights(model: nn.Module) -> dict[str, Any]:
+    """What may be a site, by name."""
+    found: dict[str, Any] = {}
+    for name, p in model.named_parameters():
+        if is_scaled(p) and _is_site(part_of(p)):
+            found[name] = part_of(p)
+    return found
+
+
+def _reshard(model: nn.Module) -> None:
+    """`fully_shard` leaves the outermost parameters whole after a forward pass."""
+    sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    for module in model.modules():
+        if isinstance(module, sharded):
+            module.reshard()
+
+
+def _is_site(weight: Any) -> bool:
+    recipe = weight.recipe
+    return isinstance(recipe, Unit) and weight.dim() > 1 and recipe.gemms.once is not None
+
+
+def _called(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (list, tuple)) else model(batch)
+
+
+@contextmanager
+def _as_it_was(model: nn.Module, kept: list[Tensor]) -> Iterator[None]:
+    """Evaluation mode; and modes, gradients, and buffers but for histories as they were, at the
+    end."""
+    modes = [(m, m.training) for m in model.modules()]
+    others = (b for b in model.buffers() if not any(b is history for history in kept))
+    buffers = [(b, b.detach().clone()) for b in others]
+    grads = [(p, p.grad) for p in model.parameters()]
+    for p, _ in grads:
+        p.grad = None
+    model.eval()
+    try:
+        yield
+    finally:
+        for m, mode in modes:
+            m.training = mode
+        with torch.no_grad():
+            for b, was in buffers:
+                b.copy_(was)
+        for p, grad in grads:
+            p.grad = grad

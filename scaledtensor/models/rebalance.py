@@ -1,0 +1,267 @@
+"""rebalance: new scales for tensors whose values have outgrown the ones they keep.
+
+What is written in place keeps its scale, as a parameter does from one step to the next: rules that
+read it trust the RMS that was expected when it was made. Training drifts from that; `statistics`
+says by how much, and `rebalance` measures and mends it. A recipe has it done to the parameters
+every few optimizer steps, and that waits for no device. It reads every element, so more often than
+that it does not pay.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from scaledtensor.errors import DTypeError, ScaleError, UnsupportedError
+from scaledtensor.ops.algebra import elements
+from scaledtensor.ops.results import covers_storage, store
+from scaledtensor.scales.measure import measured_rms
+from scaledtensor.scales.powers import MIN_SCALE, nearest_power_of_two, power_of_two_near
+from scaledtensor.scales.singles import Single, put, rms_of, rounded, scale_of, single_of, tensor_of
+from scaledtensor.tensors.coded import CodedTensor
+from scaledtensor.tensors.shards import (
+    by_groups,
+    is_sharded,
+    of_all_parts,
+    part_of,
+    squares_and_amax,
+)
+from scaledtensor.tensors.sparse import SparseTensor
+from scaledtensor.tensors.steps import Held
+from scaledtensor.tensors.tensor import ScaledTensor, is_stored
+
+__all__ = ["Statistics", "rebalance", "rebalance_every", "statistics"]
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What one look at the elements of a ScaledTensor tells."""
+
+    rms: float
+    """RMS(qdata). The rules hold it near 1."""
+    amax: float
+    """The largest finite |qdata|."""
+    drift: float
+    """log2 of the measured RMS of the value over the one that rules count on; 0 for zeros. From 1
+    or -1 on, the scales of what is computed from this tensor are one power of two off."""
+    saturated: float
+    """Share of the elements at or beyond the largest value of the recipe's forward format, or, with
+    no recipe, of their own."""
+    underflowed: float
+    """Share of the elements that are not zero and under half the smallest value of that format."""
+
+
+def statistics(x: ScaledTensor) -> Statistics:
+    """Measure a ScaledTensor. Waits for its device.
+
+    Raises:
+        DTypeError: `x` is not a ScaledTensor.
+    """
+    if not isinstance(x, ScaledTensor):
+        raise DTypeError(f"statistics are of a ScaledTensor; got {type(x).__name__}")
+    held = x.widened() if isinstance(x, CodedTensor) else x
+    size = elements(held).detach().double().abs()
+    size = size[size.isfinite()]
+    n = max(size.numel(), 1)
+    fmt = x.format if x.recipe is None else x.recipe.forward
+    rms = float(size.square().sum().div(n).sqrt())
+    value, expected = rms * float(held.scale), float(held.rms)
+    return Statistics(
+        rms=rms,
+        amax=float(size.max()) if size.numel() else 0.0,
+        drift=math.log2(value / expected) if value and expected else 0.0,
+        saturated=float((size >= fmt.max).sum()) / n,
+        underflowed=float(((size > 0) & (size <= fmt.min_subnormal / 2)).sum()) / n,
+    )
+
+
+def rebalance(
+    target: ScaledTensor | nn.Module | Optimizer, by: Literal["rms", "amax"] = "rms"
+) -> int:
+    """Give tensors the scale that fits the values they have now; in place, exactly.
+
+    Args:
+        target: a ScaledTensor that is no part of a larger one; or a module, for its parameters and
+            buffers; or an optimizer, for its states.
+        by: "rms" makes RMS(qdata) the nearest to 1 that a power of two can; "amax" makes the
+            largest |qdata| at least half of the largest value of the recipe's forward format (of
+            an 8-bit tensor's own, without a recipe), and no larger than it.
+
+    Values stay what they are, to the bit wherever their format holds them under the new scale; the
+    expected RMS becomes the measured one. Views see the new scale. Tensors of zeros are left alone,
+    and in a module the weights that `Recipe.store_frozen` keeps as products cast them.
+
+    Returns:
+        How many scales changed.
+
+    Raises:
+        DTypeError: `target` is none of these.
+        ScaleError: `by` is neither.
+        UnsupportedError: `target` is a part of a tensor, whose scale is the whole's, or a
+            CodedTensor, whose codes and scales are made together; or "amax" has no 8-bit format to
+            fill.
+    """
+    if by not in ("rms", "amax"):
+        raise ScaleError(f"rebalance is by 'rms' or 'amax'; got {by!r}")
+    if isinstance(target, ScaledTensor):
+        if isinstance(target, CodedTensor) or not covers_storage(target.qdata):
+            raise UnsupportedError(
+                "rebalance changes the scale of a whole tensor: pass that of which this is a view;"
+                " codes under block scales are made anew with scaledtensor.scaled()"
+            )
+        return int(_rebalanced(target, by))
+    return sum(map(int, _all_rebalanced(_tensors(target), by)))
+
+
+def rebalance_every(optimizer: Optimizer, steps: int, by: Literal["rms", "amax"] = "rms") -> Any:
+    """Rebalance the parameters and states of `optimizer` after every `steps` of its steps.
+
+    Returns:
+        The handle of the hook; its `remove()` ends it.
+
+    Raises:
+        ScaleError: `steps` is not a positive int, or `by` is unknown.
+    """
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise ScaleError(f"rebalance_every takes a positive number of steps; got {steps!r}")
+    if by not in ("rms", "amax"):
+        raise ScaleError(f"rebalance is by 'rms' or 'amax'; got {by!r}")
+    done = 0
+
+    def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        nonlocal done
+        done += 1
+        if done % steps == 0:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            _all_rebalanced([*parameters, *_tensors(optimizer)], by)
+
+    hook: Callable[..., Any] = after_step
+    return optimizer.register_step_post_hook(hook)
+
+
+def _tensors(target: Any) -> list[Any]:
+    if isinstance(target, nn.Module):
+        return [*target.parameters(), *target.buffers()]
+    if isinstance(target, Optimizer):
+        return [t for state in target.state.values() for t in state.values()]
+    raise DTypeError(
+        f"rebalance takes a ScaledTensor, a module or an optimizer; got {type(target).__name__}"
+    )
+
+
+def _all_rebalanced(tensors: Iterable[Any], by: str) -> list[Tensor]:
+    """Whether the scale changed, for each tensor that has one of its own to change."""
+    tensors = list(tensors)
+    whole = [_rebalanced(x, by) for x in tensors if _is_whole(x)]
+    return [*whole, *_parts_rebalanced(filter(_is_spread, tensors), by)]
+
+
+def _is_whole(x: Any) -> bool:
+    scaled = isinstance(x, ScaledTensor) and not isinstance(x, (CodedTensor, SparseTensor))
+    return scaled and covers_storage(x.qdata) and not is_stored(x)
+
+
+def _is_spread(x: Any) -> bool:
+    return is_sharded(x) and not isinstance(part_of(x), CodedTensor) and not is_stored(part_of(x))
+
+
+#: Where a group of parameters counts its steps: a checkpoint of the optimizer holds it then.
+COUNT = "steps_for_rebalance"
+
+
+def after_step(held: Held) -> None:
+    """What `Recipe.rebalance` says, after each step of an optimizer."""
+    for group, ours in held:
+        periods = [(p, _period(p)) for p in ours]
+        if not any(every for _, every in periods):
+            continue
+        group[COUNT] = done = group.get(COUNT, 0) + 1
+        _all_rebalanced((p for p, every in periods if every and done % every == 0), "rms")
+
+
+def _period(p: Any) -> int:
+    """Every how many steps the recipe of a parameter rebalances it."""
+    recipe = part_of(p).recipe
+    return 0 if recipe is None else recipe.rebalance
+
+
+@torch.no_grad()
+def _rebalanced(x: ScaledTensor, by: str) -> Tensor:
+    """Whether the scale changed, on the device of `x`."""
+    if by == "rms" and (rms_under := _rms_where_the_scale_stays(x)) is not None:
+        put(x, rms=rms_under)
+        return torch.zeros((), dtype=torch.bool)
+    value = elements(x).double() * _scale(x).double()
+    rms = measured_rms(value)
+    scale = nearest_power_of_two(rms) if by == "rms" else _filling(_amax(value), x)
+    return _put(x, value, scale, rms)
+
+
+def _rms_where_the_scale_stays(x: ScaledTensor) -> Single | None:
+    """The RMS, where the host has the scale and no element has to move, which is what nearly every
+    parameter is found in. A power of two in a sum changes no digit of it."""
+    scale = scale_of(x)
+    if not isinstance(scale, Single) or math.frexp(scale)[0] != 0.5:
+        return None
+    rms = Single(rounded(measured_rms(elements(x)).item() * float(scale)))
+    return rms if rms > MIN_SCALE and power_of_two_near(rms) == scale else None
+
+
+@torch.no_grad()
+def put_under(x: ScaledTensor, scale: Tensor, rms: Tensor) -> Tensor:
+    """Hold the values of `x`, of that RMS, under another scale, in place; whether it is another.
+    Zeros stay as they are."""
+    return _put(x, elements(x).double() * _scale(x).double(), scale, rms)
+
+
+def _put(x: ScaledTensor, value: Tensor, scale: Tensor, rms: Tensor) -> Tensor:
+    """`put_under`, of values that are at hand."""
+    before = _scale(x)
+    scale = torch.where(rms > 0, scale, before)
+    changed = scale != before
+    x.qdata.copy_(store((value / scale.double()).float(), x.format))
+    put(x, single_of(scale), single_of(torch.where(rms > 0, rms, tensor_of(rms_of(x)))))
+    return changed
+
+
+def _scale(x: ScaledTensor) -> Tensor:
+    """A tensor to read: what holds a number goes on with it."""
+    return tensor_of(scale_of(x))
+
+
+@torch.no_grad()
+def _parts_rebalanced(tensors: Iterable[Any], by: str) -> Iterator[Tensor]:
+    """As `_rebalanced`, of tensors that are spread over ranks: by the whole of each, in one
+    collective for each group of ranks."""
+    for groups, sharded in by_groups(tensors).items():
+        parts = [part_of(x) for x in sharded]
+        found = of_all_parts(torch.stack([squares_and_amax(part) for part in parts]), groups)
+        squares, largest = found[..., 0].sum(0), found[..., 1].amax(0)
+        for x, part, square, amax in zip(sharded, parts, squares, largest, strict=True):
+            rms = (square / max(x.numel(), 1)).sqrt().float()
+            scale = nearest_power_of_two(rms) if by == "rms" else _filling(float(amax), part)
+            yield put_under(part, scale, rms)
+            part.whole_amax = None
+
+
+def _amax(value: Tensor) -> float:
+    """The largest finite magnitude."""
+    finite = value.abs().nan_to_num(0.0, 0.0, 0.0)
+    return float(finite.max()) if value.numel() else 0.0
+
+
+def _filling(amax: float, x: ScaledTensor) -> Tensor:
+    """The power of two under which the largest finite value is in (max / 2, max]."""
+    fmt = x.format if x.recipe is None else x.recipe.forward
+    if fmt.bits > 8:
+        raise UnsupportedError(
+            f"by='amax' fills an 8-bit format, and this tensor is {fmt.name} and goes into no "
+            "other: use by='rms', or give it a recipe"
+        )
+    significand, exponent = math.frexp(amax / fmt.max)
+    power = math.ldexp(1.0, exponent - (significand == 0.5))
+    return torch.full_like(x.scale, min(max(power, 2.0**-126), 2.0**127))

@@ -1,0 +1,410 @@
+"""Whole-model verbs: wrap the parameters of an unchanged model, and unwrap them again."""
+
+import fnmatch
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import import_module
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from scaledtensor import _torch
+from scaledtensor.errors import ModelError, RecipeError, UnsupportedError
+from scaledtensor.models import delayed, state_dicts
+from scaledtensor.models.simulate import refuse_simulated
+from scaledtensor.ops.products.sites import Site
+from scaledtensor.ops.products.table import cast_once
+from scaledtensor.ops.results import dequantized
+from scaledtensor.recipes import Delayed, Recipe, Unit
+from scaledtensor.recipes import get as get_recipe
+from scaledtensor.recipes.casts import Cast
+from scaledtensor.scales.singles import CELLS
+from scaledtensor.tensors import steps
+from scaledtensor.tensors.coded import CodedTensor
+from scaledtensor.tensors.shards import is_dtensor, is_sharded, part_of
+from scaledtensor.tensors.sparse import coo
+from scaledtensor.tensors.steps import is_scaled
+from scaledtensor.tensors.storable import check_strided
+from scaledtensor.tensors.tensor import ScaledTensor, is_stored
+from scaledtensor.tensors.wrap import scaled
+
+__all__ = ["scale_model", "unscale_model"]
+
+M = TypeVar("M", bound=nn.Module)
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+#: Modules whose weights are no factors of matrix products.
+_OTHERS = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm)
+
+#: Where a module says which of its weights of products are something else to another module.
+UNCAST = "_not_only_factors"
+
+#: Attributes that make a ScaledTensor parameter one. Every other is a tag of the user's, and stays.
+_OWN = {
+    *CodedTensor.INNER,
+    *CELLS,
+    *("format", "granularity", "recipe", "nonnegative", "decoded", "passing", "copies", "agreed"),
+    *("whole_amax", "site", "_is_param"),
+    steps.MARK,
+}
+
+
+def scale_model(
+    model: M,
+    recipe: Recipe | str = Unit(),  # noqa: B008 - frozen
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+) -> M:
+    """Wrap every floating-point parameter of `model` in a ScaledTensor, in place; or switch a model
+    that is scaled already to another recipe.
+
+    Modules are not replaced: hooks, modes, overridden forwards and parametrizations stay. Nor are
+    parameters: each stays the object that it is, with its `requires_grad`, its gradient and its
+    attributes, so that tied parameters stay tied and whatever was made of them before goes on:
+    optimizers with their states, schedulers, averages of weights. Buffers and integer parameters
+    stay plain.
+
+    A scaled model under another recipe is what its values would be in a fresh model: what the
+    recipe leaves plain becomes plain again, and masters of another format are rounded to it.
+
+    Under a recipe with `store_frozen`, weights of products that require no gradient now are stored
+    as products cast them. To train one later, widen it first: `p.data = p.detach().dequantize()`.
+
+    `print(model)` then shows the recipe of each module that has wrapped parameters.
+
+    Args:
+        model: any module.
+        recipe: how products cast, or the name of a recipe. Its `overrides` and `min_size` choose
+            for each module by name and by the size of its weight.
+        filter_fn: called as `filter_fn(module, fqn)` with the module that owns a parameter and its
+            fully qualified name; False leaves that module's own parameters as they are. Products
+            with plain ones are in the activation format.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ModelError: a parameter has no data yet, is of a dtype without a format, is spread over
+            ranks, is a `CodedTensor`, or carries hooks of its own; or it cannot stay the object
+            that it is, since DistributedDataParallel, a graph whose backward pass has not run, a
+            view or a weak reference holds it. The model is then unchanged. The backward pass of a
+            graph that was recorded before the conversion raises it too.
+        RecipeError: no recipe has that name; a pattern of its overrides matches no module; or a
+            weight does not fit its blocks and the recipe has no padding.
+        UnsupportedError: the model simulates a format.
+    """
+    chosen = get_recipe(recipe)
+    refuse_simulated(model)
+    _check_patterns(model, chosen)
+    changes: dict[int, _Change] = {}
+    for module, fqn, name, p in _parameters(model):
+        if filter_fn is not None and not filter_fn(module, fqn):
+            continue
+        full = f"{fqn}.{name}" if fqn else name
+        _check_scalable(p, full)
+        if not p.dtype.is_floating_point:
+            continue
+        own = chosen.for_module(fqn)
+        if own is not None and _is_small(p, own):
+            own = None
+        if own is not None:
+            own.check_shape(tuple(p.shape), full)
+        if isinstance(own, Delayed):
+            delayed.check(module, fqn, name)
+        # Of a tied parameter, the first owner that has a recipe for it decides.
+        if id(p) not in changes or changes[id(p)].recipe is None:
+            changes[id(p)] = _Change(p, full, own, own is not None and own.store_frozen)
+    frozen = _frozen_weights(model)
+    _convert(model, [c._replace(stored=c.stored and key in frozen) for key, c in changes.items()])
+    complete(model)
+    for plug_in in _plug_ins(model):
+        plug_in.attach(model, chosen)
+    return model
+
+
+def complete(model: nn.Module) -> None:
+    """Give the modules of `model` what they have beside ScaledTensor parameters."""
+    taken: set[int] = set()
+    for module in model.modules():
+        delayed.attach(module, taken)
+        state_dicts.attach(module)
+    _note_ties(model)
+    _show_recipes(model)
+
+
+def _plug_ins(model: nn.Module) -> list[Any]:
+    """What tells transformers that `model` consists of ScaledTensors, if it is one of its models:
+    only then is transformers loaded, by the user."""
+    library, models = map(sys.modules.get, ("transformers", "transformers.modeling_utils"))
+    if library is None or models is None or int(library.__version__.partition(".")[0]) < 5:
+        return []
+    if not any(isinstance(module, models.PreTrainedModel) for module in model.modules()):
+        return []
+    return [import_module("scaledtensor.integrations.transformers")]
+
+
+def unscale_model(model: M) -> M:
+    """Make every ScaledTensor parameter of `model` a plain one of the same value, in place.
+
+    Parameters stay the objects that they are, as in `scale_model`. Exact wherever the appearance
+    dtype holds the value; gradients are dequantised too. Of a weight that was stored as products
+    cast it (`Recipe.store_frozen`), that is the rounded value.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ModelError: no parameter of `model` is a ScaledTensor, or one carries hooks of its own or
+            cannot stay the object that it is (see `scale_model`). The model is then unchanged.
+    """
+    if any(is_sharded(p) for p in model.parameters()):
+        raise ModelError(
+            "parameters of this model are spread over ranks, which unwraps none of them: put "
+            "p.full_tensor().dequantize() of each into a new model, or a checkpoint of it "
+            "(scaledtensor.checkpoint) into a plain one"
+        )
+    changes = {
+        id(p): _Change(p, f"{fqn}.{name}" if fqn else name, None, False)
+        for _, fqn, name, p in _parameters(model)
+        if isinstance(p, ScaledTensor)
+    }
+    if not changes:
+        raise ModelError("no parameter of this model is a ScaledTensor")
+    _convert(model, list(changes.values()))
+    for module in model.modules():
+        delayed.detach(module)
+        state_dicts.attach(module)
+    _note_ties(model)
+    _show_recipes(model)
+    for plug_in in _plug_ins(model):
+        plug_in.detach(model)
+    return model
+
+
+def _check_patterns(model: nn.Module, recipe: Recipe) -> None:
+    names = [fqn for fqn, _ in model.named_modules()]
+    for pattern, _ in recipe.overrides:
+        if not fnmatch.filter(names, pattern):
+            raise RecipeError(
+                f"the recipe overrides {pattern!r}, and no module of this model has such a name: "
+                f"they are {', '.join(names[1:9])}{', ...' if len(names) > 9 else ''}"
+            )
+
+
+def _is_small(p: nn.Parameter, recipe: Recipe) -> bool:
+    return p.dim() > 1 and min(p.shape) < recipe.min_size
+
+
+# --- frozen weights --------------------------------------------------------------------------
+
+
+def _frozen_weights(model: nn.Module) -> set[int]:
+    """Ids of the frozen parameters that are weights of products to every module that owns them."""
+    found: set[int] = set()
+    others: set[int] = set()
+    for module, _, name, p in _parameters(model):
+        factor = not is_lazy(p) and is_factor(module, name, p)
+        (found if factor and not p.requires_grad else others).add(id(p))
+    return found - others
+
+
+def _note_ties(model: nn.Module) -> None:
+    """Tell each module which of its weights are read elsewhere by what is no product."""
+    owners = list(_parameters(model))
+    others = {id(p) for module, _, name, p in owners if not is_factor(module, name, p)}
+    for module in model.modules():
+        module.__dict__.pop(UNCAST, None)
+    for module, _, name, p in owners:
+        if is_scaled(p) and id(p) in others and is_factor(module, name, p):
+            module.__dict__[UNCAST] = (*module.__dict__.get(UNCAST, ()), name)
+
+
+def is_factor(module: nn.Module, name: str, p: Tensor) -> bool:
+    """Whether a parameter of that name is a weight of products to `module`."""
+    # Of one dimension but for its shape is what is added, or multiplied by elements.
+    wide = sum(n > 1 for n in p.shape) > 1
+    return wide and name.endswith(("weight", "proj")) and not isinstance(module, _OTHERS)
+
+
+def refuse_stored(held: steps.Held) -> None:
+    """Before each step of an optimizer. Raises UnsupportedError where it would train a weight that
+    is stored as products cast it."""
+    for p in (p for _, ours in held for p in ours if p.grad is not None):
+        if is_stored(part_of(p)):
+            raise UnsupportedError(
+                f"the optimizer has a gradient for a weight of {tuple(p.shape)} that is stored "
+                f"in {part_of(p).format.name} (Recipe.store_frozen), which would round its updates "
+                "away: widen it first by p.data = p.detach().dequantize(), or let it require "
+                "a gradient before scale_model()"
+            )
+
+
+# --- what print(model) shows -----------------------------------------------------------------
+
+
+def _shown(module: nn.Module, own: Callable[[], str] | None) -> str:
+    """A module's `extra_repr`, and the recipe of its parameters."""
+    usual = type(module).extra_repr(module) if own is None else own()
+    recipes = {
+        str(part_of(p).recipe)
+        for p in module.parameters(recurse=False)
+        if is_scaled(p) and part_of(p).recipe is not None
+    }
+    return ", ".join(filter(None, (usual, *sorted(recipes))))
+
+
+def _show_recipes(model: nn.Module) -> None:
+    """Let `extra_repr` tell recipes where a module has any, and what it told before elsewhere."""
+    for module in model.modules():
+        present: Any = module.__dict__.get("extra_repr")
+        ours = isinstance(present, partial) and present.func is _shown
+        has_recipe = any(is_scaled(p) for p in module.parameters(recurse=False))
+        if has_recipe and not ours:
+            module.__dict__["extra_repr"] = partial(_shown, module, present)
+        elif ours and not has_recipe:
+            del module.__dict__["extra_repr"]
+            if present.args[1] is not None:
+                module.__dict__["extra_repr"] = present.args[1]
+
+
+# --- parameters become others and stay the same objects --------------------------------------
+
+
+class _Change(NamedTuple):
+    """What a parameter is to be."""
+
+    parameter: nn.Parameter
+    name: str
+    recipe: Recipe | None
+    """None: plain."""
+    stored: bool
+    """Whether it is to be stored as products cast it."""
+
+    @property
+    def swaps(self) -> bool:
+        """Whether a plain parameter becomes a ScaledTensor, or the other way round."""
+        return (self.recipe is not None) != isinstance(self.parameter, ScaledTensor)
+
+
+def _convert(model: nn.Module, changes: list[_Change]) -> None:
+    """Check all first, so that an error leaves the model as it was. Then one after another, so that
+    there are never two copies of more than one parameter."""
+    stepping = steps.optimizers()  # which are forgotten with the last ScaledTensor
+    with _torch.without_weak_references(model):
+        for change in changes:
+            if change.swaps:
+                _check_swap(change)
+        for change in changes:
+            if change.swaps:
+                _swap(change)
+            elif change.recipe is not None:
+                _switch(change)
+    for optimizer in stepping:
+        steps.adopt_states(optimizer, (p for p, _, recipe, _ in changes if recipe is None))
+
+
+def _swap(change: _Change) -> None:
+    p, own = change.parameter, change.recipe
+    data = p.detach().dequantize() if own is None else _held(p.detach(), own, change.stored)
+    new = nn.Parameter(data, p.requires_grad)
+    for key, tag in vars(p).items():
+        if key not in _OWN:
+            setattr(new, key, tag)
+    if own is not None:
+        new.site = Site(change.name, new=True)  # type: ignore[attr-defined]
+    if p.grad is not None:
+        new.grad = dequantized(p.grad) if own is None else _scaled_gradient(p.grad)
+    _torch.swap(p, new, lambda: ModelError(_RECORDED.format(change.name)))
+
+
+def _scaled_gradient(g: Tensor) -> Tensor:
+    """The gradient of an embedding may be sparse."""
+    return coo(g, scaled(g._values())) if g.is_sparse else scaled(g)
+
+
+def _switch(change: _Change) -> None:
+    """Another recipe for a ScaledTensor, which is rounded anew only where it is kept otherwise."""
+    p: Any = change.parameter
+    recipe, stored = cast(Recipe, change.recipe), change.stored
+    if stored and is_stored(p) and _weight_cast(p.recipe) == _weight_cast(recipe):
+        p.recipe = recipe
+    else:
+        # In float64: the dtype that it appears as may hold less than its elements.
+        p.data = _held(p.detach().to(torch.float64).dequantize(), recipe, stored, p.dtype)
+    p.site = Site(change.name, new=True)
+    steps.watch(p)
+
+
+def _weight_cast(recipe: Recipe) -> Cast | None:
+    return None if recipe.gemms.once is None else recipe.gemms.once[1]
+
+
+def _held(
+    x: Tensor, recipe: Recipe, stored: bool, dtype: torch.dtype | None = None
+) -> ScaledTensor:
+    """Plain values as a recipe keeps them."""
+    made = scaled(x, recipe.master, dtype=dtype, recipe=recipe)
+    return cast(ScaledTensor, cast_once(made)) if stored else made
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:
+    for fqn, module in model.named_modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                yield module, fqn, name, p
+
+
+def _check_scalable(p: nn.Parameter, name: str) -> None:
+    if is_lazy(p):
+        raise ModelError(f"{name} has no shape yet; run one batch through the model first")
+    if is_dtensor(p):
+        raise ModelError(
+            f"{name} is spread over ranks; call scale_model() before fully_shard() and "
+            "parallelize_module()"
+        )
+    if isinstance(p, CodedTensor):
+        raise ModelError(
+            f"{name} is a CodedTensor, whose codes and scales were made together; unscale_model() "
+            "makes it plain"
+        )
+    if p.dtype.is_floating_point and p.dtype not in _DTYPES and not isinstance(p, ScaledTensor):
+        allowed = ", ".join(str(d) for d in _DTYPES)
+        raise ModelError(f"{name} is {p.dtype}; parameters are one of {allowed}")
+
+
+def _check_swap(change: _Change) -> None:
+    p, name = change.parameter, change.name
+    check_strided(p)
+    if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+        raise ModelError(
+            f"{name} has hooks registered on the parameter itself, which see a gradient of another "
+            "class after the conversion, and which the parameter would lose; register them "
+            "after it"
+        )
+    holder = _torch.holder_of(p)
+    if holder is not None:
+        gc.collect()  # what a compilation left behind may be a cycle that still holds it
+        holder = _torch.holder_of(p)
+    if holder is not None:
+        raise ModelError(f"{name} cannot become another kind of tensor: {_HELD[holder]}")
+
+
+#: By what `_torch.holder_of` finds: what holds a parameter, and what to do about it.
+_HELD = {
+    "weak reference": "a weak reference to it is alive, as a compiled step of an optimizer keeps; "
+    "convert the model first, and compile optimizer.step afterwards",
+    "hook": "hooks are registered at the node of the graph that accumulates its gradient, as "
+    "DeepSpeed does, and would not be called again; convert the model first",
+    "tensor": "a graph whose backward pass has not run, a view of it or DistributedDataParallel "
+    "holds it. Convert the model before DistributedDataParallel(model); run the backward pass "
+    "first, or delete what the model returned",
+}
+
+_RECORDED = (
+    "this graph was recorded before {} was converted (scale_model, unscale_model), so that its "
+    "gradient has no place to go: run the backward pass before, or the forward pass again"
+)

@@ -1,0 +1,292 @@
+"""Products of which each casts its operands for itself, because what shares a scale lies along what
+the product sums over: rows, blocks, MX, NVFP4; or because the recipe treats the three differently.
+
+    forward   y  = cast(a) @ cast(b)          over the columns of a
+    dgrad     da = cast(dy) @ cast(b)^T       over the columns of b
+    wgrad     db = cast(a)^T @ cast(dy)       over the rows of a
+
+Where the FP8 units of a device take what shares a scale, they multiply the codes (`hardware`).
+Elsewhere a product is emulated by one of the same values, in bfloat16 where that is exact
+(`quantize.factors`) and the machine multiplies it fast (`products`), and else in float32. Scales
+that all of a sum shares are multiplied afterwards.
+
+For the backward pass an operand is kept as that pass will read it, in codes; a matrix, which is a
+weight, is kept itself and cast again.
+"""
+
+import math
+import string
+import typing
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from scaledtensor import _torch
+from scaledtensor.formats import pack, unpack
+from scaledtensor.formats.format import Format
+from scaledtensor.ops.algebra import check_dtypes, elements
+from scaledtensor.ops.products import cuda
+from scaledtensor.ops.products.dtype import multiplied
+from scaledtensor.ops.products.quantize import Coded, factors, mixed, quantized
+from scaledtensor.ops.registry import Raw, rule
+from scaledtensor.recipes import Recipe
+from scaledtensor.recipes.casts import HADAMARD, Cast, Gemm, parsed_cast, parsed_gemms
+from scaledtensor.scales.powers import settle_product
+from scaledtensor.tensors import verbs
+from scaledtensor.tensors.tensor import ScaledTensor
+
+__all__ = ["einsum", "is_product", "matmul", "tensordot", "tensordot_equation"]
+
+
+class Side(NamedTuple):
+    """An operand of a product: as it was cast, or its elements where it was not."""
+
+    held: Coded | Tensor
+    cast: Cast | None
+    dim: int
+    """The dimension that was summed over when it was cast. -1 is that of a left operand, -2 that of
+    a right one: an operand with the other is the transpose."""
+
+
+# --- as a function, above autograd -----------------------------------------------------------
+
+
+def matmul(a: Tensor, b: Tensor, recipe: Recipe) -> Tensor:
+    """`torch.matmul`, each product cast by the recipe."""
+    check_dtypes(a, b)
+    if a.dim() == 1:
+        return matmul(a.unsqueeze(0), b, recipe).squeeze(-2)
+    if b.dim() == 1:
+        return matmul(a, b.unsqueeze(1), recipe).squeeze(-1)
+    if b.dim() == 2:
+        rows = a if a.dim() == 2 else a.reshape(-1, a.shape[-1])
+        y = _product(rows, b, recipe)
+        return y if a.dim() == 2 else y.view(*a.shape[:-1], b.shape[-1])
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
+    left, right = (x.expand(*batch, *x.shape[-2:]).reshape(-1, *x.shape[-2:]) for x in (a, b))
+    return _product(left, right, recipe).view(*batch, a.shape[-2], b.shape[-1])
+
+
+def is_product(equation: str, operands: Sequence[Tensor]) -> bool:
+    """Whether `einsum` can be one matrix product: of two operands, no label twice in one, none of
+    two sizes (which broadcast)."""
+    terms = equation.replace(" ", "").partition("->")[0].split(",")
+    if not len(operands) == len(terms) == 2 or "." in equation:
+        return False
+    sizes: dict[str, int] = {}
+    for term, x in zip(terms, operands, strict=True):
+        if len(set(term)) < len(term) or len(term) != x.dim():
+            return False
+        if any(sizes.setdefault(n, size) != size for n, size in zip(term, x.shape, strict=True)):
+            return False
+    return True
+
+
+def einsum(equation: str, a: Tensor, b: Tensor, recipe: Recipe) -> Tensor:
+    """`torch.einsum` of two operands as one product: what both have and the result has not is
+    summed, what all three have is a batch."""
+    terms, arrow, out = equation.replace(" ", "").partition("->")
+    of_a, of_b = terms.split(",")
+    if not arrow:  # the labels that occur once, in order
+        out = "".join(sorted(set(of_a) ^ set(of_b)))
+    # A label of one operand alone that the result has not is summed beforehand.
+    a, of_a = _summed(a, of_a, set(of_b) | set(out))
+    b, of_b = _summed(b, of_b, set(of_a) | set(out))
+    batch = [n for n in of_a if n in of_b and n in out]
+    summed = [n for n in of_a if n in of_b and n not in out]
+    left, right = ([n for n in t if n not in (*batch, *summed)] for t in (of_a, of_b))
+    sizes = dict(zip(of_b, b.shape, strict=True)) | dict(zip(of_a, a.shape, strict=True))
+
+    def matrices(x: Tensor, of: str, rows: list[str], columns: list[str]) -> Tensor:
+        x = x.permute([of.index(n) for n in (*batch, *rows, *columns)])
+        shape = [math.prod(sizes[n] for n in group) for group in (batch, rows, columns)]
+        return x.reshape(shape if batch else shape[1:])
+
+    y = matmul(matrices(a, of_a, left, summed), matrices(b, of_b, summed, right), recipe)
+    order = [*batch, *left, *right]
+    return y.view([sizes[n] for n in order]).permute([order.index(n) for n in out])
+
+
+def _summed(x: Tensor, labels: str, kept: set[str]) -> tuple[Tensor, str]:
+    gone = [i for i, n in enumerate(labels) if n not in kept]
+    return (x.sum(gone) if gone else x), "".join(n for n in labels if n in kept)
+
+
+def tensordot(dims: Any, a: Tensor, b: Tensor, recipe: Recipe) -> Tensor:
+    """`torch.tensordot` as an einsum."""
+    return einsum(tensordot_equation(a.dim(), b.dim(), dims), a, b, recipe)
+
+
+def tensordot_equation(left: int, right: int, dims: Any) -> str:
+    """The equation of `torch.tensordot` of tensors of `left` and `right` dimensions."""
+    if isinstance(dims, Tensor):
+        dims = dims.tolist()
+    if isinstance(dims, int):
+        dims = [range(left - dims, left), range(dims)]
+    letters = string.ascii_letters
+    of_a, of_b = list(letters[:left]), list(letters[left : left + right])
+    for i, j in zip(*dims, strict=True):
+        of_b[j] = of_a[i]
+    out = [n for n in (*of_a, *of_b) if (n in of_a) != (n in of_b)]
+    return f"{''.join(of_a)},{''.join(of_b)}->{''.join(out)}"
+
+
+def _product(a: Any, b: Any, recipe: Recipe) -> Tensor:
+    gemms = recipe.gemms
+    kept_a = _kept(a, gemms.wgrad.left, -2, gemms.wgrad.hadamard, b.requires_grad)
+    weight = b.dim() == 2
+    kept_b = _kept(b, gemms.dgrad.right, -1, gemms.dgrad.hadamard, a.requires_grad and not weight)
+    out: Tensor = verbs.product(a, b, kept_a, kept_b, gemms.spec)
+    return out
+
+
+def _kept(x: Any, cast: Cast | None, dim: int, hadamard: bool, needed: bool) -> Sequence[Tensor]:
+    if cast is None or not needed or not torch.is_grad_enabled():
+        return []
+    with torch.no_grad():
+        found: Sequence[Tensor] = verbs.keep(x.detach(), cast.spec, dim, hadamard)
+    return found
+
+
+# --- rules -----------------------------------------------------------------------------------
+
+
+@rule(verbs.keep)
+def keep(x: ScaledTensor, cast: str, dim: int, hadamard: bool) -> list[Tensor]:
+    """An operand as the backward pass will read it: codes, packed, and scales."""
+    coded = _coded(x, parsed_cast(cast), dim, hadamard)
+    codes = coded.codes
+    if dim == -2 and _torch.compute_capability(codes) is not None:
+        codes = codes.mT.contiguous().mT  # the rows that wgrad reads: made in the kernel that casts
+    packed = pack(codes, parsed_cast(cast).format)
+    return [packed, coded.scale] if coded.whole is None else [packed, coded.scale, coded.whole]
+
+
+@rule(verbs.product)
+def product(a: ScaledTensor, b: ScaledTensor, kept_a: Any, kept_b: Any, gemms: str) -> Raw:
+    """r = ra rb sqrt(K), of operands cast for this product."""
+    gemm = parsed_gemms(gemms).forward
+    left = _side(a, gemm.left, -1, gemm.hadamard)
+    right = _side(b, gemm.right, -2, gemm.hadamard)
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    scales = (a.scale, a.rms), (b.scale, b.rms)
+    return _raw(left, right, *scales, a.shape[-1], dtype, gemm.fast)
+
+
+@rule(verbs.product_gradient)
+def product_gradient(
+    grad: ScaledTensor,
+    other: ScaledTensor | None,
+    kept: Sequence[Tensor],
+    scale: Tensor,
+    rms: Tensor,
+    shape: Sequence[int],
+    gemm: str,
+    gemms: str,
+) -> Raw:
+    """dgrad: r = rg rb sqrt(N). wgrad: r = ra rg sqrt(M). Of operands cast for this product."""
+    how: Gemm = getattr(parsed_gemms(gemms), gemm)
+    own = (grad.scale, grad.rms)
+    if gemm == "dgrad":
+        left = _side(grad, how.left, -1, how.hadamard)
+        right = _other(other, kept, shape, how.right, -1, how.hadamard)
+        return _raw(left, right, own, (scale, rms), grad.shape[-1], grad.dtype, how.fast)
+    left = _other(other, kept, shape, how.left, -2, how.hadamard)
+    right = _side(grad, how.right, -2, how.hadamard)
+    return _raw(left, right, (scale, rms), own, grad.shape[-2], grad.dtype, how.fast)
+
+
+def _coded(x: ScaledTensor, cast: Cast, dim: int, hadamard: bool) -> Coded:
+    q = elements(x)
+    return quantized(mixed(q, dim) if hadamard else q, x.scale, cast, dim)
+
+
+def _side(x: ScaledTensor, cast: Cast | None, dim: int, hadamard: bool) -> Side:
+    if cast is None:
+        return Side(elements(x), None, dim)
+    return Side(_coded(x, cast, dim, hadamard), cast, dim)
+
+
+def _other(
+    x: ScaledTensor | None,
+    kept: Sequence[Tensor],
+    shape: Sequence[int],
+    cast: Cast | None,
+    dim: int,
+    hadamard: bool,
+) -> Side:
+    """An operand of the forward product, from itself or from what was kept of it."""
+    if x is not None or cast is None:  # without a cast nothing was kept but the operand itself
+        return _side(typing.cast(ScaledTensor, x), cast, dim, hadamard)
+    packed, *scales = kept
+    codes = _unpacked(packed, cast.format, shape, dim if hadamard else None)
+    return Side(Coded(codes, *scales), cast, dim)
+
+
+def _unpacked(packed: Tensor, fmt: Format, shape: Sequence[int], mixed_dim: int | None) -> Tensor:
+    full = list(shape)
+    if mixed_dim is not None:  # zeros filled the last group
+        full[mixed_dim] += -full[mixed_dim] % HADAMARD
+    return unpack(packed, fmt, full)
+
+
+def _raw(
+    left: Side,
+    right: Side,
+    a: tuple[Tensor, Tensor],
+    b: tuple[Tensor, Tensor],
+    terms: int,
+    dtype: torch.dtype,
+    fast: bool,
+) -> Raw:
+    """The product of two sides; `a` and `b` are their scales and RMS, `terms` the length of a
+    sum."""
+    scale, ratio, rms = settle_product(terms, a, b)
+    q = _by_units(left, right, ratio, fast)
+    if q is None:
+        (x, of_x), (y, of_y) = _matrices(left, -1), _matrices(right, -2)
+        x, y = multiplied(x, y)
+        outer = ratio
+        for factor in (of_x, of_y):
+            if factor is not None:
+                outer = outer * factor
+        q = torch.matmul(x, y) * outer
+    return Raw(q, scale, rms, settled=True, dtype=dtype)
+
+
+def _matrices(side: Side, dim: int) -> tuple[Tensor, Tensor | None]:
+    """What to multiply, summed over `dim`, and what to multiply the product by."""
+    if not isinstance(side.held, Coded):
+        values, outer = side.held, None
+    else:
+        values, outer = factors(side.held, typing.cast(Cast, side.cast), side.dim)
+    if side.dim == dim:
+        return values, outer
+    return values.mT, outer if outer is None or outer.dim() == 0 else outer.mT
+
+
+def _by_units(left: Side, right: Side, ratio: Tensor, fast: bool) -> Tensor | None:
+    """The product as the FP8 units of the device do it, times `ratio`; None, which is said, where
+    they do not."""
+    if not (isinstance(left.held, Coded) and isinstance(right.held, Coded)):
+        return None
+    if _torch.compute_capability(left.held.codes) is None:
+        return None
+    cast_a, cast_b = typing.cast(Cast, left.cast), typing.cast(Cast, right.cast)
+    if cast_a.format.bits > 8 or cast_b.format.bits > 8:
+        return None
+    a, b = _turned(left, -1), _turned(right, -2)
+    reason = cuda.obstacle(a, cast_a, b, cast_b)
+    if reason is not None:
+        cuda.told(reason)
+        return None
+    return cuda.multiply(a, cast_a, b, cast_b, ratio, fast)
+
+
+def _turned(side: Side, dim: int) -> Coded:
+    codes, scale, whole = typing.cast(Coded, side.held)
+    if side.dim == dim:
+        return Coded(codes, scale, whole)
+    return Coded(codes.mT, scale.mT if scale.dim() > 1 else scale, whole)

@@ -1,0 +1,301 @@
+"""A linear layer as one node of autograd, in eager code on a CPU.
+
+What torch makes of `linear` is ten operators on ScaledTensors in the backward pass and six in the
+forward pass, of which most are views, and each costs as much as the elements of a small layer. Here
+the same three products are calculated on the elements themselves, to the same bits. An operand is
+decoded in the pass that casts it, the gradient once for both of its products, and a product is
+rounded and added to the bias in one pass.
+
+Whoever looks on (`_torch.is_watched`) sees torch's operators, and so does a derivative that is
+differentiated again.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from scaledtensor import _torch
+from scaledtensor.formats import BF16, FP32, Format, from_dtype
+from scaledtensor.formats.rounding import encode_with_values, rounded_values
+from scaledtensor.native.elements import rounded_rows
+from scaledtensor.ops.algebra import Side, elements
+from scaledtensor.ops.operators import aten
+from scaledtensor.ops.products.dtype import multiplied, product_dtype
+from scaledtensor.ops.registry import dispatch, observers
+from scaledtensor.ops.results import HUGE, OVERFLOW, narrowest, store
+from scaledtensor.recipes import Recipe
+from scaledtensor.recipes.casts import Carried, Cast
+from scaledtensor.scales.powers import is_one, quadrature, settle, settle_product
+from scaledtensor.scales.singles import ONE, Single, calculates, multiplier, rms_of, scale_of
+from scaledtensor.tensors import verbs
+from scaledtensor.tensors.tensor import ScaledTensor, is_parameter
+
+__all__ = ["adds", "is_alone", "linear", "operand_cast", "serves", "wide_gradient"]
+
+
+def is_alone() -> bool:
+    """Whether nobody looks on while operators of this thread run."""
+    return not (torch.compiler.is_compiling() or observers or _torch.is_watched())
+
+
+def serves(x: Any, weight: Any) -> bool:
+    """Whether `linear` takes these operands."""
+    return (
+        is_alone()
+        and type(x) is ScaledTensor
+        and type(weight) is ScaledTensor
+        and x.dtype == weight.dtype
+        and calculates(x)
+        and calculates(weight)
+        and x.dim() > 1
+        and weight.dim() == 2
+        and x.shape[-1] == weight.shape[-1]
+        and x.qdata.is_contiguous()
+        and weight.qdata.is_contiguous()
+        and _torch.compute_capability(x.qdata) is None
+    )
+
+
+def operand_cast(x: Any, cast: Cast) -> tuple[Any, ...]:
+    """The operator that casts an operand, and its arguments."""
+    if isinstance(cast.scale, Carried):
+        return verbs.to_format, verbs.shifted(x, cast.scale.shift), cast.format.name
+    return verbs.quantize, x, cast.spec
+
+
+def adds(bias: Any, weight: Any) -> bool:
+    """Whether `linear` takes this bias beside a weight that it serves."""
+    return (
+        type(bias) is ScaledTensor
+        and bias.dtype == weight.dtype
+        and bias.qdata.dtype is torch.float32
+        and bias.shape == weight.shape[:1]
+        and calculates(bias)
+    )
+
+
+def linear(x: Any, weight: Any, casts: tuple[Cast, Cast, Cast], bias: Any = None) -> Any:
+    """`torch.nn.functional.linear` with input, weight and gradient cast. An operand that has the
+    format of its cast already stays as it is. The gradient of the bias sums uncast terms."""
+    if weight.format == casts[1].format:
+        weight = wide_gradient(weight)
+    return _Linear.apply(x, weight, casts, bias)[0]  # type: ignore[no-untyped-call]
+
+
+def wide_gradient(x: Any) -> Any:
+    """What came as codes. Of a weight (`fully_shard` gathers them) the gradient is the master's."""
+    wide = is_parameter(x) and x.requires_grad
+    return verbs.gradient_to_format(x, from_dtype(x.dtype).name, "nearest_even") if wide else x
+
+
+class _Linear(torch.autograd.Function):
+    """(input, weight, casts, bias) -> (output, the operands as they were cast).
+
+    What was cast is an output too, so that what autograd keeps of it has a derivative of its own.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Any, weight: Any, casts: tuple[Cast, Cast, Cast], bias: Any
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        ctx.formats, ctx.gradient = (x.format, weight.format), casts[2]
+        (made_x, rows), (made_weight, matrix) = _cast(x, casts[0]), _cast(weight, casts[1])
+        x = x if made_x is None else made_x
+        weight = weight if made_weight is None else made_weight
+        of_x, of_weight, _, of_bias = ctx.needs_input_grad
+        alone = of_bias and not of_x and not of_weight
+        kept = (x, of_weight), (weight, of_x), (bias, alone)
+        ctx.save_for_backward(*(t if needed else None for t, needed in kept))
+        product = _multiplied(rows, matrix._replace(q=matrix.q.t()))
+        fmt = narrowest([x, weight])
+        y = None if bias is None else _plus(product, fmt, bias)
+        if y is None:
+            y = _stored(product, fmt, fmt)
+        made = _tensor(y, (*x.shape[:-1], weight.shape[0]), fmt, x, weight)
+        if bias is not None and y.rms is product.rms:  # not added yet
+            made = _run(aten.add.Tensor, made, bias)
+        return made, made_x, made_weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, Any, None, Any]:
+        grad, *found = grads
+        of_bias = None
+        if grad is not None:
+            x, weight, bias = ctx.saved_tensors
+            if not isinstance(grad, ScaledTensor):
+                known = next(t for t in (weight, x, bias) if t is not None)
+                grad = verbs.promote(grad, known.detach())
+            with _torch.disable_torch_function():
+                differentiable = torch.is_grad_enabled() or not is_alone() or not calculates(grad)
+                if differentiable:
+                    made = _by_operators(grad, x, weight, ctx.gradient)
+                else:
+                    made = _by_elements(grad, x, weight, ctx.gradient, ctx.formats)
+                if ctx.needs_input_grad[3]:
+                    of_bias = _run(aten.sum.dim_IntList, grad, list(range(grad.dim() - 1)))
+            found = [b if a is None else a + b for a, b in zip(found, made, strict=True)]
+        with _torch.disable_torch_function():
+            dx, dw = map(_in_format, found, ctx.formats)
+        return dx, dw, None, of_bias
+
+
+def _run(op: Any, *args: Any) -> Any:
+    """An operator, straight by its rule where neither autograd nor anybody else is to see it."""
+    direct = is_alone() and not torch.is_grad_enabled()
+    return dispatch(op, args, {}) if direct else op(*args)
+
+
+# --- casts -----------------------------------------------------------------------------------
+
+
+def _factor(x: Any) -> Side:
+    """All of `x` as a matrix of its last dimension."""
+    return Side(_rows(elements(x)), scale_of(x), rms_of(x))
+
+
+def _rows(x: Tensor) -> Tensor:
+    *rows, columns = x.shape
+    return x.reshape(math.prod(rows), columns)
+
+
+def _cast(x: Any, cast: Cast) -> tuple[Any, Side]:
+    """An operand as it was cast, None where it stays as it is, and what it is as a factor."""
+    if x.format == cast.format:
+        return None, _factor(x)
+    if isinstance(cast.scale, Carried) and _in_one_pass(x):
+        held = verbs.shifted(x, cast.scale.shift)
+        both = encode_with_values(elements(held), cast.format, OVERFLOW)
+        if both is not None:
+            codes, values = both
+            scale, rms = scale_of(held), rms_of(held)
+            kept = cast.format, x.dtype, x.recipe, x.nonnegative
+            made = ScaledTensor.make(codes, scale, rms, *kept)
+            return made, Side(_rows(values), scale, rms)
+    cast_x = _run(*operand_cast(x, cast))
+    return cast_x, _factor(cast_x)
+
+
+def _cast_gradient(grad: Any, cast: Cast) -> Any:
+    if isinstance(cast.scale, Carried):
+        how = () if cast.rounding == "nearest_even" else (cast.rounding,)
+        held = verbs.shifted(grad, cast.scale.shift)
+        return _run(verbs.to_format, held, cast.format.name, *how)
+    if grad.qdata.dtype.itemsize == 1:  # cast already, by a history
+        return grad
+    return _run(verbs.quantize, grad, cast.spec)
+
+
+def _gradient_factor(grad: Any, cast: Cast) -> Side:
+    """A gradient as it was cast, of which nobody reads the codes."""
+    if isinstance(cast.scale, Carried) and cast.rounding == "nearest_even" and _in_one_pass(grad):
+        held = verbs.shifted(grad, cast.scale.shift)
+        values = rounded_values(elements(held), cast.format, OVERFLOW)
+        if values is not None:
+            return Side(_rows(values), scale_of(held), rms_of(held))
+    return _factor(_cast_gradient(grad, cast))
+
+
+def _in_one_pass(x: Any) -> bool:
+    """Whether a loop may make what products multiply beside the codes, or in their place: else
+    autograd or somebody else is to see the cast."""
+    seen = torch.is_grad_enabled() or not is_alone()
+    return not seen and product_dtype(x.device) is torch.float32
+
+
+def _in_format(grad: Any, source: Format) -> Any:
+    """A gradient in the format of what was cast, if that was wider than 8 bits."""
+    wide = source.storage_dtype.itemsize > 1
+    if wide and isinstance(grad, ScaledTensor) and grad.format != source:
+        return _run(verbs.to_format, grad, source.name)
+    return grad
+
+
+# --- products --------------------------------------------------------------------------------
+
+
+def _by_elements(
+    grad: Any, x: Any, weight: Any, cast: Cast, formats: tuple[Format, Format]
+) -> tuple[Any, Any]:
+    """The gradients of input and weight, calculated on elements. None for what is a constant, for
+    whose sake nothing was kept of the other."""
+    dy = _gradient_factor(grad, cast)
+    cast_grad = _Source(cast.format, grad.recipe, grad.dtype)
+    dx = dw = None
+    if weight is not None:
+        fmt = narrowest([cast_grad, weight])
+        product = _stored(_multiplied(dy, _factor(weight)), fmt, formats[0])
+        dx = _tensor(product, (*grad.shape[:-1], weight.shape[1]), fmt, cast_grad, weight)
+    if x is not None:
+        fmt = narrowest([cast_grad, x])
+        product = _stored(_multiplied(dy._replace(q=dy.q.t()), _factor(x)), fmt, formats[1])
+        dw = _tensor(product, product.q.shape, fmt, cast_grad, x)
+    return dx, dw
+
+
+def _by_operators(grad: Any, x: Any, weight: Any, cast: Cast) -> tuple[Any, Any]:
+    """The same by operators of torch, which are differentiable."""
+    dy = _cast_gradient(grad, cast)
+    rows = dy.reshape(-1, dy.shape[-1])
+    dx = dw = None
+    if weight is not None:
+        dx = (rows @ weight).view(*dy.shape[:-1], weight.shape[1])
+    if x is not None:
+        dw = rows.t() @ x.reshape(-1, x.shape[-1])
+    return dx, dw
+
+
+class _Source(NamedTuple):
+    """The facts of an operand that a result inherits."""
+
+    format: Format
+    recipe: Recipe | None
+    dtype: torch.dtype
+
+
+class _Product(NamedTuple):
+    """A product as it was computed: its elements are still to be multiplied by `ratio`."""
+
+    q: Tensor
+    scale: Single
+    rms: Single
+    ratio: Single = ONE
+
+
+def _multiplied(a: Side, b: Side) -> _Product:
+    scale, ratio, rms = settle_product(a.q.shape[1], (a.scale, a.rms), (b.scale, b.rms))
+    return _Product(torch.mm(*multiplied(a.q, b.q)), scale, rms, ratio)
+
+
+def _stored(product: _Product, fmt: Format, target: Format) -> _Product:
+    """A product rounded to `fmt`, and held in `target` where that is float32."""
+    q, ratio = product.q, product.ratio
+    if fmt is BF16 and (target is FP32 or not is_one(ratio)):  # else torch takes one pass as well
+        made = rounded_rows(q, ratio, in_place=target is FP32)
+        if made is not None:
+            return product._replace(q=made, ratio=ONE)
+    if not is_one(ratio):
+        q = q.mul_(multiplier(ratio))
+    return product._replace(q=store(q, fmt), ratio=ONE)
+
+
+def _plus(product: _Product, fmt: Format, bias: Any) -> _Product | None:
+    """`add` of a product and a bias, in the pass that rounds the product."""
+    rms = quadrature(product.rms, rms_of(bias))
+    scale, kept, share = settle(rms, product.scale, scale_of(bias))
+    if fmt is not BF16 or share >= HUGE:
+        return None
+    q = rounded_rows(product.q, product.ratio, bias.qdata, kept, share)
+    return None if q is None else _Product(q, scale, rms)
+
+
+def _tensor(product: _Product, shape: Sequence[int], fmt: Format, a: Any, b: Any) -> ScaledTensor:
+    q = product.q
+    held = FP32 if q.dtype is torch.float32 else fmt
+    recipe = a.recipe or b.recipe
+    dtype = a.dtype if a.dtype == b.dtype else torch.promote_types(a.dtype, b.dtype)
+    kept = held, dtype, None if recipe is None else recipe.uncorrected
+    return ScaledTensor.make(q.view(shape), product.scale, product.rms, *kept)

@@ -1,0 +1,254 @@
+"""Casts under a scale that a recipe chooses: `scaledtensor.recipes.casts` has the formulas.
+
+What is cast here are the elements of a ScaledTensor, which its own scale has near 1. So a scale
+that is found here is relative to that, and a tensor times a power of two has the same codes.
+"""
+
+import typing
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from scaledtensor.formats import (
+    E8M0FNU,
+    Format,
+    PerBlock,
+    PerTensor,
+    TwoLevelScale,
+    decode,
+    dequantize_blocks,
+    encode,
+    encode_blocks,
+    fake_quantize,
+    quantize_blocks,
+)
+from scaledtensor.ops.algebra import elements
+from scaledtensor.ops.products.dtype import product_dtype
+from scaledtensor.ops.registry import rule
+from scaledtensor.ops.results import store
+from scaledtensor.recipes.casts import (
+    HADAMARD,
+    Amax,
+    Cast,
+    Fixed,
+    History,
+    LeastError,
+    Microscale,
+    TwoLevel,
+    parsed_cast,
+)
+from scaledtensor.scales.powers import MAX_SCALE, MIN_SCALE
+from scaledtensor.tensors import verbs
+from scaledtensor.tensors.tensor import ScaledTensor
+
+__all__ = [
+    "Coded",
+    "factors",
+    "granularity",
+    "is_exact",
+    "mixed",
+    "part_quantized",
+    "quantized",
+    "recoded",
+    "rounding_options",
+]
+
+
+class Coded(NamedTuple):
+    """Elements as codes, and their scales relative to the scale that the elements were under."""
+
+    codes: Tensor
+    scale: Tensor
+    """float32 or float8_e8m0fnu, or the float8_e4m3fn of blocks where there is a second level."""
+    whole: Tensor | None = None
+    """The second level, 0-dim float32."""
+
+
+@rule(verbs.quantize)
+def quantize(x: ScaledTensor, cast: str) -> ScaledTensor:
+    """The elements are cast under one scale that the recipe chooses (amax, least error, constant),
+    which then is the tensor's and need be no power of two."""
+    how = parsed_cast(cast)
+    coded = quantized(elements(x), x.scale, how, -1)
+    return recoded(x, coded.codes, coded.scale * x.scale, how.format)
+
+
+def recoded(x: ScaledTensor, codes: Tensor, scale: Tensor, fmt: Format) -> ScaledTensor:
+    """`x` with its elements cast to `codes` in `fmt` under `scale`."""
+    out = ScaledTensor.make(codes, scale, x.rms.clone(), fmt, x.dtype, x.recipe, x.nonnegative)
+    if codes.dtype.itemsize == 1 and codes.is_cpu and torch.compiler.is_compiling():
+        out.decoded = decode(codes, fmt, torch.bfloat16)
+    return out
+
+
+@rule(verbs.gradient_quantize)
+def gradient_quantize(x: ScaledTensor, cast: str) -> ScaledTensor:
+    """The identity forward; the cast happens to the gradient."""
+    return x.like(x.qdata, x.scale, x.rms)
+
+
+def quantized(q: Tensor, held: Tensor, cast: Cast, dim: int) -> Coded:
+    """`q`, elements held under the scale `held`, of which a product sums over dimension `dim`, -1
+    or -2."""
+    fmt, cut = cast.format, granularity(cast, dim)
+    how = rounding_options(cast, q)
+    match cast.scale:
+        case Amax(power_of_two, margin):
+            kind: Any = "pow2" if power_of_two else "fp32"
+            if margin == 0:
+                codes, scale = quantize_blocks(q, fmt, cut, kind, **how)
+                return Coded(codes, _single(scale))
+            return _filling(q, q, cut, kind, cast, how)
+        case History(_, margin):  # where no history is kept: as Amax
+            return quantized(q, held, replace(cast, scale=Amax(margin=margin)), dim)
+        case Microscale(mode):
+            codes, scale = quantize_blocks(q, fmt, cut, "e8m0", typing.cast(Any, mode), **how)
+            return Coded(codes, _single(scale))
+        case TwoLevel():
+            codes, levels = quantize_blocks(q, fmt, cut, "nvfp4", **how)
+            return Coded(codes, *levels)
+        case Fixed(exponent):
+            relative = (2.0**exponent / held.double()).clamp(MIN_SCALE, MAX_SCALE).float()
+            return Coded(encode_blocks(q, fmt, cut, relative, **how), relative)
+        case LeastError(below):
+            scale = _least_error(q, fmt, below)
+            return Coded(encode_blocks(q, fmt, cut, scale, **how), scale)
+        case _:
+            one = torch.ones((), device=q.device)
+            if fmt.storage_dtype.itemsize > 1:  # a compute format, which keeps infinities
+                return Coded(store(q, fmt), one)
+            shift = 2.0**cast.scale.shift
+            return Coded(encode(q / shift if shift != 1 else q, fmt, **how), one * shift)
+
+
+def part_quantized(q: Tensor, amax: Tensor, cast: Cast) -> Coded:
+    """A part of elements of which the largest magnitude is `amax`, cast by `Amax` as the whole is:
+    under the same scale."""
+    power_of_two = cast.scale.power_of_two  # type: ignore[union-attr]
+    kind = "pow2" if power_of_two else "fp32"
+    return _filling(q, amax.to(q.dtype).view(1), PerTensor(), kind, cast, rounding_options(cast, q))
+
+
+def _filling(
+    q: Tensor, like: Tensor, cut: PerTensor | PerBlock, kind: Any, cast: Cast, how: dict[str, Any]
+) -> Coded:
+    """`q` under the scale that `like` has by its amax."""
+    margin = cast.scale.margin  # type: ignore[union-attr]
+    scale = _single(quantize_blocks(like, cast.format, cut, kind)[1])
+    scale = (scale * 2.0**margin).clamp_max(MAX_SCALE)
+    return Coded(encode_blocks(q, cast.format, cut, scale, **how), scale)
+
+
+def rounding_options(cast: Cast, q: Tensor) -> dict[str, Any]:
+    """The options with which `encode` rounds `q`: infinities are kept, and random keys drawn."""
+    how: dict[str, Any] = {"rounding": cast.rounding, "overflow": "saturate_finite"}
+    if cast.rounding != "stochastic":
+        return how
+    return {**how, "generator": torch.ops.scaledtensor.random_key(q)}
+
+
+def _single(scale: Any) -> Tensor:
+    found: Tensor = scale
+    return found
+
+
+def granularity(cast: Cast, dim: int) -> PerTensor | PerBlock:
+    """What shares a scale in a matrix, or a batch of them, summed over dimension `dim`."""
+    across, along = cast.block
+    if (across, along) == (0, 0):
+        return PerTensor()
+    rows, columns = (across, along) if dim == -1 else (along, across)
+    return PerBlock((rows or -1, columns or -1))
+
+
+def factors(coded: Coded, cast: Cast, dim: int) -> tuple[Tensor, Tensor | None]:
+    """Codes as matrices to multiply, and what to multiply their product by: a scale that everything
+    summed shares need not be in the sum.
+
+    The matrices have the dtype that the machine multiplies, and bfloat16 only where that is exact:
+    every code of 8 bits or fewer is a bfloat16 number, also times a power of two, and so is a code
+    of 4 bits times an E4M3FN number.
+    """
+    codes, scale, whole = coded
+    fmt, shape = cast.format, codes.shape
+    if fmt.bits > 8:
+        return codes, None
+    cut = granularity(cast, dim)
+    dtype = product_dtype(codes.device) if is_exact(cast, dim) else torch.float32
+    if whole is not None:
+        one = TwoLevelScale(scale, torch.ones_like(whole))
+        return dequantize_blocks(codes, one, fmt, cut, dtype), whole
+    if isinstance(cut, PerTensor):
+        return decode(codes, fmt, dtype), scale
+    if cut.block[dim] == -1:
+        return decode(codes, fmt, dtype), _by_row(_numbers(scale), cut, shape, dim)
+    return dequantize_blocks(codes, scale, fmt, cut, dtype), None
+
+
+def is_exact(cast: Cast, dim: int) -> bool:
+    """Whether bfloat16 holds the factors of codes that were cast like this, with their scales where
+    those are in the sum over `dim`."""
+    if isinstance(cast.scale, TwoLevel):
+        # Of the format's significant bits and the scale's 4, bfloat16 holds 8.
+        return cast.format.mantissa_bits + 1 + 4 <= 8
+    cut = granularity(cast, dim)
+    if isinstance(cut, PerTensor) or cut.block[dim] == -1:
+        return True
+    binary = isinstance(cast.scale, Amax) and cast.scale.power_of_two
+    return binary or isinstance(cast.scale, Microscale)
+
+
+def _numbers(scale: Tensor) -> Tensor:
+    return scale if scale.dtype == torch.float32 else decode(scale, E8M0FNU)
+
+
+def _by_row(scale: Tensor, cut: PerBlock, shape: torch.Size, dim: int) -> Tensor:
+    """Scales of blocks that span what is summed, one for each index that is not."""
+    other = -3 - dim
+    if cut.block[other] == 1:
+        return scale
+    spread = scale.repeat_interleave(cut.block[other], other)
+    return spread.narrow(other, 0, shape[other])
+
+
+def _least_error(q: Tensor, fmt: Format, below: int) -> Tensor:
+    """The power of two under which the cast of `q` errs least, 0-dim float32."""
+    top = _single(quantize_blocks(q, fmt, PerTensor(), "pow2")[1])
+    scales = [(top * 2.0**-k).clamp_min(MIN_SCALE) for k in range(below + 1)]
+    finite = q.float().nan_to_num(0.0, 0.0, 0.0)
+    errors = []
+    for scale in scales:
+        error = fake_quantize(finite / scale, fmt) * scale - finite
+        errors.append(error.double().square().sum())
+    least = torch.stack(errors).argmin(0, keepdim=True)  # gathered: an index would be read
+    found: Tensor = torch.stack(scales).gather(0, least).squeeze(0)
+    return found
+
+
+# --- the random Hadamard transform -----------------------------------------------------------
+
+#: One draw, the same for both operands of a product and for every product, as in arXiv 2509.25149.
+_SIGNS = (1, -1, 1, 1, 1, -1, -1, 1, -1, 1, -1, -1, -1, -1, 1, -1)
+
+
+def mixed(q: Tensor, dim: int) -> Tensor:
+    """`q` with each 16 elements along `dim`, -1 or -2, multiplied by an orthogonal matrix: Hadamard
+    (Sylvester's) times random signs. Zeros fill the last 16. float32."""
+    x = q.float() if dim == -1 else q.float().mT
+    n = x.shape[-1]
+    x = torch.nn.functional.pad(x, (0, -n % HADAMARD))
+    matrix = _hadamard(x.device)
+    groups = x.reshape(*x.shape[:-1], x.shape[-1] // HADAMARD, HADAMARD)
+    y: Tensor = (groups @ matrix).flatten(-2)
+    return y if dim == -1 else y.mT
+
+
+def _hadamard(device: torch.device) -> Tensor:
+    h = torch.ones(1, 1, device=device)
+    while h.shape[0] < HADAMARD:
+        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
+    signs = torch.tensor(_SIGNS, dtype=torch.float32, device=device)
+    matrix: Tensor = signs[:, None] * h / HADAMARD**0.5
+    return matrix

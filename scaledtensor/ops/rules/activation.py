@@ -1,0 +1,441 @@
+"""Activations and their derivatives.
+
+The second moments of gelu and silu under x ~ N(0, r^2) run from r^2/4 (where they are linear with
+slope 1/2) to r^2/2 (where they are relu). r^2/4 (1 + r^2 / (r^2 + c)) meets both ends and stays
+within 7% of the integral between; c is fitted. It needs no transcendental, so eager and compiled
+code agree to the bit. (Unit scaling interpolates in the log domain: Blake et al. 2023, appendix.)
+
+The others are such fits too: both ends exact, one constant chosen to make the largest error against
+the integral least, over r = 2^-8 to 2^8, where it stays within 6%. Those with a threshold of their
+own take the integral itself (`moments`).
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaledtensor.ops.algebra import (
+    at_value,
+    bounded_square,
+    elements,
+    first_scaled,
+    gaussian_rms,
+    integrand,
+    operand,
+    rms_seen,
+    side,
+    value,
+)
+from scaledtensor.ops.operators import aten
+from scaledtensor.ops.registry import Overload, Raw, rule
+from scaledtensor.ops.results import dequantized, write
+from scaledtensor.scales.powers import product_of
+from scaledtensor.scales.singles import Amount, Single, remembered, rms_of, scale_of
+from scaledtensor.tensors.tensor import ScaledTensor
+
+
+def _between_half_and_root_half(rms: Any, c: float) -> Any:
+    return _known_between(rms, c) if type(rms) is Single else _middle(rms, c)
+
+
+def _middle(rms: Any, c: float) -> Any:
+    r2 = bounded_square(rms)
+    return (0.25 + 0.25 * (r2 / (r2 + c))).sqrt()
+
+
+_known_between = remembered(_middle)
+
+
+def _between(rms: Tensor, low: float, high: float, c: float) -> Tensor:
+    """sqrt of low at rms = 0, of high at infinity."""
+    r2 = bounded_square(rms)
+    return (low + (high - low) * (r2 / (r2 + c))).sqrt()
+
+
+def _backward(g: Any, saved: ScaledTensor, slope: Amount, kernel: Callable[..., Tensor]) -> Raw:
+    """A gradient is linear in `g`: computed on its elements, it cannot leave the range."""
+    left, v = side(g, saved), value(saved)
+    return Raw(kernel(left.q.to(v.dtype), v), left.scale, left.rms * slope)
+
+
+# --- homogeneous -----------------------------------------------------------------------------
+
+
+@rule(aten.relu.default)
+def relu(x: ScaledTensor) -> Raw:
+    """Homogeneous: the scale passes through; half of the energy survives, r / sqrt(2)."""
+    q, rms = elements(x).relu(), rms_of(x) * 0.5**0.5
+    return Raw(q, scale_of(x), rms, settled=True, nonnegative=True)
+
+
+@rule(aten.threshold_backward.default)
+def threshold_backward(g: Any, x: ScaledTensor, threshold: float) -> Raw:
+    """Half of the gradients survive: r / sqrt(2). With another threshold than 0, a share of
+    P(r z > t)."""
+    left = side(g, x)
+    q = torch.where(value(x) > threshold, left.q, 0.0)
+    if threshold == 0:
+        return Raw(q, left.scale, left.rms * 0.5**0.5, settled=True)
+    share = gaussian_rms("above", x.rms, threshold, nonnegative=x.nonnegative)
+    return Raw(q, left.scale, left.rms * share)
+
+
+@rule(aten.leaky_relu.default)
+def leaky_relu(x: ScaledTensor, negative_slope: float = 0.01) -> Raw:
+    """Homogeneous: r sqrt((1 + a^2) / 2)."""
+    q = aten.leaky_relu.default(elements(x), negative_slope)
+    return Raw(q, scale_of(x), rms_of(x) * ((1 + negative_slope**2) / 2) ** 0.5, settled=True)
+
+
+@rule(aten.leaky_relu_backward.default)
+def leaky_relu_backward(
+    g: Any, x: ScaledTensor, negative_slope: float, self_is_result: bool
+) -> Raw:
+    """r sqrt((1 + a^2) / 2)."""
+    left = operand(g, x)
+    q = torch.where(elements(x) > 0, left.q, left.q * negative_slope)
+    return Raw(q, left.scale, left.rms * ((1 + negative_slope**2) / 2) ** 0.5, settled=True)
+
+
+@rule(aten.hardtanh_backward.default)
+def hardtanh_backward(g: Any, x: ScaledTensor, low: float, high: float) -> Raw:
+    """Of a Gaussian, (erf(b / r sqrt 2) - erf(a / r sqrt 2)) / 2 lies between the bounds: r_g times
+    its root."""
+    left = operand(g, x)
+    v = value(x)
+    sigma = x.rms.clamp_min(2.0**-60) * 2**0.5
+    share = 0.5 * (torch.erf(high / sigma) - torch.erf(low / sigma))
+    q = torch.where((v > low) & (v < high), left.q, 0.0)
+    return Raw(q, left.scale, left.rms * share.clamp_min(2.0**-20).sqrt())
+
+
+# --- gated -----------------------------------------------------------------------------------
+
+
+@rule(aten.gelu.default)
+def gelu(x: ScaledTensor, *, approximate: str = "none") -> Raw:
+    """r * sqrt(1/4 (1 + r^2 / (r^2 + 0.6)))."""
+    r = rms_of(x)
+    rms = r * _between_half_and_root_half(r, 0.6)
+    return at_value(lambda v: aten.gelu.default(v, approximate=approximate), x, rms)
+
+
+@rule(aten.gelu_backward.default)
+def gelu_backward(g: Any, x: ScaledTensor, *, approximate: str = "none") -> Raw:
+    """r_g * sqrt(1/4 (1 + r^2 / (r^2 + 0.5)))."""
+    kernel = partial(aten.gelu_backward.default, approximate=approximate)
+    return _backward(g, x, _between_half_and_root_half(rms_of(x), 0.5), kernel)
+
+
+@rule(aten.silu.default)
+def silu(x: ScaledTensor) -> Raw:
+    """r * sqrt(1/4 (1 + r^2 / (r^2 + 2)))."""
+    r = rms_of(x)
+    return at_value(torch.nn.functional.silu, x, r * _between_half_and_root_half(r, 2.0))
+
+
+@rule(aten.silu_backward.default)
+def silu_backward(g: Any, x: ScaledTensor) -> Raw:
+    """r_g * sqrt(1/4 (1 + r^2 / (r^2 + 1.2)))."""
+    slope = _between_half_and_root_half(rms_of(x), 1.2)
+    return _backward(g, x, slope, aten.silu_backward.default)
+
+
+# --- saturating ------------------------------------------------------------------------------
+
+
+@rule(aten.tanh.default)
+def tanh(x: ScaledTensor) -> Raw:
+    """r / sqrt(1 + 1.25 r^2), within 14% of the integral."""
+    rms = x.rms.clamp_max(2.0**60) / (1 + 1.25 * bounded_square(x.rms)).sqrt()
+    return at_value(torch.tanh, x, rms)
+
+
+@rule(aten.tanh_backward.default)
+def tanh_backward(g: Any, y: ScaledTensor) -> Raw:
+    """r_g (1 + 3.6 r^2)^-1/4 for an input of RMS r, which the saved result y tells."""
+    # Invert r_y = r / sqrt(1 + 1.25 r^2).
+    y2 = y.rms.square()
+    r2 = y2 / (1 - 1.25 * y2).clamp_min(2.0**-20)
+    return _backward(g, y, (1 + 3.6 * r2).rsqrt().sqrt(), aten.tanh_backward.default)
+
+
+@rule(aten.sigmoid.default)
+def sigmoid(x: ScaledTensor) -> Raw:
+    """sqrt(1/4 (1 + r^2 / (r^2 + 4)))."""
+    rms = _between_half_and_root_half(x.rms, 4.0)
+    return at_value(torch.sigmoid, x, rms, nonnegative=True)
+
+
+@rule(aten.sigmoid_backward.default)
+def sigmoid_backward(g: Any, y: ScaledTensor) -> Raw:
+    """r_g / 4 (1 + 0.9 r^2)^-1/4 for an input of RMS r, which the saved result y tells."""
+    # Invert r_y^2 = 1/4 (1 + r^2 / (r^2 + 4)).
+    share = (4 * y.rms.square() - 1).clamp(0.0, 1 - 2.0**-20)
+    r2 = 4 * share / (1 - share)
+    slope = 0.25 * (1 + 0.9 * r2).rsqrt().sqrt()
+    return _backward(g, y, slope, aten.sigmoid_backward.default)
+
+
+@rule(aten.hardsigmoid.default)
+def hardsigmoid(x: ScaledTensor) -> Raw:
+    """sqrt(1/4 (1 + r^2 / (r^2 + 9.5)))."""
+    rms = _between_half_and_root_half(x.rms, 9.5)
+    return at_value(aten.hardsigmoid.default, x, rms, nonnegative=True)
+
+
+@rule(aten.hardsigmoid_backward.default)
+def hardsigmoid_backward(g: Any, x: ScaledTensor) -> Raw:
+    """r_g / 6 (1 + 0.145 r^2)^-1/4."""
+    slope = (1 + 0.145 * bounded_square(x.rms)).rsqrt().sqrt() / 6
+    return _backward(g, x, slope, aten.hardsigmoid_backward.default)
+
+
+# --- exponential below zero ------------------------------------------------------------------
+
+
+def _elu_rms(rms: Tensor, alpha: float, scale: float, input_scale: float) -> Tensor:
+    u = rms * input_scale
+    below = (alpha * input_scale) ** 2 / (1 + 1.41 * u + bounded_square(u))
+    return rms * (0.5 + 0.5 * below).sqrt() * scale
+
+
+@rule(aten.elu.default)
+def elu(x: ScaledTensor, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Raw:
+    """r s sqrt(1/2 + 1/2 (a b)^2 / (1 + 1.41 u + u^2)), u = b r; selu is one of these."""
+    rms = _elu_rms(x.rms, alpha, scale, input_scale)
+    return at_value(lambda v: aten.elu.default(v, alpha, scale, input_scale), x, rms)
+
+
+@rule(aten.celu.default)
+def celu(x: ScaledTensor, alpha: float = 1.0) -> Raw:
+    """elu with b = 1 / a."""
+    rms = _elu_rms(x.rms, alpha, 1.0, 1 / alpha)
+    return at_value(lambda v: aten.celu.default(v, alpha), x, rms)
+
+
+@rule(aten.elu_backward.default)
+def elu_backward(
+    g: Any, alpha: float, scale: float, input_scale: float, is_result: bool, saved: ScaledTensor
+) -> Raw:
+    """r_g s sqrt(1/2 + 1/2 (a b)^2 / (1 + 2.3 u)), u = b r. In place the result is saved, whose
+    RMS stands for r."""
+    u = saved.rms * input_scale
+    slope = (0.5 + 0.5 * (alpha * input_scale) ** 2 / (1 + 2.3 * u)).sqrt() * scale
+
+    def kernel(q: Tensor, v: Tensor) -> Tensor:
+        grad: Tensor = aten.elu_backward.default(q, alpha, scale, input_scale, is_result, v)
+        return grad
+
+    return _backward(g, saved, slope, kernel)
+
+
+# --- smooth relus ----------------------------------------------------------------------------
+
+
+@rule(aten.softplus.default)
+def softplus(x: ScaledTensor, beta: float = 1, threshold: float = 20) -> Raw:
+    """Measured: a time step is softplus of a biased argument, and small."""
+    q = aten.softplus.default(value(x), beta, threshold)
+    return Raw(q, None, rms_seen(q, _softplus_rms(x, beta)), nonnegative=True)
+
+
+def _softplus_rms(x: ScaledTensor, beta: float) -> Tensor:
+    """Of a Gaussian: ln 2 at zero, relu far out."""
+    return ((math.log(2) / beta) ** 2 + bounded_square(x.rms) / 2).sqrt()
+
+
+@rule(aten.softplus_backward.default)
+def softplus_backward(g: Any, x: ScaledTensor, beta: float, threshold: float) -> Raw:
+    """r_g times the measured RMS of a sigmoid."""
+    slope = _sigmoid_seen(x, beta)
+    kernel = partial(aten.softplus_backward.default, beta=beta, threshold=threshold)
+    return _backward(g, x, slope, kernel)
+
+
+def _sigmoid_seen(x: ScaledTensor, beta: float) -> Tensor:
+    slope = torch.sigmoid(value(x) * beta)
+    return rms_seen(slope, _between_half_and_root_half(x.rms * abs(beta), 7.4))
+
+
+@rule(aten.log_sigmoid_forward.default)
+def log_sigmoid(x: ScaledTensor) -> tuple[Raw, Tensor]:
+    """-softplus(-x), measured. The buffer for the derivative is plain."""
+    q, buffer = aten.log_sigmoid_forward.default(value(x))
+    return Raw(q, None, rms_seen(q, _softplus_rms(x, 1.0))), buffer
+
+
+@rule(aten.log_sigmoid_backward.default)
+def log_sigmoid_backward(g: Any, x: ScaledTensor, buffer: Tensor) -> Raw:
+    """As softplus_backward, the sigmoid of -x."""
+    slope = _sigmoid_seen(x, -1.0)
+    return _backward(g, x, slope, partial(aten.log_sigmoid_backward.default, buffer=buffer))
+
+
+@rule(aten.mish.default)
+def mish(x: ScaledTensor) -> Raw:
+    """r sqrt(0.36 + 0.14 r^2 / (r^2 + 0.51)): slope tanh(ln 2) = 0.6 at zero."""
+    return at_value(aten.mish.default, x, x.rms * _between(x.rms, 0.36, 0.5, 0.51))
+
+
+@rule(aten.mish_backward.default)
+def mish_backward(g: Any, x: ScaledTensor) -> Raw:
+    """r_g sqrt(0.36 + 0.14 r^2 / (r^2 + 0.22))."""
+    slope = _between(x.rms, 0.36, 0.5, 0.22)
+    return _backward(g, x, slope, aten.mish_backward.default)
+
+
+@rule(aten.hardswish.default)
+def hardswish(x: ScaledTensor) -> Raw:
+    """r sqrt(1/4 (1 + r^2 / (r^2 + 1.75)))."""
+    rms = x.rms * _between_half_and_root_half(x.rms, 1.75)
+    return at_value(aten.hardswish.default, x, rms)
+
+
+@rule(aten.hardswish_backward.default)
+def hardswish_backward(g: Any, x: ScaledTensor) -> Raw:
+    """r_g sqrt(1/4 (1 + r^2 / (r^2 + 0.92)))."""
+    slope = _between_half_and_root_half(x.rms, 0.92)
+    return _backward(g, x, slope, aten.hardswish_backward.default)
+
+
+@rule(aten.glu.default)
+def glu(x: ScaledTensor, dim: int = -1) -> Raw:
+    """a sigmoid(b): r sqrt(1/4 (1 + r^2 / (r^2 + 7.4)))."""
+    rms = x.rms * _between_half_and_root_half(x.rms, 7.4)
+    return at_value(lambda v: aten.glu.default(v, dim), x, rms)
+
+
+@rule(aten.glu_backward.default)
+def glu_backward(g: Any, x: ScaledTensor, dim: int) -> Raw:
+    """Halves sigmoid(b) g and a sigmoid'(b) g: r_g times the root of the mean of their squares,
+    1/4 (1 + r^2 / (r^2 + 7.4)) and r^2 / 16 (1 + 0.9 r^2)^-1/2."""
+    r2 = bounded_square(x.rms)
+    gate = _between_half_and_root_half(x.rms, 7.4).square()
+    slope = ((gate + r2 / 16 * (1 + 0.9 * r2).rsqrt()) / 2).sqrt()
+    return _backward(g, x, slope, partial(aten.glu_backward.default, dim=dim))
+
+
+# --- leaky, with a slope that is learnt or drawn ---------------------------------------------
+
+
+@rule(aten._prelu_kernel.default)
+def prelu(x: Any, weight: Any) -> Raw:
+    """r sqrt((1 + rw^2) / 2)."""
+    like = first_scaled(x, weight)
+    a, w = operand(x, like), operand(weight, like)
+    q = torch.where(a.q > 0, a.q.float(), a.q * (w.q.float() * w.scale))
+    return Raw(q, a.scale, a.rms * ((1 + w.rms.square()) / 2).sqrt())
+
+
+@rule(aten._prelu_kernel_backward.default)
+def prelu_backward(g: Any, x: Any, weight: Any) -> tuple[Raw, Raw]:
+    """r_g sqrt((1 + rw^2) / 2), and r_g rx / sqrt(2) before it is summed."""
+    like = first_scaled(g, x, weight)
+    left, a, w = (operand(t, like) for t in (g, x, weight))
+    positive = a.q > 0
+    of_x = torch.where(positive, left.q.float(), left.q * (w.q.float() * w.scale))
+    of_w = torch.where(positive, 0.0, left.q.float() * a.q)
+    half = (1 + w.rms.square()) / 2
+    return (
+        Raw(of_x, left.scale, left.rms * half.sqrt()),
+        Raw(of_w, product_of(left.scale, a.scale), left.rms * a.rms * 0.5**0.5),
+    )
+
+
+def _rrelu_factor(lower: float, upper: float, training: bool) -> float:
+    square = (lower**2 + lower * upper + upper**2) / 3 if training else ((lower + upper) / 2) ** 2
+    return float(((1 + square) / 2) ** 0.5)
+
+
+@rule(aten.rrelu_with_noise.default)
+def rrelu(
+    x: ScaledTensor,
+    noise: Tensor,
+    lower: float = 0.125,
+    upper: float = 1 / 3,
+    training: bool = False,
+    generator: Any = None,
+) -> Raw:
+    """r sqrt((1 + E a^2) / 2), a uniform on [lower, upper), or its mean in evaluation. The slopes
+    drawn are written into `noise`."""
+    out, drawn = rrelu_functional(x, noise, lower, upper, training, generator)
+    if training:
+        write(noise, drawn, [x])
+    return out
+
+
+@rule(aten.rrelu_with_noise_functional.default)
+def rrelu_functional(
+    x: ScaledTensor,
+    noise: Tensor,
+    lower: float = 0.125,
+    upper: float = 1 / 3,
+    training: bool = False,
+    generator: Any = None,
+) -> tuple[Raw, Raw]:
+    """As rrelu_with_noise; the slopes drawn are a result."""
+    q = elements(x)
+    drawn = torch.empty_like(q)
+    factor = _rrelu_factor(lower, upper, training)
+    out = aten.rrelu_with_noise.default(q, drawn, lower, upper, training, generator)
+    slopes = drawn if training else torch.ones_like(q)
+    return Raw(out, x.scale, x.rms * factor), Raw(slopes, None, torch.full_like(x.rms, factor))
+
+
+@rule(aten.rrelu_with_noise_backward.default)
+def rrelu_backward(
+    g: Any,
+    x: Any,
+    noise: Any,
+    lower: float,
+    upper: float,
+    training: bool,
+    self_is_result: bool,
+) -> Raw:
+    """r_g sqrt((1 + E a^2) / 2)."""
+    left = operand(g, first_scaled(g, x, noise))
+    q = aten.rrelu_with_noise_backward.default(
+        left.q.float(),
+        dequantized(x).float(),
+        dequantized(noise).float(),
+        lower,
+        upper,
+        training,
+        self_is_result,
+    )
+    return Raw(q, left.scale, left.rms * _rrelu_factor(lower, upper, training))
+
+
+# --- thresholds ------------------------------------------------------------------------------
+
+integrand("threshold", aten.threshold.default)
+integrand("hardshrink", aten.hardshrink.default)
+integrand("softshrink", aten.softshrink.default)
+integrand("above", lambda v, bound: (v > bound).double())
+integrand("outside", lambda v, bound: (v.abs() > bound).double())
+
+
+@rule(aten.threshold.default)
+def threshold(x: ScaledTensor, threshold: float, value: float) -> Raw:
+    """sqrt(E f(r z)^2)."""
+    rms = gaussian_rms("threshold", x.rms, threshold, value, nonnegative=x.nonnegative)
+    return at_value(lambda v: aten.threshold.default(v, threshold, value), x, rms)
+
+
+@rule(aten.hardshrink.default, aten.softshrink.default, pass_op=True)
+def shrink(op: Overload, x: ScaledTensor, lambd: float = 0.5) -> Raw:
+    """sqrt(E f(r z)^2)."""
+    rms = gaussian_rms(op._schema.name.split("::")[1], x.rms, lambd)
+    return at_value(lambda v: op(v, lambd), x, rms, nonnegative=x.nonnegative)
+
+
+@rule(aten.hardshrink_backward.default, aten.softshrink_backward.default, pass_op=True)
+def shrink_backward(op: Overload, g: Any, x: ScaledTensor, lambd: float) -> Raw:
+    """r_g sqrt(P(|r z| > lambda))."""
+    slope = gaussian_rms("outside", x.rms, lambd)
+    return _backward(g, x, slope, lambda q, v: op(q, v, lambd))

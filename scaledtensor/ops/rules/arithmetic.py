@@ -1,0 +1,454 @@
+"""Sums, products and the elementary functions of autograd and the optimizers."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaledtensor.ops.algebra import (
+    Side,
+    at_value,
+    elements,
+    first_scaled,
+    gaussian_moment,
+    measured,
+    operand,
+    plain,
+    quadrature,
+    rms_seen,
+    side,
+    value,
+)
+from scaledtensor.ops.operators import aten, prims
+from scaledtensor.ops.registry import Overload, Raw, rule
+from scaledtensor.ops.results import FILL, HUGE, LARGEST, Towards, is_table, saturated, starts_at
+from scaledtensor.scales.forms import Form
+from scaledtensor.scales.measure import measured_rms
+from scaledtensor.scales.powers import product_of, quotient_of, settle, settle_sum, times
+from scaledtensor.scales.singles import (
+    ONE,
+    Amount,
+    Single,
+    rms_of,
+    rounded,
+    scale_of,
+    single_of,
+    tensor_of,
+)
+from scaledtensor.tensors.tensor import ScaledTensor
+
+# --- sums ------------------------------------------------------------------------------------
+
+
+# Derivatives of derivatives come in part from torch's Python references, which end in prims.
+@rule(aten.add.Tensor, aten.add.Scalar, prims.add.default)
+def add(x: Any, y: Any, alpha: float = 1) -> Raw:
+    """Independent terms: r = sqrt(rx^2 + ry^2), which grows over depth; a constant by its value."""
+    return _sum(x, y, alpha)
+
+
+@rule(aten.sub.Tensor, aten.sub.Scalar, prims.sub.default)
+def sub(x: Any, y: Any, alpha: float = 1) -> Raw:
+    """As add."""
+    raw = _sum(x, y, -alpha)
+    if alpha == 1 and isinstance(x, ScaledTensor) and isinstance(y, ScaledTensor):
+        return raw._replace(towards=Towards(y.qdata, rms_of(x)))
+    return raw
+
+
+@rule(aten.rsub.Tensor, aten.rsub.Scalar)
+def rsub(x: Any, y: Any, alpha: float = 1) -> Raw:
+    """As add."""
+    return _sum(y, x, -alpha)
+
+
+def _sum(x: Any, y: Any, alpha: float) -> Raw:
+    like = first_scaled(x, y)
+    a, b = term(x, like), term(y, like)
+    held = (a.scale, a.rms), (b.scale, b.rms)
+    scale, ratio_a, ratio_b, rms = settle_sum(*held, alpha)
+    if type(ratio_b) is Single and not is_table(y) and float(ratio_b) * abs(alpha) < HUGE:
+        # In one pass: a product with a power of two rounds nothing.
+        q = _added(under(a, x, ratio_a), b.q, float(ratio_b) * alpha)
+    else:
+        q = torch.add(under(a, x, ratio_a), under(b, y, ratio_b), alpha=alpha)
+    positive = a.nonnegative and b.nonnegative and alpha > 0
+    return Raw(q, scale, rms, settled=True, nonnegative=positive)
+
+
+def _added(a: Tensor, b: Tensor, alpha: float) -> Tensor:
+    """`torch.add`. Halves beside float32, as activations beside a bias, are converted first: the
+    kernel for two dtypes takes twice the time."""
+    if a.dtype == b.dtype:
+        return torch.add(a, b, alpha=alpha)
+    wide = a.float()
+    if wide is not a and a.shape[a.dim() - b.dim() :] == b.shape:
+        return wide.add_(b, alpha=alpha)
+    return torch.add(wide, b.float(), alpha=alpha)
+
+
+def term(x: Any, like: ScaledTensor) -> Side:
+    """`x` as one that is added or chosen from: the fills of a mask are no part of its RMS."""
+    if isinstance(x, ScaledTensor):
+        return side(x, like)
+    if is_table(x):
+        x = x.float()
+        rms = single_of(_table_rms(x))
+        return Side(x, torch.ones_like(rms) if isinstance(rms, Tensor) else ONE, rms)
+    return side(x, like)
+
+
+def _table_rms(x: Tensor) -> Tensor:
+    """Without fills: huge magnitudes, and the least element where that is a fill."""
+    if x.numel() == 0:
+        return measured_rms(x)
+    least = x.amin()
+    fills = (x == least) & (least <= FILL)
+    rms = measured_rms(x.masked_fill(fills, 0.0), below=HUGE)
+    return torch.where(fills.all(), least.abs().clamp_max(HUGE), rms)
+
+
+def under(term: Side, x: Any, ratio: Amount) -> Tensor:
+    """The elements of a term times the ratio of its scale to another."""
+    if isinstance(x, ScaledTensor) or not is_table(x):
+        return times(term.q, ratio)
+    # A finite fill stays finite, as an element and as a value, where bfloat16 holds them: it
+    # saturates before the division and after. -inf means something and stays.
+    return saturated(term.q, term.q.clamp(-LARGEST, LARGEST) * ratio)
+
+
+# --- products --------------------------------------------------------------------------------
+
+
+@rule(aten.mul.Tensor, aten.mul.Scalar, prims.mul.default)
+def mul(x: Any, y: Any) -> Raw:
+    """r = rx ry. A constant moves its power of two into the scale, exactly."""
+    if not isinstance(x, Tensor):
+        x, y = y, x
+    if not isinstance(y, Tensor):
+        c = float(y)
+        nonnegative = x.nonnegative and c >= 0
+        if not math.isfinite(c):  # no scale: infinities show in the elements
+            q = elements(x) * c
+            return Raw(q, scale_of(x), rms_of(x), settled=True, nonnegative=nonnegative)
+        return Raw(elements(x), scale_of(x) * c, rms_of(x) * abs(c), nonnegative=nonnegative)
+    like = first_scaled(x, y)
+    a, b = side(x, like), side(y, like)
+    square = x is y
+    rms = _factor(x, a.rms) * _factor(y, b.rms) * (gaussian_moment(2) if square else 1.0)
+    positive = square or (a.nonnegative and b.nonnegative)
+    scale, ratio = settle(rms, product_of(a.scale, b.scale))
+    # The ratio comes first: the product alone might leave the range of the elements.
+    q = times(a.q, ratio) * b.q if a.q.dim() <= b.q.dim() else a.q * times(b.q, ratio)
+    return Raw(q, scale, rms, settled=True, nonnegative=positive)
+
+
+def _factor(x: Tensor, rms: Amount) -> Any:
+    """The RMS of a factor. A plain number that is infinite or NaN shows in the elements, and no
+    more is expected of it than of 1."""
+    if isinstance(x, ScaledTensor) or x.dim():
+        return rms
+    if isinstance(rms, Single):
+        return rms if math.isfinite(rms) else ONE
+    if isinstance(rms, Form):
+        return Form("finite", rms)
+    return torch.where(rms.isfinite(), rms, torch.ones_like(rms))
+
+
+@rule(aten.div.Tensor, aten.div.Scalar, prims.div.default)
+def div(x: Any, y: Any) -> Raw:
+    """r = rx / ry. A zero divisor shows in the elements, never as a scale of inf or NaN."""
+    if not isinstance(y, Tensor):
+        nonnegative = x.nonnegative and y > 0
+        rms = rms_of(x) / abs(float(y))
+        return Raw(elements(x) / y, scale_of(x), rms, nonnegative=nonnegative)
+    like = first_scaled(x, y)
+    a, b = side(x, like), side(y, like)
+    rms = a.rms / _divisor(b.rms)
+    scale, ratio = settle(rms, quotient_of(a.scale, b.scale))
+    # A 0-dim divisor stays float32, as a 0-dim factor does.
+    q = times(a.q, ratio) / b.q
+    nonnegative = a.nonnegative and b.nonnegative
+    return Raw(q, scale, rms, settled=True, nonnegative=nonnegative)
+
+
+def _divisor(rms: Amount) -> Any:
+    """The RMS by which a quotient is divided: 1 where the divisor is known to be all zeros."""
+    if isinstance(rms, Single):
+        return rms if rms else ONE
+    if isinstance(rms, Form):
+        return Form("nonzero", rms)
+    return torch.where(rms == 0, torch.ones_like(rms), rms)
+
+
+@rule(aten.addcmul.default)
+def addcmul(x: Any, a: Any, b: Any, value: float = 1) -> Raw:
+    """r = sqrt(rx^2 + (c ra rb)^2); a sum of squares (Adam's second moment) adds linearly."""
+    like = first_scaled(x, a, b)
+    base, left, right = (side(t, like) for t in (x, a, b))
+    if starts_at(b, x):
+        # x + w (y - x), which is how Dynamo spells the lerp of an optimizer's first moment.
+        rms = _lerp_rms(base.rms, b.towards.rms, (left.q * left.scale * value).mean())
+    elif a is b and value >= 0:
+        rms = base.rms + left.rms.square() * (gaussian_moment(2) * value)
+    else:
+        rms = quadrature(base.rms, left.rms * right.rms * abs(value))
+    scale, ratio, held = settle(rms, base.scale, product_of(left.scale, right.scale))
+    # The ratio comes first: the product alone might leave the range of the elements.
+    q = times(base.q, ratio).add(times(left.q, held) * right.q, alpha=value)
+    positive = base.nonnegative and a is b and value >= 0
+    return Raw(q, scale, rms, settled=True, nonnegative=positive)
+
+
+@rule(prims.fma.default)
+def fma(a: Any, b: Any, x: Any) -> Raw:
+    """a b + x, measured: Dynamo takes the steps of optimizers apart so, and no longer tells what is
+    a square and what is a step from x."""
+    like = first_scaled(a, b, x)
+    left, right, base = (operand(t, like) for t in (a, b, x))
+    rms = quadrature(base.rms, left.rms * right.rms)
+    scale, ratio, factor = settle(rms, base.scale, product_of(left.scale, right.scale))
+    q = torch.addcmul(base.q * ratio, left.q * factor, right.q)
+    return measured(
+        q, scale, nonnegative=base.nonnegative and left.nonnegative and right.nonnegative
+    )
+
+
+@rule(aten.addcdiv.default)
+def addcdiv(x: Any, a: Any, b: Any, value: float = 1) -> Raw:
+    """r = sqrt(rx^2 + (c ra / rb)^2): an optimizer's update."""
+    like = first_scaled(x, a, b)
+    base, left, right = (side(t, like) for t in (x, a, b))
+    rms = quadrature(base.rms, left.rms / _divisor(right.rms) * abs(value))
+    scale, ratio, held = settle(rms, base.scale, quotient_of(left.scale, right.scale))
+    q = times(base.q, ratio).add(times(left.q, held) / right.q, alpha=value)
+    return Raw(q, scale, rms, settled=True)
+
+
+def plus_product(
+    base: Tensor, ratio: Amount, product: Tensor, held: Amount, value: float
+) -> Tensor:
+    """base ratio + value held product."""
+    start = times(base, ratio)
+    if isinstance(held, Single):
+        # Finite: 0 * inf is NaN.
+        largest = torch.finfo(torch.float32).max
+        return torch.add(start, product, alpha=max(min(held * value, largest), -largest))
+    return torch.addcmul(start, product, tensor_of(held), value=value)
+
+
+@rule(aten.lerp.Scalar, aten.lerp.Tensor)
+def lerp(x: Any, y: Any, weight: Any) -> Raw:
+    """x + w (y - x): r = sqrt(((1 - w) rx)^2 + (w ry)^2). Adam's first moment."""
+    like = first_scaled(x, y)
+    a, b = side(x, like), side(y, like)
+    w = plain(weight)
+    if isinstance(a.rms, Single) and isinstance(b.rms, Single) and not isinstance(w, Tensor):
+        w = Single(rounded(w))
+    elif not isinstance(w, Tensor):
+        w = torch.full((), w, device=like.device)
+    mean = w.mean() if isinstance(w, Tensor) and w.dim() else w
+    rms = _lerp_rms(a.rms, b.rms, mean)
+    scale, ratio_a, ratio_b = settle(rms, a.scale, b.scale)
+    left, right = times(a.q, ratio_a), times(b.q, ratio_b)
+    if isinstance(w, Single) and left.dtype == right.dtype:
+        return Raw(torch.lerp(left, right, w), scale, rms, settled=True)
+    return Raw(left + w * (right - left), scale, rms, settled=True)
+
+
+def _lerp_rms(start: Amount, end: Amount, weight: Amount) -> Any:
+    """Of (1 - w) x + w y, x and y independent. As x + w (y - x) it has terms that are not: in each
+    step of an optimizer it would grow."""
+    return quadrature(start * (1 - weight), end * weight)
+
+
+# --- homogeneous -----------------------------------------------------------------------------
+
+
+@rule(aten.neg.default)
+def neg(x: ScaledTensor) -> Raw:
+    """r."""
+    return Raw(-elements(x), scale_of(x), rms_of(x), settled=True)
+
+
+@rule(aten.abs.default)
+def abs_(x: ScaledTensor) -> Raw:
+    """r."""
+    return Raw(elements(x).abs(), scale_of(x), rms_of(x), settled=True, nonnegative=True)
+
+
+@rule(aten.sign.default, aten.sgn.default)
+def sign(x: ScaledTensor) -> Raw:
+    """Every element is -1, 0 or 1."""
+    return Raw(elements(x).sign(), None, torch.ones_like(x.rms), settled=True)
+
+
+@rule(
+    aten.maximum.default,
+    aten.minimum.default,
+    aten.fmax.default,
+    aten.fmin.default,
+    pass_op=True,
+)
+def extremum(op: Overload, x: Any, y: Any) -> Raw:
+    """Of two independent Gaussians: r = sqrt((rx^2 + ry^2) / 2). The huge number that a running
+    maximum starts from has no say."""
+    like = first_scaled(x, y)
+    a, b = operand(x, like), operand(y, like)
+    rms = quadrature(a.rms, b.rms)
+    seen = quadrature(*(torch.where(p.rms < HUGE, p.rms, 0.0) for p in (a, b)))
+    rms = torch.where(seen > 0, seen, rms) * 0.5**0.5
+    scale, ratio_a, ratio_b = settle(rms, a.scale, b.scale)
+    left, right = (saturated(p.q, p.q * ratio) for p, ratio in ((a, ratio_a), (b, ratio_b)))
+    wide = torch.promote_types(left.dtype, right.dtype)
+    positive = a.nonnegative and b.nonnegative
+    out = op(left.to(wide), right.to(wide))
+    return Raw(out, scale, _chosen_rms(out, scale, rms, a.rms, b.rms), nonnegative=positive)
+
+
+def _chosen_rms(q: Tensor, scale: Amount, rms: Amount, of_a: Tensor, of_b: Tensor) -> Any:
+    """RMS of elements under `scale` of which each is one of two operands'. Where these are expected
+    to be of another order, the result may have none of the larger one: then it is measured."""
+    low, high = torch.minimum(of_a, of_b), torch.maximum(of_a, of_b)
+    apart = single_of((low > 0) & (high > low * 2.0**20) & (high < HUGE))
+    if not (isinstance(apart, Tensor) or apart):
+        return rms
+    seen = rms_seen(q, tensor_of(rms) / tensor_of(scale)) * tensor_of(scale)
+    return torch.where(apart, seen, tensor_of(rms)) if isinstance(apart, Tensor) else seen
+
+
+@rule(
+    aten.clamp.default,
+    aten.clamp_min.default,
+    aten.clamp_max.default,
+    aten.clamp.Tensor,
+    aten.clamp_min.Tensor,
+    aten.clamp_max.Tensor,
+    aten.hardtanh.default,
+    pass_op=True,
+)
+def clamp(op: Overload, x: ScaledTensor, *bounds: Any, **named: Any) -> Raw:
+    """r, or the larger bound where two are tighter; a bound at 0 keeps half of the energy."""
+
+    bounds = tuple(plain(b) for b in bounds)
+    named = {k: plain(b) for k, b in named.items()}
+    given = [b for b in (*bounds, *named.values()) if b is not None]
+    numbers = [float(b) for b in given if not isinstance(b, Tensor)]
+    rms = x.rms
+    if len(numbers) == 2:
+        rms = rms.clamp_max(max(map(abs, numbers)))
+    if 0.0 in numbers:
+        rms = rms * 0.5**0.5
+    return Raw(op(value(x), *bounds, **named), None, rms)
+
+
+# --- powers ----------------------------------------------------------------------------------
+
+
+@rule(aten.square.default)
+def square(x: ScaledTensor) -> Raw:
+    """r = sqrt(3) rx^2, the fourth moment of a Gaussian."""
+    return _power(x, 2)
+
+
+@rule(aten.pow.Tensor_Scalar)
+def power(x: ScaledTensor, exponent: float) -> Raw:
+    """r = rx^p sqrt(E|z|^2p); negative powers have no finite moment and count as rx^p, and so does
+    what is known not to be negative (a statistic, near its RMS), except for its square."""
+    return _power(x, exponent)
+
+
+@rule(aten.pow.Scalar)
+def exponential_of(base: float, x: ScaledTensor) -> Raw:
+    """Measured, as exp."""
+    rate = abs(math.log(base)) if base > 0 else 1.0
+    raw = exponential(x, lambda v: torch.pow(base, v), rate)
+    return raw._replace(nonnegative=base > 0)
+
+
+def _power(x: ScaledTensor, p: float) -> Raw:
+    p = float(p)
+    if p == 1:
+        q = elements(x).clone()  # no view: writing to it must not reach `x`
+        return Raw(q, scale_of(x), rms_of(x), settled=True, nonnegative=x.nonnegative)
+    positive = x.nonnegative or p % 2 == 0
+    if p == 2:
+        return mul(x, x)
+    rms = rms_of(x).pow(p) * (1.0 if x.nonnegative else gaussian_moment(p))
+    return at_value(lambda v: v.pow(p), x, rms, nonnegative=positive)
+
+
+@rule(aten.sqrt.default)
+def sqrt(x: ScaledTensor) -> Raw:
+    """r = sqrt(rx). On the value, so an odd power of two leaves its sqrt(2) in the elements."""
+    return at_value(torch.sqrt, x, rms_of(x).sqrt(), nonnegative=True)
+
+
+@rule(aten.rsqrt.default)
+def rsqrt(x: ScaledTensor) -> Raw:
+    """r = 1 / sqrt(rx)."""
+    return at_value(torch.rsqrt, x, rms_of(x).rsqrt(), nonnegative=True)
+
+
+@rule(aten.reciprocal.default)
+def reciprocal(x: ScaledTensor) -> Raw:
+    """r = 1 / rx."""
+    return Raw(elements(x).reciprocal(), scale_of(x).reciprocal(), rms_of(x).reciprocal())
+
+
+# --- transcendental --------------------------------------------------------------------------
+
+
+def exponential(x: ScaledTensor, function: Any, rate: float) -> Raw:
+    """Of a Gaussian r = exp(r^2); as it is, where that is a number."""
+    q = function(value(x))
+    gaussian = (x.rms * rate).square().clamp_max(4.0).exp()
+    return Raw(q, None, rms_seen(q, gaussian), nonnegative=True)
+
+
+@rule(aten.exp.default)
+def exp(x: ScaledTensor) -> Raw:
+    """Measured: decays and log-probabilities are never positive, and a Gaussian's moment is far
+    from theirs."""
+    return exponential(x, torch.exp, 1.0)
+
+
+@rule(aten.expm1.default)
+def expm1(x: ScaledTensor) -> Raw:
+    """r = expm1(rx^2) + rx: rx when small, as exp when large."""
+    r2 = x.rms.square().clamp_max(4.0)
+    return at_value(torch.expm1, x, r2.expm1() + x.rms.clamp_max(1.0))
+
+
+@rule(aten.log1p.default)
+def log1p(x: ScaledTensor) -> Raw:
+    """r = log1p(rx): rx when small, its logarithm when large."""
+    return at_value(torch.log1p, x, x.rms.log1p(), nonnegative=x.nonnegative)
+
+
+def log_rms(rms: Tensor) -> Tensor:
+    """RMS of ln|x|, x a Gaussian: its mean is ln r - (ln 2 + gamma) / 2, its variance pi^2 / 8."""
+    spread = torch.full_like(rms, math.pi / 8**0.5)
+    logarithm: Tensor = quadrature(rms.clamp_min(2.0**-126).log() - 0.635, spread)
+    return logarithm
+
+
+@rule(aten.log.default, aten.log2.default, aten.log10.default, pass_op=True)
+def log(op: Overload, x: ScaledTensor) -> Raw:
+    """r = sqrt((ln rx - 0.635)^2 + pi^2 / 8), the moments of ln|z| (times 1 / ln base)."""
+    natural = log_rms(x.rms)
+    base = {aten.log2.default: math.log(2), aten.log10.default: math.log(10)}.get(op, 1.0)
+    return at_value(op, x, natural / base)
+
+
+@rule(aten.sin.default)
+def sin(x: ScaledTensor) -> Raw:
+    """r = sqrt((1 - exp(-2 rx^2)) / 2)."""
+    return at_value(torch.sin, x, (-0.5 * torch.expm1(-2 * x.rms.square())).sqrt())
+
+
+@rule(aten.cos.default)
+def cos(x: ScaledTensor) -> Raw:
+    """r = sqrt((1 + exp(-2 rx^2)) / 2)."""
+    return at_value(torch.cos, x, (0.5 + 0.5 * torch.exp(-2 * x.rms.square())).sqrt())

@@ -1,0 +1,287 @@
+"""Matrix products.
+
+K products of independent terms: the RMS grows by sqrt(K) (Blake et al. 2023, section 4.1). K is
+in-features forward, out-features in dgrad and batch times tokens in wgrad; each is an ATen call of
+its own.
+
+8-bit operands are multiplied as 8-bit operands: by the FP8 units of a CUDA device that has them
+(`hardware`), elsewhere by a bfloat16 or float32 product of the same elements, whichever the
+machine multiplies faster (`products`). Both are exact: every E4M3 and E5M2 value is a bfloat16 and
+a float32 value, and products accumulate in float32.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaledtensor import _torch
+from scaledtensor.ops.algebra import check_dtypes, first_scaled, measured, operand, quadrature, side
+from scaledtensor.ops.operators import aten
+from scaledtensor.ops.products import cuda
+from scaledtensor.ops.products.dtype import multiplied
+from scaledtensor.ops.registry import Raw, rule
+from scaledtensor.ops.rules import sparse
+from scaledtensor.ops.rules.arithmetic import plus_product
+from scaledtensor.recipes.casts import Carried
+from scaledtensor.scales.powers import is_one, product_of, settle, settle_product
+from scaledtensor.scales.singles import (
+    ONE,
+    Single,
+    multiplier,
+    rms_of,
+    scale_of,
+    scaled_by,
+    tensor_of,
+)
+from scaledtensor.tensors.sparse import is_sparse
+from scaledtensor.tensors.tensor import ScaledTensor
+
+
+@rule(aten.mm.default)
+def mm(a: Any, b: Any) -> Raw:
+    """r = ra rb sqrt(K). Here and in the products below a sparse operand with E stored elements in
+    N rows has K = E / N, and the RMS of the result is measured where it is finite and not 0."""
+    return _product(torch.mm, a, b)
+
+
+@rule(aten.bmm.default)
+def bmm(a: Any, b: Any) -> Raw:
+    """r = ra rb sqrt(K)."""
+    return _product(torch.bmm, a, b)
+
+
+@rule(aten.mv.default)
+def mv(a: Any, b: Any) -> Raw:
+    """r = ra rb sqrt(K)."""
+    return _product(torch.mv, a, b)
+
+
+@rule(aten.dot.default, aten.vdot.default)
+def dot(a: Any, b: Any) -> Tensor:
+    """A scalar statistic: leaves as plain float32."""
+    check_dtypes(a, b)
+    like = first_scaled(a, b)
+    x, y = operand(a, like), operand(b, like)
+    return torch.dot(x.q.float(), y.q.float()) * x.scale * y.scale
+
+
+@rule(
+    aten.addmm.default,
+    aten.baddbmm.default,
+    aten.addmv.default,
+    aten._sparse_addmm.default,  # torch.sparse.mm, of beta = 0
+)
+def addmm(c: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Raw:
+    """r = sqrt((beta rc)^2 + (alpha ra rb)^2 K). Where c is a or b, as in a polynomial of a matrix
+    (Newton-Schulz), the parts cancel by the polynomial's coefficients, and r is measured."""
+    matmul = torch.bmm if a.dim() == 3 else torch.mm if b.dim() == 2 else torch.mv
+    product = _product(matmul, a, b)
+    if c is a or c is b:
+        base = operand(c, c)
+        ratio = base.scale / tensor_of(product.held) * beta
+        return measured(base.q.float() * ratio + product.q * alpha, tensor_of(product.held))
+    if beta == 0 and alpha == 1:
+        return product
+    return _plus(c, product, first_scaled(c, a, b), beta, alpha)
+
+
+@rule(aten.addbmm.default)
+def addbmm(c: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Raw:
+    """As addmm, with K products for each matrix of the batch."""
+    product = _product(torch.bmm, a, b)
+    batch = max(a.shape[0], 1)
+    total = product._replace(q=product.q.sum(0), rms=product.rms * batch**0.5)
+    return _plus(c, total, first_scaled(c, a, b), beta, alpha)
+
+
+@rule(aten.addr.default)
+def addr(c: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Raw:
+    """r = sqrt((beta rc)^2 + (alpha ra rb)^2)."""
+    like = first_scaled(c, a, b)
+    x, y = operand(a, like), operand(b, like)
+    outer = Raw(torch.outer(*multiplied(x.q, y.q)), product_of(x.scale, y.scale), x.rms * y.rms)
+    return _plus(c, outer, like, beta, alpha)
+
+
+@rule(aten.linalg_cross.default)
+def cross(a: Any, b: Any, *, dim: int = -1) -> Raw:
+    """Two products to an element: r = ra rb sqrt(2)."""
+    like = first_scaled(a, b)
+    x, y = operand(a, like), operand(b, like)
+    q = torch.linalg.cross(*multiplied(x.q, y.q), dim=dim)
+    return Raw(q, product_of(x.scale, y.scale), x.rms * y.rms * 2**0.5)
+
+
+@rule(aten._grouped_mm.default)
+def grouped_mm(
+    a: Any, b: Any, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
+) -> Raw:
+    """As mm within each group: r = ra rb sqrt(K), where K is shared out among the groups if it is
+    K that is grouped."""
+    check_dtypes(a, b)
+    like = first_scaled(a, b)
+    if (
+        isinstance(a, ScaledTensor)
+        and isinstance(b, ScaledTensor)
+        and offs is not None
+        and bias is None
+        and _has_units(a, b, cuda.obstacle_of_groups)
+    ):
+        scale, ratio, rms = settle_product(a.shape[-1], (a.scale, a.rms), (b.scale, b.rms))
+        q = cuda.groups(a.qdata, b.qdata, offs, tensor_of(ratio), _is_fast(a, b))
+        return Raw(q, scale, rms, settled=True, dtype=out_dtype)
+    x, y = operand(a, like), operand(b, like)
+    left, right = multiplied(x.q, y.q)
+    if not (_is_aligned(left) and _is_aligned(right)):
+        left, right = left.float(), right.float()
+    groups = offs.shape[0] if a.dim() == b.dim() == 2 and offs is not None else 1
+    q = _grouped(left, right, offs, bias)
+    rms = x.rms * y.rms * (a.shape[-1] / max(groups, 1)) ** 0.5
+    return Raw(q, product_of(x.scale, y.scale), rms, dtype=out_dtype)
+
+
+@rule(aten._trilinear.default)
+def trilinear(
+    a: Any,
+    b: Any,
+    c: Any,
+    expand1: Sequence[int],
+    expand2: Sequence[int],
+    expand3: Sequence[int],
+    sumdim: Sequence[int],
+    unroll_dim: int = 1,
+) -> Raw:
+    """r = ra rb rc sqrt(terms): a part of the derivative of a plain nn.Bilinear."""
+    like = first_scaled(a, b, c)
+    factors = [operand(x, like) for x in (a, b, c)]
+    expanded = (expand1, expand2, expand3)
+    terms = 1
+    for dim in sumdim:
+        terms *= max(
+            # Where an operand is expanded to its left, its own dimension stands further left.
+            f.q.shape[dim - sum(d < dim for d in dims)]
+            for f, dims in zip(factors, expanded, strict=True)
+            if dim not in dims
+        )
+    x, y, z = (f.q.float() for f in factors)
+    q = aten._trilinear.default(x, y, z, *expanded, sumdim, unroll_dim)
+    (s1, s2, s3), (r1, r2, r3) = ([f.scale for f in factors], [f.rms for f in factors])
+    return Raw(q, s1 * s2 * s3, r1 * r2 * r3 * terms**0.5)
+
+
+def _grouped(a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None) -> Tensor:
+    # torch computes float32 products of groups on a CPU, and has shapes for bfloat16 ones alone.
+    if _torch.is_tracing(a) and a.dtype == torch.float32 and bias is None:
+        traced: Tensor = torch.ops.scaledtensor.grouped_mm(a, b, offs)
+        return traced
+    product: Tensor = aten._grouped_mm.default(a, b, offs, bias)
+    return product
+
+
+_LIBRARY = torch.library.Library("scaledtensor", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "grouped_mm(Tensor a, Tensor b, Tensor? offs) -> Tensor"
+)
+_LIBRARY.impl("grouped_mm", aten._grouped_mm.default, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+
+
+@torch.library.register_fake("scaledtensor::grouped_mm", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+def _grouped_fake(a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:
+    """Groups of rows, of columns, or of what is summed; and matrices one by one."""
+    groups = () if a.dim() != b.dim() else (b.shape[0],) if offs is None else (offs.shape[0],)
+    return a.new_empty(*groups, a.shape[-2], b.shape[-1])
+
+
+def _is_aligned(x: Tensor) -> bool:
+    """Whether rows or columns begin at multiples of 16 bytes, as the grouped kernels want."""
+    return all(stride * x.itemsize % 16 == 0 for stride in x.stride() if stride != 1)
+
+
+def _plus(c: Any, product: Raw, like: ScaledTensor, beta: float, alpha: float) -> Raw:
+    base = side(c, like)
+    rms = quadrature(base.rms * abs(beta), product.rms * abs(alpha))
+    scale, ratio, factor = settle(rms, base.scale, product.held)
+    q = plus_product(base.q * beta if beta != 1 else base.q, ratio, product.q, factor, alpha)
+    return Raw(q, scale, rms, settled=True)
+
+
+def _product(matmul: Any, a: Any, b: Any) -> Raw:
+    check_dtypes(a, b)
+    if is_sparse(a) or is_sparse(b):
+        return sparse.product(matmul, a, b)
+    k = a.shape[-1]
+    if (
+        isinstance(a, ScaledTensor)
+        and isinstance(b, ScaledTensor)
+        and _has_units(a, b, cuda.obstacle_of_codes)
+    ):
+        scale, ratio, rms = settle_product(k, (scale_of(a), rms_of(a)), (scale_of(b), rms_of(b)))
+        behind = torch.compiler.is_compiling() and _carries(a, b)
+        q = cuda.scaled(a.qdata, b.qdata, None if behind else tensor_of(ratio), _is_fast(a, b))
+        return Raw(scaled_by(q, ratio) if behind else q, scale, rms, settled=True)
+    like = first_scaled(a, b)
+    x, y = side(a, like), side(b, like)
+    scale, ratio, rms = settle_product(k, (x.scale, x.rms), (y.scale, y.rms))
+    if _goes_first(ratio, a, b):
+        y.q.mul_(multiplier(ratio))
+        ratio = ONE
+    q = matmul(*multiplied(x.q, y.q))
+    # In place where it is a tensor of its own; export loses track of a traced one.
+    if not is_one(ratio):
+        traced = _torch.is_tracing(q)
+        q = scaled_by(q, ratio) if traced else q.mul_(multiplier(ratio))
+    return Raw(q, scale, rms, settled=True)
+
+
+#: Products of 8-bit elements, and their sums, are numbers of float32 and of bfloat16 times whatever
+#: power of two lies between this and its inverse: so the same bits come out wherever it is applied.
+_TINY = 2.0**-60
+
+
+def _goes_first(ratio: Any, a: Any, b: Any) -> bool:
+    """Whether to multiply `b` by a ratio in place of the product, which takes fewer elements where
+    `b` is a weight: where `elements` has just decoded what nobody else holds."""
+    return (
+        isinstance(ratio, Single)
+        and _TINY < ratio < 1 / _TINY
+        and math.frexp(ratio)[0] == 0.5
+        and isinstance(b, ScaledTensor)
+        and b.qdata.itemsize == 1
+        and b.decoded is None
+        and a.dim() > 1 < b.dim()
+        and b.shape[-2] < a.shape[-2]
+    )
+
+
+def _has_units(a: ScaledTensor, b: ScaledTensor, obstacle: Any) -> bool:
+    """Whether FP8 units take two operands; on a CUDA device it is said where they do not."""
+    if a.qdata.itemsize > 1 or b.qdata.itemsize > 1 or _torch.compute_capability(a.qdata) is None:
+        return False
+    reason: str | None = obstacle(a.qdata, b.qdata)
+    if reason is not None:
+        cuda.told(reason)
+    return reason is None
+
+
+def _carries(a: ScaledTensor, b: ScaledTensor) -> bool:
+    """Whether both scales are powers of two, as rules make them: then a product may be multiplied
+    by their ratio after it is rounded. Compiled, the kernel that reads it does that; a scale for
+    the units would be a tensor of its own, which a kernel writes."""
+    recipe = a.recipe or b.recipe
+    once = None if recipe is None else recipe.gemms.once
+    return once is not None and all(isinstance(cast.scale, Carried) for cast in once)
+
+
+def _is_fast(a: ScaledTensor, b: ScaledTensor) -> bool:
+    """Whether the recipe has this product add in fewer bits. Autograd calls dgrad and wgrad alike,
+    without recording what they do; a checkpoint's second forward pass records."""
+    recipe = a.recipe or b.recipe
+    if recipe is None:
+        return False
+    gemms = recipe.gemms
+    if _torch.is_within_backward() and not torch.is_grad_enabled():
+        return gemms.dgrad.fast and gemms.wgrad.fast
+    return gemms.forward.fast

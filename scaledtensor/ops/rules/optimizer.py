@@ -1,0 +1,267 @@
+"""Fused optimizer steps: each is the for-loop's step in the operators that have rules.
+
+What is fused is the kernel, not the arithmetic: the three forms of an optimizer train alike. A
+gradient scaler hands these operators its scale and whether it found an infinity.
+
+In eager code on a CPU, Adam's step is calculated on the elements themselves, which takes a tenth of
+the operators: an operator of a ScaledTensor costs as much as the elements of a small layer.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaledtensor.native import elements as native
+from scaledtensor.ops.algebra import elements, gaussian_moment
+from scaledtensor.ops.operators import aten
+from scaledtensor.ops.registry import Overload, rule
+from scaledtensor.ops.results import covers_storage, written
+from scaledtensor.scales.powers import (
+    MAX_SCALE,
+    MIN_SCALE,
+    nearest_power_of_two,
+    quadrature,
+    settle_in_place,
+    times,
+)
+from scaledtensor.scales.singles import (
+    Single,
+    calculates,
+    multiplier,
+    put,
+    rms_of,
+    rounded,
+    scale_of,
+)
+from scaledtensor.tensors.sparse import is_sparse
+from scaledtensor.tensors.steps import watch
+from scaledtensor.tensors.tensor import ScaledTensor
+
+Number = float | Tensor
+
+
+def _gradients(
+    parameters: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    *,
+    maximize: bool,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """(index, parameter, gradient to descend along), none at all where an infinity was found."""
+    if found_inf is not None and bool(found_inf):
+        return
+    for i, (p, g) in enumerate(zip(parameters, grads, strict=True)):
+        if grad_scale is not None:
+            g.div_(grad_scale)
+        yield i, p, -g if maximize else g
+
+
+@rule(aten._amp_foreach_non_finite_check_and_unscale_.default)
+def unscale(grads: Sequence[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
+    """g times the inverse of a gradient scaler's factor. Its power of two goes into the scale, so a
+    factor that is one changes no element."""
+    inverse = inverse.reshape(())
+    for g in grads:
+        if not isinstance(g, ScaledTensor):
+            aten._amp_foreach_non_finite_check_and_unscale_.default([g], found_inf, inverse)
+            continue
+        finite = elements(g).isfinite().all()
+        found_inf.copy_(torch.where(finite, found_inf, torch.ones_like(found_inf)))
+        if covers_storage(g.qdata):
+            moved = (g.scale * nearest_power_of_two(inverse.float())).clamp(MIN_SCALE, MAX_SCALE)
+            ratio = moved.double() / g.scale
+            put(g, moved, (g.rms * ratio).float())
+            g.mul_((inverse / ratio).float())
+        else:  # a scale that is shared with what lies around
+            g.mul_(inverse)
+    written(grads)
+
+
+def _minus(p: Tensor, direction: Tensor, rate: Number) -> None:
+    p.sub_(direction * rate)
+
+
+@rule(
+    aten._fused_adam_.default,
+    aten._fused_adam_.tensor_lr,
+    aten._fused_adamw_.default,
+    aten._fused_adamw_.tensor_lr,
+    pass_op=True,
+)
+def adam(
+    op: Overload,
+    parameters: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    firsts: Sequence[Tensor],
+    seconds: Sequence[Tensor],
+    largest: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    *,
+    lr: Number,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    amsgrad: bool,
+    **options: Any,
+) -> None:
+    """m, v as running means of g and g^2; p - lr m / (sqrt(v) + eps), both corrected for their
+    start (Kingma and Ba 2015; decoupled decay: Loshchilov and Hutter 2019)."""
+    decoupled = "adamw" in op._schema.name
+    for i, p, g in _gradients(parameters, grads, **options):
+        plainly = not amsgrad and (decoupled or not weight_decay)
+        if plainly and _are_numbers(g, p, firsts[i], seconds[i]):
+            numbers = float(steps[i]), float(lr), beta1, beta2, weight_decay, eps
+            _adam_elements(g, p, firsts[i], seconds[i], *numbers)
+            continue
+        if weight_decay and decoupled:
+            _minus(p, p, lr * weight_decay)
+        elif weight_decay:
+            g = g.add(p, alpha=weight_decay)
+        first, second = firsts[i].lerp_(g, 1 - beta1), seconds[i]
+        second.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        if amsgrad:
+            second = largest[i].copy_(torch.maximum(largest[i], second))
+        step = steps[i].double()
+        start1, start2 = 1 - beta1**step, 1 - beta2**step
+        _minus(p, first / (second.sqrt() / start2.sqrt()).add_(eps), lr / start1)
+    written(parameters, firsts, seconds, largest)
+
+
+def _are_numbers(g: Tensor, *held: Tensor) -> bool:
+    """Whether the host has the scales of these as numbers: a gradient in any compute format, and
+    what is written to, whole and in float32."""
+    return (
+        isinstance(g, ScaledTensor)
+        and g.qdata.itemsize > 1
+        and not is_sparse(g)
+        and calculates(g)
+        and all(
+            isinstance(x, ScaledTensor)
+            and x.qdata.dtype == torch.float32
+            and calculates(x)
+            and not x.agreed
+            and covers_storage(x.qdata)
+            for x in held
+        )
+    )
+
+
+def _adam_elements(
+    g: Any,
+    p: Any,
+    first: Any,
+    second: Any,
+    step: float,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+) -> None:
+    """`adam` on elements. Factors are float64 numbers until they meet the elements, so that powers
+    of two which no float32 holds cancel before that."""
+    gradient, unit, spread = elements(g), float(scale_of(g)), rms_of(g)
+
+    # Expected: as lerp, and as a sum of squares (see `arithmetic`).
+    weight, share = 1 - beta1, 1 - beta2
+    rms = quadrature(rms_of(first) * (1 - weight), spread * weight)
+    m, scale = _moved(first, rms)
+    rms_second = rms_of(second) * beta2 + spread.square() * (gaussian_moment(2) * share)
+    v, scale_second = _moved(second, rms_second)
+    first.nonnegative, second.nonnegative = False, True
+
+    start1, start2 = 1 - beta1**step, 1 - beta2**step
+    unit_root = math.sqrt(scale_second / start2)
+    expected = quadrature(Single(rounded(math.sqrt(rms_second / start2))), Single(rounded(eps)))
+    rate, kept = lr / start1, 1 - lr * weight_decay
+    rms_parameter = quadrature(rms_of(p) * kept, rms / expected * rate)
+    q, scale_parameter = _moved(p, rms_parameter)
+    p.nonnegative = False
+
+    to_first, to_second = _finite(unit / scale), _finite(share * unit * unit / scale_second)
+    least = _finite(eps / unit_root)
+    by = _finite(-rate * scale / unit_root / scale_parameter)
+    if native.adam(gradient, m, v, q, to_first, weight, beta2, to_second, least, kept, by):
+        return
+    gradient = gradient.float()
+    m.lerp_(times(gradient, to_first), weight)
+    v.mul_(beta2).addcmul_(gradient, gradient, value=to_second)
+    if weight_decay:
+        q.mul_(kept)
+    q.addcdiv_(m, v.sqrt().add_(least), value=by)
+
+
+def _moved(x: Any, rms: Single) -> tuple[Tensor, float]:
+    """The elements of `x`, to be changed in place into values of RMS `rms`, and their scale: the
+    one that they have, unless what is written in place takes another (`settle_in_place`)."""
+    watch(x)
+    kept = scale_of(x)
+    scale, ratio = settle_in_place(kept, rms_of(x), rms, kept, True)
+    if scale is not kept:
+        x.qdata.mul_(multiplier(ratio))
+    put(x, None if scale is kept else scale, rms)
+    x.whole_amax = None
+    return x.qdata, float(scale)
+
+
+def _finite(factor: float) -> Single:
+    """A factor as a float32 number; the largest instead of infinity, since 0 * inf is NaN."""
+    largest = torch.finfo(torch.float32).max
+    return Single(rounded(max(min(factor, largest), -largest)))
+
+
+@rule(aten._fused_sgd_.default, aten._fused_sgd_.tensor_lr)
+def sgd(
+    parameters: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    buffers: Sequence[Tensor],
+    *,
+    weight_decay: float,
+    momentum: float,
+    lr: Number,
+    dampening: float,
+    nesterov: bool,
+    is_first_step: bool,
+    **options: Any,
+) -> None:
+    """b = mu b + (1 - d) g; p - lr b, or with Nesterov's g + mu b."""
+    for i, p, g in _gradients(parameters, grads, **options):
+        if weight_decay:
+            g = g.add(p, alpha=weight_decay)
+        if momentum:
+            buffer = buffers[i]
+            if is_first_step:
+                buffer.copy_(g)
+            else:
+                buffer.mul_(momentum).add_(g, alpha=1 - dampening)
+            g = g.add(buffer, alpha=momentum) if nesterov else buffer
+        _minus(p, g, lr)
+    written(parameters, buffers)
+
+
+@rule(aten._fused_adagrad_.default, aten._fused_adagrad_.tensor_lr)
+def adagrad(
+    parameters: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    sums: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    *,
+    lr: Number,
+    lr_decay: float,
+    weight_decay: float,
+    eps: float,
+    **options: Any,
+) -> None:
+    """s += g^2; p - lr / (1 + (t - 1) decay) g / (sqrt(s) + eps) (Duchi et al. 2011)."""
+    for i, p, g in _gradients(parameters, grads, **options):
+        if weight_decay:
+            g = g.add(p, alpha=weight_decay)
+        total = sums[i].addcmul_(g, g)
+        rate = lr / (1 + (steps[i].double() - 1) * lr_decay)
+        _minus(p, g / total.sqrt().add_(eps), rate)
+    written(parameters, sums)

@@ -1,0 +1,301 @@
+"""Scans: what a dimension has come to so far."""
+
+import math
+from collections.abc import Callable
+from statistics import NormalDist
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaledtensor.errors import DTypeError, UnsupportedError
+from scaledtensor.formats import FP32
+from scaledtensor.ops.algebra import count, elements, operand, plain, quadrature, value
+from scaledtensor.ops.operators import aten
+from scaledtensor.ops.registry import Overload, Raw, rule
+from scaledtensor.ops.rules.reduction import extreme_rms, growth
+from scaledtensor.ops.rules.softmax import logsumexp_rms
+from scaledtensor.tensors import verbs
+from scaledtensor.tensors.tensor import ScaledTensor
+
+
+# Comparisons, predicates, counts and distinct values: they leave as plain tensors.
+@rule(
+    *(
+        getattr(getattr(aten, name), overload)
+        for name in ("eq", "ne", "lt", "le", "gt", "ge")
+        for overload in ("Tensor", "Scalar")
+    ),
+    *(
+        getattr(getattr(aten, name), overload)
+        for name in ("all", "any")
+        for overload in ("default", "dim", "dims")
+    ),
+    aten.allclose.default,
+    aten.argmax.default,
+    aten.argmin.default,
+    aten.argsort.default,
+    aten.argsort.stable,
+    aten.bincount.default,
+    aten.equal.default,
+    aten.hash_tensor.default,
+    aten.isclose.default,
+    aten.isfinite.default,
+    aten.isinf.default,
+    aten.isnan.default,
+    aten.isneginf.default,
+    aten.isposinf.default,
+    aten.is_nonzero.default,
+    aten.logical_and.default,
+    aten.logical_not.default,
+    aten.logical_or.default,
+    aten.logical_xor.default,
+    aten.multinomial.default,
+    aten.nonzero.default,
+    aten.signbit.default,
+    pass_op=True,
+)
+def predicate(op: Overload, *args: Any, **kwargs: Any) -> Any:
+    """A question about the value: the answer is plain."""
+
+    def exact(x: Any) -> Any:
+        if isinstance(x, (list, tuple)):
+            return type(x)(map(exact, x))
+        if isinstance(x, ScaledTensor):
+            return value(x).float()
+        return x.float() if isinstance(x, Tensor) and x.dtype.is_floating_point else x
+
+    return op(*map(exact, args), **{k: exact(v) for k, v in kwargs.items()})
+
+
+@rule(aten.is_same_size.default)
+def is_same_size(x: Tensor, y: Tensor) -> bool:
+    """A question about shapes."""
+    return x.shape == y.shape
+
+
+@rule(aten._has_same_storage_numel.default)
+def has_same_storage_numel(x: Tensor, y: Tensor) -> bool:
+    """A question about memory, of forward-mode derivatives: the elements' answers."""
+    found = [t.qdata if isinstance(t, ScaledTensor) else t for t in (x, y)]
+    first, second = (t.untyped_storage().nbytes() // t.itemsize for t in found)
+    return first == second
+
+
+@rule(aten._assert_tensor_metadata.default)
+def assert_metadata(
+    x: ScaledTensor,
+    size: Any = None,
+    stride: Any = None,
+    dtype: torch.dtype | None = None,
+    *,
+    device: torch.device | None = None,
+    layout: torch.layout | None = None,
+) -> None:
+    """What torch.export asserts at run time: it is that of the appearance. Nothing is computed."""
+    for name, wanted, found in (
+        ("size", size, list(x.shape)),
+        ("stride", stride, list(x.stride())),
+        ("dtype", dtype, x.dtype),
+        ("device", device, x.device),
+        ("layout", layout, x.layout),
+    ):
+        if wanted is not None and wanted != found:
+            raise DTypeError(f"the program was exported for {name} {wanted}; got {found}")
+
+
+# Order statistics and counts: sorts, quantiles, modes, histograms.
+@rule(aten.topk.default, aten.sort.default, aten.sort.stable, pass_op=True)
+def ordered(op: Overload, x: ScaledTensor, *args: Any, **kwargs: Any) -> Any:
+    """A choice of the elements in order: the same scale; the indices are plain."""
+    q, index = op(elements(x), *args, **kwargs)
+    rms = extreme_rms(x.rms, x.numel() // max(q.numel(), 1)) if q.numel() < x.numel() else x.rms
+    return Raw(q, x.scale, rms), index
+
+
+def rank_rms(rms: Tensor, k: int, n: int) -> Tensor:
+    """RMS of the k-th smallest of n Gaussians of RMS `rms`.
+
+    Its mean is Phi^-1(p) with p = (k - 3/8) / (n + 1/4) (Blom 1958), its variance about
+    p (1 - p) / (n + 1) / phi^2 at that point.
+    """
+    unit = NormalDist()
+    p = (k - 0.375) / (n + 0.25)
+    mean = unit.inv_cdf(p)
+    variance = p * (1 - p) / (n + 1) / unit.pdf(mean) ** 2
+    factor: float = (mean * mean + variance) ** 0.5
+    return rms * factor
+
+
+@rule(aten.median.dim, aten.nanmedian.dim, pass_op=True)
+def median_dim(op: Overload, x: ScaledTensor, dim: int, keepdim: bool = False) -> Any:
+    """The lower of the two in the middle: about r sqrt(pi / 2n)."""
+    q, index = op(elements(x), dim, keepdim)
+    n = max(count(x.shape, dim), 1)
+    return Raw(q, x.scale, rank_rms(x.rms, (n + 1) // 2, n)), index
+
+
+@rule(aten.median.default, aten.nanmedian.default, pass_op=True)
+def median(op: Overload, x: ScaledTensor) -> Tensor:
+    """A statistic: plain float32."""
+    middle: Tensor = op(elements(x)).float() * x.scale
+    return middle
+
+
+@rule(aten.kthvalue.default)
+def kthvalue(x: ScaledTensor, k: int, dim: int = -1, keepdim: bool = False) -> Any:
+    """The k-th of n in order: Blom's mean, and the variance of a quantile."""
+    q, index = aten.kthvalue.default(elements(x), k, dim, keepdim)
+    n = max(count(x.shape, dim), 1)
+    return Raw(q, x.scale, rank_rms(x.rms, k, n)), index
+
+
+@rule(aten.mode.default)
+def mode(x: ScaledTensor, dim: int = -1, keepdim: bool = False) -> Any:
+    """Of values that are all different, the least: r sqrt(2 ln n)."""
+    q, index = aten.mode.default(elements(x), dim, keepdim)
+    return Raw(q, x.scale, extreme_rms(x.rms, count(x.shape, dim))), index
+
+
+@rule(
+    aten._unique2.default,
+    aten.unique_dim.default,
+    aten.unique_consecutive.default,
+    pass_op=True,
+)
+def unique(op: Overload, x: ScaledTensor, *args: Any, **kwargs: Any) -> Any:
+    """A choice of the elements: the same scale; the indices and counts are plain."""
+    q, *counts = op(elements(x), *args, **kwargs)
+    return Raw(q, x.scale, x.rms, settled=True, nonnegative=x.nonnegative), *counts
+
+
+@rule(
+    aten.bucketize.Scalar,
+    aten.bucketize.Tensor,
+    aten.count_nonzero.default,
+    aten.count_nonzero.dim_IntList,
+    aten.histc.default,
+    aten._histogramdd_bin_edges.default,
+    aten._histogramdd_from_bin_cts.default,
+    aten._histogramdd_from_bin_tensors.default,
+    aten.histogram.bin_ct,
+    aten.histogram.bins_tensor,
+    aten.isin.Scalar_Tensor,
+    aten.isin.Tensor_Scalar,
+    aten.isin.Tensor_Tensor,
+    aten.nonzero_static.default,
+    aten.searchsorted.Scalar,
+    aten.searchsorted.Tensor,
+    pass_op=True,
+)
+def counted(op: Overload, *args: Any, **kwargs: Any) -> Any:
+    """Counts, places and the edges of bins: they leave as plain tensors."""
+
+    def exact(x: Any) -> Any:
+        if isinstance(x, (list, tuple)):
+            return [exact(i) for i in x]
+        x = plain(x)
+        return x.float() if isinstance(x, Tensor) and x.dtype.is_floating_point else x
+
+    return op(*map(exact, args), **{k: exact(v) for k, v in kwargs.items()})
+
+
+@rule(aten.cumsum.default)
+def cumsum(x: ScaledTensor, dim: int, *, dtype: Any = None) -> Raw:
+    """The mean square over i = 1..n of a sum of i terms: r sqrt((n + 1) / 2)."""
+    n = count(x.shape, dim)
+    factor = growth(n, x.nonnegative) / (3**0.5 if x.nonnegative else 2**0.5)
+    q = elements(x).cumsum(dim, dtype=torch.float32)
+    return Raw(q, x.scale, x.rms * max(factor, 1.0), format=FP32, nonnegative=x.nonnegative)
+
+
+@rule(aten.cumprod.default)
+def cumprod(x: ScaledTensor, dim: int, *, dtype: Any = None) -> Raw:
+    """The mean square over i = 1..n of r^i, (1 - r^2n) / (1 - r^2) r^2 / n. On the value."""
+    n = max(count(x.shape, dim), 1)
+    powers = x.rms.double() ** torch.arange(1, n + 1, device=x.rms.device)
+    rms = powers.clamp_max(2.0**126).square().mean().sqrt().float()
+    q = value(x).cumprod(dim, dtype=torch.float32)
+    return Raw(q, None, rms, format=FP32, nonnegative=x.nonnegative)
+
+
+@rule(aten.cummax.default, aten.cummin.default, pass_op=True)
+def cummax(op: Overload, x: ScaledTensor, dim: int) -> tuple[Raw, Tensor]:
+    """The largest of i Gaussians, r sqrt(2 ln i), in the mean over i = 1..n: r sqrt(2 ln(n!) / n).
+    The indices are plain."""
+    q, index = op(elements(x), dim)
+    n = max(count(x.shape, dim), 1)
+    rms = x.rms * max(2 * math.lgamma(n + 1) / n, 1.0) ** 0.5
+    return Raw(q, x.scale, rms), index
+
+
+# --- logcumsumexp ----------------------------------------------------------------------------
+# Autograd writes its derivative with the logarithm of the gradient, which no rule sees through, so
+# it has operators of its own.
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, ctx.dim = inputs
+    ctx.save_for_backward(x, output)
+
+
+def _slope(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    x, result = ctx.saved_tensors
+    return _logcumsumexp_backward(grad, x, result, ctx.dim), None
+
+
+def _no_slope(ctx: Any, *grads: Tensor) -> Any:
+    raise UnsupportedError("logcumsumexp of a ScaledTensor has no second derivative")
+
+
+_logcumsumexp = verbs.operator("logcumsumexp(Tensor x, int dim) -> Tensor", _slope, _save)
+
+
+_logcumsumexp_backward = verbs.operator(
+    "logcumsumexp_backward(Tensor grad, Tensor x, Tensor result, int dim) -> Tensor",
+    _no_slope,
+    lambda ctx, inputs, output: None,
+)
+
+
+@rule(aten.logcumsumexp.default, _logcumsumexp)
+def logcumsumexp_rule(x: ScaledTensor, dim: int) -> Raw:
+    """As logsumexp of i = 1..n terms in the mean: of N terms with (ln N)^2 the mean of (ln i)^2,
+    and the spread of a mean of i, r sqrt(sum(1 / i) / n)."""
+    n = max(count(x.shape, dim), 1)
+    logs = math.sqrt(sum(math.log(i) ** 2 for i in range(1, n + 1)) / n)
+    spread = math.sqrt(sum(1 / i for i in range(1, n + 1)) / n)
+    rms = quadrature(logsumexp_rms(x.rms, round(math.exp(logs))), x.rms * spread)
+    return Raw(torch.logcumsumexp(value(x).float(), dim), None, rms, format=FP32)
+
+
+@rule(_logcumsumexp_backward)
+def logcumsumexp_backward(g: Any, x: ScaledTensor, result: Any, dim: int) -> Raw:
+    """To element i from each j >= i, its share of the softmax of j terms, whose squares sum to
+    exp(m^2) / j at most 1: r_g sqrt(sum_j min(1, exp(m^2) / j) / n)."""
+    left = operand(g, x)
+    n = max(count(x.shape, dim), 1)
+    terms = torch.arange(1, n + 1, device=x.rms.device)
+    shares = (x.rms.square().clamp_max(64.0).exp() / terms).clamp_max(1.0)
+    grad, v, total = left.q.float(), value(x).float(), plain(result).float()
+    # sum_j g_j exp(x_i - total_j) in logarithms, so that no exponential leaves its range.
+    positive, negative = (_upstream(part.clamp_min(0), total, v, dim) for part in (grad, -grad))
+    return Raw(positive - negative, left.scale, left.rms * shares.mean().sqrt(), format=FP32)
+
+
+def _upstream(grad: Tensor, total: Tensor, v: Tensor, dim: int) -> Tensor:
+    logs = (grad.log() - total).flip(dim).logcumsumexp(dim).flip(dim)
+    return (logs + v).exp()
+
+
+def logcumsumexp(input: Tensor, dim: int, **kwargs: Any) -> Tensor:
+    if kwargs:
+        return torch.logcumsumexp(input, dim, **kwargs)
+    result: Tensor = _logcumsumexp(input, dim)
+    return result
+
+
+#: function that a user may call -> the same with a derivative that has rules.
+FUNCTIONS: dict[Any, Callable[..., Tensor]] = dict.fromkeys(
+    (torch.logcumsumexp, Tensor.logcumsumexp), logcumsumexp
+)

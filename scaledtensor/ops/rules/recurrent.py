@@ -1,0 +1,221 @@
+"""LSTM, GRU and plain recurrent networks, out of parts that have rules.
+
+torch runs a whole network as one operator, or takes it apart in C++, where no product is seen
+before autograd saves its operands. Here the same equations are Python: the product with the input
+is one for the whole sequence, and the weight of the recurrent product is cast once for all steps.
+
+A gate is between 0 and 1 and its state is a sum of gated terms, so no closed form of their own is
+needed: sigmoid, tanh, product and sum each have theirs.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from scaledtensor.ops.products.table import cast_once, linear
+
+__all__ = ["CELLS", "FUNCTIONS", "Parts", "State", "Weights", "cell", "network"]
+
+State = tuple[Tensor, ...]
+"""(h,), or (h, c) of an LSTM; each (batch, width)."""
+
+
+class Weights(NamedTuple):
+    """Of one layer in one direction."""
+
+    input: Tensor
+    hidden: Tensor
+    input_bias: Tensor | None = None
+    hidden_bias: Tensor | None = None
+    projection: Tensor | None = None
+
+
+Cell = Callable[[Tensor, State, Weights], State]
+"""(what the input gives to the gates, state, weights) -> the next state."""
+
+
+def _lstm(gates: Tensor, state: State, w: Weights) -> State:
+    """Hochreiter and Schmidhuber 1997, with forget gates, in torch's order i, f, g, o."""
+    h, c = state
+    i, f, g, o = (gates + linear(h, w.hidden, w.hidden_bias)).chunk(4, -1)
+    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+    h = o.sigmoid() * c.tanh()
+    return (h if w.projection is None else linear(h, w.projection)), c
+
+
+def _gru(gates: Tensor, state: State, w: Weights) -> State:
+    """Cho et al. 2014, with torch's reset after the product."""
+    (h,) = state
+    reset, update, new = gates.chunk(3, -1)
+    reset_of_h, update_of_h, new_of_h = linear(h, w.hidden, w.hidden_bias).chunk(3, -1)
+    n = (new + (reset + reset_of_h).sigmoid() * new_of_h).tanh()
+    return (n + (update + update_of_h).sigmoid() * (h - n),)
+
+
+def _elman(
+    activation: Callable[[Tensor], Tensor], gates: Tensor, state: State, w: Weights
+) -> State:
+    (h,) = state
+    return (activation(gates + linear(h, w.hidden, w.hidden_bias)),)
+
+
+class Parts(NamedTuple):
+    """What networks are made of."""
+
+    #: torch's name -> cell.
+    cells: dict[str, Cell]
+    #: (input of all steps, weights, constraint) -> what it gives to the gates of all steps.
+    gates: Callable[[Tensor, Weights, Any], Tensor]
+    #: (weights, input of all steps, constraint) -> weights for the steps one by one.
+    prepared: Callable[[Weights, Tensor, Any], Weights]
+    #: (x, probability) -> x between two layers in training.
+    dropout: Callable[[Tensor, float], Tensor]
+
+
+def _gates(x: Tensor, w: Weights, constraint: Any) -> Tensor:
+    gates: Tensor = linear(x, w.input, w.input_bias)
+    return gates
+
+
+def _cast(w: Weights, x: Tensor, constraint: Any) -> Weights:
+    projection = None if w.projection is None else cast_once(w.projection, x)
+    return w._replace(hidden=cast_once(w.hidden, x), projection=projection)
+
+
+def _dropout(x: Tensor, p: float) -> Tensor:
+    return torch.dropout(x, p, True)
+
+
+#: torch's name -> cell.
+CELLS: dict[str, Cell] = {
+    "lstm": _lstm,
+    "gru": _gru,
+    "rnn_tanh": partial(_elman, torch.tanh),
+    "rnn_relu": partial(_elman, torch.relu),
+}
+
+PLAIN = Parts(CELLS, _gates, _cast, _dropout)
+
+
+# --- sequences -------------------------------------------------------------------------------
+
+
+def _steps(
+    cell: Cell, gates: Tensor, sizes: list[int] | None, start: State, w: Weights
+) -> tuple[Tensor, list[Tensor]]:
+    """One layer in one direction: outputs as `gates` is laid out, and the final state.
+
+    `gates` is (time, batch, features), or packed: (rows, features) with the batch of each step in
+    `sizes`, which never grows. A sequence that is over keeps the state it had.
+    """
+    parts = gates.unbind(0) if sizes is None else gates.split(sizes)  # type: ignore[no-untyped-call]
+    outputs, over = [], []
+    state = start
+    for part in parts:
+        rows = part.shape[0]
+        if rows < state[0].shape[0]:
+            over.append([s[rows:] for s in state])
+            state = tuple(s[:rows] for s in state)
+        state = cell(part, state, w)
+        outputs.append(state[0])
+    final = zip(state, *reversed(over), strict=True)
+    return _joined(outputs, sizes), [torch.cat(p) if len(p) > 1 else p[0] for p in final]
+
+
+def _steps_back(
+    cell: Cell, gates: Tensor, sizes: list[int] | None, start: State, w: Weights
+) -> tuple[Tensor, list[Tensor]]:
+    """As `_steps`, from the end. A sequence starts where its last element is."""
+    parts = gates.unbind(0) if sizes is None else gates.split(sizes)  # type: ignore[no-untyped-call]
+    outputs = []
+    state = tuple(s[: parts[-1].shape[0]] for s in start)
+    for part in reversed(parts):
+        running, rows = state[0].shape[0], part.shape[0]
+        if rows > running:
+            state = tuple(
+                torch.cat((s, s0[running:rows])) for s, s0 in zip(state, start, strict=True)
+            )
+        state = cell(part, state, w)
+        outputs.append(state[0])
+    return _joined(outputs[::-1], sizes), list(state)
+
+
+def _joined(outputs: list[Tensor], sizes: list[int] | None) -> Tensor:
+    return torch.stack(outputs) if sizes is None else torch.cat(outputs)
+
+
+# --- networks --------------------------------------------------------------------------------
+
+
+def _layers(params: Sequence[Tensor], biased: bool, projected: bool) -> Iterator[Weights]:
+    each = 2 + 2 * biased + projected
+    rest = iter(params)
+    while own := list(islice(rest, each)):
+        w = Weights(*own[: 2 + 2 * biased])
+        yield w._replace(projection=own[-1]) if projected else w
+
+
+def network(
+    name: str, *args: Any, made_of: Parts = PLAIN, constraint: Any = None
+) -> tuple[Tensor, ...]:
+    """`torch.lstm` and its kin: (input, hx, params, has_biases, num_layers, dropout, train,
+    bidirectional, batch_first), or for packed sequences (data, batch_sizes, hx, params, ...).
+    `constraint` is what the parts make of it."""
+    x, *rest = args
+    # Sizes come before the states: a tensor where the LSTM's pair, or the list of weights, is next.
+    packed = isinstance(rest[0 if name == "lstm" else 1], Tensor)
+    sizes = rest.pop(0).tolist() if packed else None
+    hx, params, biased, layers, dropout, train, both_ways, *batch_first = rest
+    start: State = tuple(hx) if name == "lstm" else (hx,)
+    by_batch = bool(batch_first and batch_first[0])
+    x = x.transpose(0, 1) if by_batch else x
+    projected = name == "lstm" and start[0].shape[-1] != start[1].shape[-1]
+    weights = _layers(params, biased, projected)
+    ways = (_steps, _steps_back) if both_ways else (_steps,)
+    finals: list[list[Tensor]] = []
+    for layer in range(layers):
+        outputs = []
+        for way in ways:
+            own = tuple(s[len(finals)] for s in start)
+            w = next(weights)
+            gates = made_of.gates(x, w, constraint)
+            w = made_of.prepared(w, x, constraint)
+            output, final = way(made_of.cells[name], gates, sizes, own, w)
+            outputs.append(output)
+            finals.append(final)
+        x = torch.cat(outputs, -1) if both_ways else outputs[0]
+        if dropout and train and layer < layers - 1:
+            x = made_of.dropout(x, dropout)
+    x = x.transpose(0, 1) if by_batch else x
+    return x, *(torch.stack(parts) for parts in zip(*finals, strict=True))
+
+
+def cell(
+    name: str,
+    x: Tensor,
+    hx: Any,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Any = None,
+    b_hh: Any = None,
+    *,
+    made_of: Parts = PLAIN,
+    constraint: Any = None,
+) -> Any:
+    """`torch.lstm_cell` and its kin: one step."""
+    state = tuple(hx) if name == "lstm" else (hx,)
+    w = Weights(w_ih, w_hh, b_ih, b_hh)
+    gates = made_of.gates(x, w, constraint)
+    new = made_of.cells[name](gates, state, made_of.prepared(w, x, constraint))
+    return new if name == "lstm" else new[0]
+
+
+#: function that torch.nn calls -> the same out of parts with rules.
+FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    **{getattr(torch, name): partial(network, name) for name in CELLS},
+    **{getattr(torch, f"{name}_cell"): partial(cell, name) for name in CELLS},
+}

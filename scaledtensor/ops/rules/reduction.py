@@ -1,0 +1,286 @@
+"""Sums and statistics.
+
+A sum of n independent terms of zero mean grows by sqrt(n); of terms known not to be negative by n.
+Results stay in float32: they are few, and what follows (a normalisation, a parameter's gradient)
+needs the bits. A reduction over everything is a statistic and leaves as a plain float32 scalar.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaledtensor._torch import log
+from scaledtensor.formats import FP32
+from scaledtensor.ops.algebra import count, elements, first_scaled, operand, plain, value
+from scaledtensor.ops.operators import aten
+from scaledtensor.ops.registry import Overload, Raw, rule
+from scaledtensor.scales.powers import product_of
+from scaledtensor.scales.singles import rms_of, scale_of
+from scaledtensor.tensors.tensor import ScaledTensor
+
+Dims = int | Sequence[int] | None
+
+
+def _is_full(x: ScaledTensor, dims: Dims, keepdim: bool) -> bool:
+    if keepdim:
+        return False
+    return dims is None or (not isinstance(dims, int) and len(dims) in (0, x.dim())) or x.dim() == 0
+
+
+def growth(n: float, nonnegative: bool) -> float:
+    """RMS of a sum of n terms of RMS 1. Non-negative ones have a mean: 1/sqrt(3) for squares of
+    Gaussians, and between 0.56 (relu) and 1 (equal terms) for others."""
+    root: float = (n * 2 / 3 + n * n / 3 if nonnegative else n) ** 0.5
+    return root
+
+
+def _sum(x: ScaledTensor, dims: Dims, keepdim: bool, divide: bool, dtype: Any) -> Any:
+    n = count(x.shape, dims)
+    over = dims if dims is None or isinstance(dims, int) else tuple(dims)
+    q = elements(x).sum(over, keepdim=keepdim, dtype=torch.float32)
+    factor = growth(n, x.nonnegative)
+    if divide:
+        q, factor = q / n, factor / max(n, 1)
+    if _is_full(x, dims, keepdim):
+        return q * scale_of(x)
+    rms, positive = rms_of(x) * factor, x.nonnegative
+    return Raw(q, scale_of(x), rms, format=FP32, nonnegative=positive, dtype=dtype or x.dtype)
+
+
+@rule(aten.sum.dim_IntList)
+def sum_dims(x: ScaledTensor, dim: Dims, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """r sqrt(n); of non-negative terms r sqrt(2n/3 + n^2/3)."""
+    return _sum(x, dim, keepdim, False, dtype)
+
+
+@rule(aten.sum.default)
+def sum_all(x: ScaledTensor, *, dtype: Any = None) -> Any:
+    """A statistic: plain float32."""
+    return _sum(x, None, False, False, dtype)
+
+
+@rule(aten.mean.dim)
+def mean_dims(x: ScaledTensor, dim: Dims, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """The sum's RMS over n."""
+    return _sum(x, dim, keepdim, True, dtype)
+
+
+@rule(aten.mean.default)
+def mean_all(x: ScaledTensor, *, dtype: Any = None) -> Any:
+    """A statistic: plain float32."""
+    return _sum(x, None, False, True, dtype)
+
+
+@rule(aten.nansum.default)
+def nansum(x: ScaledTensor, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """As sum; NaNs count as zeros."""
+    q = aten.nansum.default(elements(x).float(), dim, keepdim)
+    if _is_full(x, dim, keepdim):
+        return q * x.scale
+    rms = x.rms * growth(count(x.shape, dim), x.nonnegative)
+    return Raw(q, x.scale, rms, format=FP32, nonnegative=x.nonnegative, dtype=dtype or x.dtype)
+
+
+@rule(aten.trace.default)
+def trace(x: ScaledTensor) -> Tensor:
+    """A statistic: plain float32."""
+    total: Tensor = elements(x).float().trace() * x.scale
+    return total
+
+
+@rule(aten.segment_reduce.default)
+def segment_reduce(x: ScaledTensor, reduce: str, **kwargs: Any) -> Raw:
+    """Over n elements a segment: r sqrt(n), r / sqrt(n), r sqrt(2 ln n) or r^n."""
+    q = aten.segment_reduce.default(value(x).float(), reduce, **kwargs)
+    n = max(x.numel() / max(q.numel(), 1), 1.0)
+    factor = growth(n, x.nonnegative)
+    rms = {
+        "sum": x.rms * factor,
+        "mean": x.rms * (factor / n),
+        "prod": x.rms.pow(n),
+    }.get(reduce, extreme_rms(x.rms, round(n)))
+    return Raw(q, None, rms, format=FP32, nonnegative=x.nonnegative)
+
+
+@rule(aten._segment_reduce_backward.default)
+def segment_reduce_backward(g: Any, y: Any, x: Any, reduce: str, **kwargs: Any) -> Raw:
+    """Each gradient to a segment's n elements: r; for a mean r / n; to one of them r / sqrt(n); for
+    a product what the others make, r ry / rx."""
+    like = first_scaled(g, y, x)
+    left = operand(g, like)
+    grad = left.q.float()
+    result, data = (plain(t).float() for t in (y, x))
+    q = aten._segment_reduce_backward.default(grad, result, data, reduce, **kwargs)
+    n = max(data.numel() / max(result.numel(), 1), 1.0)
+    rms = left.rms * {"sum": 1.0, "prod": 1.0, "mean": 1 / n}.get(reduce, n**-0.5)
+    if reduce == "prod":
+        rms = rms * operand(y, like).rms / operand(x, like).rms
+    return Raw(q, left.scale, rms)
+
+
+# --- extremes --------------------------------------------------------------------------------
+
+
+def extreme_rms(rms: Tensor, n: int) -> Tensor:
+    """The largest of n Gaussians: r sqrt(2 ln n)."""
+    root: float = max(2 * log(max(n, 1)), 1.0) ** 0.5
+    return rms * root
+
+
+@rule(aten.amax.default, aten.amin.default, pass_op=True)
+def amax(op: Overload, x: ScaledTensor, dim: Dims = (), keepdim: bool = False) -> Any:
+    """r sqrt(2 ln n)."""
+    q = op(elements(x), dim, keepdim)
+    if _is_full(x, dim, keepdim):
+        return q.float() * x.scale
+    return Raw(q, x.scale, extreme_rms(x.rms, count(x.shape, dim)))
+
+
+@rule(aten.max.dim, aten.min.dim, pass_op=True)
+def max_dim(op: Overload, x: ScaledTensor, dim: int, keepdim: bool = False) -> Any:
+    """r sqrt(2 ln n); the indices are plain."""
+    q, index = op(elements(x), dim, keepdim)
+    return Raw(q, x.scale, extreme_rms(x.rms, count(x.shape, dim))), index
+
+
+@rule(aten.max.default, aten.min.default, pass_op=True)
+def max_all(op: Overload, x: ScaledTensor) -> Tensor:
+    """A statistic: plain float32."""
+    largest: Tensor = op(elements(x)).float() * x.scale
+    return largest
+
+
+@rule(aten.aminmax.default)
+def aminmax(x: ScaledTensor, *, dim: int | None = None, keepdim: bool = False) -> Any:
+    """As amin and amax."""
+    dims = () if dim is None else dim
+    return amax(aten.amin.default, x, dims, keepdim), amax(aten.amax.default, x, dims, keepdim)
+
+
+# --- moments ---------------------------------------------------------------------------------
+
+
+def _variance(x: ScaledTensor, q: Tensor, dim: Dims, correction: float | None = None) -> Any:
+    if q.dim() == 0:
+        return q * x.scale * x.scale
+    n, degrees = _degrees(x, dim, correction)
+    rms = x.rms.square() * (((n - 1) * (n + 1)) ** 0.5 / degrees)
+    return Raw(q, product_of(x.scale, x.scale), rms, format=FP32, nonnegative=True)
+
+
+def _degrees(x: ScaledTensor, dim: Dims, correction: float | None) -> tuple[int, float]:
+    n = max(count(x.shape, dim), 1)
+    return n, max(n - (1 if correction is None else correction), 1)
+
+
+@rule(aten.var.correction)
+def var(
+    x: ScaledTensor, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False
+) -> Any:
+    """r^2 sqrt((n - 1)(n + 1)) / (n - correction), the second moment of a chi-square variable."""
+    q = aten.var.correction(elements(x).float(), dim, correction=correction, keepdim=keepdim)
+    return _variance(x, q, dim, correction)
+
+
+@rule(aten.std.correction)
+def std(
+    x: ScaledTensor, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False
+) -> Any:
+    """r sqrt((n - 1) / (n - correction))."""
+    q = aten.std.correction(elements(x).float(), dim, correction=correction, keepdim=keepdim)
+    if q.dim() == 0:
+        return q * x.scale
+    n, degrees = _degrees(x, dim, correction)
+    return Raw(q, x.scale, x.rms * ((n - 1) / degrees) ** 0.5, format=FP32, nonnegative=True)
+
+
+@rule(aten.var_mean.correction)
+def var_mean(
+    x: ScaledTensor, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False
+) -> Any:
+    """As var, and r / sqrt(n)."""
+    variance, mean = aten.var_mean.correction(
+        elements(x).float(), dim, correction=correction, keepdim=keepdim
+    )
+    if mean.dim() == 0:
+        return variance * x.scale * x.scale, mean * x.scale
+    n = count(x.shape, dim)
+    share = growth(n, x.nonnegative) / max(n, 1)
+    return _variance(x, variance, dim, correction), Raw(mean, x.scale, x.rms * share, format=FP32)
+
+
+@rule(aten.std_mean.correction)
+def std_mean(
+    x: ScaledTensor, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False
+) -> Any:
+    """As std, and r / sqrt(n)."""
+    mean = mean_all(x) if dim is None and not keepdim else mean_dims(x, dim, keepdim)
+    return std(x, dim, correction=correction, keepdim=keepdim), mean
+
+
+@rule(aten.linalg_vector_norm.default)
+def vector_norm(
+    x: ScaledTensor,
+    ord: float = 2,
+    dim: Dims = None,
+    keepdim: bool = False,
+    *,
+    dtype: Any = None,
+) -> Any:
+    """r n^(1/p); over everything a statistic in plain float32."""
+    q = torch.linalg.vector_norm(elements(x), ord, dim, keepdim, dtype=torch.float32)
+    homogeneous = ord != 0
+    if _is_full(x, dim, keepdim):
+        return q * x.scale if homogeneous else q
+    n = count(x.shape, dim)
+    if not homogeneous:
+        return q
+    infinite = math.isinf(ord)
+    rms = extreme_rms(x.rms, n) if infinite else x.rms * n ** (1 / ord)
+    return Raw(q, x.scale, rms, format=FP32, nonnegative=True)
+
+
+@rule(
+    aten.norm.Scalar,
+    aten.norm.ScalarOpt_dim,
+    aten.norm.ScalarOpt_dim_dtype,
+    aten.norm.ScalarOpt_dtype,
+)
+def norm(
+    x: ScaledTensor,
+    p: float | None = 2,
+    dim: Dims = None,
+    keepdim: bool = False,
+    *,
+    dtype: Any = None,
+) -> Any:
+    """The older spelling of linalg_vector_norm."""
+    return vector_norm(x, 2 if p is None else p, dim, keepdim, dtype=dtype)
+
+
+@rule(aten.renorm.default)
+def renorm(x: ScaledTensor, p: float, dim: int, maxnorm: float) -> Raw:
+    """Slices of n elements whose norm, r n^(1/p), is over a bound come down to it."""
+    n = max(x.numel() // max(x.shape[dim], 1), 1)
+    bound = float(maxnorm) / (n ** (1 / p) if p > 0 else 1)
+    q = aten.renorm.default(value(x), p, dim, maxnorm)
+    return Raw(q, None, x.rms.clamp_max(bound), nonnegative=x.nonnegative)
+
+
+@rule(aten.dist.default)
+def dist(x: Any, y: Any, p: float = 2) -> Tensor:
+    """The norm of a difference is a statistic: plain float32."""
+    return aten.dist.default(plain(x).float(), plain(y).float(), p)  # type: ignore[no-any-return]
+
+
+@rule(aten.prod.default, aten.prod.dim_int, pass_op=True)
+def prod(op: Overload, x: ScaledTensor, *args: Any, **kwargs: Any) -> Any:
+    """r^n for n independent terms, on the value."""
+    q = op(value(x).float(), *args, **kwargs)
+    if q.dim() == 0:
+        return q
+    n = x.numel() // max(q.numel(), 1)
+    return Raw(q, None, x.rms**n, format=FP32, nonnegative=x.nonnegative)

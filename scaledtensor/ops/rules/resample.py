@@ -1,0 +1,412 @@
+"""Resampling: interpolation, grids, padding by the image itself, columns of patches.
+
+All are linear in the image, one dimension at a time: y = A x. The mean square of y is that of x
+times |A|^2 / len(y), where |A|^2 is the sum of the squares of all weights; of the gradient it is
+|A|^2 / len(x). So one number by dimension, from its sizes, gives the rules of both directions.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaledtensor.ops.algebra import elements, first_scaled, operand, plain
+from scaledtensor.ops.operators import aten
+from scaledtensor.ops.registry import Overload, Raw, rule
+from scaledtensor.ops.rules.views import move
+from scaledtensor.ops.rules.windows import expanded, pairs, sym_max
+from scaledtensor.scales.powers import product_of
+from scaledtensor.tensors import verbs
+from scaledtensor.tensors.tensor import ScaledTensor
+
+rule(
+    aten.channel_shuffle.default,
+    aten.native_channel_shuffle.default,
+    aten.pixel_shuffle.default,
+    aten.pixel_unshuffle.default,
+    pass_op=True,
+)(move)
+
+
+def _share(part: Sequence[int], whole: Sequence[int]) -> Any:
+    """How many elements of `part` there are for one of `whole`."""
+    return math.prod(part) / sym_max(math.prod(whole), 1)
+
+
+# --- repetition ------------------------------------------------------------------------------
+
+
+@rule(
+    aten.reflection_pad1d.default,
+    aten.reflection_pad2d.default,
+    aten.reflection_pad3d.default,
+    aten.replication_pad1d.default,
+    aten.replication_pad2d.default,
+    aten.replication_pad3d.default,
+    aten.upsample_nearest1d.default,
+    aten.upsample_nearest2d.default,
+    aten.upsample_nearest3d.default,
+    aten._upsample_nearest_exact1d.default,
+    aten._upsample_nearest_exact2d.default,
+    aten._upsample_nearest_exact3d.default,
+    pass_op=True,
+)
+def repeated(op: Overload, x: ScaledTensor, *options: Any) -> Raw:
+    """A choice of the elements, some of them several times: the same scale and RMS."""
+    q = op(elements(x), *options)
+    return Raw(q, x.scale, x.rms, settled=True, nonnegative=x.nonnegative)
+
+
+@rule(
+    aten.reflection_pad1d_backward.default,
+    aten.reflection_pad2d_backward.default,
+    aten.reflection_pad3d_backward.default,
+    aten.replication_pad1d_backward.default,
+    aten.replication_pad2d_backward.default,
+    aten.replication_pad3d_backward.default,
+    pass_op=True,
+)
+def pad_backward(op: Overload, g: Any, x: Any, padding: Sequence[int]) -> Raw:
+    """Each gradient goes to one element: r_g sqrt(gradients / elements)."""
+    out = operand(g, first_scaled(g, x))
+    q = op(out.q, plain(x).to(out.q.dtype), padding)
+    return Raw(q, out.scale, out.rms * _share(g.shape, x.shape) ** 0.5)
+
+
+@rule(
+    aten.upsample_nearest1d_backward.default,
+    aten.upsample_nearest2d_backward.default,
+    aten.upsample_nearest3d_backward.default,
+    aten._upsample_nearest_exact1d_backward.default,
+    aten._upsample_nearest_exact2d_backward.default,
+    aten._upsample_nearest_exact3d_backward.default,
+    pass_op=True,
+)
+def repeated_backward(op: Overload, g: ScaledTensor, *options: Any) -> Raw:
+    """As for padding: r_g sqrt(gradients / elements)."""
+    q = op(elements(g), *options)
+    return Raw(q, g.scale, g.rms * _share(g.shape, q.shape) ** 0.5)
+
+
+# --- interpolation ---------------------------------------------------------------------------
+
+#: operator name -> kernel of its weights, and whether it is stretched over what a pixel covers.
+_KERNELS = {
+    "upsample_linear1d": ("linear", False),
+    "upsample_bilinear2d": ("linear", False),
+    "upsample_trilinear3d": ("linear", False),
+    "upsample_bicubic2d": ("cubic", False),
+    "_upsample_bilinear2d_aa": ("linear", True),
+    "_upsample_bicubic2d_aa": ("cubic_aa", True),
+    "_upsample_lanczos2d_aa": ("lanczos", True),
+}
+_INTERPOLATIONS = [getattr(aten, name).default for name in _KERNELS]
+_BACKWARDS = [getattr(aten, f"{name}_backward").default for name in _KERNELS]
+
+
+@rule(*_INTERPOLATIONS, pass_op=True)
+def interpolate(op: Overload, x: ScaledTensor, size: Sequence[int], *options: Any) -> Raw:
+    """r times the root of the mean over the result of the sum of squared weights, from the sizes.
+    Of what is not negative, a third of the mean square is that of a mean, which stays."""
+    q = op(_computable(op, elements(x)), size, *options)
+    square = _squares(op, x.shape, size, options) / max(math.prod(size), 1)
+    positive = x.nonnegative and _KERNELS[_name(op)][0] == "linear"
+    if x.nonnegative:
+        square = (2 * square + 1) / 3
+    return Raw(q, x.scale, x.rms * math.sqrt(square), nonnegative=positive)
+
+
+@rule(*_BACKWARDS, pass_op=True)
+def interpolate_backward(
+    op: Overload, g: ScaledTensor, size: Sequence[int], source: Sequence[int], *options: Any
+) -> Raw:
+    """r_g times the root of the sum of all squared weights over the number of elements."""
+    # The weights are counted, so a compiler fixes the sizes; its own kernel takes no free ones.
+    size, source = [int(n) for n in size], [int(n) for n in source]
+    q = op(_computable(op, elements(g)), size, source, *options)
+    square = _squares(op, source, size, options) / max(math.prod(source[-len(size) :]), 1)
+    return Raw(q, g.scale, g.rms * math.sqrt(square))
+
+
+# torch spells the interpolations of what it compiles, and of what it derives, in gathers and sums
+# of its own. So they have operators here, one rule for both, caught where Python calls them.
+
+
+def _save_upsample(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, size, *ctx.options = inputs
+    ctx.size, ctx.source = size, x.shape
+
+
+def _upsample_gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return _upsample_backward(grad, ctx.size, ctx.source, *ctx.options), None, None, None, None
+
+
+def _save_upsample_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.size, _, *ctx.options = inputs
+
+
+def _upsample_twice(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return _upsample(grad, ctx.size, *ctx.options), None, None, None, None, None
+
+
+_OPTIONS = "str name, bool align, float[] factors"
+_upsample = verbs.operator(
+    f"upsample(Tensor x, SymInt[] size, {_OPTIONS}) -> Tensor", _upsample_gradient, _save_upsample
+)
+_upsample_backward = verbs.operator(
+    f"upsample_backward(Tensor g, SymInt[] size, SymInt[] source, {_OPTIONS}) -> Tensor",
+    _upsample_twice,
+    _save_upsample_backward,
+)
+
+
+@rule(_upsample)
+def upsample(x: ScaledTensor, size: Any, name: str, align: bool, factors: Sequence[float]) -> Raw:
+    """As torch's interpolation of that name."""
+    op = getattr(aten, name).default
+    if name in _NEAREST:
+        return repeated(op, x, size, *factors)
+    return interpolate(op, x, size, align, *factors)
+
+
+@rule(_upsample_backward)
+def upsample_backward(
+    g: ScaledTensor, size: Any, source: Any, name: str, align: bool, factors: Sequence[float]
+) -> Raw:
+    """As torch's backward of that name."""
+    op = getattr(aten, f"{name}_backward").default
+    if name in _NEAREST:
+        return repeated_backward(op, g, size, source, *factors)
+    return interpolate_backward(op, g, size, source, align, *factors)
+
+
+_NEAREST = {
+    f"{name}{dims}d"
+    for name in ("upsample_nearest", "_upsample_nearest_exact")
+    for dims in (1, 2, 3)
+}
+
+#: (mode, dimensions, antialias) -> operator name.
+_MODE_NAMES = {
+    **{("nearest", dims, False): f"upsample_nearest{dims}d" for dims in (1, 2, 3)},
+    **{("nearest-exact", dims, False): f"_upsample_nearest_exact{dims}d" for dims in (1, 2, 3)},
+    ("linear", 1, False): "upsample_linear1d",
+    ("bilinear", 2, False): "upsample_bilinear2d",
+    ("bilinear", 2, True): "_upsample_bilinear2d_aa",
+    ("bicubic", 2, False): "upsample_bicubic2d",
+    ("bicubic", 2, True): "_upsample_bicubic2d_aa",
+    ("trilinear", 3, False): "upsample_trilinear3d",
+}
+
+
+def resized(
+    input: Any,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> Any:
+    """`F.interpolate`, whose other mode is a mean over areas."""
+    dims = input.dim() - 2
+    name = _MODE_NAMES.get((mode, dims, antialias))
+    given = scale_factor if size is None else size
+    fits = not isinstance(given, Sequence) or len(given) == dims
+    if name is None or not fits or (size is None) == (scale_factor is None):
+        options = (size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
+        return torch.nn.functional.interpolate(input, *options)
+    factors: list[float] = []
+    if size is None:
+        factors = [float(f) for f in expanded(given, dims)]
+        size = [int(n * f) for n, f in zip(input.shape[2:], factors, strict=True)]
+        factors = [] if recompute_scale_factor else factors
+    return _upsample(input, expanded(size, dims), name, bool(align_corners), factors)
+
+
+FUNCTIONS: dict[Any, Callable[..., Any]] = {torch.nn.functional.interpolate: resized}
+
+
+def _computable(op: Overload, q: Tensor) -> Tensor:
+    """Antialiasing is not written for bfloat16 on a CPU."""
+    return q.float() if _KERNELS[_name(op)][1] and q.is_cpu else q
+
+
+def _name(op: Overload) -> str:
+    return op._schema.name.split("::")[1].removesuffix("_backward")
+
+
+def _squares(op: Overload, source: Sequence[int], size: Sequence[int], options: Any) -> float:
+    """The sum of all squared weights of an interpolation from `source` to `size`."""
+    kernel, stretched = _KERNELS[_name(op)]
+    align, *factors = options
+    factors = [*factors, *[None] * (len(size) - len(factors))]
+    return math.prod(
+        squared_weights(kernel, stretched, int(n), int(m), align, factor)
+        for n, m, factor in zip(source[-len(size) :], size, factors, strict=True)
+    )
+
+
+@cache
+def squared_weights(
+    kernel: str, stretched: bool, n: int, size: int, align: bool, factor: float | None
+) -> float:
+    """Along one dimension, from n elements to `size`."""
+    step = 1 / factor if factor else n / max(size, 1)
+    if align:
+        step = (n - 1) / max(size - 1, 1)
+    gather = _antialiased if stretched else _at_point
+    return sum(
+        sum(w * w for w in gather(kernel, i, n, step, align).values()) for i in range(size) if n
+    )
+
+
+def _at_point(kernel: str, i: int, n: int, step: float, align: bool) -> dict[int, float]:
+    """Element -> its weight in result i. What is beyond the border is the border."""
+    center = i * step if align else (i + 0.5) * step - 0.5
+    if kernel == "linear":
+        center = max(center, 0.0)
+    shape, reach = _SHAPES[kernel]
+    weights: dict[int, float] = {}
+    for j in range(math.floor(center) - reach + 1, math.floor(center) + reach + 1):
+        inside = min(max(j, 0), n - 1)
+        weights[inside] = weights.get(inside, 0.0) + shape(j - center)
+    return weights
+
+
+def _antialiased(kernel: str, i: int, n: int, step: float, align: bool) -> dict[int, float]:
+    """Element -> its weight in result i, of all that the pixel covers; what is beyond is cut."""
+    shape, reach = _SHAPES[kernel]
+    stretch = max(step, 1.0)
+    center = step * (i + 0.5)
+    first = max(int(center - reach * stretch + 0.5), 0)
+    last = min(int(center + reach * stretch + 0.5), n)
+    raw = {j: shape((j + 0.5 - center) / stretch) for j in range(first, last)}
+    total = sum(raw.values()) or 1.0
+    return {j: w / total for j, w in raw.items()}
+
+
+def _triangle(t: float) -> float:
+    return max(0.0, 1 - abs(t))
+
+
+def _cubic(t: float, a: float = -0.75) -> float:
+    """Keys, 1981. torch takes -3/4, and -1/2 for antialiasing."""
+    t = abs(t)
+    if t < 1:
+        return ((a + 2) * t - (a + 3)) * t * t + 1
+    return ((t - 5) * t + 8) * t * a - 4 * a if t < 2 else 0.0
+
+
+def _lanczos(t: float) -> float:
+    return _sinc(t) * _sinc(t / 3) if abs(t) < 3 else 0.0
+
+
+def _sinc(t: float) -> float:
+    return math.sin(math.pi * t) / (math.pi * t) if t else 1.0
+
+
+#: kernel -> its weight at a distance, and how far it reaches.
+_SHAPES: dict[str, tuple[Callable[[float], float], int]] = {
+    "linear": (_triangle, 1),
+    "cubic": (_cubic, 2),
+    "cubic_aa": (lambda t: _cubic(t, -0.5), 2),
+    "lanczos": (_lanczos, 3),
+}
+
+
+# --- grids -----------------------------------------------------------------------------------
+
+#: As operators number them.
+_MODES = ("linear", "nearest", "cubic")
+
+
+@cache
+def _at_random(mode: int) -> tuple[float, float]:
+    """Along one dimension, at a random point: the mean sum of squared weights, and of their
+    squared slopes."""
+    if _MODES[mode] == "nearest":
+        return 1.0, 0.0
+    shape, reach = _SHAPES[_MODES[mode]]
+    points = [(i + 0.5) / 64 for i in range(64)]
+    taps = range(1 - reach, reach + 1)
+    squares = sum(shape(j - t) ** 2 for t in points for j in taps)
+    slopes = sum((shape(j - t + 1e-4) - shape(j - t - 1e-4)) ** 2 for t in points for j in taps)
+    return squares / 64, slopes / 64 / 4e-8
+
+
+@rule(aten.grid_sampler_2d.default, aten.grid_sampler_3d.default, pass_op=True)
+def grid_sampler(op: Overload, x: Any, grid: Any, mode: int, *options: Any) -> Raw:
+    """At a random point of the image, the mean sum of squared weights: (2/3)^(dims / 2) r if
+    linear. The grid counts by its value; in float32, for bfloat16 coordinates miss the pixel."""
+    source = operand(x, first_scaled(x, grid))
+    square = _at_random(mode)[0] ** (x.dim() - 2)
+    positive = source.nonnegative and _MODES[mode] != "cubic"
+    q = op(source.q.float(), plain(grid).float(), mode, *options)
+    return Raw(q, source.scale, source.rms * math.sqrt(square), nonnegative=positive)
+
+
+@rule(aten.grid_sampler_2d_backward.default, aten.grid_sampler_3d_backward.default, pass_op=True)
+def grid_sampler_backward(
+    op: Overload, g: Any, x: Any, grid: Any, mode: int, padding: int, align: bool, mask: Any
+) -> tuple[Raw | None, Raw | None]:
+    """dx: r_g sqrt(points / pixels) times the forward factor. A coordinate, which spans 2 from
+    border to border: r_g r_x sqrt(channels) sqrt(slopes) size / 2."""
+    like = first_scaled(g, x, grid)
+    out, source = operand(g, like), operand(x, like)
+    operands = (t.float() for t in (out.q, source.q, plain(grid)))
+    dx, dgrid = op(*operands, mode, padding, align, mask)
+    square, slope = _at_random(mode)
+    sizes = [int(n) - align for n in x.shape[2:]]
+    dims = len(sizes)
+    share = _share(g.shape[2:], x.shape[2:]) * square**dims
+    half = math.sqrt(sum(n * n for n in sizes) / dims) / 2
+    reach = half * math.sqrt(x.shape[1] * (slope or 1.0) * square ** (dims - 1))
+    of_grid = product_of(out.scale, source.scale)
+    return (
+        Raw(dx, out.scale, out.rms * share**0.5) if mask[0] else None,
+        Raw(dgrid, of_grid, out.rms * source.rms * reach) if mask[1] else None,
+    )
+
+
+@rule(aten.affine_grid_generator.default)
+def affine_grid(theta: ScaledTensor, size: Sequence[int], align: bool) -> Raw:
+    """Coordinates between -1 and 1 and a one, each times an element: r sqrt(1 + dims / 3)."""
+    q = aten.affine_grid_generator.default(elements(theta).float(), size, align)
+    dims = len(size) - 2
+    return Raw(q, theta.scale, theta.rms * math.sqrt(1 + dims / 3))
+
+
+# --- columns of patches ----------------------------------------------------------------------
+
+
+def _seen(image: Sequence[int], *geometry: Any) -> tuple[Any, list[Any]]:
+    """Pairs of a patch and an element that is no padding, and the patches by dimension."""
+    kernel, dilation, padding, stride = (expanded(sizes, 2) for sizes in geometry)
+    patches = [
+        (n + 2 * p - d * (k - 1) - 1) // s + 1
+        for n, k, d, p, s in zip(image, kernel, dilation, padding, stride, strict=True)
+    ]
+    return pairs(image, patches, kernel, stride, padding, dilation), [*patches, *kernel]
+
+
+@rule(aten.im2col.default)
+def im2col(x: ScaledTensor, *geometry: Any) -> Raw:
+    """A choice of the elements, and zeros for padding: r sqrt(share of what is no padding)."""
+    seen, columns = _seen(x.shape[-2:], *geometry)
+    q = aten.im2col.default(elements(x), *geometry)
+    share = seen / sym_max(math.prod(columns), 1)
+    return Raw(q, x.scale, x.rms * share**0.5, nonnegative=x.nonnegative)
+
+
+@rule(aten.col2im.default)
+def col2im(x: ScaledTensor, size: Sequence[int], *geometry: Any) -> Raw:
+    """The sum of the patches that see an element: r sqrt(their mean number)."""
+    seen, _ = _seen(size, *geometry)
+    q = aten.col2im.default(elements(x), size, *geometry)
+    terms = seen / sym_max(math.prod(size), 1)
+    factor = ((2 * terms + terms**2) / 3 if x.nonnegative else terms) ** 0.5
+    return Raw(q, x.scale, x.rms * factor, nonnegative=x.nonnegative)

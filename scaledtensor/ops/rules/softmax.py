@@ -1,0 +1,159 @@
+"""Softmax, log-softmax and their derivatives.
+
+Softmax over N logits of RMS m: from 1/N each (small m) to one winner, RMS 1/sqrt(N) (large m).
+Unit scaling interpolates in the log domain: r = 1 / LI(1 / (1 + 4/m^2), N, sqrt N) (Blake et al.
+2023, appendix G), that is N^(a/2 - 1) with a = m^2 / (m^2 + 4). In terms of the sum of squares of a
+row, E, that is E = N^(a - 1) and r = sqrt(E / N). Under a mask 1/N becomes the mean over the rows
+of 1/n, for n logits that a row sees: see `Visible`.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from scaledtensor._torch import log
+from scaledtensor.formats import FP32
+from scaledtensor.ops.algebra import (
+    at_value,
+    bounded_square,
+    count,
+    operand,
+    quadrature,
+    side,
+    value,
+)
+from scaledtensor.ops.operators import aten
+from scaledtensor.ops.registry import Raw, rule
+from scaledtensor.ops.results import FILL
+from scaledtensor.scales.powers import A
+from scaledtensor.scales.singles import rms_of
+from scaledtensor.tensors.tensor import ScaledTensor
+
+#: A logit under this is masked: a fill was added to it.
+MASKED = FILL / 2
+
+
+class Visible(NamedTuple):
+    """What the rows of a softmax see, by the moments of 1/n for a row of n logits."""
+
+    log_share: Any
+    """ln of the mean of 1/n: -ln N where nothing is masked. A float, or a 0-dim tensor."""
+    lost: Any
+    """Mean of 1/n^2 over mean of 1/n: what a gradient loses to the sum of its row."""
+
+
+def all_visible(n: int) -> Visible:
+    n = max(n, 1)
+    return Visible(-log(n), 1 / n)
+
+
+def causally_visible(rows: int, n: int) -> Visible:
+    """Row i of `rows` sees the first min(i, n): sums over 1/i and 1/i^2 by their asymptotics."""
+    rows, n = max(rows, 1), max(n, 1)
+    steps = min(rows, n)
+    first = log(steps) + 0.5772 + 0.5 / steps - 1 / (12 * steps**2)
+    second = math.pi**2 / 6 - 1 / steps + 0.5 / steps**2 - 1 / (6 * steps**3)
+    mean = (first + (rows - steps) / n) / rows
+    square = (second + (rows - steps) / n**2) / rows
+    return Visible(log(mean), square / mean)
+
+
+def visible(seen: Tensor, dim: int) -> Visible:
+    """Counted. Softmax and its derivative read all of `seen` anyway, and nothing leaves the
+    device: which logits a mask hides is structure, that no closed form can know."""
+    rows = seen.sum(dim, dtype=torch.float32)
+    share = 1 / (rows if rows.numel() else rows.new_ones(1)).clamp_min(1.0)
+    mean = share.mean()
+    return Visible(mean.log(), share.square().mean() / mean)
+
+
+def sharpness(rms: A) -> A:
+    """a in (0, 1): 0 where all logits count alike, 1 where one wins."""
+    m2 = bounded_square(rms)
+    sharp: A = m2 / (m2 + 4)
+    return sharp
+
+
+def concentration(rms: A, seen: Visible) -> A:
+    """E above: the mean over rows of the sum of squares. (mean 1/n)^(1 - a)."""
+    energy: A = ((1 - sharpness(rms)) * seen.log_share).exp()
+    return energy
+
+
+def selection(m2: A, seen: Visible) -> A:
+    """What is left of a gradient behind a softmax, h: y (g - sum y g) has RMS r_g r_y h.
+
+    E[y^2 (1 - 2y + sum y^2)] / E[y^2]: 1 - 1/N where all logits count alike, falling as 1/m where
+    one wins, since only near ties still move. Fitted to Gaussian logits for N from 2 to 1024 and
+    m^2 from 0 to 256: h^2 = (1 - 1/N) / sqrt(1 + 5 m^2 / (ln N + 0.3)).
+    """
+    lost, log_n = seen.lost, -seen.log_share
+    kept = (1 - lost).clamp_min(0.25) if isinstance(lost, Tensor) else max(1 - lost, 0.25)
+    share: A = (m2 * (5 / (log_n + 0.3)) + 1).rsqrt() * kept
+    return share.sqrt()
+
+
+@rule(aten._softmax.default)
+def softmax(x: ScaledTensor, dim: int, half_to_float: bool = False) -> Raw:
+    """r = sqrt(E / N), E = (mean 1/n)^(1 - a), a = m^2 / (m^2 + 4)."""
+    return at_value(lambda v: torch.softmax(v, dim), x, _softmax_rms(x, dim), nonnegative=True)
+
+
+@rule(aten._safe_softmax.default)
+def safe_softmax(x: ScaledTensor, dim: int, dtype: torch.dtype | None = None) -> Raw:
+    """As softmax; a row of -inf alone, which attends to nothing, gives zeros."""
+
+    def safe(v: Tensor) -> Tensor:
+        return torch.softmax(v, dim).masked_fill(v.isneginf().all(dim, keepdim=True), 0.0)
+
+    return at_value(safe, x, _softmax_rms(x, dim), nonnegative=True, dtype=dtype)
+
+
+def _softmax_rms(x: ScaledTensor, dim: int) -> Tensor:
+    energy = concentration(x.rms, visible(value(x) > MASKED, dim))
+    return (energy / max(count(x.shape, dim), 1)).sqrt()
+
+
+@rule(aten._softmax_backward_data.default)
+def softmax_backward(g: Any, y: ScaledTensor, dim: int, input_dtype: torch.dtype) -> Raw:
+    """y (g - sum y g): r = r_g r_y h, see `selection`. The result tells a: N r_y^2 = E."""
+    left, v = operand(g, y), value(y)
+    seen = visible(v > 0, dim)
+    energy = y.rms.clamp_min(2.0**-60).square() * max(count(y.shape, dim), 1)
+    a = (1 - energy.log() / seen.log_share.clamp_max(-(2.0**-10))).clamp(0, 1 - 2.0**-10)
+    q = aten._softmax_backward_data.default(left.q.to(v.dtype), v, dim, v.dtype)
+    return Raw(q, left.scale, left.rms * y.rms * selection(4 * a / (1 - a), seen))
+
+
+def logsumexp_rms(m: A, n: int) -> A:
+    """ln N + m^2 / 2 up to m = sqrt(2 ln N), from there m sqrt(2 ln N): the free energy of N
+    independent Gaussian levels (Derrida's random energy model, 1981)."""
+    log_n = log(n)
+    edge = (2 * log_n) ** 0.5
+    low = m.clamp_max(edge)
+    free: A = low.square() / 2 + (m - low) * edge + log_n
+    return free
+
+
+@rule(aten._log_softmax.default)
+def log_softmax(x: ScaledTensor, dim: int, half_to_float: bool = False) -> Raw:
+    """x - lse: r = sqrt(lse^2 + m^2 (1 - 2/N)), since E[x lse] = m^2 E[softmax] = m^2 / N (Stein's
+    lemma). In float32: a loss is a small difference of these."""
+    n = max(count(x.shape, dim), 2)
+    m = rms_of(x)
+    rms = quadrature(logsumexp_rms(m, n), m * (1 - 2 / n) ** 0.5)
+    q = aten._log_softmax.default(value(x).float(), dim, False)
+    return Raw(q, None, rms, format=FP32)
+
+
+@rule(aten._log_softmax_backward_data.default)
+def log_softmax_backward(g: Any, y: ScaledTensor, dim: int, input_dtype: torch.dtype) -> Raw:
+    """g - softmax * sum(g): r = r_g sqrt((N - 1) / N). With the one-hot gradient of a mean
+    cross-entropy over B tokens, r_g = 1 / (B sqrt N), this is (sqrt(N - 1) / N) / B."""
+    n = count(y.shape, dim)
+    left = side(g, y)
+    q = aten._log_softmax_backward_data.default(left.q.float(), value(y), dim, torch.float32)
+    narrow = y.recipe.activation if y.recipe is not None else None
+    return Raw(q, left.scale, left.rms * max((n - 1) / n, 1 / n) ** 0.5, format=narrow)

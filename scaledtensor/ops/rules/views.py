@@ -1,0 +1,316 @@
+"""Views and data movement: the elements stay what they are.
+
+A view shares the scale and RMS objects of its base, so that what is written through one is seen by
+all. Moved data gets its own.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaledtensor import _torch
+from scaledtensor.errors import DTypeError
+from scaledtensor.ops.algebra import Side, elements, first_scaled, quadrature, side
+from scaledtensor.ops.operators import aten
+from scaledtensor.ops.registry import Overload, Raw, rule
+from scaledtensor.ops.results import FILL, HUGE, LARGEST
+from scaledtensor.ops.rules.arithmetic import term, under
+from scaledtensor.ops.rules.windows import sym_max
+from scaledtensor.scales.powers import settle, times
+from scaledtensor.scales.singles import Amount, copied, rms_of, scale_of, single_of, tensor_of
+from scaledtensor.tensors.tensor import ScaledTensor
+
+
+@rule(aten.detach.default)
+def detach(x: ScaledTensor) -> ScaledTensor:
+    """The result is a view: it has the very same scale."""
+    # A rule of its own: nearly half of the operators of an eager training step are this one.
+    out = x.viewed(x.qdata.detach())
+    if x.decoded is not None:
+        out.decoded, out.passing = x.decoded.detach(), x.passing
+    return out
+
+
+@rule(
+    aten.alias.default,
+    aten.as_strided.default,
+    aten.diagonal.default,
+    aten.expand.default,
+    aten.lift_fresh.default,
+    aten.permute.default,
+    aten._reshape_alias.default,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.t.default,
+    aten.transpose.int,
+    aten.unbind.int,
+    aten.unfold.default,
+    aten.unsqueeze.default,
+    aten._unsafe_view.default,
+    aten.view.default,
+    pass_op=True,
+)
+def view(op: Overload, x: ScaledTensor, *args: object, **kwargs: object) -> Any:
+    """The same elements seen otherwise: the very same scale."""
+    q = op(x.qdata, *args, **kwargs)
+    if isinstance(q, (list, tuple)):
+        return [x.viewed(part) for part in q]
+    out = x.viewed(q)
+    if x.decoded is not None:
+        out.decoded, out.passing = op(x.decoded, *args, **kwargs), x.passing
+    return out
+
+
+@rule(
+    aten.as_strided_.default,
+    aten.detach_.default,
+    aten.resize_.default,
+    aten.resize_as_.default,
+    aten.squeeze_.default,
+    aten.squeeze_.dim,
+    aten.squeeze_.dims,
+    aten.swapaxes_.default,
+    aten.swapdims_.default,
+    aten.t_.default,
+    aten.transpose_.default,
+    aten.unsqueeze_.default,
+    pass_op=True,
+)
+def reshaped_in_place(op: Overload, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """The same tensor, seen otherwise from now on: the very same scale."""
+    template = [a.qdata if isinstance(a, ScaledTensor) else a for a in args]
+    if not isinstance(x, ScaledTensor):
+        return op(x, *template, **kwargs)  # type: ignore[no-any-return]
+    x.qdata, x.decoded = op(x.qdata.detach(), *template, **kwargs), None
+    _torch.reshape_wrapper(op, x, *template, **kwargs)
+    return x
+
+
+@rule(aten.view.dtype)
+def reinterpret(x: ScaledTensor, dtype: torch.dtype) -> Tensor:
+    """Bits seen as another dtype have no scale."""
+    raise DTypeError(
+        f"view({dtype}) reinterprets bits, which a scaled value does not have; "
+        "use .qdata.view(...) for the elements or .to(...) to convert"
+    )
+
+
+@rule(
+    aten.alias_copy.default,
+    aten.as_strided_copy.default,
+    aten.clone.default,
+    aten.detach_copy.default,
+    aten.diagonal_copy.default,
+    aten.expand_copy.default,
+    aten.flip.default,
+    aten.gather.default,
+    aten.index.Tensor,
+    aten.index_select.default,
+    aten.lift_fresh_copy.default,
+    aten.masked_select.default,
+    aten.narrow_copy.default,
+    aten.permute_copy.default,
+    aten.repeat.default,
+    aten._reshape_copy.default,
+    aten.roll.default,
+    aten.rot90.default,
+    aten.select_copy.int,
+    aten.slice_copy.Tensor,
+    aten.split_copy.Tensor,
+    aten.split_with_sizes_copy.default,
+    aten.squeeze_copy.default,
+    aten.squeeze_copy.dim,
+    aten.squeeze_copy.dims,
+    aten.t_copy.default,
+    aten.take.default,
+    aten.transpose_copy.int,
+    aten.unbind_copy.int,
+    aten.unfold_copy.default,
+    aten._unsafe_index.Tensor,
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
+    aten.unsqueeze_copy.default,
+    aten.view_copy.default,
+    pass_op=True,
+)
+def move(op: Overload, x: ScaledTensor, *args: Any, **kwargs: Any) -> Any:
+    """A choice of the elements: the same scale and RMS."""
+    # torch moves bytes by every operator, and 8-bit floats by some.
+    narrow = x.qdata.dtype.itemsize == 1
+    q = op(x.qdata.view(torch.uint8) if narrow else x.qdata, *args, **kwargs)
+    parts = q if isinstance(q, (list, tuple)) else [q]
+    scale, rms = scale_of(x), rms_of(x)
+    out = [
+        x.like(p.view(x.qdata.dtype) if narrow else p, copied(scale), copied(rms)) for p in parts
+    ]
+    return out if isinstance(q, (list, tuple)) else out[0]
+
+
+@rule(
+    aten.select_backward.default,
+    aten.slice_backward.default,
+    aten.diagonal_backward.default,
+    pass_op=True,
+)
+def zero_filled(op: Overload, g: ScaledTensor, sizes: Sequence[int], *args: Any) -> Raw:
+    """The elements among zeros, which do not move the scale; the RMS over all is diluted."""
+    share = (g.numel() / max(math.prod(sizes), 1)) ** 0.5
+    return Raw(op(elements(g), sizes, *args), scale_of(g), rms_of(g) * share, settled=True)
+
+
+@rule(aten.diag_embed.default)
+def diag_embed(x: ScaledTensor, *args: Any, **kwargs: Any) -> Raw:
+    """The elements among zeros, as the backward of a diagonal."""
+    q = aten.diag_embed.default(elements(x), *args, **kwargs)
+    share = (x.numel() / max(q.numel(), 1)) ** 0.5
+    return Raw(q, x.scale, x.rms * share, settled=True, nonnegative=x.nonnegative)
+
+
+@rule(aten.unfold_backward.default)
+def unfold_backward(g: ScaledTensor, sizes: Sequence[int], dim: int, size: int, step: int) -> Raw:
+    """The windows that overlap on an element add up: r sqrt(windows), counted."""
+    q = aten.unfold_backward.default(elements(g), sizes, dim, size, step)
+    share = (g.numel() / max(math.prod(sizes), 1)) ** 0.5
+    return Raw(q, g.scale, g.rms * share)
+
+
+@rule(aten.tril.default, aten.triu.default, pass_op=True)
+def triangle(op: Overload, x: ScaledTensor, diagonal: int = 0) -> Raw:
+    """The elements of a triangle among zeros: r sqrt(share), counted."""
+    rows, columns = x.shape[-2:]
+    below = sum(min(max(i + diagonal + (op is aten.tril.default), 0), columns) for i in range(rows))
+    kept = below if op is aten.tril.default else rows * columns - below
+    share = (max(kept, 1) / max(rows * columns, 1)) ** 0.5
+    return Raw(op(elements(x), diagonal), x.scale, x.rms * share, nonnegative=x.nonnegative)
+
+
+@rule(aten.constant_pad_nd.default)
+def pad(x: ScaledTensor, padding: Sequence[int], value: float = 0) -> Raw:
+    """Zeros and infinities around the elements do not move the scale."""
+    if value == 0 or abs(value) == float("inf"):
+        q = aten.constant_pad_nd.default(elements(x), padding, value)
+    else:
+        fill = fill_under(value, x.scale, elements(x))
+        mask = aten.constant_pad_nd.default(torch.zeros_like(elements(x)), padding, 1)
+        q = torch.where(mask.bool(), fill, aten.constant_pad_nd.default(elements(x), padding, 0))
+    return Raw(q, x.scale, x.rms, settled=True)
+
+
+@rule(aten.cat.default)
+def cat(tensors: Sequence[Tensor], dim: int = 0) -> Raw:
+    """Parts are aligned to one scale; the RMS is the mean square over all elements."""
+    q, scale, rms, nonnegative = _join(tensors)
+    return Raw(torch.cat(q, dim), scale, rms, settled=True, nonnegative=nonnegative)
+
+
+@rule(aten.stack.default)
+def stack(tensors: Sequence[Tensor], dim: int = 0) -> Raw:
+    """As cat."""
+    q, scale, rms, nonnegative = _join(tensors)
+    return Raw(torch.stack(q, dim), scale, rms, settled=True, nonnegative=nonnegative)
+
+
+@rule(aten.block_diag.default)
+def block_diag(tensors: Sequence[Tensor]) -> Raw:
+    """As cat; the zeros around the blocks fit any scale and dilute the RMS."""
+    q, scale, rms, nonnegative = _join(tensors)
+    out = aten.block_diag.default(q)
+    share = (sum(part.numel() for part in q) / max(out.numel(), 1)) ** 0.5
+    return Raw(out, scale, rms * share, settled=True, nonnegative=nonnegative)
+
+
+@rule(aten._chunk_cat.default)
+def chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int) -> Raw:
+    """As cat, of parts padded with zeros to a multiple of the chunks."""
+    q, scale, rms, nonnegative = _join(tensors)
+    out = aten._chunk_cat.default(q, dim, num_chunks)
+    return Raw(out, scale, rms, settled=True, nonnegative=nonnegative)
+
+
+def _join(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Any, Any, bool]:
+    like = first_scaled(*tensors)
+    parts = [side(t, like) for t in tensors]
+    total = sym_max(sum(t.numel() for t in tensors), 1)
+    rms = quadrature(
+        *(p.rms * (t.numel() / total) ** 0.5 for p, t in zip(parts, tensors, strict=True))
+    )
+    scale, *ratios = settle(rms, *(p.scale for p in parts))
+    aligned = [times(p.q, ratio) for p, ratio in zip(parts, ratios, strict=True)]
+    return aligned, scale, rms, all(p.nonnegative for p in parts)
+
+
+# --- masks -----------------------------------------------------------------------------------
+
+
+def fill_under(number: float, scale: Amount, like: Tensor) -> Tensor:
+    """A fill value under a scale. It saturates before the division and after, so that a mask of
+    `torch.finfo(...).min` stays finite as an element and as a value; true infinities stay."""
+    finite = abs(number) != float("inf")
+    if finite:
+        number = min(max(number, -LARGEST), LARGEST)
+    fill = torch.full((), number, dtype=torch.float64, device=like.device) / scale
+    if finite:
+        limit = torch.finfo(like.dtype).max
+        fill = fill.clamp(-limit, limit)
+    return fill.to(like.dtype)
+
+
+def moves_scale(number: float) -> bool:
+    """Zeros, infinities and the fills of masks do not move a scale."""
+    return number != 0 and FILL < number < HUGE
+
+
+@rule(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
+def masked_fill(x: ScaledTensor, mask: Tensor, number: Any) -> Raw:
+    """Zeros, infinities and mask fills do not move the scale; another fill may raise it."""
+    return _where(mask, number, x)
+
+
+@rule(aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar)
+def where(condition: Tensor, x: Any, y: Any) -> Raw:
+    """Both sides are aligned to the larger scale; zeros and infinities have none."""
+    return _where(condition, x, y)
+
+
+def _where(condition: Tensor, x: Any, y: Any) -> Raw:
+    if isinstance(condition, ScaledTensor):
+        condition = elements(condition) != 0
+    x, y = (_plain_number(s) for s in (x, y))
+    like = first_scaled(x, y)
+    sides = [term(s, like) for s in (x, y)]
+    deciding = [
+        p.rms for p, s in zip(sides, (x, y), strict=True) if isinstance(s, Tensor) or moves_scale(s)
+    ]
+    # A side that is not a number, as a root that the condition guards, expects nothing.
+    rms = deciding[0]
+    if len(deciding) == 2:
+        rms = single_of(torch.fmax(*map(tensor_of, deciding)))
+    (scale,) = settle(rms)
+    left, right = (
+        _aligned(s, p, scale, elements(like)) for s, p in zip((x, y), sides, strict=True)
+    )
+    nonnegative = all(p.nonnegative for p in sides)
+    return Raw(
+        torch.where(condition, left, right), scale, rms, settled=True, nonnegative=nonnegative
+    )
+
+
+def _plain_number(x: Any) -> Any:
+    # A 0-dim CPU tensor as a fill (masked_fill.Tensor) is the number it holds, outside tracing.
+    if isinstance(x, Tensor) and type(x) is Tensor and x.dim() == 0 and x.device.type == "cpu":
+        return x.item()
+    return x
+
+
+def _aligned(x: Any, part: Side, scale: Amount, like: Tensor) -> Tensor:
+    if not isinstance(x, Tensor):
+        return fill_under(x, scale, like)
+    return under(part, x, part.scale / scale)

@@ -1,0 +1,1 @@
+"""Scales: powers of two, numbers of the host, and closed forms in traced code."""

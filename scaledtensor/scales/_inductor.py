@@ -1,0 +1,406 @@
+"""This module tells torch's compilers about the operators of this library. No other module uses
+names of Inductor or of AOTAutograd's partitioner.
+
+torch has no public way to say how a backend writes an operator. Without one, each number that a
+`Form` stands for would be a call between kernels, which ends the kernel before it. Written as
+torch's operators, Inductor's C++ would inline them into the loops that read the number, and
+calculate it for each vector of elements.
+
+On a CPU one call (`scaledtensor::numbers`) makes the numbers that follow from what is there: nearly
+all of a graph, where it begins. It remembers them until a scale changes. On another device one
+kernel makes them. Any other number is a value in memory, made by a few scalar operations in the
+kernel that is there.
+
+A cast and a measured RMS are written as the operators that they stand for. The operator that looks
+at the operands of a weight's products becomes a call without a result, for which nothing waits.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import map_arg
+
+from scaledtensor.scales.forms import all_values, is_double, joined
+
+__all__ = ["taught", "teach"]
+
+_F32, _F64, _I32 = torch.float32, torch.float64, torch.int32
+
+_taught = False
+
+
+def taught() -> tuple[Any, ...]:
+    """The operators that Inductor writes itself."""
+    return tuple(operator for operator in _lowerings() if operator not in _calls())
+
+
+def teach() -> None:
+    """Register how Inductor writes our operators, once it is loaded, and which of them a backward
+    pass may calculate again. Tracing calls this."""
+    global _taught
+    ops = torch.ops.scaledtensor
+    _may_be_recomputed(ops.times)
+    if _taught or "torch._inductor.lowering" not in sys.modules:
+        return
+    _taught = True
+    from torch._inductor.lowering import register_lowering
+
+    for operator, lowering in _lowerings().items():
+        register_lowering(operator, type_promotion_kind=None)(lowering)
+
+
+def _lowerings() -> dict[Any, Callable[..., Any]]:
+    from scaledtensor.scales import cast_nodes, measure
+
+    ops = torch.ops.scaledtensor
+    return {
+        ops.form.default: _form,
+        ops.times.default: _times,
+        ops.rounded.default: _inlined(cast_nodes.rounded),
+        ops.encoded.default: _inlined(cast_nodes.encoded),
+        ops.measured.default: _inlined(measure.of_elements),
+        ops.count.default: _count,
+    }
+
+
+def _calls() -> tuple[Any, ...]:
+    return (torch.ops.scaledtensor.count.default,)
+
+
+def _may_be_recomputed(*operators: Any) -> None:
+    """Let backward passes recompute these elementwise operators, so that their results need not be
+    kept in memory.
+
+    AOTAutograd's partitioner keeps the result of each operator that is not on its list, and has no
+    way to add to the list but the list itself. Without this a compiled GPT keeps 1.15 times the
+    bytes.
+    """
+    from torch._functorch.partitioners import pointwise_ops
+
+    known = pointwise_ops()
+    known.extend(op for op in operators if op not in known)
+
+
+@contextmanager
+def _as_while_tracing() -> Iterator[None]:
+    """Backward passes are lowered when they are first called, outside any `torch.compile`."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+# --- numbers -------------------------------------------------------------------------------------
+
+
+def _form(leaves: list[Any], steps: str) -> Any:
+    from torch._inductor.lowering import clone
+    from torch._inductor.virtualized import V
+
+    found: Any = _of_one_call()
+    if found is not None:
+        graph: Any = V.graph
+        users = graph.current_node.users
+        if found.get_device().type == "cpu" or all(_reads_an_element(x) for x in users):
+            return found
+        # Templates of products read the whole tensor where their scale is an element of one.
+        found = clone(found)
+        found.realize()
+        return found
+    made = _pointwise(leaves, steps)
+    made.realize()
+    return made
+
+
+def _reads_an_element(user: Any) -> bool:
+    aten, ours = torch.ops.aten, torch.ops.scaledtensor
+    pointwise = aten.mul.Tensor, aten.div.Tensor, ours.times.default, ours.form.default
+    return user.op == "output" or user.target in (*pointwise, ours.count.default)
+
+
+def _times(x: Any, leaves: list[Any], steps: str) -> Any:
+    """The number is in memory on a CPU, whose kernels would calculate it for each vector, and part
+    of the kernel elsewhere."""
+    from torch._inductor.lowering import lowerings
+
+    number = _of_one_call()
+    if number is None:
+        number = _pointwise(leaves, steps)
+        if number.get_device().type == "cpu":
+            number.realize()
+    return lowerings[torch.ops.aten.mul.Tensor](x, number)
+
+
+def _pointwise(leaves: list[Any], steps: str, wanted: list[int] | None = None) -> Any:
+    """Write the number of the last step as a 0-dim tensor. With `wanted`, write the numbers of
+    these steps, which are float32 numbers, as the elements of one tensor."""
+    from torch._inductor import ir
+
+    loaders = [x.make_loader() for x in leaves]
+
+    def value(index: Any) -> Any:
+        given = [
+            _Vector(load) if x.get_size() else _Value(load([]), x.get_dtype() is _F64)
+            for x, load in zip(leaves, loaders, strict=True)
+        ]
+        found = all_values(_Scalars, given, steps)
+        return found[-1].value if wanted is None else _chosen([found[n] for n in wanted], index[0])
+
+    return ir.Pointwise.create(
+        device=leaves[0].get_device(),
+        dtype=_F64 if wanted is None and is_double(steps) else _F32,
+        inner_fn=value,
+        ranges=[] if wanted is None else [len(wanted)],
+    )
+
+
+def _chosen(values: list[Any], index: Any) -> Any:
+    ops = _ops()
+    place = ops.index_expr(index, _I32)
+    chosen = values[0].value
+    for n, value in enumerate(values[1:], 1):
+        chosen = ops.where(ops.eq(place, ops.constant(n, _I32)), value.value, chosen)
+    return chosen
+
+
+#: So many numbers are worth a call, which ends the kernel before it; and so many are one kernel of
+#: another device, which takes longer to compile the more they are.
+_FEW, _MANY = 4, 128
+
+#: So many numbers of a call lie in one tensor. Inductor's scheduler makes a node of each tensor and
+#: compares all nodes that read one with each other.
+_TOGETHER = 8
+
+
+def _of_one_call() -> Any:
+    """The number of the current node, after one call that makes it and all others that follow from
+    what is there already; None where these are few."""
+    from torch._inductor.lowering import lowerings
+    from torch._inductor.virtualized import V
+
+    graph: Any = V.graph
+    current: Any = graph.current_node
+    made: dict[Any, Any] = vars(graph).setdefault("_scaledtensor_forms", {})
+    if current in made:
+        return made[current]
+    device = current.meta["val"].device
+    most = sys.maxsize if device.type == "cpu" else _MANY
+    places: dict[Any, int] = {}
+    forms: list[tuple[list[Any], str]] = []
+    for node in current.graph.nodes:
+        if node.target not in _numbers() or node in made or len(forms) == most:
+            continue
+        leaves = [_source(x) for x in node.args[-2]]
+        here = node.meta["val"].device == device
+        if here and all(x in places or x in made or _is_there(x, graph) for x in leaves):
+            own = [("form", places[x]) if x in places else x for x in leaves]
+            places[node] = len(forms)
+            forms.append((own, node.args[-1]))
+    if len(forms) < _FEW or current not in places:
+        return None
+    leaves, steps, values = joined(forms)
+    inputs = [made[x] if x in made else graph.env[x] for x in leaves]
+    doubles = {n for n in values if is_double(steps, n)}
+    if device.type == "cpu":
+        leaving = {
+            values[place]
+            for x, place in places.items()
+            if any(user.op == "output" for user in x.users)
+        }
+        apart = sorted(leaving | doubles)
+        wanted = sorted({*values} - {*apart})
+        call = _called(torch.ops.scaledtensor.numbers.default)
+        together, size = call(inputs, steps, wanted, apart, _TOGETHER), _TOGETHER
+        number = dict(zip(reversed(apart), reversed(together), strict=False))
+    else:
+        wanted, number = sorted({*values} - doubles), {}
+        if not wanted:
+            return None
+        together, size = [_pointwise(inputs, steps, wanted)], len(wanted)
+        together[0].realize()
+    select = lowerings[torch.ops.aten.select.int]
+    for i, step in enumerate(wanted):
+        number[step] = select(together[i // size], 0, i % size)
+    made.update({x: number[values[n]] for x, n in places.items() if values[n] in number})
+    return made.get(current)
+
+
+def _numbers() -> tuple[Any, ...]:
+    return torch.ops.scaledtensor.form.default, torch.ops.scaledtensor.times.default
+
+
+def _is_there(node: Any, graph: Any) -> bool:
+    """Whether a number has been lowered, now if it has not and follows from what has."""
+    if node in graph.env:
+        return True
+    needed = node.all_input_nodes
+    if node.target not in _early() or not all(_is_there(x, graph) for x in needed):
+        return False
+    graph.env[node] = graph.run_node(node)  # and is passed over when its turn comes
+    return True
+
+
+def _early() -> tuple[Any, ...]:
+    """The operators on numbers that need not wait for their place in the graph. A norm's statistics
+    are measured in the backward pass, and are there when it begins."""
+    aten = torch.ops.aten
+    return torch.ops.scaledtensor.measured.default, aten.clone.default, aten.div.Tensor
+
+
+def _source(node: Any) -> Any:
+    """The number that a node has: a product takes its scale from the operator that looks."""
+    while node.target is torch.ops.scaledtensor.count.default:
+        node = node.args[0]
+    return node
+
+
+# --- looking -------------------------------------------------------------------------------------
+
+
+def _count(scale: Any, *seen: Any) -> Any:
+    """A call without a result, and the scale as it is: nothing waits for the call."""
+    _called(torch.ops.scaledtensor.look.default)(*seen)
+    return scale
+
+
+def _called(operator: Any) -> Any:
+    """A call of an operator between kernels."""
+    from torch._inductor import lowering
+
+    handler: Any = lowering.fallback_handler
+    return handler(operator, add_to_fallback_set=False)
+
+
+# --- casts ---------------------------------------------------------------------------------------
+
+
+def _inlined(function: Callable[..., Tensor]) -> Callable[..., Any]:
+    """The operators that `function` calls, in the place of the one that stands for them."""
+
+    def lowering(x: Any, *how: Any) -> Any:
+        from torch._inductor.decomposition import select_decomp_table
+        from torch._inductor.lowering import lowerings
+        from torch._inductor.virtualized import V
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        graph: Any = V.graph
+        given = graph.current_node.args[0].meta["val"]
+        # Inductor takes graphs without in-place operators.
+        functional = torch.func.functionalize(lambda t: function(t, *how))
+        trace = make_fx(functional, select_decomp_table())
+        made: dict[Any, Any] = {}
+        with V.fake_mode, _as_while_tracing():
+            traced = trace(given).graph
+        for node in traced.nodes:
+            args, kwargs = map_arg((node.args, node.kwargs), made.__getitem__)
+            value = node.meta.get("val")
+            if node.op == "output":
+                return args[0]
+            if node.op == "placeholder":
+                made[node] = x
+            elif isinstance(value, (torch.SymInt, torch.SymFloat)):
+                made[node] = value.node.expr
+            else:
+                made[node] = lowerings[node.target](*args, **kwargs)
+        return None
+
+    return lowering
+
+
+class _Value(NamedTuple):
+    """A scalar of a kernel."""
+
+    value: Any
+    double: bool
+
+
+class _Vector(NamedTuple):
+    """A leaf of several numbers."""
+
+    load: Callable[[Any], Any]
+
+    def element(self, n: int) -> Any:
+        from sympy import Integer  # type: ignore[import-untyped]
+
+        return self.load([Integer(n)])
+
+
+def _ops() -> Any:
+    from torch._inductor.virtualized import ops
+
+    return ops
+
+
+def _both(name: str) -> Callable[[Any, Any], _Value]:
+    """A binary operation, of float64 numbers where one is. A number beside a scalar is of its
+    dtype."""
+
+    def made(x: Any, y: Any) -> _Value:
+        double = any(isinstance(v, _Value) and v.double for v in (x, y))
+
+        def value(v: Any) -> Any:
+            if not isinstance(v, _Value):
+                return _ops().constant(v, _F64 if double else _F32)
+            return (_Scalars.double(v) if double else v).value
+
+        return _Value(getattr(_ops(), name)(value(x), value(y)), double)
+
+    return made
+
+
+def _one(name: str) -> Callable[[_Value], _Value]:
+    return lambda x: _Value(getattr(_ops(), name)(x.value), x.double)
+
+
+class _Scalars:
+    """The arithmetic of `scaledtensor.scales.forms.OPERATIONS` in a kernel."""
+
+    mul, add, sub, div = map(staticmethod, map(_both, ("mul", "add", "sub", "truediv")))
+    least, most = map(staticmethod, map(_both, ("minimum", "maximum")))
+    sqrt, exp, neg, abs = map(staticmethod, map(_one, ("sqrt", "exp", "neg", "abs")))
+    number = float
+
+    @staticmethod
+    def single(x: _Value) -> _Value:
+        return _Value(_ops().to_dtype(x.value, _F32, _F64), False) if x.double else x
+
+    @staticmethod
+    def double(x: Any) -> Any:
+        if not isinstance(x, _Value) or x.double:
+            return x
+        return _Value(_ops().to_dtype(x.value, _F64, _F32), True)
+
+    @staticmethod
+    def power(x: _Value) -> _Value:
+        """`scaledtensor.scales.powers.nearest_power_of_two`."""
+        from scaledtensor.scales.powers import NEAREST
+
+        ops = _ops()
+        carry, exponent, most, one = (ops.constant(n, _I32) for n in NEAREST)
+        bits = ops.add(ops.to_dtype_bitcast(x.value, _I32, _F32), carry)
+        bits = ops.minimum(ops.bitwise_and(bits, exponent), most)
+        bits = ops.where(ops.eq(bits, ops.constant(0, _I32)), one, bits)
+        return _Value(ops.to_dtype_bitcast(bits, _F32, _I32), False)
+
+    @staticmethod
+    def element(x: Any, n: float) -> _Value:
+        return _Value(x.element(int(n)), False)
+
+    @staticmethod
+    def is_zero(x: _Value) -> Any:
+        return _ops().eq(x.value, _ops().constant(0.0, _F32))
+
+    @staticmethod
+    def is_beyond(x: _Value) -> Any:
+        ops = _ops()
+        return ops.logical_or(ops.isinf(x.value), ops.isnan(x.value))
+
+    @staticmethod
+    def otherwise(x: _Value, condition: Any, number: float) -> _Value:
+        return _Value(_ops().where(condition, _ops().constant(number, _F32), x.value), False)

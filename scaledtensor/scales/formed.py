@@ -1,0 +1,215 @@
+"""The operator that makes the number of a `Form`, where no compiler does.
+
+Its leaves are 0-dim tensors on one device. On a CPU it calculates with numbers of the host,
+elsewhere with 0-dim tensors, which waits for no device. Inductor does not call it:
+`scaledtensor.scales._inductor`.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaledtensor.scales import _inductor
+from scaledtensor.scales.forms import all_values, is_double, valued
+from scaledtensor.scales.singles import Single, exponential, quotient, rounded
+
+__all__ = ["Numbers", "Tensors"]
+
+
+def _rounds(operation: Callable[[float, float], float]) -> Callable[[Any, Any], Any]:
+    """An operation on float64 numbers, rounded where both are float32 numbers."""
+
+    def calculated(x: float, y: float) -> float:
+        result = operation(x, y)
+        return Single(rounded(result)) if type(x) is type(y) is Single else result
+
+    return calculated
+
+
+class Numbers:
+    """Float32 numbers are `Single`s, float64 numbers are floats."""
+
+    mul = staticmethod(_rounds(float.__mul__))
+    add = staticmethod(_rounds(float.__add__))
+    sub = staticmethod(_rounds(float.__sub__))
+    div = staticmethod(_rounds(quotient))
+
+    number = single = staticmethod(lambda x: Single(rounded(x)))
+    double = float
+    neg = staticmethod(lambda x: -x)
+    abs = staticmethod(lambda x: abs(x))
+    exp = staticmethod(exponential)
+
+    @staticmethod
+    def sqrt(x: float) -> float:
+        if isinstance(x, Single):
+            return x.sqrt()
+        return math.sqrt(x) if x >= 0 else math.nan
+
+    @staticmethod
+    def least(x: float, y: float) -> float:
+        return y if x > y else x
+
+    @staticmethod
+    def most(x: float, y: float) -> float:
+        return y if x < y or y != y else x
+
+    @staticmethod
+    def power(x: float) -> float:
+        from scaledtensor.scales.powers import power_of_two_near
+
+        return Single(power_of_two_near(x))
+
+    @staticmethod
+    def element(x: tuple[float, ...], n: float) -> float:
+        return Single(x[int(n)])
+
+    @staticmethod
+    def is_zero(x: float) -> bool:
+        return x == 0
+
+    @staticmethod
+    def is_beyond(x: float) -> bool:
+        return not math.isfinite(x)
+
+    @staticmethod
+    def otherwise(x: float, condition: bool, number: float) -> float:
+        return Single(number) if condition else x
+
+
+class Tensors:
+    """0-dim tensors; a number is one that torch takes beside them."""
+
+    mul, add, sub, div = torch.mul, torch.add, torch.sub, torch.div
+    sqrt, exp, neg, abs = torch.sqrt, torch.exp, torch.neg, torch.abs
+
+    number = float
+    single = staticmethod(lambda x: x.float())
+    double = staticmethod(lambda x: x.double() if isinstance(x, Tensor) else x)
+
+    @staticmethod
+    def least(x: Tensor, y: Any) -> Tensor:
+        return torch.minimum(x, y) if isinstance(y, Tensor) else x.clamp_max(y)
+
+    @staticmethod
+    def most(x: Tensor, y: Any) -> Tensor:
+        return torch.maximum(x, y) if isinstance(y, Tensor) else x.clamp_min(y)
+
+    @staticmethod
+    def power(x: Tensor) -> Tensor:
+        from scaledtensor.scales.powers import nearest_power_of_two
+
+        return nearest_power_of_two(x)
+
+    @staticmethod
+    def element(x: Tensor, n: float) -> Tensor:
+        return x[int(n)]
+
+    @staticmethod
+    def is_zero(x: Tensor) -> Tensor:
+        return x == 0
+
+    @staticmethod
+    def is_beyond(x: Tensor) -> Tensor:
+        return ~x.isfinite()
+
+    @staticmethod
+    def otherwise(x: Tensor, condition: Tensor, number: float) -> Tensor:
+        return torch.where(condition, torch.full_like(x, number), x)
+
+
+_LIBRARY = torch.library.Library("scaledtensor", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define("form(Tensor[] leaves, str steps) -> Tensor")  # type: ignore[no-untyped-call]
+
+
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "times(Tensor x, Tensor[] leaves, str steps) -> Tensor"
+)
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "numbers(Tensor[] leaves, str steps, int[] wanted, int[] apart, int together) -> Tensor[]"
+)
+
+
+def _numbers(leaves: list[Tensor]) -> tuple[Any, ...]:
+    found: list[Any] = []
+    for x in leaves:
+        if x.dim():
+            found.append(tuple(x.tolist()))
+        else:
+            found.append(Single(x.item()) if x.dtype is torch.float32 else x.item())
+    return tuple(found)
+
+
+def _dtype(steps: str, step: int = -1) -> torch.dtype:
+    return torch.float64 if is_double(steps, step) else torch.float32
+
+
+def _form(leaves: list[Tensor], steps: str) -> Tensor:
+    if all(x.is_cpu for x in leaves):
+        return torch.scalar_tensor(valued(Numbers, _numbers(leaves), steps), dtype=_dtype(steps))
+    made = valued(Tensors, leaves, steps)
+    return made if isinstance(made, Tensor) else leaves[0].new_full((), made)
+
+
+@lru_cache(maxsize=1024)
+def _calculated(
+    steps: str,
+    numbers: tuple[Any, ...],
+    wanted: tuple[int, ...],
+    apart: tuple[int, ...],
+    together: int,
+) -> tuple[Tensor, ...]:
+    """All numbers of a graph. Scales of parameters change in one step of ten, and blocks that share
+    their code have each their own."""
+    found = all_values(Numbers, numbers, steps)
+    alone = [torch.scalar_tensor(found[n], dtype=_dtype(steps, n)) for n in apart]
+    several = torch.tensor([found[n] for n in wanted], dtype=torch.float32)
+    return *(several[start:end] for start, end in _parts(wanted, together)), *alone
+
+
+def _parts(wanted: Sequence[int], together: int) -> list[tuple[int, int]]:
+    return [(i, min(i + together, len(wanted))) for i in range(0, len(wanted), together)]
+
+
+def _called(
+    leaves: list[Tensor], steps: str, wanted: list[int], apart: list[int], together: int
+) -> list[Tensor]:
+    """Calculate several forms of leaves on a CPU. Float32 tensors of `together` elements hold the
+    numbers of the steps `wanted`. Each step of `apart` has a tensor of its own."""
+    found = _calculated(steps, _numbers(leaves), tuple(wanted), tuple(apart), together)
+    return [x.clone() for x in found]  # which a compiler may write over
+
+
+def _times(x: Tensor, leaves: list[Tensor], steps: str) -> Tensor:
+    return x * _form(leaves, steps)
+
+
+_LIBRARY.impl("times", _times, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_LIBRARY.impl("form", _form, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_LIBRARY.impl("numbers", _called, "CPU")  # type: ignore[no-untyped-call]
+
+
+@torch.library.register_fake("scaledtensor::numbers", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+def _called_fake(
+    leaves: list[Tensor], steps: str, wanted: list[int], apart: list[int], together: int
+) -> list[Tensor]:
+    made = leaves[0].new_empty
+    alone = [made((), dtype=_dtype(steps, n)) for n in apart]
+    parts = _parts(wanted, together)
+    return [*(made(end - start, dtype=torch.float32) for start, end in parts), *alone]
+
+
+@torch.library.register_fake("scaledtensor::times", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+def _times_fake(x: Tensor, leaves: list[Tensor], steps: str) -> Tensor:
+    made: Tensor = x * _form_fake(leaves, steps)
+    return made
+
+
+@torch.library.register_fake("scaledtensor::form", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+def _form_fake(leaves: list[Tensor], steps: str) -> Tensor:
+    _inductor.teach()
+    return torch.empty((), dtype=_dtype(steps), device=leaves[0].device)

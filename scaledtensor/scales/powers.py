@@ -1,0 +1,313 @@
+"""Powers of two made and tested by exponent bits.
+
+`exp2` and `log2` round: on some machines `exp2(127.0)` is one ulp low, and `floor(log2(x))` is
+wrong just below a power of two. Everything here is integer arithmetic on the bits of a float32, so
+it is exact, does not synchronise with a device, and is the same in eager and in compiled code.
+"""
+
+import math
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from scaledtensor.errors import ScaleError
+from scaledtensor.scales import formed as formed
+from scaledtensor.scales.forms import Form
+from scaledtensor.scales.singles import (
+    Amount,
+    Single,
+    remembered,
+    rounded,
+    scaled_by,
+    single_of,
+    tensor_of,
+)
+
+__all__ = [
+    "MAX_SCALE",
+    "MIN_SCALE",
+    "NEAREST",
+    "checked_scale",
+    "is_one",
+    "is_power_of_two",
+    "larger",
+    "nearest_power_of_two",
+    "power_of_two_near",
+    "product_of",
+    "quadrature",
+    "quotient_of",
+    "settle",
+    "settle_in_place",
+    "settle_product",
+    "times",
+]
+
+A = TypeVar("A", Tensor, Single)
+"""An Amount: all of a call are tensors, or all numbers."""
+
+MIN_SCALE = 2.0**-126
+MAX_SCALE = 2.0**127
+
+_EXPONENT = 0x7F80_0000
+_ONE_BINADE = 0x0080_0000
+_SQRT2_MANTISSA = 0x0035_04F3
+_ROOT_HALF = (2**23 + _SQRT2_MANTISSA) / 2**24
+_MIN_BITS = 0x0080_0000  # 2**-126
+_MAX_BITS = 0x7F00_0000  # 2**127
+_ONE_BITS = 0x3F80_0000
+_LEAST = _SQRT2_MANTISSA * 2.0**-149  # what still rounds up to 2**-126
+#: An RMS this far from its scale leaves elements whose squares need not be float32 numbers.
+_FAR = 2.0**24
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+#: What `nearest_power_of_two` adds to bits, what it keeps of them, their largest, and those of 1.
+NEAREST = (_ONE_BINADE - _SQRT2_MANTISSA, _EXPONENT, _MAX_BITS, _ONE_BITS)
+
+
+def nearest_power_of_two(rms: Tensor) -> Tensor:
+    """The power of two nearest to `rms` in the log domain: 2**round(log2(rms)).
+
+    `rms`: float32 of any shape, not negative. Adding one binade minus the mantissa of sqrt(2)
+    carries into the exponent exactly when the mantissa is above sqrt(2). The result is a usable
+    scale for every input: at most 2**127, also for infinity; and 1 for NaN, and for zero and what
+    would be under 2**-126, so that whatever is written into a zero tensor later fits.
+    """
+    carry, exponent, most, one = NEAREST
+    bits = rms.view(torch.int32) + carry
+    bits = bits.bitwise_and_(exponent).clamp_(max=most)
+    return bits.masked_fill_(bits == 0, one).view(torch.float32)
+
+
+def settle(rms: A, *scales: A) -> Sequence[A]:
+    """The power of two next to `rms`, and what takes elements held under each of `scales` there.
+
+    Returns [scale, scales[0] / scale, scales[1] / scale, ...]. The ratios are kept finite, since
+    0 * inf would be NaN. Products and quotients of scales come from `product_of` and
+    `quotient_of`.
+    """
+    if _are_numbers(rms, *scales):
+        return _settle_singles(rms, scales)  # type: ignore[return-value]
+    if torch.compiler.is_compiling() or _is_traced(rms, *scales):
+        return _settle_forms(rms, scales)
+    tensor, held = tensor_of(rms), tuple(map(_held, scales))
+    return _settle_tensors(tensor, held)  # type: ignore[return-value]
+
+
+def _settle_forms(rms: Any, scales: Sequence[Any]) -> list[Any]:
+    known = isinstance(rms, Single)
+    power: Any = Single(power_of_two_near(rms)) if known else Form("power", rms)
+
+    def ratio(held: Any) -> Any:
+        # A form has a tensor of the graph among its leaves, and two numbers have none.
+        numbers = known and isinstance(held, Single)
+        return _ratio_of(held, power) if numbers else Form("ratio", held, power)
+
+    return [power, *map(ratio, scales)]
+
+
+@remembered
+def _settle_singles(rms: Any, scales: tuple[Any, ...]) -> tuple[Single, ...]:
+    power = power_of_two_near(rms)
+    return Single(power), *[_ratio_of(s, power) for s in scales]
+
+
+def _are_numbers(*amounts: Any) -> bool:
+    for x in amounts:  # noqa: SIM110 - a generator takes three times as long
+        if type(x) is not Single:
+            return False
+    return True
+
+
+def _settle_tensors(tensor: Tensor, held: tuple[Tensor, ...]) -> list[Tensor]:
+    if type(tensor) is Tensor and tensor.is_cpu and not tensor.dim():
+        return _settle_numbers(tensor, held)
+    power = nearest_power_of_two(tensor)
+    return [power, *((s / power).clamp_max_(_FLOAT32_MAX).float() for s in held)]
+
+
+def _is_traced(*amounts: Any) -> bool:
+    """Whether one is a closed form, as in a graph that is being traced."""
+    return any(isinstance(x, Form) for x in amounts)
+
+
+def product_of(a: Any, b: Any) -> Any:
+    """The scale of products of elements that two scales hold. Only `settle` takes it.
+
+    The product is exact, in float64. Two scales near 2^127 have no product in float32, though the
+    values of the elements may be ordinary numbers.
+    """
+    if type(a) is Single and type(b) is Single:
+        return Single(float.__mul__(a, b))
+    if _is_traced(a, b):
+        return Form("product", a, b)
+    return tensor_of(a).double() * tensor_of(b)
+
+
+def quotient_of(a: Any, b: Any) -> Any:
+    """The scale of quotients of such elements, in the same way."""
+    if type(a) is Single and type(b) is Single:
+        return Single(float.__truediv__(a, b))
+    if _is_traced(a, b):
+        return Form("quotient", a, b)
+    return tensor_of(a).double() / tensor_of(b)
+
+
+def _held(scale: Any) -> Tensor:
+    if isinstance(scale, (Tensor, Form)):
+        return tensor_of(scale)
+    return torch.scalar_tensor(float(scale), dtype=torch.float64)
+
+
+def settle_product(terms: float, a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any, Any]:
+    """For sums of `terms` independent products of two operands, each given as (scale, rms): the
+    scale, the ratio of what the products are held under to it, and the RMS."""
+    if _are_numbers(*a, *b):
+        return _known_product(terms, *a, *b)
+    return _product_under(terms, *a, *b)
+
+
+def _product_under(terms: float, a: Any, a_rms: Any, b: Any, b_rms: Any) -> tuple[Any, Any, Any]:
+    rms = a_rms * b_rms * terms**0.5
+    scale, ratio = settle(rms, product_of(a, b))
+    return scale, ratio, rms
+
+
+def settle_sum(a: tuple[Any, Any], b: tuple[Any, Any], alpha: float) -> tuple[Any, Any, Any, Any]:
+    """For `a + alpha * b` of independent terms, each given as (scale, rms): the scale, the ratios
+    of both scales to it, and the RMS."""
+    if _are_numbers(*a, *b):
+        return _known_sum(alpha, *a, *b)
+    return _sum_under(alpha, *a, *b)
+
+
+def _sum_under(alpha: float, a: Any, a_rms: Any, b: Any, b_rms: Any) -> tuple[Any, Any, Any, Any]:
+    rms = quadrature(a_rms, b_rms if abs(alpha) == 1 else b_rms * abs(alpha))
+    scale, first, second = settle(rms, a, b)
+    return scale, first, second, rms
+
+
+_known_product, _known_sum = map(remembered, (_product_under, _sum_under))
+
+
+def settle_in_place(
+    kept: Any, was: Any, rms: Any, held: Any, whole: bool, far: float = _FAR
+) -> tuple[Any, Any]:
+    """As `settle`, for elements under `held` that go into a tensor of scale `kept` and RMS `was`.
+
+    Its scale stays, unless it is known to be zero, or all of it (`whole`) is replaced by values of
+    another order (`rsqrt_` of tiny squares), by more than the factor `far`: then it is the power of
+    two next to `rms`. Returns (scale, held / scale); a scale that stays is `kept` itself.
+    """
+    kept, was, rms, held = single_of(kept), single_of(was), single_of(rms), single_of(held)
+    if _are_numbers(kept, was, rms, held):
+        moves = whole and rms > 0 and not float(kept) / far <= rms <= float(kept) * far
+        scale = Single(power_of_two_near(rms)) if not was or moves else kept
+        return scale, _ratio_of(held, scale)
+    held = _held(held)
+    kept, was, rms = map(tensor_of, (kept, was, rms))
+    free = was == 0
+    if whole:
+        value, unit = rms.double(), kept.double()
+        free = free | ((value > 0) & ((value > unit * far) | (value < unit / far)))
+    new = torch.where(free, nearest_power_of_two(rms), kept)
+    return new, (held / new).clamp_max_(_FLOAT32_MAX).float()
+
+
+def quadrature(*rms: Any) -> Any:
+    """RMS of a sum of independent terms, sqrt(sum of squares), float32.
+
+    In float64, so that no square leaves the range.
+    """
+    if _are_numbers(*rms):
+        return Single(rounded(math.sqrt(sum([float.__mul__(r, r) for r in rms]))))
+    if _is_traced(*rms):
+        return Form("quadrature", *rms)
+    total = tensor_of(rms[0]).double().square()
+    for r in rms[1:]:
+        total = total + tensor_of(r).double().square()
+    return total.sqrt().float()
+
+
+def larger(a: Amount, b: Amount) -> Any:
+    """The larger of two RMS; NaN if one is."""
+    a, b = single_of(a), single_of(b)
+    if isinstance(a, Single) and isinstance(b, Single):
+        return b if b > a or b != b else a
+    if _is_traced(a, b):
+        return Form("most", a, b)
+    return torch.maximum(tensor_of(a), tensor_of(b))
+
+
+def is_one(ratio: Amount) -> bool:
+    """Whether what elements are to be multiplied by is 1, where reading it costs nothing; elsewhere
+    False."""
+    known = single_of(ratio)
+    return isinstance(known, Single) and float(known) == 1
+
+
+def times(q: Tensor, ratio: Amount) -> Tensor:
+    """Elements times a ratio of scales: `q` itself where that is seen to be 1."""
+    return q if is_one(ratio) else scaled_by(q, ratio)
+
+
+def power_of_two_near(rms: float) -> float:
+    """`nearest_power_of_two` of a float32 number."""
+    if not MIN_SCALE < rms < MAX_SCALE:
+        if rms <= MIN_SCALE:
+            return MIN_SCALE if rms >= _LEAST else 1.0
+        return MAX_SCALE if rms == rms else 1.0
+    significand, exponent = math.frexp(rms)
+    return max(math.ldexp(1.0, exponent - (significand < _ROOT_HALF)), MIN_SCALE)
+
+
+def _ratio_of(held: float, scale: float) -> Single:
+    """The float32 factor that takes elements from one scale to another. It is finite."""
+    ratio = float.__truediv__(held, scale)
+    return Single(rounded(min(ratio, _FLOAT32_MAX)))
+
+
+def _settle_numbers(rms: Tensor, scales: Sequence[Tensor]) -> list[Tensor]:
+    held = tuple(s.item() for s in scales)
+    return [s.tensor() for s in _settle_singles(rms.item(), held)]
+
+
+def is_power_of_two(x: Tensor) -> Tensor:
+    """Bool tensor: which float32 elements are normal powers of two (no sign or mantissa bit)."""
+    bits = x.view(torch.int32)
+    return (bits & ~_EXPONENT == 0) & (bits >= _MIN_BITS) & (bits <= _MAX_BITS)
+
+
+def checked_scale(scale: float | Tensor, device: torch.device, *, power_of_two: bool) -> Tensor:
+    """`scale` as a 0-dim float32 tensor of its own on `device`.
+
+    Raises:
+        ScaleError: it is not one real number, is not positive and finite in float32, or is not a
+            power of two although `power_of_two` asks for one.
+    """
+    number = _real(scale)
+    if not MIN_SCALE <= number <= _FLOAT32_MAX:
+        raise ScaleError(
+            f"a scale is positive and finite, from 2**-126 to the largest float32; got {number}"
+        )
+    if power_of_two and math.frexp(number)[0] != 0.5:
+        raise ScaleError(
+            f"this scale must be an exact power of two; got {number}. Round it first "
+            "(scaledtensor.scales.powers.nearest_power_of_two), or make it by ScaledTensor(qdata, "
+            "scale, format, power_of_two=False)"
+        )
+    return torch.full((), number, dtype=torch.float32, device=device)
+
+
+def _real(scale: object) -> float:
+    if isinstance(scale, Tensor):
+        if scale.numel() != 1 or scale.is_complex() or scale.dtype == torch.bool or scale.is_meta:
+            raise ScaleError(
+                "a per-tensor scale is one real number; got a tensor of shape "
+                f"{tuple(scale.shape)}, {scale.dtype}, on {scale.device}"
+            )
+        return float(scale.detach())
+    if not isinstance(scale, Real) or isinstance(scale, bool):
+        raise ScaleError(f"a per-tensor scale is one real number; got {scale!r}")
+    return float(scale)

@@ -1,0 +1,110 @@
+"""Parts of a tensor that is spread over ranks: what `fully_shard` and tensor parallelism make.
+
+Such a parameter is a `DTensor` whose local tensor is a ScaledTensor. What is true of its values is
+found on each rank for its part, and put together here.
+"""
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from scaledtensor import _torch
+from scaledtensor.errors import DTypeError
+from scaledtensor.tensors.tensor import ScaledTensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+#: From 2.13 on torch calls it by the first name.
+_ALL_GATHER: Any = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
+
+__all__ = [
+    "Groups",
+    "by_groups",
+    "groups_of",
+    "is_dtensor",
+    "is_dtensor_class",
+    "is_sharded",
+    "of_all_parts",
+    "part_of",
+    "ranks_of",
+    "squares_and_amax",
+]
+
+#: The groups of ranks that hold parts, one for each dimension of the mesh along which it is cut.
+Groups = tuple[Any, ...]
+
+
+def is_dtensor(x: Any) -> "TypeGuard[DTensor]":
+    """Whether `x` is a DTensor. Nothing is one before torch's module of them is imported, which
+    takes a third as long as torch: who has one process does not."""
+    return is_dtensor_class(type(x))
+
+
+def is_dtensor_class(kind: type) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")
+    own = getattr(module, "DTensor", None)  # None, too, while that module is being imported
+    return own is not None and issubclass(kind, own)
+
+
+def is_sharded(x: Any) -> "TypeGuard[DTensor]":
+    """Whether `x` is a ScaledTensor that is spread over ranks, whole on each or in parts."""
+    return is_dtensor(x) and isinstance(_torch.local_part(x), ScaledTensor)
+
+
+def part_of(x: Any) -> ScaledTensor:
+    """The ScaledTensor that this rank has of `x`: itself, or its part of one that is sharded."""
+    part: Any = _torch.local_part(x) if is_dtensor(x) else x
+    if not isinstance(part, ScaledTensor):
+        raise DTypeError(f"this takes a ScaledTensor, or a DTensor of one; got {type(x).__name__}")
+    return part
+
+
+def groups_of(x: Any) -> Groups:
+    """The groups over which `x` is cut into parts; none for what is whole on this rank."""
+    if not is_dtensor(x):
+        return ()
+    mesh = x.device_mesh
+    return tuple(
+        mesh.get_group(dim) for dim, cut in enumerate(x.placements) if not cut.is_replicate()
+    )
+
+
+def ranks_of(x: Any) -> Groups:
+    """The groups of all ranks that work with `x`, those that hold the same part included."""
+    mesh = x.device_mesh
+    return tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
+
+
+def of_all_parts(numbers: Tensor, groups: Groups) -> Tensor:
+    """What each part's rank gives as `numbers`, of shape (parts, *numbers.shape). One collective
+    for each group; the same on every rank, and in the same order."""
+    found = numbers.unsqueeze(0)
+    for group in groups:
+        every = found.new_empty(dist.get_world_size(group) * found.shape[0], *numbers.shape)
+        _ALL_GATHER(every, found.contiguous(), group=group)
+        found = every
+    return found
+
+
+def by_groups(
+    tensors: Iterable[Any], of: Callable[[Any], Groups] = groups_of
+) -> dict[Groups, list[Any]]:
+    """Tensors by the groups that they are cut over, or by another choice of groups."""
+    found: dict[Groups, list[Any]] = {}
+    for x in tensors:
+        found.setdefault(of(x), []).append(x)
+    return found
+
+
+def squares_and_amax(part: ScaledTensor) -> Tensor:
+    """Of the finite values of a part: the sum of their squares and the largest magnitude, as two
+    float64 numbers."""
+    value = part.qdata.detach().double() * part.scale.double()
+    value = torch.where(value.isfinite(), value, 0.0)
+    amax = value.abs().amax() if value.numel() else value.sum()
+    return torch.stack([value.square().sum(), amax])

@@ -1,0 +1,96 @@
+"""SparseTensor: a ScaledTensor of which only some elements are stored, at given places.
+
+torch makes it where a sparse tensor is made of scaled values: the gradient of
+`nn.Embedding(sparse=True)`, `torch.sparse_coo_tensor(indices, values, size)` of attention's weights
+on the edges of a graph, `x.to_sparse()`. Its values are a dense tensor under one scale, and `rms`
+is of the values that are stored: the zeros between them need no range.
+
+The layout is torch's COO. Operators with a rule for it (`scaledtensor.ops.rules.sparse`) take it;
+any
+other is refused by name, since a rule for dense elements would take every place for stored.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from scaledtensor import _torch
+from scaledtensor.errors import UnsupportedError
+from scaledtensor.formats import get as get_format
+from scaledtensor.tensors.tensor import ScaledTensor, is_parameter, with_autograd
+
+__all__ = ["TABLE", "SparseTensor", "coo", "is_sparse"]
+
+#: Operators on SparseTensors -> what they do there; `scaledtensor.ops.rules.sparse` fills it.
+TABLE: dict[Any, Callable[..., Any]] = {}
+
+
+class SparseTensor(ScaledTensor):
+    """Scaled values at some places of a shape, zeros elsewhere; `layout` is `torch.sparse_coo`.
+
+    Attributes:
+        qdata: a plain sparse COO tensor: the places, and the values divided by `scale`.
+        rms: the RMS that the rules expect of the values that are stored.
+    """
+
+    @staticmethod
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        raise UnsupportedError(
+            "a SparseTensor is made by torch.sparse_coo_tensor(indices, values, size) of values "
+            "that are a ScaledTensor, or by x.to_sparse()"
+        )
+
+    @classmethod
+    def _wrapper(cls, qdata: Tensor, dtype: torch.dtype) -> Any:
+        return _torch.make_sparse_wrapper(cls, qdata, dtype)
+
+    @classmethod
+    @_torch.uncompiled
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        cls._engine  # noqa: B018 - loads the rules, which fill the table
+        own = TABLE.get(func)
+        if own is None:
+            raise UnsupportedError(
+                f"{func} has no rule for a sparse ScaledTensor. Compute on its values, which are "
+                "dense: torch.sparse_coo_tensor(x.indices(), f(x.values()), x.shape) of "
+                "x.coalesce(); or on x.to_dense()"
+            )
+        return own(*args, **(kwargs or {}))
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        inner = (self.qdata, self.scale, self.rms)
+        context = (self.format.name, self.dtype, self.recipe, self.nonnegative)
+        return _rebuild, (inner, context, self.requires_grad, is_parameter(self))
+
+
+def _rebuild(
+    inner: Sequence[Tensor], context: tuple[Any, ...], requires_grad: bool, is_param: bool
+) -> SparseTensor:
+    """Unpickle. A module-level function, so that `weights_only` loading can allow it by name."""
+    name, *rest = context
+    qdata, scale, rms = inner
+    made = SparseTensor.make(qdata, scale, rms, get_format(name), *rest)
+    return with_autograd(made, requires_grad, is_param)
+
+
+torch.serialization.add_safe_globals([_rebuild, SparseTensor])
+
+
+def coo(like: Tensor, values: Tensor) -> Tensor:
+    """A plain COO tensor of `values` at the places of another."""
+    return torch.sparse_coo_tensor(
+        like._indices(),
+        values,
+        like.shape,
+        is_coalesced=like.is_coalesced(),
+        check_invariants=False,
+    )
+
+
+def is_sparse(x: Any) -> bool:
+    """Whether `x` is a tensor in one of torch's sparse layouts, plain or scaled."""
+    return isinstance(x, Tensor) and x.layout != torch.strided
