@@ -178,10 +178,12 @@ def worded(text: str) -> str:
 
 
 def raised(text: str) -> str:
-    """`2^-9` in prose as a power; code and headings stay."""
+    """`2^-9` in prose as a power; code, headings and other bases stay."""
     parts = re.split(r"(^```.*?^```|^(?: {4}|#).*?$|`[^`]*`|\]\([^)]*\))", text, flags=re.M | re.S)
     return "".join(
-        part if i % 2 else re.sub(r"(?<=[\w)])\^(-?\w+)", r"<sup>\1</sup>", part)
+        part
+        if i % 2
+        else re.sub(r"\b(2|10)\^(-?(?:\d+|[a-z]+))(?!\w|[/.]\d)", r"\1<sup>\2</sup>", part)
         for i, part in enumerate(parts)
     )
 

@@ -82,10 +82,12 @@ def fields(
     """The fields of a dataclass that takes them as keywords only, and says so nowhere."""
     if not dataclasses.is_dataclass(value) or not (signature or "").startswith("(*args"):
         return None
-    made = [
-        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default)
-        for field in dataclasses.fields(value)
-    ]
+    made = []
+    for field in dataclasses.fields(value):
+        given = field.default is not dataclasses.MISSING
+        default = field.default if given else inspect.Parameter.empty
+        kind = inspect.Parameter.KEYWORD_ONLY
+        made.append(inspect.Parameter(field.name, kind, default=default))
     return str(inspect.Signature(made)), returns
 
 

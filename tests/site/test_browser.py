@@ -97,6 +97,14 @@ def test__no_page_loads_a_file_of_another_host() -> None:
     assert not loads | styles
 
 
+def test__no_page_shows_an_address_in_memory_or_a_folder_of_this_machine() -> None:
+    root = str(SITE.parent)
+    for page in PAGES:
+        text = re.sub(r"<[^>]+>", "", (SITE / page).read_text())
+        assert not re.search(r" at 0x[0-9a-f]{8}|_MISSING_TYPE", text), page
+        assert root not in text, page
+
+
 def test__every_link_inside_the_site__leads_to_a_page_and_a_place_on_it() -> None:
     broken = []
     for page in PAGES:
