@@ -49,7 +49,7 @@ These have nothing to compare: {valueless}.
 
 def page() -> str:
     functions = set(rows())
-    names = sorted({family(f) for f in functions})
+    names = sorted({family(f) for f in functions}, key=lambda name: name.rpartition(".")[2])
     refused = ", ".join(f"`{name}` ({words})" for name, (_, words) in OUT_OF_SCOPE.items())
     reasons: dict[str, list[str]] = {}
     for name, why in NO_VALUE.items():
@@ -78,15 +78,17 @@ def rows() -> dict[Callable[..., Any], list[str]]:
 
 
 def family(function: Callable[..., Any]) -> str:
-    return function.__module__.rpartition(".")[2]
+    """Return the module of a rule."""
+    return function.__module__
 
 
 def section(name: str) -> str:
-    module = importlib.import_module(f"scaledtensor.ops.{name}")
+    module = importlib.import_module(name)
     title = (module.__doc__ or "").strip().split("\n")[0]
-    lines = [f"\n## {name}\n\n{title}\n\n| operators | rule |\n| --- | --- |\n"]
+    short = name.rpartition(".")[2]
+    lines = [f"\n## {short}\n\n{title}\n\n| operators | rule |\n| --- | --- |\n"]
     served = rows()
-    if name == "sparse":  # operators that have no rule for dense tensors
+    if short == "sparse":  # operators that have no rule for dense tensors
         for op, function in TABLE.items():
             if not isinstance(function, partial):
                 served.setdefault(function, []).append(f"`{str(op).removesuffix('.default')}`")

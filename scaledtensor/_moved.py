@@ -1,4 +1,4 @@
-"""Modules of earlier versions, under the names by which pickled files know them.
+"""Modules of version 0.1, under the names by which files and programs know them.
 
 A pickle names the module of each function that rebuilds an object. A file that an earlier version
 wrote therefore asks for modules that have since moved into other folders.
@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-__all__ = ["PICKLED", "install"]
+__all__ = ["MOVED", "install"]
 
-#: Each module that files of version 0.1 name, where it is now, and which of its functions are safe
-#: for
-#: `torch.load(weights_only=True)`.
-PICKLED = {
+#: The modules that pickles and the documentation of version 0.1 name, each with its present place and
+#: the functions that are safe for `torch.load(weights_only=True)`.
+MOVED = {
     "coded": ("tensors.coded", ("_rebuild", "CodedTensor")),
     "expanded": ("tensors.expanded", ("_rebuild", "ExpandedTensor")),
     "histories": ("models.delayed", ()),
+    "interpose": ("models.interpose", ()),
     "model": ("models.scale_model", ()),
     "sparse": ("tensors.sparse", ("_rebuild", "SparseTensor")),
     "state_dicts": ("models.state_dicts", ()),
@@ -34,13 +34,13 @@ class _Moved(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # what Python and its tools ask of any module
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}", name=name)
-        now = PICKLED[self.__name__.rpartition(".")[2]][0]
+        now = MOVED[self.__name__.rpartition(".")[2]][0]
         return getattr(import_module(f"{_PACKAGE}.{now}"), name)
 
 
 def install() -> None:
     """Makes the earlier names importable, and tells `torch.load` which functions are safe."""
-    for earlier, (now, safe) in PICKLED.items():
+    for earlier, (now, safe) in MOVED.items():
         sys.modules.setdefault(f"{_PACKAGE}.{earlier}", _Moved(f"{_PACKAGE}.{earlier}"))
         if safe:
             module = import_module(f"{_PACKAGE}.{now}")

@@ -48,7 +48,7 @@ def nv(*shape: int, fmt: str = "e2m1fn") -> sct.CodedTensor:
 def exact(x: sct.CodedTensor) -> Tensor:
     """Return codes * scale * tensor_scale, which fits a float64."""
     values = formats.decode(x.codes, x.format, torch.float64)
-    blocks = formats.granularity.expand_scale(x.scale.double(), x.granularity, x.shape)
+    blocks = formats.layouts.expand_scale(x.scale.double(), x.granularity, x.shape)
     return values * blocks * x.tensor_scale.double()
 
 

@@ -165,7 +165,7 @@ TWICE = """
     import sys
     import torch
     import scaledtensor as sct
-    from scaledtensor import forms
+    from scaledtensor.scales import forms
 
     x = sct.scaled(torch.randn(16, 16), "bf16")
     for digest in ("one", "one", "two"):

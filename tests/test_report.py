@@ -97,7 +97,7 @@ def test__looking__changes_nothing():
     assert all(p.grad is None for p in net.parameters())
     for name, value in net.state_dict().items():
         assert torch.equal(torch.as_tensor(value.tolist()), torch.as_tensor(before[name].tolist()))
-    assert sct.ops.observe.observers == []
+    assert sct.ops.registry.observers == []
 
 
 class WithLoss(nn.Module):

@@ -14,7 +14,7 @@ The published formula, with c = sqrt(M m) and a scale (M/c)^p / F, is the same: 
 F / 2f = 448^2 / 2, which is as good for E4M3FN and says nothing of other formats.
 
 A magnitude that stands out of its group, as a spike in one gradient does, has no say in M and p. It
-is held apart in the bits of M (`formats.spikes`), and does not cost the others their digits.
+is held apart in the bits of M, and does not cost the others their digits.
 
 A group of one magnitude (M = m) has p = 1, one without finite numbers but zeros M = 1. An infinity
 has no say in M and m and saturates; a NaN has none either and stays one, where the format has NaNs.
@@ -197,7 +197,7 @@ class Expanded(NamedTuple):
     codes: Tensor
     """Of the shape of the tensor."""
     amax: Tensor
-    """M of each group, float32; negative where a magnitude is held apart (`formats.spikes`)."""
+    """M of each group, float32; negative where a magnitude is held apart."""
     power: Tensor
     """p of each group in sixteenths, uint8."""
 

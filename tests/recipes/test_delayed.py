@@ -52,7 +52,7 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, sizes: list[float]
 def casts(monkeypatch):
     """Record the row, the amax of the operand, and the largest value of its scale for each cast."""
     seen: list[tuple[int, float, float]] = []
-    op = sct.verbs.delayed_scale
+    op = sct.tensors.verbs.delayed_scale
     real = sct.ops.RULES[op]
 
     def spy(x, history, cast, row, record):

@@ -160,7 +160,7 @@ def test__a_training_of_adapters__has_the_same_losses(recipe):
             optimizer.zero_grad()
             losses.append(float(loss.detach()))
         adapters = [p for p in model.parameters() if p.requires_grad]
-        trained.append((losses, adapters, sct.histories.exceeded(model)))
+        trained.append((losses, adapters, sct.models.delayed.exceeded(model)))
     assert trained[0][0] == trained[1][0]
     assert trained[0][0][-1] < trained[0][0][0]
     assert_same_outcome(trained[0][1], trained[1][1])
