@@ -1,4 +1,5 @@
-"""The learning-rate benchmark searches where it says, keeps what it ran, and shows all of it."""
+"""The learning-rate benchmark searches in its documented places, keeps its runs, and shows all of
+them."""
 
 import json
 import math

@@ -1,4 +1,5 @@
-"""`scaledtensor train --parallel` under torchrun: killed, resumed, and what it refuses."""
+"""`scaledtensor train --parallel` runs under torchrun, is killed and resumed, and refuses wrong
+options."""
 
 import os
 import signal

@@ -2,7 +2,7 @@
 
 `kills` trains in a copy of this process, kills it by SIGKILL after a random time, and starts it
 again from the newest checkpoint, until it has been killed as often as asked. `damages` cuts files
-and flips bits. Both report what was lost, which should be nothing.
+and flips bits. Both report losses, and there should be none.
 """
 
 import io
