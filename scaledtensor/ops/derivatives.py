@@ -1,9 +1,10 @@
-"""Functions whose derivative autograd spells in parts that no rule can see through.
+"""logsumexp, erf and x * x, with derivatives that rules can follow.
 
-The gradient of logsumexp is a softmax, which autograd writes as exp(x - lse); that of erf a bell,
-which it writes as exp(-(x^2)). The rule of exp takes its argument for a Gaussian of zero mean, and
-cannot know that here it is never positive. So these have operators of their own, whose derivatives
-are operators with a rule. Caught where Python calls them; the rest of torch is as it was.
+Autograd writes the gradient of logsumexp, a softmax, as exp(x - lse), and the gradient of erf, a
+bell, as exp(-(x^2)). The rule of exp assumes that its argument is a Gaussian of zero mean. It
+cannot know that this argument is never positive. So these functions run as operators of this
+library, and their derivatives are operators with a rule. `FUNCTIONS` lists the functions of torch
+that are replaced for ScaledTensors.
 """
 
 import math
@@ -15,10 +16,9 @@ from torch import Tensor
 
 from scaledtensor.formats import FP32
 from scaledtensor.ops.algebra import at_value, bounded_square, count, quadrature, value
-from scaledtensor.ops.operators import aten
+from scaledtensor.ops.operators import aten, define_operator
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.ops.rules.softmax import logsumexp_rms
-from scaledtensor.tensors import verbs
 from scaledtensor.tensors.tensor import ScaledTensor
 
 __all__ = ["FUNCTIONS"]
@@ -27,21 +27,15 @@ __all__ = ["FUNCTIONS"]
 # --- logsumexp -------------------------------------------------------------------------------
 
 
-def _save_for_softmax(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, ctx.dim, ctx.keepdim = inputs
-    ctx.save_for_backward(x)
-
-
-def _times_softmax(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    (x,) = ctx.saved_tensors
-    if not ctx.keepdim:
-        for d in sorted(d % x.dim() for d in ctx.dim):
+def _times_softmax(grad: Tensor, x: Tensor, dim: list[int], keepdim: bool) -> Tensor:
+    if not keepdim:
+        for d in sorted(d % x.dim() for d in dim):
             grad = grad.unsqueeze(d)
-    return grad * _softmax(x, ctx.dim), None, None
+    return grad * _softmax(x, dim)
 
 
 def _softmax(x: Tensor, dims: list[int]) -> Tensor:
-    """Over several dimensions at once."""
+    """Return the softmax over several dimensions at once."""
     if len(dims) == 1:
         return x.softmax(dims[0])
     last = [d % x.dim() for d in dims]
@@ -52,8 +46,8 @@ def _softmax(x: Tensor, dims: list[int]) -> Tensor:
     return flat.reshape(moved.shape).permute(back)
 
 
-_logsumexp = verbs.operator(
-    "logsumexp(Tensor x, int[] dim, bool keepdim) -> Tensor", _times_softmax, _save_for_softmax
+_logsumexp = define_operator(
+    "logsumexp(Tensor x, int[] dim, bool keepdim) -> Tensor", _times_softmax
 )
 
 
@@ -77,26 +71,12 @@ def logsumexp(input: Tensor, dim: Any, keepdim: bool = False, **kwargs: Any) -> 
 # --- erf -------------------------------------------------------------------------------------
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _slope_of_erf(ctx: Any, grad: Tensor) -> Tensor:
-    (x,) = ctx.saved_tensors
-    slope: Tensor = grad * (2 / math.pi**0.5) * _bell(x)
-    return slope
-
-
-def _slope_of_bell(ctx: Any, grad: Tensor) -> Tensor:
-    (x,) = ctx.saved_tensors
-    slope: Tensor = grad * -2 * (x * _bell(x))
-    return slope
-
-
-_erf = verbs.operator("erf(Tensor x) -> Tensor", _slope_of_erf, _save)
-
 #: exp(-x^2)
-_bell = verbs.operator("bell(Tensor x) -> Tensor", _slope_of_bell, _save)
+_bell = define_operator("bell(Tensor x) -> Tensor", lambda grad, x: grad * -2 * (x * _bell(x)))
+
+_erf = define_operator(
+    "erf(Tensor x) -> Tensor", lambda grad, x: grad * (2 / math.pi**0.5) * _bell(x)
+)
 
 
 @rule(aten.erf.default, _erf)
@@ -124,13 +104,13 @@ def erf(input: Tensor, **kwargs: Any) -> Tensor:
 
 
 def mul(input: Any, other: Any, **kwargs: Any) -> Tensor:
-    """x * x as a square: autograd would add x g to x g, which a sum takes for independent."""
+    """x * x as a square: a sum would take the two halves of its gradient for independent."""
     if input is other and not kwargs:
         return torch.square(input)
     return torch.mul(input, other, **kwargs)
 
 
-#: function that a user may call -> the same with a derivative that has rules.
+#: function of torch -> its replacement, whose derivative has rules.
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.logsumexp, Tensor.logsumexp, torch.special.logsumexp), logsumexp),
     **dict.fromkeys((torch.erf, Tensor.erf, torch.special.erf), erf),

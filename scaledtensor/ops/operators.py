@@ -1,31 +1,49 @@
-"""torch's operators by name, for the tables of rules: `aten.mul.Tensor`.
+"""Operators, for the tables of rules: torch's by name, and this library's with their derivatives.
 
-Versions of torch differ in a few of some thousand operators. A name that this version lacks is an
-`Absent` here, where `torch.ops` raises AttributeError: its rule waits (`registry.rule`), is listed
-(`scaledtensor.ops.absent`), and is registered when torch comes to define the operator, as some of
-torch's modules do when they are loaded.
+`aten.mul.Tensor` is an operator of torch. Versions of torch differ in a few of some thousand
+operators. For an operator that this version lacks, `torch.ops` raises AttributeError, and `aten`
+gives an `Absent`. Its rule waits (`registry.rule`), and `scaledtensor.ops.absent` lists it. The
+rule is registered when torch defines the operator, as some modules of torch do when they load.
+
+`define_operator` makes an operator with a derivative of its own. Like a line of torch's
+`derivatives.yaml`, the derivative names the arguments and results that it reads, and only these are
+saved for the backward pass.
 """
 
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
-from scaledtensor.errors import UnsupportedError
+from scaledtensor.errors import RegistryError, UnsupportedError
+from scaledtensor.tensors import verbs
 
-__all__ = ["Absent", "Overload", "aten", "c10d", "c10d_functional", "find", "fsdp", "prims"]
+__all__ = [
+    "Absent",
+    "Overload",
+    "aten",
+    "c10d",
+    "c10d_functional",
+    "define_operator",
+    "find",
+    "fsdp",
+    "prims",
+]
 
 Overload = torch._ops.OpOverload
 
 
 @dataclass(frozen=True)
 class Absent:
-    """An operator overload that this version of torch has not, or not yet, by its name."""
+    """The name of an operator overload that this version of torch does not define, or not yet."""
 
     name: str
-    """As `str` of the overload has it: "aten.cholesky.default"."""
+    """The name, in the form that `str` gives an overload: "aten.cholesky.default"."""
 
     def __str__(self) -> str:
         return self.name
@@ -35,7 +53,7 @@ class Absent:
 
 
 def find(name: str) -> Overload | Absent:
-    """The overload of this name; `Absent` where torch has none."""
+    """Return the overload of this name, or an `Absent` if torch does not define it."""
     try:
         found: Overload = attrgetter(name)(torch.ops)
     except AttributeError:
@@ -43,9 +61,9 @@ def find(name: str) -> Overload | Absent:
     return found
 
 
-# Both are modules, as `torch.ops` and its namespaces are: Dynamo reads through them.
+# Both are modules, like `torch.ops` and its namespaces, because Dynamo reads through modules.
 class _Operator(ModuleType):
-    """The overloads of one operator."""
+    """Holds the overloads of one operator."""
 
     def __getattr__(self, overload: str) -> Any:
         if overload.startswith("__"):
@@ -57,7 +75,7 @@ class _Operator(ModuleType):
 
 
 class _Namespace(ModuleType):
-    """The operators of one library."""
+    """Holds the operators of one library."""
 
     def __getattr__(self, operator: str) -> _Operator:
         if operator.startswith("__") and operator.endswith("__"):
@@ -72,3 +90,92 @@ prims: Any = _Namespace("prims")
 c10d: Any = _Namespace("c10d")
 c10d_functional: Any = _Namespace("_c10d_functional")
 fsdp: Any = _Namespace("fsdp")
+
+
+# --- operators with derivatives of their own -------------------------------------------------
+
+Tensors = dict[str, Tensor | None]
+Others = dict[str, Any]
+
+
+def _save(ctx: Any, tensors: Tensors, others: Others) -> None:
+    ctx.save_for_backward(*tensors.values())
+
+
+def _saved(ctx: Any) -> Sequence[Any]:
+    found: Sequence[Any] = ctx.saved_tensors
+    return found
+
+
+def define_operator(
+    schema: str,
+    derivative: Callable[..., Any] | None = None,
+    *,
+    save: Callable[[Any, Tensors, Others], None] = _save,
+    saved: Callable[[Any], Sequence[Any]] = _saved,
+) -> Any:
+    """Define the operator `scaledtensor::<schema>` with a derivative, and return its overload.
+
+    The rule that computes the result is registered apart (`registry.rule`).
+
+    Args:
+        schema: The schema, as `torch.library.define` takes it.
+        derivative: `derivative(grad, ...)` returns the gradients of the tensor arguments in their
+            order: one tensor, or a tuple, which may end early. `grad` is the gradient of the first
+            result. The other parameters choose by their names what is saved for the backward pass:
+            an argument of the schema; `result`, or `result0`, `result1`, ... of several; `x_shape`,
+            the shape of the argument `x`, which is then not saved itself; `grad_input_mask`, which
+            tells for each tensor argument whether autograd needs its gradient. None refuses a
+            derivative: so ends the chain of an operator and its backward operator.
+        save: `save(ctx, tensors, others)` saves the chosen tensors, by name; it sees the chosen
+            arguments that are no tensors.
+        saved: `saved(ctx)` returns the tensors that `save` saved, in the same order.
+
+    Raises:
+        RegistryError: A parameter of `derivative` names neither an argument nor a result.
+    """
+    places: dict[str, int] = {}
+    chosen = [] if derivative is None else list(inspect.signature(derivative).parameters)[1:]
+    masked = "grad_input_mask" in chosen
+    tensors: list[str] = []
+    shapes: list[str] = []
+    others: list[str] = []
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        given = (*inputs, *(output if isinstance(output, tuple | list) else (output,)))
+        ctx.others = {name: given[places[name]] for name in others}
+        for name in shapes:
+            ctx.others[f"{name}_shape"] = given[places[name]].shape
+        save(ctx, {name: given[places[name]] for name in tensors}, ctx.others)
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if derivative is None:
+            word = own._schema.name.partition("::")[2].removesuffix("_backward")
+            raise UnsupportedError(f"{word} of a ScaledTensor has no second derivative")
+        named = dict(zip(tensors, saved(ctx), strict=True)) | ctx.others
+        if masked:
+            needs = ctx.needs_input_grad  # arguments with their default are not counted
+            named["grad_input_mask"] = [i < len(needs) and needs[i] for i in differentiable]
+        found = derivative(grads[0], **named)
+        gradients: list[Any] = [None] * len(own._schema.arguments)
+        found = found if isinstance(found, tuple) else (found,)
+        for i, gradient in zip(differentiable, found, strict=False):
+            gradients[i] = gradient
+        return tuple(gradients)
+
+    own = verbs.operator(schema, backward, setup)
+    arguments, results = own._schema.arguments, own._schema.returns
+    places.update((a.name, i) for i, a in enumerate(arguments))
+    many = len(results) > 1
+    names = [f"result{i}" if many else "result" for i, _ in enumerate(results)]
+    places.update((name, len(arguments) + i) for i, name in enumerate(names))
+    differentiable = [i for i, a in enumerate(arguments) if "Tensor" in str(a.type)]
+    for name in chosen:
+        if name in places:
+            tensor = places[name] in differentiable or name in names
+            (tensors if tensor else others).append(name)
+        elif name.removesuffix("_shape") in places:
+            shapes.append(name.removesuffix("_shape"))
+        elif name != "grad_input_mask":
+            raise RegistryError(f"{schema} has no argument and no result {name!r}")
+    return own

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from scaledtensor.ops.algebra import at_value, elements, gaussian_rms, integrand, operand, value
-from scaledtensor.ops.operators import aten
+from scaledtensor.ops.operators import aten, define_operator
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.results import LARGEST, saturated
 from scaledtensor.ops.rules.arithmetic import exponential
 from scaledtensor.scales.powers import settle
-from scaledtensor.tensors import verbs
 from scaledtensor.tensors.tensor import ScaledTensor
 
 __all__ = ["FUNCTIONS", "elementwise", "spellings", "with_slope"]
@@ -66,18 +65,14 @@ def with_slope(
     """
     key = integrand(f"{name}_slope", slope, heavy=heavy_slope)
 
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
+    def derivative(grad: Tensor, x: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             return grad * slope(x)
         scaled: Tensor = times_slope(grad, x)
         return scaled
 
-    def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    own = verbs.operator(f"{name}(Tensor x) -> Tensor", backward, setup)
-    times_slope = verbs.operator(f"{name}_backward(Tensor g, Tensor x) -> Tensor", _once, _nothing)
+    own = define_operator(f"{name}(Tensor x) -> Tensor", derivative)
+    times_slope = define_operator(f"{name}_backward(Tensor g, Tensor x) -> Tensor")
 
     def run_backward(g: Any, x: ScaledTensor) -> Raw:
         left = operand(g, x)
@@ -99,14 +94,6 @@ def with_slope(
 def spellings(*names: str, places: Iterable[Any] = (torch, Tensor, torch.special)) -> set[Any]:
     """The functions of these names, wherever among `places` this version of torch has them."""
     return {getattr(p, n) for p in places for n in names if hasattr(p, n)}
-
-
-def _once(ctx: Any, grad: Tensor) -> None:
-    raise RuntimeError("a backward operator is recorded only where no graph of it is wanted")
-
-
-def _nothing(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    pass
 
 
 # --- trigonometric ---------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scaledtensor.errors import UnsupportedError
 from scaledtensor.formats import FP32
 from scaledtensor.ops.algebra import (
     elements,
@@ -24,10 +23,9 @@ from scaledtensor.ops.algebra import (
     plain,
     quadrature,
 )
-from scaledtensor.ops.operators import aten
+from scaledtensor.ops.operators import aten, define_operator
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.scales.powers import MAX_SCALE, MIN_SCALE
-from scaledtensor.tensors import verbs
 from scaledtensor.tensors.tensor import ScaledTensor
 
 
@@ -170,27 +168,10 @@ def _factors(lu: Tensor, pivots: Tensor, x: ScaledTensor) -> tuple[Raw, Tensor]:
 # the gradient is small or large, that is of another precision. Here it has elements near 1.
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _slope(ctx: Any, grad: Tensor) -> Tensor:
-    slope: Tensor = _matrix_exp_backward(grad, *ctx.saved_tensors)
-    return slope
-
-
-def _no_slope(ctx: Any, *grads: Tensor) -> Any:
-    raise UnsupportedError("matrix_exp of a ScaledTensor has no second derivative")
-
-
-_matrix_exp = verbs.operator("matrix_exp(Tensor x) -> Tensor", _slope, _save)
-
-
-_matrix_exp_backward = verbs.operator(
-    "matrix_exp_backward(Tensor grad, Tensor x) -> Tensor",
-    _no_slope,
-    lambda ctx, inputs, output: None,
+_matrix_exp = define_operator(
+    "matrix_exp(Tensor x) -> Tensor", lambda grad, x: _matrix_exp_backward(grad, x)
 )
+_matrix_exp_backward = define_operator("matrix_exp_backward(Tensor grad, Tensor x) -> Tensor")
 
 
 @rule(_matrix_exp)

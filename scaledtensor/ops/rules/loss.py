@@ -21,12 +21,11 @@ from scaledtensor.ops.algebra import (
     side,
     value,
 )
-from scaledtensor.ops.operators import aten
+from scaledtensor.ops.operators import aten, define_operator
 from scaledtensor.ops.products.table import linear
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.rules.elementary import spellings
 from scaledtensor.scales.singles import single_of
-from scaledtensor.tensors import verbs
 from scaledtensor.tensors.tensor import ScaledTensor
 
 __all__ = ["FUNCTIONS", "Incoming", "incoming", "unreduced", "wide"]
@@ -225,37 +224,29 @@ def _difference_from_target(
     return share * logits.sigmoid() - w * t, square.clamp_min(2.0**-12).sqrt()
 
 
-def _bce_slope(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-    x, target, weight, pos_weight = ctx.saved_tensors
-    if torch.is_grad_enabled():
-        share = 1 if pos_weight is None else 1 - target + pos_weight * target
-        grad = share * x.sigmoid() - (target if pos_weight is None else pos_weight * target)
-        grad = grad * g if weight is None else grad * g * weight
-        grad = grad / max(x.numel(), 1) if ctx.reduction == _MEAN else grad
-    else:
-        grad = _bce_backward(g, x, target, weight, pos_weight, ctx.reduction)
-    return grad, None, None, None, None
-
-
-def _save_bce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.reduction = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _unrecorded(ctx: Any, *args: Any) -> None:
-    pass
+def _bce_slope(
+    g: Tensor,
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    pos_weight: Tensor | None,
+    reduction: int,
+) -> Tensor:
+    if not torch.is_grad_enabled():
+        scaled: Tensor = _bce_backward(g, x, target, weight, pos_weight, reduction)
+        return scaled
+    share = 1 if pos_weight is None else 1 - target + pos_weight * target
+    grad = share * x.sigmoid() - (target if pos_weight is None else pos_weight * target)
+    grad = grad * g if weight is None else grad * g * weight
+    return grad / max(x.numel(), 1) if reduction == _MEAN else grad
 
 
 _BCE = "(Tensor x, Tensor target, Tensor? weight, Tensor? pos_weight, int reduction) -> Tensor"
 
 
-_bce = verbs.operator(f"binary_cross_entropy_with_logits{_BCE}", _bce_slope, _save_bce)
-
-
-_bce_backward = verbs.operator(
-    f"binary_cross_entropy_with_logits_backward{_BCE.replace('(', '(Tensor g, ')}",
-    _unrecorded,
-    _unrecorded,
+_bce = define_operator(f"binary_cross_entropy_with_logits{_BCE}", _bce_slope)
+_bce_backward = define_operator(
+    f"binary_cross_entropy_with_logits_backward{_BCE.replace('(', '(Tensor g, ')}"
 )
 
 

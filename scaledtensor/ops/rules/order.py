@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scaledtensor.errors import DTypeError, UnsupportedError
+from scaledtensor.errors import DTypeError
 from scaledtensor.formats import FP32
 from scaledtensor.ops.algebra import count, elements, operand, plain, quadrature, value
-from scaledtensor.ops.operators import aten
+from scaledtensor.ops.operators import aten, define_operator
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.rules.reduction import extreme_rms, growth
 from scaledtensor.ops.rules.softmax import logsumexp_rms
-from scaledtensor.tensors import verbs
 from scaledtensor.tensors.tensor import ScaledTensor
 
 
@@ -234,27 +233,12 @@ def cummax(op: Overload, x: ScaledTensor, dim: int) -> tuple[Raw, Tensor]:
 # it has operators of its own.
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, ctx.dim = inputs
-    ctx.save_for_backward(x, output)
-
-
-def _slope(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    x, result = ctx.saved_tensors
-    return _logcumsumexp_backward(grad, x, result, ctx.dim), None
-
-
-def _no_slope(ctx: Any, *grads: Tensor) -> Any:
-    raise UnsupportedError("logcumsumexp of a ScaledTensor has no second derivative")
-
-
-_logcumsumexp = verbs.operator("logcumsumexp(Tensor x, int dim) -> Tensor", _slope, _save)
-
-
-_logcumsumexp_backward = verbs.operator(
-    "logcumsumexp_backward(Tensor grad, Tensor x, Tensor result, int dim) -> Tensor",
-    _no_slope,
-    lambda ctx, inputs, output: None,
+_logcumsumexp = define_operator(
+    "logcumsumexp(Tensor x, int dim) -> Tensor",
+    lambda grad, x, result, dim: _logcumsumexp_backward(grad, x, result, dim),
+)
+_logcumsumexp_backward = define_operator(
+    "logcumsumexp_backward(Tensor grad, Tensor x, Tensor result, int dim) -> Tensor"
 )
 
 

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from scaledtensor.ops.algebra import elements, first_scaled, operand, plain
-from scaledtensor.ops.operators import aten
+from scaledtensor.ops.operators import aten, define_operator
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.rules.views import move
 from scaledtensor.ops.rules.windows import expanded, pairs, sym_max
 from scaledtensor.scales.powers import product_of
-from scaledtensor.tensors import verbs
 from scaledtensor.tensors.tensor import ScaledTensor
 
 rule(
@@ -135,31 +134,16 @@ def interpolate_backward(
 # of its own. So they have operators here, one rule for both, caught where Python calls them.
 
 
-def _save_upsample(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, size, *ctx.options = inputs
-    ctx.size, ctx.source = size, x.shape
-
-
-def _upsample_gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return _upsample_backward(grad, ctx.size, ctx.source, *ctx.options), None, None, None, None
-
-
-def _save_upsample_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.size, _, *ctx.options = inputs
-
-
-def _upsample_twice(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return _upsample(grad, ctx.size, *ctx.options), None, None, None, None, None
-
-
 _OPTIONS = "str name, bool align, float[] factors"
-_upsample = verbs.operator(
-    f"upsample(Tensor x, SymInt[] size, {_OPTIONS}) -> Tensor", _upsample_gradient, _save_upsample
+_upsample = define_operator(
+    f"upsample(Tensor x, SymInt[] size, {_OPTIONS}) -> Tensor",
+    lambda grad, size, x_shape, name, align, factors: _upsample_backward(
+        grad, size, x_shape, name, align, factors
+    ),
 )
-_upsample_backward = verbs.operator(
+_upsample_backward = define_operator(
     f"upsample_backward(Tensor g, SymInt[] size, SymInt[] source, {_OPTIONS}) -> Tensor",
-    _upsample_twice,
-    _save_upsample_backward,
+    lambda grad, size, name, align, factors: _upsample(grad, size, name, align, factors),
 )
 
 

@@ -19,12 +19,11 @@ from scaledtensor.ops.algebra import (
     quadrature,
     value,
 )
-from scaledtensor.ops.operators import aten
+from scaledtensor.ops.operators import aten, define_operator
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.rules.arithmetic import div, log_rms, mul
 from scaledtensor.ops.rules.elementary import elementwise, spellings, with_slope
 from scaledtensor.scales.powers import settle
-from scaledtensor.tensors import verbs
 from scaledtensor.tensors.tensor import ScaledTensor
 
 __all__ = ["FUNCTIONS"]
@@ -337,21 +336,18 @@ def _unbroadcast(grad: Tensor, like: Tensor) -> Tensor:
     return grad if grad.shape == like.shape else grad.sum_to_size(like.shape)
 
 
-def _save_both(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
 def _log_sum(name: str, base: float, function: Callable[..., Tensor], op: Overload) -> None:
     """log(b^x + b^y), whose gradient autograd writes as g / (1 + b^(y - x)): a sigmoid."""
 
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x, y = ctx.saved_tensors
+    def derivative(
+        grad: Tensor, x: Tensor, y: Tensor, grad_input_mask: list[bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
         share = torch.sigmoid((x - y) * math.log(base))
-        left = _unbroadcast(grad * share, x) if ctx.needs_input_grad[0] else None
-        right = _unbroadcast(grad * (1 - share), y) if ctx.needs_input_grad[1] else None
+        left = _unbroadcast(grad * share, x) if grad_input_mask[0] else None
+        right = _unbroadcast(grad * (1 - share), y) if grad_input_mask[1] else None
         return left, right
 
-    own = verbs.operator(f"{name}(Tensor x, Tensor y) -> Tensor", backward, _save_both)
+    own = define_operator(f"{name}(Tensor x, Tensor y) -> Tensor", derivative)
 
     @rule(op, own)
     def log_sum(x: Any, y: Any) -> Raw:
