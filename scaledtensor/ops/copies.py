@@ -28,24 +28,22 @@ Function = Callable[..., Any]
 GROUP = 16
 
 
-def keep(ctx: Any, activations: Iterable[Tensor | None], *others: Tensor | None) -> None:
-    """Save tensors for the backward pass: activations in 8 bits where that makes them smaller, and
-    others as they are."""
+def keep(ctx: Any, tensors: Iterable[Tensor | None], in_codes: Iterable[bool]) -> None:
+    """Save tensors for the backward pass, those marked `in_codes` in 8 bits if that is smaller."""
     parts: list[Tensor | None] = []
     ctx.readers = []
-    for x in activations:
-        own, reader = _copied(x) if is_worth_it(x) else ([x], _as_it_is)
+    for x, coded in zip(tensors, in_codes, strict=True):
+        own, reader = _copied(x) if coded and is_worth_it(x) else ([x], _as_it_is)
         parts += own
         ctx.readers.append((len(own), reader))
-    ctx.readers += [(1, _as_it_is)] * len(others)
-    ctx.save_for_backward(*parts, *others)
+    ctx.save_for_backward(*parts)
 
 
 def kept(ctx: Any) -> list[Any]:
-    """What `keep` saved.
+    """Return the tensors that `keep` or `keep_sign` saved.
 
     Raises:
-        UnsupportedError: a graph of the backward pass is wanted.
+        UnsupportedError: The caller wants a graph of the backward pass.
     """
     if torch.is_grad_enabled():
         raise UnsupportedError(

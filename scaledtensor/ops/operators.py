@@ -26,6 +26,7 @@ from scaledtensor.tensors import verbs
 __all__ = [
     "Absent",
     "Overload",
+    "Tensors",
     "aten",
     "c10d",
     "c10d_functional",
@@ -95,10 +96,9 @@ fsdp: Any = _Namespace("fsdp")
 # --- operators with derivatives of their own -------------------------------------------------
 
 Tensors = dict[str, Tensor | None]
-Others = dict[str, Any]
 
 
-def _save(ctx: Any, tensors: Tensors, others: Others) -> None:
+def _save(ctx: Any, tensors: Tensors, inputs: tuple[Any, ...]) -> None:
     ctx.save_for_backward(*tensors.values())
 
 
@@ -111,7 +111,7 @@ def define_operator(
     schema: str,
     derivative: Callable[..., Any] | None = None,
     *,
-    save: Callable[[Any, Tensors, Others], None] = _save,
+    save: Callable[[Any, Tensors, tuple[Any, ...]], None] = _save,
     saved: Callable[[Any], Sequence[Any]] = _saved,
 ) -> Any:
     """Define the operator `scaledtensor::<schema>` with a derivative, and return its overload.
@@ -127,8 +127,8 @@ def define_operator(
             the shape of the argument `x`, which is then not saved itself; `grad_input_mask`, which
             tells for each tensor argument whether autograd needs its gradient. None refuses a
             derivative: so ends the chain of an operator and its backward operator.
-        save: `save(ctx, tensors, others)` saves the chosen tensors, by name; it sees the chosen
-            arguments that are no tensors.
+        save: `save(ctx, tensors, inputs)` saves the chosen tensors, a dictionary by name. `inputs`
+            are all arguments of the call.
         saved: `saved(ctx)` returns the tensors that `save` saved, in the same order.
 
     Raises:
@@ -146,7 +146,7 @@ def define_operator(
         ctx.others = {name: given[places[name]] for name in others}
         for name in shapes:
             ctx.others[f"{name}_shape"] = given[places[name]].shape
-        save(ctx, {name: given[places[name]] for name in tensors}, ctx.others)
+        save(ctx, {name: given[places[name]] for name in tensors}, inputs)
 
     def backward(ctx: Any, *grads: Any) -> Any:
         if derivative is None:

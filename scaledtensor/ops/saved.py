@@ -1,48 +1,62 @@
-"""What an operator keeps for its backward pass, in 8 bits (COAT, Xi et al. 2024, arXiv 2410.19313).
+"""Activations that operators keep in 8 bits for their backward pass.
 
-Under a recipe with `saved`, each function of the table below runs as an operator of its own: the
-same rule computes the result, to the bit, and what the derivative reads is kept as codes of that
-format in groups of 16 along the last dimension, with the power of two of each group, one byte:
+The method is COAT (Xi et al. 2024, arXiv 2410.19313). Under a recipe with `saved`, each function of
+this table runs as an operator of this library. The same rule computes its result, to the bit. Only
+the tensors that it keeps for the backward pass differ:
+
+    function                               keeps in 8 bits       keeps as it is
+    gelu, silu, mish, hardswish            input
+    softplus, glu, elu, tanh, sigmoid      input
+    relu, leaky_relu                       sign of the input
+    softmax                                result
+    layer_norm                             input                 mean, rstd, weight, bias
+    group_norm                             input                 mean, rstd, weight
+    rms_norm                               input                 weight
+    product of two ScaledTensors           both factors          a factor that is a parameter
+    square, x**2, x**3                     input
+    scaled_dot_product_attention           q, k, v               mask
+
+A tensor is kept as codes of the recipe's format, in groups of 16 along the last dimension. Each
+group has a power of two, one byte (`copies.py`):
 
     kept = code * 2^k * scale,  2^k the least under which no element of its group saturates
 
-That is 17/16 bytes an element. A float32 amax / max for each group would take 20/16: of E4M3 codes
-on Gaussians the relative error of an element is then 0.026 RMS instead of 0.027, that of the tensor
-0.022 instead of 0.027.
+That is 17/16 bytes an element. A float32 amax / max for each group would take 20/16. With E4M3
+codes of Gaussians, the RMS of an element's relative error would then be 0.026 instead of 0.027, and
+the relative error of the tensor 0.022 instead of 0.027.
 
-What is kept is an input wherever one suffices, so that the derivative is that of the function at
-one point next to the true one:
+Why these tensors:
 
-- of elementwise functions the input: 1 - y^2 of a kept tanh y has 2.5 times the error; of relu and
-  leaky_relu its sign alone, which is exact;
-- of norms the input; mean and deviation, a number a row, stay float32;
-- of a product both factors, and of a power its base;
-- of attention q, k and v: its output is computed again, one forward kernel more and a tensor less.
-  The rows of its softmax then sum to 1: on Gaussian logits the gradients of q and k are off by
-  0.05, and by 0.06 with the output kept (0.07 and 0.10 at twice the size);
-- of softmax the result, whose rows are divided by their sums again: an error that is common to a
-  row would add a multiple of y where y (g - sum y g) has none.
+- An input is kept wherever an input suffices. The derivative is then the true derivative at a
+  point next to the true point. The derivative 1 - y^2 of a kept result y of tanh has 2.5 times the
+  error.
+- The sign of the input is enough for relu and leaky_relu, and it is exact.
+- Attention computes its output again, which costs one more forward kernel and saves a tensor. The
+  rows of its softmax then sum to 1. On Gaussian logits the gradients of q and k have an error of
+  0.05, and of 0.06 if the output is kept (0.07 and 0.10 at twice the size).
+- Softmax divides the rows of its kept result by their sums. An error that is common to a row would
+  add a multiple of y where y (g - sum y g) has none.
 
-A parameter, as the weight of a norm or a factor, is kept as it is: it is there anyway. So is what
-would not become smaller, and what has 8 bits already. A tensor that several operators keep is kept
+A parameter is kept as it is, since it is in memory anyway. A tensor of 8 bits, and a tensor whose
+codes would not be smaller, are kept as they are too. A tensor that several operators keep is kept
 once.
 
-Not here, and so kept in the format that it comes in: cross-entropy's log-probabilities, where an
-error of 1/16 of -8 would be one of 1/2 in p; batch, instance and weight norm; attention with
-dropout, a head size of its own for v, grouped or broadcast heads, and off the CPU; products with a
-plain tensor; powers other than 2 and 3; in-place and out= forms; log_softmax, exp, log, sqrt, div
-and all other functions. A tensor that one of these keeps too is kept twice.
+All other functions keep their tensors in the format in which they come: cross-entropy, where an
+error of 1/16 in a log-probability of -8 would be an error of 1/2 in p; batch, instance and weight
+norm; attention with dropout, with another head size of v, with grouped or broadcast heads, and on
+devices other than the CPU; products with a plain tensor; other powers; in-place and out= forms;
+log_softmax, exp, log, sqrt, div and so on. A tensor that one of these keeps as well is kept twice.
 
-A second derivative would be one of rounded copies: it is refused. Compiled, what is offered here
-are alternatives to AOTAutograd's partitioner, which saves the least that the backward pass can be
-computed from: of a norm's input and its result, cast for a product, once the 16-bit input instead
-of two copies. Operands of products too are then read from their codes (`ScaledTensor.passing`).
+A second derivative would be a derivative of rounded copies, so it is refused. In compiled code
+AOTAutograd's partitioner chooses among all tensors from which the backward pass can be computed. It
+keeps the smallest ones: for a norm whose result is cast for a product, one 16-bit input instead of
+two copies. The operands of products are then read from their codes too (`ScaledTensor.passing`).
 """
 
 import math
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -51,63 +65,409 @@ from torch import Tensor, nn
 from scaledtensor.formats import FP32
 from scaledtensor.ops.algebra import saved_format, value
 from scaledtensor.ops.copies import is_worth_it, keep, keep_sign, kept
-from scaledtensor.ops.operators import Absent, Overload, aten
+from scaledtensor.ops.operators import Absent, Overload, Tensors, aten, define_operator
 from scaledtensor.ops.registry import RULES, rule
-from scaledtensor.tensors import verbs
 from scaledtensor.tensors.tensor import ScaledTensor
 
 __all__ = ["over"]
 
 Function = Callable[..., Any]
 
-# --- operators -------------------------------------------------------------------------------
+
+# --- what is kept ----------------------------------------------------------------------------
+# Each function saves the tensors that the derivative of a row names (`define_operator`).
 
 
-def _operator(
-    op: Overload | Absent,
-    setup: Function,
-    backward: Function,
-    *,
-    function: Function | None = None,
-    further: str = "",
+def _codes(*names: str) -> Function:
+    """Save the tensors of these names in 8 bits, and the others as they are."""
+
+    def save(ctx: Any, tensors: Tensors, inputs: tuple[Any, ...]) -> None:
+        keep(ctx, tensors.values(), [name in names for name in tensors])
+
+    return save
+
+
+def _sign(ctx: Any, tensors: Tensors, inputs: tuple[Any, ...]) -> None:
+    keep_sign(ctx, *tensors.values())
+
+
+def _factors(ctx: Any, tensors: Tensors, inputs: tuple[Any, ...]) -> None:
+    x, y, copies_x, copies_y = inputs
+    wanted = x if y.requires_grad else None, y if x.requires_grad else None
+    keep(ctx, wanted, (copies_x, copies_y))
+
+
+# --- derivatives -----------------------------------------------------------------------------
+
+
+def _softmax_backward(grad: Tensor, result: Any, dim: int) -> Any:
+    y = result
+    if y.qdata.numel():
+        total = y.qdata.float().sum(dim, keepdim=True) * y.scale
+        q = y.qdata / torch.where(total > 0, total, 1.0)
+        y = ScaledTensor.make(q, y.scale, y.rms, FP32, y.dtype, y.recipe, nonnegative=True)
+    return aten._softmax_backward_data.default(grad, y, dim, result.dtype)
+
+
+def _rms_norm_backward(
+    grad: Tensor,
+    input: Any,
+    weight: Any,
+    normalized_shape: Any,
+    eps: float | None,
+    grad_input_mask: list[bool],
 ) -> Any:
-    """An operator with the schema of `op` and its rule, or `function`, and a derivative of its own.
+    eps = torch.finfo(input.dtype).eps if eps is None else eps
+    dims = tuple(range(-len(normalized_shape), 0))
+    rrms = torch.rsqrt(value(input).float().square().mean(dims, keepdim=True) + eps)
+    return aten._fused_rms_norm_backward.default(
+        grad, input, normalized_shape, rrms, weight, grad_input_mask
+    )
 
-    `setup(ctx, inputs, output)` keeps; `backward(ctx, *grads)` gives a gradient for each argument.
-    `further` are arguments that these two read.
-    """
-    if isinstance(op, Absent):
-        return op  # which raises where a recipe asks for it
-    arguments = op._schema.arguments
-    count = sum(not a.kwarg_only for a in arguments)
-    name = op._schema.name.split("::")[1].strip("_")
-    signature = str(op._schema).partition("(")[2].replace("*, ", "").replace(")", further + ")", 1)
-    own = verbs.operator(f"saved_{name}({signature}", backward, setup)
-    run = function or RULES[op].function
 
-    if count == len(arguments) and not further:
-        rule(own)(run)
-        return own
+_flash = aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def _attention_backward(
+    grad: Tensor, query: Any, key: Any, value: Any, is_causal: bool, attn_mask: Any, scale: Any
+) -> Any:
+    options = {"attn_mask": attn_mask, "scale": scale}
+    made = _flash.default(query, key, value, 0.0, is_causal, **options)
+    return _flash_backward.default(grad, query, key, value, *made, 0.0, is_causal, **options)
+
+
+# --- calls -----------------------------------------------------------------------------------
+# Each function takes the operator and the arguments of a call by the user. NotImplemented sends the
+# call to torch.
+
+
+def _elementwise(own: Any) -> Function:
+    """Return the call of an operator whose first argument is its only tensor."""
+    count = len(own._schema.arguments) - 1
+
+    def call(input: Tensor, *others: Any, **options: Any) -> Any:
+        # The functions of torch.nn.functional end with `inplace`.
+        inplace = others[count:] or (options.pop("inplace", False),)
+        if any(inplace) or "out" in options:
+            return NotImplemented
+        return own(input, *others[:count], **options)
+
+    return call
+
+
+def _softmax(
+    own: Any,
+    input: Tensor,
+    dim: int | None = None,
+    _stacklevel: int = 3,
+    dtype: torch.dtype | None = None,
+    **options: Any,
+) -> Any:
+    if dim is None or dtype not in (None, input.dtype) or options:
+        return NotImplemented
+    return own(input, dim, False)
+
+
+def _softmax_method(own: Any, input: Tensor, dim: int, dtype: Any = None, **options: Any) -> Any:
+    return _softmax(own, input, dim, dtype=dtype, **options)
+
+
+def _layer_norm(
+    own: Any,
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Any:
+    return own(input, normalized_shape, weight, bias, eps)[0]
+
+
+def _group_norm(
+    own: Any,
+    input: Tensor,
+    num_groups: int,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Any:
+    if input.dim() < 2 or input.numel() == 0 or input.shape[1] % num_groups:
+        return NotImplemented
+    images, channels, *pixels = input.shape
+    sizes = (images, channels, math.prod(pixels), num_groups)
+    return own(input, weight, bias, *sizes, eps)[0]
+
+
+def _rms_norm(own: Any, *args: Any, **options: Any) -> Any:
+    return own(*args, **options)
+
+
+def _mul(own: Any, input: Any, other: Any, **options: Any) -> Any:
+    both = isinstance(input, ScaledTensor) and isinstance(other, ScaledTensor)
+    if not both or input.dtype != other.dtype or options:
+        return NotImplemented
+    copies = [not isinstance(x, nn.Parameter) and is_worth_it(x) for x in (input, other)]
+    return own(input, other, *copies) if any(copies) else NotImplemented
+
+
+def _pow(own: Any, input: Any, exponent: Any, **options: Any) -> Any:
+    # The other powers have a large or an infinite slope at a small base, and rounding makes zeros.
+    if exponent not in (2, 3) if isinstance(exponent, int | float) else True:
+        return NotImplemented
+    return NotImplemented if options else own(input, exponent)
+
+
+def _square(own: Any, input: Tensor, **options: Any) -> Any:
+    return _pow(own, input, 2, **options)
+
+
+def _attention(
+    own: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Run the operator in the cases in which torch would take its flash kernel for the CPU."""
+    if not all(_fits_flash(x, query) for x in (query, key, value)) or dropout_p:
+        return NotImplemented
+    if attn_mask is not None:
+        if attn_mask.requires_grad or attn_mask.dim() not in (2, 4) or is_causal:
+            return NotImplemented
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(
+                ~attn_mask, -math.inf
+            )
+    return own(query, key, value, 0.0, is_causal, attn_mask, scale)[0]
+
+
+def _fits_flash(x: Any, query: Tensor) -> bool:
+    return (
+        isinstance(x, ScaledTensor)
+        and x.device.type == "cpu"
+        and x.dim() == 4
+        and x.numel() > 0
+        and x.shape[:2] == query.shape[:2]
+        and x.shape[-1] == query.shape[-1]
+        and x.stride(-1) == 1
+        and x.dtype == query.dtype
+        and torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+    )
+
+
+def _composed_rms_norm(
+    x: ScaledTensor, shape: Any, weight: Any = None, eps: float | None = None
+) -> Any:
+    """r = r_gamma. On a CPU torch composes this norm of parts that round in between, and so does
+    this rule."""
+    fused = aten._fused_rms_norm.default
+    run = fused.decompose if x.device.type == "cpu" else RULES[fused].function
+    return run(x, shape, weight, eps)[0]
+
+
+# --- the table -------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """An operator that keeps activations in 8 bits."""
+
+    op: Overload | Absent
+    """The operator of torch with the same arguments. Its rule computes the result."""
+    calls: dict[Function | None, tuple[Any, ...]]
+    """The call of each function of torch that this operator replaces; None is `_elementwise`."""
+    save: Function
+    """Saves the tensors that `derivative` names."""
+    derivative: Function
+    """Returns the gradients, as `define_operator` describes it."""
+    function: Function | None = None
+    """The rule, if `op` has no rule."""
+    further: str = ""
+    """Arguments after those of `op`, which only `save` reads."""
+
+
+def _of_input(op: Overload | Absent, derivative: Function, *functions: Any) -> Row:
+    """The row of a function that keeps its input."""
+    return Row(op, {None: functions}, _codes("self"), derivative)
+
+
+def _of_sign(op: Overload | Absent, derivative: Function, *functions: Any) -> Row:
+    """The row of a function that keeps the sign of its input."""
+    return Row(op, {None: functions}, _sign, derivative)
+
+
+_TABLE = (
+    _of_input(
+        aten.gelu.default,
+        lambda grad, self, approximate: aten.gelu_backward.default(
+            grad, self, approximate=approximate
+        ),
+        F.gelu,
+    ),
+    _of_input(aten.silu.default, lambda grad, self: aten.silu_backward.default(grad, self), F.silu),
+    _of_input(aten.mish.default, lambda grad, self: aten.mish_backward.default(grad, self), F.mish),
+    _of_input(
+        aten.hardswish.default,
+        lambda grad, self: aten.hardswish_backward.default(grad, self),
+        F.hardswish,
+    ),
+    _of_input(
+        aten.softplus.default,
+        lambda grad, self, beta, threshold: aten.softplus_backward.default(
+            grad, self, beta, threshold
+        ),
+        F.softplus,
+    ),
+    _of_input(
+        aten.glu.default,
+        lambda grad, self, dim: aten.glu_backward.default(grad, self, dim),
+        F.glu,
+    ),
+    _of_input(
+        aten.elu.default,
+        lambda grad, self, alpha, scale, input_scale: aten.elu_backward.default(
+            grad, alpha, scale, input_scale, False, self
+        ),
+        F.elu,
+    ),
+    _of_input(
+        aten.tanh.default,
+        lambda grad, self: aten.tanh_backward.default(grad, aten.tanh.default(self)),
+        *(F.tanh, torch.tanh, Tensor.tanh),
+    ),
+    _of_input(
+        aten.sigmoid.default,
+        lambda grad, self: aten.sigmoid_backward.default(grad, aten.sigmoid.default(self)),
+        *(F.sigmoid, torch.sigmoid, Tensor.sigmoid, torch.special.expit),
+    ),
+    _of_sign(
+        aten.relu.default,
+        lambda grad, self: aten.threshold_backward.default(grad, self, 0),
+        *(F.relu, torch.relu, Tensor.relu),
+    ),
+    _of_sign(
+        aten.leaky_relu.default,
+        lambda grad, self, negative_slope: aten.leaky_relu_backward.default(
+            grad, self, negative_slope, False
+        ),
+        F.leaky_relu,
+    ),
+    Row(
+        aten._softmax.default,
+        {
+            _softmax: (F.softmax,),
+            _softmax_method: (torch.softmax, Tensor.softmax, torch.special.softmax),
+        },
+        _codes("result"),
+        _softmax_backward,
+    ),
+    Row(
+        aten.native_layer_norm.default,
+        {_layer_norm: (F.layer_norm, torch.layer_norm)},
+        _codes("input"),
+        lambda grad, input, normalized_shape, result1, result2, weight, bias, grad_input_mask: (
+            aten.native_layer_norm_backward.default(
+                grad, input, normalized_shape, result1, result2, weight, bias, grad_input_mask
+            )
+        ),
+    ),
+    Row(
+        aten.rms_norm.default,
+        {_rms_norm: (F.rms_norm, torch.rms_norm)},
+        _codes("input"),
+        _rms_norm_backward,
+        function=_composed_rms_norm,
+    ),
+    Row(
+        aten.native_group_norm.default,
+        {_group_norm: (F.group_norm, torch.group_norm)},
+        _codes("input"),
+        lambda grad, input, result1, result2, weight, N, C, HxW, group, grad_input_mask: (
+            aten.native_group_norm_backward.default(
+                grad, input, result1, result2, weight, N, C, HxW, group, grad_input_mask
+            )
+        ),
+    ),
+    Row(
+        aten.mul.Tensor,
+        {
+            _mul: (
+                *(torch.mul, torch.multiply, Tensor.mul, Tensor.multiply),
+                *(Tensor.__mul__, Tensor.__rmul__),
+            )
+        },
+        _factors,
+        lambda grad, self, other, self_shape, other_shape: (
+            None if other is None else (grad * other).sum_to_size(self_shape),
+            None if self is None else (grad * self).sum_to_size(other_shape),
+        ),
+        further=", bool copies_self, bool copies_other",
+    ),
+    Row(
+        aten.pow.Tensor_Scalar,
+        {
+            _pow: (torch.pow, Tensor.pow, Tensor.__pow__),
+            _square: (torch.square, Tensor.square),
+        },
+        _codes("self"),
+        lambda grad, self, exponent: grad * (self.pow(exponent - 1) * exponent),
+    ),
+    Row(
+        _flash.default,
+        {_attention: (F.scaled_dot_product_attention,)},
+        _codes("query", "key", "value"),
+        _attention_backward,
+    ),
+)
+
+
+def _operator(row: Row) -> Any:
+    """Define the operator of a row, with the schema of `op`."""
+    if isinstance(row.op, Absent):
+        return row.op  # raises if a recipe asks for it
+    schema = row.op._schema
+    count = sum(not a.kwarg_only for a in schema.arguments)
+    name = schema.name.split("::")[1].strip("_")
+    signature = str(schema).partition("(")[2].replace("*, ", "").replace(")", row.further + ")", 1)
+    own = define_operator(f"saved_{name}({signature}", row.derivative, save=row.save, saved=kept)
+    run = row.function or RULES[row.op].function
+    if count == len(schema.arguments) and not row.further:
+        return rule(own)(run) and own
+    keywords = [a.name for a in schema.arguments[count:]]
 
     @rule(own)
     @wraps(run)
     def served(*args: Any) -> Any:
-        keywords = zip((a.name for a in arguments[count:]), args[count:], strict=False)
-        return run(*args[:count], **dict(keywords))
+        return run(*args[:count], **dict(zip(keywords, args[count:], strict=False)))
 
     return own
 
 
-#: function that a user may call -> the same by an operator that keeps 8 bits.
-_CAUGHT: dict[Any, Function] = {}
+def _caught() -> dict[Any, Function]:
+    found: dict[Any, Function] = {}
+    for row in _TABLE:
+        own = _operator(row)
+        for call, functions in row.calls.items():
+            if isinstance(own, Absent):
+                caught: Function = own
+            else:
+                caught = _elementwise(own) if call is None else partial(call, own)
+            found.update(dict.fromkeys(functions, caught))
+    return found
 
 
-def _catch(own: Function, *spellings: Any) -> None:
-    _CAUGHT.update(dict.fromkeys(spellings, own))
+#: function of torch -> the call of the operator that keeps 8 bits.
+_CAUGHT = _caught()
 
 
 def over(functions: dict[Any, Function]) -> dict[Any, Function]:
-    """`functions`, with those of this module in front of them where a recipe has `saved`."""
+    """Return `functions` and the functions of this module, which come first under `saved`."""
     found = {f: partial(_call, own, functions.get(f, f)) for f, own in _CAUGHT.items()}
     return functions | found
 
@@ -127,357 +487,3 @@ def _keeps(*args: Any) -> bool:
             differentiable = differentiable or x.requires_grad
             keeps = keeps or saved_format(x) is not None
     return keeps and differentiable
-
-
-# --- of one tensor ---------------------------------------------------------------------------
-
-
-def _of_input(
-    op: Overload | Absent, derivative: Function, *spellings: Any, sign: bool = False
-) -> None:
-    """A function of one tensor, whose `derivative` takes (g, x, the other arguments)."""
-
-    def setup(ctx: Any, inputs: Any, output: Tensor) -> None:
-        ctx.others = inputs[1:]
-        if sign:
-            keep_sign(ctx, inputs[0])
-        else:
-            keep(ctx, inputs[:1])
-
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        (x,) = kept(ctx)
-        return derivative(grad, x, *ctx.others), *(None for _ in ctx.others)
-
-    own = _operator(op, setup, backward)
-    if isinstance(op, Absent):
-        _catch(own, *spellings)
-        return
-    count = len(op._schema.arguments) - 1
-
-    def call(input: Tensor, *others: Any, **options: Any) -> Any:
-        # torch.nn.functional's own end with `inplace`.
-        inplace = others[count:] or (options.pop("inplace", False),)
-        if any(inplace) or "out" in options:
-            return NotImplemented
-        return own(input, *others[:count], **options)
-
-    _catch(call, *spellings)
-
-
-_of_input(
-    aten.gelu.default,
-    lambda g, x, approximate="none": aten.gelu_backward.default(g, x, approximate=approximate),
-    F.gelu,
-)
-_of_input(aten.silu.default, aten.silu_backward.default, F.silu)
-_of_input(aten.mish.default, aten.mish_backward.default, F.mish)
-_of_input(aten.hardswish.default, aten.hardswish_backward.default, F.hardswish)
-_of_input(
-    aten.softplus.default,
-    lambda g, x, beta=1, threshold=20: aten.softplus_backward.default(g, x, beta, threshold),
-    F.softplus,
-)
-_of_input(aten.glu.default, lambda g, x, dim=-1: aten.glu_backward.default(g, x, dim), F.glu)
-_of_input(
-    aten.elu.default,
-    lambda g, x, alpha=1, scale=1, input_scale=1: aten.elu_backward.default(
-        g, alpha, scale, input_scale, False, x
-    ),
-    F.elu,
-)
-_of_input(
-    aten.relu.default,
-    lambda g, x: aten.threshold_backward.default(g, x, 0),
-    *(F.relu, torch.relu, Tensor.relu),
-    sign=True,
-)
-_of_input(
-    aten.leaky_relu.default,
-    lambda g, x, slope=0.01: aten.leaky_relu_backward.default(g, x, slope, False),
-    F.leaky_relu,
-    sign=True,
-)
-_of_input(
-    aten.tanh.default,
-    lambda g, x: aten.tanh_backward.default(g, aten.tanh.default(x)),
-    *(F.tanh, torch.tanh, Tensor.tanh),
-)
-_of_input(
-    aten.sigmoid.default,
-    lambda g, x: aten.sigmoid_backward.default(g, aten.sigmoid.default(x)),
-    *(F.sigmoid, torch.sigmoid, Tensor.sigmoid, torch.special.expit),
-)
-
-
-# --- softmax ---------------------------------------------------------------------------------
-
-
-def _keep_softmax(ctx: Any, inputs: Any, output: Tensor) -> None:
-    ctx.dim, ctx.dtype = inputs[1], inputs[0].dtype
-    keep(ctx, [output])
-
-
-def _softmax_backward(ctx: Any, grad: Tensor) -> tuple[Any, None, None]:
-    (y,) = kept(ctx)
-    if y.qdata.numel():
-        total = y.qdata.float().sum(ctx.dim, keepdim=True) * y.scale
-        q = y.qdata / torch.where(total > 0, total, 1.0)
-        y = ScaledTensor.make(q, y.scale, y.rms, FP32, y.dtype, y.recipe, nonnegative=True)
-    return aten._softmax_backward_data.default(grad, y, ctx.dim, ctx.dtype), None, None
-
-
-_own_softmax = _operator(aten._softmax.default, _keep_softmax, _softmax_backward)
-
-
-def _softmax(
-    input: Tensor,
-    dim: int | None = None,
-    _stacklevel: int = 3,
-    dtype: torch.dtype | None = None,
-    **options: Any,
-) -> Any:
-    if dim is None or dtype not in (None, input.dtype) or options:
-        return NotImplemented
-    return _own_softmax(input, dim, False)
-
-
-def _softmax_method(input: Tensor, dim: int, dtype: Any = None, **options: Any) -> Any:
-    return _softmax(input, dim, dtype=dtype, **options)
-
-
-_catch(_softmax, F.softmax)
-_catch(_softmax_method, torch.softmax, Tensor.softmax, torch.special.softmax)
-
-
-# --- norms -----------------------------------------------------------------------------------
-
-
-def _asked(ctx: Any, *positions: int) -> list[bool]:
-    given = ctx.needs_input_grad  # defaults are not
-    return [i < len(given) and given[i] for i in positions]
-
-
-def _keep_layer_norm(ctx: Any, inputs: Any, output: Any) -> None:
-    x, ctx.shape, weight, bias, _ = inputs
-    keep(ctx, [x], *output[1:], weight, bias)
-
-
-def _layer_norm_backward(ctx: Any, grad: Tensor, *of_statistics: Any) -> tuple[Any, ...]:
-    x, mean, rstd, weight, bias = kept(ctx)
-    dx, dw, db = aten.native_layer_norm_backward.default(
-        grad, x, ctx.shape, mean, rstd, weight, bias, _asked(ctx, 0, 2, 3)
-    )
-    return dx, None, dw, db, None
-
-
-_own_layer_norm = _operator(aten.native_layer_norm.default, _keep_layer_norm, _layer_norm_backward)
-
-
-def _layer_norm(
-    input: Tensor,
-    normalized_shape: Any,
-    weight: Any = None,
-    bias: Any = None,
-    eps: float = 1e-5,
-    cudnn_enable: bool = True,
-) -> Any:
-    return _own_layer_norm(input, normalized_shape, weight, bias, eps)[0]
-
-
-def _composed_rms_norm(
-    x: ScaledTensor, shape: Any, weight: Any = None, eps: float | None = None
-) -> Any:
-    """r = r_gamma: on a CPU from the parts that torch makes it of there, which round in between."""
-    fused = aten._fused_rms_norm.default
-    run = fused.decompose if x.device.type == "cpu" else RULES[fused].function
-    return run(x, shape, weight, eps)[0]
-
-
-def _keep_rms_norm(ctx: Any, inputs: Any, output: Tensor) -> None:
-    x, ctx.shape, weight, eps = inputs
-    ctx.eps = torch.finfo(x.dtype).eps if eps is None else eps
-    keep(ctx, [x], weight)
-
-
-def _rms_norm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    x, weight = kept(ctx)
-    dims = tuple(range(-len(ctx.shape), 0))
-    rrms = torch.rsqrt(value(x).float().square().mean(dims, keepdim=True) + ctx.eps)
-    dx, dw = aten._fused_rms_norm_backward.default(
-        grad, x, ctx.shape, rrms, weight, _asked(ctx, 0, 2)
-    )
-    return dx, None, dw, None
-
-
-_own_rms_norm = _operator(
-    aten.rms_norm.default, _keep_rms_norm, _rms_norm_backward, function=_composed_rms_norm
-)
-
-
-def _keep_group_norm(ctx: Any, inputs: Any, output: Any) -> None:
-    x, weight, _, *ctx.sizes, _ = inputs
-    keep(ctx, [x], *output[1:], weight)
-
-
-def _group_norm_backward(ctx: Any, grad: Tensor, *of_statistics: Any) -> tuple[Any, ...]:
-    x, mean, rstd, weight = kept(ctx)
-    gradients = aten.native_group_norm_backward.default(
-        grad, x, mean, rstd, weight, *ctx.sizes, _asked(ctx, 0, 1, 2)
-    )
-    return *gradients, *(None for _ in (*ctx.sizes, "eps"))
-
-
-_own_group_norm = _operator(aten.native_group_norm.default, _keep_group_norm, _group_norm_backward)
-
-
-def _group_norm(
-    input: Tensor,
-    num_groups: int,
-    weight: Any = None,
-    bias: Any = None,
-    eps: float = 1e-5,
-    cudnn_enabled: bool = True,
-) -> Any:
-    if input.dim() < 2 or input.numel() == 0 or input.shape[1] % num_groups:
-        return NotImplemented
-    images, channels, *pixels = input.shape
-    sizes = (images, channels, math.prod(pixels), num_groups)
-    return _own_group_norm(input, weight, bias, *sizes, eps)[0]
-
-
-_catch(_layer_norm, F.layer_norm, torch.layer_norm)
-_catch(_own_rms_norm, F.rms_norm, torch.rms_norm)
-_catch(_group_norm, F.group_norm, torch.group_norm)
-
-
-# --- products and powers ---------------------------------------------------------------------
-
-
-def _keep_factors(ctx: Any, inputs: Any, output: Tensor) -> None:
-    x, y, copies_x, copies_y = inputs
-    ctx.shapes, ctx.first = (x.shape, y.shape), copies_x or not copies_y
-    wanted = x if y.requires_grad else None, y if x.requires_grad else None
-    copied: list[Tensor | None] = []
-    others: list[Tensor | None] = []
-    for factor, copies in zip(wanted, (copies_x, copies_y), strict=True):
-        (copied if copies else others).append(factor)
-    keep(ctx, copied, *others)
-
-
-def _mul_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    x, y = kept(ctx) if ctx.first else reversed(kept(ctx))
-    left, right = ctx.shapes
-    return (
-        None if y is None else (grad * y).sum_to_size(left),
-        None if x is None else (grad * x).sum_to_size(right),
-        None,
-        None,
-    )
-
-
-_own_mul = _operator(
-    aten.mul.Tensor,
-    _keep_factors,
-    _mul_backward,
-    further=", bool copies_self, bool copies_other",
-)
-
-
-def _mul(input: Any, other: Any, **options: Any) -> Any:
-    both = isinstance(input, ScaledTensor) and isinstance(other, ScaledTensor)
-    if not both or input.dtype != other.dtype or options:
-        return NotImplemented
-    copies = [not isinstance(x, nn.Parameter) and is_worth_it(x) for x in (input, other)]
-    return _own_mul(input, other, *copies) if any(copies) else NotImplemented
-
-
-def _keep_base(ctx: Any, inputs: Any, output: Tensor) -> None:
-    ctx.exponent = inputs[1]
-    keep(ctx, inputs[:1])
-
-
-def _pow_backward(ctx: Any, grad: Tensor) -> tuple[Any, None]:
-    (x,) = kept(ctx)
-    return grad * (x.pow(ctx.exponent - 1) * ctx.exponent), None
-
-
-_own_pow = _operator(aten.pow.Tensor_Scalar, _keep_base, _pow_backward)
-
-
-def _pow(input: Any, exponent: Any, **options: Any) -> Any:
-    # Of others a small base has a large slope, or none; and rounding makes zeros.
-    if exponent not in (2, 3) if isinstance(exponent, int | float) else True:
-        return NotImplemented
-    return NotImplemented if options else _own_pow(input, exponent)
-
-
-def _square(input: Tensor, **options: Any) -> Any:
-    return _pow(input, 2, **options)
-
-
-_catch(_mul, torch.mul, torch.multiply, *(getattr(Tensor, n) for n in ("mul", "multiply")))
-_catch(_mul, Tensor.__mul__, Tensor.__rmul__)
-_catch(_pow, torch.pow, Tensor.pow, Tensor.__pow__)
-_catch(_square, torch.square, Tensor.square)
-
-
-# --- attention -------------------------------------------------------------------------------
-
-_flash = aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-
-def _keep_attention(ctx: Any, inputs: Any, output: Any) -> None:
-    *tensors, ctx.dropout, ctx.causal, mask, ctx.scale = inputs
-    keep(ctx, tensors, mask)
-
-
-def _attention_backward(ctx: Any, grad: Tensor, *of_statistics: Any) -> tuple[Any, ...]:
-    q, k, v, mask = kept(ctx)
-    options = {"attn_mask": mask, "scale": ctx.scale}
-    made = _flash.default(q, k, v, ctx.dropout, ctx.causal, **options)
-    gradients = _flash_backward.default(grad, q, k, v, *made, ctx.dropout, ctx.causal, **options)
-    return *gradients, None, None, None, None
-
-
-_own_attention = _operator(_flash.default, _keep_attention, _attention_backward)
-
-
-def _attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
-    """Where torch would take the kernel that `_own_attention` is."""
-    if not all(_is_of_flash(x, query) for x in (query, key, value)) or dropout_p:
-        return NotImplemented
-    if attn_mask is not None:
-        if attn_mask.requires_grad or attn_mask.dim() not in (2, 4) or is_causal:
-            return NotImplemented
-        if attn_mask.dtype == torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(
-                ~attn_mask, -math.inf
-            )
-    return _own_attention(query, key, value, 0.0, is_causal, attn_mask, scale)[0]
-
-
-def _is_of_flash(x: Any, query: Tensor) -> bool:
-    return (
-        isinstance(x, ScaledTensor)
-        and x.device.type == "cpu"
-        and x.dim() == 4
-        and x.numel() > 0
-        and x.shape[:2] == query.shape[:2]
-        and x.shape[-1] == query.shape[-1]
-        and x.stride(-1) == 1
-        and x.dtype == query.dtype
-        and torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
-    )
-
-
-_catch(_attention, F.scaled_dot_product_attention)
