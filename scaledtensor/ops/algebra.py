@@ -45,6 +45,7 @@ __all__ = [
     "bounded_square",
     "check_dtypes",
     "count",
+    "difference",
     "elements",
     "first_scaled",
     "gaussian_moment",
@@ -59,6 +60,7 @@ __all__ = [
     "saved_format",
     "side",
     "value",
+    "wide",
 ]
 
 
@@ -69,6 +71,11 @@ class Operand(NamedTuple):
     scale: Tensor
     rms: Tensor
     nonnegative: bool = False
+
+    @property
+    def value(self) -> Tensor:
+        """The value in float32."""
+        return self.q.float() * self.scale
 
 
 class Side(NamedTuple):
@@ -135,6 +142,12 @@ def plain(x: Any) -> Any:
     return value(x) if isinstance(x, ScaledTensor) else x
 
 
+def wide(x: Any) -> Any:
+    """The value of a tensor of floats in float32; anything else as it is."""
+    x = plain(x)
+    return x.float() if isinstance(x, Tensor) and x.dtype.is_floating_point else x
+
+
 def first_scaled(*xs: Any) -> ScaledTensor:
     """The first ScaledTensor among the operands; dispatch guarantees one."""
     for x in xs:
@@ -194,6 +207,16 @@ def operand(x: Any, like: ScaledTensor) -> Operand:
     scale = nearest_power_of_two(rms)
     q = x if x.dtype == torch.bfloat16 else x.float()
     return Operand(q / scale, scale, rms)
+
+
+def difference(x: Any, y: Any, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return both values in float32, and the RMS of their difference.
+
+    One of the operands, or of `others`, is a ScaledTensor.
+    """
+    like = first_scaled(x, y, *others)
+    a, b = operand(x, like), operand(y, like)
+    return a.value, b.value, quadrature(a.rms, b.rms)
 
 
 def side(x: Any, like: ScaledTensor) -> Side:
