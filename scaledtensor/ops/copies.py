@@ -105,7 +105,8 @@ def _read(
     return ScaledTensor.make(q.expand(shape), scale, rms, *context)
 
 
-def keep_sign(ctx: Any, x: ScaledTensor) -> None:
+def keep_sign(ctx: Any, x: Any) -> None:
+    """Save whether each element of a ScaledTensor is positive, a byte an element."""
     ctx.readers = [(3, partial(_read_sign, x.__tensor_flatten__()[1]))]
     ctx.save_for_backward(x.qdata > 0, x.scale, x.rms)
 

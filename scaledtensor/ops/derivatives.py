@@ -72,7 +72,7 @@ def logsumexp(input: Tensor, dim: Any, keepdim: bool = False, **kwargs: Any) -> 
 
 
 #: exp(-x^2)
-_bell = define_operator("bell(Tensor x) -> Tensor", lambda grad, x: grad * -2 * (x * _bell(x)))
+_bell: Any = define_operator("bell(Tensor x) -> Tensor", lambda grad, x: grad * -2 * (x * _bell(x)))
 
 _erf = define_operator(
     "erf(Tensor x) -> Tensor", lambda grad, x: grad * (2 / math.pi**0.5) * _bell(x)

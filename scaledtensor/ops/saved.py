@@ -88,7 +88,8 @@ def _codes(*names: str) -> Function:
 
 
 def _sign(ctx: Any, tensors: Tensors, inputs: tuple[Any, ...]) -> None:
-    keep_sign(ctx, *tensors.values())
+    (x,) = tensors.values()
+    keep_sign(ctx, x)
 
 
 def _factors(ctx: Any, tensors: Tensors, inputs: tuple[Any, ...]) -> None:
@@ -438,7 +439,8 @@ def _operator(row: Row) -> Any:
     own = define_operator(f"saved_{name}({signature}", row.derivative, save=row.save, saved=kept)
     run = row.function or RULES[row.op].function
     if count == len(schema.arguments) and not row.further:
-        return rule(own)(run) and own
+        rule(own)(run)
+        return own
     keywords = [a.name for a in schema.arguments[count:]]
 
     @rule(own)

@@ -2,11 +2,14 @@
 
 import pytest
 import torch
-from assertions import assert_second_derivative, gradient
+from assertions import assert_second_derivative, dequantized, gradient
 from tensors import gaussian
 from torch import Tensor
 
 import scaledtensor as sct
+from scaledtensor.errors import RegistryError
+from scaledtensor.ops import Raw, rule
+from scaledtensor.ops.operators import define_operator
 
 SPELLINGS = {
     "torch.logsumexp": lambda x: torch.logsumexp(x, -1),
@@ -51,3 +54,38 @@ def test__the_gradient_of_logsumexp__is_a_softmax_in_range():
     out = x.logsumexp(-1)
     grad = torch.autograd.grad(out, x, sct.scaled(gaussian(256, seed=1)))[0]
     assert 0.5 < float(grad.qdata.square().mean().sqrt()) < 2
+
+
+# --- operators that this library defines -----------------------------------------------------
+
+
+def test__a_defined_operator__keeps_the_tensors_that_its_derivative_names():
+    seen = []
+
+    def derivative(grad, y, result, x_shape, flag, grad_input_mask):
+        seen.append((tuple(x_shape), flag, grad_input_mask, result))
+        return grad * y, None
+
+    own = define_operator(
+        "test_scaled_by(Tensor x, Tensor y, bool flag=True) -> Tensor", derivative
+    )
+
+    @rule(own)
+    def scaled_by(x: sct.ScaledTensor, y: sct.ScaledTensor, flag: bool = True) -> Raw:
+        return Raw(x.qdata * y.qdata, x.scale * y.scale, x.rms * y.rms)
+
+    x, y = sct.scaled(gaussian(4, 6)).requires_grad_(), sct.scaled(gaussian(4, 6, seed=1))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        out = own(x, y)
+    assert [t is y for t in kept] == [True, False]  # y and the result, and not x
+    (grad,) = torch.autograd.grad(out, x, out.detach())
+    assert torch.equal(dequantized(grad), dequantized(out.detach() * y))
+    ((shape, flag, mask, result),) = seen
+    assert (shape, flag, mask) == ((4, 6), True, [True, False])
+    assert torch.equal(dequantized(result), dequantized(out))
+
+
+def test__a_derivative__names_arguments_and_results_only():
+    with pytest.raises(RegistryError, match="has no argument and no result 'z'"):
+        define_operator("test_unnamed(Tensor x) -> Tensor", lambda grad, z: grad)
