@@ -1,10 +1,10 @@
-"""Unit-scaled functions. `import scaledtensor.functional as U`, and U.linear for F.linear.
+"""Unit-scaled functions. `import scaledtensor.functional as U`, and write U.linear for F.linear.
 
-Each is torch's function with a constant forward and another backward, in closed form from shapes,
-that hold the result and every gradient at unit scale when inputs and weights have it (Blake et al.
-2023, "Unit Scaling"; Blake et al. 2024, "u-muP"). Plain tensors in, plain tensors out;
-ScaledTensors in, ScaledTensors out, where a constant's power of two moves into the scale that they
-carry.
+Each function is torch's function with one constant forward and another backward. The constants are
+closed forms of the shapes. They give the result and every gradient unit scale if inputs and weights
+have unit scale (Blake et al. 2023, "Unit Scaling"; Blake et al. 2024, "u-muP"). Plain tensors give
+plain tensors. ScaledTensors give ScaledTensors, and a constant's power of two moves into the scale
+that they carry.
 """
 
 from scaledtensor.functional.activations import (

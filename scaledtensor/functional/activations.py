@@ -1,7 +1,7 @@
 """Elementwise functions, softmax and dropout.
 
-Closed forms are for inputs of unit variance. `mult` sharpens a function (f(mult x) / mult) as a
-temperature would, since unit-scaled inputs have no scale of their own to do it with.
+The closed forms assume inputs of unit variance. `mult` sharpens a function, f(mult x) / mult, as a
+temperature does: the scale of unit-scaled inputs cannot do it.
 """
 
 import math
@@ -17,10 +17,10 @@ from scaledtensor.errors import OptionError
 from scaledtensor.functional.scaling import (
     Constraint,
     apply_constraint,
+    cached_constants,
     gaussian_rms,
     gaussian_std,
     interpolate,
-    kept,
     parameter_scale,
     positive,
     scale,
@@ -51,7 +51,7 @@ def _elementwise(
     output_scale: float,
     grad_scale: float,
 ) -> Tensor:
-    """function(mult x) / mult, under one scale forward and one backward."""
+    """Return function(mult x) / mult, with one scale forward and one backward."""
     output_scale, grad_scale = apply_constraint(constraint, output_scale, grad_scale)
     # The chain rule's mult and 1 / mult cancel.
     input = scale(input, mult, grad_scale)
@@ -66,8 +66,9 @@ def gelu(
 ) -> Tensor:
     """gelu(mult x) / mult at unit scale.
 
-    From x/2 at a small mult to relu at a large one, whose standard deviation is
-    sqrt((1 - 1/pi) / 2); between them a fit, in the log domain (Blake et al. 2023, appendix G).
+    The function is x/2 at a small mult and relu at a large one. The standard deviation of relu is
+    sqrt((1 - 1/pi) / 2). Between the ends a fit interpolates in the log domain (Blake et al. 2023,
+    appendix G).
     """
     sharp = sharpness(mult, 0.25)
     return _elementwise(
@@ -86,7 +87,8 @@ def silu(
     constraint: Constraint = "to_output_scale",
     inplace: bool = False,
 ) -> Tensor:
-    """silu(mult x) / mult at unit scale. As gelu; the derivative turns at a larger mult.
+    """silu(mult x) / mult at unit scale. The fit is like the fit of `gelu`, but the derivative
+    turns at a larger mult.
 
     Raises:
         OptionError: `inplace`.
@@ -107,11 +109,13 @@ def silu_glu(
 ) -> Tensor:
     """input * gate * sigmoid(mult gate) at unit scale, for `input` and `gate` of one shape.
 
-    One scale for the output and both gradients: a gate's RMS from 1/2 to that of relu, 1/sqrt(2).
+    The output and both gradients have one scale. The RMS of a gate goes from 1/2 at a small mult to
+    1/sqrt(2), the RMS of relu, at a large one.
     """
     both = interpolate(sharpness(mult, 1), 2, 2**0.5)
     output_scale, input_scale, gate_scale = apply_constraint(constraint, both, both, both)
-    # As in `_elementwise`, 1 / mult is in the last constant; here one gradient has it to itself.
+    # The last constant has 1 / mult, as in `_elementwise`. Here only the gate's gradient also has
+    # the chain rule's mult; the input's gradient has 1 / mult alone.
     input = scale_bwd(input, input_scale / mult)
     gate = scale(gate, mult, gate_scale)
     return scale_fwd(input * F.silu(gate), output_scale / mult)
@@ -122,7 +126,7 @@ def relu(
 ) -> Tensor:
     """relu at unit scale.
 
-    max(z, 0) has mean 1/sqrt(2 pi) and second moment 1/2, its derivative second moment 1/2.
+    max(z, 0) has mean 1/sqrt(2 pi) and second moment 1/2. Its derivative has second moment 1/2.
 
     Raises:
         OptionError: `inplace`.
@@ -138,8 +142,8 @@ def leaky_relu(
 ) -> Tensor:
     """leaky_relu at unit scale.
 
-    For slope a: mean (1 - a) / sqrt(2 pi), second moment of itself and of its derivative
-    (1 + a^2) / 2.
+    For slope a the mean is (1 - a) / sqrt(2 pi). The function and its derivative have the second
+    moment (1 + a^2) / 2.
 
     Raises:
         OptionError: `inplace`.
@@ -152,15 +156,15 @@ def leaky_relu(
 
 
 def tanh(input: Tensor, mult: float = 1.0, constraint: Constraint = "to_output_scale") -> Tensor:
-    """tanh(mult x) / mult at unit scale. Both moments by quadrature over a Gaussian."""
+    """tanh(mult x) / mult at unit scale. A quadrature over a Gaussian computes both moments."""
     return _elementwise(torch.tanh, input, mult, constraint, *_tanh_scales(float(mult)))
 
 
 def sigmoid(input: Tensor, mult: float = 1.0, constraint: Constraint = "to_output_scale") -> Tensor:
-    """sigmoid(mult x) / mult at unit RMS. Both moments by quadrature over a Gaussian.
+    """sigmoid(mult x) / mult at unit RMS. A quadrature over a Gaussian computes both moments.
 
-    Of the RMS and not of the standard deviation, since a gate is multiplied: so that value and gate
-    of unit RMS give a product of unit RMS.
+    The RMS is 1, and not the standard deviation, since a sigmoid is often a gate: a value and a
+    gate of unit RMS have a product of unit RMS.
     """
     return _elementwise(torch.sigmoid, input, mult, constraint, *_sigmoid_scales(float(mult)))
 
@@ -174,14 +178,14 @@ def softmax(
 ) -> Tensor:
     """softmax(mult x) over `dim`, at unit scale.
 
-    Over N logits: from 1/N each at a small mult to one winner, of RMS 1/sqrt(N), at a large one;
-    the fit between is that of Blake et al. 2023, appendix G. So flat probabilities come out near 1
-    each, and their mean counts as scale.
+    Over N logits each probability is 1/N at a small mult. At a large mult one logit wins, and the
+    RMS is 1/sqrt(N). Blake et al. 2023, appendix G, have the fit between the two. So flat
+    probabilities come out near 1 each: their mean counts as scale.
 
     Args:
         input: logits of unit variance, of any shape.
-        dim: over which probabilities sum to a constant.
-        dtype: to cast `input` to first.
+        dim: the dimension over which probabilities sum to a constant.
+        dtype: the dtype to which `input` is cast first.
     """
     n = max(input.shape[dim], 1)
     sharp = sharpness(mult, 4)
@@ -201,17 +205,18 @@ def log_softmax(
 ) -> Tensor:
     """log_softmax(mult x) over `dim`, with the gradient of mult = 1.
 
-    The logarithms are not scaled: they mean something to the loss that reads them. The gradient
-    g - softmax * sum(g) is at unit scale by itself. `constraint="exact"` gives the true one.
+    The logarithms are not scaled, since a loss reads their values. The gradient
+    g - softmax * sum(g) has unit scale already. `constraint="exact"` gives the true gradient.
     """
     input = scale(input, mult, parameter_scale(constraint, 1.0, mult))
     return F.log_softmax(input, dim, dtype=dtype)
 
 
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """dropout at unit scale: what is kept, 1/(1 - p) times as large, has variance 1/(1 - p).
+    """dropout at unit scale. The elements that stay are multiplied by 1/(1 - p), so the result has
+    variance 1/(1 - p).
 
-    In evaluation it is the identity, without a scale.
+    In evaluation dropout is the identity and has no scale.
 
     Raises:
         OptionError: `inplace`.
@@ -227,14 +232,14 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
 _RELU = (2 / (1 - 1 / math.pi)) ** 0.5
 
 
-@kept
+@cached_constants
 def _tanh_scales(mult: float) -> tuple[float, ...]:
     positive(mult, "mult")
     derivative = gaussian_rms(lambda z: 1 - np.tanh(mult * z) ** 2)
     return mult / gaussian_std(lambda z: np.tanh(mult * z)), 1 / derivative
 
 
-@kept
+@cached_constants
 def _sigmoid_scales(mult: float) -> tuple[float, ...]:
     positive(mult, "mult")
     # sigmoid(x) = (1 + tanh(x / 2)) / 2, which does not overflow.

@@ -1,8 +1,8 @@
 """Convolutions and transposed convolutions.
 
-An output sums over input channels of its group times the taps that reach it; the gradient of an
-input likewise over output channels; that of a weight over batch times positions (unit scaling,
-Blake et al. 2023, table A.2). Padding is counted as if it were data.
+An output is a sum over the input channels of its group times the taps that reach it. An input's
+gradient is a sum over output channels times taps. A weight's gradient is a sum over batch times
+positions (unit scaling, Blake et al. 2023, table A.2). Padding is counted as if it were data.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,6 +24,7 @@ from scaledtensor.functional.scaling import (
 )
 
 __all__ = [
+    "Sizes",
     "conv1d",
     "conv2d",
     "conv3d",
@@ -56,9 +57,10 @@ def conv1d(
         input: (batch, channels, length), or without a batch.
         weight: (channels out, channels / groups, taps), of unit variance.
         bias: (channels out,), or None. It is added to the scaled result.
-        stride, padding, dilation, groups: as of torch.
-        constraint: of the output's scale and that of the input's gradient.
-        scale_power: of the scales forward, of the input's gradient, and of weight and bias.
+        stride, padding, dilation, groups: see `torch.nn.functional.conv1d`.
+        constraint: constrains the scales of the output and of the input's gradient.
+        scale_power: powers of the scales of the output, of the input's gradient, and of the
+            gradients of weight and bias.
     """
     shape = (stride, padding, dilation, groups)
     return _convolution(F.conv1d, input, weight, bias, shape, constraint, scale_power)
@@ -75,7 +77,7 @@ def conv2d(
     constraint: Constraint = "to_output_scale",
     scale_power: Powers = _HALF,
 ) -> Tensor:
-    """As conv1d, of (batch, channels, height, width)."""
+    """Same as `conv1d`, for input (batch, channels, height, width)."""
     shape = (stride, padding, dilation, groups)
     return _convolution(F.conv2d, input, weight, bias, shape, constraint, scale_power)
 
@@ -91,7 +93,7 @@ def conv3d(
     constraint: Constraint = "to_output_scale",
     scale_power: Powers = _HALF,
 ) -> Tensor:
-    """As conv1d, of (batch, channels, depth, height, width)."""
+    """Same as `conv1d`, for input (batch, channels, depth, height, width)."""
     shape = (stride, padding, dilation, groups)
     return _convolution(F.conv3d, input, weight, bias, shape, constraint, scale_power)
 
@@ -114,8 +116,9 @@ def conv_transpose1d(
         input: (batch, channels, length), or without a batch.
         weight: (channels, channels out / groups, taps), of unit variance.
         bias: (channels out,), or None. It is added to the scaled result.
-        stride, padding, output_padding, groups, dilation: as of torch.
-        constraint, scale_power: as of conv1d.
+        stride, padding, output_padding, groups, dilation: see
+            `torch.nn.functional.conv_transpose1d`.
+        constraint, scale_power: see `conv1d`.
     """
     shape = (stride, padding, output_padding, groups, dilation)
     return _transposed(F.conv_transpose1d, input, weight, bias, shape, constraint, scale_power)
@@ -133,7 +136,7 @@ def conv_transpose2d(
     constraint: Constraint = "to_output_scale",
     scale_power: Powers = _HALF,
 ) -> Tensor:
-    """As conv_transpose1d, of (batch, channels, height, width)."""
+    """Same as `conv_transpose1d`, for input (batch, channels, height, width)."""
     shape = (stride, padding, output_padding, groups, dilation)
     return _transposed(F.conv_transpose2d, input, weight, bias, shape, constraint, scale_power)
 
@@ -150,7 +153,7 @@ def conv_transpose3d(
     constraint: Constraint = "to_output_scale",
     scale_power: Powers = _HALF,
 ) -> Tensor:
-    """As conv_transpose1d, of (batch, channels, depth, height, width)."""
+    """Same as `conv_transpose1d`, for input (batch, channels, depth, height, width)."""
     shape = (stride, padding, output_padding, groups, dilation)
     return _transposed(F.conv_transpose3d, input, weight, bias, shape, constraint, scale_power)
 
@@ -199,7 +202,7 @@ def _transposed(
     stride, padding, output_padding, groups, dilation = shape
     fan_in, fan_out, *taps = weight.shape
     count = product(taps)
-    # Of the taps over a position, one in `stride` meets an input.
+    # Of the taps at a position, one in `stride` meets an input.
     reached = count / product(spread(stride, len(taps)))
     batch, sizes = _batch(input, taps), input.shape[-len(taps) :]
     positions = _transposed_positions(sizes, taps, stride, padding, output_padding, dilation)
@@ -230,7 +233,8 @@ def _scaled(
     constraint: str | None,
     scale_power: Powers,
 ) -> Tensor:
-    """`terms` are those of a sum in the output and in the gradients of input, weight and bias."""
+    """`terms`: how many terms are summed in the output and in the gradients of input, weight and
+    bias."""
     free = (root(n, power) for n, power in zip(terms[:2], scale_power, strict=False))
     output_scale, input_scale = apply_constraint(constraint, *free)
     of_weight, of_bias = (root(n * batch_factor(), scale_power[2]) for n in terms[2:])
@@ -247,8 +251,8 @@ def _batch(input: Tensor, taps: Sequence[int]) -> int:
 def _positions(
     sizes: Sequence[int], taps: Sequence[int], steps: Sequence[int], padding: Any, dilation: Any
 ) -> int:
-    """How many elements a channel of the output has (torch.nn.Conv1d's formula). None where the
-    kernel does not fit, which torch says better."""
+    """Return the number of elements in a channel of the output (torch.nn.Conv1d's formula), or 0 if
+    the kernel does not fit. torch then raises a good error."""
     if padding == "same":  # torch allows it at stride 1 only
         return product(sizes)
     pads = spread(0 if padding == "valid" else padding, len(taps))
@@ -269,7 +273,8 @@ def _transposed_positions(
     output_padding: Sizes,
     dilation: Sizes,
 ) -> int:
-    """As above, by torch.nn.ConvTranspose1d's formula."""
+    """Return the number of elements in a channel of the output (torch.nn.ConvTranspose1d's
+    formula)."""
     steps, pads, more, gaps = (
         spread(x, len(taps)) for x in (stride, padding, output_padding, dilation)
     )
@@ -284,7 +289,8 @@ def _transposed_positions(
 
 
 def spread(sizes: Sizes, dims: int) -> Sequence[int]:
-    """One number for each dimension; torch also takes one for all, in a sequence or not."""
+    """Return one number for each dimension. torch also takes one number for all dimensions, in a
+    sequence or by itself."""
     if isinstance(sizes, int):
         return (sizes,) * dims
     return tuple(sizes) * dims if len(sizes) == 1 else sizes

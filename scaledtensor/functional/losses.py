@@ -1,6 +1,6 @@
-"""Losses. Forward they are torch's, so that their values mean what they always do. Backward they
-are as of a sum whose gradient is at unit scale in every element of `input`: the learning rate takes
-the place of what "mean" would divide by (Blake et al. 2023, table A.2)."""
+"""Losses. The values are torch's. The gradients are the gradients of a sum, scaled so that every
+element of `input` gets a gradient at unit scale. The learning rate takes the place of the divisor
+of "mean" (Blake et al. 2023, table A.2)."""
 
 import math
 from typing import Any
@@ -13,8 +13,8 @@ from torch import Tensor
 from scaledtensor.errors import OptionError, ShapeError
 from scaledtensor.functional.scaling import (
     Constraint,
+    cached_constants,
     gaussian_rms,
-    kept,
     parameter_scale,
     positive,
     scale,
@@ -46,18 +46,19 @@ def cross_entropy(
 ) -> Tensor:
     """Cross-entropy of the logits mult * input, with a gradient at unit scale.
 
-    softmax - onehot has RMS sqrt(V - 1) / V at uniform probabilities over V classes, and
-    1 - label_smoothing times that for smoothed targets. Ignored targets have no gradient; the
-    others' grows in turn, so that the RMS over all elements stays 1. Class weights count likewise.
+    softmax - onehot has RMS sqrt(V - 1) / V at uniform probabilities over V classes. Smoothed
+    targets multiply this RMS by 1 - label_smoothing. Ignored targets have no gradient. The gradient
+    of the other targets is larger instead, so that the RMS over all elements stays 1. Class weights
+    are accounted for in the same way.
 
     Args:
         input: (V,), (N, V) or (N, V, ...).
         target: indices of shape (), (N,) or (N, ...), or probabilities of `input`'s shape.
-        weight: (V,), of classes.
-        ignore_index: targets that count neither in the mean nor in the batch size.
+        weight: (V,), a weight for each class.
+        ignore_index: value of targets that count neither in the mean nor in the batch size.
         reduction: "mean", "sum" or "none".
         label_smoothing: in [0, 1).
-        mult: sharpness of the logits. It is not in the gradient.
+        mult: sharpness of the logits. The gradient does not have this factor.
         constraint: "exact" gives the true gradient.
 
     Raises:
@@ -94,7 +95,7 @@ def nll_loss(
     constraint: Constraint = None,
 ) -> Tensor:
     """Negative log-likelihood of log-probabilities, with a gradient at unit scale: -1 in one of V
-    classes has RMS 1 / sqrt(V). Arguments and errors are those of cross_entropy."""
+    classes has RMS 1 / sqrt(V). See `cross_entropy` for arguments and errors."""
     _refuse_former(size_average, reduce)
     if input.dim() == 0:
         raise ShapeError("nll_loss takes input of shape (V,), (N, V) or (N, V, ...); got ()")
@@ -135,7 +136,7 @@ def l1_loss(
     reduction: str = "mean",
     constraint: Constraint = None,
 ) -> Tensor:
-    """Absolute error: its gradient is a sign, of RMS 1. As mse_loss."""
+    """Absolute error. Its gradient is a sign, which has RMS 1. Otherwise same as `mse_loss`."""
     _refuse_former(size_average, reduce)
     input, target = _both(input, target, "l1_loss", constraint, 1.0)
     loss = F.l1_loss(input, target, reduction=reduction)
@@ -151,8 +152,8 @@ def smooth_l1_loss(
     beta: float = 1.0,
     constraint: Constraint = None,
 ) -> Tensor:
-    """Huber's error over beta: the gradient is clamp((x - y) / beta, -1, 1), its RMS for x - y of
-    variance 2 by quadrature. As mse_loss."""
+    """Huber's error over beta. The gradient is clamp((x - y) / beta, -1, 1). A quadrature computes
+    its RMS for x - y of variance 2. Otherwise same as `mse_loss`."""
     _refuse_former(size_average, reduce)
     (rms,) = _clamped(float(beta))
     input, target = _both(input, target, "smooth_l1_loss", constraint, 1 / rms)
@@ -173,9 +174,9 @@ def binary_cross_entropy_with_logits(
 ) -> Tensor:
     """Binary cross-entropy of the logits mult * input, with a gradient at unit scale.
 
-    sigmoid(z) - y, for y of 0 or 1 that the logits do not know of, has the RMS of sigmoid(z), which
-    is symmetric about 1/2; by quadrature. `weight` and `pos_weight` multiply the gradient: they
-    are taken to be of RMS 1.
+    The gradient is sigmoid(z) - y with y = 0 or 1. If y is independent of the logits, it has the
+    RMS of sigmoid(z), which is symmetric about 1/2; a quadrature computes it. `weight` and
+    `pos_weight` multiply the gradient, and are assumed to have RMS 1.
 
     Raises:
         ShapeError: `input` and `target` have different shapes.
@@ -202,8 +203,8 @@ def kl_div(
 ) -> Tensor:
     """Kullback-Leibler divergence from log-probabilities, with a gradient at unit scale.
 
-    The gradient is -target: probabilities over the V classes of the last dimension, from logits of
-    unit variance, have second moment e / V^2 (log-normal).
+    The gradient is -target. Probabilities over the V classes of the last dimension have second
+    moment e / V^2 (log-normal) if their logits have unit variance.
 
     Raises:
         ShapeError: `input` and `target` have different shapes.
@@ -218,22 +219,22 @@ def kl_div(
     return _as_sum(loss, _unless_exact(reduction, constraint), over)
 
 
-# --- what they share -------------------------------------------------------------------------
+# --- gradients of sums -----------------------------------------------------------------------
 
 
 def _as_sum(loss: Tensor, reduction: str, count: int) -> Tensor:
-    """A mean over `count` terms, with the gradient of their sum."""
+    """Return `loss`, a mean over `count` terms, with the gradient of their sum."""
     if reduction not in ("mean", "batchmean"):
         return loss
-    # A copy, since autograd lets nobody write into the other: `loss += penalty`.
+    # A copy, since autograd refuses writes into the original, such as `loss += penalty`.
     return scale_bwd(loss, max(count, 1)).clone()
 
 
 def _as_counted_sum(
     loss: Tensor, reduction: str, target: Tensor, weight: Tensor | None, ignore_index: int
 ) -> Tensor:
-    """The same where some targets are ignored and others weighted: a mean divides by the sum of
-    weights W, and over all N rows the gradient of the sum has the RMS sqrt(sum w^2 / N)."""
+    """`_as_sum` for targets that are ignored or weighted. A mean divides by the sum of the weights
+    w. Over all N rows the gradient of the sum has the RMS sqrt(sum w^2 / N)."""
     if reduction == "none":
         return loss
     counted = target != ignore_index
@@ -244,7 +245,8 @@ def _as_counted_sum(
     factor = (max(target.numel(), 1) / energy).sqrt()
     if reduction == "mean":
         factor = factor * weights.sum()
-    # Numbers that only the data know. The value is that of `loss`, the gradient the product's.
+    # The factor depends on data. The value is the value of `loss`, and the gradient is the gradient
+    # of `loss * factor`.
     wide = loss.to(factor.dtype)
     scaled = wide * factor
     return (wide.detach() + (scaled - scaled.detach())).to(loss.dtype)
@@ -284,14 +286,14 @@ def _onehot(classes: int) -> float:
     return inverse
 
 
-@kept
+@cached_constants
 def _clamped(beta: float) -> tuple[float, ...]:
     if beta == 0:
         return (1.0,)
     return (gaussian_rms(lambda z: np.clip(2**0.5 * z / beta, -1, 1)),)
 
 
-@kept
+@cached_constants
 def _sigmoid_rms(mult: float) -> tuple[float, ...]:
     positive(mult, "mult")
     return (gaussian_rms(lambda z: (1 + np.tanh(mult * z / 2)) / 2),)

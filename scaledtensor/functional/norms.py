@@ -1,5 +1,5 @@
-"""Normalisations. Their results are at unit scale by themselves, and so are the gradients of their
-inputs; those of weight and bias are sums over the rows that they are applied to."""
+"""Normalisations. Their results and their inputs' gradients have unit scale already. The gradients
+of weight and bias are sums over the rows to which these are applied."""
 
 import math
 from collections.abc import Sequence
@@ -26,9 +26,9 @@ def layer_norm(
     eps: float = 1e-5,
     constraint: Constraint = None,
 ) -> Tensor:
-    """F.layer_norm, with gradients of weight and bias over sqrt(rows).
+    """F.layer_norm, with the gradients of weight and bias divided by sqrt(rows).
 
-    `constraint="exact"` gives the true ones; no other constraint reaches them.
+    `constraint="exact"` gives their true gradients. No other constraint reaches them.
     """
     rows = input.numel() // max(math.prod(normalized_shape), 1)
     weight, bias = _over_rows(rows, constraint, weight, bias)
@@ -42,7 +42,7 @@ def rms_norm(
     eps: float | None = 1e-5,
     constraint: Constraint = None,
 ) -> Tensor:
-    """F.rms_norm, with a gradient of the weight over sqrt(rows). As layer_norm."""
+    """F.rms_norm, with the gradient of the weight divided by sqrt(rows); see `layer_norm`."""
     rows = input.numel() // max(math.prod(normalized_shape), 1)
     weight, _ = _over_rows(rows, constraint, weight, None)
     return F.rms_norm(input, normalized_shape, weight, eps)
@@ -56,8 +56,8 @@ def group_norm(
     eps: float = 1e-5,
     constraint: Constraint = None,
 ) -> Tensor:
-    """F.group_norm of (batch, channels, ...): an element of weight and bias sees batch times
-    positions. As layer_norm."""
+    """F.group_norm of (batch, channels, ...). The rows of an element of weight and bias are batch
+    times positions; see `layer_norm`."""
     weight, bias = _over_rows(_per_channel(input), constraint, weight, bias)
     return F.group_norm(input, num_groups, weight, bias, eps)
 
@@ -73,7 +73,7 @@ def batch_norm(
     eps: float = 1e-5,
     constraint: Constraint = None,
 ) -> Tensor:
-    """F.batch_norm of (batch, channels, ...). As group_norm. Running statistics are torch's."""
+    """F.batch_norm of (batch, channels, ...); see `group_norm`. Running statistics are torch's."""
     weight, bias = _over_rows(_per_channel(input), constraint, weight, bias)
     return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
 

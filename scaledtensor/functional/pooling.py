@@ -1,11 +1,12 @@
 """Average pooling, and means over positions.
 
-A mean of k independent elements is 1 / sqrt(k) as large as they are. Elements of a window that have
-a mean product r do not average out: the mean of k elements of unit RMS has the RMS
-sqrt(r + (1 - r) / k). After a relu r is the square of its mean, 1/pi of the mean square.
+The mean of k independent elements is 1 / sqrt(k) times as large as they are. If two elements of a
+window have a mean product r, they do not average out: the mean of k elements of unit RMS has the
+RMS sqrt(r + (1 - r) / k). After a relu r is the square of its mean, 1/pi of the mean square.
 
-An element's gradient is the sum over the h = k / stride windows that hold it, each 1 / k of an
-output's: its RMS is sqrt(h) / k. All elements of a window have the same.
+An element's gradient is a sum over the h = k / stride windows that contain the element. Each window
+adds 1 / k of its output's gradient, so the RMS is sqrt(h) / k. All elements of a window get the
+same gradient from it.
 """
 
 import math
@@ -53,9 +54,10 @@ def avg_pool1d(
 
     Args:
         input: (batch, channels, length), or without a batch, of unit RMS.
-        kernel_size, stride, padding, ceil_mode, count_include_pad: as of torch.
-        constraint: of the output's scale and that of the input's gradient.
-        correlation: the mean product of two elements of a window, 0 of independent ones.
+        kernel_size, stride, padding, ceil_mode, count_include_pad: see
+            `torch.nn.functional.avg_pool1d`.
+        constraint: constrains the scales of the output and of the input's gradient.
+        correlation: the mean product of two elements of a window; 0 if they are independent.
 
     Raises:
         ScaleError: `correlation` is negative or not finite.
@@ -75,7 +77,7 @@ def avg_pool2d(
     constraint: Constraint = "to_output_scale",
     correlation: float = 0.0,
 ) -> Tensor:
-    """As avg_pool1d, of (batch, channels, height, width)."""
+    """Same as `avg_pool1d`, for input (batch, channels, height, width)."""
     options = (padding, ceil_mode, count_include_pad, divisor_override)
     return _pooled(F.avg_pool2d, 2, input, kernel_size, stride, options, constraint, correlation)
 
@@ -91,7 +93,7 @@ def avg_pool3d(
     constraint: Constraint = "to_output_scale",
     correlation: float = 0.0,
 ) -> Tensor:
-    """As avg_pool1d, of (batch, channels, depth, height, width)."""
+    """Same as `avg_pool1d`, for input (batch, channels, depth, height, width)."""
     options = (padding, ceil_mode, count_include_pad, divisor_override)
     return _pooled(F.avg_pool3d, 3, input, kernel_size, stride, options, constraint, correlation)
 
@@ -102,12 +104,12 @@ def adaptive_avg_pool1d(
     constraint: Constraint = "to_output_scale",
     correlation: float = 0.0,
 ) -> Tensor:
-    """F.adaptive_avg_pool1d at unit scale. Windows are counted as if they were of one size.
+    """F.adaptive_avg_pool1d at unit scale. The closed form assumes that all windows have one size.
 
     Args:
         input: (batch, channels, length), or without a batch, of unit RMS.
-        output_size: of the result; None leaves a size as it is.
-        constraint, correlation: as of avg_pool1d.
+        output_size: length of the result; None keeps the length.
+        constraint, correlation: see `avg_pool1d`.
     """
     return _adapted(F.adaptive_avg_pool1d, 1, input, output_size, constraint, correlation)
 
@@ -118,7 +120,7 @@ def adaptive_avg_pool2d(
     constraint: Constraint = "to_output_scale",
     correlation: float = 0.0,
 ) -> Tensor:
-    """As adaptive_avg_pool1d, of (batch, channels, height, width)."""
+    """Same as `adaptive_avg_pool1d`, for input (batch, channels, height, width)."""
     return _adapted(F.adaptive_avg_pool2d, 2, input, output_size, constraint, correlation)
 
 
@@ -128,7 +130,7 @@ def adaptive_avg_pool3d(
     constraint: Constraint = "to_output_scale",
     correlation: float = 0.0,
 ) -> Tensor:
-    """As adaptive_avg_pool1d, of (batch, channels, depth, height, width)."""
+    """Same as `adaptive_avg_pool1d`, for input (batch, channels, depth, height, width)."""
     return _adapted(F.adaptive_avg_pool3d, 3, input, output_size, constraint, correlation)
 
 
@@ -141,13 +143,13 @@ def mean(
     constraint: Constraint = "to_output_scale",
     correlation: float = 0.0,
 ) -> Tensor:
-    """torch.mean over `dim` at unit scale: a mean over positions.
+    """torch.mean over `dim` at unit scale, for means over positions.
 
     Args:
         input: of any shape and of unit RMS.
-        dim: the dimensions that the mean is over; None is all.
-        keepdim, dtype: as of torch.
-        constraint, correlation: as of avg_pool1d.
+        dim: dimensions of the mean; None is all dimensions.
+        keepdim, dtype: see `torch.mean`.
+        constraint, correlation: see `avg_pool1d`.
     """
     dims = (dim,) if isinstance(dim, int) else tuple(range(input.dim()) if dim is None else dim)
     count = product([input.shape[d] for d in dims])
@@ -173,7 +175,7 @@ def _pooled(
     correlation: float,
 ) -> Tensor:
     count = product(spread(kernel_size, dims))
-    # torch reads an empty stride as that of the kernel, too.
+    # torch reads an empty stride as the kernel's size, too.
     apart = kernel_size if stride is None or stride in ((), []) else stride
     steps = product(spread(apart, dims))
     divisor = options[3] if len(options) > 3 and options[3] else count
@@ -201,7 +203,7 @@ def _adapted(
     sizes = input.shape[-dims:]
     wanted = [n if out is None else out for n, out in zip(sizes, given, strict=True)]
     pairs = [(max(n, 1), max(out, 1)) for n, out in zip(sizes, wanted, strict=True)]
-    # A window of less than one element is that element, which several windows then have.
+    # A window smaller than one element is this element, and several windows then share it.
     count = math.prod(max(n / out, 1) for n, out in pairs)
     windows = math.prod(max(out / n, 1) for n, out in pairs)
     return _scaled(
@@ -218,7 +220,8 @@ def _scaled(
     constraint: str | None,
     correlation: float,
 ) -> Tensor:
-    """Sums of `count` elements over `divisor`, of which each is in so many `windows`."""
+    """Pool by `function`: sums of `count` elements, divided by `divisor`. Each element is in
+    `windows` sums."""
     if not 0 <= correlation < math.inf:
         raise ScaleError(f"correlation is a number from 0 on; got {correlation!r}")
     count = max(count, 1)

@@ -1,9 +1,9 @@
-"""Matrix products.
+"""Matrix products, linear layers, look-ups in a table, rotary positions, and mixtures of experts.
 
-K products of independent terms: the standard deviation grows by sqrt(K) (Blake et al. 2023,
-section 4.1). K is the contracted size forward; backward it is what the other operand and the output
-share. The operands of every product, forward and backward, stay at unit scale; constants come after
-them.
+A sum of K independent products has a standard deviation sqrt(K) times as large (Blake et al. 2023,
+section 4.1). Forward, K is the contracted size. In the backward pass, K is the product of the
+dimensions that the other operand and the output share. The operands of every product, forward and
+backward, stay at unit scale: the constants are applied to the results.
 """
 
 import math
@@ -19,7 +19,7 @@ from scaledtensor.functional.scaling import (
     Constraint,
     apply_constraint,
     batch_factor,
-    kept,
+    cached_constants,
     parameter_scale,
     product,
     repeats,
@@ -40,14 +40,16 @@ __all__ = [
     "linear_readout",
     "matmul",
     "moe_route",
+    "unshrunk",
 ]
 
 
 def matmul(left: Tensor, right: Tensor, constraint: Constraint = "to_output_scale") -> Tensor:
     """left @ right at unit scale, with torch.matmul's shapes.
 
-    (..., n, k) @ (..., k, m): k terms forward, m for the left gradient, n for the right one, and as
-    many times more as an operand is repeated over the other's leading dimensions.
+    For (..., n, k) @ (..., k, m) the result has k terms, the left gradient m and the right gradient
+    n. If an operand is repeated over the other's leading dimensions, its gradient has as many times
+    more terms.
     """
     inner = left.shape[-1]
     # A vector is a matrix of one row, or of one column.
@@ -80,16 +82,16 @@ def bmm(left: Tensor, right: Tensor, constraint: Constraint = "to_output_scale")
 
 
 def einsum(equation: str, *operands: Tensor, constraint: Constraint = "to_output_scale") -> Tensor:
-    """torch.einsum at unit scale. Each result, output or gradient, sums over the indices that it
-    lacks.
+    """torch.einsum at unit scale. The output, and each gradient, is a sum over the indices that it
+    does not have.
 
     Args:
-        equation: as "bij,jk->bik"; "..." and the implicit form are torch's.
+        equation: such as "bij,jk->bik"; "..." and the implicit form work as in torch.
         operands: one for each term of the equation.
-        constraint: of the output's scale and those of the gradients, in order.
+        constraint: constrains the scales of the output and of the gradients, in order.
 
     Raises:
-        ShapeError: the equation is not one of these operands, or repeats an index within one.
+        ShapeError: the equation does not fit the operands, or repeats an index within one operand.
     """
     sizes, output, terms = _einsum_sizes(equation, operands)
     output_scale, *grad_scales = apply_constraint(
@@ -113,9 +115,10 @@ def linear(
         input: (..., fan_in).
         weight: (fan_out, fan_in), of unit variance.
         bias: (fan_out,), or None. It is added to the scaled product.
-        constraint: of the output's scale and that of the input's gradient.
-        scale_power: scales are fan_in^-p forward, fan_out^-p for the input's gradient, and
-            batch^-p for those of weight and bias. See `global_batch` for what counts as batch.
+        constraint: constrains the scales of the output and of the input's gradient.
+        scale_power: powers p of the scales, which are fan_in^-p forward, fan_out^-p for the input's
+            gradient, and batch^-p for the gradients of weight and bias. `global_batch` multiplies
+            the batch.
     """
     fan_out, fan_in = weight.shape
     batch = input.numel() // max(fan_in, 1) * batch_factor()
@@ -126,7 +129,7 @@ def linear(
     weight_scale = parameter_scale(constraint, over_batch, output_scale)
     bias_scale = parameter_scale(constraint, over_batch)
     if type(input) is Tensor and type(weight) in (Tensor, nn.Parameter) and output_scale > 0:
-        # The product scales its own result and, with it, both gradients: no pass over either.
+        # addmm's alpha scales the result and both gradients, without a pass over any of them.
         input = scale_bwd(input, input_scale / output_scale)
         weight = scale_bwd(weight, weight_scale / output_scale)
         bias = None if bias is None else scale_bwd(bias, bias_scale)
@@ -150,21 +153,22 @@ def linear_readout(
     bias: Tensor | None = None,
     constraint: Constraint = None,
 ) -> Tensor:
-    """`linear` for the last layer: 1 / fan_in forward, so that logits vanish with the width at
-    initialisation and learn at the rate of the others (u-muP, Blake et al. 2024, section 2)."""
+    """`linear` for the last layer. Its scale forward is 1 / fan_in, so logits at initialisation
+    vanish as the width grows, and the layer learns at the rate of the other layers (u-muP, Blake et
+    al. 2024, section 2)."""
     return linear(input, weight, bias, constraint=constraint, scale_power=(1.0, 0.5, 0.5))
 
 
 def unshrunk(bias: Tensor | None, output_scale: float, grad_scale: float) -> Tensor | None:
-    """A bias that torch's operator adds, to a product that is then multiplied by `output_scale`."""
+    """Return a bias for torch's operator, whose result is then multiplied by `output_scale`."""
     return None if bias is None else scale(bias, 1 / output_scale, grad_scale)
 
 
 def _einsum_sizes(
     equation: str, operands: Sequence[Tensor]
 ) -> tuple[dict[str, int], str, list[str]]:
-    """The size of every index, the indices of the output, and those of each operand. What an
-    ellipsis stands for gets letters of its own, counted from the last dimension."""
+    """Return the size of every index, the indices of the output, and the indices of each operand.
+    The dimensions of an ellipsis get letters of their own, counted from the last dimension."""
     inputs, arrow, output = equation.replace(" ", "").partition("->")
     spelled = inputs.split(",")
     if len(spelled) != len(operands):
@@ -184,20 +188,22 @@ def _einsum_sizes(
         for index, n in zip(own, x.shape, strict=True):
             sizes[index] = max(sizes.get(index, 1), n)
         terms.append(own)
-    if not arrow:  # the implicit form: what occurs once, in the order of the alphabet
+    if not arrow:  # the implicit form: the indices that occur once, in alphabetical order
         once = (i for i in sizes if sum(i in own for own in terms) == 1 and ord(i) < _HIDDEN)
         output = "..." + "".join(sorted(once))
     hidden_letters = "".join(i for i in sizes if ord(i) >= _HIDDEN)
     return sizes, output.replace("...", hidden_letters), terms
 
 
-#: Beyond the letters of an equation.
+#: The first letter of an ellipsis, beyond the letters of an equation.
 _HIDDEN = 0x100
 
 
-# Look-ups and positions.
+# --- look-ups and positions ------------------------------------------------------------------
+
+
 def check_options(max_norm: float | None, scale_grad_by_freq: bool) -> None:
-    """Raises OptionError for either."""
+    """Raise OptionError if one of these options of an embedding is set."""
     if max_norm is not None or scale_grad_by_freq:
         raise OptionError(
             "embedding: max_norm and scale_grad_by_freq set the scale of rows or gradients "
@@ -215,16 +221,18 @@ def embedding(
     sparse: bool = False,
     constraint: Constraint = None,
 ) -> Tensor:
-    """Rows of `weight`. B look-ups in V rows: an element of the gradient sums B / V terms.
+    """Return rows of `weight`. For B look-ups in V rows, an element of the gradient has B / V
+    terms.
 
     Args:
         input: integers, of any shape.
         weight: (V, features), of unit variance.
         padding_idx: a row whose gradient is zero.
-        constraint: "exact" gives the true gradient; no other reaches it.
+        constraint: "exact" gives the true gradient. No other constraint reaches it.
 
     Raises:
-        OptionError: `max_norm` or `scale_grad_by_freq`, under which that is not so.
+        OptionError: `max_norm` or `scale_grad_by_freq` is set. They scale rows or gradients
+            themselves.
     """
     check_options(max_norm, scale_grad_by_freq)
     terms = max(input.numel(), 1) * batch_factor() / weight.shape[0]
@@ -233,13 +241,15 @@ def embedding(
 
 
 def apply_rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotary positions (Su et al. 2021), in the layout of two halves that Llama uses.
+    """Rotate `query` and `key` by their positions (Su et al. 2021), in Llama's layout of two
+    halves.
 
     A rotation keeps the RMS, forward and backward: its scale is 1.
 
     Args:
-        query, key: (..., length, features), features even.
-        cos, sin: of the angles, broadcastable to them; they are cast to their dtype.
+        query, key: (..., length, features), with an even number of features.
+        cos, sin: of the angles, broadcastable to `query` and `key`; they are cast to the dtype of
+            `query`.
     """
     cos, sin = cos.to(query.dtype), sin.to(query.dtype)
     return query * cos + _turned(query) * sin, key * cos + _turned(key) * sin
@@ -250,31 +260,33 @@ def _turned(x: Tensor) -> Tensor:
     return torch.cat((-second, first), dim=-1)
 
 
-# Mixtures of experts: which experts, at what weight, and their products.
+# --- mixtures of experts ---------------------------------------------------------------------
+
+
 def moe_route(
     logits: Tensor,
     top_k: int,
     mult: float = 1.0,
     constraint: Constraint = "to_output_scale",
 ) -> tuple[Tensor, Tensor]:
-    """The experts of each token and the weights to combine their outputs with.
+    """Choose the experts of each token, and the weights that combine the experts' outputs.
 
-    Weights are softmax(mult logits) over the chosen experts, at a scale under which
-    sum_k weight_k output_k has unit variance for independent outputs that have it: over
-    sqrt(sum_k p_k^2), where p is the softmax of the expected order statistics of E Gaussians, by
-    Blom's formula (1958).
+    Weights are softmax(mult logits) over the chosen experts, divided by sqrt(sum_k p_k^2). Here p
+    is the softmax of the expected order statistics of E Gaussians, by Blom's formula (1958). With
+    this scale sum_k weight_k output_k has unit variance if the outputs are independent and have
+    unit variance.
 
     Args:
         logits: (..., experts), of unit variance.
-        top_k: experts a token, from 1 to `experts`.
+        top_k: number of experts for each token, from 1 to `experts`.
         mult: sharpness of the logits.
-        constraint: of the scale of the weights and that of the gradient of the logits.
+        constraint: constrains the scales of the weights and of the logits' gradient.
 
     Returns:
-        weights and indices, each (..., top_k), the largest weight first.
+        Weights and indices, each (..., top_k), the largest weight first.
 
     Raises:
-        ShapeError: `top_k` is outside what it may be.
+        ShapeError: `top_k` is less than 1 or more than the number of experts.
     """
     experts = logits.shape[-1]
     if not 1 <= top_k <= experts:
@@ -294,17 +306,17 @@ def grouped_linear(
 ) -> Tensor:
     """The linear layers of experts, each on its own rows, at unit scale.
 
-    As `linear` within each group; the gradient of a weight sums over rows / experts terms, those of
-    a balanced routing, so that a favoured expert's gradient stays the larger one.
+    Each group has the scales of `linear`. The scale of a weight's gradient assumes rows / experts
+    terms, as in balanced routing, so a favoured expert keeps a larger gradient.
 
     Args:
         input: (rows, fan_in), the rows of the first expert first.
         weight: (experts, fan_in, fan_out), of unit variance.
-        offsets: (experts,) int32, where the rows of each expert end.
-        constraint: of the output's scale and that of the input's gradient.
+        offsets: (experts,) int32, the end of each expert's rows.
+        constraint: constrains the scales of the output and of the input's gradient.
 
     Raises:
-        ShapeError: the shapes are not these.
+        ShapeError: the tensors do not have these shapes.
     """
     if input.dim() != 2 or weight.dim() != 3 or offsets.shape != weight.shape[:1]:
         raise ShapeError(
@@ -320,14 +332,14 @@ def grouped_linear(
     return scale_fwd(F.grouped_mm(input, weight, offs=offsets), output_scale)
 
 
-@kept
+@cached_constants
 def _route_scales(experts: int, top_k: int, mult: float) -> tuple[float, ...]:
     normal = NormalDist()
     z = [normal.inv_cdf((experts - i - 0.375) / (experts + 0.25)) for i in range(top_k)]
     raw = [math.exp(mult * (x - z[0])) for x in z]
     p = [x / sum(raw) for x in raw]
     energy = sum(x * x for x in p)
-    # d logit_j = p_j (g_j - sum p g), for unit g, and zero for experts that were not chosen.
+    # d logit_j = p_j (g_j - sum p g), for unit g. It is zero for experts that were not chosen.
     moved = sum(x * x * (1 - 2 * x + energy) for x in p) / experts
-    # One expert chosen alone has weight 1, whatever its logit: no gradient.
+    # One expert chosen alone has weight 1 for any logit: the gradient is zero.
     return energy**-0.5, (1.0 if moved < 1e-12 else moved**-0.5 / mult)

@@ -1,8 +1,8 @@
 """LSTM, GRU and plain recurrent networks at unit scale.
 
 The gates read (W x + U h) / sqrt(2) + b, of unit variance for an input and a state of unit
-variance. With s = E sigmoid(z)^2 = 0.293 and t = E tanh(z)^2 = 0.394 for z ~ N(0, 1), the states of
-torch's equations settle where what is forgotten equals what is new:
+variance. Let s = E sigmoid(z)^2 = 0.293 and t = E tanh(z)^2 = 0.394 for z ~ N(0, 1). The states of
+torch's equations settle at a variance v at which a step forgets as much as it adds:
 
     LSTM   c = f c + i g                v = s t / (1 - s)      c / sqrt(v), and
            h = o tanh(c)                w = s E tanh(sqrt(v) z)^2          h / sqrt(w)
@@ -10,12 +10,12 @@ torch's equations settle where what is forgotten equals what is new:
     tanh   h = tanh(z)                  t                      h / sqrt(t)
     relu   h = relu(z)                  1/2                    h / sqrt(1/2), by RMS
 
-have unit RMS: these are the states and outputs here, but for a factor of sqrt(v) that is measured
-(`_PERSISTENCE`). The reset gate of a GRU is divided by sqrt(s). The first steps, which start from
-zero, come out at 0.6 to 0.8.
+The last column has unit RMS: these are the states and outputs of the networks here, where sqrt(v)
+has a measured factor (`_PERSISTENCE`). The reset gate of a GRU is divided by sqrt(s). States start
+from zero, so the first steps come out at 0.6 to 0.8.
 
-The gradient is the true one within a network, where all edges are in cycles; those of its
-parameters are over the root of their number of terms, as everywhere.
+Within a network the gradient is the true one, since all edges lie on cycles. The gradients of
+parameters are divided by the root of their number of terms, like all gradients of parameters.
 """
 
 import math
@@ -37,23 +37,24 @@ from scaledtensor.functional.scaling import (
     scale,
     scale_bwd,
 )
-from scaledtensor.ops.products.table import linear as product
+from scaledtensor.ops.products import table
 from scaledtensor.ops.rules import recurrent
 from scaledtensor.ops.rules.recurrent import Parts, State, Weights
 
 __all__ = ["FUNCTIONS"]
 
-#: Of the two products that the gates add.
+#: The scale of the sum of two products in the gates.
 _HALF = 0.5**0.5
-#: A state that persists makes gates that persist, so that what a step adds is like what was added
-#: before, and sqrt(v) is so many times as large. Measured with independent Gaussian inputs: outputs
-#: after half of 32 and of 128 steps, of widths 64 and 256, then have an RMS from 1.00 to 1.06.
+#: A state that persists makes the gates persist. A step then adds something similar to earlier
+#: steps, which makes sqrt(v) larger by this factor. It is measured with independent Gaussian
+#: inputs: with it, outputs after half of 32 and of 128 steps, of widths 64 and 256, have an RMS
+#: from 1.00 to 1.06.
 _PERSISTENCE = {"lstm": 1.2, "gru": 1.1}
 
 
 @cache
 def _sigmoid() -> float:
-    """RMS of the sigmoid of a Gaussian."""
+    """Return the RMS of the sigmoid of a Gaussian."""
     return gaussian_rms(lambda z: (1 + np.tanh(z / 2)) / 2)
 
 
@@ -63,27 +64,27 @@ def _tanh(std: float = 1.0) -> float:
 
 
 @cache
-def _kept(name: str) -> float:
-    """RMS of a state that is forgotten at the rate of a sigmoid and renewed by a tanh: sqrt(v)."""
+def _state(name: str) -> float:
+    """Return sqrt(v), the RMS of a state that a sigmoid forgets and a tanh renews."""
     independent = _sigmoid() * _tanh() / (1 - _sigmoid() ** 2) ** 0.5
-    kept: float = _PERSISTENCE[name] * independent
-    return kept
+    rms: float = _PERSISTENCE[name] * independent
+    return rms
 
 
 def _read(h: Tensor, w: Weights) -> Tensor:
-    """What the state gives to the gates, by weights that are prepared."""
-    y: Tensor = product(h, w.hidden, None) * h.shape[-1] ** -0.5
+    """Return the state's term in the gates. `w` has been prepared (`_prepared`)."""
+    y: Tensor = table.linear(h, w.hidden, None) * h.shape[-1] ** -0.5
     return y if w.hidden_bias is None else y + w.hidden_bias
 
 
 def _lstm(gates: Tensor, state: State, w: Weights) -> State:
     h, c = state
     i, f, g, o = ((gates + _read(h, w)) * _HALF).chunk(4, -1)
-    kept = _kept("lstm")
-    c = f.sigmoid() * c + i.sigmoid() * g.tanh() * (1 / kept)
-    h = o.sigmoid() * (c * kept).tanh() * (1 / (_sigmoid() * _tanh(kept)))
+    rms = _state("lstm")
+    c = f.sigmoid() * c + i.sigmoid() * g.tanh() * (1 / rms)
+    h = o.sigmoid() * (c * rms).tanh() * (1 / (_sigmoid() * _tanh(rms)))
     if w.projection is not None:
-        h = product(h, w.projection, None) * h.shape[-1] ** -0.5
+        h = table.linear(h, w.projection, None) * h.shape[-1] ** -0.5
     return h, c
 
 
@@ -92,7 +93,7 @@ def _gru(gates: Tensor, state: State, w: Weights) -> State:
     reset, update, new = gates.chunk(3, -1)
     reset_of_h, update_of_h, new_of_h = _read(h, w).chunk(3, -1)
     passed = ((reset + reset_of_h) * _HALF).sigmoid() * (1 / _sigmoid())
-    n = ((new + passed * new_of_h) * _HALF).tanh() * (1 / _kept("gru"))
+    n = ((new + passed * new_of_h) * _HALF).tanh() * (1 / _state("gru"))
     return (n + ((update + update_of_h) * _HALF).sigmoid() * (h - n),)
 
 
@@ -112,8 +113,8 @@ def _gates(x: Tensor, w: Weights, constraint: Any) -> Tensor:
 
 
 def _prepared(w: Weights, x: Tensor, constraint: Any) -> Weights:
-    """Weights for one step after the other, with gradients over the root of how many rows there are
-    in all: a packed sequence has fewer in later ones."""
+    """Return the weights for all steps. Their gradients are divided by the root of the number of
+    rows in all steps, since later steps of a packed sequence have fewer rows."""
     rows = _rows(x)
     free = [
         None
@@ -129,7 +130,7 @@ def _prepared(w: Weights, x: Tensor, constraint: Any) -> Weights:
 
 
 def _bias(bias: Tensor | None, x: Tensor, constraint: Any) -> Tensor | None:
-    """As it is in the sum of both products, which is multiplied by 1 / sqrt(2)."""
+    """Return `bias` times sqrt(2): the gates multiply their sum, with the bias, by 1 / sqrt(2)."""
     if bias is None:
         return None
     return scale(bias, 1 / _HALF, parameter_scale(constraint, root(_rows(x)), 1 / _HALF))

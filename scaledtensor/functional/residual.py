@@ -23,6 +23,7 @@ __all__ = [
     "residual_add",
     "residual_apply",
     "residual_split",
+    "residual_weights",
     "transformer_residual_scaling_rule",
 ]
 
@@ -39,11 +40,11 @@ def add(
 ) -> Tensor:
     """input + alpha other at unit scale: independent terms add in quadrature.
 
-    A gradient sums over the dimensions in which its tensor is repeated. A number, or a tensor of
-    one element, shifts the other term and does not change its scale.
+    A gradient is a sum over the dimensions in which its tensor is repeated. A number, or a tensor
+    of one element, shifts the other term and does not change its scale.
 
     Raises:
-        UnsupportedError: `out`, which autograd does not take either.
+        UnsupportedError: `out` is given. Autograd does not take it either.
     """
     if out is not None:
         raise UnsupportedError("add(out=) has no gradient; assign the result instead")
@@ -65,10 +66,10 @@ def add(
 def mul(
     input: Tensor | float, other: Tensor | float, constraint: Constraint = "to_output_scale"
 ) -> Tensor:
-    """input * other at unit scale: 1 for independent factors; a square has RMS sqrt(3).
+    """input * other at unit scale. A product of independent factors has RMS 1, a square sqrt(3).
 
-    A gradient sums over the dimensions in which its tensor is repeated. A number multiplies as it
-    is: a constant that somebody wrote down is meant.
+    A gradient is a sum over the dimensions in which its tensor is repeated. A number multiplies
+    without a scale, since a constant in the code is intended.
     """
     if not isinstance(input, Tensor) or not isinstance(other, Tensor):
         return torch.mul(input, other)
@@ -86,33 +87,34 @@ def mul(
 
 
 def residual_split(input: Tensor, tau: float = 1.0) -> tuple[Tensor, Tensor]:
-    """`input` as (residual, skip), for `residual_add` to join.
+    """Return `input` twice, as (residual, skip), for `residual_add` to join.
 
-    The gradient of a branch is scaled here and not where the branch ends, so that it has unit scale
+    The gradient of a branch is scaled here and not at the branch's end, so that it has unit scale
     along the branch (Blake et al. 2023, section 5.2).
 
     Args:
         input: of any shape.
-        tau: scale of the residual branch over that of the skip connection.
+        tau: scale of the residual branch, relative to the skip connection.
     """
     residual, skip = residual_weights(tau)
     return scale_bwd(input, residual), scale_bwd(input, skip)
 
 
 def residual_add(residual: Tensor, skip: Tensor, tau: float = 1.0) -> Tensor:
-    """(tau residual + skip) / sqrt(1 + tau^2), for what `residual_split` has split."""
+    """Join the two results of `residual_split`: (tau residual + skip) / sqrt(1 + tau^2)."""
     of_residual, of_skip = residual_weights(tau)
     return scale_fwd(residual, of_residual) + scale_fwd(skip, of_skip)
 
 
 def residual_apply(fn: Callable[[Tensor], Tensor], input: Tensor, tau: float = 1.0) -> Tensor:
-    """A residual layer around `fn`: split, apply, add."""
+    """Run `fn` as a residual branch: split `input`, apply `fn`, add."""
     residual, skip = residual_split(input, tau)
     return residual_add(fn(residual), skip, tau)
 
 
 def residual_weights(tau: float) -> tuple[float, float]:
-    """Factors of the residual branch and of the skip connection, whose squares add up to 1."""
+    """Return the factors of the residual branch and of the skip connection. Their squares sum to
+    1."""
     skip = (1 + tau**2) ** -0.5
     return tau * skip, skip
 
@@ -120,15 +122,15 @@ def residual_weights(tau: float) -> tuple[float, float]:
 def transformer_residual_scaling_rule(
     residual_mult: float = 1.0, residual_attn_ratio: float = 1.0
 ) -> ResidualRule:
-    """tau of each branch of a transformer that alternates attention (first) and MLP.
+    """Return a rule for tau in a transformer whose branches alternate: attention (first), then MLP.
 
-    Every attention branch contributes the same variance to the last layer, every MLP branch the
-    same, and all of them together `residual_mult`^2 times that of the embedding on average (u-muP,
-    Blake et al. 2024, appendix G).
+    All attention branches contribute the same variance to the last layer, and so do all MLP
+    branches. On average all branches together contribute `residual_mult`^2 times the variance of
+    the embedding (u-muP, Blake et al. 2024, appendix G).
 
     Args:
-        residual_mult: contribution of the branches over that of the embedding.
-        residual_attn_ratio: contribution of an attention branch over that of an MLP branch.
+        residual_mult: contribution of the branches, relative to the embedding.
+        residual_attn_ratio: contribution of an attention branch, relative to an MLP branch.
 
     Returns:
         fn(index, layers) -> tau, for branch `index` of `layers`.

@@ -1,12 +1,15 @@
 """Every spelling that torch has for a function of this package.
 
-COUNTERPARTS maps what a model calls to a function of the same signature that is unit-scaled. Each
-also takes `constraint=` where its unit-scaled function does.
+COUNTERPARTS maps a function that a model may call to a unit-scaled function with the same
+parameters. A function of this package whose first parameters are torch's is its own counterpart.
+The modules `arithmetic` and `layers` adapt the others. Each counterpart takes `constraint=` if its
+unit-scaled function does.
 
-What a spelling does not say is read from its operands: a matrix that is an `nn.Parameter`, or a
-view of one, is a weight, whose gradient no constraint reaches; as a factor or a term of an
-elementwise operator it is a gain or a bias. No function here writes into its argument: the result
-of `inplace=True` and of `relu_` is a new tensor. Whoever wants it there writes it.
+A spelling does not tell which operands are weights, so the operands do. A matrix that is an
+`nn.Parameter`, or a view of one, is a weight, and no constraint reaches its gradient. A parameter
+that is a factor or a term of an elementwise operator is a gain or a bias. No counterpart writes
+into its argument: the result of `inplace=True` and of `relu_` is a new tensor, which the caller may
+copy.
 """
 
 from collections.abc import Callable
@@ -16,18 +19,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scaledtensor.functional import convolutions, losses, pooling, recurrent
+from scaledtensor.functional import (
+    activations,
+    convolutions,
+    losses,
+    norms,
+    pooling,
+    products,
+    recurrent,
+)
 from scaledtensor.functional.spellings import arithmetic, layers
-from scaledtensor.functional.spellings import arithmetic as elementwise
 from scaledtensor.ops.products.table import PRODUCTS
 
 __all__ = ["COUNTERPARTS"]
 
-#: Products by the name that `scaledtensor.ops.products.table.PRODUCTS` gives them -> the same at
-#: unit
-#: scale. None: the constant is measured, as for any function that has no closed form here.
+#: Name of a product in `scaledtensor.ops.products.table.PRODUCTS` -> its counterpart. None: the
+#: constant is measured, like the constant of every function without a closed form here.
 _BY_NAME: dict[str, Callable[..., Any] | None] = {
-    "linear": arithmetic.linear,
+    "linear": products.linear,
     "bilinear": arithmetic.bilinear,
     "matmul": arithmetic.matmul,
     "reflected_matmul": arithmetic.reflected_matmul,
@@ -44,12 +53,12 @@ _BY_NAME: dict[str, Callable[..., Any] | None] = {
     "baddbmm": arithmetic.baddbmm,
     "addbmm": arithmetic.addbmm,
     "grouped_mm": arithmetic.grouped_mm,
-    "conv1d": layers.convolution(convolutions.conv1d),
-    "conv2d": layers.convolution(convolutions.conv2d),
-    "conv3d": layers.convolution(convolutions.conv3d),
-    "conv_transpose1d": layers.transposed(convolutions.conv_transpose1d),
-    "conv_transpose2d": layers.transposed(convolutions.conv_transpose2d),
-    "conv_transpose3d": layers.transposed(convolutions.conv_transpose3d),
+    "conv1d": convolutions.conv1d,
+    "conv2d": convolutions.conv2d,
+    "conv3d": convolutions.conv3d,
+    "conv_transpose1d": convolutions.conv_transpose1d,
+    "conv_transpose2d": convolutions.conv_transpose2d,
+    "conv_transpose3d": convolutions.conv_transpose3d,
     "convolution": layers.any_convolution,
     "conv_tbc": layers.conv_tbc,
     "scaled_dot_product_attention": layers.attention,
@@ -65,7 +74,7 @@ _PRODUCTS = {
     if (counterpart := _BY_NAME[product.name]) is not None
 }
 
-#: What a model may call -> the same at unit scale.
+#: Function that a model may call -> its counterpart.
 COUNTERPARTS: dict[Callable[..., Any], Callable[..., Any]] = {
     **_PRODUCTS,
     # sums and elementwise products
@@ -89,36 +98,36 @@ COUNTERPARTS: dict[Callable[..., Any], Callable[..., Any]] = {
     Tensor.__imul__: arithmetic.mul,
     Tensor.__rmul__: arithmetic.mul,
     # elementwise functions, softmax and dropout
-    F.gelu: elementwise.gelu,
-    F.silu: elementwise.silu,
-    F.relu: elementwise.relu,
-    torch.relu: elementwise.relu,
-    Tensor.relu: elementwise.relu,
-    torch.relu_: elementwise.relu,
-    Tensor.relu_: elementwise.relu,
-    F.leaky_relu: elementwise.leaky_relu,
-    torch.tanh: elementwise.tanh,
-    Tensor.tanh: elementwise.tanh,
-    torch.tanh_: elementwise.tanh,
-    Tensor.tanh_: elementwise.tanh,
-    F.tanh: elementwise.tanh,
-    torch.sigmoid: elementwise.sigmoid,
-    Tensor.sigmoid: elementwise.sigmoid,
-    torch.sigmoid_: elementwise.sigmoid,
-    Tensor.sigmoid_: elementwise.sigmoid,
-    F.sigmoid: elementwise.sigmoid,
-    torch.special.expit: elementwise.sigmoid,
-    F.softmax: elementwise.f_softmax,
-    torch.softmax: elementwise.softmax,
-    torch.special.softmax: elementwise.softmax,
-    Tensor.softmax: elementwise.softmax,
-    F.log_softmax: elementwise.f_log_softmax,
-    torch.log_softmax: elementwise.log_softmax,
-    torch.special.log_softmax: elementwise.log_softmax,
-    Tensor.log_softmax: elementwise.log_softmax,
-    F.dropout: elementwise.f_dropout,
-    torch.dropout: elementwise.dropout,
-    torch.dropout_: elementwise.dropout,
+    F.gelu: activations.gelu,
+    F.silu: arithmetic.silu,
+    F.relu: arithmetic.relu,
+    torch.relu: arithmetic.relu,
+    Tensor.relu: arithmetic.relu,
+    torch.relu_: arithmetic.relu,
+    Tensor.relu_: arithmetic.relu,
+    F.leaky_relu: arithmetic.leaky_relu,
+    torch.tanh: arithmetic.tanh,
+    Tensor.tanh: arithmetic.tanh,
+    torch.tanh_: arithmetic.tanh,
+    Tensor.tanh_: arithmetic.tanh,
+    F.tanh: arithmetic.tanh,
+    torch.sigmoid: arithmetic.sigmoid,
+    Tensor.sigmoid: arithmetic.sigmoid,
+    torch.sigmoid_: arithmetic.sigmoid,
+    Tensor.sigmoid_: arithmetic.sigmoid,
+    F.sigmoid: arithmetic.sigmoid,
+    torch.special.expit: arithmetic.sigmoid,
+    F.softmax: arithmetic.f_softmax,
+    torch.softmax: arithmetic.softmax,
+    torch.special.softmax: arithmetic.softmax,
+    Tensor.softmax: arithmetic.softmax,
+    F.log_softmax: arithmetic.f_log_softmax,
+    torch.log_softmax: arithmetic.log_softmax,
+    torch.special.log_softmax: arithmetic.log_softmax,
+    Tensor.log_softmax: arithmetic.log_softmax,
+    F.dropout: arithmetic.f_dropout,
+    torch.dropout: arithmetic.dropout,
+    torch.dropout_: arithmetic.dropout,
     # averages
     F.avg_pool1d: pooling.avg_pool1d,
     F.avg_pool2d: pooling.avg_pool2d,
@@ -131,16 +140,16 @@ COUNTERPARTS: dict[Callable[..., Any], Callable[..., Any]] = {
     # recurrent layers
     **recurrent.FUNCTIONS,
     # norms
-    F.layer_norm: layers.f_layer_norm,
+    F.layer_norm: norms.layer_norm,
     torch.layer_norm: layers.layer_norm,
     F.rms_norm: layers.rms_norm,
     torch.rms_norm: layers.rms_norm,
-    F.group_norm: layers.f_group_norm,
+    F.group_norm: norms.group_norm,
     torch.group_norm: layers.group_norm,
-    F.batch_norm: layers.f_batch_norm,
+    F.batch_norm: norms.batch_norm,
     torch.batch_norm: layers.batch_norm,
     # look-ups, attention and losses
-    F.embedding: layers.f_embedding,
+    F.embedding: products.embedding,
     torch.embedding: layers.embedding,
     F.cross_entropy: losses.cross_entropy,
     F.nll_loss: losses.nll_loss,

@@ -1,5 +1,6 @@
-"""Matrix products, sums and elementwise products."""
+"""Adapters for torch's spellings of matrix products, sums and elementwise functions."""
 
+from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any
 
@@ -8,7 +9,6 @@ from torch import Tensor, nn
 
 from scaledtensor.errors import UnsupportedError
 from scaledtensor.functional import activations, products, residual
-from scaledtensor.functional import products as routing
 from scaledtensor.functional.scaling import (
     apply_constraint,
     batch_factor,
@@ -20,25 +20,64 @@ from scaledtensor.functional.scaling import (
 )
 from scaledtensor.ops.products.by_gemm import tensordot_equation
 
-__all__ = ["OUTPUT", "is_weight", "refuse_out"]
+__all__ = [
+    "OUTPUT",
+    "add",
+    "addbmm",
+    "addmm",
+    "addmv",
+    "baddbmm",
+    "bilinear",
+    "bmm",
+    "chain_matmul",
+    "dropout",
+    "einsum",
+    "f_dropout",
+    "f_log_softmax",
+    "f_softmax",
+    "grouped_mm",
+    "inner",
+    "is_weight",
+    "leaky_relu",
+    "log_softmax",
+    "matmul",
+    "mm",
+    "mul",
+    "multi_dot",
+    "mv",
+    "radd",
+    "reflected_matmul",
+    "refuse_out",
+    "relu",
+    "rsub",
+    "sigmoid",
+    "silu",
+    "softmax",
+    "sub",
+    "tanh",
+    "tensordot",
+]
 
-
-# What adapters read from operands.
+#: The default constraint of an adapter.
 OUTPUT = "to_output_scale"
 
 
 def is_weight(x: Any) -> bool:
-    """Whether `x` is a parameter, or a view of one such as its transpose."""
+    """Return whether `x` is a parameter, or a view of one such as its transpose."""
     if not isinstance(x, Tensor):
         return False
     return isinstance(x, nn.Parameter) or isinstance(getattr(x, "_base", None), nn.Parameter)
 
 
 def refuse_out(out: Any) -> None:
+    """Raise UnsupportedError if `out` is given."""
     if out is not None:
         raise UnsupportedError(
             "unit-scaled functions take no out=, as autograd takes none; assign the result instead"
         )
+
+
+# --- matrix products -------------------------------------------------------------------------
 
 
 def matmul(input: Any, other: Any, *, out: Any = None, constraint: Any = OUTPUT) -> Tensor:
@@ -79,7 +118,7 @@ def tensordot(
 
 
 def multi_dot(tensors: Any, *, out: Any = None, constraint: Any = OUTPUT) -> Tensor:
-    """From left to right: each product has the size that its constants are of."""
+    """Multiply from left to right, so that each product has the shapes of its constants."""
     refuse_out(out)
     total: Tensor = reduce(partial(matmul, constraint=constraint), tensors)
     return total
@@ -115,7 +154,7 @@ def addmm(
     out: Any = None,
     constraint: Any = OUTPUT,
 ) -> Tensor:
-    """A linear layer where `mat2` is a weight and `input` its bias (Conv1D of GPT-2)."""
+    """`addmm` is a linear layer if `mat2` is a weight and `input` its bias (Conv1D of GPT-2)."""
     refuse_out(out)
     if is_weight(mat2) and input.dim() == 1 and beta == alpha == 1:
         return products.linear(mat1, mat2.mT, input, constraint)
@@ -161,23 +200,20 @@ def addbmm(
     out: Any = None,
     constraint: Any = OUTPUT,
 ) -> Tensor:
-    """The sum over the batch is a part of the product."""
+    """The terms of the product include the sum over the batch."""
     refuse_out(out)
     product = products.einsum("bij,bjk->ik", batch1, batch2, constraint=constraint)
     return _added(input, product, beta, alpha, constraint)
 
 
 def _added(input: Any, product: Tensor, beta: float, alpha: float, constraint: Any) -> Tensor:
-    """beta input + alpha product. With beta = 0, torch reads neither values nor NaNs of `input`."""
+    """Return beta input + alpha product. With beta = 0, torch does not read `input`: its NaNs have
+    no effect."""
     product = product if alpha == 1 else product * alpha
     if not beta:
         return product
     total: Tensor = add(input if beta == 1 else input * beta, product, constraint=constraint)
     return total
-
-
-def linear(input: Any, weight: Any, bias: Any = None, *, constraint: Any = OUTPUT) -> Tensor:
-    return products.linear(input, weight, bias, constraint)
 
 
 def grouped_mm(
@@ -193,7 +229,7 @@ def grouped_mm(
         raise UnsupportedError(
             "a unit-scaled grouped_mm takes rows (n, k), experts (e, k, m) and offs, without a bias"
         )
-    out = routing.grouped_linear(mat_a, mat_b, offs, constraint)
+    out = products.grouped_linear(mat_a, mat_b, offs, constraint)
     return out if out_dtype is None else out.to(out_dtype)
 
 
@@ -201,7 +237,7 @@ def grouped_mm(
 
 
 def _free(x: Tensor, other: Tensor, constraint: Any, true: float = 1.0) -> Tensor:
-    """A parameter with a gradient over the root of how often it is used."""
+    """Return the parameter `x`, with its gradient divided by the root of its number of uses."""
     times, _ = repeats(x.shape, other.shape)
     return scale_bwd(x, parameter_scale(constraint, root(times * batch_factor()), true))
 
@@ -209,7 +245,8 @@ def _free(x: Tensor, other: Tensor, constraint: Any, true: float = 1.0) -> Tenso
 def add(
     input: Any, other: Any, *, alpha: float = 1, out: Any = None, constraint: Any = OUTPUT
 ) -> Any:
-    """A bias, a parameter of one dimension, is added as it is; a table of positions is a term."""
+    """A bias, which is a parameter of one dimension, is added unscaled. A parameter of more
+    dimensions, such as a table of positions, is a term of the sum."""
     refuse_out(out)
     tensors = isinstance(input, Tensor) and isinstance(other, Tensor)
     if tensors and is_weight(input) != is_weight(other):
@@ -246,9 +283,7 @@ def mul(input: Any, other: Any, *, out: Any = None, constraint: Any = OUTPUT) ->
     return residual.mul(input, other, constraint)
 
 
-# Elementwise functions, softmax and dropout.
-def gelu(input: Any, *, approximate: str = "none", constraint: Any = OUTPUT) -> Tensor:
-    return activations.gelu(input, constraint=constraint, approximate=approximate)
+# --- elementwise functions, softmax and dropout ----------------------------------------------
 
 
 def silu(input: Any, inplace: bool = False, *, constraint: Any = OUTPUT) -> Tensor:
@@ -275,48 +310,42 @@ def sigmoid(input: Any, *, out: Any = None, constraint: Any = OUTPUT) -> Tensor:
     return activations.sigmoid(input, constraint=constraint)
 
 
-def f_softmax(
-    input: Any,
-    dim: Any = None,
-    _stacklevel: int = 3,
-    dtype: Any = None,
-    *,
-    constraint: Any = OUTPUT,
-) -> Tensor:
-    return activations.softmax(input, _checked_dim(dim), dtype, constraint)
+def _by_dim(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Adapt `softmax` or `log_softmax` to torch's spelling in `torch` and `Tensor`."""
+
+    def by_dim(
+        input: Any, dim: Any, dtype: Any = None, *, out: Any = None, constraint: Any = OUTPUT
+    ) -> Tensor:
+        refuse_out(out)
+        return function(input, dim, dtype, constraint)
+
+    return by_dim
 
 
-def softmax(
-    input: Any, dim: Any, dtype: Any = None, *, out: Any = None, constraint: Any = OUTPUT
-) -> Tensor:
-    refuse_out(out)
-    return activations.softmax(input, dim, dtype, constraint)
+def _f_by_dim(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Adapt `softmax` or `log_softmax` to torch's spelling in `torch.nn.functional`."""
+
+    def f_by_dim(
+        input: Any,
+        dim: Any = None,
+        _stacklevel: int = 3,
+        dtype: Any = None,
+        *,
+        constraint: Any = OUTPUT,
+    ) -> Tensor:
+        if not isinstance(dim, int):
+            raise UnsupportedError(
+                "a unit-scaled softmax takes dim=; torch's choice of one is deprecated"
+            )
+        return function(input, dim, dtype, constraint)
+
+    return f_by_dim
 
 
-def f_log_softmax(
-    input: Any,
-    dim: Any = None,
-    _stacklevel: int = 3,
-    dtype: Any = None,
-    *,
-    constraint: Any = OUTPUT,
-) -> Tensor:
-    return activations.log_softmax(input, _checked_dim(dim), dtype, constraint)
-
-
-def log_softmax(
-    input: Any, dim: Any, dtype: Any = None, *, out: Any = None, constraint: Any = OUTPUT
-) -> Tensor:
-    refuse_out(out)
-    return activations.log_softmax(input, dim, dtype, constraint)
-
-
-def _checked_dim(dim: Any) -> int:
-    if not isinstance(dim, int):
-        raise UnsupportedError(
-            "a unit-scaled softmax takes dim=; torch's choice of one is deprecated"
-        )
-    return dim
+softmax = _by_dim(activations.softmax)
+log_softmax = _by_dim(activations.log_softmax)
+f_softmax = _f_by_dim(activations.softmax)
+f_log_softmax = _f_by_dim(activations.log_softmax)
 
 
 def f_dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

@@ -1,4 +1,4 @@
-"""Convolutions, norms, look-ups, attention and losses."""
+"""Adapters for torch's spellings of convolutions, norms, look-ups, attention, losses and means."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,41 +19,19 @@ from scaledtensor.functional.convolutions import (
 )
 from scaledtensor.functional.spellings.arithmetic import OUTPUT, refuse_out
 
-
-def convolution(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def convolution(
-        input: Any,
-        weight: Any,
-        bias: Any = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-        *,
-        constraint: Any = OUTPUT,
-    ) -> Tensor:
-        return function(input, weight, bias, stride, padding, dilation, groups, constraint)
-
-    return convolution
-
-
-def transposed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def convolution(
-        input: Any,
-        weight: Any,
-        bias: Any = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        output_padding: Any = 0,
-        groups: int = 1,
-        dilation: Any = 1,
-        *,
-        constraint: Any = OUTPUT,
-    ) -> Tensor:
-        shape = (stride, padding, output_padding, groups, dilation)
-        return function(input, weight, bias, *shape, constraint)
-
-    return convolution
+__all__ = [
+    "any_convolution",
+    "attention",
+    "batch_norm",
+    "conv_tbc",
+    "embedding",
+    "group_norm",
+    "l1_loss",
+    "layer_norm",
+    "mean",
+    "mse_loss",
+    "rms_norm",
+]
 
 
 def any_convolution(
@@ -69,7 +47,7 @@ def any_convolution(
     *,
     constraint: Any = OUTPUT,
 ) -> Tensor:
-    """`torch.convolution`, which names every argument of all the others."""
+    """`torch.convolution`, which has the arguments of all convolutions."""
     dims = weight.dim() - 2
     if transposed:
         back = (conv_transpose1d, conv_transpose2d, conv_transpose3d)[dims - 1]
@@ -82,21 +60,9 @@ def any_convolution(
 def conv_tbc(
     input: Any, weight: Any, bias: Any, pad: int = 0, *, constraint: Any = OUTPUT
 ) -> Tensor:
-    """Of (time, batch, channel), by (tap, in, out)."""
+    """`torch.conv_tbc`: input (time, batch, channel), weight (tap, in, out)."""
     x, w = input.permute(1, 2, 0), weight.permute(2, 1, 0)
     return conv1d(x, w, bias, padding=pad, constraint=constraint).permute(2, 0, 1)
-
-
-def f_layer_norm(
-    input: Any,
-    normalized_shape: Sequence[int],
-    weight: Any = None,
-    bias: Any = None,
-    eps: float = 1e-5,
-    *,
-    constraint: Any = None,
-) -> Tensor:
-    return norms.layer_norm(input, normalized_shape, weight, bias, eps, constraint)
 
 
 def layer_norm(
@@ -123,18 +89,6 @@ def rms_norm(
     return norms.rms_norm(input, normalized_shape, weight, eps, constraint)
 
 
-def f_group_norm(
-    input: Any,
-    num_groups: int,
-    weight: Any = None,
-    bias: Any = None,
-    eps: float = 1e-5,
-    *,
-    constraint: Any = None,
-) -> Tensor:
-    return norms.group_norm(input, num_groups, weight, bias, eps, constraint)
-
-
 def group_norm(
     input: Any,
     num_groups: int,
@@ -146,23 +100,6 @@ def group_norm(
     constraint: Any = None,
 ) -> Tensor:
     return norms.group_norm(input, num_groups, weight, bias, eps, constraint)
-
-
-def f_batch_norm(
-    input: Any,
-    running_mean: Any,
-    running_var: Any,
-    weight: Any = None,
-    bias: Any = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-    *,
-    constraint: Any = None,
-) -> Tensor:
-    return norms.batch_norm(
-        input, running_mean, running_var, weight, bias, training, momentum, eps, constraint
-    )
 
 
 def batch_norm(
@@ -183,25 +120,6 @@ def batch_norm(
     )
 
 
-# --- look-ups, attention and losses ----------------------------------------------------------
-
-
-def f_embedding(
-    input: Any,
-    weight: Any,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-    *,
-    constraint: Any = None,
-) -> Tensor:
-    return products.embedding(
-        input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, constraint
-    )
-
-
 def embedding(
     weight: Any,
     indices: Any,
@@ -211,9 +129,9 @@ def embedding(
     *,
     constraint: Any = None,
 ) -> Tensor:
-    # Of this spelling -1 is no row, and no negative number counts from the end.
+    # Here -1 means no padding row, and negative numbers do not count from the end.
     padding = None if padding_idx < 0 else padding_idx
-    return f_embedding(
+    return products.embedding(
         indices,
         weight,
         padding,
@@ -237,8 +155,8 @@ def attention(
     context_length: int | None = None,
     correlation: float = 0.0,
 ) -> Tensor:
-    """A scale of 1/sqrt(d), given or torch's own, becomes 1/d; any other is in that proportion.
-    `context_length` says of a mask that it is causal."""
+    """A scale of 1/sqrt(d), given or by default, becomes 1/d. Other scales change by the same
+    factor. `context_length` declares that a mask is causal."""
     mult = 1.0 if scale is None else scale * math.sqrt(query.shape[-1])
     return scaled_dot_product_attention(
         query,
@@ -255,7 +173,7 @@ def attention(
     )
 
 
-def _error(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _without_weight(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def error(
         input: Any,
         target: Any,
@@ -276,8 +194,8 @@ def _error(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return error
 
 
-mse_loss = _error(losses.mse_loss)
-l1_loss = _error(losses.l1_loss)
+mse_loss = _without_weight(losses.mse_loss)
+l1_loss = _without_weight(losses.l1_loss)
 
 
 def mean(
