@@ -1,8 +1,9 @@
 """torch.nn's modules at unit scale: `import scaledtensor.nn as uu`.
 
-Each is the torch module of its name over the function of its name in `scaledtensor.functional`,
-with its parameters initialised to unit variance (weights) or zero (biases) and tagged for u-muP.
-What differs from torch are defaults: no bias, and no gains or shifts in norms.
+Each module has the name and the arguments of a torch module, and calls the function of that name in
+`scaledtensor.functional`. Weights start with unit variance, biases start at zero, and all
+parameters are tagged for u-muP. Two defaults differ from torch: layers have no bias, and norms have
+no gains or shifts.
 """
 
 from scaledtensor.mup import MupType, Parameter

@@ -1,4 +1,4 @@
-"""Activation functions, softmax and dropout as modules. They take the settings of their functions.
+"""Activation functions, softmax and dropout as modules, with the settings of their functions.
 
 `inplace=True` raises UnsupportedError.
 """
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import scaledtensor.functional as U
 from scaledtensor.functional.scaling import Constraint
-from scaledtensor.nn.common import described, refuse_inplace
+from scaledtensor.nn.common import Scaled, refuse_inplace
 
 __all__ = [
     "GELU",
@@ -22,8 +22,10 @@ __all__ = [
 ]
 
 
-class GELU(nn.GELU):
+class GELU(Scaled, nn.GELU):
     """`functional.gelu`."""
+
+    _settings = ("mult", "constraint")
 
     def __init__(
         self,
@@ -38,12 +40,11 @@ class GELU(nn.GELU):
     def forward(self, input: Tensor) -> Tensor:
         return U.gelu(input, self.mult, self.constraint, self.approximate)
 
-    def extra_repr(self) -> str:
-        return described(self, super().extra_repr(), "mult", "constraint")
 
-
-class SiLU(nn.SiLU):
+class SiLU(Scaled, nn.SiLU):
     """`functional.silu`."""
+
+    _settings = ("mult", "constraint")
 
     def __init__(
         self,
@@ -59,11 +60,8 @@ class SiLU(nn.SiLU):
     def forward(self, input: Tensor) -> Tensor:
         return U.silu(input, self.mult, self.constraint)
 
-    def extra_repr(self) -> str:
-        return described(self, super().extra_repr(), "mult", "constraint")
 
-
-class ReLU(nn.ReLU):
+class ReLU(Scaled, nn.ReLU):
     """`functional.relu`."""
 
     def __init__(self, inplace: bool = False, constraint: Constraint = "to_output_scale") -> None:
@@ -74,11 +72,8 @@ class ReLU(nn.ReLU):
     def forward(self, input: Tensor) -> Tensor:
         return U.relu(input, constraint=self.constraint)
 
-    def extra_repr(self) -> str:
-        return described(self, super().extra_repr(), "constraint")
 
-
-class LeakyReLU(nn.LeakyReLU):
+class LeakyReLU(Scaled, nn.LeakyReLU):
     """`functional.leaky_relu`."""
 
     def __init__(
@@ -94,12 +89,11 @@ class LeakyReLU(nn.LeakyReLU):
     def forward(self, input: Tensor) -> Tensor:
         return U.leaky_relu(input, self.negative_slope, constraint=self.constraint)
 
-    def extra_repr(self) -> str:
-        return described(self, super().extra_repr(), "constraint")
 
-
-class Tanh(nn.Tanh):
+class Tanh(Scaled, nn.Tanh):
     """`functional.tanh`."""
+
+    _settings = ("mult", "constraint")
 
     def __init__(self, mult: float = 1.0, constraint: Constraint = "to_output_scale") -> None:
         super().__init__()
@@ -109,12 +103,11 @@ class Tanh(nn.Tanh):
     def forward(self, input: Tensor) -> Tensor:
         return U.tanh(input, self.mult, self.constraint)
 
-    def extra_repr(self) -> str:
-        return described(self, super().extra_repr(), "mult", "constraint")
 
-
-class Sigmoid(nn.Sigmoid):
+class Sigmoid(Scaled, nn.Sigmoid):
     """`functional.sigmoid`."""
+
+    _settings = ("mult", "constraint")
 
     def __init__(self, mult: float = 1.0, constraint: Constraint = "to_output_scale") -> None:
         super().__init__()
@@ -124,12 +117,11 @@ class Sigmoid(nn.Sigmoid):
     def forward(self, input: Tensor) -> Tensor:
         return U.sigmoid(input, self.mult, self.constraint)
 
-    def extra_repr(self) -> str:
-        return described(self, super().extra_repr(), "mult", "constraint")
 
-
-class Softmax(nn.Softmax):
+class Softmax(Scaled, nn.Softmax):
     """`functional.softmax` over `dim`."""
+
+    _settings = ("mult", "constraint")
 
     dim: int
 
@@ -143,12 +135,11 @@ class Softmax(nn.Softmax):
     def forward(self, input: Tensor) -> Tensor:
         return U.softmax(input, self.dim, mult=self.mult, constraint=self.constraint)
 
-    def extra_repr(self) -> str:
-        return described(self, super().extra_repr(), "mult", "constraint")
 
-
-class LogSoftmax(nn.LogSoftmax):
+class LogSoftmax(Scaled, nn.LogSoftmax):
     """`functional.log_softmax` over `dim`."""
+
+    _settings = ("mult", "constraint")
 
     dim: int
 
@@ -162,12 +153,9 @@ class LogSoftmax(nn.LogSoftmax):
     def forward(self, input: Tensor) -> Tensor:
         return U.log_softmax(input, self.dim, mult=self.mult, constraint=self.constraint)
 
-    def extra_repr(self) -> str:
-        return described(self, super().extra_repr(), "mult", "constraint")
-
 
 class Dropout(nn.Dropout):
-    """`functional.dropout`, in evaluation the identity."""
+    """`functional.dropout`. In evaluation it is the identity."""
 
     def __init__(self, p: float = 0.5, inplace: bool = False) -> None:
         super().__init__(p)

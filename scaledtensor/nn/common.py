@@ -1,23 +1,57 @@
-"""What the modules share: tagging their parameters, and showing their settings."""
+"""Base classes of the modules, and containers that know how deep a residual stack is."""
 
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from scaledtensor.errors import MupError, OptionError
+from scaledtensor.functional.scaling import Constraint
 from scaledtensor.mup import MupType, has_parameter_data, keep_tags, tag, tags
 
 __all__ = [
     "DepthModuleList",
     "DepthSequential",
+    "Scaled",
     "Sliceable",
-    "described",
+    "Weighted",
     "refuse_inplace",
     "tag_own",
 ]
+
+
+class Scaled(nn.Module):
+    """Base of a module that calls a unit-scaled function. Its representation shows torch's
+    settings, the attributes named in `_settings`, and the tags of its weight."""
+
+    _settings: ClassVar[tuple[str, ...]] = ("constraint",)
+
+    constraint: Constraint
+
+    def extra_repr(self) -> str:
+        inherited = super().extra_repr()
+        shown = [inherited] if inherited else []
+        shown += [f"{name}={getattr(self, name)!r}" for name in self._settings]
+        weight: Any = getattr(self, "weight", None)
+        if isinstance(weight, Tensor) and has_parameter_data(weight):
+            shown.append(f"mup_type={weight.mup_type!r}")
+            if weight.mup_scaling_depth is not None:
+                shown.append(f"mup_scaling_depth={weight.mup_scaling_depth}")
+        return ", ".join(shown)
+
+
+class Weighted(Scaled):
+    """Base of a module with a weight of unit variance, and a bias that starts at zero."""
+
+    weight: Tensor
+    bias: Any
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
 
 def tag_own(
@@ -25,7 +59,7 @@ def tag_own(
     weight: MupType = "weight",
     fan_in: int | None = None,
 ) -> None:
-    """Tag `module.weight` as `weight` and `module.bias` as a bias, where there are such."""
+    """Tag `module.weight` as `weight`, and `module.bias` as a bias, if the module has them."""
     for name, mup_type, terms in (("weight", weight, fan_in), ("bias", "bias", None)):
         parameter = getattr(module, name, None)
         if isinstance(parameter, nn.Parameter):
@@ -33,20 +67,8 @@ def tag_own(
     keep_tags(module)
 
 
-def described(module: nn.Module, inherited: str, *names: str) -> str:
-    """torch's `extra_repr`, the settings of these names, and the weight's tags."""
-    shown = [inherited] if inherited else []
-    shown += [f"{name}={getattr(module, name)!r}" for name in names]
-    weight: Any = getattr(module, "weight", None)
-    if isinstance(weight, Tensor) and has_parameter_data(weight):
-        shown.append(f"mup_type={weight.mup_type!r}")
-        if weight.mup_scaling_depth is not None:
-            shown.append(f"mup_scaling_depth={weight.mup_scaling_depth}")
-    return ", ".join(shown)
-
-
 def refuse_inplace(module: nn.Module, inplace: bool) -> None:
-    """Raises OptionError if `inplace`."""
+    """Raise OptionError if `inplace` is True."""
     if inplace:
         raise OptionError(
             f"{type(module).__name__}(inplace=True): a scaled function does not have the value "
@@ -54,12 +76,15 @@ def refuse_inplace(module: nn.Module, inplace: bool) -> None:
         )
 
 
-# Containers that tell parameters how deep the residual stack is that they are in.
-class DepthModuleList(nn.ModuleList):
-    """A `torch.nn.ModuleList` that tags every parameter in it with its length at construction.
+# --- containers ------------------------------------------------------------------------------
 
-    A slice is a plain `torch.nn.ModuleList` of the same modules, whose depth stays that of the
-    whole.
+
+class DepthModuleList(nn.ModuleList):
+    """A `torch.nn.ModuleList` that tags its parameters with the depth of the residual stack: the
+    length of the list at construction.
+
+    A slice is a plain `torch.nn.ModuleList` of the same modules. They keep the depth of the whole
+    list.
 
     Raises:
         MupError: a parameter has no u-muP tags, or has a depth already.
@@ -78,9 +103,9 @@ class DepthModuleList(nn.ModuleList):
 
 
 class Sliceable(nn.Sequential):
-    """A `torch.nn.Sequential` whose slices are plain ones.
+    """A `torch.nn.Sequential` whose slices are plain `torch.nn.Sequential`s.
 
-    torch makes a slice by the constructor of the class, which here takes other arguments.
+    torch makes a slice with the constructor of the class, which takes other arguments here.
     """
 
     def __getitem__(self, index: int | slice) -> Any:
@@ -90,10 +115,11 @@ class Sliceable(nn.Sequential):
 
 
 class DepthSequential(Sliceable):
-    """A `torch.nn.Sequential` that tags every parameter in it with its length at construction.
+    """A `torch.nn.Sequential` that tags its parameters with the depth of the residual stack: its
+    length at construction.
 
-    A slice is a plain `torch.nn.Sequential` of the same modules, whose depth stays that of the
-    whole.
+    A slice is a plain `torch.nn.Sequential` of the same modules. They keep the depth of the whole
+    container.
 
     Raises:
         MupError: a parameter has no u-muP tags, or has a depth already.
@@ -105,7 +131,8 @@ class DepthSequential(Sliceable):
 
 
 def _set_depth(container: nn.Module, depth: int) -> None:
-    """All are checked first: an error leaves every parameter as it was."""
+    """Tag all parameters with `depth`. An error leaves all of them unchanged: the check is
+    first."""
     found = dict(container.named_parameters())
     for name, parameter in found.items():
         if not has_parameter_data(parameter):

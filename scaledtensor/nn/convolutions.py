@@ -1,15 +1,16 @@
-"""Convolutions and transposed convolutions. By default without a bias, unlike torch's."""
+"""Convolutions and transposed convolutions. Unlike torch's, they have no bias by default."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import scaledtensor.functional as U
+from scaledtensor.functional.convolutions import Sizes
 from scaledtensor.functional.scaling import Constraint, product
 from scaledtensor.mup import MupType
-from scaledtensor.nn.common import described, tag_own
+from scaledtensor.nn.common import Weighted, tag_own
 
 __all__ = [
     "Conv1d",
@@ -20,32 +21,19 @@ __all__ = [
     "ConvTranspose3d",
 ]
 
-Sizes: TypeAlias = int | Sequence[int]
 
+class _AnyConv(Weighted):
+    """torch's attributes of a convolution and of a transposed convolution."""
 
-class _Scaled(nn.Module):
-    """What both kinds share: a weight of unit variance, and a bias that starts at zero."""
-
-    weight: Tensor
-    bias: Tensor | None
     kernel_size: tuple[int, ...]
     stride: tuple[int, ...]
     padding: Any
     dilation: tuple[int, ...]
     groups: int
     padding_mode: Any
-    constraint: Constraint
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-
-    def extra_repr(self) -> str:
-        return described(self, super().extra_repr(), "constraint")
 
 
-class _Conv(_Scaled):
+class _Conv(_AnyConv):
     function: ClassVar[Callable[..., Tensor]]
 
     _reversed_padding_repeated_twice: list[int]
@@ -100,24 +88,24 @@ class _Conv(_Scaled):
 
 
 class Conv1d(_Conv, nn.Conv1d):
-    """`functional.conv1d`. The arguments of `torch.nn.Conv1d`, a constraint, the weight's tag."""
+    """`functional.conv1d`. Takes the arguments of `torch.nn.Conv1d`, a constraint and a tag."""
 
     function = staticmethod(U.conv1d)
 
 
 class Conv2d(_Conv, nn.Conv2d):
-    """`functional.conv2d`. The arguments of `torch.nn.Conv2d`, a constraint, the weight's tag."""
+    """`functional.conv2d`. Takes the arguments of `torch.nn.Conv2d`, a constraint and a tag."""
 
     function = staticmethod(U.conv2d)
 
 
 class Conv3d(_Conv, nn.Conv3d):
-    """`functional.conv3d`. The arguments of `torch.nn.Conv3d`, a constraint, the weight's tag."""
+    """`functional.conv3d`. Takes the arguments of `torch.nn.Conv3d`, a constraint and a tag."""
 
     function = staticmethod(U.conv3d)
 
 
-class _ConvTranspose(_Scaled):
+class _ConvTranspose(_AnyConv):
     function: ClassVar[Callable[..., Tensor]]
 
     _output_padding: Callable[..., list[int]]
@@ -154,7 +142,8 @@ class _ConvTranspose(_Scaled):
             dtype,
         )
         self.constraint = constraint
-        # One in stride of the taps meets an input. The shape, [in, out, *taps], does not tell.
+        # One tap in `stride` meets an input. The shape [in, out, *taps] does not contain the
+        # stride.
         terms = in_channels // groups * product(self.kernel_size) // product(self.stride)
         tag_own(self, weight_mup_type, fan_in=max(terms, 1))
 
@@ -182,21 +171,21 @@ class _ConvTranspose(_Scaled):
 
 
 class ConvTranspose1d(_ConvTranspose, nn.ConvTranspose1d):
-    """`functional.conv_transpose1d`. The arguments of `torch.nn.ConvTranspose1d`, `constraint` and
-    the weight's tag."""
+    """`functional.conv_transpose1d`. Takes the arguments of `torch.nn.ConvTranspose1d`, a
+    constraint and a tag."""
 
     function = staticmethod(U.conv_transpose1d)
 
 
 class ConvTranspose2d(_ConvTranspose, nn.ConvTranspose2d):
-    """`functional.conv_transpose2d`. The arguments of `torch.nn.ConvTranspose2d`, `constraint` and
-    the weight's tag."""
+    """`functional.conv_transpose2d`. Takes the arguments of `torch.nn.ConvTranspose2d`, a
+    constraint and a tag."""
 
     function = staticmethod(U.conv_transpose2d)
 
 
 class ConvTranspose3d(_ConvTranspose, nn.ConvTranspose3d):
-    """`functional.conv_transpose3d`. The arguments of `torch.nn.ConvTranspose3d`, `constraint` and
-    the weight's tag."""
+    """`functional.conv_transpose3d`. Takes the arguments of `torch.nn.ConvTranspose3d`, a
+    constraint and a tag."""
 
     function = staticmethod(U.conv_transpose3d)

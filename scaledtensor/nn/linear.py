@@ -8,29 +8,27 @@ import scaledtensor.functional as U
 from scaledtensor.functional.products import check_options
 from scaledtensor.functional.scaling import Constraint
 from scaledtensor.mup import MupType
-from scaledtensor.nn.common import described, tag_own
+from scaledtensor.nn.common import Scaled, Weighted, tag_own
 
 __all__ = ["Embedding", "Linear", "LinearReadout"]
 
 
-class Linear(nn.Linear):
+class Linear(Weighted, nn.Linear):
     """`functional.linear` with a weight of unit variance, (..., in_features) to
     (..., out_features).
 
     Args:
-        in_features: as of `torch.nn.Linear`, as those below.
+        in_features: size of the last dimension of the input.
         out_features: size of the last dimension of the output.
-        bias: whether to add one; it starts at zero. The default is False.
-        device: of the parameters.
-        dtype: of the parameters.
+        bias: whether to add a bias, which starts at zero. The default is False.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
         constraint: see `functional.linear`.
         weight_mup_type: the weight's tag.
 
     Raises:
-        MupError: `weight_mup_type` is none of the four.
+        MupError: `weight_mup_type` is not one of the four types.
     """
-
-    constraint: Constraint
 
     def __init__(
         self,
@@ -46,21 +44,14 @@ class Linear(nn.Linear):
         self.constraint = constraint
         tag_own(self, weight_mup_type)
 
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-
     def forward(self, input: Tensor) -> Tensor:
         return U.linear(input, self.weight, self.bias, self.constraint)
 
-    def extra_repr(self) -> str:
-        return described(self, super().extra_repr(), "constraint")
-
 
 class LinearReadout(Linear):
-    """`functional.linear_readout`: the last layer of a model, whose output is 1 / sqrt(in_features)
-    at initialisation. As `Linear`, tagged "output", and by default without a constraint."""
+    """`functional.linear_readout`: the last layer of a model. Its output is 1 / sqrt(in_features)
+    at initialisation. Otherwise same as `Linear`, with the tag "output", and without a constraint
+    by default."""
 
     def __init__(
         self,
@@ -80,11 +71,12 @@ class LinearReadout(Linear):
         return U.linear_readout(input, self.weight, self.bias, self.constraint)
 
 
-class Embedding(nn.Embedding):
-    """`functional.embedding` with rows of unit variance. The arguments of `torch.nn.Embedding`.
+class Embedding(Scaled, nn.Embedding):
+    """`functional.embedding` with rows of unit variance. Takes the arguments of
+    `torch.nn.Embedding`.
 
     Raises:
-        OptionError: `max_norm` or `scale_grad_by_freq`.
+        OptionError: `max_norm` or `scale_grad_by_freq` is set.
     """
 
     def __init__(
@@ -130,6 +122,3 @@ class Embedding(nn.Embedding):
             self.sparse,
             self.constraint,
         )
-
-    def extra_repr(self) -> str:
-        return described(self, super().extra_repr(), "constraint")

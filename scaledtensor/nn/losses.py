@@ -1,11 +1,11 @@
-"""Losses as modules: torch's arguments, and where their functions have them, `mult` and
-`constraint`. With `constraint="exact"` the gradient is the true one."""
+"""Losses as modules. They take torch's arguments, a `constraint`, and `mult` if their function
+does. With `constraint="exact"` the gradient is the true one."""
 
 from torch import Tensor, nn
 
 import scaledtensor.functional as U
 from scaledtensor.functional.scaling import Constraint
-from scaledtensor.nn.common import described
+from scaledtensor.nn.common import Scaled
 
 __all__ = [
     "BCEWithLogitsLoss",
@@ -18,8 +18,10 @@ __all__ = [
 ]
 
 
-class CrossEntropyLoss(nn.CrossEntropyLoss):
+class CrossEntropyLoss(Scaled, nn.CrossEntropyLoss):
     """`functional.cross_entropy`."""
+
+    _settings = ("mult", "constraint")
 
     def __init__(
         self,
@@ -48,11 +50,8 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
             constraint=self.constraint,
         )
 
-    def extra_repr(self) -> str:
-        return described(self, super().extra_repr(), "mult", "constraint")
 
-
-class NLLLoss(nn.NLLLoss):
+class NLLLoss(Scaled, nn.NLLLoss):
     """`functional.nll_loss`."""
 
     def __init__(
@@ -77,12 +76,11 @@ class NLLLoss(nn.NLLLoss):
             constraint=self.constraint,
         )
 
-    def extra_repr(self) -> str:
-        return described(self, super().extra_repr(), "constraint")
 
-
-class BCEWithLogitsLoss(nn.BCEWithLogitsLoss):
+class BCEWithLogitsLoss(Scaled, nn.BCEWithLogitsLoss):
     """`functional.binary_cross_entropy_with_logits`."""
+
+    _settings = ("mult", "constraint")
 
     def __init__(
         self,
@@ -109,11 +107,8 @@ class BCEWithLogitsLoss(nn.BCEWithLogitsLoss):
             constraint=self.constraint,
         )
 
-    def extra_repr(self) -> str:
-        return described(self, super().extra_repr(), "mult", "constraint")
 
-
-class MSELoss(nn.MSELoss):
+class MSELoss(Scaled, nn.MSELoss):
     """`functional.mse_loss`."""
 
     def __init__(
@@ -129,11 +124,8 @@ class MSELoss(nn.MSELoss):
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         return U.mse_loss(input, target, reduction=self.reduction, constraint=self.constraint)
 
-    def extra_repr(self) -> str:
-        return described(self, super().extra_repr(), "constraint")
 
-
-class L1Loss(nn.L1Loss):
+class L1Loss(Scaled, nn.L1Loss):
     """`functional.l1_loss`."""
 
     def __init__(
@@ -149,12 +141,11 @@ class L1Loss(nn.L1Loss):
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         return U.l1_loss(input, target, reduction=self.reduction, constraint=self.constraint)
 
-    def extra_repr(self) -> str:
-        return described(self, super().extra_repr(), "constraint")
 
-
-class SmoothL1Loss(nn.SmoothL1Loss):
+class SmoothL1Loss(Scaled, nn.SmoothL1Loss):
     """`functional.smooth_l1_loss`."""
+
+    _settings = ("beta", "constraint")
 
     def __init__(
         self,
@@ -176,12 +167,11 @@ class SmoothL1Loss(nn.SmoothL1Loss):
             constraint=self.constraint,
         )
 
-    def extra_repr(self) -> str:
-        return described(self, super().extra_repr(), "beta", "constraint")
 
-
-class KLDivLoss(nn.KLDivLoss):
+class KLDivLoss(Scaled, nn.KLDivLoss):
     """`functional.kl_div`."""
+
+    _settings = ("log_target", "constraint")
 
     def __init__(
         self,
@@ -202,6 +192,3 @@ class KLDivLoss(nn.KLDivLoss):
             log_target=self.log_target,
             constraint=self.constraint,
         )
-
-    def extra_repr(self) -> str:
-        return described(self, super().extra_repr(), "log_target", "constraint")

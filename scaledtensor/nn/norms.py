@@ -1,4 +1,4 @@
-"""Normalisations. By default without gains and shifts, unlike torch's."""
+"""Normalisations. Unlike torch's, they have no gains and shifts by default."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,13 +7,13 @@ from torch import Tensor, nn
 
 import scaledtensor.functional as U
 from scaledtensor.functional.scaling import Constraint
-from scaledtensor.nn.common import described, tag_own
+from scaledtensor.nn.common import Scaled, tag_own
 
 __all__ = ["BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "GroupNorm", "LayerNorm", "RMSNorm"]
 
 
-class LayerNorm(nn.LayerNorm):
-    """`functional.layer_norm`. The arguments of `torch.nn.LayerNorm`."""
+class LayerNorm(Scaled, nn.LayerNorm):
+    """`functional.layer_norm`. Takes the arguments of `torch.nn.LayerNorm`."""
 
     def __init__(
         self,
@@ -35,19 +35,16 @@ class LayerNorm(nn.LayerNorm):
             input, self.normalized_shape, self.weight, self.bias, self.eps, self.constraint
         )
 
-    def extra_repr(self) -> str:
-        return described(self, super().extra_repr(), "constraint")
 
-
-class RMSNorm(nn.RMSNorm):
+class RMSNorm(Scaled, nn.RMSNorm):
     """`functional.rms_norm`: x / sqrt(mean(x^2) + eps), over the trailing dimensions.
 
     Args:
-        normalized_shape: of those dimensions.
-        eps: added under the root; of torch's form None is its default, the dtype's epsilon.
+        normalized_shape: shape of the trailing dimensions.
+        eps: added under the root; None is torch's default, the dtype's epsilon.
         elementwise_affine: whether to multiply by gains, which start at one.
-        device: of the gains.
-        dtype: of the gains.
+        device: device of the gains.
+        dtype: dtype of the gains.
         constraint: "exact" gives the true gradient of the gains.
     """
 
@@ -67,12 +64,10 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, input: Tensor) -> Tensor:
         return U.rms_norm(input, self.normalized_shape, self.weight, self.eps, self.constraint)
 
-    def extra_repr(self) -> str:
-        return described(self, super().extra_repr(), "constraint")
 
-
-class GroupNorm(nn.GroupNorm):
-    """`functional.group_norm` of (batch, channels, ...). The arguments of `torch.nn.GroupNorm`."""
+class GroupNorm(Scaled, nn.GroupNorm):
+    """`functional.group_norm` of (batch, channels, ...). Takes the arguments of
+    `torch.nn.GroupNorm`."""
 
     def __init__(
         self,
@@ -93,11 +88,8 @@ class GroupNorm(nn.GroupNorm):
             input, self.num_groups, self.weight, self.bias, self.eps, self.constraint
         )
 
-    def extra_repr(self) -> str:
-        return described(self, super().extra_repr(), "constraint")
 
-
-class _BatchNorm(nn.Module):
+class _BatchNorm(Scaled):
     weight: Any
     bias: Any
     eps: float
@@ -140,29 +132,26 @@ class _BatchNorm(nn.Module):
         )
 
     def _next_momentum(self) -> float:
-        """Count the batch; without a momentum, statistics are means over all of them."""
+        """Count the batch. Without a momentum, the statistics are means over all batches."""
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
         if self.momentum is not None:
             return self.momentum
         return 1 / float(self.num_batches_tracked or 1)
 
-    def extra_repr(self) -> str:
-        return described(self, super().extra_repr(), "constraint")
-
 
 class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
-    """`functional.batch_norm` of (batch, channels) or (batch, channels, length). The arguments of
-    `torch.nn.BatchNorm1d`."""
+    """`functional.batch_norm` of (batch, channels) or (batch, channels, length). Takes the
+    arguments of `torch.nn.BatchNorm1d`."""
 
 
 class BatchNorm2d(_BatchNorm, nn.BatchNorm2d):
-    """`functional.batch_norm` of (batch, channels, height, width). The arguments of
+    """`functional.batch_norm` of (batch, channels, height, width). Takes the arguments of
     `torch.nn.BatchNorm2d`."""
 
 
 class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
-    """`functional.batch_norm` of (batch, channels, depth, height, width). The arguments of
+    """`functional.batch_norm` of (batch, channels, depth, height, width). Takes the arguments of
     `torch.nn.BatchNorm3d`."""
 
 

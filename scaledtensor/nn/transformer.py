@@ -1,6 +1,6 @@
 """Blocks of a transformer, for demonstration and small models.
 
-The last of them has neither positions nor padding nor a cache. Names of parameters are those of the
+`TransformerDecoder` has no positions, no padding and no cache. Parameters have the names of the
 published library, so its checkpoints load.
 """
 
@@ -25,11 +25,11 @@ class MLP(nn.Module):
 
     Args:
         hidden_size: width of input and output.
-        expansion_factor: width in between over `hidden_size`; 8/3 has the parameters of an ungated
-            MLP of factor 4. Rounded to whole features.
+        expansion_factor: inner width over `hidden_size`, rounded to whole features. With 8/3 the
+            MLP has as many parameters as an ungated MLP of factor 4.
 
     Raises:
-        ShapeError: no feature is left in between.
+        ShapeError: the inner width is 0.
     """
 
     def __init__(self, hidden_size: int, expansion_factor: float = 4) -> None:
@@ -40,8 +40,8 @@ class MLP(nn.Module):
                 f"hidden_size * expansion_factor = {hidden_size} * {expansion_factor} leaves no "
                 "feature; it takes at least one"
             )
-        # Free scales are safe here: what one layer has forward, hidden^-1/2 or inner^-1/2, the
-        # other has backward, so the branch as a whole has one scale for both.
+        # Free scales are safe here. One layer has hidden^-1/2 forward and inner^-1/2 backward, and
+        # the other layer has the reverse, so the whole branch has one scale for both directions.
         self.linear_1 = Linear(hidden_size, inner, constraint=None)
         self.linear_gate = Linear(hidden_size, inner, constraint=None)
         self.linear_2 = Linear(inner, hidden_size, constraint=None)
@@ -56,9 +56,9 @@ class MHSA(nn.Module):
 
     Args:
         hidden_size: a multiple of `heads`.
-        heads: number of them.
-        is_causal: whether a position sees only itself and those before.
-        dropout_p: of the attention weights, in training.
+        heads: number of attention heads.
+        is_causal: whether a position sees only itself and earlier positions.
+        dropout_p: probability of dropping an attention weight, in training.
         mult: sharpness of the softmax.
 
     Raises:
@@ -105,19 +105,21 @@ class MHSA(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """Attention and MLP, each after an RMSNorm and beside a skip connection (PreNorm, arXiv
-    2002.04745), of (batch, sequence, hidden_size).
+    """Attention and MLP on (batch, sequence, hidden_size). Each comes after an RMSNorm, and has a
+    skip connection beside it (PreNorm, arXiv 2002.04745).
 
     Args:
         hidden_size: a multiple of `heads`.
         heads: number of attention heads.
-        mhsa_tau: scale of the attention branch over that of the skip connection.
-        mlp_tau: scale of the MLP branch over that of the skip connection.
-        is_causal: whether a position sees only itself and those before.
-        dropout_p: at the end of each branch and of the attention weights, in training.
-        post_norm: whether an RMSNorm ends each branch too (as in Gemma 2, arXiv 2408.00118). The
-            closed form of attention averages independent values. In deep stacks positions come to
-            agree, and their average is larger: 2.8 times after 4 layers of width 128, 3.4 after 16.
+        mhsa_tau: scale of the attention branch, relative to the skip connection.
+        mlp_tau: scale of the MLP branch, relative to the skip connection.
+        is_causal: whether a position sees only itself and earlier positions.
+        dropout_p: probability of dropout at the end of each branch and of attention weights, in
+            training.
+        post_norm: whether an RMSNorm also ends each branch (as in Gemma 2, arXiv 2408.00118). The
+            closed form of attention assumes independent values. In deep stacks positions become
+            similar, and their average is larger: 2.8 times after 4 layers of width 128, 3.4 after
+            16.
     """
 
     def __init__(
@@ -161,11 +163,11 @@ class TransformerLayer(nn.Module):
 
 
 class TransformerStack(DepthSequential):
-    """Layers under a rule for the weights of their branches.
+    """A stack of `TransformerLayer`s. A rule chooses tau for each of their branches.
 
     Args:
-        layers: number of them.
-        residual_scaling: (index of a branch, number of branches) -> tau; two branches a layer.
+        layers: number of layers.
+        residual_scaling: (index of a branch, number of branches) -> tau. A layer has two branches.
         **kwargs: the other arguments of `TransformerLayer`.
     """
 
@@ -188,7 +190,7 @@ class TransformerDecoder(Sliceable):
     Args:
         hidden_size: a multiple of `heads`.
         vocab_size: number of tokens.
-        layers: number of them.
+        layers: number of layers.
         heads: number of attention heads.
         dropout_p: see `TransformerLayer`.
         residual_scaling: see `TransformerStack`.
@@ -220,6 +222,6 @@ class TransformerDecoder(Sliceable):
         self.projection = LinearReadout(hidden_size, vocab_size)
 
     def loss(self, input_ids: Tensor) -> Tensor:
-        """The mean cross entropy, in float32, of each token after the first."""
+        """Return the mean cross entropy, in float32, of the tokens after the first."""
         logits = self(input_ids)[..., :-1, :].float()
         return U.cross_entropy(logits.flatten(end_dim=-2), input_ids[..., 1:].flatten())
