@@ -135,12 +135,13 @@ loss.backward()
 optimizer.step()
 ```
 
-Freeze and load the model first, then scale it. The stored weights are the parameters of two
-dimensions whose name ends in "weight" or "proj" and which require no gradient by then. Embeddings
-(tied ones too), norms, biases and all other parameters stay in `master`. A checkpoint of codes
-loads as codes. The recipe casts a checkpoint of wider numbers, and values that are written into a
-weight, as by a merge. An optimizer that would step a stored weight raises an error. To train the
-weight after all, `p.data = p.detach().dequantize()` puts the rounded value into `master`. If
+Freeze and load the model first, then scale it. The stored weights are the parameters that require
+no gradient by then and that products multiply by: the matrices of torch's linear, convolution and
+attention layers, and in other classes matrices named `weight`, `proj`, `*_weight` or `*_proj`.
+Embeddings (tied ones too), norms, biases and all other parameters stay in `master`. A checkpoint of
+codes loads as codes. The recipe casts a checkpoint of wider numbers, and values that are written
+into a weight, as by a merge. An optimizer that would step a stored weight raises an error. To train
+the weight after all, `p.data = p.detach().dequantize()` puts the rounded value into `master`. If
 scales are measured, a weight that is cut up before its products (one expert of a stack, a chunk)
 has the scale of the whole weight, not the scale of the part. Inside a transform of `torch.func`,
 where products are not cast, the stored weight is still the rounded one.

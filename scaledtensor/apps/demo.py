@@ -24,6 +24,7 @@ from scaledtensor.apps.gpt import GPTConfig
 from scaledtensor.apps.text import Corpus
 from scaledtensor.apps.training import FINAL_STEPS, Progress, Run, train_run
 from scaledtensor.formats import E5M2
+from scaledtensor.scales.measure import rounds_to_zero
 
 SMALL = 2.0**-18  # multiplies the loss; Adam divides it out again, finite range does not
 
@@ -118,7 +119,7 @@ def verdict(runs: Runs) -> str:
 def shares_of_e5m2(values: Tensor) -> dict[str, float]:
     """Which share of the elements that are not zero E5M2 flushes, blurs, holds, and clips."""
     size = values[values != 0].abs()
-    lost = E5M2.min_subnormal / 2  # itself a tie, which goes to zero because zero is even
+    lost = rounds_to_zero(E5M2)
     masks = {
         "rounds to zero": size <= lost,
         "subnormal": (size > lost) & (size < E5M2.min_normal),

@@ -19,15 +19,15 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from scaledtensor.models.operands import is_only_operand
 from scaledtensor.models.rebalance import put_under
-from scaledtensor.models.scale_model import UNCAST, is_factor
 from scaledtensor.ops.algebra import elements
 from scaledtensor.ops.products.quantize import part_quantized, recoded
 from scaledtensor.ops.products.table import cast_once
 from scaledtensor.recipes.casts import Amax, Carried, Cast, Fixed
 from scaledtensor.scales.powers import nearest_power_of_two
 from scaledtensor.tensors import steps
-from scaledtensor.tensors.coded import as_bytes
+from scaledtensor.tensors.memo import note
 from scaledtensor.tensors.shards import (
     by_groups,
     is_sharded,
@@ -36,6 +36,7 @@ from scaledtensor.tensors.shards import (
     squares_and_amax,
 )
 from scaledtensor.tensors.tensor import Context, ScaledTensor
+from scaledtensor.tensors.wrapper import as_bytes
 
 __all__ = ["SENT_AS_CODES"]
 
@@ -99,9 +100,9 @@ def _as_sent(
     if own is None:
         return part if dtype is None else cast(ScaledTensor, part.detach().to(dtype))
     if isinstance(own.scale, Amax):
-        if part.whole_amax is None:
-            part.whole_amax = of_all_parts(squares_and_amax(part), (group,))[:, 1].amax()
-        codes, scale, _ = part_quantized(elements(part), part.whole_amax / part.scale, own)
+        if part.memo.whole_amax is None:
+            note(part, whole_amax=of_all_parts(squares_and_amax(part), (group,))[:, 1].amax())
+        codes, scale, _ = part_quantized(elements(part), part.memo.whole_amax / part.scale, own)
         held = recoded(part, codes, scale * part.scale, own.format)
     else:
         held = cast_once(part.detach())
@@ -117,7 +118,7 @@ def _weight_cast(part: ScaledTensor, module: nn.Module) -> Cast | None:
     if once is None or not isinstance(once[1].scale, SENT_AS_CODES) or once[1].format.bits > 8:
         return None
     alike = [
-        is_factor(module, name, p) and name not in getattr(module, UNCAST, ())
+        is_only_operand(module, name, p)
         for name, p in module._parameters.items()
         if is_sharded(p) and part_of(p).shape == part.shape
     ]
@@ -131,7 +132,7 @@ def agree(part: ScaledTensor, group: Any, numel: int) -> None:
     """See to it that all parts of a tensor of `numel` elements are under one scale, which they do
     once. Where they are, as those of a checkpoint, it stays; else it is that of the RMS of the
     whole. A tensor of zeros has none until it has a value."""
-    if part.agreed:
+    if part.memo.agreed:
         return
     own = torch.stack([part.scale, part.rms]).double()
     found = of_all_parts(torch.cat([squares_and_amax(part), own]), (group,))
@@ -143,7 +144,7 @@ def agree(part: ScaledTensor, group: Any, numel: int) -> None:
     held = torch.where(part.rms > 0, part.rms.double(), expected.amax())
     scale = torch.where(one, scale.float(), nearest_power_of_two(rms.float()))
     put_under(part, scale, torch.where(one, held, rms).float())
-    part.agreed, part.whole_amax = bool(rms > 0), amax.amax()
+    note(part, agreed=bool(rms > 0), whole_amax=amax.amax())
 
 
 def _forget_when_loaded(module: nn.Module) -> None:
@@ -159,7 +160,7 @@ def _forget_when_loaded(module: nn.Module) -> None:
 def _forget(module: nn.Module, *_: Any) -> None:
     for p in module._parameters.values():
         if is_sharded(p):
-            part_of(p).agreed = False
+            note(part_of(p), agreed=False)
 
 
 @torch.no_grad()
@@ -170,7 +171,7 @@ def after_step(held: steps.Held) -> None:
         parts = [part_of(p) for p in sharded]
         found = of_all_parts(torch.stack([squares_and_amax(part)[1] for part in parts]), groups)
         for part, amax in zip(parts, found.amax(0), strict=True):
-            part.whole_amax = amax
+            note(part, whole_amax=amax)
 
 
 def _is_by_amax(part: ScaledTensor) -> bool:

@@ -10,6 +10,7 @@ from scaledtensor import _torch
 from scaledtensor.errors import UnsupportedError
 from scaledtensor.formats import Format
 from scaledtensor.ops.algebra import elements
+from scaledtensor.scales.measure import amax, beyond, root_mean_square, underflowed
 from scaledtensor.tensors.coded import CodedTensor
 from scaledtensor.tensors.tensor import ScaledTensor
 
@@ -141,25 +142,23 @@ def _numbers(x: Tensor, fmt: Format, factor: float = 1.0) -> Data:
     n = finite.numel()
     zero = wide.new_zeros(())
     nonzero = size[size > 0]
-    # Halfway to the smallest value goes to zero, which is even. A format without a zero keeps all.
-    threshold = fmt.min_subnormal / 2 if fmt.has_zero else -1.0
-    found = torch.stack(
+    found = torch.stack(  # so that the device is waited for once
         (
             size.mean() if n else zero,
             finite.mean().abs() if n else zero,
             finite.std() if n > 1 else zero,
-            size.square().mean().sqrt() if n else zero,
-            size.max() if n else zero,
+            root_mean_square(size),
+            amax(size),
             size.min() if n else zero,
             nonzero.min() if nonzero.numel() else zero,
-            (size > fmt.max).sum(),
-            (nonzero <= threshold).sum(),
+            beyond(size, fmt),
+            underflowed(size, fmt),
             wide.isnan().sum(),
             wide.isinf().sum(),
         )
     )
     mean_abs, abs_mean, std, rms, largest, smallest, tiniest, *counts = found.tolist()
-    saturated, underflowed, nans, infs = counts
+    over, flushed, nans, infs = counts
     count = wide.numel()
     return Data(
         mean_abs=mean_abs,
@@ -170,8 +169,8 @@ def _numbers(x: Tensor, fmt: Format, factor: float = 1.0) -> Data:
         abs_min=smallest,
         abs_min_nonzero=tiniest,
         numel=count,
-        saturated=saturated / max(count, 1),
-        underflowed=underflowed / max(count, 1),
+        saturated=over / max(count, 1),
+        underflowed=flushed / max(count, 1),
         nans=int(nans),
         infs=int(infs),
     )

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from scaledtensor import _torch
 from scaledtensor.errors import ModelError, RecipeWarning
 from scaledtensor.models.interpose import drop_hooks
+from scaledtensor.models.operands import TABLES
 from scaledtensor.ops.products import delayed
 from scaledtensor.ops.products.delayed import GRADIENT, INPUT, WEIGHT
 from scaledtensor.recipes import Delayed
@@ -146,7 +147,7 @@ def attach(module: nn.Module, taken: set[int]) -> None:
     found = {}
     for name, p in module.named_parameters(recurse=False):
         recipe = p.recipe if isinstance(p, ScaledTensor) else None
-        looked_up = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        looked_up = isinstance(module, TABLES)
         if isinstance(recipe, Delayed) and p.dim() > 1 and not looked_up and id(p) not in taken:
             found[name] = delayed.new(recipe.history, p.device)
             taken.add(id(p))

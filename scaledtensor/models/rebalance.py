@@ -19,10 +19,18 @@ from torch.optim import Optimizer
 from scaledtensor.errors import DTypeError, ScaleError, UnsupportedError
 from scaledtensor.ops.algebra import elements
 from scaledtensor.ops.results import covers_storage, store
-from scaledtensor.scales.measure import measured_rms
+from scaledtensor.scales.measure import (
+    amax,
+    at_limit,
+    finite_magnitudes,
+    measured_rms,
+    root_mean_square,
+    underflowed,
+)
 from scaledtensor.scales.powers import MIN_SCALE, nearest_power_of_two, power_of_two_near
 from scaledtensor.scales.singles import Single, put, rms_of, rounded, scale_of, single_of, tensor_of
 from scaledtensor.tensors.coded import CodedTensor
+from scaledtensor.tensors.memo import after_write
 from scaledtensor.tensors.shards import (
     by_groups,
     is_sharded,
@@ -64,18 +72,17 @@ def statistics(x: ScaledTensor) -> Statistics:
     if not isinstance(x, ScaledTensor):
         raise DTypeError(f"statistics are of a ScaledTensor; got {type(x).__name__}")
     held = x.widened() if isinstance(x, CodedTensor) else x
-    size = elements(held).detach().double().abs()
-    size = size[size.isfinite()]
+    size = finite_magnitudes(elements(held).detach().double())
     n = max(size.numel(), 1)
     fmt = x.format if x.recipe is None else x.recipe.forward
-    rms = float(size.square().sum().div(n).sqrt())
+    rms = float(root_mean_square(size))
     value, expected = rms * float(held.scale), float(held.rms)
     return Statistics(
         rms=rms,
-        amax=float(size.max()) if size.numel() else 0.0,
+        amax=float(amax(size)),
         drift=math.log2(value / expected) if value and expected else 0.0,
-        saturated=float((size >= fmt.max).sum()) / n,
-        underflowed=float(((size > 0) & (size <= fmt.min_subnormal / 2)).sum()) / n,
+        saturated=float(at_limit(size, fmt)) / n,
+        underflowed=float(underflowed(size, fmt)) / n,
     )
 
 
@@ -197,7 +204,7 @@ def _rebalanced(x: ScaledTensor, by: str) -> Tensor:
         return torch.zeros((), dtype=torch.bool)
     value = elements(x).double() * _scale(x).double()
     rms = measured_rms(value)
-    scale = nearest_power_of_two(rms) if by == "rms" else _filling(_amax(value), x)
+    scale = nearest_power_of_two(rms) if by == "rms" else _filling(float(amax(value)), x)
     return _put(x, value, scale, rms)
 
 
@@ -241,20 +248,14 @@ def _parts_rebalanced(tensors: Iterable[Any], by: str) -> Iterator[Tensor]:
         parts = [part_of(x) for x in sharded]
         found = of_all_parts(torch.stack([squares_and_amax(part) for part in parts]), groups)
         squares, largest = found[..., 0].sum(0), found[..., 1].amax(0)
-        for x, part, square, amax in zip(sharded, parts, squares, largest, strict=True):
+        for x, part, square, most in zip(sharded, parts, squares, largest, strict=True):
             rms = (square / max(x.numel(), 1)).sqrt().float()
-            scale = nearest_power_of_two(rms) if by == "rms" else _filling(float(amax), part)
+            scale = nearest_power_of_two(rms) if by == "rms" else _filling(float(most), part)
             yield put_under(part, scale, rms)
-            part.whole_amax = None
+            after_write(part)
 
 
-def _amax(value: Tensor) -> float:
-    """The largest finite magnitude."""
-    finite = value.abs().nan_to_num(0.0, 0.0, 0.0)
-    return float(finite.max()) if value.numel() else 0.0
-
-
-def _filling(amax: float, x: ScaledTensor) -> Tensor:
+def _filling(largest: float, x: ScaledTensor) -> Tensor:
     """The power of two under which the largest finite value is in (max / 2, max]."""
     fmt = x.format if x.recipe is None else x.recipe.forward
     if fmt.bits > 8:
@@ -262,6 +263,6 @@ def _filling(amax: float, x: ScaledTensor) -> Tensor:
             f"by='amax' fills an 8-bit format, and this tensor is {fmt.name} and goes into no "
             "other: use by='rms', or give it a recipe"
         )
-    significand, exponent = math.frexp(amax / fmt.max)
+    significand, exponent = math.frexp(largest / fmt.max)
     power = math.ldexp(1.0, exponent - (significand == 0.5))
     return torch.full_like(x.scale, min(max(power, 2.0**-126), 2.0**127))

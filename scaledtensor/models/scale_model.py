@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from scaledtensor import _torch
 from scaledtensor.errors import ModelError, RecipeError, UnsupportedError
 from scaledtensor.models import delayed, state_dicts
+from scaledtensor.models.operands import is_operand, note_ties
 from scaledtensor.models.simulate import refuse_simulated
 from scaledtensor.ops.products.sites import Site
 from scaledtensor.ops.products.table import cast_once
@@ -38,18 +39,12 @@ M = TypeVar("M", bound=nn.Module)
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-#: Modules whose weights are no factors of matrix products.
-_OTHERS = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm)
-
-#: Where a module says which of its weights of products are something else to another module.
-UNCAST = "_not_only_factors"
-
 #: Attributes that make a ScaledTensor parameter one. Every other is a tag of the user's, and stays.
 _OWN = {
-    *CodedTensor.INNER,
+    *ScaledTensor.INNER,
+    "tensor_scale",
     *CELLS,
-    *("format", "granularity", "recipe", "nonnegative", "decoded", "passing", "copies", "agreed"),
-    *("whole_amax", "site", "_is_param"),
+    *("format", "recipe", "nonnegative", "layout", "power", "memo", "site", "_is_param"),
     steps.MARK,
 }
 
@@ -132,7 +127,7 @@ def complete(model: nn.Module) -> None:
     for module in model.modules():
         delayed.attach(module, taken)
         state_dicts.attach(module)
-    _note_ties(model)
+    note_ties(model)
     _show_recipes(model)
 
 
@@ -178,7 +173,7 @@ def unscale_model(model: M) -> M:
     for module in model.modules():
         delayed.detach(module)
         state_dicts.attach(module)
-    _note_ties(model)
+    note_ties(model)
     _show_recipes(model)
     for plug_in in _plug_ins(model):
         plug_in.detach(model)
@@ -207,27 +202,9 @@ def _frozen_weights(model: nn.Module) -> set[int]:
     found: set[int] = set()
     others: set[int] = set()
     for module, _, name, p in _parameters(model):
-        factor = not is_lazy(p) and is_factor(module, name, p)
-        (found if factor and not p.requires_grad else others).add(id(p))
+        operand = not is_lazy(p) and is_operand(module, name, p)
+        (found if operand and not p.requires_grad else others).add(id(p))
     return found - others
-
-
-def _note_ties(model: nn.Module) -> None:
-    """Tell each module which of its weights are read elsewhere by what is no product."""
-    owners = list(_parameters(model))
-    others = {id(p) for module, _, name, p in owners if not is_factor(module, name, p)}
-    for module in model.modules():
-        module.__dict__.pop(UNCAST, None)
-    for module, _, name, p in owners:
-        if is_scaled(p) and id(p) in others and is_factor(module, name, p):
-            module.__dict__[UNCAST] = (*module.__dict__.get(UNCAST, ()), name)
-
-
-def is_factor(module: nn.Module, name: str, p: Tensor) -> bool:
-    """Whether a parameter of that name is a weight of products to `module`."""
-    # Of one dimension but for its shape is what is added, or multiplied by elements.
-    wide = sum(n > 1 for n in p.shape) > 1
-    return wide and name.endswith(("weight", "proj")) and not isinstance(module, _OTHERS)
 
 
 def refuse_stored(held: steps.Held) -> None:

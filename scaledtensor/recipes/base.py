@@ -80,8 +80,9 @@ class Recipe:
     store_frozen: bool = False
     """Weights that need no gradient when the model is wrapped are kept as products cast them, in 8
     bits, in place of `master`: the same products, bit for bit, for a quarter of the bytes. Weights
-    are parameters of two dimensions whose name ends in "weight" or "proj", except in embeddings and
-    norms. A part of one (an expert picked out) is under the scale of the whole."""
+    are the matrices that torch's linear, convolution and attention layers multiply by, and in other
+    classes matrices named "weight", "proj", "*_weight" or "*_proj". A part of one (an expert picked
+    out) is under the scale of the whole."""
 
     def __new__(cls, *args: Any, **given: Any) -> Self:
         # Before the constructor that `dataclass` writes, which answers with a bare TypeError.

@@ -1,4 +1,18 @@
-"""What is measured where plain tensors enter: the RMS, by which a scale is chosen."""
+"""Numbers that are measured on the elements of a plain tensor. Each of them is defined here, once.
+
+    RMS           root mean square; it chooses the scale of a plain tensor (`measured_rms`)
+    amax          largest finite magnitude; 0 for a tensor without elements (`amax`)
+    beyond        elements whose magnitude is over the largest value of a format
+    at the limit  elements whose magnitude is that largest value, or over it
+    underflowed   elements that are not zero and that the format rounds to zero
+
+All of them leave infinities and NaNs out: one of those must not spoil the scale, or the statistics,
+of all other elements. `beyond` is for elements before a cast. A cast saturates, so only `at_limit`
+finds these elements after it.
+
+`measured_rms` divides by the number of all elements, as a scale needs. `root_mean_square` divides
+by the number of finite ones, as statistics need. The two agree for a tensor of finite elements.
+"""
 
 import math
 
@@ -6,17 +20,31 @@ import torch
 from torch import Tensor
 
 from scaledtensor import _torch
+from scaledtensor.formats import Format
 from scaledtensor.formats.tensors import pieces
 from scaledtensor.scales import _inductor
 
-__all__ = ["measured_rms"]
+__all__ = [
+    "amax",
+    "amax_and_squares",
+    "at_limit",
+    "beyond",
+    "finite_magnitudes",
+    "measured_rms",
+    "root_mean_square",
+    "rounds_to_zero",
+    "underflowed",
+]
+
+
+# --- the RMS by which a scale is chosen ------------------------------------------------------
 
 
 def measured_rms(x: Tensor, below: float = float("inf")) -> Tensor:
     """RMS of the elements of a plain tensor whose magnitude is under `below`, 0-dim float32.
 
-    Summed in float64, where no square of a float32 overflows. Infinities and NaNs are left out: one
-    of them must not spoil the scale of all others.
+    The sum is in float64, where no square of a float32 overflows. Elements that are left out count
+    as zeros.
     """
     x = x.detach()
     if torch.compiler.is_compiling() and not _torch.is_transforming():
@@ -29,7 +57,7 @@ def measured_rms(x: Tensor, below: float = float("inf")) -> Tensor:
 
 
 def of_elements(x: Tensor, below: float) -> Tensor:
-    """`measured_rms` by torch's operators."""
+    """The same as `measured_rms`, in operators of torch."""
     magnitude = x.double().abs()
     norm = torch.linalg.vector_norm(torch.where(magnitude < below, magnitude, 0.0))
     rms: Tensor = norm / max(x.numel(), 1) ** 0.5
@@ -37,8 +65,11 @@ def of_elements(x: Tensor, below: float) -> Tensor:
 
 
 def _finite_norm(x: Tensor) -> float | None:
-    """The norm in one pass, where seeing that it is finite costs nothing: on a CPU, outside tracing
-    and transforms. None elsewhere. By pieces, since the norm makes a copy in float64."""
+    """The norm in one pass, or None if it is not finite, or if reading it would cost a wait.
+
+    Reading costs nothing on a CPU, outside of tracing and of transforms. The norm makes a copy in
+    float64, so it is taken of pieces.
+    """
     if type(x) is not Tensor or not x.is_cpu or _torch.is_transforming():
         return None
     norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in pieces(x)]
@@ -56,3 +87,76 @@ _LIBRARY.impl("measured", of_elements, "CompositeExplicitAutograd")  # type: ign
 def _measured_fake(x: Tensor, below: float) -> Tensor:
     _inductor.teach()
     return x.new_empty((), dtype=torch.float32)
+
+
+# --- amax ------------------------------------------------------------------------------------
+
+
+def amax(x: Tensor) -> Tensor:
+    """The largest finite magnitude of `x`, 0-dim, in its dtype; 0 if it has no elements."""
+    size = x.abs().nan_to_num(0.0, 0.0, 0.0)
+    return size.amax() if size.numel() else size.sum()
+
+
+#: float32 holds the sum of squares of elements below this, however many there are.
+_SQUARES = 2.0**40
+
+
+def amax_and_squares(x: Tensor) -> tuple[Tensor, float, float]:
+    """`x` with zeros for infinities and NaNs, its amax, and the sum of its squares.
+
+    The guard measures operands in training steps, so this takes two vectorised passes in the usual
+    case. It waits for the device. `x` has elements.
+    """
+    largest = _largest(x)
+    if not math.isfinite(largest):
+        x = x.nan_to_num(0.0, 0.0, 0.0)
+        largest = _largest(x)
+    if largest < _SQUARES:
+        norm = float(torch.linalg.vector_norm(x.float()))
+        return x, largest, norm**2
+    return x, largest, float(measured_rms(x)) ** 2 * x.numel()
+
+
+def _largest(x: Tensor) -> float:
+    low, high = map(float, torch.aminmax(x))
+    return math.nan if math.isnan(low) else max(-low, high)
+
+
+# --- statistics of magnitudes ----------------------------------------------------------------
+
+
+def finite_magnitudes(x: Tensor) -> Tensor:
+    """The magnitudes of the finite elements of a float64 tensor, as one dimension."""
+    size = x.abs()
+    return size[size.isfinite()]
+
+
+def root_mean_square(size: Tensor) -> Tensor:
+    """The RMS of finite magnitudes, 0-dim in their dtype; 0 if there are none."""
+    return size.square().mean().sqrt() if size.numel() else size.new_zeros(())
+
+
+def beyond(size: Tensor, fmt: Format, factor: float = 1.0) -> Tensor:
+    """The number of magnitudes that `fmt` saturates under a scale that is `factor`, a power of two,
+    times theirs. 0-dim, int64."""
+    return (size > fmt.max * factor).sum()
+
+
+def at_limit(size: Tensor, fmt: Format) -> Tensor:
+    """The number of magnitudes that are the largest value of `fmt` or larger. 0-dim, int64."""
+    return (size >= fmt.max).sum()
+
+
+def underflowed(size: Tensor, fmt: Format, factor: float = 1.0) -> Tensor:
+    """The number of magnitudes that are not zero and that `fmt` rounds to zero, under a scale that
+    is `factor`, a power of two, times theirs. 0-dim, int64."""
+    return ((size > 0) & (size <= rounds_to_zero(fmt) * factor)).sum()
+
+
+def rounds_to_zero(fmt: Format) -> float:
+    """The largest magnitude that `fmt` rounds to zero, to nearest even; -1 if it has no zero.
+
+    The middle between zero and the smallest value is a tie, and zero is the even one.
+    """
+    return fmt.min_subnormal / 2 if fmt.has_zero else -1.0

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from scaledtensor import _torch
 from scaledtensor.errors import DTypeError
+from scaledtensor.scales.measure import amax
 from scaledtensor.tensors.tensor import ScaledTensor
 
 if TYPE_CHECKING:
@@ -106,5 +107,4 @@ def squares_and_amax(part: ScaledTensor) -> Tensor:
     float64 numbers."""
     value = part.qdata.detach().double() * part.scale.double()
     value = torch.where(value.isfinite(), value, 0.0)
-    amax = value.abs().amax() if value.numel() else value.sum()
-    return torch.stack([value.square().sum(), amax])
+    return torch.stack([value.square().sum(), amax(value)])

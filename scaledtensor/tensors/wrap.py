@@ -27,7 +27,7 @@ from scaledtensor.formats.layouts import (
 )
 from scaledtensor.recipes import Recipe
 from scaledtensor.recipes import get as get_recipe
-from scaledtensor.scales.measure import measured_rms
+from scaledtensor.scales.measure import amax, measured_rms
 from scaledtensor.scales.powers import (
     MAX_SCALE,
     MIN_SCALE,
@@ -121,12 +121,10 @@ def _one_scale(x: Tensor, fmt: Format, scale: str | float | Tensor) -> Tensor:
 
 def _filling(x: Tensor, fmt: Format) -> Tensor:
     """The smallest scale under which no finite element of `x` overflows `fmt`."""
-    magnitude = x.detach().double().abs()
-    finite = torch.where(magnitude < float("inf"), magnitude, 0.0)
-    amax = torch.linalg.vector_norm(finite, float("inf")) if x.numel() else finite.sum()
-    scale = (amax / fmt.max).clamp(MIN_SCALE, MAX_SCALE).float()
+    largest = amax(x.detach().double())
+    scale = (largest / fmt.max).clamp(MIN_SCALE, MAX_SCALE).float()
     above = torch.nextafter(scale, torch.full_like(scale, float("inf")))
-    return torch.where(scale.double() * fmt.max < amax, above, scale)
+    return torch.where(scale.double() * fmt.max < largest, above, scale)
 
 
 # --- several scales --------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from scaledtensor.ops.products import linear, sites
 from scaledtensor.ops.products.quantize import recoded, rounding_options
 from scaledtensor.ops.registry import rule
 from scaledtensor.recipes.casts import Cast, History, parsed_cast
+from scaledtensor.scales.measure import amax
 from scaledtensor.scales.powers import MAX_SCALE, MIN_SCALE
 from scaledtensor.tensors import verbs
 from scaledtensor.tensors.site import Site
@@ -74,7 +75,7 @@ def _history_of(x: Any) -> Tensor | None:
     if not isinstance(x, ScaledTensor) or _torch.is_transforming():
         return None
     if torch.compiler.is_compiling() or _torch.is_tracing(x.qdata):
-        return x.viewed_lent if x.traced_lent is None else x.traced_lent
+        return x.memo.lent
     if x.site is None and is_parameter(x):
         x.site = Site()
     return None if x.site is None else x.site.history()
@@ -129,11 +130,10 @@ def delayed_scale(x: ScaledTensor, history: Tensor, cast: str, row: int, record:
     """The scale of a cast by the amax of earlier steps, plain; this step's is written down."""
     how = parsed_cast(cast)
     scale = _how(how)
-    size = elements(x).detach().abs().double().nan_to_num(0.0, 0.0, 0.0)
     # Of the value: the tensor's own scale may be another in the next step.
-    amax = (size.amax() if size.numel() else size.sum()) * x.scale.double()
+    largest = amax(elements(x).detach().double()) * x.scale.double()
     limit: Tensor = torch.ops.scaledtensor.recall(
-        amax, history, row, scale.choose == "max", scale.margin, scale.guard, record
+        largest, history, row, scale.choose == "max", scale.margin, scale.guard, record
     )
     found = torch.where(limit > 0, limit / how.format.max, x.scale.double())
     return found.clamp(MIN_SCALE, MAX_SCALE).float()

@@ -41,7 +41,13 @@ from scaledtensor.ops.algebra import elements
 from scaledtensor.ops.registry import observers
 from scaledtensor.recipes import Unit
 from scaledtensor.recipes.casts import EXPONENTS, Cast
-from scaledtensor.scales.measure import measured_rms
+from scaledtensor.scales.measure import (
+    amax_and_squares,
+    at_limit,
+    beyond,
+    rounds_to_zero,
+    underflowed,
+)
 from scaledtensor.tensors import verbs
 from scaledtensor.tensors.site import GRADIENT, INPUT, Seen, Site
 from scaledtensor.tensors.tensor import ScaledTensor, is_parameter
@@ -59,7 +65,6 @@ __all__ = [
     "look_back",
     "looks",
     "place",
-    "share",
     "take_over",
     "tell",
     "trains",
@@ -123,12 +128,12 @@ def tells(operands: Sequence[Any], recipe: Any) -> bool:
     if fmt.bits != 8 or observers or not all(map(_is_wide, operands)) or not beside.is_due():
         return False
     for x in operands:
-        q, largest, _ = _measured(elements(x).detach())
-        beyond = share(q.abs() > fmt.max) if largest > fmt.max else 0.0
-        if beyond > LOST_FOR_GOOD:
+        q, largest, _ = amax_and_squares(elements(x).detach())
+        lost = _share(beyond(q.abs(), fmt), q) if largest > fmt.max else 0.0
+        if lost > LOST_FOR_GOOD:
             tell(
                 "saturated",
-                f"{beyond:.1%} of an operand of the product of {_shapes(operands)} are beyond "
+                f"{lost:.1%} of an operand of the product of {_shapes(operands)} are beyond "
                 f"{fmt.name}'s largest value. The product has no weight whose shifts would correct "
                 "it: normalise its operands, multiply what they .dequantize() to, or take "
                 "torch.nn.functional.scaled_dot_product_attention if this is attention",
@@ -159,7 +164,7 @@ def _look(weight: Any, role: int, x: Any) -> None:
         return
     site = weight.site = weight.site or Site()
     shift = weight.recipe.shifts[role]
-    q, largest, squares = _measured(elements(x).detach())
+    q, largest, squares = amax_and_squares(elements(x).detach())
     corrects = bool(_calibrating) or trains()
     if fmt.bits == 8:
         _tell(site, weight, role, q, largest, fmt, shift, corrects)
@@ -170,7 +175,7 @@ def _look(weight: Any, role: int, x: Any) -> None:
     if is_parameter(weight) and not weight.requires_grad:
         site.new = False  # no step will end
     fitting = fitted(found, fmt, shift)
-    if role == INPUT and math.ldexp(found.least, -fitting) < fmt.min_subnormal / 2:
+    if role == INPUT and math.ldexp(found.least, -fitting) < rounds_to_zero(fmt):
         tell(
             "apart",
             f"{_named(site, weight)} has several products, and the inputs of one are too small for "
@@ -224,10 +229,11 @@ def look_at_cast(
     weight, and note the shift that it is to have when the code runs again."""
     factor = float(factors[role])
     shift = math.frexp(factor)[1] - 1
-    q, amax, sum_of_squares = _measured(q.detach().float() if q.dtype.itemsize == 1 else q.detach())
-    beyond = share(q.abs() == amax) if amax == fmt.max else 0.0
-    if beyond > LOST_FOR_GOOD:
-        _tell_saturated(site.name or "a weight", role, beyond, fmt, "compiled" if corrects else "")
+    q = q.detach().float() if q.dtype.itemsize == 1 else q.detach()
+    q, amax, sum_of_squares = amax_and_squares(q)
+    lost = _share(at_limit(q.abs(), fmt), q) if amax == fmt.max else 0.0
+    if lost > LOST_FOR_GOOD:
+        _tell_saturated(site.name or "a weight", role, lost, fmt, "compiled" if corrects else "")
     if not corrects:
         site.glanced = True
         return
@@ -236,19 +242,19 @@ def look_at_cast(
     if site.sought[role] == shift:  # the code runs again, and no step of an optimizer said so
         site.sought[role], site.settling[role] = None, True
         seen = site.seen[role] = Seen().and_of(amax * factor, squares, q.numel())
-    _seek(site, role, fmt, shift, beyond, vanished=amax == 0)
+    _seek(site, role, fmt, shift, lost, vanished=amax == 0)
     found = site.sought[role]
     if found is None:
         found = fitted(seen, fmt, shift, site.settling[role])
     site.next[role] = None if found == shift else found
 
 
-def _seek(site: Site, role: int, fmt: Format, shift: int, beyond: float, vanished: bool) -> None:
+def _seek(site: Site, role: int, fmt: Format, shift: int, lost: float, vanished: bool) -> None:
     """Seek a shift between the ones that lose elements: a greater one where elements saturate, and
     a smaller one where growth went too far for another product of the weight."""
     global settling
     low, high = site.between[role]
-    growth = next((more for least, more in _GROWTH if beyond > least), 0)
+    growth = next((more for least, more in _GROWTH if lost > least), 0)
     if growth:
         low = shift if low is None else max(low, shift)
         sought = _within(shift + growth)
@@ -268,31 +274,9 @@ def _seek(site: Site, role: int, fmt: Format, shift: int, beyond: float, vanishe
     settling = True
 
 
-def _measured(q: Tensor) -> tuple[Tensor, float, float]:
-    """The elements, with zeros for what is not finite; their largest magnitude; and the sum of
-    their squares. Few passes, each of them a vectorised one."""
-    largest = _amax(q)
-    if not math.isfinite(largest):
-        q = q.nan_to_num(0.0, 0.0, 0.0)
-        largest = _amax(q)
-    if largest < _SQUARES:
-        norm = float(torch.linalg.vector_norm(q.float()))
-        return q, largest, norm**2
-    return q, largest, float(measured_rms(q)) ** 2 * q.numel()
-
-
-#: Of elements below it, float32 holds the sum of squares of as many as there may be.
-_SQUARES = 2.0**40
-
-
-def _amax(q: Tensor) -> float:
-    low, high = map(float, torch.aminmax(q))
-    return math.nan if math.isnan(low) else max(-low, high)
-
-
-def share(lost: Tensor) -> float:
-    """The share of elements for which `lost` is true."""
-    return float(lost.sum()) / lost.numel()
+def _share(lost: Tensor, q: Tensor) -> float:
+    """The share of the elements of `q` that a count of them is."""
+    return float(lost) / q.numel()
 
 
 def tell(kind: str, message: str) -> None:
@@ -321,16 +305,17 @@ def _tell(
     name = _named(site, weight)
     # A new site loses nothing where it corrects, since no cast came before. So does calibration.
     nothing = corrects and (site.new or _calibrating)
-    limit = math.ldexp(fmt.max, shift)
-    beyond = 0.0 if nothing or largest <= limit else share(q.abs() > limit)
-    if beyond > (_LOST if corrects else LOST_FOR_GOOD):
-        _tell_saturated(name, role, beyond, fmt, "eager" if corrects else "")
+    factor = math.ldexp(1.0, shift)
+    fits = nothing or largest <= fmt.max * factor
+    lost = 0.0 if fits else _share(beyond(q.abs(), fmt, factor), q)
+    if lost > (_LOST if corrects else LOST_FOR_GOOD):
+        _tell_saturated(name, role, lost, fmt, "eager" if corrects else "")
     if role == GRADIENT or "vanished" in _told:  # gradients have no smallest value that matters
         return
-    least = math.ldexp(fmt.min_subnormal / 2, shift)
-    vanished = share(q.abs() <= least)
-    if vanished > _VANISHED:
-        vanished -= share(q == 0)
+    least = rounds_to_zero(fmt) * factor
+    if _share((q.abs() <= least).sum(), q) <= _VANISHED:  # in one pass: this counts zeros too
+        return
+    vanished = _share(underflowed(q.abs(), fmt, factor), q)
     if vanished > _VANISHED and largest > least * 2.0**8:
         tell(
             "vanished",
@@ -348,10 +333,10 @@ _CORRECTED = {
 }
 
 
-def _tell_saturated(name: str, role: int, beyond: float, fmt: Format, who: str) -> None:
+def _tell_saturated(name: str, role: int, lost: float, fmt: Format, who: str) -> None:
     tell(
         "saturated",
-        f"{beyond:.1%} of the {_WHAT[role]} of {name} are beyond {fmt.name}'s largest value: the "
+        f"{lost:.1%} of the {_WHAT[role]} of {name} are beyond {fmt.name}'s largest value: the "
         "terms that they are sums of are correlated, which the rules do not know. "
         f"{_CORRECTED[who]}. scaledtensor.calibrate(model, batches) corrects all weights "
         "beforehand",
