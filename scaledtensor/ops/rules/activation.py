@@ -1,13 +1,14 @@
 """Activations and their derivatives.
 
-The second moments of gelu and silu under x ~ N(0, r^2) run from r^2/4 (where they are linear with
-slope 1/2) to r^2/2 (where they are relu). r^2/4 (1 + r^2 / (r^2 + c)) meets both ends and stays
-within 7% of the integral between; c is fitted. It needs no transcendental, so eager and compiled
-code agree to the bit. (Unit scaling interpolates in the log domain: Blake et al. 2023, appendix.)
+For x ~ N(0, r^2), the second moments of gelu and silu run from r^2/4 (for small r they are linear
+with slope 1/2) to r^2/2 (for large r they are relu). The formula r^2/4 (1 + r^2 / (r^2 + c)) meets
+both ends. Between them it stays within 7% of the integral; c is fitted. It needs no transcendental
+function, so eager and compiled code agree to the bit. (Unit scaling interpolates in the log domain:
+Blake et al. 2023, appendix.)
 
-The others are such fits too: both ends exact, one constant chosen to make the largest error against
-the integral least, over r = 2^-8 to 2^8, where it stays within 6%. Those with a threshold of their
-own take the integral itself (`moments`).
+The other formulas are fits too. Both ends are exact, and one constant makes the largest error
+against the integral least over r = 2^-8 to 2^8. This error stays within 6%. Activations with a
+threshold use the integral itself (`gaussian_rms`).
 """
 
 import math
@@ -37,27 +38,25 @@ from scaledtensor.scales.powers import product_of
 from scaledtensor.scales.singles import Amount, Single, remembered, rms_of, scale_of
 from scaledtensor.tensors.tensor import ScaledTensor
 
-
-def _between_half_and_root_half(rms: Any, c: float) -> Any:
-    return _known_between(rms, c) if type(rms) is Single else _middle(rms, c)
+__all__ = ["half_to_root_half", "softplus_rms"]
 
 
-def _middle(rms: Any, c: float) -> Any:
-    r2 = bounded_square(rms)
-    return (0.25 + 0.25 * (r2 / (r2 + c))).sqrt()
-
-
-_known_between = remembered(_middle)
-
-
-def _between(rms: Tensor, low: float, high: float, c: float) -> Tensor:
-    """sqrt of low at rms = 0, of high at infinity."""
+def _between(rms: Any, low: float, high: float, c: float) -> Any:
+    """Return a number that grows from sqrt(low) at rms = 0 to sqrt(high) at infinity."""
     r2 = bounded_square(rms)
     return (low + (high - low) * (r2 / (r2 + c))).sqrt()
 
 
+_known_between = remembered(_between)
+
+
+def half_to_root_half(rms: Any, c: float) -> Any:
+    """Return sqrt(1/4 (1 + r^2 / (r^2 + c))), which grows from 1/2 to sqrt(1/2)."""
+    return (_known_between if type(rms) is Single else _between)(rms, 0.25, 0.5, c)
+
+
 def _backward(g: Any, saved: ScaledTensor, slope: Amount, kernel: Callable[..., Tensor]) -> Raw:
-    """A gradient is linear in `g`: computed on its elements, it cannot leave the range."""
+    """Compute a gradient on the elements of `g`. It is linear in `g`, so it stays in the range."""
     left, v = side(g, saved), value(saved)
     return Raw(kernel(left.q.to(v.dtype), v), left.scale, left.rms * slope)
 
@@ -67,15 +66,15 @@ def _backward(g: Any, saved: ScaledTensor, slope: Amount, kernel: Callable[..., 
 
 @rule(aten.relu.default)
 def relu(x: ScaledTensor) -> Raw:
-    """Homogeneous: the scale passes through; half of the energy survives, r / sqrt(2)."""
+    """r / sqrt(2): half of the energy survives. The scale stays."""
     q, rms = elements(x).relu(), rms_of(x) * 0.5**0.5
     return Raw(q, scale_of(x), rms, settled=True, nonnegative=True)
 
 
 @rule(aten.threshold_backward.default)
 def threshold_backward(g: Any, x: ScaledTensor, threshold: float) -> Raw:
-    """Half of the gradients survive: r / sqrt(2). With another threshold than 0, a share of
-    P(r z > t)."""
+    """r_g / sqrt(2): half of the gradients survive. With a threshold t other than 0, r_g
+    sqrt(P(r z > t))."""
     left = side(g, x)
     q = torch.where(value(x) > threshold, left.q, 0.0)
     if threshold == 0:
@@ -86,7 +85,7 @@ def threshold_backward(g: Any, x: ScaledTensor, threshold: float) -> Raw:
 
 @rule(aten.leaky_relu.default)
 def leaky_relu(x: ScaledTensor, negative_slope: float = 0.01) -> Raw:
-    """Homogeneous: r sqrt((1 + a^2) / 2)."""
+    """r sqrt((1 + a^2) / 2) for a slope a below zero. The scale stays."""
     q = aten.leaky_relu.default(elements(x), negative_slope)
     return Raw(q, scale_of(x), rms_of(x) * ((1 + negative_slope**2) / 2) ** 0.5, settled=True)
 
@@ -95,7 +94,7 @@ def leaky_relu(x: ScaledTensor, negative_slope: float = 0.01) -> Raw:
 def leaky_relu_backward(
     g: Any, x: ScaledTensor, negative_slope: float, self_is_result: bool
 ) -> Raw:
-    """r sqrt((1 + a^2) / 2)."""
+    """r_g sqrt((1 + a^2) / 2) for a slope a below zero."""
     left = operand(g, x)
     q = torch.where(elements(x) > 0, left.q, left.q * negative_slope)
     return Raw(q, left.scale, left.rms * ((1 + negative_slope**2) / 2) ** 0.5, settled=True)
@@ -103,8 +102,8 @@ def leaky_relu_backward(
 
 @rule(aten.hardtanh_backward.default)
 def hardtanh_backward(g: Any, x: ScaledTensor, low: float, high: float) -> Raw:
-    """Of a Gaussian, (erf(b / r sqrt 2) - erf(a / r sqrt 2)) / 2 lies between the bounds: r_g times
-    its root."""
+    """r_g sqrt(P(a < r z < b)) for bounds a and b; P is (erf(b / (r sqrt 2)) - erf(a / (r sqrt 2)))
+    / 2."""
     left = operand(g, x)
     v = value(x)
     sigma = x.rms.clamp_min(2.0**-60) * 2**0.5
@@ -118,30 +117,30 @@ def hardtanh_backward(g: Any, x: ScaledTensor, low: float, high: float) -> Raw:
 
 @rule(aten.gelu.default)
 def gelu(x: ScaledTensor, *, approximate: str = "none") -> Raw:
-    """r * sqrt(1/4 (1 + r^2 / (r^2 + 0.6)))."""
+    """r sqrt(1/4 (1 + r^2 / (r^2 + 0.6))): from r / 2 for small r to r / sqrt(2) for large r."""
     r = rms_of(x)
-    rms = r * _between_half_and_root_half(r, 0.6)
+    rms = r * half_to_root_half(r, 0.6)
     return at_value(lambda v: aten.gelu.default(v, approximate=approximate), x, rms)
 
 
 @rule(aten.gelu_backward.default)
 def gelu_backward(g: Any, x: ScaledTensor, *, approximate: str = "none") -> Raw:
-    """r_g * sqrt(1/4 (1 + r^2 / (r^2 + 0.5)))."""
+    """r_g sqrt(1/4 (1 + r^2 / (r^2 + 0.5)))."""
     kernel = partial(aten.gelu_backward.default, approximate=approximate)
-    return _backward(g, x, _between_half_and_root_half(rms_of(x), 0.5), kernel)
+    return _backward(g, x, half_to_root_half(rms_of(x), 0.5), kernel)
 
 
 @rule(aten.silu.default)
 def silu(x: ScaledTensor) -> Raw:
-    """r * sqrt(1/4 (1 + r^2 / (r^2 + 2)))."""
+    """r sqrt(1/4 (1 + r^2 / (r^2 + 2))): from r / 2 for small r to r / sqrt(2) for large r."""
     r = rms_of(x)
-    return at_value(torch.nn.functional.silu, x, r * _between_half_and_root_half(r, 2.0))
+    return at_value(torch.nn.functional.silu, x, r * half_to_root_half(r, 2.0))
 
 
 @rule(aten.silu_backward.default)
 def silu_backward(g: Any, x: ScaledTensor) -> Raw:
-    """r_g * sqrt(1/4 (1 + r^2 / (r^2 + 1.2)))."""
-    slope = _between_half_and_root_half(rms_of(x), 1.2)
+    """r_g sqrt(1/4 (1 + r^2 / (r^2 + 1.2)))."""
+    slope = half_to_root_half(rms_of(x), 1.2)
     return _backward(g, x, slope, aten.silu_backward.default)
 
 
@@ -157,7 +156,7 @@ def tanh(x: ScaledTensor) -> Raw:
 
 @rule(aten.tanh_backward.default)
 def tanh_backward(g: Any, y: ScaledTensor) -> Raw:
-    """r_g (1 + 3.6 r^2)^-1/4 for an input of RMS r, which the saved result y tells."""
+    """r_g (1 + 3.6 r^2)^-1/4. The RMS r of the input follows from the RMS of the saved result."""
     # Invert r_y = r / sqrt(1 + 1.25 r^2).
     y2 = y.rms.square()
     r2 = y2 / (1 - 1.25 * y2).clamp_min(2.0**-20)
@@ -167,13 +166,14 @@ def tanh_backward(g: Any, y: ScaledTensor) -> Raw:
 @rule(aten.sigmoid.default)
 def sigmoid(x: ScaledTensor) -> Raw:
     """sqrt(1/4 (1 + r^2 / (r^2 + 4)))."""
-    rms = _between_half_and_root_half(x.rms, 4.0)
+    rms = half_to_root_half(x.rms, 4.0)
     return at_value(torch.sigmoid, x, rms, nonnegative=True)
 
 
 @rule(aten.sigmoid_backward.default)
 def sigmoid_backward(g: Any, y: ScaledTensor) -> Raw:
-    """r_g / 4 (1 + 0.9 r^2)^-1/4 for an input of RMS r, which the saved result y tells."""
+    """r_g / 4 (1 + 0.9 r^2)^-1/4. The RMS r of the input follows from the RMS of the saved
+    result."""
     # Invert r_y^2 = 1/4 (1 + r^2 / (r^2 + 4)).
     share = (4 * y.rms.square() - 1).clamp(0.0, 1 - 2.0**-20)
     r2 = 4 * share / (1 - share)
@@ -184,7 +184,7 @@ def sigmoid_backward(g: Any, y: ScaledTensor) -> Raw:
 @rule(aten.hardsigmoid.default)
 def hardsigmoid(x: ScaledTensor) -> Raw:
     """sqrt(1/4 (1 + r^2 / (r^2 + 9.5)))."""
-    rms = _between_half_and_root_half(x.rms, 9.5)
+    rms = half_to_root_half(x.rms, 9.5)
     return at_value(aten.hardsigmoid.default, x, rms, nonnegative=True)
 
 
@@ -206,14 +206,15 @@ def _elu_rms(rms: Tensor, alpha: float, scale: float, input_scale: float) -> Ten
 
 @rule(aten.elu.default)
 def elu(x: ScaledTensor, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Raw:
-    """r s sqrt(1/2 + 1/2 (a b)^2 / (1 + 1.41 u + u^2)), u = b r; selu is one of these."""
+    """r s sqrt(1/2 + 1/2 (a b)^2 / (1 + 1.41 u + u^2)) with alpha a, scale s, input_scale b and
+    u = b r. selu is an elu."""
     rms = _elu_rms(x.rms, alpha, scale, input_scale)
     return at_value(lambda v: aten.elu.default(v, alpha, scale, input_scale), x, rms)
 
 
 @rule(aten.celu.default)
 def celu(x: ScaledTensor, alpha: float = 1.0) -> Raw:
-    """elu with b = 1 / a."""
+    """Same as `elu` with input_scale 1 / alpha."""
     rms = _elu_rms(x.rms, alpha, 1.0, 1 / alpha)
     return at_value(lambda v: aten.celu.default(v, alpha), x, rms)
 
@@ -222,8 +223,8 @@ def celu(x: ScaledTensor, alpha: float = 1.0) -> Raw:
 def elu_backward(
     g: Any, alpha: float, scale: float, input_scale: float, is_result: bool, saved: ScaledTensor
 ) -> Raw:
-    """r_g s sqrt(1/2 + 1/2 (a b)^2 / (1 + 2.3 u)), u = b r. In place the result is saved, whose
-    RMS stands for r."""
+    """r_g s sqrt(1/2 + 1/2 (a b)^2 / (1 + 2.3 u)), u = b r. The in-place form saves the result, and
+    its RMS stands for r."""
     u = saved.rms * input_scale
     slope = (0.5 + 0.5 * (alpha * input_scale) ** 2 / (1 + 2.3 * u)).sqrt() * scale
 
@@ -239,14 +240,15 @@ def elu_backward(
 
 @rule(aten.softplus.default)
 def softplus(x: ScaledTensor, beta: float = 1, threshold: float = 20) -> Raw:
-    """Measured: a time step is softplus of a biased argument, and small."""
+    """Measured: models use softplus on biased arguments (the time steps of a state space model),
+    and its results are small there."""
     q = aten.softplus.default(value(x), beta, threshold)
-    return Raw(q, None, rms_seen(q, _softplus_rms(x, beta)), nonnegative=True)
+    return Raw(q, None, rms_seen(q, softplus_rms(x.rms, beta)), nonnegative=True)
 
 
-def _softplus_rms(x: ScaledTensor, beta: float) -> Tensor:
-    """Of a Gaussian: ln 2 at zero, relu far out."""
-    return ((math.log(2) / beta) ** 2 + bounded_square(x.rms) / 2).sqrt()
+def softplus_rms(rms: Tensor, beta: float = 1.0) -> Tensor:
+    """RMS of softplus of a Gaussian: ln 2 / beta for small RMS, and as for relu for large RMS."""
+    return ((math.log(2) / beta) ** 2 + bounded_square(rms) / 2).sqrt()
 
 
 @rule(aten.softplus_backward.default)
@@ -259,26 +261,26 @@ def softplus_backward(g: Any, x: ScaledTensor, beta: float, threshold: float) ->
 
 def _sigmoid_seen(x: ScaledTensor, beta: float) -> Tensor:
     slope = torch.sigmoid(value(x) * beta)
-    return rms_seen(slope, _between_half_and_root_half(x.rms * abs(beta), 7.4))
+    return rms_seen(slope, half_to_root_half(x.rms * abs(beta), 7.4))
 
 
 @rule(aten.log_sigmoid_forward.default)
 def log_sigmoid(x: ScaledTensor) -> tuple[Raw, Tensor]:
-    """-softplus(-x), measured. The buffer for the derivative is plain."""
+    """-softplus(-x): measured. The buffer for the derivative is plain."""
     q, buffer = aten.log_sigmoid_forward.default(value(x))
-    return Raw(q, None, rms_seen(q, _softplus_rms(x, 1.0))), buffer
+    return Raw(q, None, rms_seen(q, softplus_rms(x.rms))), buffer
 
 
 @rule(aten.log_sigmoid_backward.default)
 def log_sigmoid_backward(g: Any, x: ScaledTensor, buffer: Tensor) -> Raw:
-    """As softplus_backward, the sigmoid of -x."""
+    """r_g times the measured RMS of sigmoid(-x)."""
     slope = _sigmoid_seen(x, -1.0)
     return _backward(g, x, slope, partial(aten.log_sigmoid_backward.default, buffer=buffer))
 
 
 @rule(aten.mish.default)
 def mish(x: ScaledTensor) -> Raw:
-    """r sqrt(0.36 + 0.14 r^2 / (r^2 + 0.51)): slope tanh(ln 2) = 0.6 at zero."""
+    """r sqrt(0.36 + 0.14 r^2 / (r^2 + 0.51)): at zero the slope is tanh(ln 2) = 0.6."""
     return at_value(aten.mish.default, x, x.rms * _between(x.rms, 0.36, 0.5, 0.51))
 
 
@@ -292,40 +294,41 @@ def mish_backward(g: Any, x: ScaledTensor) -> Raw:
 @rule(aten.hardswish.default)
 def hardswish(x: ScaledTensor) -> Raw:
     """r sqrt(1/4 (1 + r^2 / (r^2 + 1.75)))."""
-    rms = x.rms * _between_half_and_root_half(x.rms, 1.75)
+    rms = x.rms * half_to_root_half(x.rms, 1.75)
     return at_value(aten.hardswish.default, x, rms)
 
 
 @rule(aten.hardswish_backward.default)
 def hardswish_backward(g: Any, x: ScaledTensor) -> Raw:
     """r_g sqrt(1/4 (1 + r^2 / (r^2 + 0.92)))."""
-    slope = _between_half_and_root_half(x.rms, 0.92)
+    slope = half_to_root_half(x.rms, 0.92)
     return _backward(g, x, slope, aten.hardswish_backward.default)
 
 
 @rule(aten.glu.default)
 def glu(x: ScaledTensor, dim: int = -1) -> Raw:
     """a sigmoid(b): r sqrt(1/4 (1 + r^2 / (r^2 + 7.4)))."""
-    rms = x.rms * _between_half_and_root_half(x.rms, 7.4)
+    rms = x.rms * half_to_root_half(x.rms, 7.4)
     return at_value(lambda v: aten.glu.default(v, dim), x, rms)
 
 
 @rule(aten.glu_backward.default)
 def glu_backward(g: Any, x: ScaledTensor, dim: int) -> Raw:
-    """Halves sigmoid(b) g and a sigmoid'(b) g: r_g times the root of the mean of their squares,
-    1/4 (1 + r^2 / (r^2 + 7.4)) and r^2 / 16 (1 + 0.9 r^2)^-1/2."""
+    """The two halves of the gradient are g sigmoid(b) and g a sigmoid'(b). The rule is r_g times
+    the root of the mean of two squares: 1/4 (1 + r^2 / (r^2 + 7.4)) and r^2 / 16 (1 + 0.9
+    r^2)^-1/2."""
     r2 = bounded_square(x.rms)
-    gate = _between_half_and_root_half(x.rms, 7.4).square()
+    gate = half_to_root_half(x.rms, 7.4).square()
     slope = ((gate + r2 / 16 * (1 + 0.9 * r2).rsqrt()) / 2).sqrt()
     return _backward(g, x, slope, partial(aten.glu_backward.default, dim=dim))
 
 
-# --- leaky, with a slope that is learnt or drawn ---------------------------------------------
+# --- leaky, with a learnt or a random slope --------------------------------------------------
 
 
 @rule(aten._prelu_kernel.default)
 def prelu(x: Any, weight: Any) -> Raw:
-    """r sqrt((1 + rw^2) / 2)."""
+    """r sqrt((1 + rw^2) / 2) for slopes of RMS rw."""
     like = first_scaled(x, weight)
     a, w = operand(x, like), operand(weight, like)
     q = torch.where(a.q > 0, a.q.float(), a.q * (w.q.float() * w.scale))
@@ -334,7 +337,8 @@ def prelu(x: Any, weight: Any) -> Raw:
 
 @rule(aten._prelu_kernel_backward.default)
 def prelu_backward(g: Any, x: Any, weight: Any) -> tuple[Raw, Raw]:
-    """r_g sqrt((1 + rw^2) / 2), and r_g rx / sqrt(2) before it is summed."""
+    """r_g sqrt((1 + rw^2) / 2) for the input, and r_g rx / sqrt(2) for the slopes, before autograd
+    sums over the elements that share a slope."""
     like = first_scaled(g, x, weight)
     left, a, w = (operand(t, like) for t in (g, x, weight))
     positive = a.q > 0
@@ -361,8 +365,8 @@ def rrelu(
     training: bool = False,
     generator: Any = None,
 ) -> Raw:
-    """r sqrt((1 + E a^2) / 2), a uniform on [lower, upper), or its mean in evaluation. The slopes
-    drawn are written into `noise`."""
+    """r sqrt((1 + E a^2) / 2). In training the slope a is uniform on [lower, upper); in evaluation
+    it is the mean of both. The random slopes are written into `noise`."""
     out, drawn = rrelu_functional(x, noise, lower, upper, training, generator)
     if training:
         write(noise, drawn, [x])
@@ -378,7 +382,7 @@ def rrelu_functional(
     training: bool = False,
     generator: Any = None,
 ) -> tuple[Raw, Raw]:
-    """As rrelu_with_noise; the slopes drawn are a result."""
+    """Same as `rrelu_with_noise`; the random slopes are a second result."""
     q = elements(x)
     drawn = torch.empty_like(q)
     factor = _rrelu_factor(lower, upper, training)
@@ -397,7 +401,7 @@ def rrelu_backward(
     training: bool,
     self_is_result: bool,
 ) -> Raw:
-    """r_g sqrt((1 + E a^2) / 2)."""
+    """r_g sqrt((1 + E a^2) / 2) for slopes a as in `rrelu_with_noise`."""
     left = operand(g, first_scaled(g, x, noise))
     q = aten.rrelu_with_noise_backward.default(
         left.q.float(),
@@ -422,14 +426,14 @@ integrand("outside", lambda v, bound: (v.abs() > bound).double())
 
 @rule(aten.threshold.default)
 def threshold(x: ScaledTensor, threshold: float, value: float) -> Raw:
-    """sqrt(E f(r z)^2)."""
+    """sqrt(E f(r z)^2) for the function f itself."""
     rms = gaussian_rms("threshold", x.rms, threshold, value, nonnegative=x.nonnegative)
     return at_value(lambda v: aten.threshold.default(v, threshold, value), x, rms)
 
 
 @rule(aten.hardshrink.default, aten.softshrink.default, pass_op=True)
 def shrink(op: Overload, x: ScaledTensor, lambd: float = 0.5) -> Raw:
-    """sqrt(E f(r z)^2)."""
+    """sqrt(E f(r z)^2) for the function f itself."""
     rms = gaussian_rms(op._schema.name.split("::")[1], x.rms, lambd)
     return at_value(lambda v: op(v, lambd), x, rms, nonnegative=x.nonnegative)
 

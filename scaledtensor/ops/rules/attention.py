@@ -1,19 +1,21 @@
 """Scaled dot-product attention.
 
-With q = s_q Q and so on, the logits are s_q s_k (Q K'): both scales fold into Q, exactly, and the
-kernel runs on (s_q s_k Q, K, V). Its output carries s_v. Backward the kernel gives derivatives by
-those folded operands, so (with s_g for the incoming gradient)
+With query q = s_q Q, key k = s_k K and value v = s_v V, the logits are s_q s_k (Q K'). Both scales
+go into Q, which is exact, and the kernel runs on (s_q s_k Q, K, V). Its output carries the scale
+s_v. The backward kernel gives derivatives by these operands. With s_g for the scale of the incoming
+gradient, the gradients are
 
     dq = s_g s_v s_k (kernel dq)      dk = s_g s_v / s_k (kernel dk)      dv = s_g (kernel dv)
 
-Moments: let E be the mean over queries of sum_j P_ij^2, the `concentration` of a softmax. Then
+Let E be the mean over queries of sum_j P_ij^2 (`softmax.concentration`). Then the RMS are
 
     out = r_v sqrt(E)                           dv = r_g sqrt(E Sq/Sk)
     dq  = c sqrt(d) r_g r_v r_k h sqrt(E)       dk = c sqrt(d) r_g r_v r_q h sqrt(E Sq/Sk)
 
-for softmax scale c and head size d: dS = P (dP - sum P dP) has entries P r_g r_v sqrt(d) h, with h
-the `selection` of softmax. Only the
-representation depends on the number of keys, never the value, so a KV cache decodes alike.
+for the softmax scale c and the head size d. The gradient of the logits is dS = P (dP - sum P dP).
+Its entries have the size P r_g r_v sqrt(d) h, with h from `softmax.selection`. Sq/Sk is the number
+of query rows for each key row. The number of keys moves only the scale, never the value, so
+decoding with a KV cache gives the same values.
 """
 
 import math
@@ -26,7 +28,7 @@ from torch import Tensor
 
 from scaledtensor import _torch
 from scaledtensor.formats import BF16
-from scaledtensor.ops.algebra import bounded_square, elements, first_scaled, measured, side
+from scaledtensor.ops.algebra import Side, bounded_square, elements, first_scaled, measured, side
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.ops.rules.softmax import (
@@ -39,17 +41,20 @@ from scaledtensor.ops.rules.softmax import (
     visible,
 )
 from scaledtensor.scales.powers import product_of, quotient_of
-from scaledtensor.scales.singles import Amount, Single, scale_of, scaled_by, tensor_of
+from scaledtensor.scales.singles import Single, scale_of, scaled_by, tensor_of
 from scaledtensor.tensors.tensor import ScaledTensor
 
 __all__ = ["FUNCTIONS"]
 
 
 def attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-    """Where there is nothing to attend with or to, torch's answer is plain zeros, as is then every
-    gradient; the same zeros spelled out are scaled. On a CUDA device torch chooses a kernel by the
-    dtype that a tensor appears in, and has its fastest one for bfloat16 alone: here the elements
-    choose."""
+    """Works like `torch.nn.functional.scaled_dot_product_attention`, with a scaled result.
+
+    If there are no queries or no keys, torch returns plain zeros and plain gradients. The formula
+    itself gives the same zeros as ScaledTensors. On a CUDA device, torch chooses a kernel by the
+    dtype in which a tensor appears, and has its fastest one for bfloat16 only. Here the dtype of the
+    elements decides.
+    """
     if query.numel() and key.numel() and value.numel():
         held = _for_flash(query, key, value, *args, **kwargs)
         if held is not None:
@@ -74,7 +79,8 @@ def _for_flash(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> dict[str, Any] | None:
-    """What the flash kernel of CUDA takes besides these operands; None where it is not for them."""
+    """Return the other arguments of CUDA's flash kernel; None if it does not take these
+    operands."""
     serves = (
         attn_mask is None
         and not (is_causal and query.shape[-2] != key.shape[-2])
@@ -91,23 +97,20 @@ def _for_flash(
 
 
 def _is_half(x: Any) -> bool:
-    """Whether a batch of heads holds bfloat16 on a CUDA device that has the flash kernel."""
+    """Whether `x`, a batch of heads, has bfloat16 elements on a CUDA device with the flash
+    kernel."""
     if not isinstance(x, ScaledTensor) or x.format is not BF16 or x.dim() != 4:
         return False
     capability = _torch.compute_capability(x.qdata)
     return capability is not None and capability >= (8, 0) and x.stride(-1) == 1
 
 
-def _scale(scale: float | None, q: ScaledTensor) -> float:
-    return scale if scale is not None else 1 / math.sqrt(q.shape[-1])
-
-
 def _folded(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any, list[Tensor]]:
-    """The operands, and the folded elements that the kernel takes.
+    """Return the operands, and the elements for the kernel, with both scales of the logits in q.
 
-    In float32 on a CPU, whose bfloat16 backward takes 4 times as long at 64 tokens and 0.8 times at
-    1024 (measured), and rounds more. Elsewhere in bfloat16 where all are, which has the range of
-    float32.
+    On a CPU the elements are float32. Its bfloat16 backward kernel takes 4 times as long at 64
+    tokens and 0.8 times as long at 1024 (measured), and rounds more. On other devices they are
+    bfloat16 if all operands are, because bfloat16 has the range of float32.
     """
     like = first_scaled(q, k, v)
     sides = [side(x, like) for x in (q, k, v)]
@@ -118,8 +121,8 @@ def _folded(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any, list[Tensor]]:
     return a, b, c, [scaled_by(held[0], a.scale * b.scale), *held[1:]]
 
 
-def _mask(mask: Any) -> Any:
-    """An additive mask in float32, as the kernel wants it; a boolean one as it is."""
+def _mask(mask: Any, dtype: torch.dtype) -> Any:
+    """Return an additive mask in the dtype of the kernel, and a boolean mask as it is."""
     if mask is None or mask.dtype == torch.bool:
         return mask
     if isinstance(mask, ScaledTensor):
@@ -127,15 +130,75 @@ def _mask(mask: Any) -> Any:
     # The finite fills of a float64 mask stay finite.
     limit = torch.finfo(torch.float32).max
     held = mask.float()
-    return torch.where(mask.isinf(), held, held.clamp(-limit, limit))
+    return torch.where(mask.isinf(), held, held.clamp(-limit, limit)).to(dtype)
 
 
-def _visible(query: Tensor, key: Tensor, causal: bool, mask: Any) -> Visible:
-    """What the queries see of the keys. A causal mask is told; any other is read."""
-    if mask is None:
+class _Call(NamedTuple):
+    """One call of attention: the arguments of its kernel, and the scales of its results."""
+
+    query: Any
+    key: Any
+    a: Side
+    b: Side
+    c: Side
+    operands: list[Tensor]
+    mask: Any
+    factor: float
+    """The softmax scale."""
+    visible: Visible
+    """Statistics of the keys that each query sees."""
+
+    @staticmethod
+    def of(query: Any, key: Any, value: Any, mask: Any, causal: bool, scale: Any) -> "_Call":
+        a, b, c, operands = _folded(query, key, value)
+        mask = _mask(mask, operands[0].dtype)
         rows, n = query.shape[-2], key.shape[-2]
-        return causally_visible(rows, n) if causal else all_visible(n)
-    return visible(mask if mask.dtype == torch.bool else mask > MASKED, -1)
+        if mask is not None:
+            seen = visible(mask if mask.dtype == torch.bool else mask > MASKED, -1)
+        else:
+            seen = causally_visible(rows, n) if causal else all_visible(n)
+        factor = scale if scale is not None else 1 / math.sqrt(query.shape[-1])
+        return _Call(query, key, a, b, c, operands, mask, factor, seen)
+
+    def attended(self, out: Tensor) -> Raw:
+        return Raw(out, self.c.scale, self.c.rms * self._moments()[0])
+
+    def backward(self, g: Side, out: ScaledTensor) -> tuple[Tensor, ...]:
+        """Return the gradient, the folded query, key and value, and the output of these."""
+        dtype = self.operands[0].dtype
+        held = scaled_by(elements(out).to(dtype), scale_of(out) / self.c.scale)
+        return g.q.to(dtype), *self.operands, held
+
+    def gradients(self, g: Side, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Raw, Raw, Raw]:
+        a, b, c = self.a, self.b, self.c
+        # Each key row has Sq / Sk query rows, and all heads of the query that share it add up.
+        shared = self.query.numel() / max(self.key.numel(), 1)
+        root, moved = self._moments()
+        score = g.rms * c.rms * root * moved * (self.factor * self.query.shape[-1] ** 0.5)
+        held = product_of(g.scale, c.scale)
+        return (
+            Raw(dq, product_of(held, b.scale), score * b.rms),
+            Raw(dk, quotient_of(held, b.scale), score * a.rms * shared**0.5),
+            Raw(dv, g.scale, g.rms * root * shared**0.5),
+        )
+
+    def _moments(self) -> tuple[Any, Any]:
+        """Return sqrt(E) and h."""
+        logits = self.a.rms * self.b.rms * (self.factor * self.query.shape[-1] ** 0.5)
+        if not isinstance(self.visible.log_share, float):
+            return _moments(tensor_of(logits), self.visible)
+        known = isinstance(logits, Single)
+        return (_known_moments if known else _moments)(logits, self.visible)
+
+
+def _moments(logits: Any, seen: Visible) -> tuple[Any, Any]:
+    return concentration(logits, seen).sqrt(), selection(bounded_square(logits), seen)
+
+
+_known_moments = lru_cache(maxsize=1 << 12)(_moments)
+
+
+# --- the kernel of CPUs ----------------------------------------------------------------------
 
 
 @rule(aten._scaled_dot_product_flash_attention_for_cpu.default)
@@ -149,33 +212,14 @@ def flash_cpu(
     attn_mask: Any = None,
     scale: float | None = None,
 ) -> tuple[Raw, Tensor]:
-    """out = r_v sqrt(E)."""
-    factor = _scale(scale, query)
-    a, b, c, operands = _folded(query, key, value)
-    mask = _mask(attn_mask)
+    """r_v sqrt(E), where E is the mean over queries of the sum of the squares of their weights. For
+    S keys, E is S^(a - 1) with a = m^2 / (m^2 + 4) and m the RMS of the logits; with a mask, 1/S is
+    the mean of 1/n over queries that see n keys."""
+    call = _Call.of(query, key, value, attn_mask, is_causal, scale)
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu.default(
-        *operands, dropout_p, is_causal, attn_mask=mask, scale=factor
+        *call.operands, dropout_p, is_causal, attn_mask=call.mask, scale=call.factor
     )
-    seen = _visible(query, key, is_causal, mask)
-    return _attended(out, a, b, c, query, factor, seen), lse
-
-
-def _moments(logits: Amount, seen: Visible) -> tuple[Any, Any]:
-    """sqrt(E) and h, for logits of that RMS."""
-    if not isinstance(seen.log_share, float):
-        return _found_moments(tensor_of(logits), seen)
-    known = isinstance(logits, Single)
-    return _known_moments(float(logits), seen) if known else _found_moments(logits, seen)
-
-
-def _found_moments(logits: Any, seen: Visible) -> tuple[Any, Any]:
-    return concentration(logits, seen).sqrt(), selection(bounded_square(logits), seen)
-
-
-@lru_cache(maxsize=1 << 12)
-def _known_moments(logits: float, seen: Visible) -> tuple[Single, Single]:
-    root, moved = _found_moments(Single(logits), seen)
-    return root, moved
+    return call.attended(out), lse
 
 
 @rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
@@ -192,86 +236,21 @@ def flash_cpu_backward(
     attn_mask: Any = None,
     scale: float | None = None,
 ) -> tuple[Raw, Raw, Raw]:
-    """dq = c sqrt(d) r_g r_v r_k sqrt(E), dk and dv likewise: see the module."""
-    back, factor = _back(grad_out, query, key, value, out, attn_mask, is_causal, scale)
-    grad, *operands = back.operands
+    """r_g sqrt(E) times c sqrt(d) r_v r_k h for the query, c sqrt(d) r_v r_q h sqrt(Sq / Sk) for
+    the key, and sqrt(Sq / Sk) for the value. c is the softmax scale, d the head size, Sq / Sk the
+    number of query rows for each key row, and h as in `_softmax_backward_data`."""
+    call, g = _Call.of(query, key, value, attn_mask, is_causal, scale), side(grad_out, query)
+    grad, *operands = call.backward(g, out)
     raw = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
         grad.contiguous(),
         *operands,
         logsumexp,
         dropout_p,
         is_causal,
-        attn_mask=back.mask,
-        scale=factor,
+        attn_mask=call.mask,
+        scale=call.factor,
     )
-    return back.gradients(*raw)
-
-
-def _gradients(
-    raw: tuple[Tensor, Tensor, Tensor],
-    g: Any,
-    a: Any,
-    b: Any,
-    c: Any,
-    query: ScaledTensor,
-    key: ScaledTensor,
-    factor: float,
-    seen: Visible,
-) -> tuple[Raw, Raw, Raw]:
-    d = query.shape[-1]
-    # Query rows for each key row: Sq / Sk, and query heads that share a key head add up.
-    shared = query.numel() / max(key.numel(), 1)
-    root, moved = _moments(a.rms * b.rms * (factor * d**0.5), seen)
-    score = g.rms * c.rms * root * moved * (factor * d**0.5)
-    dq, dk, dv = raw
-    held = product_of(g.scale, c.scale)
-    return (
-        Raw(dq, product_of(held, b.scale), score * b.rms),
-        Raw(dk, quotient_of(held, b.scale), score * a.rms * shared**0.5),
-        Raw(dv, g.scale, g.rms * root * shared**0.5),
-    )
-
-
-def _attended(out: Tensor, a: Any, b: Any, c: Any, query: Any, factor: float, seen: Any) -> Raw:
-    logits = a.rms * b.rms * (factor * query.shape[-1] ** 0.5)
-    return Raw(out, c.scale, c.rms * _moments(logits, seen)[0])
-
-
-class _Back(NamedTuple):
-    """What the backward kernels take, and what their results are then."""
-
-    operands: tuple[Tensor, ...]
-    """The gradient, folded query, key and value, and the output of those."""
-    mask: Any
-    gradients: Callable[..., tuple[Raw, Raw, Raw]]
-    held: Any
-    """The scale of a gradient for a plain mask, which adds to logits as they are."""
-
-
-def _back(
-    grad: Any, query: Any, key: Any, value: Any, out: Any, mask: Any, causal: bool, scale: Any
-) -> tuple[_Back, float]:
-    factor = _scale(scale, query)
-    a, b, c, operands = _folded(query, key, value)
-    g, held = side(grad, query), operands[0].dtype
-    mask = None if mask is None else _cast_mask(mask, held)
-    given = (
-        g.q.to(held),
-        *operands,
-        scaled_by(elements(out).to(held), scale_of(out) / c.scale),
-    )
-    seen = _visible(query, key, causal, mask)
-
-    def gradients(*raw: Tensor) -> tuple[Raw, Raw, Raw]:
-        dq, dk, dv = raw
-        return _gradients((dq, dk, dv), g, a, b, c, query, key, factor, seen)
-
-    return _Back(given, mask, gradients, product_of(g.scale, c.scale)), factor
-
-
-def _cast_mask(mask: Any, dtype: torch.dtype) -> Any:
-    held = _mask(mask)
-    return held if held.dtype == torch.bool else held.to(dtype)
+    return call.gradients(g, *raw)
 
 
 # --- the kernels of CUDA ---------------------------------------------------------------------
@@ -288,13 +267,13 @@ def flash_cuda(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    """As on a CPU, in bfloat16."""
-    factor = _scale(scale, query)
-    a, b, c, operands = _folded(query, key, value)
-    operands = [x.bfloat16() for x in operands]
-    out, *rest = _flash.default(*operands, dropout_p, is_causal, return_debug_mask, scale=factor)
-    seen = _visible(query, key, is_causal, None)
-    return _attended(out, a, b, c, query, factor, seen), *rest
+    """Same as `_scaled_dot_product_flash_attention_for_cpu`, on bfloat16 elements."""
+    call = _Call.of(query, key, value, None, is_causal, scale)
+    operands = [x.bfloat16() for x in call.operands]
+    out, *rest = _flash.default(
+        *operands, dropout_p, is_causal, return_debug_mask, scale=call.factor
+    )
+    return call.attended(out), *rest
 
 
 @rule(aten._scaled_dot_product_flash_attention_backward.default)
@@ -316,10 +295,10 @@ def flash_cuda_backward(
     *,
     scale: float | None = None,
 ) -> tuple[Raw, Raw, Raw]:
-    """As on a CPU, in bfloat16."""
-    back, factor = _back(grad_out, query, key, value, out, None, is_causal, scale)
+    """Same as `_scaled_dot_product_flash_attention_for_cpu_backward`, on bfloat16 elements."""
+    call, g = _Call.of(query, key, value, None, is_causal, scale), side(grad_out, query)
     raw = aten._scaled_dot_product_flash_attention_backward.default(
-        *(x.bfloat16() for x in back.operands),
+        *(x.bfloat16() for x in call.backward(g, out)),
         logsumexp,
         cum_seq_q,
         cum_seq_k,
@@ -329,9 +308,9 @@ def flash_cuda_backward(
         is_causal,
         philox_seed,
         philox_offset,
-        scale=factor,
+        scale=call.factor,
     )
-    return back.gradients(*raw)
+    return call.gradients(g, *raw)
 
 
 @rule(aten._scaled_dot_product_efficient_attention.default)
@@ -346,15 +325,12 @@ def efficient(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    """As on a CPU, in the dtype of the elements."""
-    factor = _scale(scale, query)
-    a, b, c, operands = _folded(query, key, value)
-    mask = None if attn_bias is None else _cast_mask(attn_bias, operands[0].dtype)
+    """Same as `_scaled_dot_product_flash_attention_for_cpu`, in the dtype of the elements."""
+    call = _Call.of(query, key, value, attn_bias, is_causal, scale)
     out, *rest = aten._scaled_dot_product_efficient_attention.default(
-        *operands, mask, compute_log_sumexp, dropout_p, is_causal, scale=factor
+        *call.operands, call.mask, compute_log_sumexp, dropout_p, is_causal, scale=call.factor
     )
-    seen = _visible(query, key, is_causal, mask)
-    return _attended(out, a, b, c, query, factor, seen), *rest
+    return call.attended(out), *rest
 
 
 @rule(aten._scaled_dot_product_efficient_attention_backward.default)
@@ -374,26 +350,29 @@ def efficient_backward(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    """As on a CPU. The gradient of a mask, which is added to the logits, has a measured RMS."""
-    back, factor = _back(grad_out_, query, key, value, out, attn_bias, is_causal, scale)
+    """Same as `_scaled_dot_product_flash_attention_for_cpu_backward`. The gradient of a mask, which
+    is added to the logits, has a measured RMS."""
+    call, g = _Call.of(query, key, value, attn_bias, is_causal, scale), side(grad_out_, query)
+    *operands, output = call.backward(g, out)
     *raw, bias = aten._scaled_dot_product_efficient_attention_backward.default(
-        *back.operands[:4],
-        back.mask,
-        back.operands[4],
+        *operands,
+        call.mask,
+        output,
         logsumexp,
         philox_seed,
         philox_offset,
         dropout_p,
         grad_input_mask,
         is_causal,
-        scale=factor,
+        scale=call.factor,
     )
-    asked = grad_input_mask[3] and bias is not None
-    told = measured(bias.float(), tensor_of(back.held).float()) if asked else None
-    return *back.gradients(*raw), told
+    of_mask = None
+    if grad_input_mask[3] and bias is not None:
+        of_mask = measured(bias.float(), tensor_of(product_of(g.scale, call.c.scale)).float())
+    return *call.gradients(g, *raw), of_mask
 
 
-#: function that a user may call -> the same with a scaled result.
+#: Function of torch -> the same function with a scaled result.
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.nn.functional.scaled_dot_product_attention: attention,
 }
