@@ -1,4 +1,7 @@
-"""New tensors in the likeness of a ScaledTensor, random ones, and dropout."""
+"""New tensors like a ScaledTensor: constants, random numbers and dropout.
+
+The RMS of random numbers follows from their distribution.
+"""
 
 import math
 from collections.abc import Sequence
@@ -24,21 +27,21 @@ from scaledtensor.scales.singles import (
 )
 from scaledtensor.tensors.tensor import ScaledTensor, is_stored
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# --- constants -------------------------------------------------------------------------------
 
 
 def _new(
     op: Overload, x: ScaledTensor, number: float, args: Sequence[Any], options: dict[str, Any]
 ) -> Tensor:
-    """A tensor of one number. Of another than a float dtype it has no scale and is plain."""
+    """Make a tensor of one number. It is plain if its dtype is not float32, bfloat16 or float16."""
     dtype = options.pop("dtype", None) or x.dtype
     options.pop("layout", None)
-    if dtype not in _FLOATS:
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         like = torch.empty_strided(x.shape, x.stride(), device=x.device)
         plain: Tensor = op(like, *args, dtype=dtype, **options)
         return plain
     fmt = x.format if dtype == x.dtype else from_dtype(dtype)
-    # A stored frozen weight on the meta device is filled through an empty one.
+    # A frozen weight in 8 bits on the meta device is filled through an empty tensor of its format.
     keeps = fmt.storage_dtype.itemsize > 1 or (op is aten.empty_like.default and is_stored(x))
     store = fmt.storage_dtype if keeps else torch.float32
     q = op(x.qdata, *args, dtype=store, **options)
@@ -52,13 +55,14 @@ def _new(
     scale = nearest_power_of_two(rms)
     q = q if number in (0, 1) else q / scale
     scale = torch.ones_like(scale) if number in (0, 1) else scale
-    # Zeros are made to be written into, by views too, which cannot tell their base of a sign.
+    # Zeros are not nonnegative: views may write into them, and cannot tell their base of a sign.
     own = single_of(scale), single_of(rms)
     return ScaledTensor.make(q, *own, fmt, dtype, x.recipe, number > 0)
 
 
 def _rms_beside_fills(x: ScaledTensor) -> Tensor:
-    """That of `x`, which a mask will be joined with: an infinity fits any scale. 1 beside zeros."""
+    """Return the RMS of `x` for a mask, which will be added to `x` and whose fills fit any scale.
+    It is 1 if `x` is all zeros."""
     rms = tensor_of(rms_of(x))
     return torch.where(rms > 0, rms, 1.0)
 
@@ -72,11 +76,12 @@ def _rms_beside_fills(x: ScaledTensor) -> Tensor:
     pass_op=True,
 )
 def zeros(op: Overload, x: ScaledTensor, *args: Any, **options: Any) -> Tensor:
-    """Zero (or not yet written) has no scale: it takes that of what is first written into it."""
+    """Zeros and empty memory have no scale yet. They take the scale of the first value that is
+    written into them."""
     made = _new(op, x, 0.0, args, options)
     alike = op is aten.new_zeros.default and made.dim() == x.dim()
     if alike and x.site is not None and isinstance(made, ScaledTensor):
-        made.site = x.site.copied(made)  # `fully_shard` keeps its part of a weight in such a tensor
+        made.site = x.site.copied(made)  # `fully_shard` keeps a part of a weight in such a tensor
     return made
 
 
@@ -88,19 +93,21 @@ def ones(op: Overload, x: ScaledTensor, *args: Any, **options: Any) -> Tensor:
 
 @rule(aten.full_like.default)
 def full_like(x: ScaledTensor, number: float, **options: Any) -> Tensor:
-    """r = |c|; the fill of a mask takes the RMS of x."""
+    """r = |c| for a number c. A tensor of infinities or of the fills of a mask takes the RMS of the
+    operand."""
     return _new(aten.full_like.default, x, float(number), (number,), options)
 
 
 @rule(aten.new_full.default)
 def new_full(x: ScaledTensor, size: Sequence[int], number: float, **options: Any) -> Tensor:
-    """As full_like."""
+    """Same as `full_like`."""
     return _new(aten.new_full.default, x, float(number), (size, number), options)
 
 
 @rule(aten.zero.default)
 def zero(x: ScaledTensor) -> Raw:
-    """All zeros: the scale is free."""
+    """Zeros keep the scale, but take another scale with the next value that is written into
+    them."""
     zero = Single(0.0) if calculates(x) else torch.zeros_like(x.rms)
     q = elements(x)
     if 0 in x.qdata.stride():  # `zero_` writes the one element that an expanded tensor repeats
@@ -110,7 +117,7 @@ def zero(x: ScaledTensor) -> Raw:
 
 @rule(aten.fill.Scalar, aten.fill.Tensor)
 def fill(x: ScaledTensor, number: Any) -> Raw:
-    """As full_like."""
+    """Same as `full_like`."""
     if not isinstance(number, Tensor) and number and not moves_scale(number):
         rms = _rms_beside_fills(x)
         scale = nearest_power_of_two(rms)
@@ -120,12 +127,32 @@ def fill(x: ScaledTensor, number: Any) -> Raw:
     return Raw((c.q * 1.0).expand(x.shape), c.scale, c.rms)
 
 
-# --- random ----------------------------------------------------------------------------------
+@rule(
+    *(
+        getattr(packet, overload)
+        for packet in (aten.linspace, aten.logspace)
+        for overload in ("Tensor_Tensor", "Tensor_Scalar", "Scalar_Tensor")
+    ),
+    pass_op=True,
+)
+def spaced(op: Overload, start: Any, end: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """A plain tensor: a table of numbers between two values."""
+    made: Tensor = op(plain(start), plain(end), *args, **kwargs)
+    return made
+
+
+# --- random numbers in place, or like a tensor -----------------------------------------------
+
+
+def _float32_like(x: ScaledTensor) -> Tensor:
+    """Return memory in float32 for any format: a seed then draws the same numbers as for a plain
+    float32 tensor."""
+    return torch.empty_like(x.qdata, dtype=torch.float32)
 
 
 @rule(aten.bernoulli.p)
 def bernoulli(x: ScaledTensor, p: float = 0.5, *, generator: Any = None) -> Raw:
-    """r = sqrt(p). The mask of a dropout that torch spells out."""
+    """r = sqrt(p). torch's decomposition of dropout draws its mask with this operator."""
     q = torch.empty(x.shape, device=x.device, dtype=elements(x).dtype)
     q.bernoulli_(p, generator=generator)
     rms = torch.full_like(x.rms, math.sqrt(p))
@@ -134,7 +161,7 @@ def bernoulli(x: ScaledTensor, p: float = 0.5, *, generator: Any = None) -> Raw:
 
 @rule(aten.rand_like.default)
 def rand_like(x: ScaledTensor, **options: Any) -> Tensor:
-    """Uniform on [0, 1): r = sqrt(1/3)."""
+    """r = sqrt(1/3): uniform on [0, 1)."""
     out = _new(aten.rand_like.default, x, 1.0, (), options)
     if isinstance(out, ScaledTensor):
         put(out, rms=rms_of(out) * 3**-0.5)
@@ -159,68 +186,16 @@ def normal(x: ScaledTensor, mean: float = 0, std: float = 1, *, generator: Any =
 
 @rule(aten.uniform.default)
 def uniform(x: ScaledTensor, low: float = 0, high: float = 1, *, generator: Any = None) -> Raw:
-    """r = sqrt((a^2 + a b + b^2) / 3)."""
+    """r = sqrt((a^2 + a b + b^2) / 3): uniform on [a, b)."""
     q = torch.empty(x.shape, device=x.device).uniform_(low, high, generator=generator)
     rms = math.sqrt((low * low + low * high + high * high) / 3)
     return Raw(q, None, torch.full_like(x.rms, rms))
 
 
-# --- between scaled ends ---------------------------------------------------------------------
-
-
-@rule(
-    *(
-        getattr(packet, overload)
-        for packet in (aten.linspace, aten.logspace)
-        for overload in ("Tensor_Tensor", "Tensor_Scalar", "Scalar_Tensor")
-    ),
-    pass_op=True,
-)
-def spaced(op: Overload, start: Any, end: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """A table of numbers: plain."""
-    made: Tensor = op(plain(start), plain(end), *args, **kwargs)
-    return made
-
-
-# --- dropout ---------------------------------------------------------------------------------
-
-
-@rule(aten.native_dropout.default)
-def dropout(x: ScaledTensor, p: float, train: bool | None) -> tuple[Raw, Tensor]:
-    """r / sqrt(1 - p); the mask is plain."""
-    q, mask = aten.native_dropout.default(elements(x), p, train)
-    keep = 1 - p if train or train is None else 1.0
-    return Raw(q, x.scale, x.rms / max(keep, 2.0**-20) ** 0.5, nonnegative=x.nonnegative), mask
-
-
-@rule(aten.native_dropout_backward.default)
-def dropout_backward(g: ScaledTensor, mask: Tensor, scale: float) -> Raw:
-    """r / sqrt(1 - p), with scale = 1 / (1 - p)."""
-    q = aten.native_dropout_backward.default(elements(g), mask, scale)
-    return Raw(q, g.scale, g.rms * scale**0.5)
-
-
-# Random numbers in the place or the likeness of a ScaledTensor: their distribution says the RMS.
-# Drawn in float32 whatever the tensor is stored in, so that a seed draws what it draws for a
-# plain float32 tensor.
-def _like(x: ScaledTensor) -> Tensor:
-    return torch.empty_like(x.qdata, dtype=torch.float32)
-
-
-def _uniform_integers(x: ScaledTensor, q: Tensor, low: float, high: float) -> Raw:
-    """Integers from `low` to `high` - 1."""
-    a, b = float(low), float(high - 1)
-    rms = math.sqrt(max((a * a + a * b + b * b) / 3 + (b - a) / 6, 0.0))
-    return Raw(q, None, torch.full_like(x.rms, rms), nonnegative=low >= 0)
-
-
-# --- in place --------------------------------------------------------------------------------
-
-
 @rule(aten.exponential.default)
 def exponential(x: ScaledTensor, lambd: float = 1.0, *, generator: Any = None) -> Raw:
     """r = sqrt(2) / lambda."""
-    q = _like(x).exponential_(lambd, generator=generator)
+    q = _float32_like(x).exponential_(lambd, generator=generator)
     return Raw(q, None, torch.full_like(x.rms, 2**0.5 / lambd), nonnegative=True)
 
 
@@ -228,15 +203,16 @@ def exponential(x: ScaledTensor, lambd: float = 1.0, *, generator: Any = None) -
 def cauchy(
     x: ScaledTensor, median: float = 0.0, sigma: float = 1.0, *, generator: Any = None
 ) -> Raw:
-    """No second moment: r = sqrt(median^2 + sigma^2), the median of |x| where median = 0."""
-    q = _like(x).cauchy_(median, sigma, generator=generator)
+    """r = sqrt(median^2 + sigma^2), since there is no second moment. For median = 0 this is the
+    median of |x|."""
+    q = _float32_like(x).cauchy_(median, sigma, generator=generator)
     return Raw(q, None, torch.full_like(x.rms, math.hypot(median, sigma)))
 
 
 @rule(aten.geometric.default)
 def geometric(x: ScaledTensor, p: float, *, generator: Any = None) -> Raw:
     """r = sqrt(2 - p) / p."""
-    q = _like(x).geometric_(p, generator=generator)
+    q = _float32_like(x).geometric_(p, generator=generator)
     return Raw(q, None, torch.full_like(x.rms, (2 - p) ** 0.5 / p), nonnegative=True)
 
 
@@ -244,90 +220,19 @@ def geometric(x: ScaledTensor, p: float, *, generator: Any = None) -> Raw:
 def log_normal(
     x: ScaledTensor, mean: float = 1.0, std: float = 2.0, *, generator: Any = None
 ) -> Raw:
-    """r = exp(mean + std^2), std bounded at 2 as for exp."""
-    q = _like(x).log_normal_(mean, std, generator=generator)
+    """r = exp(mean + std^2); std counts as 2 at most."""
+    q = _float32_like(x).log_normal_(mean, std, generator=generator)
     rms = math.exp(mean + min(std * std, 4.0))
     return Raw(q, None, torch.full_like(x.rms, rms), nonnegative=True)
 
 
 @rule(aten.random.default, getattr(aten.random, "from"), aten.random.to, pass_op=True)
 def random(op: Overload, x: ScaledTensor, *bounds: Any, generator: Any = None) -> Raw:
-    """Integers of [a, b): r = sqrt((a^2 + ab + b^2) / 3) or so; by default up to 2^24."""
-    q = op(_like(x), *bounds, generator=generator)
+    """r = sqrt((a^2 + a b + b^2) / 3 + (b - a) / 6) for integers from a to b. By default b is
+    2^24."""
+    q = op(_float32_like(x), *bounds, generator=generator)
     low, high = (0, *bounds) if len(bounds) == 1 else bounds or (0, 2**24 + 1)
     return _uniform_integers(x, q, low, 2**24 + 1 if high is None else high)
-
-
-@rule(aten.bernoulli.Tensor)
-def bernoulli_of(x: ScaledTensor, p: Any, *, generator: Any = None) -> Raw:
-    """r = sqrt(E p)."""
-    q = _like(x).bernoulli_(plain(p).float(), generator=generator)
-    return Raw(q, None, _mean_of_share(operand(p, x).rms).sqrt(), nonnegative=True)
-
-
-# --- of parameters that are tensors ----------------------------------------------------------
-
-
-def _mean_of_share(rms: Tensor) -> Tensor:
-    """E p of probabilities by their RMS: between sqrt(3)/2 of it, where they are spread evenly, and
-    all of it, where they are equal."""
-    return rms.clamp_max(1.0) * 0.93
-
-
-@rule(aten.bernoulli.default)
-def bernoulli_by_element(x: ScaledTensor, *, generator: Any = None) -> Raw:
-    """r = sqrt(E p)."""
-    q = torch.bernoulli(value(x).float(), generator=generator)
-    return Raw(q, None, _mean_of_share(x.rms).sqrt(), nonnegative=True)
-
-
-@rule(
-    aten.normal.Tensor_Tensor,
-    aten.normal.Tensor_float,
-    aten.normal.float_Tensor,
-    pass_op=True,
-)
-def normal_by_element(op: Overload, mean: Any, std: Any = 1.0, *, generator: Any = None) -> Raw:
-    """r = sqrt(r_mean^2 + r_std^2)."""
-    like = first_scaled(mean, std)
-    a, b = operand(mean, like), operand(std, like)
-    q = op(_wide(mean), _wide(std), generator=generator)
-    return Raw(q, None, (a.rms.square() + b.rms.square()).sqrt())
-
-
-def _wide(x: Any) -> Any:
-    v = plain(x)
-    return v.float() if isinstance(v, Tensor) else v
-
-
-@rule(aten.poisson.default)
-def poisson(x: ScaledTensor, generator: Any = None) -> Raw:
-    """r = sqrt(rx^2 + rx): the variance is the mean."""
-    q = aten.poisson.default(value(x).float(), generator)
-    return Raw(q, None, (x.rms.square() + x.rms).sqrt(), nonnegative=True)
-
-
-@rule(aten.binomial.default)
-def binomial(count: Any, prob: Any, generator: Any = None) -> Raw:
-    """r = sqrt((n p)^2 + n p)."""
-    like = first_scaled(count, prob)
-    mean = operand(count, like).rms * operand(prob, like).rms
-    q = aten.binomial.default(_wide(count), _wide(prob), generator)
-    return Raw(q, None, (mean.square() + mean).sqrt(), nonnegative=True)
-
-
-@rule(aten._standard_gamma.default)
-def standard_gamma(x: ScaledTensor, generator: Any = None) -> Raw:
-    """r = sqrt(a^2 + a): mean and variance are both a."""
-    q = aten._standard_gamma.default(value(x).float(), generator)
-    return Raw(q, None, (x.rms.square() + x.rms).sqrt(), nonnegative=True)
-
-
-@rule(aten._sample_dirichlet.default, aten._standard_gamma_grad.default, aten._dirichlet_grad.default, pass_op=True)  # fmt: skip # noqa: E501
-def distributions(op: Overload, *args: Any) -> Raw:
-    """Measured: Dirichlet samples and the implicit derivatives of gamma and Dirichlet samples have
-    no closed second moment."""
-    return measured(op(*(_wide(a) for a in args)))
 
 
 @rule(
@@ -337,7 +242,7 @@ def distributions(op: Overload, *args: Any) -> Raw:
     aten.randint_like.low_generator_dtype,
 )
 def randint_like(x: ScaledTensor, *bounds: int, **options: Any) -> Any:
-    """Integers of [a, b): r = sqrt((a^2 + ab + b^2) / 3) or so; plain where they are not floats."""
+    """Same as `random`. The result is plain if its dtype is not a float dtype."""
     low, high = bounds if len(bounds) == 2 else (0, bounds[0])
     dtype = options.pop("dtype", None) or x.dtype
     generator = options.pop("generator", None)
@@ -346,3 +251,106 @@ def randint_like(x: ScaledTensor, *bounds: int, **options: Any) -> Any:
         return integers.to(dtype)
     raw = _uniform_integers(x, integers.float(), low, high)
     return raw._replace(dtype=dtype if dtype.itemsize > 1 else torch.float32)
+
+
+def _uniform_integers(x: ScaledTensor, q: Tensor, low: float, high: float) -> Raw:
+    """Return integers from `low` to `high` - 1."""
+    a, b = float(low), float(high - 1)
+    rms = math.sqrt(max((a * a + a * b + b * b) / 3 + (b - a) / 6, 0.0))
+    return Raw(q, None, torch.full_like(x.rms, rms), nonnegative=low >= 0)
+
+
+# --- random numbers with a tensor of parameters ----------------------------------------------
+
+
+def _floats(x: Any) -> Any:
+    """Return the value of a tensor in float32, also of a tensor of integers; a number as it is."""
+    v = plain(x)
+    return v.float() if isinstance(v, Tensor) else v
+
+
+@rule(aten.bernoulli.Tensor)
+def bernoulli_from(x: ScaledTensor, p: Any, *, generator: Any = None) -> Raw:
+    """r = sqrt(0.93 rp) for probabilities of RMS rp. Their mean is sqrt(3)/2 rp if they are spread
+    evenly, and rp if they are equal."""
+    q = _float32_like(x).bernoulli_(plain(p).float(), generator=generator)
+    return Raw(q, None, _of_probabilities(operand(p, x).rms), nonnegative=True)
+
+
+@rule(aten.bernoulli.default)
+def bernoulli_of(x: ScaledTensor, *, generator: Any = None) -> Raw:
+    """Same as `bernoulli.Tensor`: the operand holds the probabilities."""
+    q = torch.bernoulli(value(x).float(), generator=generator)
+    return Raw(q, None, _of_probabilities(x.rms), nonnegative=True)
+
+
+def _of_probabilities(rms: Tensor) -> Tensor:
+    return (rms.clamp_max(1.0) * 0.93).sqrt()
+
+
+@rule(
+    aten.normal.Tensor_Tensor,
+    aten.normal.Tensor_float,
+    aten.normal.float_Tensor,
+    pass_op=True,
+)
+def normal_of(op: Overload, mean: Any, std: Any = 1.0, *, generator: Any = None) -> Raw:
+    """r = sqrt(ra^2 + rb^2) for means of RMS ra and standard deviations of RMS rb."""
+    like = first_scaled(mean, std)
+    a, b = operand(mean, like), operand(std, like)
+    q = op(_floats(mean), _floats(std), generator=generator)
+    return Raw(q, None, (a.rms.square() + b.rms.square()).sqrt())
+
+
+@rule(aten.poisson.default)
+def poisson(x: ScaledTensor, generator: Any = None) -> Raw:
+    """r = sqrt(rx^2 + rx): the mean and the variance are both x."""
+    q = aten.poisson.default(value(x).float(), generator)
+    return Raw(q, None, (x.rms.square() + x.rms).sqrt(), nonnegative=True)
+
+
+@rule(aten.binomial.default)
+def binomial(count: Any, prob: Any, generator: Any = None) -> Raw:
+    """r = sqrt((n p)^2 + n p), where n is the RMS of the counts and p the RMS of the
+    probabilities."""
+    like = first_scaled(count, prob)
+    mean = operand(count, like).rms * operand(prob, like).rms
+    q = aten.binomial.default(_floats(count), _floats(prob), generator)
+    return Raw(q, None, (mean.square() + mean).sqrt(), nonnegative=True)
+
+
+@rule(aten._standard_gamma.default)
+def standard_gamma(x: ScaledTensor, generator: Any = None) -> Raw:
+    """r = sqrt(rx^2 + rx): the mean and the variance are both x."""
+    q = aten._standard_gamma.default(value(x).float(), generator)
+    return Raw(q, None, (x.rms.square() + x.rms).sqrt(), nonnegative=True)
+
+
+@rule(
+    aten._sample_dirichlet.default,
+    aten._standard_gamma_grad.default,
+    aten._dirichlet_grad.default,
+    pass_op=True,
+)
+def distributions(op: Overload, *args: Any) -> Raw:
+    """Measured: the samples of a Dirichlet distribution, and the derivatives of gamma and Dirichlet
+    samples by their parameters, have no closed second moment."""
+    return measured(op(*map(_floats, args)))
+
+
+# --- dropout ---------------------------------------------------------------------------------
+
+
+@rule(aten.native_dropout.default)
+def dropout(x: ScaledTensor, p: float, train: bool | None) -> tuple[Raw, Tensor]:
+    """r / sqrt(1 - p) in training, and r in evaluation. The mask is plain."""
+    q, mask = aten.native_dropout.default(elements(x), p, train)
+    keep = 1 - p if train or train is None else 1.0
+    return Raw(q, x.scale, x.rms / max(keep, 2.0**-20) ** 0.5, nonnegative=x.nonnegative), mask
+
+
+@rule(aten.native_dropout_backward.default)
+def dropout_backward(g: ScaledTensor, mask: Tensor, scale: float) -> Raw:
+    """r_g / sqrt(1 - p)."""
+    q = aten.native_dropout_backward.default(elements(g), mask, scale)
+    return Raw(q, g.scale, g.rms * scale**0.5)

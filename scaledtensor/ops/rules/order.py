@@ -1,4 +1,9 @@
-"""Scans: what a dimension has come to so far."""
+"""Questions about values, order statistics, and scans.
+
+Comparisons, tests, counts and indices are answers about the value, and leave as plain tensors.
+Sorts and quantiles choose elements, and keep the scale. Scans (cumsum, cummax, logcumsumexp) have
+the RMS of a mean over the lengths of their prefixes.
+"""
 
 import math
 from collections.abc import Callable
@@ -10,15 +15,19 @@ from torch import Tensor
 
 from scaledtensor.errors import DTypeError
 from scaledtensor.formats import FP32
-from scaledtensor.ops.algebra import count, elements, operand, plain, quadrature, value
+from scaledtensor.ops.algebra import count, elements, operand, plain, quadrature, value, wide
 from scaledtensor.ops.operators import aten, define_operator
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.rules.reduction import extreme_rms, growth
 from scaledtensor.ops.rules.softmax import logsumexp_rms
 from scaledtensor.tensors.tensor import ScaledTensor
 
+__all__ = ["FUNCTIONS"]
 
-# Comparisons, predicates, counts and distinct values: they leave as plain tensors.
+
+# --- questions -------------------------------------------------------------------------------
+
+
 @rule(
     *(
         getattr(getattr(aten, name), overload)
@@ -36,10 +45,23 @@ from scaledtensor.tensors.tensor import ScaledTensor
     aten.argsort.default,
     aten.argsort.stable,
     aten.bincount.default,
+    aten.bucketize.Scalar,
+    aten.bucketize.Tensor,
+    aten.count_nonzero.default,
+    aten.count_nonzero.dim_IntList,
     aten.equal.default,
     aten.hash_tensor.default,
+    aten.histc.default,
+    aten._histogramdd_bin_edges.default,
+    aten._histogramdd_from_bin_cts.default,
+    aten._histogramdd_from_bin_tensors.default,
+    aten.histogram.bin_ct,
+    aten.histogram.bins_tensor,
     aten.isclose.default,
     aten.isfinite.default,
+    aten.isin.Scalar_Tensor,
+    aten.isin.Tensor_Scalar,
+    aten.isin.Tensor_Tensor,
     aten.isinf.default,
     aten.isnan.default,
     aten.isneginf.default,
@@ -51,31 +73,30 @@ from scaledtensor.tensors.tensor import ScaledTensor
     aten.logical_xor.default,
     aten.multinomial.default,
     aten.nonzero.default,
+    aten.nonzero_static.default,
+    aten.searchsorted.Scalar,
+    aten.searchsorted.Tensor,
     aten.signbit.default,
     pass_op=True,
 )
-def predicate(op: Overload, *args: Any, **kwargs: Any) -> Any:
-    """A question about the value: the answer is plain."""
+def question(op: Overload, *args: Any, **kwargs: Any) -> Any:
+    """The answer is a plain tensor, a number or a bool, about the value in float32."""
+    return op(*map(_exact, args), **{k: _exact(v) for k, v in kwargs.items()})
 
-    def exact(x: Any) -> Any:
-        if isinstance(x, (list, tuple)):
-            return type(x)(map(exact, x))
-        if isinstance(x, ScaledTensor):
-            return value(x).float()
-        return x.float() if isinstance(x, Tensor) and x.dtype.is_floating_point else x
 
-    return op(*map(exact, args), **{k: exact(v) for k, v in kwargs.items()})
+def _exact(x: Any) -> Any:
+    return type(x)(map(_exact, x)) if isinstance(x, list | tuple) else wide(x)
 
 
 @rule(aten.is_same_size.default)
 def is_same_size(x: Tensor, y: Tensor) -> bool:
-    """A question about shapes."""
+    """The answer depends on the shapes only."""
     return x.shape == y.shape
 
 
 @rule(aten._has_same_storage_numel.default)
 def has_same_storage_numel(x: Tensor, y: Tensor) -> bool:
-    """A question about memory, of forward-mode derivatives: the elements' answers."""
+    """The answer for the elements. Forward-mode derivatives ask about the memory of two tensors."""
     found = [t.qdata if isinstance(t, ScaledTensor) else t for t in (x, y)]
     first, second = (t.untyped_storage().nbytes() // t.itemsize for t in found)
     return first == second
@@ -91,7 +112,8 @@ def assert_metadata(
     device: torch.device | None = None,
     layout: torch.layout | None = None,
 ) -> None:
-    """What torch.export asserts at run time: it is that of the appearance. Nothing is computed."""
+    """Compares the shape, the strides, the dtype, the device and the layout of the tensor with the
+    ones that `torch.export` recorded."""
     for name, wanted, found in (
         ("size", size, list(x.shape)),
         ("stride", stride, list(x.stride())),
@@ -103,19 +125,22 @@ def assert_metadata(
             raise DTypeError(f"the program was exported for {name} {wanted}; got {found}")
 
 
-# Order statistics and counts: sorts, quantiles, modes, histograms.
+# --- order statistics ------------------------------------------------------------------------
+
+
 @rule(aten.topk.default, aten.sort.default, aten.sort.stable, pass_op=True)
 def ordered(op: Overload, x: ScaledTensor, *args: Any, **kwargs: Any) -> Any:
-    """A choice of the elements in order: the same scale; the indices are plain."""
+    """r: the elements in order, under the same scale. For the k largest or smallest of n, r sqrt(2
+    ln(n / k)). The indices are plain."""
     q, index = op(elements(x), *args, **kwargs)
     rms = extreme_rms(x.rms, x.numel() // max(q.numel(), 1)) if q.numel() < x.numel() else x.rms
     return Raw(q, x.scale, rms), index
 
 
-def rank_rms(rms: Tensor, k: int, n: int) -> Tensor:
+def _rank_rms(rms: Tensor, k: int, n: int) -> Tensor:
     """RMS of the k-th smallest of n Gaussians of RMS `rms`.
 
-    Its mean is Phi^-1(p) with p = (k - 3/8) / (n + 1/4) (Blom 1958), its variance about
+    Its mean is Phi^-1(p) with p = (k - 3/8) / (n + 1/4) (Blom 1958). Its variance is about
     p (1 - p) / (n + 1) / phi^2 at that point.
     """
     unit = NormalDist()
@@ -128,30 +153,31 @@ def rank_rms(rms: Tensor, k: int, n: int) -> Tensor:
 
 @rule(aten.median.dim, aten.nanmedian.dim, pass_op=True)
 def median_dim(op: Overload, x: ScaledTensor, dim: int, keepdim: bool = False) -> Any:
-    """The lower of the two in the middle: about r sqrt(pi / 2n)."""
+    """About r sqrt(pi / (2 n)). For an even n it is the lower of the two elements in the middle."""
     q, index = op(elements(x), dim, keepdim)
     n = max(count(x.shape, dim), 1)
-    return Raw(q, x.scale, rank_rms(x.rms, (n + 1) // 2, n)), index
+    return Raw(q, x.scale, _rank_rms(x.rms, (n + 1) // 2, n)), index
 
 
 @rule(aten.median.default, aten.nanmedian.default, pass_op=True)
 def median(op: Overload, x: ScaledTensor) -> Tensor:
-    """A statistic: plain float32."""
+    """A plain float32 statistic."""
     middle: Tensor = op(elements(x)).float() * x.scale
     return middle
 
 
 @rule(aten.kthvalue.default)
 def kthvalue(x: ScaledTensor, k: int, dim: int = -1, keepdim: bool = False) -> Any:
-    """The k-th of n in order: Blom's mean, and the variance of a quantile."""
+    """r sqrt(mean^2 + variance) of the k-th of n Gaussians. With p = (k - 3/8) / (n + 1/4) the mean
+    is Phi^-1(p) (Blom 1958), and the variance p (1 - p) / (n + 1) / phi^2."""
     q, index = aten.kthvalue.default(elements(x), k, dim, keepdim)
     n = max(count(x.shape, dim), 1)
-    return Raw(q, x.scale, rank_rms(x.rms, k, n)), index
+    return Raw(q, x.scale, _rank_rms(x.rms, k, n)), index
 
 
 @rule(aten.mode.default)
 def mode(x: ScaledTensor, dim: int = -1, keepdim: bool = False) -> Any:
-    """Of values that are all different, the least: r sqrt(2 ln n)."""
+    """r sqrt(2 ln n): if all values are different, the mode is the least one."""
     q, index = aten.mode.default(elements(x), dim, keepdim)
     return Raw(q, x.scale, extreme_rms(x.rms, count(x.shape, dim))), index
 
@@ -163,45 +189,18 @@ def mode(x: ScaledTensor, dim: int = -1, keepdim: bool = False) -> Any:
     pass_op=True,
 )
 def unique(op: Overload, x: ScaledTensor, *args: Any, **kwargs: Any) -> Any:
-    """A choice of the elements: the same scale; the indices and counts are plain."""
+    """r: some of the elements, under the same scale. The indices and counts are plain."""
     q, *counts = op(elements(x), *args, **kwargs)
     return Raw(q, x.scale, x.rms, settled=True, nonnegative=x.nonnegative), *counts
 
 
-@rule(
-    aten.bucketize.Scalar,
-    aten.bucketize.Tensor,
-    aten.count_nonzero.default,
-    aten.count_nonzero.dim_IntList,
-    aten.histc.default,
-    aten._histogramdd_bin_edges.default,
-    aten._histogramdd_from_bin_cts.default,
-    aten._histogramdd_from_bin_tensors.default,
-    aten.histogram.bin_ct,
-    aten.histogram.bins_tensor,
-    aten.isin.Scalar_Tensor,
-    aten.isin.Tensor_Scalar,
-    aten.isin.Tensor_Tensor,
-    aten.nonzero_static.default,
-    aten.searchsorted.Scalar,
-    aten.searchsorted.Tensor,
-    pass_op=True,
-)
-def counted(op: Overload, *args: Any, **kwargs: Any) -> Any:
-    """Counts, places and the edges of bins: they leave as plain tensors."""
-
-    def exact(x: Any) -> Any:
-        if isinstance(x, (list, tuple)):
-            return [exact(i) for i in x]
-        x = plain(x)
-        return x.float() if isinstance(x, Tensor) and x.dtype.is_floating_point else x
-
-    return op(*map(exact, args), **{k: exact(v) for k, v in kwargs.items()})
+# --- scans -----------------------------------------------------------------------------------
 
 
 @rule(aten.cumsum.default)
 def cumsum(x: ScaledTensor, dim: int, *, dtype: Any = None) -> Raw:
-    """The mean square over i = 1..n of a sum of i terms: r sqrt((n + 1) / 2)."""
+    """r sqrt(n / 2): the mean square of a sum of i terms is i r^2, here in the mean over i = 1..n.
+    For terms that are known to be nonnegative, the RMS of the sum of n divided by sqrt(3)."""
     n = count(x.shape, dim)
     factor = growth(n, x.nonnegative) / (3**0.5 if x.nonnegative else 2**0.5)
     q = elements(x).cumsum(dim, dtype=torch.float32)
@@ -210,7 +209,7 @@ def cumsum(x: ScaledTensor, dim: int, *, dtype: Any = None) -> Raw:
 
 @rule(aten.cumprod.default)
 def cumprod(x: ScaledTensor, dim: int, *, dtype: Any = None) -> Raw:
-    """The mean square over i = 1..n of r^i, (1 - r^2n) / (1 - r^2) r^2 / n. On the value."""
+    """The square is the mean of r^(2 i) over i = 1..n."""
     n = max(count(x.shape, dim), 1)
     powers = x.rms.double() ** torch.arange(1, n + 1, device=x.rms.device)
     rms = powers.clamp_max(2.0**126).square().mean().sqrt().float()
@@ -220,7 +219,7 @@ def cumprod(x: ScaledTensor, dim: int, *, dtype: Any = None) -> Raw:
 
 @rule(aten.cummax.default, aten.cummin.default, pass_op=True)
 def cummax(op: Overload, x: ScaledTensor, dim: int) -> tuple[Raw, Tensor]:
-    """The largest of i Gaussians, r sqrt(2 ln i), in the mean over i = 1..n: r sqrt(2 ln(n!) / n).
+    """r sqrt(2 ln(n!) / n): the mean square of the largest of i Gaussians, 2 ln i, over i = 1..n.
     The indices are plain."""
     q, index = op(elements(x), dim)
     n = max(count(x.shape, dim), 1)
@@ -228,11 +227,8 @@ def cummax(op: Overload, x: ScaledTensor, dim: int) -> tuple[Raw, Tensor]:
     return Raw(q, x.scale, rms), index
 
 
-# --- logcumsumexp ----------------------------------------------------------------------------
-# Autograd writes its derivative with the logarithm of the gradient, which no rule sees through, so
-# it has operators of its own.
-
-
+# Autograd writes the derivative of logcumsumexp with the logarithm of the gradient, for which no
+# rule has a moment. So it runs as an operator of this library.
 _logcumsumexp = define_operator(
     "logcumsumexp(Tensor x, int dim) -> Tensor",
     lambda grad, x, result, dim: _logcumsumexp_backward(grad, x, result, dim),
@@ -244,8 +240,8 @@ _logcumsumexp_backward = define_operator(
 
 @rule(aten.logcumsumexp.default, _logcumsumexp)
 def logcumsumexp_rule(x: ScaledTensor, dim: int) -> Raw:
-    """As logsumexp of i = 1..n terms in the mean: of N terms with (ln N)^2 the mean of (ln i)^2,
-    and the spread of a mean of i, r sqrt(sum(1 / i) / n)."""
+    """The mean over i = 1..n of `logsumexp` of i terms. It has two parts in quadrature: the free
+    energy of N terms, with (ln N)^2 the mean of (ln i)^2, and the spread r sqrt(sum(1 / i) / n)."""
     n = max(count(x.shape, dim), 1)
     logs = math.sqrt(sum(math.log(i) ** 2 for i in range(1, n + 1)) / n)
     spread = math.sqrt(sum(1 / i for i in range(1, n + 1)) / n)
@@ -255,8 +251,8 @@ def logcumsumexp_rule(x: ScaledTensor, dim: int) -> Raw:
 
 @rule(_logcumsumexp_backward)
 def logcumsumexp_backward(g: Any, x: ScaledTensor, result: Any, dim: int) -> Raw:
-    """To element i from each j >= i, its share of the softmax of j terms, whose squares sum to
-    exp(m^2) / j at most 1: r_g sqrt(sum_j min(1, exp(m^2) / j) / n)."""
+    """r_g sqrt(sum_j min(1, exp(m^2) / j) / n). Element i gets from each gradient j >= i its share
+    of the softmax of j terms. The squares of these shares sum to exp(m^2) / j, and at most to 1."""
     left = operand(g, x)
     n = max(count(x.shape, dim), 1)
     terms = torch.arange(1, n + 1, device=x.rms.device)
@@ -279,7 +275,7 @@ def logcumsumexp(input: Tensor, dim: int, **kwargs: Any) -> Tensor:
     return result
 
 
-#: function that a user may call -> the same with a derivative that has rules.
+#: Function of torch -> the same function with a derivative that has rules.
 FUNCTIONS: dict[Any, Callable[..., Tensor]] = dict.fromkeys(
     (torch.logcumsumexp, Tensor.logcumsumexp), logcumsumexp
 )

@@ -1,4 +1,10 @@
-"""Elementary functions of two arguments."""
+"""Special functions, and elementary functions of two arguments.
+
+The special functions of one argument (gamma, error, Bessel) have a Gaussian integral by quadrature
+(`algebra.gaussian_rms`). Most of the functions of two arguments have a closed form. Incomplete
+gamma functions, zeta functions and polynomials have none. Nobody trains through them, so they are
+measured.
+"""
 
 import math
 from collections.abc import Callable
@@ -29,34 +35,32 @@ from scaledtensor.tensors.tensor import ScaledTensor
 __all__ = ["FUNCTIONS"]
 
 
-# Special functions: gamma, Bessel, polynomials.  Those of one argument have a Gaussian integral
-# by quadrature (`moments`). Those of two that are no simple product have no closed form, and
-# nobody trains through them: they are measured, and say so.
-# --- gamma -----------------------------------------------------------------------------------
+#: Function of torch -> the same function with a derivative that has one rule.
+FUNCTIONS: dict[Any, Callable[..., Tensor]] = {}
+
+
+# --- gamma functions -------------------------------------------------------------------------
 
 elementwise("lgamma", aten.lgamma.default)
-
-
 elementwise("digamma", aten.digamma.default, heavy=True)
-
 
 _POLYGAMMA = integrand("polygamma", lambda v, n: torch.polygamma(int(n), v), heavy=True)
 
 
 @rule(aten.polygamma.default)
 def polygamma(n: int, x: ScaledTensor) -> Raw:
-    """median |polygamma(n, rx z)|: no second moment, by the poles at 0, -1, -2, .."""
+    """median |polygamma(n, r z)|. The poles at 0, -1, -2, ... leave no second moment."""
     rms = gaussian_rms(_POLYGAMMA, x.rms, n, nonnegative=x.nonnegative)
     return at_value(lambda v: torch.polygamma(n, v.float()), x, rms)
 
 
 @rule(aten.mvlgamma.default)
 def mvlgamma(x: ScaledTensor, p: int) -> Raw:
-    """Measured: log of a product of gamma functions, each over a domain of its own."""
+    """Measured: it is the logarithm of a product of gamma functions with different domains."""
     return measured(torch.mvlgamma(value(x).float(), p))
 
 
-# --- normal distribution ---------------------------------------------------------------------
+# --- functions of the normal distribution ----------------------------------------------------
 
 with_slope(
     "log_ndtr",
@@ -66,8 +70,6 @@ with_slope(
     words="sqrt(2 / pi) / erfcx(-x / sqrt(2))",
     caught=spellings("log_ndtr"),
 )
-
-
 with_slope(
     "ndtri",
     aten.special_ndtri.default,
@@ -94,8 +96,6 @@ with_slope(
     heavy_slope=True,
     caught=spellings("erfcx"),
 )
-
-
 with_slope(
     "entr",
     aten.special_entr.default,
@@ -106,7 +106,7 @@ with_slope(
 )
 
 
-# --- Bessel and Airy -------------------------------------------------------------------------
+# --- Bessel and Airy functions ---------------------------------------------------------------
 
 
 def _i0e_slope(x: Tensor) -> Tensor:
@@ -122,8 +122,6 @@ with_slope(
     words="i1e(x) - sign(x) i0e(x)",
     caught=spellings("i0e"),
 )
-
-
 elementwise("i0", aten.i0.default)
 
 
@@ -147,8 +145,6 @@ with_slope(
     words="i0(x) - i1(x) / x",
     caught=spellings("i1"),
 )
-
-
 with_slope(
     "i1e",
     aten.special_i1e.default,
@@ -172,12 +168,11 @@ for _name in (
 ):
     elementwise(_name, getattr(aten, f"special_{_name}").default)
 
-
 for _name in ("bessel_y1", "modified_bessel_k1", "scaled_modified_bessel_k1"):
     elementwise(_name, getattr(aten, f"special_{_name}").default, heavy=True)
 
 
-# --- of two arguments ------------------------------------------------------------------------
+# --- incomplete gamma functions, zeta functions, polynomials ---------------------------------
 
 _POLYNOMIALS = (
     "chebyshev_polynomial_t",
@@ -209,58 +204,52 @@ _POLYNOMIALS = (
     pass_op=True,
 )
 def of_two(op: Overload, *args: Any) -> Raw:
-    """Measured: incomplete gamma functions, Hurwitz's zeta, and polynomials whose degree is data
-    have no closed second moment."""
-    return measured(op(*(_wide(a) for a in args)))
+    """Measured: these functions have no closed second moment."""
+    return measured(op(*(value(a).float() if isinstance(a, ScaledTensor) else a for a in args)))
 
 
-def _wide(x: Any) -> Any:
-    v = plain(x)
-    return v.float() if isinstance(x, ScaledTensor) else v
-
-
-def _pair(x: Any, y: Any) -> tuple[Operand, Operand, Tensor, Tensor]:
-    """Both sides as operands, and both values in float32."""
+def _pair(x: Any, y: Any) -> tuple[Operand, Operand]:
     like = first_scaled(x, y)
-    a, b = operand(x, like), operand(y, like)
-    return a, b, a.q.float() * a.scale, b.q.float() * b.scale
+    return operand(x, like), operand(y, like)
 
 
 # --- division with a remainder ---------------------------------------------------------------
 
-_MODES: dict[Any, Callable[[Tensor], Tensor]] = {"trunc": torch.trunc, "floor": torch.floor}
-
 
 @rule(aten.div.Tensor_mode, aten.div.Scalar_mode)
 def div_rounded(x: Any, y: Any, *, rounding_mode: str | None) -> Raw:
-    """As div, r = rx / ry, not under 1/4: what is not zero is at least 1."""
+    """r = rx / ry as for `div`, but at least 1/4, since a rounded quotient is zero or at least
+    1."""
     if rounding_mode is None:
         return div(x, y)
-    a, b, left, right = _pair(x, y)
-    q = torch.div(left, right, rounding_mode=rounding_mode)
+    a, b = _pair(x, y)
+    q = torch.div(a.value, b.value, rounding_mode=rounding_mode)
     rms = (a.rms / b.rms.clamp_min(2.0**-126)).clamp(0.25, 2.0**126)
     return Raw(q, None, rms)
 
 
 @rule(aten.floor_divide.default, aten.floor_divide.Scalar)
 def floor_divide(x: Any, y: Any) -> Raw:
-    """As div rounded down."""
+    """Same as `div` with rounding to floor."""
     return div_rounded(x, y, rounding_mode="floor")
 
 
 @rule(aten.fmod.Tensor, aten.fmod.Scalar)
 def fmod(x: Any, y: Any) -> Raw:
-    """x where |x| < |y|, else spread over (-y, y): 1 / r^2 = 1 / rx^2 + 3 / ry^2."""
-    a, b, left, right = _pair(x, y)
+    """1 / r^2 = 1 / rx^2 + 3 / ry^2: the result is x if |x| < |y|, and spread over (-y, y)
+    otherwise."""
+    a, b = _pair(x, y)
     rms = (a.rms.square().reciprocal() + 3 / b.rms.square()).rsqrt()
-    return Raw(torch.fmod(left, right), None, rms, nonnegative=a.nonnegative)
+    return Raw(torch.fmod(a.value, b.value), None, rms, nonnegative=a.nonnegative)
 
 
 @rule(aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor)
 def remainder(x: Any, y: Any) -> Raw:
-    """Spread over (0, y), at either end where x is small: r from ry / sqrt(3) to ry / sqrt(2)."""
-    _, b, left, right = _pair(x, y)
-    return Raw(torch.remainder(left, right), None, b.rms * 0.64, nonnegative=b.nonnegative)
+    """r = 0.64 ry. The result is spread over (0, y), which gives ry / sqrt(3). If x is small it is
+    at one of the ends, which gives ry / sqrt(2)."""
+    a, b = _pair(x, y)
+    q = torch.remainder(a.value, b.value)
+    return Raw(q, None, b.rms * 0.64, nonnegative=b.nonnegative)
 
 
 # --- signs and steps -------------------------------------------------------------------------
@@ -268,26 +257,24 @@ def remainder(x: Any, y: Any) -> Raw:
 
 @rule(aten.copysign.Tensor, aten.copysign.Scalar)
 def copysign(x: Any, y: Any) -> Raw:
-    """r."""
-    like = first_scaled(x, y)
-    a, b = operand(x, like), operand(y, like)
-    # Not a 0-dim sign: it has no say in the dtype.
+    """r = rx."""
+    a, b = _pair(x, y)
     return Raw(torch.copysign(a.q, b.q), a.scale, a.rms)
 
 
 @rule(aten.heaviside.default)
 def heaviside(x: Any, y: Any) -> Raw:
-    """0, 1, or the given value where x is 0: r = sqrt(1/2)."""
-    a, _, _, values = _pair(x, y)
+    """r = sqrt(1/2): half of the elements are 1. An element is the second operand if x is 0."""
+    a, b = _pair(x, y)
     rms = torch.full_like(a.rms, 0.5**0.5)
-    return Raw(torch.heaviside(a.q.float(), values), None, rms)
+    return Raw(torch.heaviside(a.q.float(), b.value), None, rms)
 
 
 @rule(aten.nextafter.default)
 def nextafter(x: Any, y: Any) -> Raw:
-    """r. The next number of the dtype that the tensor appears in, so in float32."""
-    a, _, left, right = _pair(x, y)
-    return Raw(torch.nextafter(left, right), None, a.rms)
+    """r = rx. The result is the next float32 number, for any format of the elements."""
+    a, b = _pair(x, y)
+    return Raw(torch.nextafter(a.value, b.value), None, a.rms)
 
 
 # --- powers and logarithms -------------------------------------------------------------------
@@ -296,23 +283,23 @@ def nextafter(x: Any, y: Any) -> Raw:
 @rule(aten.pow.Tensor_Tensor)
 def power(x: Any, y: Any) -> Raw:
     """Measured: E |x|^(2 y) over a Gaussian y is infinite for every rx."""
-    _, _, base, exponent = _pair(x, y)
-    return measured(torch.pow(base, exponent))
+    a, b = _pair(x, y)
+    return measured(torch.pow(a.value, b.value))
 
 
 @rule(aten.ldexp.Tensor)
 def ldexp(x: Any, y: Any) -> Raw:
-    """x 2^y, as a product."""
+    """Same as `mul` by 2^y."""
     exponent = plain(y)
     return mul(x, torch.pow(2.0, exponent.float() if isinstance(exponent, Tensor) else exponent))
 
 
 @rule(aten.xlogy.Tensor, aten.xlogy.Scalar_Other, aten.xlogy.Scalar_Self)
 def xlogy(x: Any, y: Any) -> Raw:
-    """x ln y: r = rx sqrt((ln ry - 0.635)^2 + pi^2 / 8), by a number |ln y|."""
-    a, b, _, right = _pair(x, y)
+    """r = rx sqrt((ln ry - 0.635)^2 + pi^2 / 8) for x ln y. For a number y, r = rx |ln y|."""
+    a, b = _pair(x, y)
     rms = b.rms.log().abs() if not isinstance(y, Tensor) else log_rms(b.rms)
-    return Raw(torch.xlogy(a.q.float(), right), a.scale, a.rms * rms)
+    return Raw(torch.xlogy(a.q.float(), b.value), a.scale, a.rms * rms)
 
 
 @rule(
@@ -321,39 +308,36 @@ def xlogy(x: Any, y: Any) -> Raw:
     aten.special_xlog1py.self_scalar,
 )
 def xlog1py(x: Any, y: Any) -> Raw:
-    """x ln(1 + y): r = rx log1p(ry)."""
-    a, b, _, right = _pair(x, y)
-    return Raw(torch.special.xlog1py(a.q.float(), right), a.scale, a.rms * b.rms.log1p())
-
-
-def _larger(a: Operand, b: Operand, at_zero: float) -> Tensor:
-    """Of max(x, y) plus what is `at_zero` where they are equal and falls off from there."""
-    rms: Tensor = quadrature(quadrature(a.rms, b.rms) * 0.5**0.5, torch.full_like(a.rms, at_zero))
-    return rms
-
-
-def _unbroadcast(grad: Tensor, like: Tensor) -> Tensor:
-    return grad if grad.shape == like.shape else grad.sum_to_size(like.shape)
+    """r = rx log1p(ry) for x ln(1 + y)."""
+    a, b = _pair(x, y)
+    return Raw(torch.special.xlog1py(a.q.float(), b.value), a.scale, a.rms * b.rms.log1p())
 
 
 def _log_sum(name: str, base: float, function: Callable[..., Tensor], op: Overload) -> None:
-    """log(b^x + b^y), whose gradient autograd writes as g / (1 + b^(y - x)): a sigmoid."""
+    """Register log(b^x + b^y). Autograd writes its gradient as g / (1 + b^(y - x)), and no rule
+    sees there that this is g times a sigmoid."""
 
     def derivative(
         grad: Tensor, x: Tensor, y: Tensor, grad_input_mask: list[bool]
     ) -> tuple[Tensor | None, Tensor | None]:
         share = torch.sigmoid((x - y) * math.log(base))
-        left = _unbroadcast(grad * share, x) if grad_input_mask[0] else None
-        right = _unbroadcast(grad * (1 - share), y) if grad_input_mask[1] else None
+        left = unbroadcast(grad * share, x) if grad_input_mask[0] else None
+        right = unbroadcast(grad * (1 - share), y) if grad_input_mask[1] else None
         return left, right
+
+    def unbroadcast(grad: Tensor, like: Tensor) -> Tensor:
+        return grad if grad.shape == like.shape else grad.sum_to_size(like.shape)
 
     own = define_operator(f"{name}(Tensor x, Tensor y) -> Tensor", derivative)
 
     @rule(op, own)
     def log_sum(x: Any, y: Any) -> Raw:
-        """The larger, and up to log 2 more: r = sqrt((rx^2 + ry^2) / 2 + (log 2)^2)."""
-        a, b, left, right = _pair(x, y)
-        return Raw(function(left, right), None, _larger(a, b, math.log(2, base)))
+        """r = sqrt((rx^2 + ry^2) / 2 + (log 2)^2): the result is the larger one plus at most log 2,
+        in the base of the function."""
+        a, b = _pair(x, y)
+        more = torch.full_like(a.rms, math.log(2, base))
+        rms = quadrature(quadrature(a.rms, b.rms) * 0.5**0.5, more)
+        return Raw(function(a.value, b.value), None, rms)
 
     def call(input: Any, other: Any, **kwargs: Any) -> Tensor:
         result: Tensor = function(input, other, **kwargs) if kwargs else own(input, other)
@@ -362,24 +346,17 @@ def _log_sum(name: str, base: float, function: Callable[..., Tensor], op: Overlo
     FUNCTIONS.update(dict.fromkeys(spellings(name), call))
 
 
-#: function that a user may call -> the same with a derivative that has a rule.
-FUNCTIONS: dict[Any, Callable[..., Tensor]] = {}
-
-
 _log_sum("logaddexp", math.e, torch.logaddexp, aten.logaddexp.default)
-
-
 _log_sum("logaddexp2", 2.0, torch.logaddexp2, aten.logaddexp2.default)
 
 
-# --- plane -----------------------------------------------------------------------------------
+# --- points of the plane ---------------------------------------------------------------------
 
 
 @rule(aten.hypot.default)
 def hypot(x: Any, y: Any) -> Raw:
-    """r = sqrt(rx^2 + ry^2), exact."""
-    like = first_scaled(x, y)
-    a, b = operand(x, like), operand(y, like)
+    """r = sqrt(rx^2 + ry^2), which is exact."""
+    a, b = _pair(x, y)
     rms = quadrature(a.rms, b.rms)
     scale, ratio_a, ratio_b = settle(rms, a.scale, b.scale)
     q = torch.hypot(a.q.float() * ratio_a, b.q.float() * ratio_b)
@@ -388,10 +365,11 @@ def hypot(x: Any, y: Any) -> Raw:
 
 @rule(aten.atan2.default)
 def atan2(x: Any, y: Any) -> Raw:
-    """Spread over the circle: r = pi / sqrt(3), from pi / 2 to pi / sqrt(2) for unequal sides. Over
-    half of it where y is known not to be negative: pi / 2 rx / (rx + ry)."""
-    a, b, left, right = _pair(x, y)
+    """r = pi / sqrt(3): angles are spread over the circle. For unequal rx and ry the true RMS is
+    from pi / 2 to pi / sqrt(2). If y is known to be nonnegative, the angles are spread over half of
+    the circle, and r = pi / 2 rx / (rx + ry)."""
+    a, b = _pair(x, y)
     rms = torch.full_like(a.rms, math.pi / 3**0.5)
     if b.nonnegative:
         rms = math.pi / 2 * a.rms / (a.rms + b.rms).clamp_min(2.0**-126)
-    return Raw(torch.atan2(left, right), None, rms, nonnegative=a.nonnegative)
+    return Raw(torch.atan2(a.value, b.value), None, rms, nonnegative=a.nonnegative)

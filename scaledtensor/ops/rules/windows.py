@@ -1,7 +1,8 @@
-"""Counting what windows see: for convolutions, pooling and unfolding.
+"""Counts of the elements under windows: for convolutions, pooling and unfolding.
 
-Padding and strides leave a window with fewer terms at the borders, and an element in fewer windows.
-On small images that is most of them, so the terms are counted and not taken to be the whole kernel.
+At the borders of an image, padding and strides leave fewer terms in a window, and fewer windows
+over an element. In small images most windows are at a border. So the rules count the terms, and do
+not take all windows to be full.
 """
 
 import math
@@ -10,20 +11,26 @@ from typing import Any
 
 import torch
 
-__all__ = ["expanded", "pairs", "sym_max", "sym_min"]
+__all__ = ["expanded", "pairs", "share", "sym_max", "sym_min"]
 
-#: Of symbolic sizes too. torch leaves them untyped.
+#: These take symbolic sizes too. torch gives them no types.
 sym_max: Any = torch.sym_max
 sym_min: Any = torch.sym_min
 
 
 def expanded(sizes: Any, dims: int, default: Sequence[int] = ()) -> Sequence[Any]:
-    """A size for each dimension, from one for all; an empty one stands for `default`."""
+    """Return a size for each dimension. One size is for all; no size at all stands for
+    `default`."""
     if not isinstance(sizes, Sequence):
         return [sizes] * dims
     if len(sizes) == 0:
         return default
     return list(sizes) * dims if len(sizes) == 1 else sizes
+
+
+def share(part: Sequence[int], whole: Sequence[int]) -> Any:
+    """Return the number of elements of `part` for each element of `whole`."""
+    return math.prod(part) / sym_max(math.prod(whole), 1)
 
 
 def pairs(
@@ -34,10 +41,10 @@ def pairs(
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> Any:
-    """How many pairs of a window and a tap of its kernel see an element that is no padding.
+    """Count the pairs of a window and a tap of its kernel that lie on an element of the image.
 
-    `sizes` of the image and `windows` over it, by dimension. Never under 1, for the sake of
-    divisions by it.
+    Taps on padding do not count. `sizes` are the sizes of the image and `windows` the numbers of
+    windows over it, by dimension. The result is at least 1, so that callers may divide by it.
     """
     found: Any = math.prod(
         _pairs_in(*given)
