@@ -1,4 +1,10 @@
-"""Where an operator was called: in which module, and on which line of whose `forward`."""
+"""The places of calls: the module that runs, the line of its `forward`, and in a backward pass the
+module that recorded the node.
+
+`Places` follows the modules of a model while they run, `Origins` follows the nodes of autograd's
+graph, and `Calls` is a mode that sees the functions of torch that Python calls. `track_scales` and
+`report` both build on these.
+"""
 
 import inspect
 import os
@@ -18,10 +24,11 @@ from torch.utils.hooks import RemovableHandle
 import scaledtensor._version as anchor
 from scaledtensor import _torch
 
-__all__ = ["Line", "Origins", "Place", "Places", "forward_code"]
+__all__ = ["Calls", "Line", "Origins", "Place", "Places", "forward_code"]
 
 
-#: Frames in these folders are no user's: an operator in `nn.Linear` is told by who called it.
+#: The folders of torch and of this library. A frame in them is no user's code, so an operator in
+#: `nn.Linear` has the place of the call of the layer.
 LIBRARIES = tuple(
     os.path.dirname(os.path.abspath(str(of.__file__))) + os.sep for of in (torch, anchor)
 )
@@ -35,7 +42,7 @@ class Line(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where an operator was called."""
+    """The place of a call of an operator."""
 
     module: str = ""
     """The innermost module, by its qualified name; empty for the model itself and outside it."""
@@ -46,19 +53,19 @@ class Place(NamedTuple):
 
 
 def forward_code(module: nn.Module) -> CodeType | None:
-    """The code of a class's `forward` below its decorators; None where it is not in Python.
+    """The code of a class's `forward` below its decorators; None if it is not written in Python.
 
-    What an instance has for a `forward` of its own (transforms, offloading) mostly calls that.
+    A `forward` of the instance (a transform's, or one for offloading) usually calls the class's.
     """
     return getattr(inspect.unwrap(type(module).forward), "__code__", None)
 
 
 class Places:
-    """Follows the modules of a model while they run, by hooks on each for the time of a `with`.
+    """Follows the modules of a model while they run, by hooks on each of them.
 
     Args:
-        entered: called with the module's name, itself, its positional and its named arguments.
-        left: called with the module's name and its result, None where it raised.
+        entered: called with a module's name, the module, and its positional and named arguments.
+        left: called with a module's name and its result, which is None if the module raised.
     """
 
     def __init__(
@@ -77,6 +84,8 @@ class Places:
 
     @contextmanager
     def followed(self) -> Iterator[None]:
+        """Within it, modules are followed, and compiled parts run as eager code: the kernels of a
+        compiler have no modules and no operators to see."""
         handles = []
         try:
             for name, module in self.model.named_modules():
@@ -86,7 +95,8 @@ class Places:
                     module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
                     module.register_forward_hook(leave, with_kwargs=True, always_call=True),
                 ]
-            yield
+            with torch.compiler.set_stance("force_eager"):
+                yield
         finally:
             for handle in handles:
                 handle.remove()
@@ -126,12 +136,43 @@ class Places:
         return Place(self.module, source, tuple(lines))
 
 
-# Which module an operator of a backward pass belongs to: the one that recorded it forward.
+class Calls(TorchFunctionMode):
+    """A mode that sees each function of torch that Python calls, by the name that the model uses.
+
+    Functions of torch that are written in Python and stand for many others (`_torch.BODIES`) are
+    entered, and the functions in them are seen instead.
+    """
+
+    def ignores(self, func: Any) -> bool:
+        """Whether a call is to pass unseen, with everything that it calls."""
+        return False
+
+    def returned(self, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
+        """Called when `func` has returned `result`."""
+        raise NotImplementedError
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.ignores(func):
+            return func(*args, **kwargs)
+        if func in _torch.BODIES:
+            with self:
+                return _torch.BODIES[func](*args, **kwargs)
+        result = func(*args, **kwargs)
+        self.returned(func, args, kwargs, result)
+        return result
+
+
+# --- backward --------------------------------------------------------------------------------
+
+#: A node of autograd's graph, and the number of one of its inputs.
 _Edge = tuple[Any, int]
 
 
 class Origins:
-    """Follows the nodes of autograd's graph: who recorded each, and which of them runs.
+    """Follows the nodes of autograd's graph: the module that recorded each, and the node that runs.
 
     Torch's own tracker of modules hooks the tensors that modules take and give. A module whose
     inputs need no gradient then never ends, and the sum of the gradients of a tensor that several
@@ -141,20 +182,21 @@ class Origins:
     """
 
     def __init__(self) -> None:
-        #: Kept alive, since Python sees a node of C++ under another identity once it let go of it.
+        #: A node -> the name of its module. The nodes are kept alive, since Python gives a node of
+        #: C++ another identity after it let go of the node.
         self._owners: dict[Any, str] = {}
         self._uses: dict[_Edge, list[str]] = defaultdict(list)
         self._handles: list[RemovableHandle] = []
         self._running = ""
-        #: The node that has just run, whose gradients the engine adds up now.
+        #: The node that has just run. The engine adds up its gradients now.
         self._left: Any = None
 
     @contextmanager
     def followed(self, model: nn.Module) -> Iterator[Places]:
         """Within it, the modules of `model` and the nodes that they record are followed."""
 
-        # An autograd.Function is no function of torch: its nodes show where a module takes or gives
-        # tensors.
+        # A mode does not see an autograd.Function. Its nodes are found at the tensors that a module
+        # takes and gives.
         def entered(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
             outer = places.stack[-2][0] if len(places.stack) > 1 else ""
             self.claim((args, kwargs), outer)
@@ -175,7 +217,7 @@ class Origins:
             self._left = None
 
     def claim(self, values: Any, owner: str) -> None:
-        """Give every node behind `values` that has no owner yet to the module called `owner`."""
+        """Assign each node behind `values` that has no owner yet to the module `owner`."""
         with _torch.disable_torch_function():
             found = [x.grad_fn for x in tree_iter(values) if isinstance(x, Tensor)]
         pending = [node for node in found if node is not None]
@@ -195,7 +237,7 @@ class Origins:
 
     @property
     def running(self) -> str:
-        """The module to which an operator of the backward pass belongs that runs now."""
+        """The module of the operator of a backward pass that runs now."""
         if self._left is None:
             return self._running
         summed = [self._uses[edge] for edge in self._left.next_functions if edge in self._uses]
@@ -215,29 +257,21 @@ class Origins:
         return end
 
 
-class _Returned(TorchFunctionMode):
-    """Claims what every function of torch returns."""
+class _Returned(Calls):
+    """Claims the nodes behind the result of every function of torch."""
 
     def __init__(self, origins: Origins, module: Callable[[], str]) -> None:
         super().__init__()
         self.origins, self.module = origins, module
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func in _torch.BODIES:  # many functions: entered, where others are one
-            with self:
-                return _torch.BODIES[func](*args, **(kwargs or {}))
-        result = func(*args, **(kwargs or {}))
+    def returned(self, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
         if torch.is_grad_enabled():
-            # Index assignment returns nothing.
-            told = args[0] if result is None and args else result
-            self.origins.claim(told, self.module())
-        return result
+            written = result is None and args  # index assignment returns nothing
+            self.origins.claim(args[0] if written else result, self.module())
 
 
 def _around(modules: list[str]) -> str:
-    """The innermost module that all of `modules` are, or are parts of."""
+    """The innermost module that contains all of `modules`, or is all of them."""
     paths = [module.split(".") if module else [] for module in modules]
     shared = []
     for parts in zip(*paths, strict=False):

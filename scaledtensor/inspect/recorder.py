@@ -1,10 +1,11 @@
-"""A recording: the graph of one call of a model, with the numbers of every tensor in it; or, one
-floor below, a row for each operator that ran in each module.
+"""Records one call of a model, for `track_scales`: a graph with the numbers of every tensor in it.
 
-Functions are told to it as they run, by whoever sees them (`mode` in eager mode, `compiled` for
-graphs that Dynamo captured). Which result feeds which operator follows from the identity of
-tensors. Gradients are read by tensor hooks, which change nothing: an identity function in between
-would turn views into copies, and so break what writes into them.
+The recorder is told of each function as it runs: by `TrackingMode` in eager code, and by
+`interpreter` in graphs that Dynamo captured. The identity of tensors shows which result feeds which
+operator. Gradients are read by tensor hooks, which change nothing. (An identity function in between
+would turn views into copies, and writes into a view would no longer reach its base.)
+
+`scaledtensor.inspect.operators` has the recorder of `report`, and says what the two share.
 """
 
 import operator
@@ -22,23 +23,16 @@ from scaledtensor import _torch
 from scaledtensor.formats import E4M3FN, E5M2, Format
 from scaledtensor.inspect.metrics import Metrics, is_readable, measure
 from scaledtensor.inspect.places import Place
-from scaledtensor.inspect.rows import Ran, Row, floats, flops, is_narrow, is_view, traffic
-from scaledtensor.ops.algebra import elements
-from scaledtensor.ops.registry import is_missing, rule_of
-from scaledtensor.recipes.casts import parsed_gemms
-from scaledtensor.tensors import verbs
-from scaledtensor.tensors.coded import CodedTensor
-from scaledtensor.tensors.tensor import ScaledTensor, is_parameter
 
-__all__ = ["Recorder", "clean_name"]
+__all__ = ["Recorder", "interpreter"]
 
-#: What an argument of a node may be besides nodes; anything else is kept as its type's name, for a
-#: graph must not keep alive what the model does not.
+#: Types that an argument of a node may have besides nodes. Any other object becomes the name of its
+#: type, since a graph must not keep alive objects that the model does not keep.
 _PLAIN = (int, float, complex, bool, str, type(None), type(...), torch.dtype, torch.device)
 
 
 class _Known:
-    """A tensor's node, and whether its gradient is being listened to."""
+    """The node of a tensor, and whether a hook reads the tensor's gradient."""
 
     __slots__ = ("node", "probed")
 
@@ -58,22 +52,20 @@ class Recorder:
         self._handles: list[RemovableHandle] = []
         self._results: list[fx.Node] = []
         self._names: dict[int, str] = {}
-        #: Whether the model runs now. It may have returned, and a loss still follow.
+        #: Whether the model runs now. After it has returned, a loss may follow.
         self.in_call = False
-        #: How many operators were told.
+        #: How many operators the recorder was told of.
         self.calls = 0
-        #: The nodes that a module was given last, by its name and theirs in its `forward`.
+        #: The name of a module -> its last arguments, as pairs of a name in `forward` and a node.
         self.given: dict[str, list[tuple[str, fx.Node]]] = {}
-        #: What operators ran: rows by what tells one from another.
-        self.rows: dict[tuple[Any, ...], Row] = {}
         if model is not None:
             for names in (model.named_buffers(), model.named_parameters()):
                 self._names |= {id(tensor): name for name, tensor in names}
 
     @property
     def graph(self) -> fx.Graph:
-        """All nodes so far and, last, an output: the results of the model and, where more ran
-        after it, the last node of all."""
+        """All nodes so far, and an output as the last one. The output has the results of the model
+        and, if operators ran after the model, the last of these."""
         body = [n for n in self._graph.nodes if n.op != "output"]
         for node in list(self._graph.nodes):
             if node.op == "output":
@@ -86,16 +78,16 @@ class Recorder:
         return self._graph
 
     def close(self) -> None:
-        """Stop listening to gradients."""
+        """Remove the hooks that read gradients."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._known = WeakTensorKeyDictionary()
 
-    # --- what is told ------------------------------------------------------------------------
+    # --- calls -------------------------------------------------------------------------------
 
     def input(self, name: str, x: Tensor) -> None:
-        """An input of the model. A tensor given twice is one node."""
+        """Add an input of the model. A tensor that is given twice is one node."""
         if self._find(x) is None:
             self._add("placeholder", name, (), {}, x, name=name, place=Place())
 
@@ -109,9 +101,9 @@ class Recorder:
         place: Place,
         name: str | None = None,
     ) -> None:
-        """An operator that has run. `result` is its tensor, or a nest of tuples of them.
+        """Add an operator that has run. `result` is a tensor, or a nest of tuples of tensors.
 
-        Inside a transform of torch.func tensors have no values to read: it is passed over there.
+        Operators inside a transform of torch.func are left out: tensors have no values there.
         """
         if _torch.is_transforming():
             return
@@ -125,23 +117,23 @@ class Recorder:
             self._unpack(node, result, place)
 
     def captured(self, x: Tensor, name: str) -> None:
-        """The name that Dynamo gave the node of `x` in the graph that it captured."""
+        """Note the name that Dynamo gave the node of `x` in the graph that it captured."""
         known = self._find(x)
         if known is not None:
             known.node.meta.setdefault("captured", name)
 
     def entered(self, module: str, inputs: Iterable[tuple[str, Tensor]]) -> None:
-        """A module is about to run on `inputs`."""
+        """Note that a module is about to run on `inputs`."""
         found = ((name, self._find(x)) for name, x in inputs)
         self.given[module] = [(name, known.node) for name, known in found if known is not None]
 
     def result(self, values: Any) -> None:
-        """What the model gave back."""
+        """Note the results of the model."""
         self._results = [self.node_of(x) for x in _tensors(values)]
 
     def node_of(self, x: Tensor, name: str = "constant", op: str = "get_attr") -> fx.Node:
-        """The node of `x`: a parameter or buffer, or a tensor from elsewhere, is one from now,
-        the latter by `name` and as an `op`."""
+        """The node of `x`. If it has none yet, it gets one: a parameter or a buffer under its own
+        name, any other tensor under `name` and as an `op`."""
         known = self._find(x)
         if known is None:
             owned = self._names.get(id(x))
@@ -149,38 +141,6 @@ class Recorder:
             return self._add(op, target, (), {}, x, target.replace(".", "_"), Place())
         self._probe(known, x)
         return known.node
-
-    def operator(
-        self, op: Any, args: tuple[Any, ...], result: Any, module: str, backward: bool
-    ) -> None:
-        """An operator that has run in a module, on ScaledTensors or on plain ones."""
-        rule = rule_of(op)
-        operands = list(floats(args))
-        scaled = any(isinstance(x, ScaledTensor) for x in operands)
-        if scaled and rule is None and not is_missing(op):
-            return  # a composite: its parts came before it
-        results = list(floats(result))
-        if not scaled and not operands and not results:
-            return
-        family = rule.family if scaled and rule is not None else ""
-        ran: Ran = _ran(op, args, operands) if family else "fallback" if scaled else "plain"
-        cast_to = results[0] if op in CASTS and results and is_narrow(results[0]) else None
-        operand = "" if cast_to is None else _role(args[0], backward)
-        key = (module, str(op), backward, ran, operand)
-        row = self.rows.setdefault(key, Row(*key[:4], rule=family, operand=operand))
-        row.hits += 1
-        count = flops(op, args, result)
-        row.flops += count
-        if not count and not is_view(op):
-            moved, narrow = traffic([*operands, *results])
-            row.bytes += moved
-            row.narrow_bytes += narrow
-        if isinstance(cast_to, ScaledTensor):
-            _take_cast(row, args[0], cast_to)
-        if op not in FILLING:  # the scale of such a cast fills the format, and keeps no RMS
-            for x in results:
-                if isinstance(x, ScaledTensor) and x.rms and is_readable(x):
-                    _take_range(row, x)
 
     # --- nodes -------------------------------------------------------------------------------
 
@@ -233,85 +193,27 @@ class Recorder:
         return values if isinstance(values, _PLAIN) else f"<{type(values).__name__}>"
 
     def _probe(self, known: _Known, x: Tensor) -> None:
-        # Also when it is used, not only when it was made: what a custom autograd.Function returns
-        # was made where nothing required a gradient.
+        # This is called when a tensor is used too. A result of a custom autograd.Function was made
+        # while no tensor required a gradient.
         if known.probed or not x.requires_grad or "metrics" not in known.node.meta:
             return
         known.probed = True
         reader = _reader(known.node.meta["metrics"], self.backward)
         with _torch.disable_torch_function():
-            # A view whose base was written to has its history made anew when that is asked for.
-            # register_hook asks after it made room for the hook, and crashes: pytorch issue 196459.
+            # If the base of a view was written to, reading the view's `grad_fn` makes a new one.
+            # register_hook reads it after it made room for the hook, and crashes: pytorch issue
+            # 196459.
             _ = x.grad_fn
             self._handles.append(x.register_hook(reader))  # type: ignore[no-untyped-call]
 
 
 def _reader(metrics: Metrics, fmt: Format) -> Callable[[Tensor], None]:
-    # It holds no tensor, so that memory is freed as it is without tracking.
+    # The function holds no tensor, so that memory is freed as it is without tracking.
     def read(gradient: Tensor) -> None:
         if is_readable(gradient):
             metrics.bwd = measure(gradient, fmt)
 
     return read
-
-
-#: Operators that cast an operand of products; those of them under a scale that fills the format.
-FILLING = {verbs.quantize, verbs.quantize_under}
-CASTS = {verbs.to_format, *FILLING}
-
-
-def _ran(op: Any, args: tuple[Any, ...], operands: list[Tensor]) -> Ran:
-    """Whether an operator with a rule had what the recipe cast for all of its operands."""
-    if op in (verbs.product, verbs.product_gradient):  # which cast for themselves
-        gemm = args[6] if op is verbs.product_gradient else "forward"
-        how = getattr(parsed_gemms(args[-1]), gemm)
-        return "rule" if how.left is None or how.right is None else "recipe"
-    return "recipe" if operands and all(map(_is_cast, operands)) else "rule"
-
-
-def _is_cast(x: Tensor) -> bool:
-    """Whether a tensor is in a format that its recipe casts operands of products to."""
-    if is_narrow(x):
-        return True
-    once = x.recipe.gemms.once if isinstance(x, ScaledTensor) and x.recipe is not None else None
-    return once is not None and any(cast.format == x.format for cast in once)  # type: ignore[attr-defined]
-
-
-def _role(x: Any, backward: bool) -> str:
-    if is_parameter(x):
-        return "weight"
-    return "gradient" if backward else "input"
-
-
-def _take_cast(row: Row, before: Tensor, after: ScaledTensor) -> None:
-    """What a cast to 8 bits lost, and what others would have."""
-    fmt, own = after.format, float(before.scale) if isinstance(before, ScaledTensor) else 1.0
-    now = measure(before, fmt, float(after.scale))
-    if not now.numel:
-        return
-    filling = now.abs_max * float(after.scale) / fmt.max
-    by_amax = measure(before, fmt, filling) if filling else now
-    carried = measure(before, fmt, own)
-    narrow = measure(before, E4M3FN, own)
-    row.format = fmt.name
-    row.add_cast(
-        now.numel,
-        now.abs_max / fmt.max,
-        saturated=now.saturated,
-        underflowed=now.underflowed,
-        amax_underflowed=by_amax.underflowed,
-        carried_saturated=carried.saturated,
-        carried_underflowed=carried.underflowed,
-        e4m3fn_saturated=narrow.saturated,
-        e4m3fn_underflowed=narrow.underflowed,
-    )
-
-
-def _take_range(row: Row, x: ScaledTensor) -> None:
-    plain = x.widened() if isinstance(x, CodedTensor) else x
-    rms = measure(elements(plain).detach(), plain.format).rms
-    if rms:
-        row.add_range(rms)
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
@@ -324,7 +226,7 @@ def _holds_tensors(values: Any) -> bool:
 
 def _meta(name: str, x: Tensor | None, place: Place) -> dict[str, Any]:
     return {
-        "clean_name": clean_name(name),
+        "clean_name": _clean_name(name),
         "outputs_float_tensor": x is not None and is_readable(x),
         "is_tuple": False,
         "requires_grad": isinstance(x, nn.Parameter) and x.requires_grad,
@@ -336,9 +238,9 @@ def _meta(name: str, x: Tensor | None, place: Place) -> dict[str, Any]:
     }
 
 
-def clean_name(name: str) -> str:
-    """A name of Dynamo's without the marks of where it found the tensor:
-    `l_self_modules_fc_parameters_weight_` is `fc_weight`."""
+def _clean_name(name: str) -> str:
+    """A name of Dynamo's without the marks of the place where it found the tensor:
+    `l_self_modules_fc_parameters_weight_` becomes `fc_weight`."""
     if not name.startswith(("l_", "L_")):
         return name.strip("_") or name
     plain = re.sub(r"_(modules|parameters|buffers)(?=_)", "", name[1:])
@@ -346,6 +248,53 @@ def clean_name(name: str) -> str:
 
 
 def _name(target: Any) -> str:
-    """What the node of an operator is called: `linear`, `add`, `layer_norm`."""
+    """The name for the node of an operator: `linear`, `add`, `layer_norm`."""
     spelled = target if isinstance(target, str) else getattr(target, "__name__", str(target))
     return spelled.rpartition(".")[2].strip("_") or "op"
+
+
+# --- graphs that Dynamo captured -------------------------------------------------------------
+
+
+def interpreter(module: fx.GraphModule, recorder: Callable[[], Recorder]) -> Callable[..., Any]:
+    """A function that runs `module` operator by operator and records it. Each run calls `recorder`
+    for the recorder to tell."""
+
+    def run(*args: Any) -> Any:
+        return _Recorded(module, recorder()).run(*args)
+
+    return cast(Callable[..., Any], torch.compiler.disable(run))  # type: ignore[no-untyped-call]
+
+
+class _Recorded(fx.Interpreter):
+    """Runs each node as it is. Autograd records it as in eager code."""
+
+    def __init__(self, module: fx.GraphModule, recorder: Recorder) -> None:
+        super().__init__(module)
+        self.recorder = recorder
+
+    def run_node(self, n: fx.Node) -> Any:
+        if not n.op.startswith("call_"):
+            out = super().run_node(n)
+            if n.op == "placeholder" and isinstance(out, Tensor):
+                self.recorder.node_of(out, _clean_name(n.name), "placeholder")
+                self.recorder.captured(out, n.name)
+            elif n.op == "output":
+                self.recorder.result(out)
+            return out
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        out = super().run_node(n)
+        taken = n.target is operator.getitem and not isinstance(args[0], Tensor)
+        if not taken:  # `Recorder.call` made nodes for the elements of a tuple
+            self.recorder.call(n.op, n.target, args, kwargs, out, _place(n), _clean_name(n.name))
+        if isinstance(out, Tensor):
+            self.recorder.captured(out, n.name)
+        return out
+
+
+def _place(n: fx.Node) -> Place:
+    modules = list(n.meta.get("nn_module_stack", {}).values())
+    # L['self'].layers.0
+    module = re.sub(r"^L\[[^\]]*\]\.?", "", modules[-1][0]) if modules else ""
+    frames = re.findall(r'File "([^"]*)", line (\d+)', n.meta.get("stack_trace") or "")
+    return Place(module, ":".join(frames[-1]) if frames else "")

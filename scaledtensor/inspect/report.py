@@ -1,4 +1,4 @@
-"""report: what ran in a model, under which rule, where the range is not held, what to do there."""
+"""`report`: the operators that ran in a model, the problems that the numbers show, and advice."""
 
 import fnmatch
 from collections.abc import Iterator
@@ -22,9 +22,9 @@ from scaledtensor.inspect.advice import (
     spread,
     suggestions,
 )
+from scaledtensor.inspect.operators import OperatorRecorder
 from scaledtensor.inspect.passes import differentiate, left_untouched, start_of_backward
 from scaledtensor.inspect.places import Origins
-from scaledtensor.inspect.recorder import Recorder
 from scaledtensor.inspect.rows import HELD, PROBLEMS, Row, fold
 from scaledtensor.ops.registry import observed, on_missing
 from scaledtensor.recipes import Recipe
@@ -40,7 +40,7 @@ _WORST = 5
 
 @dataclass
 class Report:
-    """What one forward and backward pass of a model did. `str()` is a summary and a table."""
+    """One forward and backward pass of a model. `str()` is a summary and a table."""
 
     records: list[Row] = field(default_factory=list)
     setup: Setup = field(default_factory=lambda: Setup({}, frozenset()))
@@ -48,24 +48,25 @@ class Report:
     """The report that this one is a part of."""
 
     def rows(self) -> list[Row]:
-        """An entry for each operator in each module, forward and backward, in the order in which
-        they first ran. `pandas.DataFrame(report.rows())` is a table of them."""
+        """A row for each operator in each module, forward and backward, in the order in which they
+        first ran. `pandas.DataFrame(report.rows())` makes a table of them."""
         return list(self.records)
 
     def where(self, module: str = "*", operator: str = "*", problem: str | None = None) -> "Report":
-        """The part of the report with these rows.
+        """The part of the report with the rows that match all arguments.
 
         Args:
-            module: the module's name; * and ? are wildcards, as in `blocks.*.mlp`. The model itself
-                is the empty name.
+            module: the module's name; * and ? are wildcards, as in `blocks.*.mlp`. The name of the
+                model itself is empty.
             operator: the operator's name, such as `aten.mm.default`, or a pattern: `*mm*`.
             problem: one of "saturated", "underflowed", "fallback", "drifted", "excluded" and
                 "uncast"; "*" for any.
 
-        Shares of FLOPs and of bytes are those of these rows; suggestions are for the whole model.
+        The shares of FLOPs and of bytes are over the rows of the part. Suggestions are for the
+        whole model.
 
         Raises:
-            ModelError: there is no such problem.
+            ModelError: `problem` has another value.
         """
         if problem not in (None, "*", *PROBLEMS):
             raise ModelError(
@@ -103,13 +104,13 @@ class Report:
 
     @cached_property
     def suggestions(self) -> list[Suggestion]:
-        """Changes that the measured numbers speak for. Each is for itself, and for what was
-        measured: one batch of one state of the model."""
+        """Changes that the measured numbers suggest. Each stands by itself, and follows from one
+        batch and one state of the model."""
         return suggestions((self.whole or self).records, self.setup)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it in built-in types, for `json.dumps`. A recipe is there as `Recipe.to_json` has
-        it, which `Recipe.from_json` reads."""
+        """The whole report in built-in types, for `json.dumps`. Recipes are in the form of
+        `Recipe.to_json`, which `Recipe.from_json` reads."""
         return {
             "coverage": asdict(self.coverage),
             "missing": self.missing,
@@ -172,7 +173,7 @@ def _shares(of: dict[str, float]) -> tuple[str, ...]:
 
 
 def _count(n: int) -> str:
-    """`1.2 G`, for a unit to follow."""
+    """A number with a prefix, such as `1.2 G`. A unit can follow it."""
     size = float(n)
     prefixes = iter("kMGTPE")
     prefix = ""
@@ -204,7 +205,8 @@ def _cells(r: Row, count: int) -> tuple[str, ...]:
 
 
 class _Plain(_torch.DispatchMode):  # type: ignore[no-untyped-call]
-    """Tells of operators that no ScaledTensor takes part in: rules run below it, unseen."""
+    """Tells of operators without a ScaledTensor. The operators inside a rule run below this mode,
+    so it does not see them."""
 
     def __init__(self, told: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -220,20 +222,19 @@ class _Plain(_torch.DispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def _recorded(model: nn.Module) -> Iterator[Recorder]:
-    """Has every operator that runs within it recorded, by module."""
-    recorder, origins = Recorder(None), Origins()
+def _recorded(model: nn.Module) -> Iterator[OperatorRecorder]:
+    """Record every operator that runs within it, by module."""
+    recorder, origins = OperatorRecorder(), Origins()
 
     def told(op: Any, args: tuple[Any, ...], result: Any) -> None:
         backward = _torch.is_within_backward()
-        # A module that runs within a backward pass is a checkpoint's, which runs again.
+        # A module that runs within a backward pass belongs to a checkpoint, which runs again.
         again = places.stack or not backward
         module = places.module if again else origins.running
         with torch.no_grad():
             recorder.operator(op, args, result, module, backward)
 
     with ExitStack() as stack:
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
         places = stack.enter_context(origins.followed(model))
         stack.enter_context(observed(told))
         stack.enter_context(_Plain(told))
@@ -242,26 +243,28 @@ def _recorded(model: nn.Module) -> Iterator[Recorder]:
 
 
 def report(model: nn.Module, *inputs: Any, **options: Any) -> Report:
-    """Run `model(*inputs, **options)` forward and backward once and say what ran.
+    """Run `model(*inputs, **options)` forward and backward once, and report what ran.
 
         print(sct.report(model, tokens))
 
-    First a summary: how much of the model ran in the recipe's format, by rules in 16 or 32 bits,
-    by the float32 fallback and on plain tensors, in FLOPs of products and in bytes of everything
-    else; the worst places, and what to do about each; and recipes that the measured numbers speak
-    for. Then a row for each operator in each module: the rule it ran under, how often, the RMS of
-    the elements of its results and, of casts to 8 bits, the shares that saturated and underflowed.
-    Layers that repeat with the same rows are told once. `report.where("blocks.*", problem="*")` is
-    a part of it, `report.rows()` are its rows and `report.to_dict()` is all of it for JSON.
+    The report begins with a summary. It shows how much of the model ran in the recipe's format, by
+    rules in 16 or 32 bits, by the float32 fallback, and on plain tensors: in FLOPs of products, and
+    in bytes of all other operators. It lists the worst places with advice for each, and recipes
+    that the measured numbers suggest. Then a table has a row for each operator in each module: the
+    rule it ran under, how often it ran, the RMS of the elements of its results, and the shares of
+    elements that saturated and underflowed in casts to 8 bits. Layers that repeat with the same
+    rows are folded into one. `report.where("blocks.*", problem="*")` is a part of the report,
+    `report.rows()` are its rows, and `report.to_dict()` is the whole report for JSON.
 
     Operators without a rule run by the float32 fallback here, whatever `on_missing` says, and are
-    listed. A row of the backward pass belongs to the module whose forward pass made it, and the sum
-    of a tensor's gradients to the innermost module around all its uses. A compiled model runs as
-    eager code here.
+    listed. A row of the backward pass belongs to the module whose forward pass recorded it. The sum
+    of a tensor's gradients belongs to the innermost module around all its uses. A compiled model
+    runs as eager code here.
 
-    The backward pass starts from the loss, where the result has one (its `loss`, its first element
-    or itself, if 0-dim), else from a Gaussian gradient of the first differentiable result. Buffers,
-    gradients and the state of the random number generators are as before afterwards.
+    The backward pass starts from the loss, if the result has one (its `loss`, its first element, or
+    the result itself if 0-dim). Otherwise it starts from a Gaussian gradient of the first
+    differentiable result. Buffers, gradients and the state of the random number generators are as
+    before afterwards.
 
     Raises:
         ModelError: no parameter is a ScaledTensor, or no result is differentiable.
@@ -274,14 +277,14 @@ def report(model: nn.Module, *inputs: Any, **options: Any) -> Report:
         out, seed = start_of_backward(model(*inputs, **options))
         differentiate(out, seed, wanted, only=True)
     setup, weights = _setup(model)
-    rows = list(recorder.rows.values())
+    rows = recorder.rows
     for row in rows:
         row.judge(row.module in weights)
     return Report(rows, setup)
 
 
 def _setup(model: nn.Module) -> tuple[Setup, set[str]]:
-    """How the model was wrapped, and which modules own a plain weight."""
+    """The recipes of the model's modules, and the modules that own a plain weight."""
     recipes: dict[str, Recipe] = {}
     plain: set[str] = set()
     weights: set[str] = set()

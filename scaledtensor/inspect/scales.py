@@ -11,8 +11,7 @@ from scaledtensor.errors import ModelError
 from scaledtensor.formats import E4M3FN, E5M2, Format, FormatLike
 from scaledtensor.formats import get as get_format
 from scaledtensor.inspect.metrics import Data, Metrics
-from scaledtensor.inspect.passes import interpreter
-from scaledtensor.inspect.recorder import Recorder
+from scaledtensor.inspect.recorder import Recorder, interpreter
 
 __all__ = ["Scales", "label", "table"]
 

@@ -1,4 +1,4 @@
-"""The doors: `track_scales(model)` and `with tracking(model)`."""
+"""The entry points for recording a model: `track_scales(model)` and `with tracking(model)`."""
 
 import inspect
 import operator
@@ -9,22 +9,20 @@ from typing import Any, Literal, Self, cast
 
 import torch
 from torch import Tensor, fx, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from scaledtensor import _torch
 from scaledtensor.errors import ModelError, UnsupportedError
 from scaledtensor.formats import E4M3FN, E5M2, FormatLike
 from scaledtensor.inspect.metrics import is_readable
-from scaledtensor.inspect.places import Places
+from scaledtensor.inspect.places import Calls, Places
 from scaledtensor.inspect.recorder import Recorder
 from scaledtensor.inspect.scales import Scales
 
 __all__ = ["TrackedModule", "TrackingMode", "track_scales", "tracking"]
 
 
-# Eager mode: every function of torch that Python calls, seen as it is called.
-#: They give tensors and compute none, or are the backward pass itself.
+#: Functions that return tensors and compute none, and functions that are the backward pass.
 _NO_OPERATORS: set[Any] = {
     torch.autograd.grad,
     torch.autograd.backward,
@@ -35,13 +33,13 @@ _NO_OPERATORS: set[Any] = {
 }
 
 
-class TrackingMode(TorchFunctionMode):
-    """Tells a recorder of every call. It sees calls by the names that the model uses:
-    `F.cross_entropy` is one operator and not its parts.
+class TrackingMode(Calls):
+    """Tells a recorder of every call, by the name that the model uses: `F.cross_entropy` is one
+    operator, and its parts are not seen.
 
-    Not told: what runs in a backward pass (recomputed checkpoints), inside a transform of
-    torch.func, whose tensors have no values to read, and, once the model has returned, what needs
-    no gradient: a loss is, an optimizer's step is not.
+    It does not tell of operators in a backward pass (recomputed checkpoints). After the model has
+    returned, it tells only of operators whose result requires a gradient: of a loss, but not of an
+    optimizer's step.
     """
 
     def __init__(self) -> None:
@@ -59,28 +57,21 @@ class TrackingMode(TorchFunctionMode):
         finally:
             self.busy = before
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def ignores(self, func: Any) -> bool:
         if self.busy or self.recorder is None or self.places is None:
-            return func(*args, **kwargs)
-        if _torch.is_within_backward() or func in _NO_OPERATORS:
-            return func(*args, **kwargs)
-        if func in _torch.BODIES:  # many operators: entered, where others are one node
-            with self:
-                return _torch.BODIES[func](*args, **kwargs)
-        result = func(*args, **kwargs)
-        written = func is Tensor.__setitem__
-        told = args[0] if written else result
-        if self.recorder.in_call or _is_differentiable(told):
+            return True
+        return _torch.is_within_backward() or func in _NO_OPERATORS
+
+    def returned(self, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
+        recorder, places = cast(Recorder, self.recorder), cast(Places, self.places)  # see `ignores`
+        told = args[0] if func is Tensor.__setitem__ else result
+        if recorder.in_call or _is_differentiable(told):
             op, target, arguments = _spelled(func, args)
-            self.recorder.call(op, target, arguments, kwargs, told, self.places.here())
-        return result
+            recorder.call(op, target, arguments, kwargs, told, places.here())
 
 
 def _is_differentiable(result: Any) -> bool:
-    # What an optimizer writes requires gradients, too, but it writes where none are recorded.
+    # The tensors that an optimizer writes require gradients too, but its step records none.
     return torch.is_grad_enabled() and isinstance(result, Tensor) and result.requires_grad
 
 
@@ -106,27 +97,29 @@ def tracking(
     *,
     input_gradients: bool = False,
 ) -> Iterator[Scales]:
-    """Within it, every call of `model` is recorded; of several, the last.
+    """Record every call of `model` within a `with`; the last one is kept.
 
         with tracking(model) as scales:
             loss_function(model(x), y).backward()
         print(scales)
 
-    What follows the call and needs a gradient, the loss, is recorded with it. Afterwards the model
-    is as it was, and what was recorded can still be read.
+    Operators that follow the call and need a gradient, such as the loss, are recorded with it.
+    Afterwards the model is as before, and the recording can still be read.
 
     Args:
-        model: any module. A compiled one, and any compiled part, runs as eager code here: kernels
-            of a compiler have no operators left to look at.
-        forward, backward: the formats whose losses are counted, of values and of gradients.
-        input_gradients: have autograd find the gradients of float inputs too, which needs more
-            memory and forbids the model to write into them.
+        model: any module. A compiled one, and any compiled part, runs as eager code here: the
+            kernels of a compiler have no operators to look at.
+        forward, backward: formats for values and for gradients, whose losses are counted.
+        input_gradients: have autograd find the gradients of float inputs too. That needs more
+            memory, and the model may then not write into its inputs.
 
-    No number that the model computes is another for it, forward or backward; one choice of torch
-    is: the fused kernels by which `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` run in
-    eval mode without gradients make way for the operators they stand for. Of a checkpoint of the
-    reentrant kind the values are seen and the gradients inside are not; a parameter's is then the
-    part of it that came last. Nor is that of a view's elements before they were written to.
+    The model computes the same numbers, forward and backward, with one exception. In eval mode
+    without gradients, `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` run fused kernels.
+    Here they run the operators that these kernels stand for.
+
+    Two kinds of gradients are not seen: gradients inside a checkpoint of the reentrant kind (the
+    gradient shown for a parameter is then the part that came last), and the gradient of a view's
+    elements before the view was written to.
     """
     scales = Scales(forward, backward)
     try:
@@ -144,7 +137,7 @@ def track_scales(
     capture: Literal["eager", "dynamo"] = "eager",
     input_gradients: bool = False,
 ) -> "TrackedModule":
-    """A module that computes what `model` does and records every tensor of its last call.
+    """Return a module that computes the same as `model` and records every tensor of its last call.
 
         tracked = track_scales(model)
         tracked(x).sum().backward()
@@ -152,15 +145,15 @@ def track_scales(
         graph = tracked.scales_graph()
 
     Args:
-        model: any module; it is used as it is, not copied, and nothing is left on it but hooks on
-            its parameters until the next call or `close()`.
-        forward, backward, input_gradients: as in `tracking`.
+        model: any module. It is not copied. Only hooks on its parameters stay on it, until the
+            next call or `close()`.
+        forward, backward, input_gradients: same as in `tracking`.
         capture: "eager" sees the functions of torch as Python calls them. "dynamo" has
-            torch.compile capture the model and runs what it captured: the operators are those of
-            the graph, with everything that Dynamo inlined; what it left to Python is not seen.
+            torch.compile capture the model, and runs the captured graph. Its operators include
+            everything that Dynamo inlined. Code that Dynamo left to Python is not seen.
 
-    Under torch.compile the tracked module runs as eager code; as part of a larger module that is
-    compiled it is a graph break, and so an error of Dynamo's with `fullgraph=True`.
+    Under torch.compile the tracked module runs as eager code. As part of a larger compiled module
+    it is a graph break, which is an error with `fullgraph=True`.
 
     Raises:
         ModelError: `model` is no module, is tracked already, or `capture` is not one of the two.
@@ -170,9 +163,11 @@ def track_scales(
 
 
 class TrackedModule(nn.Module):
-    """What `track_scales` makes: another face of the same model. Parameters, buffers, parts and the
-    state dict are the model's own, under its own names; attributes that this class has not are
-    looked up in the model, which is `module`."""
+    """A module that `track_scales` made around a model, which is its attribute `module`.
+
+    Parameters, buffers, submodules and the state dict are the model's, under the same names. Other
+    attributes are looked up in the model.
+    """
 
     module: nn.Module
 
@@ -218,7 +213,7 @@ class TrackedModule(nn.Module):
         return self.scales.scales_graph()
 
     def close(self) -> nn.Module:
-        """Stop listening to gradients; returns the model itself."""
+        """Remove the hooks that read gradients, and return the model."""
         self.scales.close()
         return self.module
 
@@ -249,7 +244,7 @@ def original(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def _watching(scales: Scales, model: nn.Module, input_gradients: bool) -> Iterator[None]:
-    """Has the calls of `model` recorded as eager code."""
+    """Record the calls of `model` within it."""
     root = original(model)
     if not isinstance(root, nn.Module):
         raise ModelError(f"a module can be tracked; got {type(root).__name__}")
@@ -258,7 +253,7 @@ def _watching(scales: Scales, model: nn.Module, input_gradients: bool) -> Iterat
 
     def entered(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if _torch.is_within_backward():
-            return  # a checkpoint, run again
+            return  # a checkpoint that runs again
         with mode.paused():
             if module is root and not (mode.recorder and mode.recorder.in_call):
                 mode.recorder = call.enter_context(
@@ -276,7 +271,6 @@ def _watching(scales: Scales, model: nn.Module, input_gradients: bool) -> Iterat
 
     places = mode.places = Places(root, entered, left)
     with ExitStack() as stack:
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(places.followed())
         stack.callback(call.close)
         stack.enter_context(mode)
@@ -287,7 +281,7 @@ def _watching(scales: Scales, model: nn.Module, input_gradients: bool) -> Iterat
 def _one_call(
     scales: Scales, root: nn.Module, args: Any, kwargs: Any, input_gradients: bool
 ) -> Iterator[Recorder]:
-    """A new recording, with the inputs as its first nodes."""
+    """Begin a new recording, with the inputs as its first nodes."""
     named = list(_inputs(root, args, kwargs))
     marked = [
         x
