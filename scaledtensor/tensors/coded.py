@@ -1,27 +1,25 @@
-"""CodedTensor: a ScaledTensor that is kept, in any format and under scales of any granularity.
+"""CodedTensor: a ScaledTensor that stores values in any format, under scales of any granularity.
 
-What torch has no dtype for (FP6, FP4, E3M4) and what has a scale for each row or block, no operator
-can compute on: a product of block scales is no block scale. So a CodedTensor is for keeping weights
-and states: a copy, a device, a file. Any other operator reads it as an ordinary ScaledTensor of the
-same value, float32 elements under one power of two, and its result is one; that reading is exact
-wherever the value is a float32, and else its nearest one. Nothing is written into codes: in-place
-operators are refused.
+A CodedTensor stores weights and optimizer states. It holds packed codes and their scales, and
+operators do not compute on it: torch has no dtype for FP6, FP4 or E3M4, and a product of block
+scales is no block scale. A copy, a move to a device and a file keep the codes. Every other operator
+reads the tensor as an ordinary ScaledTensor of the same value, with float32 elements under one
+power of two, and its result is one. That reading is exact if the value is a float32, and otherwise
+it is rounded once. In-place operators raise an error, because codes and scales are made together.
 
-NVFP4's scales have two levels, an E4M3FN number for each block times one float32 for the tensor,
-and both are kept: their product has up to 28 bits, and a value of E2M1FN codes up to 30. Where that
-is more than the 24 of a float32, `x.to(torch.float64).dequantize()` is exact.
+A `Coding` says how codes and scales make the value: blocks with their scales, or the expanded
+groups of an optimizer's states. The optimizer that owns such a state writes into its inner tensors.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Self, cast
+from typing import Any, Self, TypeGuard, cast
 
 import torch
 from torch import Tensor
 
 from scaledtensor import _torch
-from scaledtensor.errors import DTypeError, FormatError, ScaleError, ShapeError, UnsupportedError
+from scaledtensor.errors import DTypeError, FormatError, UnsupportedError
 from scaledtensor.formats import (
-    FORMATS,
     FP32,
     Format,
     FormatLike,
@@ -29,31 +27,48 @@ from scaledtensor.formats import (
     PerAxis,
     PerTensor,
     TwoLevelScale,
-    decode,
-    dequantize_blocks,
-    from_dtype,
     pack,
+    quantize_expanded,
     unpack,
 )
 from scaledtensor.formats import get as get_format
 from scaledtensor.formats.format import Specials
-from scaledtensor.formats.layouts import as_granularity, check_scale_shape, packed_shape
+from scaledtensor.formats.layouts import as_granularity
+from scaledtensor.formats.rounding import Rounding
+from scaledtensor.formats.stochastic import Randomness
 from scaledtensor.recipes import Recipe
 from scaledtensor.recipes import get as get_recipe
 from scaledtensor.scales.measure import measured_rms
-from scaledtensor.scales.powers import MIN_SCALE
+from scaledtensor.scales.powers import checked_scale
 from scaledtensor.tensors import verbs
+from scaledtensor.tensors.coding import BLOCKS, Coding, checked_levels
 from scaledtensor.tensors.storable import appearance, check_strided
-from scaledtensor.tensors.tensor import ScaledTensor, from_plain, is_parameter, with_autograd
+from scaledtensor.tensors.tensor import ScaledTensor, from_plain
+from scaledtensor.tensors.wrapper import rebuild
 
-__all__ = ["CodedTensor"]
+__all__ = ["CodedTensor", "is_expanded"]
 
-CodedContext = tuple[Format, torch.dtype, Recipe | None, bool, Granularity]
+
+class _Names:
+    """The names of the inner tensors of a CodedTensor; of the class, the names for blocks."""
+
+    def __get__(self, x: Any, owner: type) -> tuple[str, ...]:
+        return BLOCKS.inner if x is None else x.coding.inner
+
+
+class _Measured:
+    """The RMS of expanded groups. No rule expects one, so it is measured on each read. A tensor of
+    blocks has its RMS among its own attributes, which come first."""
+
+    def __get__(self, x: Any, owner: type) -> Any:
+        return self if x is None else measured_rms(x.value_in(torch.float32))
 
 
 class CodedTensor(ScaledTensor):
     """Codes in `format` and the scales of their blocks: the value is exactly
     `codes * scale * tensor_scale`.
+
+    `CodedTensor.expanded(x)` makes the other coding, expanded groups.
 
     Args:
         codes: in `format.storage_dtype`, of any shape.
@@ -62,25 +77,34 @@ class CodedTensor(ScaledTensor):
             `formats.TwoLevelScale`, for a format of 8 bits or fewer.
         format: the number format of the codes: a `Format`, its name or its torch dtype. Any with a
             sign.
-        granularity: which elements share a scale.
-        dtype: what autograd sees as `.dtype`; by default float32.
-        recipe: how matrix products cast what is read from this tensor.
+        granularity: the elements that share a scale.
+        dtype: the dtype that autograd sees as `.dtype`; by default float32.
+        recipe: how matrix products cast the values that they read from this tensor.
 
     Attributes:
-        qdata: the codes, contiguous, those under 8 bits packed (`formats.pack`).
+        coding: a `Coding`, which says how the inner tensors make the value.
+        qdata: the codes, contiguous; codes of fewer than 8 bits are packed (`formats.pack`).
         codes: the codes, one an element.
-        scale: one for each block: float32, or float8_e4m3fn where there is a second level.
-        tensor_scale: the second level, 0-dim float32; 1 where there is none.
+        scale: one for each block: float32, or float8_e4m3fn if there is a second level. For each
+            expanded group, its largest magnitude in float32; in 16 bits a power of two. Negative if
+            a magnitude that stands out is held apart (`formats.expansion`).
+        tensor_scale: the second level, 0-dim float32, and 1 if there is none. For expanded groups,
+            the unit of all values.
+        power: the power of each expanded group in sixteenths, uint8.
+        granularity: the elements that share a scale; for expanded groups, their size.
 
     Raises:
-        DTypeError, FormatError, ScaleError, ShapeError, RecipeError: an argument is outside what is
+        DTypeError, FormatError, ScaleError, ShapeError, RecipeError: an argument is not one of the
             allowed.
     """
 
-    granularity: Granularity
-    tensor_scale: Tensor
+    INNER: tuple[str, ...] = cast(Any, _Names())
+    _FACTS: tuple[str, ...] = (*ScaledTensor._FACTS, "coding")
 
-    INNER: ClassVar[tuple[str, ...]] = (*ScaledTensor.INNER, "tensor_scale")
+    coding: Coding
+    rms: Tensor = cast(Any, _Measured())
+    power: Tensor
+    tensor_scale: Tensor
 
     @staticmethod
     def __new__(
@@ -104,38 +128,76 @@ class CodedTensor(ScaledTensor):
         if not fmt.has_zero:
             raise FormatError(f"{fmt.name} is a format of scales; elements need a sign and a zero")
         check_strided(codes)
-        held, whole = _checked_levels(scale, fmt, cut, codes)
+        held, whole = checked_levels(scale, fmt, cut, codes)
+        codes = codes.detach()
         chosen = None if recipe is None else get_recipe(recipe)
-        context = (fmt, appearance(dtype), chosen, False, cut)
-        packed = pack(codes.detach(), fmt).contiguous()
-        values = dequantize_blocks(codes.detach(), _levels(held, whole), fmt, cut)
-        return cls.keep(packed, held, measured_rms(values), whole, codes.shape, *context)
+        coding = Coding(cut, 2 if isinstance(scale, TwoLevelScale) else 1)
+        context = (fmt, appearance(dtype), chosen, False, coding)
+        packed = pack(codes, fmt).contiguous()
+        rms = measured_rms(coding.values(codes, fmt, (held, held, whole), torch.float32))
+        return cls.put_together((packed, held, rms, whole), codes.shape, context)
 
     @classmethod
-    def keep(
+    def expanded(
         cls,
-        qdata: Tensor,
-        scale: Tensor,
-        rms: Tensor,
-        tensor_scale: Tensor,
-        shape: Sequence[int],
-        format: Format,
-        dtype: torch.dtype,
-        recipe: Recipe | None,
-        nonnegative: bool,
-        granularity: Granularity,
+        x: Tensor,
+        format: FormatLike = "e4m3fn",
+        group: int = 128,
+        *,
+        dtype: torch.dtype | None = None,
+        tensor_scale: float | Tensor = 1.0,
+        rounding: Rounding = "nearest_even",
+        generator: Randomness = None,
     ) -> Self:
-        """The one constructor path, unchecked: `qdata` is packed, `shape` that of the tensor."""
-        self = cast(Self, _torch.make_wrapper(cls, qdata, dtype, shape))
-        self.qdata, self.scale, self.rms, self.tensor_scale = qdata, scale, rms, tensor_scale
-        self.format, self.recipe, self.nonnegative = format, recipe, nonnegative
-        self.granularity = granularity
+        """Groups of consecutive elements of a plain tensor, each widened to the range of `format`.
+
+        Args:
+            x: float32, bfloat16, float16 or float64, of any shape. No gradient flows through.
+            format: a signed format of 8 bits or fewer with a zero, bf16 or fp16, or its name.
+            group: the number of elements in a group.
+            dtype: the dtype that autograd and optimizers see; by default `x.dtype`.
+            tensor_scale: a power of two, the unit of `x`.
+            rounding, generator: as `formats.quantize_expanded` takes them.
+
+        Raises:
+            DTypeError, FormatError, ShapeError, ScaleError: an argument is not one of the allowed.
+        """
+        fmt = get_format(format)
+        unit = checked_scale(tensor_scale, x.device, power_of_two=True)
+        made = quantize_expanded(
+            x.detach() / unit, fmt, group, rounding=rounding, generator=generator
+        )
+        context = (fmt, appearance(dtype or x.dtype), None, False, Coding(group, expanded=True))
+        packed = pack(made.codes, fmt).contiguous()
+        return cls.put_together((packed, made.amax, made.power, unit), x.shape, context)
+
+    @classmethod
+    def put_together(cls, inner: Sequence[Tensor], shape: Sequence[int], context: Any) -> Self:
+        """The one constructor path, unchecked. `qdata` is packed; `shape` is the tensor's."""
+        fmt, dtype, recipe, nonnegative, coding = context
+        self = cast(Self, _torch.make_wrapper(cls, inner[0], dtype, shape))
+        self.format, self.recipe, self.nonnegative = fmt, recipe, nonnegative
+        self.coding = coding
+        for name, tensor in zip(coding.inner, inner, strict=True):
+            setattr(self, name, tensor)
         return self
 
     def like(self, *inner: Tensor) -> Self:
-        qdata, scale, rms, tensor_scale = inner
-        context = self.__tensor_flatten__()[1]
-        return self.keep(qdata, scale, rms, tensor_scale, self.shape, *context)
+        return self.put_together(inner, self.shape, self.context)
+
+    @property
+    def context(self) -> Any:
+        """The facts by which the inner tensors are read."""
+        return self.format, self.dtype, self.recipe, self.nonnegative, self.coding
+
+    @property
+    def granularity(self) -> Any:  # type: ignore[override]
+        """The elements that share a scale; for expanded groups, their size."""
+        return self.coding.granularity
+
+    @property
+    def kind(self) -> str:
+        return self.coding.kind
 
     @property
     def codes(self) -> Tensor:
@@ -151,32 +213,21 @@ class CodedTensor(ScaledTensor):
             return from_plain(self.value_in(torch.float32), FP32, self.dtype, self.recipe)
 
     def value_in(self, dtype: torch.dtype) -> Tensor:
-        """What the codes stand for, plain."""
-        levels = _levels(self.scale, self.tensor_scale)
-        return dequantize_blocks(self.codes, levels, self.format, self.granularity, dtype)
+        """The plain tensor of the value."""
+        scales = [getattr(self, name) for name in self.INNER[1:]]
+        return self.coding.values(self.codes, self.format, scales, dtype)
 
-    def _refusal_of_writing(self, func: Any) -> str:
-        return (
-            f"{func} would write into a CodedTensor, whose codes and scales are made together: "
-            "compute on x.widened() and keep the result by "
-            "scaledtensor.scaled(result, format, granularity=...)"
-        )
-
-    # --- what torch asks of a wrapper subclass -----------------------------------------------
-
-    def __tensor_flatten__(self) -> tuple[list[str], CodedContext]:  # type: ignore[override]
-        names, context = super().__tensor_flatten__()
-        return names, (*context, self.granularity)
+    # --- torch -------------------------------------------------------------------------------
 
     @classmethod
     def __tensor_unflatten__(
         cls, inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
     ) -> Self:
-        qdata, scale, rms, whole = (inner[name] for name in cls.INNER)
-        return cls.keep(qdata, scale, rms, whole, outer_size, *context)
+        *_, coding = context
+        return cls.put_together([inner[name] for name in coding.inner], outer_size, context)
 
     def __coerce_tangent_metadata__(self) -> ScaledTensor:  # type: ignore[override]
-        # The gradient of what is kept in codes is none of that kind.
+        # The gradient of a CodedTensor is an ordinary ScaledTensor.
         return self.widened()
 
     @classmethod
@@ -192,125 +243,52 @@ class CodedTensor(ScaledTensor):
         read = torch.utils._pytree.tree_map(_read, (args, kwargs))
         return cls._engine.dispatch(func, *read)
 
-    # --- Python protocols --------------------------------------------------------------------
-
-    def _adopt(self, held: Any) -> None:
-        super()._adopt(held)
-        self.granularity = held.granularity
+    # --- Python ------------------------------------------------------------------------------
 
     def _spelled_scale(self) -> str:
+        if self.coding.expanded:
+            return f"groups of {self.granularity}"
         if isinstance(self.granularity, PerTensor):
             spelled = super()._spelled_scale()
         else:
             spelled = f"{tuple(self.scale.shape)} {self.granularity}"
-        return f"{spelled} * {self.tensor_scale:.6g}" if _is_two_level(self.scale) else spelled
+        return f"{spelled} * {self.tensor_scale:.6g}" if self.coding.levels == 2 else spelled
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        inner = tuple(as_bytes(getattr(self, name)) for name in self.INNER)
-        named = FORMATS.get(self.format.name) is self.format
-        fmt = self.format.name if named else self.format
-        context = (fmt, self.dtype, self.recipe, _spelled(self.granularity))
-        flags = (self.requires_grad, is_parameter(self))
-        return _rebuild, (inner, tuple(self.shape), context, *flags)
+    def _spelled_facts(self) -> tuple[Any, ...]:
+        # The granularity is None, a dimension, or the sizes of a block or a group.
+        cut, (_, *facts, coding) = self.granularity, self.context
+        sizes = cut if coding.expanded else next(iter(vars(cut).values()), None)
+        return *facts, sizes, coding.levels, coding.expanded
 
-
-# --- scales ----------------------------------------------------------------------------------
-
-
-def _is_two_level(scale: Tensor) -> bool:
-    """Told by the dtype, which does not change: the number of the second level may be 1 as well."""
-    return scale.dtype == torch.float8_e4m3fn
-
-
-def _levels(scale: Tensor, tensor_scale: Tensor) -> Tensor | TwoLevelScale:
-    """Inner tensors as `dequantize_blocks` takes them."""
-    return TwoLevelScale(scale, tensor_scale) if _is_two_level(scale) else scale
-
-
-def _checked_levels(
-    given: Any, fmt: Format, granularity: Granularity, codes: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The inner tensors `scale` and `tensor_scale` of what the constructor was given."""
-    if not isinstance(given, TwoLevelScale):
-        if isinstance(given, Tensor) and given.dtype == torch.float8_e8m0fnu:
-            given = decode(given, from_dtype(given.dtype))
-        scale = _checked_scales(given, torch.float32, granularity, codes)
-        return scale, torch.ones((), device=scale.device)
-    if fmt.bits > 8:
-        raise FormatError(f"two-level scales are for elements of 8 bits or fewer, not {fmt!r}")
-    block = _checked_scales(given.block, torch.float8_e4m3fn, granularity, codes)
-    whole = _checked_scales(given.tensor, torch.float32, PerTensor(), codes)
-    if not whole.is_meta and whole.isnan():
-        raise ScaleError("the scale of the tensor is positive and finite; got nan")
-    return block, whole
+    @classmethod
+    def _unpickled(
+        cls, inner: Sequence[Tensor], shape: Sequence[int], fmt: Format, *facts: Any
+    ) -> Self:
+        *facts_of_value, sizes, levels, expanded = facts
+        qdata, scale, *others = inner
+        if levels == 2:
+            scale = scale.view(torch.float8_e4m3fn)
+        cut: Any = sizes if expanded else PerTensor()
+        if not expanded and sizes is not None:
+            cut = PerAxis(sizes) if isinstance(sizes, int) else as_granularity(sizes)
+        coding = Coding(cut, levels, expanded)
+        made = super()._unpickled((qdata, scale, *others), shape, fmt, *facts_of_value, coding)
+        coding.check(fmt, shape, [getattr(made, name) for name in coding.inner])
+        return made
 
 
-def _checked_scales(
-    scale: Any, dtype: torch.dtype, granularity: Granularity, codes: Tensor
-) -> Tensor:
-    """A copy of `scale`. Looks at the numbers, where they are real."""
-    if not isinstance(scale, Tensor) or isinstance(scale, ScaledTensor):
-        raise ScaleError(
-            "scales are a plain torch.Tensor or a TwoLevelScale of them; got "
-            f"{type(scale).__name__}"
-        )
-    if scale.dtype != dtype:
-        raise ScaleError(
-            "scales are float32 or float8_e8m0fnu, or a TwoLevelScale of float8_e4m3fn for the "
-            f"blocks and float32 for the tensor; got {scale.dtype} in place of {dtype}"
-        )
-    check_scale_shape(scale, granularity, codes.shape)
-    if scale.device != codes.device:
-        raise ScaleError(f"codes are on {codes.device}, their scales on {scale.device}")
-    if not scale.is_meta:
-        numbers = scale.detach().float()
-        # NaN marks a block that held one, as in OCP MX; 2**-127 is the least scale of E8M0.
-        usable = (numbers >= MIN_SCALE / 2) & (numbers < float("inf")) | numbers.isnan()
-        if not usable.all():
-            raise ScaleError(f"scales are positive and finite; got {numbers[~usable][0].item()}")
-    held: Tensor = scale.detach().clone()
-    return held
+def is_expanded(x: Any) -> TypeGuard[CodedTensor]:
+    """Whether `x` is a CodedTensor of expanded groups, as states of an optimizer are."""
+    return isinstance(x, CodedTensor) and x.coding.expanded
 
 
-# --- files -----------------------------------------------------------------------------------
-
-
-def as_bytes(x: Tensor) -> Tensor:
-    """torch cannot read back the 8-bit floats that plain pickle writes."""
-    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
-
-
-def _rebuild(
-    inner: tuple[Tensor, Tensor, Tensor, Tensor],
-    shape: tuple[int, ...],
-    context: tuple[str | Format, torch.dtype, Recipe | None, Any],
-    requires_grad: bool,
-    is_param: bool,
-) -> CodedTensor:
-    """Unpickle. A module-level function, so that `weights_only` loading can allow it by name."""
-    (qdata, scale, rms, whole), (name, dtype, recipe, spelled) = inner, context
-    fmt, granularity = get_format(name), _granularity(spelled)
-    if fmt.bits >= 8:
-        qdata = qdata.view(fmt.storage_dtype)
-    if scale.dtype == torch.uint8:
-        scale = scale.view(torch.float8_e4m3fn)
-    if tuple(qdata.shape) != packed_shape(fmt, shape):
-        raise ShapeError(f"codes of {fmt.name} for {shape} do not have shape {tuple(qdata.shape)}")
-    check_scale_shape(scale, granularity, shape)
-    check_scale_shape(whole, PerTensor(), shape)
-    made = CodedTensor.keep(qdata, scale, rms, whole, shape, fmt, dtype, recipe, False, granularity)
-    return with_autograd(made, requires_grad, is_param)
-
-
-def _spelled(granularity: Granularity) -> Any:
-    """None, a dimension or the sizes of a block: what safe loading reads."""
-    return next(iter(vars(granularity).values()), None)
-
-
-def _granularity(spelled: Any) -> Granularity:
-    if spelled is None:
-        return PerTensor()
-    return PerAxis(spelled) if isinstance(spelled, int) else as_granularity(spelled)
+def _rebuild(inner: Any, shape: Any, context: tuple[Any, ...], *flags: Any) -> CodedTensor:
+    """Unpickle a file of version 0.1. New files name `wrapper.rebuild`."""
+    fmt, dtype, recipe, sizes = context
+    levels = 1 if inner[1].dtype == torch.float32 else 2
+    return rebuild(
+        CodedTensor, inner, shape, (fmt, dtype, recipe, False, sizes, levels, False), *flags
+    )
 
 
 torch.serialization.add_safe_globals([_rebuild, CodedTensor, Format, Specials])
@@ -319,7 +297,7 @@ torch.serialization.add_safe_globals([_rebuild, CodedTensor, Format, Specials])
 # --- operators -------------------------------------------------------------------------------
 
 
-def _copy(x: CodedTensor, **layout: Any) -> CodedTensor:
+def _copy(x: CodedTensor, **options: Any) -> CodedTensor:
     return x.like(*(getattr(x, name).clone() for name in x.INNER))
 
 
@@ -338,17 +316,16 @@ def _to(
     dtype: torch.dtype | None = None,
     device: Any = None,
     non_blocking: bool = False,
-    **layout: Any,
+    **options: Any,
 ) -> Any:
     """A float dtype is the appearance alone: the codes stay. Any other dtype is a reading."""
     kept = x.dtype if dtype is None else dtype
     if not kept.is_floating_point:
         return x.widened().to(dtype=kept, device=device)
     move = {"device": device, "non_blocking": non_blocking, "copy": True}
-    qdata, scale, rms, whole = (getattr(x, name).to(**move) for name in x.INNER)
-    fmt, _, *rest = x.__tensor_flatten__()[1]
-    context: Any = (fmt, appearance(kept), *rest)
-    return x.keep(qdata, scale, rms, whole, x.shape, *context)
+    moved = [getattr(x, name).to(**move) for name in x.INNER]
+    fmt, _, *rest = x.context
+    return x.put_together(moved, x.shape, (fmt, appearance(kept), *rest))
 
 
 def _dequantize(x: CodedTensor) -> Tensor:
@@ -393,4 +370,18 @@ def _refuse_writing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         targets = given[a.name] if isinstance(given[a.name], (list, tuple)) else [given[a.name]]
         for t in targets:
             if isinstance(t, CodedTensor):
-                raise UnsupportedError(t._refusal_of_writing(func))
+                raise UnsupportedError(_refusal_of_writing(t, func))
+
+
+def _refusal_of_writing(x: CodedTensor, func: Any) -> str:
+    if x.coding.expanded:
+        return (
+            f"{func} would write into a state in few bits, which an optimizer of torch.optim does "
+            "not read: load plain_state_dict() of the optimizer that kept it (an optimizer of "
+            "scaledtensor.optim with state_format='fp32' loads either), or step with that one"
+        )
+    return (
+        f"{func} would write into a CodedTensor, whose codes and scales are made together: "
+        "compute on x.widened() and keep the result by "
+        "scaledtensor.scaled(result, format, granularity=...)"
+    )

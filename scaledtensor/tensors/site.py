@@ -25,6 +25,7 @@ from torch import Tensor
 
 from scaledtensor import _torch
 from scaledtensor.recipes import Delayed, Unit
+from scaledtensor.tensors.memo import note
 
 __all__ = ["GRADIENT", "INPUT", "Seen", "Site", "histories_moved", "lend", "site_of"]
 
@@ -192,9 +193,9 @@ class Site:
 
 def lend(weight: Any, made: Any) -> None:
     """Let a view or a conversion of a weight have what the weight lent to a graph."""
-    lent = weight.viewed_lent if weight.traced_lent is None else weight.traced_lent
+    lent = weight.memo.lent
     if lent is not None:
-        made.viewed_lent = lent
+        note(made, viewed_lent=lent)
 
 
 #: How often a module began or ceased to keep histories.

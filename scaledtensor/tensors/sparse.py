@@ -10,7 +10,7 @@ any
 other is refused by name, since a rule for dense elements would take every place for stored.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from scaledtensor import _torch
 from scaledtensor.errors import UnsupportedError
-from scaledtensor.formats import get as get_format
-from scaledtensor.tensors.tensor import ScaledTensor, is_parameter, with_autograd
+from scaledtensor.tensors.tensor import ScaledTensor
+from scaledtensor.tensors.wrapper import rebuild
 
 __all__ = ["TABLE", "SparseTensor", "coo", "is_sparse"]
 
@@ -61,20 +61,10 @@ class SparseTensor(ScaledTensor):
             )
         return own(*args, **(kwargs or {}))
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        inner = (self.qdata, self.scale, self.rms)
-        context = (self.format.name, self.dtype, self.recipe, self.nonnegative)
-        return _rebuild, (inner, context, self.requires_grad, is_parameter(self))
 
-
-def _rebuild(
-    inner: Sequence[Tensor], context: tuple[Any, ...], requires_grad: bool, is_param: bool
-) -> SparseTensor:
-    """Unpickle. A module-level function, so that `weights_only` loading can allow it by name."""
-    name, *rest = context
-    qdata, scale, rms = inner
-    made = SparseTensor.make(qdata, scale, rms, get_format(name), *rest)
-    return with_autograd(made, requires_grad, is_param)
+def _rebuild(inner: Any, context: Any, *flags: Any) -> SparseTensor:
+    """Unpickle a file of version 0.1. New files name `wrapper.rebuild`."""
+    return rebuild(SparseTensor, inner, inner[0].shape, context, *flags)
 
 
 torch.serialization.add_safe_globals([_rebuild, SparseTensor])
