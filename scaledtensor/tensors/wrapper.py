@@ -1,0 +1,248 @@
+"""Wrapper: a tensor that consists of other tensors, and behaves as one tensor.
+
+torch calls such a class a wrapper subclass. It has a shape and a dtype, and no memory of its own.
+Its class lists its inner tensors by name in `INNER`. Printing, copying, pickling and sharing memory
+follow from this list, and so does what `torch.compile` asks of the class. A derived class says how
+its inner tensors become a tensor (`put_together`) and how operators treat it.
+"""
+
+import math
+from collections.abc import Sequence
+from copy import deepcopy
+from typing import Any, Self, TypeVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from scaledtensor import _torch
+from scaledtensor.errors import StorageError, UnsupportedError
+from scaledtensor.formats import FORMATS, Format
+from scaledtensor.formats import get as get_format
+from scaledtensor.recipes import Recipe
+from scaledtensor.tensors.site import Site
+
+__all__ = ["Wrapper", "as_bytes", "is_parameter", "rebuild", "with_autograd"]
+
+T = TypeVar("T", bound="Wrapper")
+
+
+class Wrapper(Tensor):
+    """A tensor of inner tensors.
+
+    Attributes:
+        INNER: the names of the inner tensors. Each is an attribute of the tensor.
+        _FACTS: the names of its other attributes on which the value depends.
+        qdata: the first inner tensor, the elements.
+        format: the number format of the elements.
+        recipe: how matrix products cast this tensor.
+        nonnegative: whether the rules know that no element is negative.
+        site: what a weight knows of the operands of its products. Views of the weight share it.
+    """
+
+    INNER: tuple[str, ...]
+    _FACTS: tuple[str, ...] = ("format", "recipe", "nonnegative")
+
+    qdata: Tensor
+    format: Format
+    recipe: Recipe | None
+    nonnegative: bool
+    site: Site | None = None
+
+    @classmethod
+    def put_together(cls, inner: Sequence[Tensor], shape: Sequence[int], context: Any) -> Self:
+        """The tensor of a shape that consists of these tensors, one for each name in `INNER`."""
+        raise NotImplementedError
+
+    def like(self, *inner: Any) -> Self:
+        """A tensor with this one's format, dtype and recipe around other tensors for `INNER`."""
+        return self.put_together(inner, self.shape, self.context)
+
+    @property
+    def context(self) -> Any:
+        """Format, dtype, recipe and the other facts by which the inner tensors are read."""
+        return self.format, self.dtype, self.recipe, self.nonnegative
+
+    @property
+    def kind(self) -> str:
+        """The name of this kind of tensor in files and messages."""
+        return type(self).__name__
+
+    def dequantize(self) -> Tensor:
+        """The plain tensor of the same value, shape and dtype."""
+        raise NotImplementedError
+
+    # --- torch.compile -----------------------------------------------------------------------
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return list(self.INNER), self.context
+
+    def _stable_hash_for_caching(self) -> str:
+        # AOTAutograd's on-disk cache hashes the graph that Dynamo saw. That graph holds ATen
+        # operators and not the rules behind them. Without the fingerprint, a changed rule would
+        # run as it was.
+        names, context = self.__tensor_flatten__()
+        parts = [self._fingerprint(), *map(str, context)]
+        for name in names:
+            t = getattr(self, name)
+            parts.append(f"{name}:{t.dtype}{tuple(t.shape)}{tuple(t.stride())}{t.device}")
+        return "|".join((*parts, str(self.requires_grad)))
+
+    @classmethod
+    def _fingerprint(cls) -> str:
+        """A digest of the code that runs the operators of this class."""
+        raise NotImplementedError
+
+    # --- values ------------------------------------------------------------------------------
+
+    def tolist(self) -> Any:
+        return self.detach().dequantize().tolist()
+
+    def numpy(self, *, force: bool = False) -> "np.ndarray[Any, Any]":
+        """The dequantised values as a NumPy array (a copy)."""
+        return self.dequantize().numpy(force=force)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> "np.ndarray[Any, Any]":
+        if copy is False:
+            raise ValueError("values of a ScaledTensor are computed: an array of them is a copy")
+        values = self.numpy()
+        return values if dtype is None else values.astype(dtype, copy=False)
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        raise UnsupportedError("DLPack takes memory: export x.detach().dequantize() in its place")
+
+    __dlpack_device__: Any = __dlpack__
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        body, symbolic = f"shape={tuple(self.shape)}", _torch.is_tracing(self.qdata) or self.is_meta
+        if not symbolic:
+            values = self.detach().dequantize()
+            body = repr(values).removeprefix("tensor(").removesuffix(")")
+            body = body.replace(f", dtype={values.dtype}", "").replace("\n", "\n      ")
+        scale = "?" if symbolic else self._spelled_scale()
+        facts = [f"format={self.format.name}", f"scale={scale}", f"dtype={self.dtype}"]
+        if self.grad_fn is not None:
+            facts.append(f"grad_fn=<{self.grad_fn.name()}>")
+        elif self.requires_grad:
+            facts.append("requires_grad=True")
+        return f"{self.kind}({', '.join((body, *facts))})"
+
+    def _spelled_scale(self) -> str:
+        scale = float(self.scale)  # type: ignore[attr-defined]
+        significand, exponent = math.frexp(scale)
+        return f"2**{exponent - 1}" if significand == 0.5 else f"{scale:.6g}"
+
+    # --- memory ------------------------------------------------------------------------------
+
+    def new(self, *args: Any, **kwargs: Any) -> Any:
+        # default_collate stacks into it: an empty tensor of the kind that a stack has.
+        if args and isinstance(args[0], (torch.TypedStorage, torch.UntypedStorage)):
+            return torch.stack([self.detach().flatten()[:0]])
+        return super().new(*args, **kwargs)
+
+    def share_memory_(self) -> Self:
+        for name in self.INNER:  # the wrapper has no memory
+            getattr(self, name).share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return all(getattr(self, name).is_shared() for name in self.INNER)
+
+    def data_ptr(self) -> int:
+        raise StorageError(  # torch's own message names no way out
+            f"a {self.kind} has no bytes of its own, which safetensors asks for: write "
+            "it by scaledtensor.checkpoint.save_safetensors(model_or_state_dict, path), with "
+            "dequantized=True for a plain file; one plain tensor is x.dequantize()"
+        )
+
+    storage: Any = data_ptr  #: safetensors asks this next
+
+    # --- copies and files --------------------------------------------------------------------
+
+    def _adopt(self, held: Any) -> None:
+        """Become `held`, which is of the same class."""
+        if held.kind != self.kind:
+            raise UnsupportedError(
+                f"a {self.kind} cannot become a {held.kind} by assigning `.data`; put a new "
+                "nn.Parameter in its place"
+            )
+        with _torch.disable_torch_function():
+            Tensor.data.__set__(self, held)  # type: ignore[attr-defined]
+        for name in (*held._FACTS, *held.INNER):
+            setattr(self, name, getattr(held, name))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        if id(self) in memo:
+            return cast(Self, memo[id(self)])
+        if not self.is_leaf:
+            raise RuntimeError("only leaf tensors can be deep-copied; use .detach() first")
+        copy = self.like(*(getattr(self, name).clone() for name in self.INNER))
+        copy.site = self.site and self.site.copied(copy)
+        memo[id(self)] = copy = with_autograd(copy, self.requires_grad, is_parameter(self))
+        if self.grad is not None:
+            with torch.no_grad():
+                copy.grad = deepcopy(self.grad, memo)
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        inner = tuple(as_bytes(getattr(self, name)) for name in self.INNER)
+        if self.site is not None:
+            self.site.correct(self)
+        history = () if self.site is None or self.site.own is None else (self.site.own,)
+        named = FORMATS.get(self.format.name) is self.format
+        context = (self.format.name if named else self.format, *self._spelled_facts())
+        flags = (self.requires_grad, is_parameter(self), *history)
+        return rebuild, (type(self), inner, tuple(self.shape), context, *flags)
+
+    def _spelled_facts(self) -> tuple[Any, ...]:
+        """The context without the format, as types that safe loading reads."""
+        return cast(tuple[Any, ...], self.context[1:])
+
+    @classmethod
+    def _unpickled(
+        cls, inner: Sequence[Tensor], shape: Sequence[int], fmt: Format, *facts: Any
+    ) -> Self:
+        """The tensor of a pickle. `facts` are as `_spelled_facts` returned them."""
+        qdata, *others = inner
+        elements = qdata if qdata.dtype == fmt.storage_dtype else qdata.view(fmt.storage_dtype)
+        return cls.put_together((elements, *others), shape, (fmt, *facts))
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """`x` as uint8 if its elements are 8-bit floats, which torch cannot read back from a pickle."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 and not x.is_sparse else x
+
+
+def rebuild(
+    kind: type[T],
+    inner: Sequence[Tensor],
+    shape: Sequence[int],
+    context: tuple[Any, ...],
+    requires_grad: bool,
+    is_parameter: bool,
+    history: Tensor | None = None,
+) -> T:
+    """Unpickle a Wrapper. Safe loading (`weights_only=True`) allows this function by its name."""
+    name, *facts = context
+    made = kind._unpickled(inner, shape, get_format(name), *facts)
+    made = with_autograd(made, requires_grad, is_parameter)
+    made.site = None if history is None else Site(own=history)
+    return made
+
+
+def is_parameter(x: Tensor) -> bool:
+    """Whether `x` is an nn.Parameter, which for a subclass is a flag."""
+    return isinstance(x, torch.nn.Parameter)
+
+
+def with_autograd(x: T, requires_grad: bool, is_parameter: bool) -> T:
+    """`x` as the parameter, or with the `requires_grad`, that its original had."""
+    if is_parameter:
+        return cast(T, torch.nn.Parameter(x, requires_grad))
+    return cast(T, x.requires_grad_(requires_grad))
+
+
+torch.serialization.add_safe_globals([rebuild])
