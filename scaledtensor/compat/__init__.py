@@ -1,1 +1,1 @@
-"""Other libraries' names for what is here, each a package of its own: `unit_scaling`, `torchao`."""
+"""The names of other libraries, for programs written to them: `unit_scaling`, `torchao`."""

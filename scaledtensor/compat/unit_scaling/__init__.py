@@ -4,63 +4,65 @@
     from scaledtensor.compat.unit_scaling import functional as U
     from scaledtensor.compat.unit_scaling.transforms import compile, simulate_fp8, unit_scale
 
-A change of the import is all that its documented examples need. What these modules hold is this
-library's: functions and modules from `scaledtensor.functional` and `scaledtensor.nn`, whose forward
-and gradients agree with the published ones to 1e-5, and adapters where a name is called otherwise.
+Users of Graphcore's library change its imports, and its documented examples run. The functions and
+modules are the ones in `scaledtensor.functional` and `scaledtensor.nn`. Their results and gradients
+agree with the published ones to 1e-5. Adapters take the published arguments if these differ.
 
-What differs, on purpose:
+The intended differences:
 
 ============================== ================================  =================================
-what                           published                         here
+name                           published                         here
 ============================== ================================  =================================
 `FPFormat(4, 3)`, `(5, 2)`     no NaN, largest 240 and 57344,    OCP's E4M3FN (448) and E5M2;
                                smallest normals 2^-7 and 2^-15   `FPFormat(5, 10)`, `(8, 7)` and
                                                                  `(8, 23)` are FP16, BF16, FP32
 `rounding="nearest"`           ties toward zero                  ties to even
-`quantise` of 16-bit floats    half of the last dimension        its shape and dtype
-`simulate_format`              always rounds stochastically,     rounds as the formats say, in
-                               in `linear` and attention alone   every product and convolution
+`quantise` of 16-bit floats    half of the last dimension        the input's shape and dtype
+`simulate_format`              always rounds stochastically,     uses the formats' rounding, in
+                               only in `linear` and attention    every product and convolution
 transforms                     graphs that Dynamo captures       modes around the model's own
                                                                  code, eager or compiled
-`torch.compile(unit_scale(m))` recurses without end              works, after one call of the
+`torch.compile(unit_scale(m))` recurses without end              works after one call of the
                                                                  model; `compile(unit_scale(m))`
-                                                                 makes that itself
+                                                                 makes this call itself
 `unit_scale`: residual sums    tau = 0.01 for attention, 0.5     the transformer rule of u-muP
-`unit_scale`: `x * y`, tanh,   left as they are                  of unit scale; a single number
-`@`, a gelu by hand                                              stays what it is
-`unit_scale`: parameters       of `Linear` and `Embedding`       all weights and biases, and
-                                                                 tagged for u-muP's optimizers,
-                                                                 vectors with 1/32 of the rate
-`unit_scale(replace=)`         calls of Python functions are     a wrapper takes the place of the
-                               found in the graph                function where the model's code
+`unit_scale`: `x * y`, tanh,   unchanged                         unit scale; a single number is
+`@`, a gelu by hand                                              unchanged
+`unit_scale`: parameters       only in `Linear`, `Embedding`     all weights and biases, tagged
+                                                                 for u-muP's optimizers; vectors
+                                                                 learn at 1/32 of the rate
+`unit_scale(replace=)`         finds calls of Python functions   a wrapper takes the function's
+                               in the graph                      place where the model's code
                                                                  finds it by a name
-`track_scales`                 inputs keep `requires_grad`       inputs stay as they were; a model
-                                                                 with transforms is recorded as
-                                                                 eager code, with its names
+`track_scales`                 sets `requires_grad` of inputs    leaves inputs unchanged; records
+                                                                 a model with transforms as eager
+                                                                 code, with its names
 `Metrics`                      made from a tensor by hand        made by `track_scales`, with more
                                                                  numbers
-`prune_selected_nodes`         changes the graph it is given     a copy, bridged; "add" and
-                                                                 `operator.add` mean any addition
-`analyse_module`               traced code, a line per           the model's own source, class by
+`prune_selected_nodes`         changes the given graph           returns a copy, bridged; "add"
+                                                                 and `operator.add` mean any
+                                                                 addition
+`analyse_module`               traced code, one line for each    the model's own source, class by
                                operation                         class
-`plot`                         draws on pyplot's current figure  draws on a figure of its own
-`visualiser`, `example_batch`  download a data set               take a batch, or say so
-`scale_fwd`, `scale_bwd`       any factor                        a positive one
-`weight`, `label_smoothing`    ValueError                        taken
+`plot`                         draws on pyplot's current figure  draws on a new figure
+`visualiser`                   downloads a data set              takes a batch
+`example_batch`                downloads a data set              raises UnsupportedError
+`scale_fwd`, `scale_bwd`       any factor                        a positive factor
+`weight`, `label_smoothing`    ValueError                        supported
 of cross entropy; `sparse`
 of an embedding
 logs of transforms             at level INFO                     none
 `apply_constraint`             any name in the module            the names of a table, and "exact"
-`copy.deepcopy(parameter)`     keeps tags                        the copy of its *module* does;
-                                                                 see `scaledtensor.mup`
-biases, ignored tokens,        shrunk by 1/sqrt(fan_in),         not shrunk, not counted,
-dropout in evaluation          counted, scaled                   the identity
+`copy.deepcopy(parameter)`     keeps tags                        loses tags; copies of its module
+                                                                 keep them: see `scaledtensor.mup`
+biases                         shrunk by 1/sqrt(fan_in)          not shrunk
+ignored tokens                 counted                           not counted
+dropout in evaluation          scaled                            the identity
 ============================== ================================  =================================
 
-Errors are this library's (`scaledtensor.errors`). What takes the place of a ValueError is one, and
-so is what takes the place of an `assert`; a missing matplotlib or pandas is an UnsupportedError.
-Modules are those of the published package but for `docs` and `transforms.utils`, which hold what it
-is made with.
+Errors are the classes in `scaledtensor.errors`. The errors in place of a ValueError, or of an
+`assert`, are ValueErrors. A missing matplotlib or pandas raises UnsupportedError. All modules of
+the published package are here except `docs` and `transforms.utils`, its internal tools.
 """
 
 from scaledtensor._version import __version__

@@ -1,4 +1,4 @@
-"""`unit_scaling.analysis`: the scales of a tracked model as a picture and as a data frame."""
+"""`unit_scaling.analysis`: the scales of a tracked model as a plot and as a data frame."""
 
 from importlib import import_module
 from importlib.util import find_spec
@@ -28,18 +28,18 @@ def plot(
     xmin: float | None = None,
     xmax: float | None = None,
 ) -> "Axes":
-    """A picture of a scales graph, as `scaledtensor.inspect.plot` draws it; its axes.
+    """Draw a scales graph with `scaledtensor.inspect.plot`, and return the axes.
 
-    `axes.figure.savefig(path)` writes it. Limits are those of E4M3FN and E5M2.
+    `axes.figure.savefig(path)` writes the plot. It shows the limits of E4M3FN and E5M2.
 
     Args:
-        g: from `scales_graph()` of what `track_scales` made.
-        metric: a name of `Metrics.names()` or its full name.
-        show_zero_tensors: has no effect; a scale of zero is a hollow dot at the left edge.
+        g: the result of `scales_graph()` of a model from `track_scales`.
+        metric: a name in `Metrics.names()`, or its full name.
+        show_zero_tensors: has no effect. A scale of zero is a hollow dot at the left edge.
 
     Raises:
         UnsupportedError: matplotlib is missing.
-        ModelError: `g` has no scales, or `metric` is none.
+        ModelError: `g` has no scales, or `metric` is unknown.
     """
     short = dict(zip(Metrics.full_names(), Metrics.names(), strict=True))
     figure = inspect.plot(
@@ -56,10 +56,12 @@ def plot(
 
 
 def graph_to_dataframe(g: fx.Graph) -> Any:
-    """A row for each tensor of floats in a scales graph and one for its gradient, as pandas has it.
+    """Return a pandas data frame with a row for each float tensor in a scales graph, and a row for
+    its gradient.
 
-    Columns: "layer", "weight tensor", "direction" ("fwd" or "bwd"), "tensor type" (x, w, grad_x,
-    grad_w) and those of `Metrics.full_names()`, which are missing where no gradient came.
+    The columns are "layer", "weight tensor", "direction" ("fwd" or "bwd"), "tensor type" (x, w,
+    grad_x, grad_w) and the names in `Metrics.full_names()`. A tensor without a gradient has no
+    numbers in the gradient's row.
 
     Raises:
         UnsupportedError: pandas is missing.
@@ -113,12 +115,12 @@ def visualiser(
         model: called as `_, loss = model(inputs, labels)`.
         backward: whether gradients are drawn.
         batch: the inputs and the labels.
-        tokenizer, batch_size, seq_len, dataset_path, dataset_name: of the published library, which
-            downloads a batch; this one does not.
-        plot_kwargs: of `plot`.
+        tokenizer, batch_size, seq_len, dataset_path, dataset_name: have no effect. The published
+            library downloads a batch with them.
+        plot_kwargs: arguments of `plot`.
 
     Raises:
-        UnsupportedError: no `batch`, or matplotlib is missing.
+        UnsupportedError: `batch` is not given, or matplotlib is missing.
     """
     if batch is None:
         _no_download("visualiser()", "pass batch=(inputs, labels)")
@@ -130,7 +132,7 @@ def visualiser(
 
 
 def example_batch(*args: Any, **kwargs: Any) -> NoReturn:
-    """Downloads a data set in the published library, and is not there in this one.
+    """Raise an error. The published library downloads a data set here.
 
     Raises:
         UnsupportedError: always.

@@ -1,4 +1,4 @@
-"""`unit_scaling.constraints`: which scales of an operator are one and the same."""
+"""`unit_scaling.constraints`: rules that make several scales of an operator equal."""
 
 from scaledtensor.functional.scaling import (
     amean,

@@ -1,4 +1,4 @@
-"""`unit_scaling.formats`: a format by its bits, and rounding to it in either direction."""
+"""`unit_scaling.formats`: formats by their numbers of bits, and rounding forward or backward."""
 
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -12,25 +12,25 @@ from scaledtensor.formats.rounding import Rounding
 
 __all__ = ["FPFormat", "format_to_tuple", "tuple_to_format"]
 
-#: Those that have a name and hardware: laid out as their standards say.
+#: (exponent bits, mantissa bits) -> the standard format.
 _STANDARD = {(4, 3): E4M3FN, (5, 2): E5M2, (5, 10): FP16, (8, 7): BF16, (8, 23): FP32}
 _ROUNDINGS: dict[str, Rounding] = {"stochastic": "stochastic", "nearest": "nearest_even"}
 
 
 @dataclass(frozen=True)
 class FPFormat:
-    """A floating-point format of so many bits, and how numbers are rounded to it.
+    """A floating-point format, given by its numbers of bits, and a rounding mode.
 
     Args:
         exponent_bits: 2 to 8.
-        mantissa_bits: with exponent bits and sign at most 16 bits, and those of FP32.
+        mantissa_bits: the format has at most 16 bits with exponent and sign, or is FP32.
         rounding: "stochastic" or "nearest" (ties to even).
-        srbits: of "stochastic", how many random bits decide; 0 is all there are.
+        srbits: number of random bits for "stochastic"; 0 uses all bits.
 
     Raises:
-        FormatError: an unknown rounding, `srbits` for another than "stochastic", or bits that make
-            no format.
-        UnsupportedError: more than 16 bits.
+        FormatError: the rounding is unknown, `srbits` is given without "stochastic", or no format
+            has these numbers of bits.
+        UnsupportedError: the format has more than 16 bits.
     """
 
     exponent_bits: int
@@ -38,9 +38,10 @@ class FPFormat:
     rounding: str = "stochastic"
     srbits: int = 0
     format: Format = field(init=False, repr=False, compare=False)
-    """For every cast and transform of scaledtensor. OCP's E4M3FN and E5M2, FP16, BF16 and FP32 for
-    their numbers of bits. Any other has the published library's values: no infinity, no NaN, a bias
-    of 2^(exponent_bits - 1); of 8 exponent bits, which reach the end of float32, IEEE's layout."""
+    """The format for scaledtensor's casts and transforms. It is OCP's E4M3FN or E5M2, or FP16, BF16
+    or FP32, if it has their numbers of bits. Other formats have the published library's values: no
+    infinity, no NaN, and a bias of 2^(exponent_bits - 1). With 8 exponent bits, which reach the end
+    of float32, a format has IEEE's layout."""
 
     def __post_init__(self) -> None:
         if self.rounding not in _ROUNDINGS:
@@ -50,12 +51,12 @@ class FPFormat:
             raise FormatError(f"srbits is for rounding 'stochastic', got it with {self.rounding!r}")
         if not isinstance(self.exponent_bits, int) or self.exponent_bits < 2:
             raise FormatError(f"exponent_bits is 2 to 8, got {self.exponent_bits!r}")
-        # Here and not in a property: Dynamo cannot trace the making of a format.
+        # A field and not a property: Dynamo cannot trace the construction of a format.
         object.__setattr__(self, "format", _format(self.exponent_bits, self.mantissa_bits))
 
     @property
     def bits(self) -> int:
-        """How many bits a number takes, the sign's included."""
+        """The number of bits, with the sign."""
         return self.format.bits
 
     def __str__(self) -> str:
@@ -78,21 +79,22 @@ class FPFormat:
         return self.format.min_subnormal
 
     def quantise(self, x: Tensor) -> Tensor:
-        """`x` rounded to this format, saturating, in its dtype and shape. No gradient flows.
+        """Return `x` rounded to this format, in its dtype and shape. Large values saturate. No
+        gradient flows.
 
         Raises:
-            DTypeError: `x` is not of float64, float32, bfloat16 or float16.
+            DTypeError: the dtype of `x` is not float64, float32, bfloat16 or float16.
         """
         random_bits = self.srbits or None
         rounding = _ROUNDINGS[self.rounding]
         return fake_quantize(x, self.format, rounding=rounding, random_bits=random_bits)
 
     def quantise_fwd(self, x: Tensor) -> Tensor:
-        """`quantise`; the gradient passes as it is."""
+        """Return `quantise(x)`; the gradient passes unchanged."""
         return cast(Tensor, _Quantised.apply(x, self, None))  # type: ignore[no-untyped-call]
 
     def quantise_bwd(self, x: Tensor) -> Tensor:
-        """`x` as it is; its gradient is what `quantise` makes of it."""
+        """Return `x` unchanged; its gradient is rounded by `quantise`."""
         return cast(Tensor, _Quantised.apply(x, None, self))  # type: ignore[no-untyped-call]
 
 
@@ -123,10 +125,10 @@ class _Quantised(torch.autograd.Function):
 
 
 def format_to_tuple(format: FPFormat) -> tuple[int, int]:
-    """`(exponent_bits, mantissa_bits)`."""
+    """Return `(exponent_bits, mantissa_bits)`."""
     return format.exponent_bits, format.mantissa_bits
 
 
 def tuple_to_format(t: tuple[int, int]) -> FPFormat:
-    """An `FPFormat` of `(exponent_bits, mantissa_bits)`, rounding stochastically."""
+    """Return an `FPFormat` with `(exponent_bits, mantissa_bits)` and stochastic rounding."""
     return FPFormat(*t)

@@ -1,8 +1,8 @@
-"""`unit_scaling.optim`: see `scaledtensor.optim`, which has Muon, Lion and SOAP rules too.
+"""`unit_scaling.optim`: see `scaledtensor.optim`, which also has rules for Muon, Lion and SOAP.
 
-As published, parameters without tags are an error unless `allow_non_unit_scaling_params`, weight
-decay is independent by default, and each parameter has a group of its own, in the order in which
-they were given: a `state_dict` of the published optimizers loads, and so does one of these there.
+Three things are as published. Parameters without tags are an error unless
+`allow_non_unit_scaling_params`. Weight decay is independent by default. Each parameter has its own
+group, in the given order, so either library loads a `state_dict` of the other's optimizers.
 """
 
 from collections.abc import Iterable, Iterator
@@ -34,11 +34,11 @@ def scaled_parameters(
     independent_weight_decay: bool = True,
     allow_non_unit_scaling_params: bool = False,
 ) -> list[dict[str, Any]]:
-    """`scaledtensor.optim.scaled_parameters`, a group for each parameter.
+    """`scaledtensor.optim.scaled_parameters`, with a group for each parameter.
 
     Raises:
-        MupError: no learning rate, a parameter without tags, or an independent weight decay at
-            learning rate 0.
+        MupError: there is no learning rate, a parameter has no tags, or the weight decay is
+            independent and the learning rate is 0.
     """
     return optim.scaled_parameters(
         _one_each(params),
@@ -63,7 +63,7 @@ def _one_each(params: Iterable[Any]) -> Iterator[dict[str, Any]]:
 
 
 class SGD(optim.SGD):
-    """`scaledtensor.optim.SGD`, of tagged parameters."""
+    """`scaledtensor.optim.SGD` for tagged parameters."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class SGD(optim.SGD):
 
 
 class Adam(optim.Adam):
-    """`scaledtensor.optim.Adam`, of tagged parameters."""
+    """`scaledtensor.optim.Adam` for tagged parameters."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Adam(optim.Adam):
 
 
 class AdamW(optim.AdamW):
-    """`scaledtensor.optim.AdamW`, of tagged parameters."""
+    """`scaledtensor.optim.AdamW` for tagged parameters."""
 
     def __init__(
         self,

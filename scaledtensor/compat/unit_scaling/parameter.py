@@ -1,4 +1,4 @@
-"""`unit_scaling.parameter`: see `scaledtensor.mup`, which says what keeps tags."""
+"""`unit_scaling.parameter`: see `scaledtensor.mup`, which lists the operations that keep tags."""
 
 from scaledtensor.mup import MupType, Parameter, ParameterData, has_parameter_data
 

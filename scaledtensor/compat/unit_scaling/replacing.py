@@ -1,10 +1,25 @@
-"""`unit_scale(model, replace={f: g})`: functions of a model that are to be others.
+"""`unit_scale(model, replace={f: g})`: a model's functions f are replaced by g.
 
-torch's functions pass through the mode that unit scaling is. A plain Python function is made to ask
-the mode too: a wrapper takes its place where the model's code finds it, in globals, closures and
-attributes of modules. Outside of a unit-scaled model the wrapper calls the function, so it may
-stay: nothing is swapped while models run, other threads and other models see the function that they
-saw, and Dynamo traces it.
+A call of a torch function passes through the torch function mode of unit scaling, which can call
+another function. A call of a plain Python function passes through no mode. So a wrapper takes the
+function's place where the model's code finds it: in globals, closures and attributes of modules.
+The wrapper asks the innermost mode of its thread. Without such a mode it calls the function. So
+other models and other threads compute the same as before, and the wrapper may stay.
+
+The published library documents `unit_scale(Model(), replace={new_gelu: U.gelu})` for a Python
+function `new_gelu`, so programs need this. Every way that leaves the globals as they are breaks a
+promise:
+
+- A mode alone sees the torch functions that `new_gelu` calls, but not where `new_gelu` begins and
+  ends. If `new_gelu` is written in NumPy, the mode sees nothing.
+- A replacement that stands in the globals during a forward only is seen by other threads and other
+  models meanwhile. A wrapper that stands there during a forward only does not reach compiled code:
+  a compiled model checks its guards on globals before its forward begins.
+- Copies of the model's functions with globals of their own are not found by `super()` and by
+  methods that are called through their class. They do not pickle, and they miss a later assignment
+  to a global.
+- Another `__code__` in the function changes an object of the user's program too, and closures limit
+  which code fits.
 """
 
 import functools
@@ -21,10 +36,10 @@ from torch.utils import _pytree as pytree
 from scaledtensor.errors import ModelError, UnsupportedError
 from scaledtensor.models.interpose import interpose
 from scaledtensor.unit_scaling.mode import UnitScaling
-from scaledtensor.unit_scaling.plan import NAMES, Plan, Step
+from scaledtensor.unit_scaling.plan import NAMES, Step
 from scaledtensor.unit_scaling.verb import UnitScale, unit_parameters
 
-__all__ = ["ReplacingUnitScale", "overridable"]
+__all__ = ["ReplacingUnitScale"]
 
 M = TypeVar("M", bound=nn.Module)
 Function = Callable[..., Any]
@@ -32,12 +47,12 @@ Replacements = Mapping[Function, Function]
 
 
 class ReplacingUnitScale(UnitScale):
-    """Unit scaling of a model some of whose functions are others."""
+    """Unit scaling of a model, some of whose functions are replaced."""
 
     def __init__(self, replace: Replacements) -> None:
         super().__init__(None)
         self.replace = dict(replace)
-        self.found = False
+        self.found = False  # whether the keys are wrappers that the model's code finds
 
     @classmethod
     def apply(cls, module: M, replace: Replacements) -> M:
@@ -54,43 +69,42 @@ class ReplacingUnitScale(UnitScale):
         return module
 
     def find(self, module: nn.Module) -> None:
-        self.replace = {overridable(module, f): g for f, g in self.replace.items()}
+        self.replace = {_overridable(module, f): g for f, g in self.replace.items()}
         self.found = True
 
     def __getstate__(self) -> dict[str, Any]:
-        # Another process has the functions under their names, and not the wrappers.
+        # Another process finds the functions by their names, and has no wrappers.
         return vars(self) | {"found": False}
 
     def mode(self, module: nn.Module, args: Any, kwargs: Any) -> UnitScaling:
         if not self.found:
             self.find(module)
-        with _Recording(self.replace):  # for the case that it has to be recorded
+        with _Recording(self.replace):  # has an effect if this call must be recorded first
             plan = super().mode(module, args, kwargs).plan
-        return _Running(plan, self.replace)
+        return _Running(self.replace, plan)
 
     def forward(self, module: nn.Module) -> Function:
-        """The model, as if its code called functions of torch that take the place of others."""
-        run, torchs = super().forward(module), _torchs(self.replace)
+        """Return the model's forward, with torch functions in the place of torch functions."""
+        run, by_torch = super().forward(module), _by_torch(self.replace)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with _Called(torchs):
+            with _Substituting(by_torch):
                 return run(*args, **kwargs)
 
         return forward
 
 
-def _torchs(replace: Replacements) -> dict[Function, Function]:
-    """Those by functions of torch, which are scaled as if the model called them."""
+def _by_torch(replace: Replacements) -> dict[Function, Function]:
+    """Return the torch functions that are replaced by torch functions. The replacements are scaled
+    as if the model called them."""
     return {f: g for f, g in replace.items() if f in NAMES and g in NAMES}
 
 
-def _own(replace: Replacements) -> dict[Function, Function]:
-    """Those by functions that somebody wrote: each is one function, and is not scaled again."""
-    return {f: g for f, g in replace.items() if g not in NAMES}
+# --- modes that call the replacements --------------------------------------------------------
 
 
 class _Asked(threading.local):
-    """The modes that wrappers ask, of each thread; the innermost is last."""
+    """The modes of a thread that wrappers ask. The innermost mode is the last one."""
 
     modes: tuple["_Replacing", ...] = ()
 
@@ -99,13 +113,17 @@ _ASKED = _Asked()
 
 
 class _Replacing(TorchFunctionMode):
-    """Calls other functions in the place of some."""
+    """Base of the modes that wrappers ask."""
 
-    inside = False  # of a replacement, which is left alone
+    inside = False  # whether a custom replacement runs, in which nothing is replaced or scaled
 
-    def keep(self, replace: Replacements) -> None:
+    def __init__(self, replace: Replacements, *given: Any) -> None:
+        super().__init__(*given)
         self.replace = replace
-        self.torchs, self.own = _torchs(replace), _own(replace)
+        self.by_torch = _by_torch(replace)
+        # Replacements that are not functions of torch. Each one counts as a single function, and is
+        # not scaled again.
+        self.custom = {f: g for f, g in replace.items() if g not in NAMES}
 
     def __enter__(self) -> Self:
         _ASKED.modes = (*_ASKED.modes, self)
@@ -116,98 +134,83 @@ class _Replacing(TorchFunctionMode):
         _ASKED.modes = _ASKED.modes[:-1]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
-    def called(self, function: Function, args: Any, kwargs: Any) -> Any:
-        """In the place of a Python function that is replaced."""
-        if function in self.own:
-            return self.replaced(function, args, kwargs)
-        return self.replace[function](*args, **kwargs)  # of torch: every mode sees it
+    def call_for_wrapper(self, wrapper: Function, args: Any, kwargs: Any) -> Any:
+        """Return the replacement's result, for the wrapper of a Python function."""
+        if wrapper in self.custom:
+            return self.call_custom(wrapper, args, kwargs)
+        return self.replace[wrapper](*args, **kwargs)  # a function of torch: all modes see it
 
-    def replaced(self, function: Function, args: Any, kwargs: Any) -> Any:
+    def call_custom(self, function: Function, args: Any, kwargs: Any) -> Any:
         self.inside = True
         try:
-            return self.own[function](*args, **kwargs)
+            return self.custom[function](*args, **kwargs)
         finally:
             self.inside = False
 
 
-class _Called(TorchFunctionMode):
-    """Functions of torch, called in the place of others."""
+class _Substituting(TorchFunctionMode):
+    """Calls torch functions in the place of torch functions."""
 
-    def __init__(self, torchs: Replacements) -> None:
+    def __init__(self, by_torch: Replacements) -> None:
         super().__init__()
-        self.torchs = torchs
+        self.by_torch = by_torch
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.torchs.get(func, func)(*args, **(kwargs or {}))
+        return self.by_torch.get(func, func)(*args, **(kwargs or {}))
 
 
 class _Recording(_Replacing):
-    """While a model is recorded and the calls of the recording are made again."""
-
-    def __init__(self, replace: Replacements) -> None:
-        super().__init__()
-        self.keep(replace)
+    """The mode while a model is recorded and the recorded calls run again."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self.own and not self.inside:
-            return self.replaced(func, args, kwargs or {})
+        if func in self.custom and not self.inside:
+            return self.call_custom(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
-    def called(self, function: Function, args: Any, kwargs: Any) -> Any:
-        """As one function, whatever it consists of: so it is recorded."""
-        if function not in self.own:
-            return super().called(function, args, kwargs)
+    def call_for_wrapper(self, wrapper: Function, args: Any, kwargs: Any) -> Any:
+        if wrapper not in self.custom:
+            return super().call_for_wrapper(wrapper, args, kwargs)
 
+        # Overridable, so that the recording has one call and not the calls inside of it.
+        @wrap_torch_function(_tensors)
         def opaque(*args: Any, **kwargs: Any) -> Any:
-            return self.replaced(function, args, kwargs)
+            return self.call_custom(wrapper, args, kwargs)
 
-        return wrap_torch_function(_tensors)(opaque)(*args, **kwargs)
+        return opaque(*args, **kwargs)
 
 
 class _Running(_Replacing, UnitScaling):
     """Unit scaling by a plan that was recorded with the replacements."""
 
-    def __init__(self, plan: Plan, replace: Replacements) -> None:
-        super().__init__(plan)
-        self.keep(replace)
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.inside:
             return func(*args, **(kwargs or {}))
-        func = self.torchs.get(func, func)
-        if func not in self.own:
+        func = self.by_torch.get(func, func)
+        if func not in self.custom:
             return super().__torch_function__(func, types, args, kwargs)
         step = self.next_step(func, args, kwargs or {})
         if step is None:
-            return self.replaced(func, args, kwargs or {})
+            return self.call_custom(func, args, kwargs or {})
         return self.applied(step, func, args, kwargs or {})
 
     def scaled(self, step: Step, func: Any, args: Any, kwargs: Any) -> Any:
-        if step.add is None and func in self.own:  # a residual sum is no function's
-            return self.replaced(func, args, kwargs)
+        if step.add is None and func in self.custom:  # residual sums are never replaced
+            return self.call_custom(func, args, kwargs)
         return super().scaled(step, func, args, kwargs)
 
 
-def _wrapper(function: Function) -> Function:
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        modes = _ASKED.modes
-        if not modes or modes[-1].inside or wrapper not in modes[-1].replace:
-            return function(*args, **kwargs)
-        return modes[-1].called(wrapper, args, kwargs)
-
-    return wrapper
+# --- wrappers in the place of Python functions -----------------------------------------------
 
 
-def overridable(module: nn.Module, function: Function) -> Function:
-    """What a mode sees when the code of `module` calls `function`.
+def _overridable(module: nn.Module, function: Function) -> Function:
+    """Return the function that a mode sees when the code of `module` calls `function`.
 
-    A function of torch's own is itself. A Python function is wrapped, and the wrapper takes its
-    place in every namespace that the methods of `module` and of its parts, or functions that they
-    call, look it up in.
+    A torch function is seen itself. For a Python function it is a wrapper, which takes the
+    function's place in every namespace in which the methods of `module` and of its parts, and the
+    functions that they call, look the function up.
 
     Raises:
-        UnsupportedError: it is looked up in none of them, or is no Python function.
+        UnsupportedError: none of these namespaces has `function`, or it is no Python function.
     """
     if function in NAMES:
         return function
@@ -216,9 +219,8 @@ def overridable(module: nn.Module, function: Function) -> Function:
             f"unit_scale(replace=) cannot see calls of {function!r}: keys are functions of torch "
             "and Python functions"
         )
-    wrapped = getattr(function, "__wrapped__", None)
-    is_wrapper = getattr(wrapped, _WRAPPER, None) is function
-    plain = wrapped if wrapped is not None and is_wrapper else function
+    wrapped: Any = getattr(function, "__wrapped__", None)
+    plain = wrapped if getattr(wrapped, _WRAPPER, None) is function else function
     if not hasattr(plain, _WRAPPER):
         setattr(plain, _WRAPPER, _wrapper(plain))
     wrapper: Function = getattr(plain, _WRAPPER)
@@ -237,8 +239,19 @@ def overridable(module: nn.Module, function: Function) -> Function:
     return wrapper
 
 
-#: Attribute of a function that was wrapped: its wrapper, of which there is one.
+#: The attribute of a wrapped function that holds its wrapper. A function has one wrapper.
 _WRAPPER = "_scaledtensor_overridable"
+
+
+def _wrapper(function: Function) -> Function:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        modes = _ASKED.modes
+        if not modes or modes[-1].inside or wrapper not in modes[-1].replace:
+            return function(*args, **kwargs)
+        return modes[-1].call_for_wrapper(wrapper, args, kwargs)
+
+    return wrapper
 
 
 def _tensors(*args: Any, **kwargs: Any) -> list[Tensor]:
@@ -246,7 +259,8 @@ def _tensors(*args: Any, **kwargs: Any) -> list[Tensor]:
 
 
 def _places(module: nn.Module, *either: Function) -> Iterator[tuple[Any, str]]:
-    """The namespaces of the model's code in which a name or a cell is one of `either`."""
+    """Yield the namespaces and cells of the model's code that hold one of `either`, with its name
+    there."""
     for part in module.modules():
         yield from ((vars(part), name) for name, x in vars(part).items() if _is_in(x, either))
     seen: set[FunctionType] = set()
@@ -269,17 +283,17 @@ def _places(module: nn.Module, *either: Function) -> Iterator[tuple[Any, str]]:
 
 
 def _names(caller: FunctionType) -> Iterator[tuple[Any, str, Any]]:
-    """What a function's code may look up: (namespace or cell, name, what is there)."""
+    """Yield the objects that a function's code may look up: (namespace or cell, name, object)."""
     space = caller.__globals__
     for name in caller.__code__.co_names:
         if name not in space:
             continue
         yield space, name, space[name]
-        if isinstance(space[name], ModuleType):  # module.function(x)
+        if isinstance(space[name], ModuleType):  # the code may call module.function(x)
             inner = vars(space[name])
             yield from ((inner, n, inner[n]) for n in caller.__code__.co_names if n in inner)
     for name, cell in zip(caller.__code__.co_freevars, caller.__closure__ or (), strict=True):
-        if cell != CellType():  # which is empty
+        if cell != CellType():  # CellType() is an empty cell
             yield cell, name, cell.cell_contents
 
 

@@ -8,7 +8,7 @@ __all__ = ["scale_bwd", "scale_fwd"]
 
 
 def scale_fwd(input: Tensor, scale: float) -> Tensor:
-    """`input * scale`, whose gradient passes as it is.
+    """Return `input * scale`; the gradient passes unchanged.
 
     Raises:
         ScaleError: `scale` is not a positive finite number.
@@ -17,7 +17,7 @@ def scale_fwd(input: Tensor, scale: float) -> Tensor:
 
 
 def scale_bwd(input: Tensor, scale: float) -> Tensor:
-    """`input` as it is, whose gradient is multiplied by `scale`.
+    """Return `input` unchanged; its gradient is multiplied by `scale`.
 
     Raises:
         ScaleError: `scale` is not a positive finite number.

@@ -1,12 +1,14 @@
-"""`unit_scaling.transforms`: each takes a model and returns a copy that computes otherwise.
+"""`unit_scaling.transforms`: each transform takes a model and returns a copy that computes
+differently.
 
-The copy is independent of the model. They nest in any order, `compile` and `track_scales` last.
+The copy is independent of the model. Transforms nest in any order, with `compile` or `track_scales`
+outermost.
 
     model = compile(simulate_fp8(unit_scale(model)))
     model = track_scales(unit_scale(simulate_fp8(model)))
 
-The transforms themselves are `scaledtensor.unit_scale`, `simulate_format` and `track_scales`, which
-work in place and say in full what they do.
+`scaledtensor.unit_scale`, `simulate_format` and `track_scales` do the work. They work in place, and
+their documentation is complete.
 """
 
 import copy
@@ -53,20 +55,20 @@ M = TypeVar("M", bound=nn.Module)
 def unit_scale(
     module: M, replace: Mapping[Callable[..., Any], Callable[..., Any]] | None = None
 ) -> M:
-    """A copy of `module` at unit scale: see `scaledtensor.unit_scale`.
+    """Return a copy of `module` at unit scale; see `scaledtensor.unit_scale`.
 
     Args:
-        module: any module; it stays as it is.
-        replace: functions that the model calls -> what is called instead. A function of torch is
-            scaled as if the model called it: `{new_gelu: F.gelu}`. Any other is called as it is,
-            and is not scaled again: `{new_gelu: U.gelu}`. Most need none of this, since a formula
-            written in torch's functions is scaled as a whole. A key that is a plain Python function
-            is made overridable (`torch.overrides.wrap_torch_function`) where the code of the model
-            finds it, once and for all; nothing else about it changes.
+        module: any module. It does not change.
+        replace: a function that the model calls -> the function that is called instead. A
+            replacement from torch is scaled as if the model called it: `{new_gelu: F.gelu}`. Any
+            other replacement is not scaled again: `{new_gelu: U.gelu}`. Most models need no
+            replacement, since a formula written in torch's functions is scaled as a whole. For a
+            key that is a plain Python function, a wrapper takes its place where the model's code
+            finds it, and stays there. Outside of the model the wrapper calls the function.
 
     Raises:
         ModelError: `module` is no module, is compiled, or is unit-scaled already.
-        UnsupportedError: a key of `replace` that the model's code does not hold by a name.
+        UnsupportedError: the model's code does not find a key of `replace` by a name.
     """
     scaled = _copied(module)
     if not replace:
@@ -75,13 +77,13 @@ def unit_scale(
 
 
 def simulate_format(module: M, fwd_format: FPFormat, bwd_format: FPFormat) -> M:
-    """A copy of `module` whose matrix products, convolutions and attention see low precision.
+    """Return a copy of `module` with matrix products, convolutions and attention in low precision.
 
-    Operands are rounded as `fwd_format` does it, gradients of results as `bwd_format`; otherwise it
-    is `scaledtensor.simulate_format`.
+    `fwd_format` rounds operands, and `bwd_format` rounds the gradients of results. See
+    `scaledtensor.simulate_format`.
 
     Raises:
-        FormatError: a format that is no `FPFormat`.
+        FormatError: a format is no `FPFormat`.
         ModelError: `module` is no module, is compiled, or simulates a format already.
     """
     for fmt in (fwd_format, bwd_format):
@@ -91,15 +93,15 @@ def simulate_format(module: M, fwd_format: FPFormat, bwd_format: FPFormat) -> M:
 
 
 def simulate_fp8(module: M) -> M:
-    """`simulate_format` with E4M3 forward and E5M2 backward, rounding stochastically."""
+    """Return `simulate_format(module)` with E4M3 forward, E5M2 backward and stochastic rounding."""
     return simulate_format(module, FPFormat(4, 3), FPFormat(5, 2))
 
 
 def compile(module: M) -> M:
-    """A copy of `module`, compiled by `torch.compile`.
+    """Return a copy of `module`, compiled by `torch.compile`.
 
-    Unit scaling records how a model runs before it is compiled: each way of calling it (train or
-    eval, which arguments are given) once, when it first comes.
+    Unit scaling records a run of the model before it is compiled. It records each way of calling
+    the model (train or eval, which arguments are given) once, at its first call.
 
     Raises:
         ModelError: `module` is no module or is compiled already.
@@ -119,19 +121,19 @@ def compile(module: M) -> M:
 def track_scales(
     module: nn.Module, *, capture: Literal["dynamo", "eager"] | None = None
 ) -> TrackedModule:
-    """A copy of `module` that records the scale of every tensor of its last call.
+    """Return a copy of `module` that records the scale of every tensor of its last call.
 
-    `scales_graph()` of it has `node.meta["metrics"]`, the gradients of float inputs included; see
-    `scaledtensor.track_scales`. Before a call the graph is empty.
+    The copy's `scales_graph()` has `node.meta["metrics"]`, and includes the gradients of float
+    inputs; see `scaledtensor.track_scales`. Before a call the graph is empty.
 
     Args:
-        module: any module; it stays as it is.
-        capture: "dynamo" records the operators that Dynamo captures, under its names, as the
-            published library does; "eager" records the functions that Python calls. The default is
-            "dynamo", and "eager" for a module with transforms, whose functions Dynamo splits.
+        module: any module. It does not change.
+        capture: "dynamo" records the operators that Dynamo captures, under Dynamo's names, like the
+            published library. "eager" records the functions that Python calls. The default is
+            "dynamo", or "eager" for a module with transforms, since Dynamo splits their functions.
 
     Raises:
-        ModelError: `module` is no module or is tracked already, or `capture` is none of these.
+        ModelError: `module` is no module or is tracked already, or `capture` is unknown.
         UnsupportedError: (when called) Dynamo captured nothing.
     """
     own = _copied(module)
@@ -141,10 +143,10 @@ def track_scales(
 
 
 class _Tracked(TrackedModule):
-    """A tracked model whose graph has the published names."""
+    """A tracked model. Its graph has the published names."""
 
     def scales_graph(self) -> fx.Graph:
-        """`scales.scales_graph()`, or an empty graph before a call."""
+        """Return `scales.scales_graph()`, or an empty graph before a call."""
         try:
             graph = super().scales_graph()
         except ModelError:  # nothing was recorded
@@ -158,7 +160,7 @@ class _Tracked(TrackedModule):
 
 @dataclass(frozen=True, kw_only=True)
 class _Quantised(SimulateFormat):
-    """Rounding as two `FPFormat`s do it, with the number of random bits that they say."""
+    """Rounding by two `FPFormat`s, with their numbers of random bits."""
 
     fwd: FPFormat
     bwd: FPFormat

@@ -1,4 +1,4 @@
-"""`unit_scaling.utils`: a model's code beside its scales, and the scales of a single tensor."""
+"""`unit_scaling.utils`: a model's code with its scales, and the scales of a single tensor."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ __all__ = ["ScalePair", "ScaleTracker", "analyse_module"]
 
 @dataclass
 class ScalePair:
-    """The standard deviations of a tensor and of its gradient; None until they are known."""
+    """Standard deviations of a tensor and of its gradient; None until they are known."""
 
     forward: float | None = None
     backward: float | None = None
@@ -44,7 +44,7 @@ class ScaleTracker(torch.autograd.Function):
 
     @staticmethod
     def track(t: Tensor, scale_tracker: ScalePair) -> Tensor:
-        """`t`, whose scales `scale_tracker` is told."""
+        """Return `t`. Its scales are written into `scale_tracker`."""
         return cast(Tensor, ScaleTracker.apply(t, scale_tracker))  # type: ignore[no-untyped-call]
 
 
@@ -57,17 +57,17 @@ def analyse_module(
     autowrap_modules: tuple[Any, ...] = (),
     autowrap_functions: tuple[Callable[..., Any], ...] = (),
 ) -> str:
-    """The source of a model's classes with the scale of each line's tensor and of its gradient.
+    """Return the source of a model's classes, with the scales of each line's tensor and gradient.
 
-    See `scaledtensor.inspect.analyse_module`, which runs the model rather than tracing it.
+    See `scaledtensor.inspect.analyse_module`, which runs the model and does not trace it.
 
     Args:
-        module: any module; afterwards as before.
-        inputs: its input, or a tuple of them.
+        module: any module. It does not change.
+        inputs: the module's input, or a tuple of inputs.
         backward: the gradient of the result.
-        recurse_modules: list the classes of torch, such as `nn.Linear`, too.
-        syntax_highlight: colour the code for a terminal, where Pygments is installed.
-        autowrap_modules, autowrap_functions: have no effect; a model that runs needs no wrapping.
+        recurse_modules: whether to list torch's classes too, such as `nn.Linear`.
+        syntax_highlight: whether to colour the code for a terminal, if Pygments is installed.
+        autowrap_modules, autowrap_functions: have no effect. A model that runs needs no wrapping.
 
     Raises:
         ModelError: no result is differentiable.

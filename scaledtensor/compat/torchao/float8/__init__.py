@@ -1,6 +1,6 @@
-"""The names of `torchao.float8` that are about training; see `scaledtensor.compat.torchao`.
+"""The names of `torchao.float8` for training; see `scaledtensor.compat.torchao`.
 
-`FP8Granularity`, a type of its inference, is not here.
+`FP8Granularity`, a type for inference, is not here.
 """
 
 from scaledtensor.compat.torchao.float8.config import (

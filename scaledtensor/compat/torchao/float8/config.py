@@ -1,4 +1,4 @@
-"""What the casts and the products of a linear layer are told: torchao's `float8.config`."""
+"""Configs of the casts and products of linear layers: torchao's `float8.config`."""
 
 import enum
 import math
@@ -23,7 +23,7 @@ __all__ = [
     "e5m2_dtype",
 ]
 
-#: The default dtypes of operands, of every device: OCP's (torchao's are FNUZ on an MI300).
+#: The default dtypes of operands, OCP's on every device (torchao's are FNUZ on an MI300).
 e4m3_dtype, e5m2_dtype = torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -34,31 +34,32 @@ def _check_type(record: object, name: str, kind: type) -> None:
 
 
 class ScalingType(enum.Enum):
-    """What chooses the scale of a cast."""
+    """How the scale of a cast is chosen."""
 
     DYNAMIC = "dynamic"
     """The amax of the operand: `recipes.Amax`."""
     DELAYED = "delayed"
-    """The amaxes of earlier steps: `recipes.History`. Of earlier versions."""
+    """The amaxes of earlier steps: `recipes.History`. Earlier versions of torchao had it."""
     STATIC = "static"
-    """`CastConfig.static_scale`: `recipes.Fixed`. Of earlier versions."""
+    """`CastConfig.static_scale`: `recipes.Fixed`. Earlier versions of torchao had it."""
     DISABLED = "disabled"
     """No cast: the product runs in the dtype of the weight."""
 
     def short_str(self) -> str:
-        """As a layer prints it: "dyn", "del", "sta" or "dis"."""
+        """Return the name in a layer's representation: "dyn", "del", "sta" or "dis"."""
         return self.value[:3]
 
 
 class ScalingGranularity(enum.Enum):
-    """What shares a scale."""
+    """The elements that share a scale."""
 
     TENSORWISE = "tensorwise"
+    """All elements of an operand."""
     AXISWISE = "axiswise"
-    """A row of the left operand of a product, a column of the right one."""
+    """A row of a product's left operand, or a column of its right operand."""
 
     def short_str(self) -> str:
-        """As a layer prints it: "ten" or "axs"."""
+        """Return the name in a layer's representation: "ten" or "axs"."""
         return {"tensorwise": "ten", "axiswise": "axs"}[self.value]
 
 
@@ -66,11 +67,11 @@ class Float8LinearRecipeName(enum.Enum):
     """Configs by name; `Float8LinearConfig.from_recipe_name` makes them."""
 
     TENSORWISE = "tensorwise"
-    """E4M3 forward, E5M2 gradients, a scale a tensor."""
+    """E4M3 forward, E5M2 gradients, one scale for each tensor."""
     ROWWISE = "rowwise"
-    """E4M3 everywhere, a scale a row, powers of two."""
+    """E4M3 for all operands, one scale for each row, powers of two."""
     ROWWISE_WITH_GW_HP = "rowwise_with_gw_hp"
-    """As ROWWISE, but wgrad is not cast, and the weight in dgrad has one scale."""
+    """Same as ROWWISE, but wgrad is not cast, and the weight in dgrad has one scale."""
 
 
 @dataclass(frozen=True)
@@ -79,17 +80,17 @@ class CastConfig:
 
     Raises:
         RecipeError: the fields contradict each other.
-        UnsupportedError: the static scale is no power of two.
+        UnsupportedError: the static scale is not a power of two.
     """
 
     scaling_type: ScalingType = ScalingType.DYNAMIC
     scaling_granularity: ScalingGranularity = ScalingGranularity.TENSORWISE
     target_dtype: torch.dtype | None = None
-    """An FP8 dtype of torch. None is E4M3FN for inputs and weights and E5M2 for gradients."""
+    """An FP8 dtype of torch. None is E4M3FN for inputs and weights, and E5M2 for gradients."""
     static_scale: Tensor | float | None = None
-    """What the operand is multiplied by before its cast, code = round(x * static_scale): the
-    reciprocal of a scale of this library. A power of two, which no value's mantissa changes under;
-    any other moves the ends of the format's range by less than a binade."""
+    """The factor of the operand before its cast, code = round(x * static_scale). It is the
+    reciprocal of a scale of this library. It must be a power of two, which changes no mantissa. Any
+    other number would move the ends of the format's range by less than a binade."""
 
     def __post_init__(self) -> None:
         _check_type(self, "scaling_type", ScalingType)
@@ -111,13 +112,13 @@ class CastConfig:
             raise RecipeError(f"CastConfig.target_dtype is an FP8 dtype of torch; got {dtype!r}")
 
     def short_str(self) -> str:
-        """As a layer prints it, such as "dyn_ten_e4m3"."""
+        """Return the name in a layer's representation, such as "dyn_ten_e4m3"."""
         dtype = from_dtype(self.target_dtype).name[:4] if self.target_dtype is not None else "none"
         return f"{self.scaling_type.short_str()}_{self.scaling_granularity.short_str()}_{dtype}"
 
     @property
     def exponent(self) -> int:
-        """Of the static scale as this library has it: value = code * 2^exponent."""
+        """The exponent of the static scale in this library: value = code * 2^exponent."""
         return 1 - math.frexp(float(self.static_scale or 1.0))[1]
 
 
@@ -126,7 +127,7 @@ class DelayedScalingConfig:
     """The histories of all delayed casts.
 
     Raises:
-        UnsupportedError: a way to choose that is not the maximum.
+        UnsupportedError: `scale_fn_name` is not "max".
     """
 
     history_len: int = 16
@@ -142,10 +143,10 @@ class DelayedScalingConfig:
 
 @dataclass(frozen=True)
 class Float8GemmConfig:
-    """How a product is summed."""
+    """How the terms of a product are added."""
 
     use_fast_accum: bool = False
-    """Whether FP8 units may add up in fewer bits than float32 (`Recipe.fast_accumulation`)."""
+    """Whether FP8 units may add in fewer bits than float32 (`Recipe.fast_accumulation`)."""
 
     def __post_init__(self) -> None:
         _check_type(self, "use_fast_accum", bool)
@@ -182,7 +183,7 @@ _PRODUCTS = (
     ),
 )
 
-#: Options that torchao itself came to call without effect, and their defaults.
+#: Options that torchao itself declared to have no effect -> their defaults.
 _RETIRED = {
     "force_recompute_fp8_weight_in_bwd": False,
     "enable_amax_init": True,
@@ -196,12 +197,13 @@ class Float8LinearConfig:
 
     Raises:
         RecipeError: the fields contradict each other.
-        UnsupportedError: an option that has no meaning here; it says what to do instead.
+        UnsupportedError: an option has no meaning here. The error names a replacement.
     """
 
     cast_config_input: CastConfig = CastConfig()
     cast_config_input_for_grad_weight: CastConfig | None = None
-    """Of the input in wgrad; None is as in the forward product. So it is for the next two."""
+    """The input's cast in wgrad. None is the cast of the input in the forward product. The casts of
+    the weight in dgrad and of the gradient in wgrad have the same default."""
     cast_config_weight: CastConfig = CastConfig()
     cast_config_weight_for_grad_input: CastConfig | None = None
     cast_config_grad_output: CastConfig = CastConfig()
@@ -210,25 +212,25 @@ class Float8LinearConfig:
     gemm_config_grad_input: Float8GemmConfig = Float8GemmConfig()
     gemm_config_grad_weight: Float8GemmConfig = Float8GemmConfig()
     enable_fsdp_float8_all_gather: bool = False
-    """Without effect: with either choice `fully_shard` gathers the 8-bit codes of a weight that has
-    one scale, DYNAMIC or STATIC, and the elements of any other. True is refused for AXISWISE
-    weights, as torchao does."""
+    """This option has no effect. `fully_shard` always gathers the 8-bit codes of a weight that has
+    one scale, DYNAMIC or STATIC, and the elements of other weights. True is refused for AXISWISE
+    weights, as in torchao."""
     pad_inner_dim: bool = False
-    """Sizes that are no multiples of 16 need no padding here: what FP8 units do not take is a
-    bfloat16 product of the same values, with either choice."""
+    """This option has no effect. Sizes that are no multiples of 16 need no padding: FP8 units do
+    not take them, so they run as a bfloat16 product of the same values."""
     emulate: bool = False
-    """Where no FP8 unit is, products are emulated with either choice; True allows formats of
-    operands that no FP8 unit multiplies (`Recipe.emulate`)."""
+    """Without an FP8 unit, products are always emulated. True allows operand formats that no FP8
+    unit multiplies (`Recipe.emulate`)."""
     force_recompute_fp8_weight_in_bwd: bool = False
-    """Without effect, as in torchao 0.18; True is warned of."""
+    """This option has no effect, as in torchao 0.18. True gives a warning."""
     round_scales_to_power_of_2: bool = False
-    """Dynamic scales are the least powers of two under which nothing saturates (`recipes.Amax`)."""
+    """Whether dynamic scales are the least powers of two without saturation (`recipes.Amax`)."""
     delayed_scaling_config: DelayedScalingConfig = DelayedScalingConfig()
     enable_amax_init: bool = True
-    """Without effect, as in the last version that had it: a history begins with the first amax.
-    False is warned of."""
+    """This option has no effect, as in the last version that had it: a history begins with the
+    first amax. False gives a warning."""
     enable_pre_and_post_forward: bool = True
-    """Without effect, as in the last version that had it. False is warned of."""
+    """This option has no effect, as in the last version that had it. False gives a warning."""
 
     def __post_init__(self) -> None:
         for first, second, dtype in _OPERANDS:
@@ -253,10 +255,10 @@ class Float8LinearConfig:
 
     @staticmethod
     def from_recipe_name(recipe_name: Float8LinearRecipeName | str) -> "Float8LinearConfig":
-        """The config of that name: "tensorwise", "rowwise" or "rowwise_with_gw_hp".
+        """Return the config named "tensorwise", "rowwise" or "rowwise_with_gw_hp".
 
         Raises:
-            RecipeError: there is none of that name.
+            RecipeError: no config has this name.
         """
         try:
             name = Float8LinearRecipeName(recipe_name)
@@ -287,7 +289,7 @@ class Float8LinearConfig:
         )
 
     def _fill(self, first: str, second: str, dtype: torch.dtype) -> None:
-        """Both casts of an operand as they are meant."""
+        """Fill in the defaults of an operand's two casts, and check them."""
         _check_type(self, first, CastConfig)
         if getattr(self, second) is None:
             object.__setattr__(self, second, getattr(self, first))
@@ -319,8 +321,8 @@ class Float8LinearConfig:
                 )
 
     def short_str(self) -> str:
-        """The casts of input, weight and gradient as a layer prints them, and those that differ in
-        the other product of the operand."""
+        """Return the casts of input, weight and gradient for a layer's representation. It shows an
+        operand's second cast if it differs from the first."""
         parts = []
         for name, (first, second, _), other in zip(
             ("i", "w", "go"), _OPERANDS, ("i_gw", "w_gi", "go_gw"), strict=True

@@ -1,4 +1,4 @@
-"""The class of converted linear layers, and what their products are told: torchao's
+"""The class of converted linear layers, and configs of their products: torchao's
 `float8.float8_linear`."""
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class ScaledMMConfig:
     emulate: bool = False
     use_fast_accum: bool = False
     fp8_output: bool = False
-    """False: no product has an FP8 result."""
+    """Always False: no product has an FP8 result."""
     pad_inner_dim: bool = False
 
 
@@ -33,12 +33,12 @@ class LinearMMConfig:
 
 
 class Float8Linear(nn.Linear):
-    """What `convert_to_float8_training` makes of an `nn.Linear`: the same module with its hooks,
-    buffers and forward, of this class. Its products are those of its parameters' recipe.
+    """An `nn.Linear` after `convert_to_float8_training`: the same module, with its hooks, buffers
+    and forward, and with this class. The recipe of its parameters determines its products.
 
     Attributes:
-        config: the `Float8LinearConfig` that it was converted with.
-        linear_mm_config: the same, by product.
+        config: the `Float8LinearConfig` of the conversion.
+        linear_mm_config: the parts of `config` that concern products.
     """
 
     config: Float8LinearConfig
@@ -58,10 +58,10 @@ class Float8Linear(nn.Linear):
 
     @classmethod
     def from_float(cls, mod: nn.Linear, config: Float8LinearConfig | None = None) -> Self:
-        """`convert_to_float8_training` of one layer, which it converts in place.
+        """Convert one layer in place with `convert_to_float8_training`.
 
         Raises:
-            ModelError: `mod` is no `nn.Linear`, or one of a class with a forward of its own.
+            ModelError: the class of `mod` is not `nn.Linear`.
         """
         from scaledtensor.compat.torchao.float8.float8_linear_utils import (
             convert_to_float8_training,

@@ -1,4 +1,4 @@
-"""Linear layers in FP8, the histories of their casts: torchao's `float8.float8_linear_utils`."""
+"""Conversion of linear layers, and histories of casts: torchao's `float8.float8_linear_utils`."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -38,28 +38,29 @@ def convert_to_float8_training(
     module_filter_fn: Filter | None = None,
     config: Float8LinearConfig | None = None,
 ) -> M:
-    """Train the linear layers of `module` in FP8, in place: `scale_model` with the config's recipe.
+    """Prepare the linear layers of `module` for training in FP8, in place: calls `scale_model` with
+    the config's recipe.
 
-    Activations and parameters keep the dtype of each layer's weight. The parameters stay the
-    objects that they are, so that an optimizer made before still has them; so do the modules, of
-    which those of the class `nn.Linear` become `Float8Linear`. A class derived from it keeps its
-    own forward.
+    Activations and parameters keep the dtype of each layer's weight. Parameters and modules stay
+    the same objects, so an existing optimizer keeps its parameters. The class of each `nn.Linear`
+    becomes `Float8Linear`. A subclass of `nn.Linear` keeps its class and its forward.
 
     Args:
         module: any module; a linear layer itself too.
-        module_filter_fn: called as `module_filter_fn(module, fqn)` with each `nn.Linear`; where it
-            is False the layer's parameters stay plain, as those of all other modules do.
-        config: by default `Float8LinearConfig()`, tensorwise dynamic scaling.
+        module_filter_fn: called as `module_filter_fn(module, fqn)` with each `nn.Linear`. If it
+            returns False, the layer's parameters stay plain, like the parameters of all modules
+            that are not linear layers.
+        config: defaults to `Float8LinearConfig()`, which is tensorwise dynamic scaling.
 
     Returns:
         The same module.
 
     Raises:
-        ModelError: what `scale_model` cannot convert.
+        ModelError: `scale_model` cannot convert the module.
         RecipeError: `config` is no `Float8LinearConfig` of this module, or a product of its formats
             needs `emulate=True`.
-        UnsupportedError: delayed casts beside others than tensorwise dynamic ones, or delayed
-            scales that are to be rounded.
+        UnsupportedError: the config combines delayed casts with casts that are not tensorwise
+            dynamic ones, or rounds delayed scales.
     """
     if not isinstance(module, nn.Module):
         raise ModelError(f"convert_to_float8_training takes an nn.Module; got {module!r}")
@@ -90,22 +91,23 @@ def _among(modules: list[nn.Linear]) -> Filter:
 
 
 def linear_requires_sync(config: Float8LinearConfig) -> bool:
-    """Whether a cast of the config is delayed."""
+    """Return whether a cast of the config is delayed."""
     return any(c.scaling_type is ScalingType.DELAYED for c in casts(config))
 
 
 def sync_float8_amax_and_scale_history(
     model: nn.Module, fp8_layers: Iterable[nn.Module] | None = None
 ) -> None:
-    """End a step of the histories of delayed casts, after all ranks have told what they saw.
+    """Share the amaxes of delayed casts between all ranks, then end a step of their histories.
 
-    A step of any optimizer of torch ends one too, so that this is needed without such an optimizer
-    only. Called before `optimizer.step()`, as torchao's examples do, or after it, it is no second
-    step: a history moves on where something was cast since it last did.
+    A step of any optimizer of torch does the same, so this function is needed only without such an
+    optimizer. Beside an optimizer it makes no second step, before `optimizer.step()` (as in
+    torchao's examples) or after it: a history advances only if it has seen a cast since its last
+    step.
 
     Args:
-        model: a model with delayed casts, or one without, to which nothing happens.
-        fp8_layers: the layers of it, where they were listed before.
+        model: a model with delayed casts. A model without them does not change.
+        fp8_layers: the model's FP8 layers, if the caller has a list of them.
     """
     for layer in [model] if fp8_layers is None else fp8_layers:
         delayed.share_histories(layer)
@@ -113,14 +115,15 @@ def sync_float8_amax_and_scale_history(
 
 
 def _auto_filter_for_recipe(recipe: str | Float8LinearRecipeName, filter_fqns: list[str]) -> Filter:
-    """A filter that leaves out the layers whose casts cost more than FP8 products gain.
+    """Return a filter that leaves out layers whose casts take more time than FP8 products save.
 
-    Those are the ones with a name of `filter_fqns` in theirs, with sizes that are no multiples of
-    16, and the small ones: of how small, torchao's measurements on an H100 decide.
+    It leaves out small layers, layers with sizes that are no multiples of 16, and layers with a
+    string from `filter_fqns` in their name. The limits of size are from torchao's measurements on
+    an H100.
 
     Raises:
-        RecipeError: no config has that name.
-        UnsupportedError: for "rowwise_with_gw_hp", of which torchao has no measurements.
+        RecipeError: no config has this name.
+        UnsupportedError: the name is "rowwise_with_gw_hp". torchao has no measurements of it.
     """
     Float8LinearConfig.from_recipe_name(recipe)
     name = Float8LinearRecipeName(recipe)

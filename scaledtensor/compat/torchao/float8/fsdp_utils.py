@@ -6,9 +6,9 @@ __all__ = ["precompute_float8_dynamic_scale_for_fsdp"]
 
 
 def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
-    """Compute the scales of all sharded weights, which is done already.
+    """Do nothing: the scales of all sharded weights are computed already.
 
-    In torchao it saves all-reduces, one for each sharded weight, and changes no value. Here every
-    step of an optimizer ends with the one collective that it would be
-    (`scaledtensor.distributed.gather`); weights that are not sharded are measured by their cast.
+    In torchao this function replaces an all-reduce for each sharded weight by a single one, and
+    changes no value. Here every step of an optimizer ends with this single collective
+    (`scaledtensor.distributed.gather`). The cast of a weight that is not sharded measures it.
     """

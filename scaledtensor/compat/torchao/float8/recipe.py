@@ -1,4 +1,4 @@
-"""A `Float8LinearConfig` as a recipe of this library."""
+"""The recipe of a `Float8LinearConfig`."""
 
 from typing import Any
 
@@ -34,12 +34,12 @@ _GRANULARITIES = {ScalingGranularity.TENSORWISE: "tensor", ScalingGranularity.AX
 
 
 def recipe_of(config: Float8LinearConfig, weight: Format) -> Recipe:
-    """The recipe for layers whose weights are in the format `weight`: `Current`, `Delayed` or
-    `Constant` where it says what the config does, else `PerGemm`.
+    """Return the recipe for layers with weights in the format `weight`. It is a `Current`,
+    `Delayed` or `Constant` if one of them can express the config, otherwise a `PerGemm`.
 
     Raises:
-        UnsupportedError: delayed casts beside others than tensorwise dynamic ones, or delayed
-            scales that are to be rounded.
+        UnsupportedError: the config combines delayed casts with casts that are not tensorwise
+            dynamic ones, or rounds delayed scales.
     """
     sums = (
         config.gemm_config_output,
@@ -106,7 +106,8 @@ def recipe_of(config: Float8LinearConfig, weight: Format) -> Recipe:
 
 
 def casts(config: Float8LinearConfig) -> tuple[CastConfig, ...]:
-    """Of input, weight and gradient in (forward, forward, dgrad), then in (wgrad, dgrad, wgrad)."""
+    """Return six casts: of input, weight and gradient in (forward, forward, dgrad), then in (wgrad,
+    dgrad, wgrad)."""
     found = (
         config.cast_config_input,
         config.cast_config_weight,
@@ -115,7 +116,7 @@ def casts(config: Float8LinearConfig) -> tuple[CastConfig, ...]:
         config.cast_config_weight_for_grad_input,
         config.cast_config_grad_output_for_grad_weight,
     )
-    return tuple(c for c in found if c is not None)  # which a config's constructor leaves none
+    return tuple(c for c in found if c is not None)  # a config's constructor leaves no None
 
 
 def _gemms(given: tuple[CastConfig, ...], power_of_two: bool) -> Gemms:

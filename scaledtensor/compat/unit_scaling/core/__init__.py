@@ -1,4 +1,4 @@
-"""`unit_scaling.core`: what unit-scaled functions are made with."""
+"""`unit_scaling.core`: tools for writing unit-scaled functions."""
 
 from scaledtensor.compat.unit_scaling.core import functional
 

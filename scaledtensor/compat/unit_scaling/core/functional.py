@@ -1,4 +1,4 @@
-"""`unit_scaling.core.functional`: to make unit-scaled functions of one's own."""
+"""`unit_scaling.core.functional`: tools for writing your own unit-scaled functions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,15 +29,15 @@ def scale_elementwise(
     grad_input_scale: float,
     constraint: Constraint = "to_output_scale",
 ) -> Callable[..., Tensor]:
-    """`f` with its output times `output_scale` and its gradient times `grad_input_scale`.
+    """Return `f` with its output times `output_scale` and its gradient times `grad_input_scale`.
 
     Args:
-        f: takes a tensor first, and anything after it.
-        constraint: makes one of the two scales, see `scaledtensor.functional.scaling`.
+        f: a function whose first argument is a tensor.
+        constraint: makes the two scales equal, see `scaledtensor.functional.scaling`.
 
     Raises:
-        ScaleError: a constraint that is none for two scales; when called, a factor that is not
-            positive.
+        ScaleError: the constraint is unknown or takes three scales. The returned function raises it
+            for a factor that is not positive.
     """
     forward, backward = apply_constraint(constraint, output_scale, grad_input_scale)
 
@@ -48,10 +48,10 @@ def scale_elementwise(
 
 
 def logarithmic_interpolation(alpha: float, lower: float, upper: float) -> float:
-    """From `lower` (alpha = 0) to `upper` (alpha = 1) at a constant ratio.
+    """Interpolate from `lower` (alpha = 0) to `upper` (alpha = 1) in the log domain.
 
     Raises:
-        ScaleError: an end that is not positive.
+        ScaleError: `lower` or `upper` is not positive.
     """
     if not (lower > 0 and upper > 0):
         raise ScaleError(f"both ends are positive numbers; got {lower!r} and {upper!r}")
@@ -61,5 +61,6 @@ def logarithmic_interpolation(alpha: float, lower: float, upper: float) -> float
 def rms(
     x: Tensor, dims: tuple[int, ...] | None = None, keepdim: bool = False, eps: float = 0.0
 ) -> Tensor:
-    """sqrt(mean(x^2) + eps) over `dims`, or over all; computed in float32, in the dtype of `x`."""
+    """Return sqrt(mean(x^2) + eps) over `dims` (default: all), computed in float32 and cast to the
+    dtype of `x`."""
     return (x.float().square().mean(dims, keepdim=keepdim) + eps).sqrt().to(x.dtype)
