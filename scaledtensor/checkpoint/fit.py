@@ -19,8 +19,10 @@ from scaledtensor.errors import CheckpointError
 from scaledtensor.models.delayed import parameter_of
 from scaledtensor.models.interpose import UNIT_SCALED, note_missing
 from scaledtensor.recipes import Delayed
-from scaledtensor.tensors.coded import CodedTensor, as_bytes
+from scaledtensor.tensors.coded import CodedTensor
+from scaledtensor.tensors.memo import after_overwrite
 from scaledtensor.tensors.tensor import ScaledTensor, is_stored
+from scaledtensor.tensors.wrapper import as_bytes
 
 __all__ = [
     "Level",
@@ -283,7 +285,7 @@ def _put_parts(held: ScaledTensor, given: ScaledTensor) -> None:
     held.nonnegative = given.nonnegative
     # What FSDP2 knew of all shards together it asks for again, as after any overwriting. It makes
     # new objects of uneven shards before the first step, so that no rank may know it beforehand.
-    held.agreed, held.whole_amax = False, None
+    after_overwrite(held)
 
 
 def _as_held(held: Tensor, given: Tensor) -> Any:

@@ -44,7 +44,7 @@ _OWN = {
     *ScaledTensor.INNER,
     "tensor_scale",
     *CELLS,
-    *("format", "recipe", "nonnegative", "layout", "power", "memo", "site", "_is_param"),
+    *("format", "recipe", "nonnegative", "coding", "power", "memo", "site", "_is_param"),
     steps.MARK,
 }
 

@@ -100,8 +100,9 @@ def elements(x: ScaledTensor) -> Tensor:
     q = x.qdata
     if q.dtype.itemsize > 1:
         return q
-    if x.decoded is not None and not (x.passing and _torch.is_within_backward()):
-        return x.decoded
+    decoded = x.memo.decoded
+    if decoded is not None and not (x.memo.passing and _torch.is_within_backward()):
+        return decoded
     if torch.compiler.is_compiling() and _torch.is_within_backward() and is_stored(x):
         # Spelled in another way than in the forward pass: a compiler that saw the same would keep
         # what it has there, two bytes an element, and not read the codes of the parameter again.

@@ -18,6 +18,7 @@ from scaledtensor import _torch
 from scaledtensor.errors import UnsupportedError
 from scaledtensor.formats import Format, dequantize_blocks, encode, quantize_blocks
 from scaledtensor.ops.algebra import saved_format
+from scaledtensor.tensors.memo import note
 from scaledtensor.tensors.tensor import Context, ScaledTensor, is_parameter
 
 __all__ = ["GROUP", "is_worth_it", "keep", "keep_sign", "kept"]
@@ -76,15 +77,16 @@ def _copied(x: ScaledTensor) -> tuple[list[Tensor | None], Function]:
                 q = q.narrow(dim, 0, 1)
         made = cast(tuple[Tensor, Tensor], quantize_blocks(q, fmt, GROUP))
         if not (_torch.is_tracing(q) or is_parameter(x)):  # attributes of a parameter are tags
-            x.copies = (fmt, x._version, *(TensorWeakRef(part) for part in made))
+            note(x, copies=(fmt, x._version, *map(TensorWeakRef, made)))
     return [*made, x.scale, x.rms], reader
 
 
 def _made_before(x: ScaledTensor, fmt: Format) -> tuple[Tensor, Tensor] | None:
     """The copy that another operator keeps of `x` as it is now."""
-    if x.copies is None or x.copies[:2] != (fmt, x._version):
+    copies = x.memo.copies
+    if copies is None or copies[:2] != (fmt, x._version):
         return None
-    codes, scale = (part() for part in x.copies[2:])
+    codes, scale = (part() for part in copies[2:])
     return None if codes is None or scale is None else (codes, scale)
 
 

@@ -25,6 +25,7 @@ from scaledtensor.scales.singles import (
     single_of,
     tensor_of,
 )
+from scaledtensor.tensors.memo import after_write, note
 from scaledtensor.tensors.steps import watch
 from scaledtensor.tensors.tensor import ScaledTensor, from_plain, is_stored
 
@@ -85,8 +86,10 @@ class Towards(NamedTuple):
 
 def starts_at(difference: Any, x: Any) -> bool:
     """Whether `difference` is y - x."""
-    towards = getattr(difference, "towards", None)
-    return towards is not None and isinstance(x, ScaledTensor) and towards.start is x.qdata
+    if not (isinstance(difference, ScaledTensor) and isinstance(x, ScaledTensor)):
+        return False
+    towards = difference.memo.towards
+    return towards is not None and towards.start is x.qdata
 
 
 class Raw(NamedTuple):
@@ -208,7 +211,7 @@ def wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
         rms = rms.clone()
     made = ScaledTensor.make(q, scale, rms, fmt, dtype, recipe, raw.nonnegative)
     if raw.towards is not None and torch.compiler.is_compiling():  # no code is compiled to keep it
-        made.towards = raw.towards
+        note(made, towards=raw.towards)
     return made
 
 
@@ -288,8 +291,8 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
         target.copy_(wrap(raw._replace(format=FP32), [target, *operands]))
         return
     kept, expected = scale_of(target), rms_of(target)
-    was, free = (kept, False) if target.agreed else (expected, whole)
-    target.whole_amax = None
+    was, free = (kept, False) if target.memo.agreed else (expected, whole)
+    after_write(target)
     scale, ratio = settle_in_place(kept, was, raw.rms, raw.held, free, *_reach(target.format))
     place, q = _apart(target.qdata, raw.q)
     wide = q if q.dtype.itemsize > 1 else q.float()

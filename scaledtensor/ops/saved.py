@@ -50,7 +50,7 @@ log_softmax, exp, log, sqrt, div and so on. A tensor that one of these keeps as 
 A second derivative would be a derivative of rounded copies, so it is refused. In compiled code
 AOTAutograd's partitioner chooses among all tensors from which the backward pass can be computed. It
 keeps the smallest ones: for a norm whose result is cast for a product, one 16-bit input instead of
-two copies. The operands of products are then read from their codes too (`ScaledTensor.passing`).
+two copies. The operands of products are then read from their codes too (`Memo.passing`).
 """
 
 import math

@@ -35,6 +35,7 @@ from scaledtensor.scales.forms import Form
 from scaledtensor.scales.powers import MAX_SCALE, MIN_SCALE
 from scaledtensor.scales.singles import copied, rms_of, scale_of, scaled_by
 from scaledtensor.tensors import verbs
+from scaledtensor.tensors.memo import note
 from scaledtensor.tensors.site import INPUT, site_of
 from scaledtensor.tensors.tensor import ScaledTensor
 
@@ -86,7 +87,7 @@ def traced(operands: Sequence[Any], recipe: Recipe) -> Traced | None:
     of one."""
     for name in ("traced_lent", "viewed_lent"):
         for i, x in enumerate(operands):
-            lent = getattr(x, name, None)
+            lent = getattr(x.memo, name) if isinstance(x, ScaledTensor) else None
             if lent is not None:
                 return Traced(operands, i, lent, recipe)
     return None
@@ -106,7 +107,7 @@ def counted(x: ScaledTensor, factors: Tensor, role: int, trains: bool, rows: boo
     q = _as_read(x, rows)
     scale = torch.ops.scaledtensor.count(x.scale, q, factors, x.format.name, role, trains)
     made = x.like(x.qdata, scale, copied(rms_of(x)))
-    made.decoded, made.passing = x.decoded, x.passing
+    note(made, decoded=x.memo.decoded, passing=x.memo.passing)
     return made
 
 

@@ -41,6 +41,7 @@ from scaledtensor.recipes.casts import (
 )
 from scaledtensor.scales.powers import MAX_SCALE, MIN_SCALE
 from scaledtensor.tensors import verbs
+from scaledtensor.tensors.memo import note
 from scaledtensor.tensors.tensor import ScaledTensor
 
 __all__ = [
@@ -79,7 +80,7 @@ def recoded(x: ScaledTensor, codes: Tensor, scale: Tensor, fmt: Format) -> Scale
     """`x` with its elements cast to `codes` in `fmt` under `scale`."""
     out = ScaledTensor.make(codes, scale, x.rms.clone(), fmt, x.dtype, x.recipe, x.nonnegative)
     if codes.dtype.itemsize == 1 and codes.is_cpu and torch.compiler.is_compiling():
-        out.decoded = decode(codes, fmt, torch.bfloat16)
+        note(out, decoded=decode(codes, fmt, torch.bfloat16))
     return out
 
 

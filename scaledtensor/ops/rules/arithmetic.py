@@ -189,7 +189,7 @@ def addcmul(x: Any, a: Any, b: Any, value: float = 1) -> Raw:
     base, left, right = (side(t, like) for t in (x, a, b))
     if starts_at(b, x):
         # x + w (y - x), which is how Dynamo spells the lerp of an optimizer's first moment.
-        rms = _lerp_rms(base.rms, b.towards.rms, (left.q * left.scale * value).mean())
+        rms = _lerp_rms(base.rms, b.memo.towards.rms, (left.q * left.scale * value).mean())
     elif a is b and value >= 0:
         rms = base.rms + left.rms.square() * (gaussian_moment(2) * value)
     else:

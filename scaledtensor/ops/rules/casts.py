@@ -22,6 +22,7 @@ from scaledtensor.scales.cast_nodes import codes_of, values_of
 from scaledtensor.scales.powers import MAX_SCALE, MIN_SCALE, settle
 from scaledtensor.scales.singles import copied, put, rms_of, scale_of, scaled_by
 from scaledtensor.tensors import verbs
+from scaledtensor.tensors.memo import after_overwrite, note
 from scaledtensor.tensors.site import lend
 from scaledtensor.tensors.sparse import is_sparse
 from scaledtensor.tensors.tensor import SENT_AS_ONE, Context, ScaledTensor, from_plain, is_stored
@@ -53,8 +54,9 @@ def to_format(x: ScaledTensor, format: str, rounding: Rounding = "nearest_even")
         # are then never made. As bfloat16 also where products are float32 ones: what autograd
         # keeps is then two bytes an element.
         drawn = fake_quantize(source, fmt, **how).to(torch.bfloat16) if how else None
-        out.decoded = values_of(source, fmt.name) if drawn is None else drawn
-        out.passing = saved_format(x) is not None and not _torch.is_within_backward()
+        decoded = values_of(source, fmt.name) if drawn is None else drawn
+        passing = saved_format(x) is not None and not _torch.is_within_backward()
+        note(out, decoded=decoded, passing=passing)
     return out
 
 
@@ -165,8 +167,8 @@ def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if not isinstance(target, ScaledTensor):
         return target.copy_(verbs.dequantize(source), non_blocking)
     held = _own_scale(source, target)
-    if target.agreed or covers_storage(target.qdata):
-        target.agreed, target.whole_amax = False, None
+    if target.memo.agreed or covers_storage(target.qdata):
+        after_overwrite(target)
         if held.format != target.format and is_stored(target):
             held = _cast_anew(held, target.recipe)
         target.qdata.copy_(

@@ -7,12 +7,11 @@ every scale. `fully_shard` asks the ScaledTensors themselves, here, and is answe
 """
 
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from scaledtensor import _torch
 from scaledtensor.errors import UnsupportedError
@@ -21,8 +20,8 @@ from scaledtensor.ops.operators import c10d, fsdp
 from scaledtensor.ops.operators import c10d_functional as functional
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.ops.results import store
-from scaledtensor.tensors.coded import as_bytes
 from scaledtensor.tensors.tensor import SENT_AS_ONE, ScaledTensor, from_plain
+from scaledtensor.tensors.wrapper import as_bytes
 
 __all__: list[str] = []
 
@@ -134,50 +133,3 @@ def _carried(x: ScaledTensor) -> Tensor:
 def _reduced_rms(x: ScaledTensor, how: str, size: int) -> Tensor:
     expected: Tensor = x.rms * {"sum": size**0.5, "avg": size**-0.5}.get(how, 1.0)
     return expected
-
-
-# --- what `fully_shard` asks of a part, which it looks for on its class --------------------------
-
-
-def _gathering() -> Any:
-    """A floor above this one, and torch's own engine with it: so it is named, and loaded on use."""
-    return import_module("scaledtensor.distributed.gather")
-
-
-def _fsdp_pre_all_gather(
-    self: ScaledTensor,
-    mesh: Any,
-    outer_size: torch.Size,
-    outer_stride: tuple[int, ...],
-    module: nn.Module,
-    mp_policy: Any,
-) -> Any:
-    return _gathering().before(self, mesh, outer_size, module, mp_policy)
-
-
-def _fsdp_post_all_gather(
-    self: ScaledTensor,
-    all_gather_outputs: tuple[Tensor, ...],
-    metadata: Any,
-    param_dtype: torch.dtype,
-    *,
-    out: Any = None,
-) -> Any:
-    return _gathering().after(all_gather_outputs, metadata, out)
-
-
-def _is_flattened(self: ScaledTensor) -> bool:
-    """What FullyShardedDataParallel asks each parameter first."""
-    raise UnsupportedError(
-        "FullyShardedDataParallel copies its parameters into one flat tensor, where ScaledTensors "
-        "would have neither formats nor scales of their own: use "
-        "torch.distributed.fsdp.fully_shard(model), which takes them as they are"
-    )
-
-
-for _name, _hook in (
-    ("fsdp_pre_all_gather", _fsdp_pre_all_gather),
-    ("fsdp_post_all_gather", _fsdp_post_all_gather),
-    ("_fsdp_flattened", property(_is_flattened)),
-):
-    setattr(ScaledTensor, _name, _hook)

@@ -250,7 +250,7 @@ def _goes_first(ratio: Any, a: Any, b: Any) -> bool:
         and math.frexp(ratio)[0] == 0.5
         and isinstance(b, ScaledTensor)
         and b.qdata.itemsize == 1
-        and b.decoded is None
+        and b.memo.decoded is None
         and a.dim() > 1 < b.dim()
         and b.shape[-2] < a.shape[-2]
     )

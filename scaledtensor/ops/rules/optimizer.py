@@ -36,6 +36,7 @@ from scaledtensor.scales.singles import (
     rounded,
     scale_of,
 )
+from scaledtensor.tensors.memo import after_write
 from scaledtensor.tensors.sparse import is_sparse
 from scaledtensor.tensors.steps import watch
 from scaledtensor.tensors.tensor import ScaledTensor
@@ -144,7 +145,7 @@ def _are_numbers(g: Tensor, *held: Tensor) -> bool:
             isinstance(x, ScaledTensor)
             and x.qdata.dtype == torch.float32
             and calculates(x)
-            and not x.agreed
+            and not x.memo.agreed
             and covers_storage(x.qdata)
             for x in held
         )
@@ -205,7 +206,7 @@ def _moved(x: Any, rms: Single) -> tuple[Tensor, float]:
     if scale is not kept:
         x.qdata.mul_(multiplier(ratio))
     put(x, None if scale is kept else scale, rms)
-    x.whole_amax = None
+    after_write(x)
     return x.qdata, float(scale)
 
 

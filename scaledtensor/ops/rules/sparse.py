@@ -38,6 +38,7 @@ from scaledtensor.scales.measure import measured_rms
 from scaledtensor.scales.powers import nearest_power_of_two, quadrature, settle, settle_in_place
 from scaledtensor.scales.singles import put
 from scaledtensor.tensors import verbs
+from scaledtensor.tensors.memo import after_write
 from scaledtensor.tensors.sparse import TABLE, SparseTensor, coo, is_sparse
 from scaledtensor.tensors.steps import watch
 from scaledtensor.tensors.tensor import ScaledTensor
@@ -418,12 +419,12 @@ def _add_in_place(x: Any, y: Any, *, alpha: float = 1) -> Any:
     share = min(stored._values().numel() / max(x.numel(), 1), 1.0)
     # Few among many zeros: the scale fits those that are there.
     rms = torch.where(x.rms == 0, term, quadrature(x.rms, term * share**0.5))
-    was = x.scale if x.agreed else x.rms
+    was = x.scale if x.memo.agreed else x.rms
     scale, ratio = settle_in_place(x.scale, was, rms, y.scale, False)
     places = tuple(stored._indices())
     added = stored._values() * (ratio * alpha)
     x.qdata.index_put_(places, store(_wide(elements(x)[places]) + added, x.format))
-    x.whole_amax = None
+    after_write(x)
     put(x, None if scale is x.scale else scale, rms)
     x.nonnegative = x.nonnegative and y.nonnegative and alpha > 0
     return x

@@ -21,6 +21,7 @@ from scaledtensor.ops.rules.arithmetic import term, under
 from scaledtensor.ops.rules.windows import sym_max
 from scaledtensor.scales.powers import settle, times
 from scaledtensor.scales.singles import Amount, copied, rms_of, scale_of, single_of, tensor_of
+from scaledtensor.tensors.memo import after_write, note
 from scaledtensor.tensors.tensor import ScaledTensor
 
 
@@ -29,8 +30,8 @@ def detach(x: ScaledTensor) -> ScaledTensor:
     """The result is a view: it has the very same scale."""
     # A rule of its own: nearly half of the operators of an eager training step are this one.
     out = x.viewed(x.qdata.detach())
-    if x.decoded is not None:
-        out.decoded, out.passing = x.decoded.detach(), x.passing
+    if x.memo.decoded is not None:
+        note(out, decoded=x.memo.decoded.detach(), passing=x.memo.passing)
     return out
 
 
@@ -64,8 +65,8 @@ def view(op: Overload, x: ScaledTensor, *args: object, **kwargs: object) -> Any:
     if isinstance(q, (list, tuple)):
         return [x.viewed(part) for part in q]
     out = x.viewed(q)
-    if x.decoded is not None:
-        out.decoded, out.passing = op(x.decoded, *args, **kwargs), x.passing
+    if x.memo.decoded is not None:
+        note(out, decoded=op(x.memo.decoded, *args, **kwargs), passing=x.memo.passing)
     return out
 
 
@@ -89,7 +90,8 @@ def reshaped_in_place(op: Overload, x: Tensor, *args: Any, **kwargs: Any) -> Ten
     template = [a.qdata if isinstance(a, ScaledTensor) else a for a in args]
     if not isinstance(x, ScaledTensor):
         return op(x, *template, **kwargs)  # type: ignore[no-any-return]
-    x.qdata, x.decoded = op(x.qdata.detach(), *template, **kwargs), None
+    x.qdata = op(x.qdata.detach(), *template, **kwargs)
+    after_write(x)
     _torch.reshape_wrapper(op, x, *template, **kwargs)
     return x
 
