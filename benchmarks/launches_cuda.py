@@ -51,6 +51,7 @@ from benchmarks.launches import is_single, show
 from benchmarks.peers import installed
 from scaledtensor import ScaledTensor
 from scaledtensor.apps.gpt import GPT, GPTConfig
+from scaledtensor.tensors.memo import note
 
 ROWS = ("bf16", "unit", "current", "torchao")
 
@@ -164,7 +165,7 @@ def _on_device(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
         made = ScaledTensor.make(qdata, scale, rms, p.format, p.dtype, p.recipe)
         made.site = p.site
         lent = p.lent
-        made.traced_lent = None if lent is None else fake(lent)
+        note(made, traced_lent=None if lent is None else fake(lent))
         return made.requires_grad_(p.requires_grad)
 
     for module in model.modules():

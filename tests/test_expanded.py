@@ -35,7 +35,8 @@ def test__its_value__is_that_of_its_groups_in_its_unit(fmt, unit):
 def test__a_copy__has_the_same_bits(again, fmt):
     x = ExpandedTensor(numbers(), fmt, dtype=torch.bfloat16, tensor_scale=0.25)
     y = again(x)
-    assert type(y) is ExpandedTensor
+    assert type(y) is sct.CodedTensor
+    assert isinstance(y, ExpandedTensor)
     assert (y.shape, y.dtype, y.format, y.granularity) == (x.shape, x.dtype, x.format, 128)
     assert torch.equal(y.dequantize(), x.dequantize())
     for name in x.INNER:

@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor
 
 import scaledtensor as sct
 from scaledtensor.optim.buckets import part
-from scaledtensor.tensors.expanded import ExpandedTensor
 
 
 def made(recipe, name, state_format, **options):
@@ -24,7 +23,7 @@ def losses_of(recipe, name, state_format):
     losses = training.train(gpt, 10, optimizer)
     p, state = next(iter(optimizer.state.items()))
     kinds = {type(x).__name__ for x in state.values() if isinstance(x, DTensor)}
-    parts = {type(part(x)) for x in state.values() if isinstance(x, DTensor)}
+    parts = {part(x).kind for x in state.values() if isinstance(x, DTensor)}
     return losses, kinds, parts, [x.shape == p.shape for x in state.values() if x.dim()]
 
 
@@ -42,7 +41,7 @@ def test__states_in_few_bits__train_as_float32_ones(world, recipe, state_format)
     for losses, kinds, parts, shapes in world(2, losses_of, recipe, "AdamW", state_format):
         assert losses == pytest.approx(exact, abs=2e-2)
         assert kinds == {"DTensor"}
-        assert parts == {ExpandedTensor}
+        assert parts == {"ExpandedTensor"}
         assert all(shapes)
 
 

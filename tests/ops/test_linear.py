@@ -164,7 +164,7 @@ def test__what_is_kept__is_codes():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         F.linear(x, w)
     assert [t.format for t in kept] == [E4M3FN, E4M3FN]
-    assert all(t.decoded is None for t in kept)
+    assert all(t.memo.decoded is None for t in kept)
 
 
 def test__a_write_into_the_weight__leaves_the_codes_alone():

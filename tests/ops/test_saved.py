@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import scaledtensor as sct
 from scaledtensor.errors import UnsupportedError
 from scaledtensor.recipes import Unit
+from scaledtensor.tensors.memo import NOTHING
 
 SAVED, PLAIN = Unit(saved="e4m3fn"), Unit()
 E4M3 = 2.0**-4
@@ -200,7 +201,7 @@ def test__without_gradients__nothing_is_copied(case, mode):
         got = case.f(*made)
         want = case.f(*activations(PLAIN, case.operands)[1])
     assert torch.equal(got.qdata, want.qdata)
-    assert all(x.copies is None for x in made)
+    assert all(x.memo.copies is None for x in made)
 
 
 # --- copies ----------------------------------------------------------------------------------
@@ -270,19 +271,19 @@ def test__a_tensor_of_two_operators__is_kept_once__and_again_where_it_has_change
 
     _, (x,) = activations(SAVED, 1)
     out = F.gelu(x) + F.layer_norm(x, (64,)) + x * x
-    assert all(part() is not None for part in x.copies[2:])
+    assert all(part() is not None for part in x.memo.copies[2:])
     del out
-    assert all(part() is None for part in x.copies[2:]), "a copy that nothing needs stays alive"
+    assert all(part() is None for part in x.memo.copies[2:]), "a copy that nothing needs stays alive"
 
-    first, x.copies = x.copies, None
+    first, x.memo = x.memo.copies, NOTHING
     with torch.no_grad():
         F.gelu(x)
-        assert x.copies is None
+        assert x.memo.copies is None
     y = F.gelu(x)
     with torch.no_grad():
         x.mul_(2)
     z = F.layer_norm(x, (64,))
-    assert x.copies[1] != first[1]
+    assert x.memo.copies[1] != first[1]
     del y, z
 
 
@@ -294,7 +295,7 @@ def test__parameters_and_numbers_a_row__are_kept_as_they_are():
         _, found = kept(run)
         wide = [t for _, t in found.values() if t.itemsize > 1 and t.numel() > 1]
         assert all(t.numel() <= 64 for t in wide)
-        assert weight.copies is None
+        assert weight.memo.copies is None
 
 
 def test__an_expanded_factor__is_copied_as_what_it_holds():
