@@ -1,4 +1,5 @@
-"""The one module that touches private torch names, each with the reason it cannot be avoided."""
+"""The private names of torch that this library uses, each with the reason for its use. Apart from
+`scales/_inductor.py`, no other module uses private names."""
 
 import contextlib
 import math
@@ -11,16 +12,16 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-# What stands for a tensor while shapes are worked out: whoever counts has to tell it from a real
-# one.
+# The class of tensors without data, which stand for real tensors in tracing. Code that counts has
+# to tell the two apart.
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses import FakeTensor as FakeTensor
 from torch.autograd.graph import get_gradient_edge
 from torch.optim import optimizer
 from torch.utils import checkpoint
 
-# What sees every operator of a thread, those that C++ calls included. torch documents it by its own
-# tools (`torch.utils.flop_counter`), and has no public name for it.
+# A mode that sees every operator of a thread, also operators that C++ calls. torch documents it by
+# its own tools (`torch.utils.flop_counter`), and has no public name for it.
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -29,7 +30,6 @@ __all__ = [
     "DispatchMode",
     "FakeTensor",
     "coerce_plain_tangents",
-    "compute_capability",
     "constant_if_compiled",
     "disable_torch_function",
     "error_on_graph_break",
@@ -61,6 +61,7 @@ __all__ = [
     "scaled_mm",
     "swap",
     "uncompiled",
+    "uncompiled_calls",
     "without_function_modes",
     "without_torch_function",
     "without_weak_references",
@@ -70,19 +71,19 @@ __all__ = [
 # every wrapper subclass in torch itself uses this guard, and Dynamo understands it.
 disable_torch_function = torch._C.DisableTorchFunctionSubclass
 
-# The same around one call, (func, types, args, kwargs), without the context manager's 2 us: what
-# torch's own subclasses have as their `__torch_function__`.
+# The same for one call, (func, types, args, kwargs), without the 2 us of the context manager.
+# torch's own subclasses use it as their `__torch_function__`.
 without_torch_function: Any = torch._C._disabled_torch_function_impl
 
-
-# The spelling of `torch.nn.functional.grouped_mm` before it had one, which models still use.
+# The older, private name of `torch.nn.functional.grouped_mm`, which models still use.
 grouped_mm = torch._grouped_mm
 
 
 def make_wrapper(
     cls: type[Tensor], like: Tensor, dtype: torch.dtype, shape: Sequence[int] | None = None
 ) -> Any:
-    """A storage-less tensor of class `cls` with the geometry of `like`, or contiguous of `shape`.
+    """A tensor of class `cls` without storage: with the geometry of `like`, or contiguous and of
+    `shape`.
 
     `_make_wrapper_subclass` is the documented-by-example constructor of wrapper subclasses
     (torch/testing/_internal/two_tensor.py); there is no public spelling.
@@ -100,14 +101,15 @@ def make_wrapper(
 
 
 def make_sparse_wrapper(cls: type[Tensor], like: Tensor, dtype: torch.dtype) -> Any:
-    """The same in the layout `torch.sparse_coo`, of the shape of `like`: no places, no values."""
+    """A wrapper in the layout `torch.sparse_coo`, of the shape of `like`, without indices and
+    values."""
     return Tensor._make_wrapper_subclass(
         cls, like.shape, dtype=dtype, layout=torch.sparse_coo, device=like.device
     )
 
 
 def reshape_wrapper(op: torch._ops.OpOverload, x: Tensor, *args: Any, **kwargs: Any) -> None:
-    """Change the geometry of the wrapper alone by an operator such as `squeeze_` or `resize_`.
+    """Change the geometry of the wrapper alone, by an operator such as `squeeze_` or `resize_`.
 
     A wrapper's sizes cannot be assigned. torch's own subclasses run the operator on the wrapper
     with dispatch off in this way (`return_and_correct_aliasing`).
@@ -117,10 +119,10 @@ def reshape_wrapper(op: torch._ops.OpOverload, x: Tensor, *args: Any, **kwargs: 
 
 
 def functional_twin(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
-    """The functional ATen overload that an in-place or out= overload writes the result of.
+    """The functional ATen overload whose result an in-place or out= overload writes.
 
-    `aten::add_.Tensor` and `aten::add.out` -> `aten::add.Tensor`. Found by comparing schemas, since
-    overload names do not follow one rule. None when `func` mutates nothing or has no twin.
+    `aten::add_.Tensor` and `aten::add.out` -> `aten::add.Tensor`. The schemas are compared, since
+    overload names do not follow one rule. None if `func` mutates nothing or has no twin.
     """
     schema = func._schema
     if not schema.is_mutable:
@@ -147,16 +149,17 @@ def _inputs(schema: Any) -> Sequence[tuple[str, str]]:
 
 
 def foreach_copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """`target.copy_(source)` of each pair. What torch's own optimizers gather tensors with; the
-    public spelling is a loop, which takes twice as long for small tensors."""
+    """`target.copy_(source)` for each pair. torch's own optimizers use this operator. The public
+    way is a loop, which takes twice as long for small tensors."""
     if targets:
         torch._foreach_copy_(targets, sources)
 
 
 def foreach_increment(targets: list[Tensor]) -> None:
-    """`target += 1` of each, in one call as torch's own optimizers count their steps.
+    """`target += 1` for each target, in one call. torch's own optimizers count their steps so.
 
-    By a tensor: a number would be made one for each target, which takes four times as long.
+    The 1 is a tensor. torch would make a tensor of a number for each target, which takes four times
+    as long.
     """
     if targets:
         torch._foreach_add_(targets, torch.ones(()), alpha=1.0)
@@ -165,8 +168,8 @@ def foreach_increment(targets: list[Tensor]) -> None:
 def mark_rows_dynamic(tensors: Sequence[Tensor]) -> None:
     """Have `torch.compile` make one graph for any number of rows.
 
-    The public `torch._dynamo.mark_dynamic` is an error for what has one row, of which torch makes a
-    graph of its own.
+    The public `torch._dynamo.mark_dynamic` raises an error for a tensor of one row, since torch
+    makes a separate graph for it.
     """
     from torch._dynamo import maybe_mark_dynamic
 
@@ -177,8 +180,9 @@ def mark_rows_dynamic(tensors: Sequence[Tensor]) -> None:
 def fma(x: Tensor, y: Tensor | float, z: Tensor | float) -> Tensor:
     """x y + z of float32 in one rounding, for code that becomes Inductor's C++.
 
-    No public operator is that: `torch.addcmul` rounds twice there, and the option of Inductor that
-    contracts both does so in all of a function, in code that has to have eager's bits too.
+    No public operator does that: `torch.addcmul` rounds twice there. Inductor's option that
+    contracts a product and a sum affects all of a function, also code that needs the bits of eager
+    code.
     """
     from torch._inductor.inductor_prims import fma
 
@@ -190,7 +194,7 @@ def fma(x: Tensor, y: Tensor | float, z: Tensor | float) -> Tensor:
 def is_composite(func: torch._ops.OpOverload) -> bool:
     """Whether torch defines `func` by other operators, so that `func.decompose` runs it.
 
-    The dispatch keys are private; `OpOverload.decompose` alone answers only by running.
+    The dispatch keys are private. The public `OpOverload.decompose` answers only by running.
     """
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     return func.has_kernel_for_dispatch_key(key)
@@ -199,9 +203,10 @@ def is_composite(func: torch._ops.OpOverload) -> bool:
 def inlined(function: Any) -> Any:
     """A Python function of torch.nn.functional, without its own call of `__torch_function__`.
 
-    It makes that call once, for itself, and its caller then runs the body with `__torch_function__`
-    off: the matrix products inside would not be seen, and their operands not be cast. torch offers
-    no way to enter such a body, so this is the same code with the question answered by no.
+    The function makes that call once, for itself. Its caller then runs the body with
+    `__torch_function__` off, so that nothing would see the matrix products inside and cast their
+    operands. torch has no way to enter such a body. So this is the same code, in which
+    `has_torch_function` answers False.
     """
     world = function.__globals__ | {"has_torch_function": lambda tensors: False}
     body = FunctionType(function.__code__, world, function.__name__, function.__defaults__)
@@ -216,10 +221,10 @@ BODIES: dict[Any, Any] = {
 
 
 def log(n: float) -> float:
-    """Natural logarithm of a number, or of a size that a compiler keeps symbolic.
+    """Natural logarithm of a number, or of a symbolic size.
 
-    `math.log` would ask for the number and so fix the size: a graph for every length of a sequence.
-    `_sym_log2` is the only logarithm of such a size that torch has.
+    `math.log` would ask for the number, which fixes the size: one graph for each length of a
+    sequence. `_sym_log2` is torch's only logarithm of a symbolic size.
     """
     if isinstance(n, (torch.SymInt, torch.SymFloat)):
         return torch._sym_log2(n) * math.log(2)
@@ -227,10 +232,10 @@ def log(n: float) -> float:
 
 
 def memory_of(x: Tensor) -> int:
-    """A number that tensors have in common while they share memory: views of each other do.
+    """A number that identifies the memory of a tensor. Views of each other have the same number.
 
-    The public `data_ptr()` is zero for every tensor whose memory is not here, such as a wrapper's
-    or one on the meta device.
+    The public `data_ptr()` is zero for every tensor without memory of its own, such as a wrapper or
+    a tensor on the meta device.
     """
     number: int = x.untyped_storage()._cdata
     return number
@@ -240,26 +245,27 @@ def is_transforming() -> bool:
     """Whether this runs inside a transform of torch.func (grad, vjp, jvp, vmap), or in a level of
     forward-mode derivatives.
 
-    The transforms' wrappers hide the class of a tensor from Python, so that `__torch_function__`
-    sees some operands and not others; only below them does a ScaledTensor come out again. And an
-    operator from Python has no forward-mode derivative: torch would drop the tangent in silence.
-    torch asks both questions itself, under these names alone.
+    The wrappers of transforms hide the class of a tensor from Python, so `__torch_function__` sees
+    some operands and not others. ScaledTensors appear again below the wrappers. Operators that are
+    defined in Python have no forward-mode derivative: torch would drop the tangent silently. torch
+    has only these private names for both questions.
     """
     levels: int = torch.autograd.forward_ad._current_level
     return levels >= 0 or torch._C._are_functorch_transforms_active()
 
 
 def coerce_plain_tangents(into: type[Tensor], coerce: Callable[[Tensor, Any], Tensor]) -> None:
-    """Have the backward pass of compiled code take a plain gradient where its graph expects one of
-    class `into`: `coerce(gradient, context)`, with the context that `into` flattens to.
+    """Let the backward pass of compiled code take a plain gradient where its graph expects one of
+    class `into`. The gradient becomes `coerce(gradient, context)`, with the context that `into`
+    flattens to.
 
-    An output of compiled code is of class `into`, and so is the gradient that AOTAutograd traced
-    for it. What the user computes from that output decides the real one: `y.sum()` is plain and
-    sends a plain gradient, `y.backward(torch.ones(...))` gives one, and an output that the loss
-    does not read (the logits beside a loss) gets plain zeros. AOTAutograd asks the gradient itself
-    to be what the graph expects, by this method of its class; torch has no other place for it.
-    Without the method it raises an error, and where it answers None as well: so nothing changes for
-    other classes.
+    If an output of compiled code is of class `into`, AOTAutograd traces a gradient of that class.
+    The real gradient depends on the user's code: `y.sum()` is plain and sends a plain gradient,
+    `y.backward(torch.ones(...))` passes a plain one, and an output that the loss does not read (the
+    logits beside a loss) gets plain zeros. AOTAutograd then calls this method of the gradient's
+    class to convert it; torch has no other place for the conversion. If the class has no such
+    method, or the method returns None, AOTAutograd raises an error. So nothing changes for other
+    classes.
     """
 
     def answer(x: Tensor, context: Any, expected: type | None = None) -> Tensor | None:
@@ -273,19 +279,12 @@ def is_tracing(x: Tensor) -> bool:
     return type(x) is not Tensor and not isinstance(x, torch.nn.Parameter)
 
 
-def compute_capability(x: Tensor) -> tuple[int, int] | None:
-    """That of the CUDA device of `x`; None of any other device, and of AMD's."""
-    if not x.is_cuda or torch.version.hip is not None:
-        return None
-    return torch.cuda.get_device_capability(x.device)
-
-
 def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, fast: bool) -> Tensor:
-    """The product of FP8 matrices, `a` by rows and `b` by columns, under scales of which the shapes
-    tell what shares one; float32 sums, or `fast` ones, and one rounding to bfloat16.
+    """The product of FP8 matrices, `a` by rows and `b` by columns. The shapes of the scales say
+    which elements share a scale. Sums are float32, or `fast`, and rounded once to bfloat16.
 
-    The public `torch.nn.functional.scaled_mm` is lowered to this operator by torch.compile with
-    the scales of blocks laid out for itself, which differ.
+    torch.compile lowers the public `torch.nn.functional.scaled_mm` to this operator, but lays the
+    scales of blocks out differently.
     """
     product: Tensor = torch._scaled_mm(
         a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast
@@ -296,8 +295,8 @@ def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, fast: bool
 def scaled_grouped_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, fast: bool
 ) -> Tensor:
-    """The same for groups of rows, with a scale for each row and column. The public
-    `torch.nn.functional.scaled_grouped_mm` has no shape function, so that nothing compiles it."""
+    """`scaled_mm` for groups of rows, with a scale for each row and column. The public
+    `torch.nn.functional.scaled_grouped_mm` has no shape function, so it cannot be compiled."""
     product: Tensor = torch._scaled_grouped_mm(
         a, b, scale_a, scale_b, offs=offs, out_dtype=torch.bfloat16, use_fast_accum=fast
     )
@@ -308,12 +307,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def inlined_only(function: F) -> F:
-    """`function`, marked: `torch.compile` traces it as a part of what calls it, and never compiles
-    its frame by itself, nor those of what it calls.
+    """Mark `function`: `torch.compile` traces it as a part of its caller, and never compiles its
+    frame, or the frames of its callees, separately.
 
-    Dynamo tries to compile every Python frame that runs beside a graph that broke, those that torch
-    calls from C++ included. The strategy of a code object has the interpreter leave them alone, at
-    no cost to a call; there is no public name for it.
+    After a graph break Dynamo tries to compile every Python frame that runs, also frames that torch
+    calls from C++. The strategy of a code object tells the interpreter to leave the frame alone, at
+    no cost to a call. There is no public name for it.
     """
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
@@ -322,35 +321,33 @@ def inlined_only(function: F) -> F:
 
 
 def uncompiled(function: F, reason: str = "") -> F:
-    """`function`, marked: `torch.compile` leaves it, and all that it calls, to Python.
+    """Mark `function`: `torch.compile` leaves it, and all functions that it calls, to Python.
 
-    The public `torch.compiler.disable` imports Dynamo, which takes half as long as torch itself, at
-    each import of this library. It tells Dynamo the same by these attributes, and wraps the
-    function in one that switches Dynamo off; `inlined_only` does that at no cost to a call.
+    The public `torch.compiler.disable` would import Dynamo at each import of this library, which
+    takes half as long as torch itself. It sets the same attributes, and wraps the function in
+    another that switches Dynamo off. `inlined_only` does that at no cost to a call.
     """
     vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=reason or None)
     return inlined_only(function)
 
 
 def constant_if_compiled(function: F) -> F:
-    """`torch.compiler.assume_constant_result`, which imports Dynamo to set this attribute."""
+    """`torch.compiler.assume_constant_result`, without the import of Dynamo."""
     vars(function).update(_dynamo_marked_constant=True)
     return function
 
 
 def error_on_graph_break() -> Any:
-    """A context in which `torch.compile` fails, rather than go on, where it breaks the graph.
+    """A context in which a graph break of `torch.compile` is an error. The public `fullgraph=True`
+    does the same for a whole compilation; this context is for a region of our code."""
+    from torch._dynamo import error_on_graph_break
 
-    `fullgraph=True` is that of a whole compilation and the user's; this is of a region, and ours.
-    """
-    from torch._dynamo import error_on_graph_break as of
-
-    return of(True)
+    return error_on_graph_break(True)
 
 
 def is_watched() -> bool:
-    """Whether a mode, of functions or of operators, sees what this thread runs, or autocast changes
-    it. torch has no public way to ask for modes."""
+    """Whether a mode, of functions or of operators, sees the calls of this thread, or autocast
+    changes them. torch has no public way to ask for modes."""
     return bool(
         torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
@@ -359,15 +356,16 @@ def is_watched() -> bool:
 
 
 def is_within_backward() -> bool:
-    """Whether autograd is walking a graph on this thread: what runs forward then is recomputed."""
+    """Whether autograd is running a backward pass on this thread. A forward function that runs then
+    is being recomputed. torch has no public name for it."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def innermost_checkpoint() -> Any:
-    """What identifies the activation checkpoint that the caller runs in; None outside of any.
+    """An object that identifies the activation checkpoint that the caller runs in, or None.
 
-    A checkpoint says nothing of itself. One kind hooks the saving of tensors; the other, which
-    switches gradients off, shows in the stack alone.
+    torch has no public way to ask for it. One kind of checkpoint has hooks on saved tensors. The
+    other kind, which switches gradients off, is visible only in the stack.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is not None and hooks[0].__module__ == checkpoint.__name__:
@@ -382,8 +380,8 @@ def innermost_checkpoint() -> Any:
 
 @contextlib.contextmanager
 def without_function_modes() -> Iterator[None]:
-    """No function mode sees what runs here. Torch has a public way to enter modes, and none to
-    leave those of others for a while."""
+    """A context in which no function mode is active. torch has a public way to enter modes, and
+    none to leave the modes of other code for a while."""
     modes = [
         torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())
     ]
@@ -396,15 +394,15 @@ def without_function_modes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def outside_modes() -> Iterator[None]:
-    """No dispatch mode and no transform of `torch.func` sees what runs here either: a tensor made
-    here is a real one, also while another is being traced. torch has no public way to do that."""
+    """A context without function modes, dispatch modes and transforms of `torch.func`. A tensor
+    that is made here is a real one, also during tracing. torch has no public way to do that."""
     with without_function_modes(), _disable_current_modes(), temporarily_clear_interpreter_stack():
         yield
 
 
 def uncompiled_calls() -> contextlib.AbstractContextManager[None]:
-    """Within it, what is compiled runs as the Python that it was made of. The public function that
-    does it loads Dynamo, without which nothing is compiled."""
+    """A context in which compiled code runs as Python. The public function for it loads Dynamo; if
+    Dynamo is not loaded, no code is compiled."""
     if "torch._dynamo" not in sys.modules:
         return contextlib.nullcontext()
     forced: contextlib.AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
@@ -412,8 +410,8 @@ def uncompiled_calls() -> contextlib.AbstractContextManager[None]:
 
 
 def is_within_step() -> bool:
-    """Whether some thread is in the step of an optimizer, which iterates over the hooks of steps:
-    an error if there come to be fewer of them meanwhile. torch says so nowhere but in the stack."""
+    """Whether some thread is in the step of an optimizer. The step iterates over its hooks, so
+    removing a hook meanwhile would be an error. torch shows it only in the stack."""
     for frame in sys._current_frames().values():
         at: FrameType | None = frame
         while at is not None:
@@ -424,12 +422,12 @@ def is_within_step() -> bool:
 
 
 def holder_of(x: Tensor) -> Literal["weak reference", "hook", "tensor"] | None:
-    """What keeps `swap` from a leaf; None where nothing does.
+    """The kind of holder that prevents a `swap` of `x`; None if there is none.
 
-    `torch.utils.swap_tensors` asks for the number of references from C++ as well. It takes a second
-    one where the node that accumulates a gradient has it: that of a graph which is kept, mostly one
-    whose backward pass has run, as `loss` is in a loop. It does not ask whether somebody has hooks
-    at that node, which would never be called again.
+    `torch.utils.swap_tensors` also counts the references from C++. It allows a second reference if
+    the node that accumulates the gradient holds it. Such a node belongs to a graph that is kept,
+    mostly one whose backward pass has run, like the graph of `loss` in a loop. `swap_tensors` does
+    not ask for hooks at that node, which would never be called again.
     """
     if weakref.getweakrefs(x):
         return "weak reference"
@@ -437,14 +435,14 @@ def holder_of(x: Tensor) -> Literal["weak reference", "hook", "tensor"] | None:
         return None
     if not (x.is_leaf and x.requires_grad):
         return "tensor"
-    node = get_gradient_edge(x).node  # made, and counted, if it was not there
+    node = get_gradient_edge(x).node  # this makes the node, which then holds `x`, if it is missing
     if x._use_count() != 2:  # type: ignore[attr-defined]
         return "tensor"
     return "hook" if _has_hooks(node) else None
 
 
 def _has_hooks(node: Any) -> bool:
-    """Whether Python has hooks at a node of a graph. torch tells those who register one."""
+    """Whether Python has hooks at a node of a graph. Registering a hook shows the others."""
     found = False
     for register in (node.register_hook, node.register_prehook):
         handle = register(lambda *_: None)
@@ -455,8 +453,8 @@ def _has_hooks(node: Any) -> bool:
 
 @contextlib.contextmanager
 def without_weak_references(model: torch.nn.Module) -> Iterator[None]:
-    """Recurrent layers keep weak references to their parameters, which `swap` does not take. Their
-    own `_apply` puts these aside in the same way."""
+    """A context in which recurrent layers keep no weak references to their parameters, which would
+    prevent a `swap`. Their own `_apply` drops the references in the same way."""
     layers = [m for m in model.modules() if isinstance(m, torch.nn.RNNBase)]
     for layer in layers:
         layer._flat_weight_refs = []
@@ -470,9 +468,10 @@ def without_weak_references(model: torch.nn.Module) -> Iterator[None]:
 
 
 def swap(x: Tensor, new: Tensor, stale: Callable[[], Exception]) -> None:
-    """Let `x`, which nothing holds (`holder_of`), be what `new` is. The backward pass of an earlier
-    graph with `x` in it, which would accumulate a gradient where nobody looks, raises `stale()`;
-    torch would tell of a module's `.half()` there.
+    """Swap the contents of `x`, which nothing holds (`holder_of`), and `new`.
+
+    The backward pass of an earlier graph with `x` in it would accumulate a gradient that nothing
+    reads. It raises `stale()` instead; the error of torch would blame a module's `.half()`.
     """
     if x._use_count() > 1:  # type: ignore[attr-defined]
 
@@ -484,14 +483,15 @@ def swap(x: Tensor, new: Tensor, stale: Callable[[], Exception]) -> None:
 
 
 def local_part(x: Any) -> Tensor:
-    """What this rank holds of a DTensor, the object itself.
+    """The local part of a DTensor: the object itself, which has attributes of its own.
 
-    `to_local` makes a new view of a parameter; what is known of a part stays with the part.
+    The public `to_local` makes a new view of a parameter.
     """
     part: Tensor = x._local_tensor
     return part
 
 
 def process_group_named(name: str) -> Any:
-    """The process group that a functional collective was given by name; torch asks so itself."""
+    """The process group of this name. Functional collectives name their group, and torch itself
+    finds the group by this function."""
     return torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Which code this is: its version, and a digest of its text."""
+"""The version of this code, and a digest of its text."""
 
 import hashlib
 from functools import cache
@@ -11,11 +11,12 @@ __version__ = "0.1.0"
 
 @cache
 def source_digest() -> str:
-    """A digest of the code that traces and calculates, by which compilers know what they kept."""
+    """A digest of the source code that runs in compiled code. Caches of compilers contain it, so
+    that they never serve results of another version."""
     digest = hashlib.blake2b(__version__.encode(), digest_size=16)
     package = Path(__file__).resolve().parent
     files = list(package.glob("*.py"))
-    for room in ("formats", "scales", "recipes", "tensors", "ops", "models"):
+    for room in ("backends", "formats", "scales", "recipes", "tensors", "ops", "models"):
         files += (package / room).rglob("*.py")
     for path in sorted(files):
         digest.update(path.read_bytes())

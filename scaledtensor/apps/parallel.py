@@ -24,7 +24,8 @@ from scaledtensor.apps.checkpoint import compare, identity
 from scaledtensor.apps.commands.train import KINDS
 from scaledtensor.apps.gpt import GPT, GPTConfig
 from scaledtensor.apps.training import Alone, Trainer
-from scaledtensor.checkpoint.codec import checked_tensor, is_count, need
+from scaledtensor.backends import backend_of
+from scaledtensor.checkpoint.files import check_random_state, is_count, need
 from scaledtensor.distributed import (
     ColwiseParallel,
     FP8State,
@@ -139,7 +140,7 @@ def start(args: argparse.Namespace, config: GPTConfig) -> Parallel:
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    backend = args.backend or ("nccl" if device.type == "cuda" else "gloo")
+    backend = args.backend or (backend_of(device).collectives)
     known = sorted(name for name in dist.Backend.backend_list if dist.is_backend_available(name))
     if not dist.is_backend_available(backend):
         raise DistributedError(
@@ -232,7 +233,7 @@ def load(trainer: Trainer, folder: Path) -> Path:
     compare(path, need(where, extra, "identity", dict, "a table of settings"), identity(trainer))
     if not is_count(need(where, extra, "step", int, "a whole number")):
         raise CheckpointError(f"{where} is damaged: its field 'step' is {extra['step']}")
-    checked_tensor(where, extra, "batches", torch.Generator().set_state)
+    check_random_state(where, extra, "batches", torch.Generator().set_state)
     found = checkpoint.load(path, trainer.model, trainer.optimizer)
     trainer.batches.set_state(found.extra["batches"].cpu())
     trainer.steps_done = found.extra["step"]

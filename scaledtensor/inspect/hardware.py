@@ -1,7 +1,7 @@
-"""hardware: what this machine multiplies fast, and what each recipe will run on.
+"""hardware: the dtype that this machine multiplies fast, and the units that each recipe runs on.
 
-The decisions are made elsewhere, in `ops.products` (the dtype of emulated products) and
-`ops.hardware` (what FP8 units take); here they are asked and written down.
+`scaledtensor.backends` and `ops.products.dtype` make the decisions. This module asks for them and
+prints a table.
 """
 
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 
 from scaledtensor import native
-from scaledtensor.ops.products import dtype as products
-from scaledtensor.ops.products.cuda import obstacle_of_casts
-from scaledtensor.ops.products.quantize import is_exact
+from scaledtensor.backends import BACKENDS, Backend, Units
+from scaledtensor.ops.products.dtype import choice
+from scaledtensor.ops.products.quantize import is_exact, sharing
 from scaledtensor.recipes import Recipe
 from scaledtensor.recipes import get as get_recipe
 from scaledtensor.recipes.base import RECIPES
@@ -30,11 +30,11 @@ class Product(NamedTuple):
     product: str
     """"forward", "dgrad" or "wgrad"."""
     casts: str
-    """How its operands are cast; "-" stands for an operand that is not."""
+    """The casts of its operands; "-" stands for an operand without a cast."""
     runs_on: str
     """"FP8 units", "float32" or "bfloat16"."""
     reason: str
-    """Why FP8 units do not take the product; empty where they do, and on a CPU."""
+    """Why FP8 units do not take the product; empty if they do, and if the device has none."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class Device:
     device: torch.device
     name: str
     dtype: torch.dtype
-    """What emulated products are computed in."""
+    """The dtype of emulated products."""
     reason: str
-    """What that was decided by."""
+    """The reason for that dtype."""
     products: tuple[Product, ...]
     casts: str
     """How eager casts run."""
@@ -54,7 +54,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What was found. `str()` is the table."""
+    """The devices of this machine. `str()` is the table."""
 
     torch: str
     """The version of torch."""
@@ -77,57 +77,45 @@ class Hardware:
 
 
 def hardware(recipes: Sequence[Recipe | str] | None = None) -> Hardware:
-    """What this machine multiplies fast, and what each recipe will run on: CPU and CUDA devices.
+    """Report which dtype this machine multiplies fast, and what each recipe runs on.
 
-    An 8-bit product runs on the FP8 units of a CUDA device where they take it. Elsewhere it is
-    emulated by a product of the same values, in bfloat16 where the device multiplies that fast and
-    it is exact, and in float32 where not. Both are exact, and results are rounded to the activation
-    format in either case. `scaledtensor.products_in` and the environment variable
-    SCALEDTENSOR_PRODUCTS override the dtype.
+    An 8-bit product runs on the FP8 units of a device if they take it. Otherwise it is emulated:
+    the same values are multiplied in bfloat16 if that is exact and the device multiplies bfloat16
+    fast, and else in float32. Both are exact, and results are rounded to the activation format in
+    either case. `scaledtensor.products_in` and the environment variable SCALEDTENSOR_PRODUCTS
+    override the dtype.
 
     Args:
-        recipes: recipes or their names; None is every recipe that has a name, with its defaults.
+        recipes: Recipes or their names; None stands for every recipe that has a name, with its
+            defaults.
 
     Raises:
-        RecipeError: no recipe has that name.
-        HardwareError: SCALEDTENSOR_PRODUCTS is none of "auto", "bfloat16" and "float32".
+        RecipeError: No recipe has that name.
+        HardwareError: SCALEDTENSOR_PRODUCTS is not "auto", "bfloat16" or "float32".
     """
     known = list(RECIPES) if recipes is None else recipes
     chosen = [get_recipe(recipe) for recipe in known]
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(count))]
-    return Hardware(torch.__version__, tuple(_device(d, chosen) for d in devices))
+    devices = (_device(b, d, chosen) for b in BACKENDS.values() for d in b.devices())
+    return Hardware(torch.__version__, tuple(devices))
 
 
-def _device(device: torch.device, recipes: Sequence[Recipe]) -> Device:
-    dtype, reason = products.choice(device)
-    held: tuple[int, int] | None = None
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        if torch.version.hip is None:
-            held = torch.cuda.get_device_capability(device)
-            name += f", compute capability {held[0]}.{held[1]}"
-    else:
-        facts = torch.cpu.get_capabilities()
-        model = facts.get("cpu_name") or facts.get("architecture") or "CPU"
-        capability = torch.backends.cpu.get_cpu_capability()
-        name = f"{model}, {capability}, {torch.get_num_threads()} threads"
-    found = (_product(r, gemm, held, dtype) for r in recipes for gemm in GEMMS)
-    casts = native.status() if device.type == "cpu" else "casts are PyTorch operators"
-    return Device(device, name, dtype, reason, tuple(found), casts)
+def _device(backend: Backend, device: torch.device, recipes: Sequence[Recipe]) -> Device:
+    dtype, reason = choice(device)
+    units = None if backend.units is None else backend.units(device)
+    found = (_product(r, gemm, units, dtype) for r in recipes for gemm in GEMMS)
+    casts = native.status() if backend.host else "casts are PyTorch operators"
+    return Device(device, backend.describe(device), dtype, reason, tuple(found), casts)
 
 
-def _product(
-    recipe: Recipe, name: str, held: tuple[int, int] | None, dtype: torch.dtype
-) -> Product:
+def _product(recipe: Recipe, name: str, units: Units | None, dtype: torch.dtype) -> Product:
     gemm: Gemm = getattr(recipe.gemms, name)
     left, right = gemm.left, gemm.right
     reason = ""
-    if held is not None:
+    if units is not None:
         if left is None or right is None or max(left.format.bits, right.format.bits) > 8:
             reason = "not all operands are cast to 8 bits or fewer"
         else:
-            reason = obstacle_of_casts(left, right, held) or ""
+            reason = units.obstacle_of_casts(sharing(left), sharing(right)) or ""
         if not reason:
             return Product(recipe.name, name, str(gemm), "FP8 units", "")
     exact = all(_is_bfloat16(x, dim, recipe) for x, dim in ((left, -1), (right, -2)))
@@ -137,7 +125,7 @@ def _product(
 
 
 def _is_bfloat16(cast: Cast | None, dim: int, recipe: Recipe) -> bool:
-    """Whether the operand can be a bfloat16 one."""
+    """Whether bfloat16 holds the operand."""
     if cast is None:
         return recipe.activation.storage_dtype == torch.bfloat16
     if cast.format.bits > 8:

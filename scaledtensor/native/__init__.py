@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from scaledtensor import _torch
+from scaledtensor.backends import backend_of
 
 __all__ = ["WORTH_IT", "built", "left_out", "library", "status", "takes"]
 
@@ -51,7 +52,7 @@ def takes(x: Tensor) -> bool:
     enough of it to build the library for."""
     return (
         type(x) is Tensor
-        and x.is_cpu
+        and backend_of(x).host
         and (_found is not None or x.numel() >= WORTH_IT)
         and not _torch.is_transforming()
         and library() is not None

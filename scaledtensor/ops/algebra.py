@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from scaledtensor import _torch
+from scaledtensor.backends import backend_of
 from scaledtensor.errors import DTypeMismatchError, UnsupportedError
 from scaledtensor.formats import Format, decode
 from scaledtensor.ops.products.dtype import product_dtype
@@ -334,7 +335,7 @@ def gaussian_rms(name: str, rms: Tensor, *parameters: float, nonnegative: bool =
     0-dim float32 in and out. Zero only where `rms` is zero and the function vanishes there.
     """
     numbers = tuple(float(p) for p in parameters)
-    if type(rms) is Tensor and rms.is_cpu and not torch.compiler.is_compiling():
+    if type(rms) is Tensor and backend_of(rms).host and not torch.compiler.is_compiling():
         number = _remembered(rms.item(), name, numbers, nonnegative)
         return torch.scalar_tensor(number, dtype=torch.float32)
     result: Tensor = torch.ops.scaledtensor.gaussian_rms(rms, name, numbers, nonnegative)
@@ -347,7 +348,7 @@ LIBRARY.define(  # type: ignore[no-untyped-call]
 
 
 def _compute(rms: Tensor, name: str, parameters: list[float], nonnegative: bool) -> Tensor:
-    if rms.is_cpu:
+    if backend_of(rms).host:
         number = _remembered(rms.item(), name, tuple(parameters), nonnegative)
         return torch.scalar_tensor(number, dtype=torch.float32)
     return _integral(rms, name, parameters, nonnegative)

@@ -62,6 +62,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from scaledtensor.backends import backend_of
 from scaledtensor.formats import FP32
 from scaledtensor.ops.algebra import saved_format, value
 from scaledtensor.ops.copies import is_worth_it, keep, keep_sign, kept
@@ -126,6 +127,7 @@ def _rms_norm_backward(
     )
 
 
+_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 _flash = aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -252,7 +254,7 @@ def _attention(
 def _fits_flash(x: Any, query: Tensor) -> bool:
     return (
         isinstance(x, ScaledTensor)
-        and x.device.type == "cpu"
+        and backend_of(x.qdata).flash(x.qdata.device) == _FLASH
         and x.dim() == 4
         and x.numel() > 0
         and x.shape[:2] == query.shape[:2]
@@ -266,10 +268,11 @@ def _fits_flash(x: Any, query: Tensor) -> bool:
 def _composed_rms_norm(
     x: ScaledTensor, shape: Any, weight: Any = None, eps: float | None = None
 ) -> Any:
-    """r = r_gamma. On a CPU torch composes this norm of parts that round in between, and so does
-    this rule."""
+    """r = r_gamma. Without a fused kernel torch composes this norm of parts that round in between,
+    and so does this rule."""
     fused = aten._fused_rms_norm.default
-    run = fused.decompose if x.device.type == "cpu" else RULES[fused].function
+    fuses = backend_of(x.qdata).fused_rms_norm
+    run = RULES[fused].function if fuses else fused.decompose
     return run(x, shape, weight, eps)[0]
 
 

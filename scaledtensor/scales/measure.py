@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from scaledtensor import _torch
+from scaledtensor.backends import backend_of
 from scaledtensor.formats import Format
 from scaledtensor.formats.tensors import pieces
 from scaledtensor.scales import _inductor
@@ -70,7 +71,7 @@ def _finite_norm(x: Tensor) -> float | None:
     Reading costs nothing on a CPU, outside of tracing and of transforms. The norm makes a copy in
     float64, so it is taken of pieces.
     """
-    if type(x) is not Tensor or not x.is_cpu or _torch.is_transforming():
+    if type(x) is not Tensor or not backend_of(x).host or _torch.is_transforming():
         return None
     norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in pieces(x)]
     norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))

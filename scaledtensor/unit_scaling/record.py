@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from scaledtensor import _torch
+from scaledtensor.backends import backend_of
 from scaledtensor.functional.spellings import COUNTERPARTS
 from scaledtensor.models.interpose import ENTERED
 from scaledtensor.unit_scaling.plan import NAMES, is_counted
@@ -258,7 +259,7 @@ def _overwritten(x: Tensor, written: Tensor, layout: Layout, by: Layout) -> Tens
 @contextlib.contextmanager
 def left_alone(module: nn.Module) -> Iterator[None]:
     """Running `module` here changes no buffer, no generator and no mode of autograd."""
-    devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
+    devices = {p.device for p in module.parameters() if backend_of(p).own_generator}
     saved = [(b, b.detach().clone()) for b in module.buffers()]
     with torch.random.fork_rng(devices=sorted(devices, key=str)), torch.no_grad():
         try:

@@ -7,6 +7,7 @@ the operator for a CPU too, it runs as well.
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,10 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import scaledtensor as sct
-from scaledtensor import _torch
+from scaledtensor import _torch, backends
+from scaledtensor.backends.cuda import FP8Units
 from scaledtensor.errors import RecipeError, RecipeWarning
 from scaledtensor.formats import E8M0FNU, decode
-from scaledtensor.ops.products import cuda
+from scaledtensor.ops.products import dtype
 from scaledtensor.recipes import (
     MXFP8,
     NVFP4,
@@ -148,10 +150,11 @@ def units(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int]], Units]
 
     def give(capability: tuple[int, int]) -> Units:
         made = Units(capability)
-        monkeypatch.setattr(_torch, "compute_capability", lambda x: capability)
+        cpu = replace(backends.CPU, units=lambda device: FP8Units(capability))
+        monkeypatch.setattr(backends, "CPU", cpu)
         monkeypatch.setattr(_torch, "scaled_mm", made.scaled_mm)
         monkeypatch.setattr(_torch, "scaled_grouped_mm", made.scaled_grouped_mm)
-        monkeypatch.setattr(cuda, "_told", set())
+        monkeypatch.setattr(dtype, "_told", set())
         return made
 
     return give

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import scaledtensor as sct
-from scaledtensor import _torch
+from scaledtensor import _torch, backends
 from scaledtensor.__main__ import main
+from scaledtensor.backends import cpu
 from scaledtensor.errors import HardwareError
 from scaledtensor.ops.algebra import elements
 from scaledtensor.ops.products import dtype as products
@@ -58,7 +59,7 @@ ALONE = {"avx512_bf16": True}
 def test__an_x86_cpu__multiplies_bfloat16_where_it_has_units(
     facts, capability, environment, dtype, word
 ):
-    found = products._of_x86(facts, capability, environment)
+    found = cpu._of_x86(facts, capability, environment)
     assert found.dtype == dtype
     assert word in found.reason
 
@@ -67,22 +68,22 @@ def test__avx512_bf16_without_amx_of_an_unknown_make__is_measured(monkeypatch):
     # A Xeon with a virtual machine that hides AMX multiplies bfloat16 half as fast as float32, and
     # an EPYC multiplies it twice as fast. Both report avx512_bf16.
     facts = {"architecture": "x86_64", "avx512_bf16": True}
-    assert products._of_x86(facts, "AVX512", {}) is None
+    assert cpu._of_x86(facts, "AVX512", {}) is None
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: facts)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", products.VARIABLE):
         monkeypatch.delenv(name, raising=False)
     for seconds, dtype in [((1.9, 1.0), torch.float32), ((0.4, 1.0), torch.bfloat16)]:
-        monkeypatch.setattr(products, "_probed", lambda seconds=seconds: seconds)
+        monkeypatch.setattr(cpu, "_probed", lambda seconds=seconds: seconds)
         monkeypatch.setattr(products, "_choices", {})
         assert products.choice(CPU).dtype == dtype
         assert "AVX512_BF16 without AMX" in products.choice(CPU).reason
 
 
 def test__other_cpus__are_measured():
-    assert products._of_probe(1.0, 2.0).dtype == torch.bfloat16
-    assert products._of_probe(2.0, 1.0).dtype == torch.float32
-    seconds = products._probed()
+    assert cpu._of_probe(1.0, 2.0).dtype == torch.bfloat16
+    assert cpu._of_probe(2.0, 1.0).dtype == torch.float32
+    seconds = cpu._probed()
     assert all(0 < s < 60 for s in seconds)
 
 
@@ -103,7 +104,7 @@ def test__the_probe__runs_inside_a_tracer(monkeypatch):
 def test__a_cuda_device__multiplies_bfloat16_where_it_has_units(monkeypatch, capability, dtype):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", None)
-    assert products._of_cuda(torch.device("cuda", 0)).dtype == dtype
+    assert backends.CUDA.products(torch.device("cuda", 0)).dtype == dtype
 
 
 def test__products_in__is_a_setting_and_a_context():

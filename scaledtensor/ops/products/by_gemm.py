@@ -23,13 +23,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scaledtensor import _torch
+from scaledtensor.backends import Codes, units_of
 from scaledtensor.formats import pack, unpack
 from scaledtensor.formats.format import Format
 from scaledtensor.ops.algebra import check_dtypes, elements
-from scaledtensor.ops.products import cuda
-from scaledtensor.ops.products.dtype import multiplied
-from scaledtensor.ops.products.quantize import Coded, factors, mixed, quantized
+from scaledtensor.ops.products.dtype import multiplied, warn_of_emulation
+from scaledtensor.ops.products.quantize import Coded, factors, mixed, quantized, sharing
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.recipes import Recipe
 from scaledtensor.recipes.casts import HADAMARD, Cast, Gemm, parsed_cast, parsed_gemms
@@ -158,7 +157,7 @@ def keep(x: ScaledTensor, cast: str, dim: int, hadamard: bool) -> list[Tensor]:
     """An operand as the backward pass will read it: codes, packed, and scales."""
     coded = _coded(x, parsed_cast(cast), dim, hadamard)
     codes = coded.codes
-    if dim == -2 and _torch.compute_capability(codes) is not None:
+    if dim == -2 and units_of(codes) is not None:
         codes = codes.mT.contiguous().mT  # the rows that wgrad reads: made in the kernel that casts
     packed = pack(codes, parsed_cast(cast).format)
     return [packed, coded.scale] if coded.whole is None else [packed, coded.scale, coded.whole]
@@ -272,21 +271,22 @@ def _by_units(left: Side, right: Side, ratio: Tensor, fast: bool) -> Tensor | No
     they do not."""
     if not (isinstance(left.held, Coded) and isinstance(right.held, Coded)):
         return None
-    if _torch.compute_capability(left.held.codes) is None:
+    units = units_of(left.held.codes)
+    if units is None:
         return None
     cast_a, cast_b = typing.cast(Cast, left.cast), typing.cast(Cast, right.cast)
     if cast_a.format.bits > 8 or cast_b.format.bits > 8:
         return None
-    a, b = _turned(left, -1), _turned(right, -2)
-    reason = cuda.obstacle(a, cast_a, b, cast_b)
+    a, b = _turned(left, cast_a, -1), _turned(right, cast_b, -2)
+    reason = units.obstacle(a, b)
     if reason is not None:
-        cuda.told(reason)
+        warn_of_emulation(reason)
         return None
-    return cuda.multiply(a, cast_a, b, cast_b, ratio, fast)
+    return units.multiply(a, b, ratio, fast)
 
 
-def _turned(side: Side, dim: int) -> Coded:
-    codes, scale, whole = typing.cast(Coded, side.held)
-    if side.dim == dim:
-        return Coded(codes, scale, whole)
-    return Coded(codes.mT, scale.mT if scale.dim() > 1 else scale, whole)
+def _turned(side: Side, cast: Cast, dim: int) -> Codes:
+    codes, scale, _ = typing.cast(Coded, side.held)
+    if side.dim != dim:
+        codes, scale = codes.mT, scale.mT if scale.dim() > 1 else scale
+    return Codes(codes, scale, sharing(cast))

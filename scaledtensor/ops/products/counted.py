@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from scaledtensor import _torch
+from scaledtensor.backends import backend_of
 from scaledtensor.formats import get as get_format
 from scaledtensor.ops.algebra import elements
 from scaledtensor.ops.products import sites
@@ -114,7 +115,7 @@ def counted(x: ScaledTensor, factors: Tensor, role: int, trains: bool, rows: boo
 def _as_read(x: ScaledTensor, rows: bool) -> Tensor:
     """The elements as the product reads them. Elements in another form would be written to memory
     for the operator alone."""
-    if not x.qdata.is_cpu:
+    if not backend_of(x.qdata).writes_cpp:
         return x.qdata
     held = typing.cast(ScaledTensor, x.flatten(0, -2)) if rows else x
     return elements(held).to(product_dtype(x.device))
@@ -168,4 +169,4 @@ def _count_fake(
 
 def _is_captured(x: Tensor) -> bool:
     """Whether a CUDA graph is being recorded, in which nothing may be read."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+    return backend_of(x).is_capturing()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from scaledtensor import _torch
+from scaledtensor.backends import units_of
 from scaledtensor.formats import BF16, FP32, Format, from_dtype
 from scaledtensor.formats.rounding import encode_with_values, rounded_values
 from scaledtensor.native.elements import rounded_rows
@@ -55,7 +56,7 @@ def serves(x: Any, weight: Any) -> bool:
         and x.shape[-1] == weight.shape[-1]
         and x.qdata.is_contiguous()
         and weight.qdata.is_contiguous()
-        and _torch.compute_capability(x.qdata) is None
+        and units_of(x.qdata) is None
     )
 
 

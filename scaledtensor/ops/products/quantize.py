@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from scaledtensor.backends import Sharing, backend_of
 from scaledtensor.formats import (
     E8M0FNU,
     Format,
@@ -54,6 +55,7 @@ __all__ = [
     "quantized",
     "recoded",
     "rounding_options",
+    "sharing",
 ]
 
 
@@ -79,7 +81,7 @@ def quantize(x: ScaledTensor, cast: str) -> ScaledTensor:
 def recoded(x: ScaledTensor, codes: Tensor, scale: Tensor, fmt: Format) -> ScaledTensor:
     """`x` with its elements cast to `codes` in `fmt` under `scale`."""
     out = ScaledTensor.make(codes, scale, x.rms.clone(), fmt, x.dtype, x.recipe, x.nonnegative)
-    if codes.dtype.itemsize == 1 and codes.is_cpu and torch.compiler.is_compiling():
+    if codes.dtype.itemsize == 1 and backend_of(codes).writes_cpp and torch.compiler.is_compiling():
         note(out, decoded=decode(codes, fmt, torch.bfloat16))
     return out
 
@@ -162,6 +164,16 @@ def granularity(cast: Cast, dim: int) -> PerTensor | PerBlock:
         return PerTensor()
     rows, columns = (across, along) if dim == -1 else (along, across)
     return PerBlock((rows or -1, columns or -1))
+
+
+def sharing(cast: Cast) -> Sharing:
+    """Return the facts about a cast that FP8 units ask for."""
+    scales = torch.float32
+    if isinstance(cast.scale, Microscale):
+        scales = torch.float8_e8m0fnu
+    elif isinstance(cast.scale, TwoLevel):
+        scales = torch.float8_e4m3fn
+    return Sharing(cast.block, cast.format.storage_dtype, scales, str(cast))
 
 
 def factors(coded: Coded, cast: Cast, dim: int) -> tuple[Tensor, Tensor | None]:

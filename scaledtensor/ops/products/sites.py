@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from scaledtensor import _torch
+from scaledtensor.backends import backend_of
 from scaledtensor.errors import SaturationWarning
 from scaledtensor.formats import Format
 from scaledtensor.ops.algebra import elements
@@ -390,4 +391,4 @@ def _is_real(weight: ScaledTensor) -> bool:
     """Whether there are numbers to read: not while code is compiled, exported or transformed."""
     if torch.compiler.is_compiling() or _torch.is_tracing(weight.qdata):
         return False
-    return weight.device.type != "meta"
+    return backend_of(weight.qdata).has_elements

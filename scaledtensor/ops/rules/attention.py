@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scaledtensor import _torch
+from scaledtensor.backends import backend_of
 from scaledtensor.formats import BF16
 from scaledtensor.ops.algebra import Side, bounded_square, elements, first_scaled, measured, side
 from scaledtensor.ops.operators import aten
@@ -101,8 +101,8 @@ def _is_half(x: Any) -> bool:
     kernel."""
     if not isinstance(x, ScaledTensor) or x.format is not BF16 or x.dim() != 4:
         return False
-    capability = _torch.compute_capability(x.qdata)
-    return capability is not None and capability >= (8, 0) and x.stride(-1) == 1
+    flash = backend_of(x.qdata).flash(x.qdata.device)
+    return flash == "_scaled_dot_product_flash_attention" and x.stride(-1) == 1
 
 
 def _folded(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any, list[Tensor]]:
@@ -115,7 +115,7 @@ def _folded(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any, list[Tensor]]:
     like = first_scaled(q, k, v)
     sides = [side(x, like) for x in (q, k, v)]
     a, b, c = sides
-    half = not a.q.is_cpu and all(x.q.dtype is torch.bfloat16 for x in sides)
+    half = not backend_of(a.q).float32_attention and all(x.q.dtype is torch.bfloat16 for x in sides)
     dtype = torch.bfloat16 if half else torch.float32
     held = [x.q.to(dtype) for x in sides]
     return a, b, c, [scaled_by(held[0], a.scale * b.scale), *held[1:]]

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from scaledtensor import _torch
+from scaledtensor.backends import Units, units_of
 from scaledtensor.ops.algebra import check_dtypes, first_scaled, measured, operand, quadrature, side
 from scaledtensor.ops.operators import aten
-from scaledtensor.ops.products import cuda
-from scaledtensor.ops.products.dtype import multiplied
+from scaledtensor.ops.products.dtype import multiplied, warn_of_emulation
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.ops.rules import sparse
 from scaledtensor.ops.rules.arithmetic import plus_product
@@ -123,15 +123,10 @@ def grouped_mm(
     K that is grouped."""
     check_dtypes(a, b)
     like = first_scaled(a, b)
-    if (
-        isinstance(a, ScaledTensor)
-        and isinstance(b, ScaledTensor)
-        and offs is not None
-        and bias is None
-        and _has_units(a, b, cuda.obstacle_of_groups)
-    ):
+    units = _units(a, b, grouped=True) if offs is not None and bias is None else None
+    if units is not None and offs is not None:
         scale, ratio, rms = settle_product(a.shape[-1], (a.scale, a.rms), (b.scale, b.rms))
-        q = cuda.groups(a.qdata, b.qdata, offs, tensor_of(ratio), _is_fast(a, b))
+        q = units.groups(a.qdata, b.qdata, offs, tensor_of(ratio), _is_fast(a, b))
         return Raw(q, scale, rms, settled=True, dtype=out_dtype)
     x, y = operand(a, like), operand(b, like)
     left, right = multiplied(x.q, y.q)
@@ -213,14 +208,11 @@ def _product(matmul: Any, a: Any, b: Any) -> Raw:
     if is_sparse(a) or is_sparse(b):
         return sparse.product(matmul, a, b)
     k = a.shape[-1]
-    if (
-        isinstance(a, ScaledTensor)
-        and isinstance(b, ScaledTensor)
-        and _has_units(a, b, cuda.obstacle_of_codes)
-    ):
+    units = _units(a, b)
+    if units is not None:
         scale, ratio, rms = settle_product(k, (scale_of(a), rms_of(a)), (scale_of(b), rms_of(b)))
         behind = torch.compiler.is_compiling() and _carries(a, b)
-        q = cuda.scaled(a.qdata, b.qdata, None if behind else tensor_of(ratio), _is_fast(a, b))
+        q = units.scaled(a.qdata, b.qdata, None if behind else tensor_of(ratio), _is_fast(a, b))
         return Raw(scaled_by(q, ratio) if behind else q, scale, rms, settled=True)
     like = first_scaled(a, b)
     x, y = side(a, like), side(b, like)
@@ -256,14 +248,22 @@ def _goes_first(ratio: Any, a: Any, b: Any) -> bool:
     )
 
 
-def _has_units(a: ScaledTensor, b: ScaledTensor, obstacle: Any) -> bool:
-    """Whether FP8 units take two operands; on a CUDA device it is said where they do not."""
-    if a.qdata.itemsize > 1 or b.qdata.itemsize > 1 or _torch.compute_capability(a.qdata) is None:
-        return False
-    reason: str | None = obstacle(a.qdata, b.qdata)
-    if reason is not None:
-        cuda.told(reason)
-    return reason is None
+def _units(a: Any, b: Any, grouped: bool = False) -> Units | None:
+    """Return the FP8 units that take two operands, or None. A device with units that refuse them
+    warns of the emulation."""
+    if not (isinstance(a, ScaledTensor) and isinstance(b, ScaledTensor)):
+        return None
+    if a.qdata.itemsize > 1 or b.qdata.itemsize > 1:
+        return None
+    units = units_of(a.qdata)
+    if units is None:
+        return None
+    obstacle = units.obstacle_of_groups if grouped else units.obstacle_of_codes
+    reason = obstacle(a.qdata, b.qdata)
+    if reason is None:
+        return units
+    warn_of_emulation(reason)
+    return None
 
 
 def _carries(a: ScaledTensor, b: ScaledTensor) -> bool:

@@ -233,7 +233,7 @@ _logcumsumexp = define_operator(
     "logcumsumexp(Tensor x, int dim) -> Tensor",
     lambda grad, x, result, dim: _logcumsumexp_backward(grad, x, result, dim),
 )
-_logcumsumexp_backward = define_operator(
+_logcumsumexp_backward: Any = define_operator(
     "logcumsumexp_backward(Tensor grad, Tensor x, Tensor result, int dim) -> Tensor"
 )
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scaledtensor.backends import backend_of
 from scaledtensor.ops.algebra import elements, first_scaled, operand, plain
 from scaledtensor.ops.operators import aten, define_operator
 from scaledtensor.ops.registry import Overload, Raw, rule
@@ -141,7 +142,7 @@ _upsample = define_operator(
         grad, size, x_shape, name, align, factors
     ),
 )
-_upsample_backward = define_operator(
+_upsample_backward: Any = define_operator(
     f"upsample_backward(Tensor g, SymInt[] size, SymInt[] source, {_OPTIONS}) -> Tensor",
     lambda grad, size, name, align, factors: _upsample(grad, size, name, align, factors),
 )
@@ -216,7 +217,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {torch.nn.functional.interpolate: res
 
 def _computable(op: Overload, q: Tensor) -> Tensor:
     """Antialiasing is not written for bfloat16 on a CPU."""
-    return q.float() if _KERNELS[_name(op)][1] and q.is_cpu else q
+    return q.float() if f"aten::{_name(op)}" in backend_of(q).lacks_bfloat16 else q
 
 
 def _name(op: Overload) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from scaledtensor import _torch
+from scaledtensor.backends import backend_of
 from scaledtensor.errors import DTypeError
 from scaledtensor.ops.algebra import Side, elements, first_scaled, quadrature, side
 from scaledtensor.ops.operators import aten
@@ -307,7 +308,7 @@ def _where(condition: Tensor, x: Any, y: Any) -> Raw:
 
 def _plain_number(x: Any) -> Any:
     # A 0-dim CPU tensor as a fill (masked_fill.Tensor) is the number it holds, outside tracing.
-    if isinstance(x, Tensor) and type(x) is Tensor and x.dim() == 0 and x.device.type == "cpu":
+    if isinstance(x, Tensor) and type(x) is Tensor and x.dim() == 0 and backend_of(x).host:
         return x.item()
     return x
 
