@@ -1,11 +1,11 @@
-"""Sums, means and maxima over bags of embeddings."""
+"""Embedding tables: their rows, and sums, means and maxima over bags of rows."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from scaledtensor.formats import FP32
-from scaledtensor.ops.algebra import elements, first_scaled, operand, side, value
+from scaledtensor.formats import FP32, Format
+from scaledtensor.ops.algebra import Operand, elements, first_scaled, operand, side, value
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.rules.reduction import extreme_rms
@@ -13,8 +13,9 @@ from scaledtensor.ops.rules.sparse import made
 from scaledtensor.scales.powers import product_of
 from scaledtensor.tensors.tensor import ScaledTensor
 
+# --- tables ----------------------------------------------------------------------------------
 
-# Embedding tables.
+
 @rule(aten.embedding.default)
 def embedding(
     weight: ScaledTensor,
@@ -23,17 +24,16 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Raw:
-    """Rows of the table: r. Here a parameter becomes an activation, in the recipe's format."""
-    fmt = weight.recipe.activation if weight.recipe is not None else None
+    """r. The rows are activations, so they have the activation format of the recipe."""
     rows = aten.embedding.default(elements(weight), indices)
-    return Raw(rows, weight.scale, weight.rms, settled=True, format=fmt)
+    return Raw(rows, weight.scale, weight.rms, settled=True, format=_activation_format(weight))
 
 
 @rule(aten.embedding_dense_backward.default)
 def embedding_backward(
     g: ScaledTensor, indices: Tensor, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
 ) -> Raw:
-    """B tokens over V rows: r sqrt(max(1, B / V)). Summed in float32."""
+    """r_g sqrt(max(1, B / V)) for B tokens and V rows. The sums run in float32."""
     left = side(g, g)
     q = aten.embedding_dense_backward.default(
         left.q.float(), indices, num_weights, padding_idx, scale_grad_by_freq
@@ -46,12 +46,35 @@ def embedding_backward(
 def embedding_renorm(
     weight: ScaledTensor, indices: Tensor, max_norm: float, norm_type: float
 ) -> Raw:
-    """Rows in use come down to a norm; the table's RMS is that of all rows."""
+    """r: the operator shortens a few rows to a norm, and the RMS is over all rows."""
     table = value(weight).float()
     return Raw(aten.embedding_renorm.default(table, indices, max_norm, norm_type), None, weight.rms)
 
 
-_SUM, _MEAN, _MAX = 0, 1, 2
+def _activation_format(weight: Any) -> Format | None:
+    recipe = weight.recipe if isinstance(weight, ScaledTensor) else None
+    return None if recipe is None else recipe.activation
+
+
+# --- bags ------------------------------------------------------------------------------------
+
+_SUM, _MEAN, _MAX = 0, 1, 2  # torch's numbers of the modes
+
+
+class _Weighted(NamedTuple):
+    """A table or a gradient, times the weights of its samples if there are any."""
+
+    q: Tensor
+    weights: Tensor | None
+    scale: Tensor
+    rms: Tensor
+
+    @staticmethod
+    def of(x: Operand, weights: Any, like: ScaledTensor) -> "_Weighted":
+        if weights is None:
+            return _Weighted(x.q.float(), None, x.scale, x.rms)
+        w = operand(weights, like)
+        return _Weighted(x.q.float(), w.q.float(), x.scale * w.scale, x.rms * w.rms)
 
 
 @rule(aten._embedding_bag.default, aten._embedding_bag_forward_only.default, pass_op=True)
@@ -67,31 +90,25 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int = -1,
 ) -> Any:
-    """Over bags of n rows on average: r sqrt(n), r / sqrt(n) for the mean, r sqrt(2 ln n) for the
-    maximum; times the RMS of the weights of samples. What else it returns is plain."""
+    """r sqrt(n) for sums over bags of n rows on average, r / sqrt(n) for means, r sqrt(2 ln n) for
+    maxima; times the RMS of the samples' weights. The other results are plain."""
     like = first_scaled(weight, per_sample_weights)
-    table = operand(weight, like)
-    weights, scale, rms = None, table.scale, table.rms
-    if per_sample_weights is not None:
-        side = operand(per_sample_weights, like)
-        weights, scale, rms = side.q.float(), scale * side.scale, rms * side.rms
+    table = _Weighted.of(operand(weight, like), per_sample_weights, like)
     q, *rest = op(
-        table.q.float(),
+        table.q,
         indices,
         offsets,
         scale_grad_by_freq,
         mode,
         False,
-        weights,
+        table.weights,
         include_last_offset,
         padding_idx,
     )
     n = max(indices.numel() // max(q.shape[0], 1), 1)
+    rms = table.rms
     moved = {_SUM: rms * n**0.5, _MEAN: rms * n**-0.5, _MAX: extreme_rms(rms, n)}
-    fmt = None
-    if isinstance(weight, ScaledTensor) and weight.recipe is not None:
-        fmt = weight.recipe.activation
-    return (Raw(q, scale, moved[mode], format=fmt), *rest)
+    return Raw(q, table.scale, moved[mode], format=_activation_format(weight)), *rest
 
 
 @rule(aten._embedding_bag_backward.default)
@@ -109,16 +126,13 @@ def embedding_bag_backward(
     per_sample_weights: Any,
     padding_idx: int = -1,
 ) -> Any:
-    """B rows over V of the table: r sqrt(max(1, B / V)), divided by n for the mean. A sparse one
-    has a row for each that a bag takes: r, divided by n for the mean."""
+    """r_g sqrt(max(1, B / V)) for B rows in bags and V rows of the table; divided by n for means
+    over n rows. A sparse gradient has one row for each row in a bag, so r_g, and r_g / n for
+    means."""
     like = first_scaled(g, per_sample_weights)
-    left = operand(g, like)
-    scale, rms, weights = left.scale, left.rms, None
-    if per_sample_weights is not None:
-        side = operand(per_sample_weights, like)
-        weights, scale, rms = side.q.float(), scale * side.scale, rms * side.rms
+    left = _Weighted.of(operand(g, like), per_sample_weights, like)
     q = aten._embedding_bag_backward.default(
-        left.q.float(),
+        left.q,
         indices,
         offsets,
         offset2bag,
@@ -128,16 +142,17 @@ def embedding_bag_backward(
         scale_grad_by_freq,
         mode,
         sparse,
-        weights,
+        left.weights,
         padding_idx,
     )
     bags = max(left.q.shape[0], 1)
     n = max(indices.numel() / bags, 1.0)
     if sparse:
-        return made(q, scale, rms / n if mode == _MEAN else rms, like)
+        return made(q, left.scale, left.rms / n if mode == _MEAN else left.rms, like)
     rows = bags if mode == _MAX else indices.numel()
     hits = max(1.0, rows / max(num_weights, 1))
-    return Raw(q, scale, rms * (hits**0.5 / (n if mode == _MEAN else 1.0)), format=FP32)
+    factor = hits**0.5 / (n if mode == _MEAN else 1.0)
+    return Raw(q, left.scale, left.rms * factor, format=FP32)
 
 
 @rule(aten._embedding_bag_per_sample_weights_backward.default)
@@ -150,7 +165,7 @@ def per_sample_weights_backward(
     mode: int,
     padding_idx: int = -1,
 ) -> Raw:
-    """A dot product of rows of d: r_g r sqrt(d)."""
+    """r_g r sqrt(d): a dot product of rows of d elements."""
     like = first_scaled(g, weight)
     left, table = operand(g, like), operand(weight, like)
     q = aten._embedding_bag_per_sample_weights_backward.default(

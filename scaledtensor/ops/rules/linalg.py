@@ -1,9 +1,10 @@
-"""Linear algebra: decompositions, inverses and solutions.
+"""Linear algebra: decompositions, inverses, solutions, determinants and distances.
 
-Where the factors are orthonormal their RMS is a matter of counting, whatever the matrix: the
-columns have norm 1, and the other factor has the norm of the matrix. A determinant of Gaussians has
-E det^2 = n! r^(2n). Of an inverse or a solution no moment is finite: 1 / det of a Gaussian matrix
-has none. Those are computed on the value, in float32, and their RMS is read from the result.
+The columns of an orthonormal factor have norm 1, and the other factor has the norm of the matrix.
+So their RMS follow from the sizes, for any matrix. A determinant of Gaussians has E det^2 = n!
+r^(2n). Inverses and solutions have no finite moment, because 1 / det of a Gaussian matrix has none.
+They are computed on the value in float32, and their RMS is measured. The p-norm of n differences of
+RMS r is r (n E |z|^p)^(1/p), by the moments of a Gaussian z.
 """
 
 import math
@@ -15,18 +16,24 @@ from torch import Tensor
 
 from scaledtensor.formats import FP32
 from scaledtensor.ops.algebra import (
+    difference,
     elements,
     first_scaled,
     gaussian_moment,
     measured,
     operand,
-    plain,
     quadrature,
+    wide,
 )
 from scaledtensor.ops.operators import aten, define_operator
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.scales.powers import MAX_SCALE, MIN_SCALE
 from scaledtensor.tensors.tensor import ScaledTensor
+
+__all__ = ["FUNCTIONS"]
+
+
+# --- inverses, solutions and triangular factors ----------------------------------------------
 
 
 @rule(
@@ -54,18 +61,13 @@ from scaledtensor.tensors.tensor import ScaledTensor
     pass_op=True,
 )
 def solved(op: Overload, *args: Any, **kwargs: Any) -> Any:
-    """No closed form: the entries of an inverse, of a solution or of a triangular factor depend on
-    the conditioning, which is data, and have no finite variance for Gaussians. Measured."""
-    result = op(*map(_wide, args), **{k: _wide(v) for k, v in kwargs.items()})
-    return tuple(map(_read, result)) if isinstance(result, (tuple, list)) else _read(result)
+    """Measured: the entries of inverses, solutions and triangular factors depend on the condition
+    of the matrix. For Gaussians they have no finite variance."""
+    result = op(*map(wide, args), **{k: wide(v) for k, v in kwargs.items()})
+    return tuple(map(_measured, result)) if isinstance(result, tuple | list) else _measured(result)
 
 
-def _wide(x: Any) -> Any:
-    x = plain(x)
-    return x.float() if isinstance(x, Tensor) and x.dtype.is_floating_point else x
-
-
-def _read(x: Tensor) -> Any:
+def _measured(x: Tensor) -> Any:
     return measured(x, format=FP32) if x.dtype.is_floating_point and x.dim() > 0 else x
 
 
@@ -73,26 +75,28 @@ def _read(x: Tensor) -> Any:
 
 
 def _orthonormal(q: Tensor, length: int, like: ScaledTensor) -> Raw:
-    """Of columns, or rows, of norm 1."""
+    """Return columns or rows of norm 1, with `length` elements each."""
     return Raw(q, None, torch.full_like(like.rms, max(length, 1) ** -0.5), format=FP32)
 
 
 def _shares_norm(q: Tensor, x: ScaledTensor, **kwargs: Any) -> Raw:
-    """Of the same Frobenius norm as x, spread over fewer or more elements."""
+    """Return a factor with the Frobenius norm of `x`, spread over fewer or more elements."""
     spread = (x.numel() / max(q.numel(), 1)) ** 0.5
     return Raw(q, x.scale, x.rms * spread, format=FP32, **kwargs)
 
 
 @rule(aten.linalg_qr.default)
 def qr(x: ScaledTensor, mode: str = "reduced") -> Any:
-    """Q: 1 / sqrt(rows). R has the norm of the matrix: r sqrt(elements of it per element of R)."""
+    """1 / sqrt(rows) for Q, and r sqrt(elements / elements of R) for R, which has the norm of the
+    matrix."""
     q, r = aten.linalg_qr.default(elements(x).float(), mode)
     return _orthonormal(q, x.shape[-2], x), _shares_norm(r, x)
 
 
 @rule(aten.linalg_polar.default)
 def polar(x: ScaledTensor) -> Any:
-    """U: 1 / sqrt(rows). H has the norm of the matrix: r sqrt(elements of it per element of H)."""
+    """1 / sqrt(rows) for U, and r sqrt(elements / elements of H) for H, which has the norm of the
+    matrix."""
     u, h = aten.linalg_polar.default(elements(x).float())
     return _orthonormal(u, x.shape[-2], x), _shares_norm(h, x)
 
@@ -105,7 +109,8 @@ def svd(
     *,
     driver: str | None = None,
 ) -> Any:
-    """U, V: 1 / sqrt(rows), 1 / sqrt(columns). The singular values have the norm of the matrix."""
+    """1 / sqrt(rows) for U, 1 / sqrt(columns) for V, and r sqrt(elements / singular values) for the
+    singular values, which have the norm of the matrix."""
     u, s, v = aten._linalg_svd.default(
         elements(x).float(), full_matrices, compute_uv, driver=driver
     )
@@ -116,7 +121,8 @@ def svd(
 
 @rule(aten._linalg_eigh.default)
 def eigh(x: ScaledTensor, UPLO: str = "L", compute_v: bool = True) -> Any:
-    """Vectors: 1 / sqrt(n). The eigenvalues have the norm of the matrix, r sqrt(n)."""
+    """1 / sqrt(n) for the eigenvectors, and r sqrt(n) for the eigenvalues, which have the norm of
+    the matrix."""
     values, vectors = aten._linalg_eigh.default(elements(x).float(), UPLO, compute_v)
     return _shares_norm(values, x), _orthonormal(vectors, x.shape[-1], x)
 
@@ -126,7 +132,8 @@ def eigh(x: ScaledTensor, UPLO: str = "L", compute_v: bool = True) -> Any:
 
 @rule(aten._linalg_det.default)
 def det(x: ScaledTensor) -> Any:
-    """sqrt(n!) r^n: of the n! products only squares have a mean. One matrix's is a statistic."""
+    """sqrt(n!) r^n: the square has n! products with a mean, which are squares themselves. The
+    determinant of a single matrix is a plain float32 statistic."""
     q, lu, pivots = aten._linalg_det.default(elements(x).float())
     n = x.shape[-1]
     factor = x.scale.pow(n).clamp(MIN_SCALE, MAX_SCALE)
@@ -139,8 +146,8 @@ def det(x: ScaledTensor) -> Any:
 
 @rule(aten._linalg_slogdet.default)
 def slogdet(x: ScaledTensor) -> Any:
-    """ln|det| = n ln r plus a sum of ln chi_i, i = 1..n: its mean is 1/2 sum (ln 2 + psi(i/2)) and
-    its variance 1/4 sum psi'(i/2) (Goodman 1963). The sign is 1."""
+    """ln |det| is n ln r plus the sum of ln chi_i over i = 1..n. The mean of this sum is 1/2 sum
+    (ln 2 + psi(i/2)), and its variance 1/4 sum psi'(i/2) (Goodman 1963). The sign has r = 1."""
     sign, q, lu, pivots = aten._linalg_slogdet.default(elements(x).float())
     n = x.shape[-1]
     result = q + n * x.scale.log()
@@ -157,34 +164,34 @@ def slogdet(x: ScaledTensor) -> Any:
 
 
 def _factors(lu: Tensor, pivots: Tensor, x: ScaledTensor) -> tuple[Raw, Tensor]:
-    """What autograd saves: L and U in one, of the value."""
+    """Return L and U of the value in one matrix, which autograd saves, and the pivots."""
     n = x.shape[-1]
     upper = torch.ones(n, n, dtype=torch.bool, device=x.device).triu()
     return measured(torch.where(upper, lu * x.scale, lu), format=FP32), pivots
 
 
 # --- the matrix exponential ------------------------------------------------------------------
-# Autograd reads its derivative off a larger exponential, in which the gradient is one block: where
-# the gradient is small or large, that is of another precision. Here it has elements near 1.
 
-
+# Autograd takes the derivative from a larger exponential, in which the gradient is one block. There
+# a small or large gradient loses precision. The operator of this library uses the elements of the
+# gradient, which are near 1.
 _matrix_exp = define_operator(
     "matrix_exp(Tensor x) -> Tensor", lambda grad, x: _matrix_exp_backward(grad, x)
 )
-_matrix_exp_backward = define_operator("matrix_exp_backward(Tensor grad, Tensor x) -> Tensor")
+_matrix_exp_backward: Any = define_operator("matrix_exp_backward(Tensor grad, Tensor x) -> Tensor")
 
 
 @rule(_matrix_exp)
 def matrix_exp_rule(x: ScaledTensor) -> Any:
-    """No closed form for a matrix of any spectrum. Measured."""
-    return _read(torch.linalg.matrix_exp(_wide(x)))
+    """Measured: it has no closed form for a matrix of any spectrum."""
+    return _measured(torch.linalg.matrix_exp(wide(x)))
 
 
 @rule(_matrix_exp_backward)
 def matrix_exp_backward(g: Any, x: ScaledTensor) -> Raw:
-    """The Frechet derivative at the transpose, the upper right block of exp([[A, G], [0, A]])
-    (Najfeld and Havel 1995). Linear in g, on whose elements it works. Measured."""
-    left, a = operand(g, x), _wide(x).mT
+    """Measured. It is the Frechet derivative at the transpose, the upper right block of exp([[A,
+    G], [0, A]]) (Najfeld and Havel 1995)."""
+    left, a = operand(g, x), wide(x).mT
     zero = torch.zeros_like(a)
     n = a.shape[-1]
     above, below = torch.cat((a, left.q.float()), -1), torch.cat((zero, a), -1)
@@ -197,94 +204,82 @@ def matrix_exp(input: Tensor) -> Tensor:
     return result
 
 
-#: function that a user may call -> the same with a derivative that has rules.
+#: Function of torch -> the same function with a derivative that has rules.
 FUNCTIONS: dict[Any, Callable[..., Tensor]] = dict.fromkeys(
     (torch.linalg.matrix_exp, torch.matrix_exp, Tensor.matrix_exp), matrix_exp
 )
 
 
-# Distances between vectors, and their derivatives.  E|z|^p of a Gaussian gives the p-norm of n
-# differences of RMS r: r (n E|z|^p)^(1/p).
+# --- distances between vectors ---------------------------------------------------------------
+
+
 def _length(n: int, p: float) -> float:
-    """p-norm of n numbers from N(0, 1)."""
+    """Return the p-norm of n numbers from N(0, 1)."""
     n = max(n, 1)
     if math.isinf(p):
         return math.sqrt(max(2 * math.log(n), 1.0))
     return float((n * gaussian_moment(p / 2) ** 2) ** (1 / p))
 
 
-def _slope_of_distance(n: int, p: float) -> float:
-    """RMS of one component of the gradient of the p-norm of n: (|z| / |z|_p)^(p - 1)."""
+def _slope(n: int, p: float) -> float:
+    """Return the RMS of (|z| / |z|_p)^(p - 1), one component of the gradient of a p-norm."""
     n = max(n, 1)
     if math.isinf(p) or p == 0:
         return float(n**-0.5)
     return float(gaussian_moment(max(p - 1, 0.0)) / _length(n, p) ** (p - 1))
 
 
-def _distances(x: Any, y: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Both values in float32, and the RMS of their difference."""
-    like = first_scaled(x, y)
-    a, b = operand(x, like), operand(y, like)
-    return a.q.float() * a.scale, b.q.float() * b.scale, quadrature(a.rms, b.rms)
-
-
-def _as_distance(q: Tensor, rms: Tensor, n: int, p: float) -> Any:
+def _distance(q: Tensor, rms: Tensor, n: int, p: float) -> Any:
     if p == 0:
-        return q  # how many components differ: a number without a scale
+        return q  # the number of components that differ has no scale
     return Raw(q, None, rms * _length(n, p), format=FP32, nonnegative=True)
 
 
 @rule(aten._cdist_forward.default)
 def cdist(x: Any, y: Any, p: float, mode: int | None) -> Any:
-    """sqrt(rx^2 + ry^2) (n E|z|^p)^(1/p) over n components; p = 0 counts and is plain."""
-    left, right, rms = _distances(x, y)
+    """sqrt(rx^2 + ry^2) (n E |z|^p)^(1/p) for vectors of n components. For p = 0 it counts
+    components, and is plain."""
+    left, right, rms = difference(x, y)
     q = aten._cdist_forward.default(left.contiguous(), right.contiguous(), p, mode)
-    return _as_distance(q, rms, x.shape[-1], p)
+    return _distance(q, rms, x.shape[-1], p)
 
 
 @rule(aten._euclidean_dist.default)
 def euclidean_dist(x: Any, y: Any) -> Any:
     """sqrt(rx^2 + ry^2) sqrt(n)."""
-    left, right, rms = _distances(x, y)
+    left, right, rms = difference(x, y)
     q = aten._cdist_forward.default(left.contiguous(), right.contiguous(), 2.0, 1)
-    return _as_distance(q, rms, x.shape[-1], 2.0)
+    return _distance(q, rms, x.shape[-1], 2.0)
 
 
 @rule(aten._cdist_backward.default)
 def cdist_backward(g: Any, x: Any, y: Any, p: float, distances: Any) -> Raw:
-    """A sum over the rows of y of g times a unit vector's component: r_g sqrt(rows) s, s the RMS of
-    (|z| / |z|_p)^(p - 1)."""
+    """r_g sqrt(rows of y) s, where s is the RMS of (|z| / |z|_p)^(p - 1): a sum over the rows of y
+    of g times one component of the norm's gradient."""
     like = first_scaled(g, x, y, distances)
     left = operand(g, like)
-    a, b, c = (_value(t, like) for t in (x, y, distances))
+    a, b, c = (operand(t, like).value for t in (x, y, distances))
     q = aten._cdist_backward.default(
         left.q.float().contiguous(), a.contiguous(), b.contiguous(), p, c.contiguous()
     )
-    rms = left.rms * (math.sqrt(max(y.shape[-2], 1)) * _slope_of_distance(x.shape[-1], p))
+    rms = left.rms * (math.sqrt(max(y.shape[-2], 1)) * _slope(x.shape[-1], p))
     return Raw(q, left.scale, rms, format=FP32)
-
-
-def _value(x: Any, like: ScaledTensor) -> Tensor:
-    a = operand(x, like)
-    return a.q.float() * a.scale
 
 
 @rule(aten._pdist_forward.default)
 def pdist(x: ScaledTensor, p: float = 2.0) -> Any:
-    """As cdist of x with itself, each pair once."""
-    left = _value(x, x)
+    """Same as `_cdist_forward` of x with itself, with each pair once."""
+    left = operand(x, x).value
     q = aten._pdist_forward.default(left.contiguous(), p)
-    return _as_distance(q, x.rms * 2**0.5, x.shape[-1], p)
+    return _distance(q, x.rms * 2**0.5, x.shape[-1], p)
 
 
 @rule(aten._pdist_backward.default)
 def pdist_backward(g: Any, x: Any, p: float, distances: Any) -> Raw:
-    """r_g sqrt(rows - 1) s, as cdist."""
+    """r_g sqrt(rows - 1) s, with s as in `_cdist_backward`."""
     like = first_scaled(g, x, distances)
     left = operand(g, like)
-    a, c = _value(x, like), _value(distances, like)
+    a, c = operand(x, like).value, operand(distances, like).value
     q = aten._pdist_backward.default(left.q.float().contiguous(), a.contiguous(), p, c)
     rows = max(x.shape[0] - 1, 1)
-    return Raw(
-        q, left.scale, left.rms * (rows**0.5 * _slope_of_distance(x.shape[-1], p)), format=FP32
-    )
+    return Raw(q, left.scale, left.rms * (rows**0.5 * _slope(x.shape[-1], p)), format=FP32)

@@ -1,8 +1,12 @@
-"""Batch, instance and group normalisation: over pixels, by channel.
+"""Normalisation: layer, RMS, weight, group, instance and batch norm.
 
-As for layer norm, what is normalised has no scale left. In evaluation a batch norm divides by
-running statistics, which were measured on the data: where they are there, the result has the RMS of
-the weight whatever the rules expect of the input, and what they miss over a deep network ends here.
+Normalised data have RMS 1, so the result has the RMS of the weight. The backward rules use the
+saved reciprocal deviation and not the expected RMS of the input. It is there anyway, one number for
+each row. It keeps the scale of the gradient right in networks whose residual stream is larger than
+the rules expect.
+
+In evaluation a batch norm divides by running statistics, which were measured on the data. So its
+result has the RMS of the weight too, and errors of the rules over a deep network end here.
 """
 
 import math
@@ -24,18 +28,15 @@ from scaledtensor.scales.singles import ONE, multiplier, rms_of, single_of
 from scaledtensor.tensors.tensor import ScaledTensor
 
 
-# Normalisation layers. What is normalised has no scale left: the output's is that of the weight.
-# The backward rules use the saved reciprocal deviation, not the expected RMS of the input: it is
-# there already, one number a row, and keeps the gradient's scale true in networks whose residual
-# stream outgrows independence.
 def _rms(x: Any, like: Any) -> Any:
+    """RMS of a weight or a bias; 1 if there is none."""
     if x is None:
         return torch.ones_like(like) if isinstance(like, Tensor) else ONE
     return rms_of(x) if isinstance(x, ScaledTensor) else single_of(measured_rms(x))
 
 
-def affine_rms(weight: Any, bias: Any, v: Tensor) -> Any:
-    """What a normalised `v` has after weight and bias: sqrt(r_gamma^2 + r_beta^2)."""
+def _affine_rms(weight: Any, bias: Any, v: Tensor) -> Any:
+    """RMS of normalised data after weight and bias: sqrt(rw^2 + rb^2)."""
     like = (
         single_of(v.new_ones((), dtype=torch.float32)) if weight is None or bias is None else None
     )
@@ -43,56 +44,74 @@ def affine_rms(weight: Any, bias: Any, v: Tensor) -> Any:
     return rms if bias is None else quadrature(rms, _rms(bias, like))
 
 
-def norm_operands(x: Any, *others: Any) -> list[Any]:
-    """Values for the kernel: the data as it is, the parameters in float32, which mixes with it."""
+def _values(x: Any, *parameters: Any) -> list[Any]:
+    """Return the data, and the weight and bias in float32, which the kernels mix with any data."""
     v = plain(x)
-    return [v, *(None if o is None else plain(o).float() for o in others)]
+    return [v, *(None if p is None else plain(p).float() for p in parameters)]
 
 
-class Normalised(NamedTuple):
-    """What a norm had, for its backward pass: data near 1, their statistics, and what is expected
-    of the reciprocal deviation of the values.
+class _Normalised(NamedTuple):
+    """The input of a norm, for its backward pass.
 
-    The data are divided by a power of two next to their deviation. The elements of a gradient may
-    be far smaller than their rule expects. Times the reciprocal deviation of large values they
-    would be no float32.
+    The data are divided by a power of two close to their deviation. The elements of a gradient may
+    be far smaller than their rule expects. Times the reciprocal deviation of large values, they
+    would be too small for float32.
     """
 
     v: Tensor
     mean: Any
     rstd: Any
     power: Any
-    """A gradient for `v` times this is one for the values."""
+    """The gradient of the values is the gradient of `v` times this power."""
     rms: Any
+    """RMS of the reciprocal deviation of the values."""
 
     @staticmethod
-    def of(x: Any, mean: Any, rstd: Any, gradient: Any) -> "Normalised":
-        """For the backward pass of the RMS `gradient`."""
+    def of(x: Any, mean: Any, rstd: Any, gradient: Any) -> "_Normalised":
+        """Make it from the statistics of the values. `gradient` is the RMS of the gradient."""
         rms = single_of(measured_rms(rstd))
         (power,) = settle(rms)
-        if isinstance(power, Form):  # or compiled code would multiply in the forward pass
+        if isinstance(power, Form):  # otherwise compiled code multiplies in the forward pass
             power = power.after(gradient)
         held = multiplier(power)
         mean = None if mean is None else mean * held
         v = value(x, power) if isinstance(x, ScaledTensor) else x * held
-        return Normalised(v, mean, rstd / held, power, rms)
+        return _Normalised(v, mean, rstd / held, power, rms)
 
     @staticmethod
-    def in_evaluation(x: Any, rstd: Any) -> "Normalised":
-        """By running statistics, which are of the values."""
-        return Normalised(plain(x), None, rstd, ONE, single_of(measured_rms(rstd)))
+    def in_evaluation(x: Any, rstd: Any) -> "_Normalised":
+        """Make it from running statistics, for which the data are not divided."""
+        return _Normalised(plain(x), None, rstd, ONE, single_of(measured_rms(rstd)))
+
+
+def _gradients(
+    raw: Sequence[Tensor | None], g: Any, weight: Any, held: _Normalised, width: int
+) -> Any:
+    """Return the gradients that a kernel computed from the elements of `g` and from `held`; None
+    for a gradient that nobody asked for."""
+    rows = (held.v.numel() / max(width, 1)) ** 0.5
+    dx, *parameters = raw
+    rms = g.rms * _rms(weight, g.rms) * held.rms
+    return (
+        None if dx is None else Raw(dx, product_of(g.scale, held.power), rms),
+        *(None if d is None else Raw(d, g.scale, g.rms * rows, format=FP32) for d in parameters),
+    )
+
+
+# --- layer norm and RMS norm -----------------------------------------------------------------
 
 
 @rule(aten.native_layer_norm.default)
 def layer_norm(
     x: ScaledTensor, shape: Sequence[int], weight: Any, bias: Any, eps: float
 ) -> tuple[Raw, Tensor, Tensor]:
-    """r = sqrt(r_gamma^2 + r_beta^2). Mean and reciprocal deviation leave as plain float32."""
-    v, w, b = norm_operands(x, weight, bias)
+    """r = sqrt(rw^2 + rb^2) for weight and bias. The mean and the reciprocal deviation are plain
+    float32."""
+    v, w, b = _values(x, weight, bias)
     if w is None and v.dtype == torch.bfloat16:
         w = torch.ones(shape, device=v.device)  # float32 statistics need a float32 weight
     out, mean, rstd = aten.native_layer_norm.default(v, shape, w, b, eps)
-    return Raw(out, None, affine_rms(weight, bias, v)), mean, rstd
+    return Raw(out, None, _affine_rms(weight, bias, v)), mean, rstd
 
 
 @rule(aten.native_layer_norm_backward.default)
@@ -106,24 +125,25 @@ def layer_norm_backward(
     bias: Any,
     mask: Sequence[bool],
 ) -> Any:
-    """dx: r_g r_gamma rms(rstd); d_gamma, d_beta: r_g sqrt(rows)."""
+    """r_g rw s for the input, where s is the measured RMS of the reciprocal deviation; r_g
+    sqrt(rows) for weight and bias."""
     like = first_scaled(g, x, weight)
     left = side(g, like)
-    held = Normalised.of(x, mean, rstd, left.rms)
-    v, w, b = norm_operands(held.v, weight, bias)
+    held = _Normalised.of(x, mean, rstd, left.rms)
+    v, w, b = _values(held.v, weight, bias)
     if w is None and v.dtype == torch.bfloat16:
         w = torch.ones(shape, device=v.device)
     raw = aten.native_layer_norm_backward.default(
         left.q.to(v.dtype), v, shape, held.mean, held.rstd, w, b, mask
     )
-    return norm_gradients(raw, left, weight, held, math.prod(shape))
+    return _gradients(raw, left, weight, held, math.prod(shape))
 
 
 @rule(aten._fused_rms_norm.default)
 def rms_norm(
     x: ScaledTensor, shape: Sequence[int], weight: Any, eps: float | None
 ) -> tuple[Raw, Tensor]:
-    """r = r_gamma. The reciprocal RMS leaves as plain float32."""
+    """r = rw for the weight. The reciprocal RMS of the rows is plain float32."""
     v = plain(x).float()
     dims = tuple(range(-len(shape), 0))
     eps = torch.finfo(x.dtype).eps if eps is None else eps
@@ -138,10 +158,11 @@ def rms_norm(
 def rms_norm_backward(
     g: Any, x: Any, shape: Sequence[int], rstd: Tensor, weight: Any, mask: Sequence[bool]
 ) -> tuple[Raw | None, Raw | None]:
-    """dx: r_g r_gamma rms(rstd); d_gamma: r_g sqrt(rows)."""
+    """r_g rw s for the input, where s is the measured RMS of the reciprocal RMS; r_g sqrt(rows) for
+    the weight."""
     like = first_scaled(g, x, weight)
     left = side(g, like)
-    held = Normalised.of(x, None, rstd, left.rms)
+    held = _Normalised.of(x, None, rstd, left.rms)
     v = held.v.float()
     q = left.q.float()
     dims = tuple(range(-len(shape), 0))
@@ -151,14 +172,17 @@ def rms_norm_backward(
     rows = tuple(range(v.dim() - len(shape)))
     dw = (q * normal).sum(rows) if rows else q * normal
     raw = dx, dw if mask[1] else None
-    out = norm_gradients(raw, left, weight, held, math.prod(shape))
+    out = _gradients(raw, left, weight, held, math.prod(shape))
     return out[0], out[1]
+
+
+# --- weight norm -----------------------------------------------------------------------------
 
 
 @rule(aten._weight_norm_interface.default)
 def weight_norm(v: Any, g: Any, dim: int = 0) -> tuple[Raw, Tensor]:
-    """g v / |v| for each of the slices along `dim`: a direction of n elements has r = 1 / sqrt(n),
-    so r = r_g / sqrt(n). The norms leave as plain float32."""
+    """r = rg / sqrt(n) for weights g v / |v|: the direction of a slice of n elements has the RMS
+    1 / sqrt(n), and rg is the RMS of the lengths g. The norms are plain float32."""
     left, right = plain(v).float(), plain(g).float()
     w, norms = aten._weight_norm_interface.default(left, right, dim)
     return Raw(w, None, _rms(g, left.new_ones(())) * _slice(v, dim) ** -0.5), norms
@@ -166,7 +190,8 @@ def weight_norm(v: Any, g: Any, dim: int = 0) -> tuple[Raw, Tensor]:
 
 @rule(aten._weight_norm_interface_backward.default)
 def weight_norm_backward(grad: Any, v: Any, g: Any, norms: Tensor, dim: int) -> tuple[Raw, Raw]:
-    """dv: r_w r_g rms(1 / |v|); dg, a product with a direction: r_w."""
+    """r_g rg s for v, where rg is the RMS of the lengths and s the measured RMS of 1 / |v|; r_g for
+    the lengths, by a product with a direction."""
     upstream = side(grad, first_scaled(grad, v, g))
     left, right = plain(v).float(), plain(g).float()
     dv, dg = aten._weight_norm_interface_backward.default(
@@ -182,83 +207,67 @@ def _slice(v: Tensor, dim: int) -> int:
     return max(v.numel() // max(v.shape[dim], 1), 1)
 
 
-def norm_gradients(
-    raw: Sequence[Tensor | None], g: Any, weight: Any, held: Normalised, width: int
-) -> Any:
-    """The gradients that a kernel gave for the elements of `g` and the data that it was given; None
-    for those not asked for."""
-    rows = (held.v.numel() / max(width, 1)) ** 0.5
-    dx, *parameters = raw
-    rms = g.rms * _rms(weight, g.rms) * held.rms
-    return (
-        None if dx is None else Raw(dx, product_of(g.scale, held.power), rms),
-        *(None if d is None else Raw(d, g.scale, g.rms * rows, format=FP32) for d in parameters),
-    )
+# --- group norm and batch norm: the weight is by channel -------------------------------------
 
 
-def _operands(x: Any, weight: Any) -> tuple[Tensor, Tensor | None]:
-    """Values for a kernel: the data as it is, and the weight in float32, which mixes with it. One
-    of ones, where there is none and the data are narrower: statistics then are float32 too."""
-    v = plain(x)
-    if weight is not None:
-        return v, plain(weight).float()
-    wide = v.dtype == torch.float32 or v.dim() < 2
-    return v, None if wide else torch.ones(v.shape[1], device=v.device)
+def _by_channel(x: Any, weight: Any) -> tuple[Tensor, Tensor | None]:
+    """Return the data and a float32 weight. 16-bit data without a weight get a weight of ones, so
+    that the kernel computes float32 statistics."""
+    v, w = _values(x, weight)
+    if w is None and v.dtype != torch.float32 and v.dim() > 1:
+        w = torch.ones(v.shape[1], device=v.device)
+    return v, w
 
 
 def _asked(raw: Sequence[Tensor | None], mask: Sequence[bool]) -> list[Tensor | None]:
     return [r if wanted else None for r, wanted in zip(raw, mask, strict=True)]
 
 
-# --- group norm ------------------------------------------------------------------------------
-
-
 @rule(aten.native_group_norm.default)
 def group_norm(
     x: ScaledTensor, weight: Any, bias: Any, *sizes_and_eps: Any
 ) -> tuple[Raw, Tensor, Tensor]:
-    """r = sqrt(r_gamma^2 + r_beta^2). Mean and reciprocal deviation leave as plain float32."""
-    v, w = _operands(x, weight)
+    """r = sqrt(rw^2 + rb^2) for weight and bias. The mean and the reciprocal deviation are plain
+    float32."""
+    v, w = _by_channel(x, weight)
     b = None if bias is None else plain(bias).float()
     out, mean, rstd = aten.native_group_norm.default(v.contiguous(), w, b, *sizes_and_eps)
-    return Raw(out, None, affine_rms(weight, bias, v)), mean, rstd
+    return Raw(out, None, _affine_rms(weight, bias, v)), mean, rstd
 
 
 @rule(aten.native_group_norm_backward.default)
 def group_norm_backward(
     g: Any, x: Any, mean: Tensor, rstd: Tensor, weight: Any, *sizes: Any
 ) -> tuple[Raw | None, Raw | None, Raw | None]:
-    """dx: r_g r_gamma rms(rstd); d_gamma, d_beta: r_g sqrt(images * pixels)."""
+    """r_g rw s for the input, where s is the measured RMS of the reciprocal deviation; r_g
+    sqrt(images * pixels) for weight and bias."""
     *extents, mask = sizes
     left = side(g, first_scaled(g, x, weight))
-    held = Normalised.of(x, mean, rstd, left.rms)
-    v, w = _operands(held.v, weight)
+    held = _Normalised.of(x, mean, rstd, left.rms)
+    v, w = _by_channel(held.v, weight)
     raw = aten.native_group_norm_backward.default(
         left.q.to(v.dtype).contiguous(), v.contiguous(), held.mean, held.rstd, w, *extents, mask
     )
-    found: tuple[Raw | None, Raw | None, Raw | None] = norm_gradients(
+    found: tuple[Raw | None, Raw | None, Raw | None] = _gradients(
         _asked(raw, mask), left, weight, held, v.shape[1]
     )
     return found
 
 
-# --- running statistics ----------------------------------------------------------------------
-
-
-class Running(NamedTuple):
-    """Running statistics in float32, and the module's own tensors that hold them."""
+class _Running(NamedTuple):
+    """Running statistics in float32, and the tensors of the module that hold them."""
 
     mean: Tensor | None
     var: Tensor | None
     owners: tuple[Any, Any]
 
     @staticmethod
-    def of(mean: Any, var: Any) -> "Running":
+    def of(mean: Any, var: Any) -> "_Running":
         now = [None if t is None else plain(t).float() for t in (mean, var)]
-        return Running(now[0], now[1], (mean, var))
+        return _Running(now[0], now[1], (mean, var))
 
     def write_back(self) -> None:
-        """What a kernel wrote into copies, into the module's own tensors."""
+        """Write the statistics that a kernel updated into the tensors of the module."""
         for owner, now in zip(self.owners, (self.mean, self.var), strict=True):
             if isinstance(owner, ScaledTensor) and now is not None:
                 write(owner, now, [owner])
@@ -266,34 +275,31 @@ class Running(NamedTuple):
                 owner.copy_(now)
 
     def deviations(self, x: Any) -> Tensor:
-        """RMS of (x - mean) / sqrt(var): 1, for that is what they were measured for. A module
-        starts with 0 and 1, which say nothing about `x`: then it is what is expected of `x`."""
+        """RMS of (x - mean) / sqrt(var). It is 1 for measured statistics. A new module has mean 0
+        and variance 1, so there it is the RMS of `x`."""
         if self.mean is None or self.var is None or not isinstance(x, ScaledTensor):
             return torch.ones((), device=x.device)
         fresh = (self.mean == 0).all() & (self.var == 1).all()
         return torch.where(fresh, x.rms, torch.ones_like(x.rms))
 
 
-# --- batch norm ------------------------------------------------------------------------------
-
-
 def _batch_norm(
     x: Any,
     weight: Any,
     bias: Any,
-    running: Running,
+    running: _Running,
     training: bool,
     momentum: float,
     eps: float,
 ) -> tuple[Raw, Tensor, Tensor]:
-    v, w = _operands(x, weight)
+    v, w = _by_channel(x, weight)
     b = None if bias is None else plain(bias).float()
     out, mean, rstd = aten.native_batch_norm.default(
         v, w, b, running.mean, running.var, training, momentum, eps
     )
     if training:
-        return Raw(out, None, affine_rms(weight, bias, v)), mean, rstd
-    rms = affine_rms(weight, None, v) * running.deviations(x)
+        return Raw(out, None, _affine_rms(weight, bias, v)), mean, rstd
+    rms = _affine_rms(weight, None, v) * running.deviations(x)
     if bias is not None:
         rms = quadrature(rms, operand(bias, x).rms)
     return Raw(out, None, rms), mean, rstd
@@ -307,10 +313,10 @@ def _batch_norm(
 def batch_norm(
     x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, *options: float
 ) -> tuple[Raw, Tensor, Tensor]:
-    """r = sqrt(r_gamma^2 + r_beta^2); the saved statistics leave as plain float32. Running ones are
-    updated where they are, plain or scaled. In evaluation under those that a module starts with,
-    r = sqrt((rx r_gamma)^2 + r_beta^2)."""
-    running = Running.of(mean, var)
+    """r = sqrt(rw^2 + rb^2) for weight and bias. The saved statistics are plain float32. Running
+    statistics, plain or scaled, are updated in place. In evaluation with the running statistics of
+    a new module, r = sqrt((rx rw)^2 + rb^2)."""
+    running = _Running.of(mean, var)
     result = _batch_norm(x, weight, bias, running, training, *options)
     if training:
         running.write_back()
@@ -321,23 +327,23 @@ def batch_norm(
 def batch_norm_of_batch(
     x: Any, weight: Any, bias: Any, training: bool, *options: float
 ) -> tuple[Raw, Tensor, Tensor]:
-    """As batch_norm, by the statistics of the batch."""
-    return _batch_norm(x, weight, bias, Running.of(None, None), training, *options)
+    """Same as `native_batch_norm`, by the statistics of the batch."""
+    return _batch_norm(x, weight, bias, _Running.of(None, None), training, *options)
 
 
 @rule(aten._native_batch_norm_legit_no_training.default)
 def batch_norm_in_evaluation(
     x: Any, weight: Any, bias: Any, mean: Any, var: Any, *options: float
 ) -> tuple[Raw, Tensor, Tensor]:
-    """As batch_norm in evaluation."""
-    return _batch_norm(x, weight, bias, Running.of(mean, var), False, *options)
+    """Same as `native_batch_norm` in evaluation."""
+    return _batch_norm(x, weight, bias, _Running.of(mean, var), False, *options)
 
 
 @rule(aten._native_batch_norm_legit_functional.default)
 def batch_norm_functional(
     x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, *options: float
 ) -> tuple[Any, ...]:
-    """As batch_norm; the running statistics are returned."""
+    """Same as `native_batch_norm`. It returns the running statistics."""
     copies = mean.clone(), var.clone()
     return *batch_norm(x, weight, bias, *copies, training, *options), *copies
 
@@ -346,7 +352,7 @@ def batch_norm_functional(
 def batch_norm_with_update(
     x: Any, weight: Any, bias: Any, mean: Any, var: Any, *options: float
 ) -> tuple[Any, ...]:
-    """As batch_norm in training; nothing is reserved."""
+    """Same as `native_batch_norm` in training. The reserve for the backward pass is empty."""
     return *batch_norm(x, weight, bias, mean, var, True, *options), _reserve(x)
 
 
@@ -354,7 +360,8 @@ def batch_norm_with_update(
 def batch_norm_with_update_functional(
     x: Any, weight: Any, bias: Any, mean: Any, var: Any, *options: float
 ) -> tuple[Any, ...]:
-    """As batch_norm in training; the running statistics are returned."""
+    """Same as `native_batch_norm` in training. It returns the running statistics; the reserve for
+    the backward pass is empty."""
     copies = mean.clone(), var.clone()
     return *batch_norm(x, weight, bias, *copies, True, *options), _reserve(x), *copies
 
@@ -363,7 +370,7 @@ def batch_norm_with_update_functional(
 def batch_norm_no_update(
     x: Any, weight: Any, bias: Any, mean: Any, var: Any, *options: float
 ) -> tuple[Any, ...]:
-    """As batch_norm in evaluation; nothing is reserved."""
+    """Same as `native_batch_norm` in evaluation. The reserve for the backward pass is empty."""
     return *batch_norm_in_evaluation(x, weight, bias, mean, var, *options), _reserve(x)
 
 
@@ -371,7 +378,8 @@ def batch_norm_no_update(
 def batch_norm_of_cudnn(
     x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, *options: float
 ) -> tuple[Any, ...]:
-    """As batch_norm, by torch's own kernel; nothing is reserved."""
+    """Same as `native_batch_norm`, by torch's own kernel. The reserve for the backward pass is
+    empty."""
     return *batch_norm(x, weight, bias, mean, var, training, *options), _reserve(x)
 
 
@@ -392,20 +400,21 @@ def batch_norm_backward(
     eps: float,
     mask: Sequence[bool],
 ) -> tuple[Raw | None, Raw | None, Raw | None]:
-    """dx: r_g r_gamma rms(rstd); d_gamma, d_beta: r_g sqrt(images * pixels)."""
+    """r_g rw s for the input, where s is the measured RMS of the reciprocal deviation; r_g
+    sqrt(images * pixels) for weight and bias."""
     left = side(g, first_scaled(g, x, weight))
-    running = Running.of(running_mean, running_var)
+    running = _Running.of(running_mean, running_var)
     if training:
-        held = Normalised.of(x, mean, rstd, left.rms)
+        held = _Normalised.of(x, mean, rstd, left.rms)
         mean, rstd = held.mean, held.rstd
     else:
         deviation = rstd if running.var is None else (running.var + eps).rsqrt()
-        held = Normalised.in_evaluation(x, deviation)
-    v, w = _operands(held.v, weight)
+        held = _Normalised.in_evaluation(x, deviation)
+    v, w = _by_channel(held.v, weight)
     raw = aten.native_batch_norm_backward.default(
         *(left.q.to(v.dtype), v, w, running.mean, running.var, mean, rstd, training, eps, mask)
     )
-    found = norm_gradients(_asked(raw, mask), left, weight, held, v.shape[1])
+    found = _gradients(_asked(raw, mask), left, weight, held, v.shape[1])
     dx, dw, db = found
     if dw is not None and not training:
         dw = dw._replace(rms=dw.rms * running.deviations(x))
@@ -416,7 +425,7 @@ def batch_norm_backward(
 def batch_norm_backward_with_reserve(
     g: Any, x: Any, weight: Any, running_mean: Any, running_var: Any, *saved: Any
 ) -> tuple[Raw | None, Raw | None, Raw | None]:
-    """As native_batch_norm_backward."""
+    """Same as `native_batch_norm_backward`."""
     return batch_norm_backward(g, x, weight, running_mean, running_var, *saved[:-1])
 
 
@@ -432,6 +441,6 @@ def batch_norm_backward_of_vendor(
     eps: float,
     *reserve: Any,
 ) -> tuple[Raw | None, Raw | None, Raw | None]:
-    """As native_batch_norm_backward in training."""
+    """Same as `native_batch_norm_backward` in training."""
     saved = (mean, rstd, True, eps, [True, True, True])
     return batch_norm_backward(g, x, weight, running_mean, running_var, *saved)

@@ -1,8 +1,10 @@
-"""Functions that make complex numbers: they take the value, and what they return is plain.
+"""Operators without a scaled result: complex numbers, and compressed sparse layouts.
 
-A complex number has no scaled form here. Models pass through such numbers on their way from a real
-tensor to a real one (rotary positions as a complex product, Fourier mixing, autocorrelation), and
-the next product with a ScaledTensor measures what comes back.
+Complex numbers have no scaled form. Functions that make them take the value and return a plain
+tensor. Models use such numbers between two real tensors (rotary positions as a complex product,
+Fourier mixing, autocorrelation). The next product with a ScaledTensor measures the plain real
+tensor again. Operators with a result in a compressed sparse layout raise an error, under any
+`on_missing`.
 """
 
 from collections.abc import Callable
@@ -20,6 +22,10 @@ from scaledtensor.ops.results import dequantized
 __all__ = ["FUNCTIONS"]
 
 
+# --- complex numbers -------------------------------------------------------------------------
+
+
+# Autograd calls these operators for the derivatives of the functions below.
 @rule(
     aten.complex.default,
     aten._fft_r2c.default,
@@ -33,11 +39,13 @@ __all__ = ["FUNCTIONS"]
     pass_op=True,
 )
 def complex_result(op: Overload, *args: Any, **kwargs: Any) -> Any:
-    """Of the value; the result is plain. Derivatives of the functions below come here."""
+    """A plain result, computed from the value."""
     return op(*map(dequantized, args), **kwargs)
 
 
 def _at_value(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` for the values of its arguments."""
+
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*tree_map(dequantized, args), **tree_map(dequantized, kwargs))
 
@@ -51,11 +59,13 @@ _COMPLEX = (
 )
 
 
-#: function -> the same at the value of its arguments.
+#: Function of torch -> the same function for the values of its arguments.
 FUNCTIONS: dict[Any, Callable[..., Any]] = {f: _at_value(f) for f in _COMPLEX}
 
 
-# Operators whose results have no scaled form: they say so, whatever `on_missing` allows.
+# --- compressed sparse layouts ---------------------------------------------------------------
+
+
 @rule(
     aten._sparse_compressed_tensor_unsafe.default,
     aten.sparse_compressed_tensor.comp_plain_value_size,
@@ -68,7 +78,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {f: _at_value(f) for f in _COMPLEX}
     pass_op=True,
 )
 def compressed_result(op: Overload, *args: Any, **kwargs: Any) -> Tensor:
-    """A sparse ScaledTensor has the layout torch.sparse_coo: UnsupportedError."""
+    """Raises UnsupportedError: a sparse ScaledTensor has the layout `torch.sparse_coo`."""
     raise UnsupportedError(
         f"{op} has a result in a compressed sparse layout, and a sparse ScaledTensor has the layout"
         " torch.sparse_coo: make it by torch.sparse_coo_tensor(indices, values, size) or "
