@@ -41,16 +41,17 @@ from scaledtensor.tensors.tensor import ScaledTensor
 # --- sums ------------------------------------------------------------------------------------
 
 
-# Derivatives of derivatives come in part from torch's Python references, which end in prims.
+# Second derivatives come in part from torch's Python references, which call prims.
 @rule(aten.add.Tensor, aten.add.Scalar, prims.add.default)
 def add(x: Any, y: Any, alpha: float = 1) -> Raw:
-    """Independent terms: r = sqrt(rx^2 + ry^2), which grows over depth; a constant by its value."""
+    """r = sqrt(rx^2 + ry^2) for independent terms: a residual stream grows over depth. A number c
+    has the RMS |c|."""
     return _sum(x, y, alpha)
 
 
 @rule(aten.sub.Tensor, aten.sub.Scalar, prims.sub.default)
 def sub(x: Any, y: Any, alpha: float = 1) -> Raw:
-    """As add."""
+    """Same as `add`."""
     raw = _sum(x, y, -alpha)
     if alpha == 1 and isinstance(x, ScaledTensor) and isinstance(y, ScaledTensor):
         return raw._replace(towards=Towards(y.qdata, rms_of(x)))
@@ -59,7 +60,7 @@ def sub(x: Any, y: Any, alpha: float = 1) -> Raw:
 
 @rule(aten.rsub.Tensor, aten.rsub.Scalar)
 def rsub(x: Any, y: Any, alpha: float = 1) -> Raw:
-    """As add."""
+    """Same as `add`."""
     return _sum(y, x, -alpha)
 
 
@@ -69,7 +70,7 @@ def _sum(x: Any, y: Any, alpha: float) -> Raw:
     held = (a.scale, a.rms), (b.scale, b.rms)
     scale, ratio_a, ratio_b, rms = settle_sum(*held, alpha)
     if type(ratio_b) is Single and not is_table(y) and float(ratio_b) * abs(alpha) < HUGE:
-        # In one pass: a product with a power of two rounds nothing.
+        # One pass is enough: a product with a power of two rounds nothing.
         q = _added(under(a, x, ratio_a), b.q, float(ratio_b) * alpha)
     else:
         q = torch.add(under(a, x, ratio_a), under(b, y, ratio_b), alpha=alpha)
@@ -78,8 +79,8 @@ def _sum(x: Any, y: Any, alpha: float) -> Raw:
 
 
 def _added(a: Tensor, b: Tensor, alpha: float) -> Tensor:
-    """`torch.add`. Halves beside float32, as activations beside a bias, are converted first: the
-    kernel for two dtypes takes twice the time."""
+    """Call `torch.add`. Convert 16-bit elements first if the other term is float32, such as a bias:
+    the kernel for two dtypes takes twice the time."""
     if a.dtype == b.dtype:
         return torch.add(a, b, alpha=alpha)
     wide = a.float()
@@ -89,7 +90,7 @@ def _added(a: Tensor, b: Tensor, alpha: float) -> Tensor:
 
 
 def term(x: Any, like: ScaledTensor) -> Side:
-    """`x` as one that is added or chosen from: the fills of a mask are no part of its RMS."""
+    """Return `x` as a term of a sum or of a choice. Its RMS leaves out the fills of a mask."""
     if isinstance(x, ScaledTensor):
         return side(x, like)
     if is_table(x):
@@ -100,7 +101,8 @@ def term(x: Any, like: ScaledTensor) -> Side:
 
 
 def _table_rms(x: Tensor) -> Tensor:
-    """Without fills: huge magnitudes, and the least element where that is a fill."""
+    """RMS of a plain tensor without fills: without huge magnitudes, and without its least element
+    if that is a fill."""
     if x.numel() == 0:
         return measured_rms(x)
     least = x.amin()
@@ -110,11 +112,11 @@ def _table_rms(x: Tensor) -> Tensor:
 
 
 def under(term: Side, x: Any, ratio: Amount) -> Tensor:
-    """The elements of a term times the ratio of its scale to another."""
+    """Return the elements of a term under another scale; `ratio` is the old scale over the new."""
     if isinstance(x, ScaledTensor) or not is_table(x):
         return times(term.q, ratio)
-    # A finite fill stays finite, as an element and as a value, where bfloat16 holds them: it
-    # saturates before the division and after. -inf means something and stays.
+    # A finite fill stays finite, as an element and as a value: it saturates to the largest bfloat16
+    # before the division and after. An infinity stays, because a mask may mean it.
     return saturated(term.q, term.q.clamp(-LARGEST, LARGEST) * ratio)
 
 
@@ -123,13 +125,13 @@ def under(term: Side, x: Any, ratio: Amount) -> Tensor:
 
 @rule(aten.mul.Tensor, aten.mul.Scalar, prims.mul.default)
 def mul(x: Any, y: Any) -> Raw:
-    """r = rx ry. A constant moves its power of two into the scale, exactly."""
+    """r = rx ry. The power of two of a number goes into the scale, which is exact."""
     if not isinstance(x, Tensor):
         x, y = y, x
     if not isinstance(y, Tensor):
         c = float(y)
         nonnegative = x.nonnegative and c >= 0
-        if not math.isfinite(c):  # no scale: infinities show in the elements
+        if not math.isfinite(c):  # an infinity has no scale, so it shows in the elements
             q = elements(x) * c
             return Raw(q, scale_of(x), rms_of(x), settled=True, nonnegative=nonnegative)
         return Raw(elements(x), scale_of(x) * c, rms_of(x) * abs(c), nonnegative=nonnegative)
@@ -145,8 +147,7 @@ def mul(x: Any, y: Any) -> Raw:
 
 
 def _factor(x: Tensor, rms: Amount) -> Any:
-    """The RMS of a factor. A plain number that is infinite or NaN shows in the elements, and no
-    more is expected of it than of 1."""
+    """RMS of a factor. An infinite or NaN number shows in the elements, and counts as 1 here."""
     if isinstance(x, ScaledTensor) or x.dim():
         return rms
     if isinstance(rms, Single):
@@ -158,7 +159,7 @@ def _factor(x: Tensor, rms: Amount) -> Any:
 
 @rule(aten.div.Tensor, aten.div.Scalar, prims.div.default)
 def div(x: Any, y: Any) -> Raw:
-    """r = rx / ry. A zero divisor shows in the elements, never as a scale of inf or NaN."""
+    """r = rx / ry. A division by zero shows in the elements, never as a scale of inf or NaN."""
     if not isinstance(y, Tensor):
         nonnegative = x.nonnegative and y > 0
         rms = rms_of(x) / abs(float(y))
@@ -174,7 +175,7 @@ def div(x: Any, y: Any) -> Raw:
 
 
 def _divisor(rms: Amount) -> Any:
-    """The RMS by which a quotient is divided: 1 where the divisor is known to be all zeros."""
+    """RMS of a divisor; 1 if the divisor is known to be all zeros."""
     if isinstance(rms, Single):
         return rms if rms else ONE
     if isinstance(rms, Form):
@@ -184,11 +185,12 @@ def _divisor(rms: Amount) -> Any:
 
 @rule(aten.addcmul.default)
 def addcmul(x: Any, a: Any, b: Any, value: float = 1) -> Raw:
-    """r = sqrt(rx^2 + (c ra rb)^2); a sum of squares (Adam's second moment) adds linearly."""
+    """r = sqrt(rx^2 + (c ra rb)^2) for x + c a b. If a is b, the squares (Adam's second moment) all
+    have one sign, and r = rx + c sqrt(3) ra^2."""
     like = first_scaled(x, a, b)
     base, left, right = (side(t, like) for t in (x, a, b))
     if starts_at(b, x):
-        # x + w (y - x), which is how Dynamo spells the lerp of an optimizer's first moment.
+        # This is x + w (y - x): Dynamo writes the lerp of an optimizer's first moment like this.
         rms = _lerp_rms(base.rms, b.memo.towards.rms, (left.q * left.scale * value).mean())
     elif a is b and value >= 0:
         rms = base.rms + left.rms.square() * (gaussian_moment(2) * value)
@@ -203,8 +205,8 @@ def addcmul(x: Any, a: Any, b: Any, value: float = 1) -> Raw:
 
 @rule(prims.fma.default)
 def fma(a: Any, b: Any, x: Any) -> Raw:
-    """a b + x, measured: Dynamo takes the steps of optimizers apart so, and no longer tells what is
-    a square and what is a step from x."""
+    """a b + x: measured. Dynamo writes the steps of optimizers in this operator, and a rule cannot
+    tell there whether a b is a square or a step from x."""
     like = first_scaled(a, b, x)
     left, right, base = (operand(t, like) for t in (a, b, x))
     rms = quadrature(base.rms, left.rms * right.rms)
@@ -217,7 +219,7 @@ def fma(a: Any, b: Any, x: Any) -> Raw:
 
 @rule(aten.addcdiv.default)
 def addcdiv(x: Any, a: Any, b: Any, value: float = 1) -> Raw:
-    """r = sqrt(rx^2 + (c ra / rb)^2): an optimizer's update."""
+    """r = sqrt(rx^2 + (c ra / rb)^2) for x + c a / b, the update of an optimizer."""
     like = first_scaled(x, a, b)
     base, left, right = (side(t, like) for t in (x, a, b))
     rms = quadrature(base.rms, left.rms / _divisor(right.rms) * abs(value))
@@ -229,10 +231,10 @@ def addcdiv(x: Any, a: Any, b: Any, value: float = 1) -> Raw:
 def plus_product(
     base: Tensor, ratio: Amount, product: Tensor, held: Amount, value: float
 ) -> Tensor:
-    """base ratio + value held product."""
+    """Return base * ratio + value * held * product."""
     start = times(base, ratio)
     if isinstance(held, Single):
-        # Finite: 0 * inf is NaN.
+        # The factor stays finite, because 0 * inf is NaN.
         largest = torch.finfo(torch.float32).max
         return torch.add(start, product, alpha=max(min(held * value, largest), -largest))
     return torch.addcmul(start, product, tensor_of(held), value=value)
@@ -240,7 +242,7 @@ def plus_product(
 
 @rule(aten.lerp.Scalar, aten.lerp.Tensor)
 def lerp(x: Any, y: Any, weight: Any) -> Raw:
-    """x + w (y - x): r = sqrt(((1 - w) rx)^2 + (w ry)^2). Adam's first moment."""
+    """r = sqrt(((1 - w) rx)^2 + (w ry)^2) for x + w (y - x), such as Adam's first moment."""
     like = first_scaled(x, y)
     a, b = side(x, like), side(y, like)
     w = plain(weight)
@@ -258,8 +260,8 @@ def lerp(x: Any, y: Any, weight: Any) -> Raw:
 
 
 def _lerp_rms(start: Amount, end: Amount, weight: Amount) -> Any:
-    """Of (1 - w) x + w y, x and y independent. As x + w (y - x) it has terms that are not: in each
-    step of an optimizer it would grow."""
+    """RMS of (1 - w) x + w y for independent x and y. The terms of x + w (y - x) are not
+    independent: as their sum, the RMS would grow in each step of an optimizer."""
     return quadrature(start * (1 - weight), end * weight)
 
 
@@ -268,19 +270,19 @@ def _lerp_rms(start: Amount, end: Amount, weight: Amount) -> Any:
 
 @rule(aten.neg.default)
 def neg(x: ScaledTensor) -> Raw:
-    """r."""
+    """r. The scale stays."""
     return Raw(-elements(x), scale_of(x), rms_of(x), settled=True)
 
 
 @rule(aten.abs.default)
 def abs_(x: ScaledTensor) -> Raw:
-    """r."""
+    """r. The scale stays."""
     return Raw(elements(x).abs(), scale_of(x), rms_of(x), settled=True, nonnegative=True)
 
 
 @rule(aten.sign.default, aten.sgn.default)
 def sign(x: ScaledTensor) -> Raw:
-    """Every element is -1, 0 or 1."""
+    """r = 1: every element is -1, 0 or 1."""
     return Raw(elements(x).sign(), None, torch.ones_like(x.rms), settled=True)
 
 
@@ -292,8 +294,9 @@ def sign(x: ScaledTensor) -> Raw:
     pass_op=True,
 )
 def extremum(op: Overload, x: Any, y: Any) -> Raw:
-    """Of two independent Gaussians: r = sqrt((rx^2 + ry^2) / 2). The huge number that a running
-    maximum starts from has no say."""
+    """r = sqrt((rx^2 + ry^2) / 2) for two independent Gaussians. The huge number from which a
+    running maximum starts does not count. The RMS is measured if rx and ry differ by more than
+    2^20."""
     like = first_scaled(x, y)
     a, b = operand(x, like), operand(y, like)
     rms = quadrature(a.rms, b.rms)
@@ -308,8 +311,8 @@ def extremum(op: Overload, x: Any, y: Any) -> Raw:
 
 
 def _chosen_rms(q: Tensor, scale: Amount, rms: Amount, of_a: Tensor, of_b: Tensor) -> Any:
-    """RMS of elements under `scale` of which each is one of two operands'. Where these are expected
-    to be of another order, the result may have none of the larger one: then it is measured."""
+    """RMS of elements under `scale` that are chosen from two operands. If the operands are of very
+    different size, the result may have no element of the larger one, so its RMS is measured."""
     low, high = torch.minimum(of_a, of_b), torch.maximum(of_a, of_b)
     apart = single_of((low > 0) & (high > low * 2.0**20) & (high < HUGE))
     if not (isinstance(apart, Tensor) or apart):
@@ -329,8 +332,7 @@ def _chosen_rms(q: Tensor, scale: Amount, rms: Amount, of_a: Tensor, of_b: Tenso
     pass_op=True,
 )
 def clamp(op: Overload, x: ScaledTensor, *bounds: Any, **named: Any) -> Raw:
-    """r, or the larger bound where two are tighter; a bound at 0 keeps half of the energy."""
-
+    """r, but at most the larger of two bounds. With a bound at 0, r / sqrt(2)."""
     bounds = tuple(plain(b) for b in bounds)
     named = {k: plain(b) for k, b in named.items()}
     given = [b for b in (*bounds, *named.values()) if b is not None]
@@ -348,20 +350,21 @@ def clamp(op: Overload, x: ScaledTensor, *bounds: Any, **named: Any) -> Raw:
 
 @rule(aten.square.default)
 def square(x: ScaledTensor) -> Raw:
-    """r = sqrt(3) rx^2, the fourth moment of a Gaussian."""
+    """r = sqrt(3) rx^2, by the fourth moment of a Gaussian."""
     return _power(x, 2)
 
 
 @rule(aten.pow.Tensor_Scalar)
 def power(x: ScaledTensor, exponent: float) -> Raw:
-    """r = rx^p sqrt(E|z|^2p); negative powers have no finite moment and count as rx^p, and so does
-    what is known not to be negative (a statistic, near its RMS), except for its square."""
+    """r = rx^p sqrt(E |z|^(2 p)). Negative powers have no finite moment, so r = rx^p. A tensor that
+    is known to have no negative elements is a statistic close to its RMS, so r = rx^p too, except
+    for p = 2."""
     return _power(x, exponent)
 
 
 @rule(aten.pow.Scalar)
 def exponential_of(base: float, x: ScaledTensor) -> Raw:
-    """Measured, as exp."""
+    """Measured, like `exp`."""
     rate = abs(math.log(base)) if base > 0 else 1.0
     raw = exponential(x, lambda v: torch.pow(base, v), rate)
     return raw._replace(nonnegative=base > 0)
@@ -370,7 +373,7 @@ def exponential_of(base: float, x: ScaledTensor) -> Raw:
 def _power(x: ScaledTensor, p: float) -> Raw:
     p = float(p)
     if p == 1:
-        q = elements(x).clone()  # no view: writing to it must not reach `x`
+        q = elements(x).clone()  # a copy, since a write to the result must not reach `x`
         return Raw(q, scale_of(x), rms_of(x), settled=True, nonnegative=x.nonnegative)
     positive = x.nonnegative or p % 2 == 0
     if p == 2:
@@ -381,7 +384,8 @@ def _power(x: ScaledTensor, p: float) -> Raw:
 
 @rule(aten.sqrt.default)
 def sqrt(x: ScaledTensor) -> Raw:
-    """r = sqrt(rx). On the value, so an odd power of two leaves its sqrt(2) in the elements."""
+    """r = sqrt(rx). The root is taken of the value, so the sqrt(2) of an odd power of two is in the
+    elements."""
     return at_value(torch.sqrt, x, rms_of(x).sqrt(), nonnegative=True)
 
 
@@ -401,7 +405,8 @@ def reciprocal(x: ScaledTensor) -> Raw:
 
 
 def exponential(x: ScaledTensor, function: Any, rate: float) -> Raw:
-    """Of a Gaussian r = exp(r^2); as it is, where that is a number."""
+    """Apply `function`, which is exp(rate x), with a measured RMS. If some element overflows, the
+    RMS is exp((rate r)^2), the moment of a Gaussian."""
     q = function(value(x))
     gaussian = (x.rms * rate).square().clamp_max(4.0).exp()
     return Raw(q, None, rms_seen(q, gaussian), nonnegative=True)
@@ -409,26 +414,27 @@ def exponential(x: ScaledTensor, function: Any, rate: float) -> Raw:
 
 @rule(aten.exp.default)
 def exp(x: ScaledTensor) -> Raw:
-    """Measured: decays and log-probabilities are never positive, and a Gaussian's moment is far
-    from theirs."""
+    """Measured: decays and log-probabilities are never positive, so the moment of a Gaussian is far
+    from their RMS."""
     return exponential(x, torch.exp, 1.0)
 
 
 @rule(aten.expm1.default)
 def expm1(x: ScaledTensor) -> Raw:
-    """r = expm1(rx^2) + rx: rx when small, as exp when large."""
+    """r = expm1(rx^2) + rx: close to rx if rx is small, and as for exp if rx is large."""
     r2 = x.rms.square().clamp_max(4.0)
     return at_value(torch.expm1, x, r2.expm1() + x.rms.clamp_max(1.0))
 
 
 @rule(aten.log1p.default)
 def log1p(x: ScaledTensor) -> Raw:
-    """r = log1p(rx): rx when small, its logarithm when large."""
+    """r = log1p(rx): close to rx if rx is small, and to ln rx if rx is large."""
     return at_value(torch.log1p, x, x.rms.log1p(), nonnegative=x.nonnegative)
 
 
 def log_rms(rms: Tensor) -> Tensor:
-    """RMS of ln|x|, x a Gaussian: its mean is ln r - (ln 2 + gamma) / 2, its variance pi^2 / 8."""
+    """RMS of ln|x| for a Gaussian x: the mean is ln r - (ln 2 + gamma) / 2, the variance pi^2 /
+    8."""
     spread = torch.full_like(rms, math.pi / 8**0.5)
     logarithm: Tensor = quadrature(rms.clamp_min(2.0**-126).log() - 0.635, spread)
     return logarithm
@@ -436,7 +442,8 @@ def log_rms(rms: Tensor) -> Tensor:
 
 @rule(aten.log.default, aten.log2.default, aten.log10.default, pass_op=True)
 def log(op: Overload, x: ScaledTensor) -> Raw:
-    """r = sqrt((ln rx - 0.635)^2 + pi^2 / 8), the moments of ln|z| (times 1 / ln base)."""
+    """r = sqrt((ln rx - 0.635)^2 + pi^2 / 8), by the mean and the variance of ln|z|; log2 and log10
+    divide it by ln 2 and ln 10."""
     natural = log_rms(x.rms)
     base = {aten.log2.default: math.log(2), aten.log10.default: math.log(10)}.get(op, 1.0)
     return at_value(op, x, natural / base)

@@ -1,4 +1,4 @@
-"""The verbs of the tensor, and the ways into and out of it."""
+"""Casts, rescaling and conversions: the verbs of the tensor, and the ways into and out of it."""
 
 import typing
 from typing import Any
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from scaledtensor import _torch
+from scaledtensor.backends import backend_of
 from scaledtensor.formats import FP32, encode, fake_quantize, from_dtype
 from scaledtensor.formats import get as get_format
 from scaledtensor.formats.rounding import Rounding
@@ -30,15 +31,15 @@ from scaledtensor.tensors.tensor import SENT_AS_ONE, Context, ScaledTensor, from
 
 @rule(verbs.to_format)
 def to_format(x: ScaledTensor, format: str, rounding: Rounding = "nearest_even") -> ScaledTensor:
-    """A cast: the elements are rounded; the scale never changes. 8-bit formats saturate, keep
-    what is not finite as far as they have a code for it, and take any rounding, stochastic from
-    torch's default generator; compute formats round to nearest even."""
+    """A cast rounds the elements and keeps the scale. 8-bit formats saturate. They keep infinities
+    and NaN if they have a code for them, and take any rounding; stochastic rounding draws from
+    torch's default generator. Compute formats round to nearest even."""
     fmt = get_format(format)
     source = elements(x)
     how: dict[str, Any] = {}
     if rounding != "nearest_even" and fmt.storage_dtype.itemsize == 1:
         how = {"rounding": rounding, "overflow": "saturate_finite"}
-        if rounding == "stochastic":  # drawn once, for both spellings of the result below
+        if rounding == "stochastic":  # one draw, for both forms of the result below
             how["generator"] = torch.ops.scaledtensor.random_key(source)
     traced = fmt.storage_dtype.itemsize == 1 and torch.compiler.is_compiling()
     if how:
@@ -49,10 +50,10 @@ def to_format(x: ScaledTensor, format: str, rounding: Rounding = "nearest_even")
         q = q.clone()
     scale, rms = copied(scale_of(x)), copied(rms_of(x))
     out = ScaledTensor.make(q, scale, rms, fmt, x.dtype, x.recipe, x.nonnegative)
-    if traced and q.is_cpu:
-        # What the emulated product multiplies, from the same registers; codes that nobody reads
-        # are then never made. As bfloat16 also where products are float32 ones: what autograd
-        # keeps is then two bytes an element.
+    if traced and backend_of(q).writes_cpp:
+        # The emulated product reads these values, which come from the same registers. Codes without
+        # a reader are then never made. The values are bfloat16 even if products are float32, so
+        # that autograd keeps two bytes an element.
         drawn = fake_quantize(source, fmt, **how).to(torch.bfloat16) if how else None
         decoded = values_of(source, fmt.name) if drawn is None else drawn
         passing = saved_format(x) is not None and not _torch.is_within_backward()
@@ -70,14 +71,15 @@ def gradient_to_format(
     counts: bool = False,
     rows: bool = False,
 ) -> ScaledTensor:
-    """The identity forward; the cast happens to the gradient."""
+    """The identity in the forward pass. In the backward pass the gradient is cast."""
     return x.viewed(x.qdata)
 
 
 @rule(verbs.rescale)
 def rescale(x: ScaledTensor, scale: Tensor) -> ScaledTensor:
-    """The same value under another power of two; the format never changes."""
-    # In two factors: the ratio of two float32 numbers may be none, and 0 * inf is NaN.
+    """The same value under another power of two. The format stays."""
+    # Two factors are needed: the ratio of two float32 numbers may be out of range, and 0 * inf is
+    # NaN.
     ratio = x.scale.double() / scale
     first = ratio.clamp(MIN_SCALE, MAX_SCALE)
     q = elements(x) * first.float() * (ratio / first).float()
@@ -86,8 +88,8 @@ def rescale(x: ScaledTensor, scale: Tensor) -> ScaledTensor:
 
 @rule(verbs.expect)
 def expect(x: ScaledTensor, growth: float) -> ScaledTensor:
-    """The same value under the scale of another expected RMS, for who knows more than a rule does:
-    that its operands are correlated."""
+    """The same value with the expected RMS times `growth`, and the scale of that RMS. Callers use
+    it if they know more than the rule, for example that operands are correlated."""
     rms = x.rms * growth
     scale, ratio = settle(rms, x.scale)
     return x.like(store(elements(x) * ratio, x.format), scale, rms)
@@ -95,13 +97,13 @@ def expect(x: ScaledTensor, growth: float) -> ScaledTensor:
 
 @rule(verbs.drop)
 def drop(x: ScaledTensor) -> ScaledTensor:
-    """Forget the scale: the same elements at scale 1. A copy: writing to it must not reach `x`."""
+    """A copy of the elements at scale 1."""
     return x.like(x.qdata.clone(), torch.ones_like(x.scale), x.rms / x.scale)
 
 
 @rule(verbs.dequantize, aten.dequantize.self)
 def dequantize(x: ScaledTensor) -> Tensor:
-    """The plain value in the dtype that the tensor appears in."""
+    """The plain value, in the dtype of the tensor."""
     carrier = torch.promote_types(x.dtype, torch.float32)
     scale = scale_of(x)
     return in_pieces(
@@ -111,8 +113,8 @@ def dequantize(x: ScaledTensor) -> Tensor:
 
 @rule(verbs.promote)
 def promote(x: Tensor, like: ScaledTensor) -> ScaledTensor:
-    """A plain tensor enters, an operand of a product or a gradient: its RMS is measured, once, at
-    the door. For a sparse tensor it is the RMS of the values that the tensor stores."""
+    """Makes a ScaledTensor of a plain operand or gradient, by its measured RMS. The RMS of a sparse
+    tensor is the RMS of its stored values."""
     if isinstance(x, ScaledTensor):
         return x
     if is_sparse(x):
@@ -133,12 +135,12 @@ def to_copy(
     non_blocking: bool = False,
     memory_format: torch.memory_format | None = None,
 ) -> Tensor:
-    """`.to()`: the device moves every part; a float dtype is both appearance and element format,
-    under the same scale; any other dtype leaves as a plain tensor. A stored frozen weight stays in
-    8 bits."""
+    """`.to()`. A device moves every part. A float dtype changes the dtype and the format of the
+    elements; the scale stays. Any other dtype gives a plain tensor. A frozen weight that is stored
+    in 8 bits stays in 8 bits."""
     move: dict[str, Any] = {"device": device, "non_blocking": non_blocking}
     if dtype is not None and dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        # In float64 any scale is exact, a power of two or not.
+        # A float64 product is exact, even if the scale is no power of two.
         plain = elements(x).double() * x.scale if dtype == torch.float64 else value(x)
         return plain.to(dtype=dtype, **move)
     keeps = dtype is None or dtype == x.dtype or is_stored(x)
@@ -150,17 +152,17 @@ def to_copy(
     else:
         scale, rms = (aten._to_copy.default(t, **move) for t in (x.scale, x.rms))
     made = ScaledTensor.make(q, scale, rms, fmt, dtype or x.dtype, x.recipe, x.nonnegative)
-    made.site = x.site  # a weight that is moved or converted is looked at as it is itself
+    made.site = x.site  # a site treats a moved or converted weight as the same weight
     lend(x, made)
     return made
 
 
 @rule(aten.copy_.default)
 def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """An overwrite. Into a whole ScaledTensor it brings the source's scale, or one that is measured
-    where the source is plain, or was sent as one with others (DDP's parameters); into a part of
-    one, the value is rescaled into the scale of the whole, unless that is all zeros. A stored
-    frozen weight is cast anew, as its recipe casts weights."""
+    """A whole ScaledTensor takes the value and the scale of the source. The scale is measured if
+    the source is plain, or is a part of one message with others (DDP's parameters). A part of a
+    ScaledTensor keeps the scale of the whole, unless the whole is all zeros. A frozen weight that
+    is stored in 8 bits is cast again by its recipe."""
     if target.device != source.device:
         source = source.to(target.device)
     source = source.expand(target.shape)
@@ -170,7 +172,12 @@ def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if target.memo.agreed or covers_storage(target.qdata):
         after_overwrite(target)
         if held.format != target.format and is_stored(target):
-            held = _cast_anew(held, target.recipe)
+            # Cast from the master format, like the weights of a wrapped model.
+            recipe: Any = target.recipe
+            fmt = recipe.master
+            parts = held.scale, held.rms, fmt, held.dtype, recipe
+            master = ScaledTensor.make(store(elements(held), fmt), *parts)
+            held = typing.cast(ScaledTensor, cast_once(master))
         target.qdata.copy_(
             held.qdata if held.format == target.format else store(elements(held), target.format)
         )
@@ -179,7 +186,7 @@ def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         if target.site is not None:
             sites.take_over(target, source)
     else:
-        if not _torch.is_tracing(target.qdata):  # zeros fit the scale that comes
+        if not _torch.is_tracing(target.qdata):  # zeros take the scale of the source
             zero = target.rms == 0
             put(
                 target,
@@ -191,6 +198,7 @@ def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 
 
 def _own_scale(source: Tensor, target: ScaledTensor) -> ScaledTensor:
+    """Return the source under a scale of its own."""
     if not isinstance(source, ScaledTensor):
         return from_plain(source, FP32, target.dtype, None)
     if not getattr(source.rms, SENT_AS_ONE, False) or covers_storage(source.qdata):
@@ -200,16 +208,10 @@ def _own_scale(source: Tensor, target: ScaledTensor) -> ScaledTensor:
     return measured
 
 
-def _cast_anew(x: ScaledTensor, recipe: Any) -> ScaledTensor:
-    """From the master format, as when the model was wrapped."""
-    fmt = recipe.master
-    master = ScaledTensor.make(store(elements(x), fmt), x.scale, x.rms, fmt, x.dtype, recipe)
-    return typing.cast(ScaledTensor, cast_once(master))
-
-
 @rule(aten.is_pinned.default)
 def is_pinned(x: ScaledTensor, device: Any = None) -> bool:
-    """What torch.distributed.checkpoint asks of each tensor that it saves."""
+    """The answer for the elements. `torch.distributed.checkpoint` asks each tensor that it
+    saves."""
     return x.qdata.is_pinned()
 
 
@@ -220,7 +222,7 @@ def item(x: ScaledTensor) -> Any:
 
 
 def as_tangent(x: Tensor, context: Context) -> ScaledTensor:
-    """A plain gradient as the ScaledTensor that compiled code was made for."""
+    """Make a ScaledTensor of a plain gradient for compiled code, which expects one."""
     fmt, dtype, recipe, _ = context
     return from_plain(x, fmt, dtype, recipe)
 

@@ -1,9 +1,7 @@
-"""What goes from rank to rank: elements and their scale, or values where ranks are summed.
+"""Collectives: gathers and broadcasts send elements with their scale, and sums send values.
 
-Ranks need not hold what they exchange under the same scale. What is moved brings its scale along,
-in the same message; what is summed is so by value, in bfloat16 or float32, whose exponents hold
-every scale. `fully_shard` asks the ScaledTensors themselves, here, and is answered by
-`scaledtensor.distributed.gather`, which is loaded when it first asks.
+The ranks may hold a tensor under different scales. So a gather or a broadcast sends the scale and
+the RMS too. A sum is a sum of values in bfloat16 or float32, whose exponents hold every scale.
 """
 
 from collections.abc import Sequence
@@ -26,17 +24,17 @@ from scaledtensor.tensors.wrapper import as_bytes
 __all__: list[str] = []
 
 
-# The second is what a release of torch wraps around a result that may not have arrived.
+# The second operator wraps a result that may not have arrived yet, in some releases of torch.
 @rule(functional.wait_tensor.default, functional._wrap_tensor_autograd.default)
 def wait_tensor(x: ScaledTensor) -> ScaledTensor:
-    """The results of the rules below have arrived."""
+    """The same tensor: the other collectives wait for their results themselves."""
     return x.viewed(x.qdata)
 
 
 @rule(functional.all_gather_into_tensor.default)
 def all_gather(x: ScaledTensor, size: int, group: Any) -> ScaledTensor:
-    """Elements with their scale and RMS, in one message of bytes; then all are held under the
-    largest scale. The whole of a weight has the recipe of its parts, with its shifts."""
+    """Each rank sends its elements, scale and RMS in one message of bytes. The result has the
+    largest of the scales. A gathered weight has the recipe of its parts, with its shifts."""
     q = x.qdata.contiguous()
     numbers = torch.stack([x.scale, x.rms])
     message = torch.cat([q.reshape(-1).view(torch.uint8), numbers.view(torch.uint8)])
@@ -60,7 +58,8 @@ def all_gather(x: ScaledTensor, size: int, group: Any) -> ScaledTensor:
 
 @rule(functional.all_reduce.default)
 def all_reduce(x: ScaledTensor, how: str, group: Any) -> Raw:
-    """By value. The terms of ranks are independent: r sqrt(ranks), over ranks for a mean."""
+    """r sqrt(ranks) for a sum, r / sqrt(ranks) for a mean, since the terms of ranks are
+    independent. The ranks add values."""
     total = _waited(functional.all_reduce.default(_carried(x), how, group))
     ranks = dist.get_world_size(_torch.process_group_named(group))
     return Raw(total, None, _reduced_rms(x, how, ranks))
@@ -68,14 +67,14 @@ def all_reduce(x: ScaledTensor, how: str, group: Any) -> Raw:
 
 @rule(functional.reduce_scatter_tensor.default)
 def reduce_scatter(x: ScaledTensor, how: str, size: int, group: Any) -> Raw:
-    """As all_reduce, each rank its part."""
+    """Same as `all_reduce`. Each rank gets a part of the sum."""
     total = _waited(functional.reduce_scatter_tensor.default(_carried(x), how, size, group))
     return Raw(total, None, _reduced_rms(x, how, size))
 
 
 @rule(c10d.broadcast_.default)
 def broadcast_(tensors: Sequence[Tensor], group: Any, root: int, index: int, *options: Any) -> Any:
-    """Elements as bytes, the scale and the RMS, into the tensor as it is."""
+    """Sends the scale, the RMS and the bytes of the elements, and writes them into the tensor."""
     work = None
     for x in tensors:
         parts = [x] if not isinstance(x, ScaledTensor) else [x.scale, x.rms, as_bytes(x.qdata)]
@@ -84,13 +83,13 @@ def broadcast_(tensors: Sequence[Tensor], group: Any, root: int, index: int, *op
             if part is not parts[-1]:
                 work.wait()
         if isinstance(x, ScaledTensor):
-            setattr(x.rms, SENT_AS_ONE, True)  # which its parts share
+            setattr(x.rms, SENT_AS_ONE, True)  # the parts of `x` share its RMS
     return list(tensors), work
 
 
 @rule(c10d.allreduce_.default)
 def allreduce_(tensors: Sequence[Tensor], *args: Any) -> Any:
-    """By value, into the scale of the tensor."""
+    """Adds values, and writes the sum into the tensor with its measured RMS."""
     work = None
     for x in tensors:
         if not isinstance(x, ScaledTensor):
@@ -105,7 +104,8 @@ def allreduce_(tensors: Sequence[Tensor], *args: Any) -> Any:
 
 @rule(c10d.scatter_.default)
 def scatter_(*args: Any) -> Any:
-    """torch's styles of tensor parallelism cut parameters so: UnsupportedError."""
+    """Raises UnsupportedError. torch's styles of tensor parallelism divide parameters with this
+    operator, and a DTensor knows no recipe."""
     raise UnsupportedError(
         "a DTensor knows nothing of recipes, so that distribute_tensor() and torch's "
         "ColwiseParallel and RowwiseParallel take no ScaledTensors: the styles of the same names "
@@ -115,7 +115,8 @@ def scatter_(*args: Any) -> Any:
 
 @rule(fsdp.chunk_cat.default)
 def chunk_cat(tensors: Sequence[Tensor], dim: int, chunks: int, out: Tensor) -> None:
-    """The gradients of `fully_shard`, by value: those of a group are summed as one."""
+    """Joins the plain values of the gradients of a group of `fully_shard`, which sums them in one
+    message."""
     plain = [t.dequantize() if isinstance(t, ScaledTensor) else t for t in tensors]
     fsdp.chunk_cat.default(plain, dim, chunks, out=out)
 
@@ -125,7 +126,7 @@ def _waited(x: Tensor) -> Tensor:
 
 
 def _carried(x: ScaledTensor) -> Tensor:
-    """The value in a dtype of eight bits of exponent or more."""
+    """Return the value in a dtype with at least eight bits of exponent."""
     carried: Tensor = value(x).contiguous()
     return carried
 

@@ -1,10 +1,10 @@
 """Elementary functions of one argument: trigonometric, hyperbolic, error functions, roundings.
 
-Where autograd writes a derivative in parts whose RMS no rule can follow (1 / (1 + x^2) has most of
-its second moment near zero, however large x), the function has an operator of its own, caught where
-Python calls it, whose backward is one operator with the slope's own second moment. When a graph of
-the backward pass is wanted, the slope is spelled in torch's operators, so that it can be
-differentiated again, as often as one likes.
+Autograd writes some derivatives in parts for which no rule has a moment. For example, most of the
+second moment of 1 / (1 + x^2) is near zero for any x. Such a function runs as an operator of this
+library, in place of torch's function. Its backward pass is one operator, with the second moment of
+the slope. If autograd records the backward pass, the slope is computed by torch's operators, so it
+has derivatives of any order.
 """
 
 import math
@@ -26,24 +26,29 @@ __all__ = ["FUNCTIONS", "elementwise", "spellings", "with_slope"]
 
 Function = Callable[..., Tensor]
 
-#: function that a user may call -> the same with a derivative that has one rule.
+#: Function of torch -> the same function with a derivative that has one rule.
 FUNCTIONS: dict[Any, Function] = {}
 
 
 def elementwise(
     name: str, *ops: Overload, function: Function | None = None, heavy: bool = False
 ) -> None:
-    """Register the Gaussian integral as the rule of an elementwise function of one argument."""
+    """Register an elementwise function of one argument, with a Gaussian integral as its rule.
+
+    `heavy` marks a function without a second moment.
+    """
     call = function or ops[0]
     integrand(name, call, heavy=heavy)
 
     def run(x: ScaledTensor) -> Raw:
-        # In float32: torch has many of these in no narrower dtype.
+        # torch has many of these functions in float32 only.
         rms = gaussian_rms(name, x.rms, nonnegative=x.nonnegative)
         return Raw(call(value(x).float()), None, rms)
 
     run.__doc__ = (
-        f"median |{name}(rx z)|: no second moment." if heavy else f"sqrt(E {name}(rx z)^2)."
+        f"median |{name}(r z)|, since there is no second moment."
+        if heavy
+        else f"sqrt(E {name}(r z)^2)."
     )
     rule(*ops)(run)
 
@@ -58,10 +63,10 @@ def with_slope(
     heavy: bool = False,
     heavy_slope: bool = False,
 ) -> None:
-    """An elementwise function with a backward operator of its own.
+    """Register an elementwise function with a backward operator.
 
-    `slope` is f' in torch's operators, on plain and on scaled tensors; `words` is its formula;
-    `caught` are the functions that users call.
+    `slope` is f' in torch's operators, for plain and for scaled tensors. `words` is the formula of
+    f'. `caught` are the functions of torch that this one replaces.
     """
     key = integrand(f"{name}_slope", slope, heavy=heavy_slope)
 
@@ -79,8 +84,8 @@ def with_slope(
         rms = left.rms * gaussian_rms(key, x.rms, nonnegative=x.nonnegative)
         return Raw(left.q.float() * slope(value(x).float()), left.scale, rms)
 
-    mean = "median |f'(rx z)|" if heavy_slope else "sqrt(E f'(rx z)^2)"
-    run_backward.__doc__ = f"g f', f' = {words}: rg {mean}."
+    mean = "median |f'(r z)|" if heavy_slope else "sqrt(E f'(r z)^2)"
+    run_backward.__doc__ = f"r_g {mean} for the slope f' = {words}."
     rule(times_slope)(run_backward)
     elementwise(name, *ops, own, function=function, heavy=heavy)
 
@@ -92,7 +97,7 @@ def with_slope(
 
 
 def spellings(*names: str, places: Iterable[Any] = (torch, Tensor, torch.special)) -> set[Any]:
-    """The functions of these names, wherever among `places` this version of torch has them."""
+    """Return the functions of these names in `places`, as far as this version of torch has them."""
     return {getattr(p, n) for p in places for n in names if hasattr(p, n)}
 
 
@@ -112,7 +117,8 @@ with_slope(
 
 
 def _sinc_slope(x: Tensor) -> Tensor:
-    # The closed form is a difference of near equals where x is small; its series is exact there.
+    # For small x the closed form is a difference of nearly equal numbers. The series is exact
+    # there.
     y = (math.pi * x).square()
     series = x * (-(math.pi**2) / 3) * (1 - y / 10 + y.square() / 280)
     near = x.abs() < 0.125
@@ -132,7 +138,7 @@ with_slope(
 
 @rule(aten.deg2rad.default, aten.rad2deg.default, pass_op=True)
 def degrees(op: Overload, x: ScaledTensor) -> Raw:
-    """Times pi / 180, or its inverse."""
+    """r pi / 180 to radians, and r 180 / pi to degrees."""
     c = math.pi / 180 if op is aten.deg2rad.default else 180 / math.pi
     return Raw(elements(x), x.scale * c, x.rms * c, nonnegative=x.nonnegative)
 
@@ -140,22 +146,18 @@ def degrees(op: Overload, x: ScaledTensor) -> Raw:
 # --- hyperbolic ------------------------------------------------------------------------------
 
 
-def _cosh_square(rms: Tensor) -> Tensor:
-    # exp(2 r^2) bounded as that of exp, for the same reason.
-    return (2 * rms.square().clamp_max(4.0)).exp()
-
-
 @rule(aten.sinh.default)
 def sinh(x: ScaledTensor) -> Raw:
-    """r = sqrt((exp(2 rx^2) - 1) / 2), bounded as exp; rx when small."""
+    """r = sqrt((exp(2 rx^2) - 1) / 2), where rx counts as 2 at most; close to rx if rx is small."""
     doubled = 2 * x.rms.square().clamp_max(4.0)
     return at_value(torch.sinh, x, (doubled.expm1() / 2).sqrt(), nonnegative=x.nonnegative)
 
 
 @rule(aten.cosh.default)
 def cosh(x: ScaledTensor) -> Raw:
-    """r = sqrt((exp(2 rx^2) + 1) / 2), bounded as exp."""
-    rms = ((_cosh_square(x.rms) + 1) / 2).sqrt()
+    """r = sqrt((exp(2 rx^2) + 1) / 2), where rx counts as 2 at most."""
+    doubled = 2 * x.rms.square().clamp_max(4.0)
+    rms = ((doubled.exp() + 1) / 2).sqrt()
     return at_value(torch.cosh, x, rms, nonnegative=True)
 
 
@@ -172,7 +174,7 @@ elementwise("atanh", aten.atanh.default)
 
 with_slope(
     "tanhshrink",
-    # In float64: x - tanh(x) is a difference of near equals.
+    # x - tanh(x) is a difference of nearly equal numbers, so it runs in float64.
     function=lambda x: (x.double() - x.double().tanh()).float(),
     slope=lambda x: x.tanh().square(),
     words="tanh(x)^2",
@@ -192,7 +194,7 @@ with_slope(
 
 @rule(aten.exp2.default)
 def exp2(x: ScaledTensor) -> Raw:
-    """Measured, as exp."""
+    """Measured, like `exp`."""
     return exponential(x, torch.exp2, math.log(2))
 
 
@@ -216,22 +218,28 @@ with_slope(
 
 
 def _logit_square(rms: Tensor) -> Tensor:
-    """E z^2 of the logits z, by the RMS of sigmoid(z): the rule of sigmoid, inverted. Evenly spread
-    shares have 2 by this (and pi^2 / 3 in truth); those all near zero (ln r)^2."""
+    """Return E z^2 of the logits z from the RMS of sigmoid(z), by the inverse of the rule of
+    sigmoid.
+
+    For probabilities spread evenly it is 2 (the true moment is pi^2 / 3). For probabilities near
+    zero it is (ln r)^2.
+    """
     share = (4 * rms.square() - 1).clamp(2.0**-5, 1 - 2.0**-10)
     return 4 * share / (1 - share) + (2 * rms).clamp(2.0**-126, 1.0).log().square()
 
 
 @rule(aten.logit.default)
 def logit(x: ScaledTensor, eps: float | None = None) -> Raw:
-    """The RMS of what sigmoid would give this from: 4 s / (1 - s), s = 4 r^2 - 1."""
+    """The square is 4 s / (1 - s) + (ln 2r)^2 with s = 4 r^2 - 1: the inverse of the rule of
+    `sigmoid`, and for small r the square of the logarithm."""
     return Raw(torch.logit(value(x).float(), eps), None, _logit_square(x.rms).sqrt())
 
 
 @rule(aten.logit_backward.default)
 def logit_backward(g: Any, x: ScaledTensor, eps: float | None = None) -> Raw:
-    """g / (x (1 - x)) = g (2 + 2 cosh z) for logits z: r_g (2 + 2 exp(E z^2 / 2)), bounded, for
-    evenly spread shares have no second moment of this."""
+    """r_g (2 + 2 exp(m^2 / 2)) for logits of RMS m, for the gradient g / (x (1 - x)) = g (2 + 2
+    cosh z) of logits z. m^2 counts as 2 at most, because the slope has no second moment for
+    probabilities that are spread evenly."""
     left = operand(g, x)
     q = aten.logit_backward.default(left.q.float(), value(x).float(), eps)
     slope = 2 + 2 * (_logit_square(x.rms).clamp_max(2.0) / 2).exp()
@@ -240,13 +248,14 @@ def logit_backward(g: Any, x: ScaledTensor, eps: float | None = None) -> Raw:
 
 # --- rounding --------------------------------------------------------------------------------
 
-#: A rounded value is zero or at least 1: no scale of it is finer than this.
+#: Least RMS of rounded values, which are zero or at least 1.
 _RARE = 0.25
 
 
 @rule(aten.floor.default, aten.ceil.default, aten.round.default, aten.trunc.default, pass_op=True)
 def rounded(op: Overload, x: ScaledTensor) -> Raw:
-    """sqrt(E f(rx z)^2), not under 1/4: few elements of a tensor of small ones are not zero."""
+    """sqrt(E f(r z)^2) for the function f itself, and at least 1/4: if r is small, few elements are
+    not zero."""
     name = op._schema.name.split("::")[1]
     rms = gaussian_rms(name, x.rms, nonnegative=x.nonnegative).clamp_min(_RARE)
     return at_value(op, x, rms, nonnegative=x.nonnegative)
@@ -258,7 +267,7 @@ for _name in ("floor", "ceil", "round", "trunc"):
 
 @rule(aten.round.decimals)
 def round_decimals(x: ScaledTensor, *, decimals: int) -> Raw:
-    """As round of 10^d x, over 10^d."""
+    """10^-d times the RMS of `round` for 10^d x, with d decimals."""
     unit = 10.0**-decimals
     rms = gaussian_rms("round", x.rms / unit, nonnegative=x.nonnegative).clamp_min(_RARE) * unit
     q = aten.round.decimals(value(x).float(), decimals=decimals)
@@ -270,7 +279,7 @@ elementwise("frac", aten.frac.default)
 
 @rule(aten.angle.default)
 def angle(x: ScaledTensor) -> Raw:
-    """0 or pi, by the sign: pi / sqrt(2)."""
+    """pi / sqrt(2): the angle is 0 or pi, by the sign."""
     rms = torch.full_like(x.rms, math.pi * 0.5**0.5)
     return at_value(torch.angle, x, rms, nonnegative=True)
 
@@ -282,7 +291,7 @@ def nan_to_num(
     posinf: float | None = None,
     neginf: float | None = None,
 ) -> Raw:
-    """r: what is replaced is the exception. Infinities become the largest bfloat16 by default, as
+    """r, since few elements are replaced. By default an infinity becomes the largest bfloat16, as
     an element and as a value."""
     high = LARGEST if posinf is None else posinf
     low = -LARGEST if neginf is None else neginf
@@ -293,8 +302,8 @@ def nan_to_num(
 
 @rule(aten.frexp.Tensor)
 def frexp(x: ScaledTensor) -> tuple[Raw, Tensor]:
-    """The mantissa, in [1/2, 1), evenly spread over ln: r = sqrt(3/8 / ln 2). The exponents are
-    plain."""
+    """sqrt(3/8 / ln 2) for the mantissa, whose logarithm is spread evenly over [1/2, 1). The
+    exponents are plain."""
     mantissa, exponent = torch.frexp(value(x))
     rms = torch.full_like(x.rms, (0.375 / math.log(2)) ** 0.5)
     return Raw(mantissa, None, rms), exponent

@@ -1,10 +1,10 @@
-"""Fused optimizer steps: each is the for-loop's step in the operators that have rules.
+"""Fused optimizer steps: the steps of torch's for-loop, in operators that have rules.
 
-What is fused is the kernel, not the arithmetic: the three forms of an optimizer train alike. A
-gradient scaler hands these operators its scale and whether it found an infinity.
+The arithmetic is the same, so the three forms of an optimizer (for-loop, foreach, fused) train
+alike. A gradient scaler passes its scale to these operators, and whether it found an infinity.
 
-In eager code on a CPU, Adam's step is calculated on the elements themselves, which takes a tenth of
-the operators: an operator of a ScaledTensor costs as much as the elements of a small layer.
+In eager code on a CPU, Adam's step is calculated on the elements themselves. This takes a tenth of
+the operators, and one operator on a ScaledTensor costs as much as the elements of a small layer.
 """
 
 import math
@@ -52,7 +52,8 @@ def _gradients(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(index, parameter, gradient to descend along), none at all where an infinity was found."""
+    """Yield (index, parameter, gradient to descend along), and nothing after an infinity was
+    found."""
     if found_inf is not None and bool(found_inf):
         return
     for i, (p, g) in enumerate(zip(parameters, grads, strict=True)):
@@ -63,8 +64,8 @@ def _gradients(
 
 @rule(aten._amp_foreach_non_finite_check_and_unscale_.default)
 def unscale(grads: Sequence[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
-    """g times the inverse of a gradient scaler's factor. Its power of two goes into the scale, so a
-    factor that is one changes no element."""
+    """Multiplies gradients by the inverse of a gradient scaler's factor. The power of two of the
+    factor goes into the scale, so a factor that is a power of two changes no element."""
     inverse = inverse.reshape(())
     for g in grads:
         if not isinstance(g, ScaledTensor):
@@ -77,7 +78,7 @@ def unscale(grads: Sequence[Tensor], found_inf: Tensor, inverse: Tensor) -> None
             ratio = moved.double() / g.scale
             put(g, moved, (g.rms * ratio).float())
             g.mul_((inverse / ratio).float())
-        else:  # a scale that is shared with what lies around
+        else:  # other parts of a larger tensor share the scale
             g.mul_(inverse)
     written(grads)
 
@@ -110,7 +111,7 @@ def adam(
     amsgrad: bool,
     **options: Any,
 ) -> None:
-    """m, v as running means of g and g^2; p - lr m / (sqrt(v) + eps), both corrected for their
+    """p - lr m / (sqrt(v) + eps) with running means m of g and v of g^2, both corrected for their
     start (Kingma and Ba 2015; decoupled decay: Loshchilov and Hutter 2019)."""
     decoupled = "adamw" in op._schema.name
     for i, p, g in _gradients(parameters, grads, **options):
@@ -134,8 +135,8 @@ def adam(
 
 
 def _are_numbers(g: Tensor, *held: Tensor) -> bool:
-    """Whether the host has the scales of these as numbers: a gradient in any compute format, and
-    what is written to, whole and in float32."""
+    """Whether the host holds all scales as numbers. The gradient may have any compute format; the
+    tensors that are written are whole and in float32."""
     return (
         isinstance(g, ScaledTensor)
         and g.qdata.itemsize > 1
@@ -164,11 +165,11 @@ def _adam_elements(
     weight_decay: float,
     eps: float,
 ) -> None:
-    """`adam` on elements. Factors are float64 numbers until they meet the elements, so that powers
-    of two which no float32 holds cancel before that."""
+    """Calculate `adam` on elements. Factors are float64 numbers until they multiply elements, so
+    that powers of two beyond the range of float32 cancel first."""
     gradient, unit, spread = elements(g), float(scale_of(g)), rms_of(g)
 
-    # Expected: as lerp, and as a sum of squares (see `arithmetic`).
+    # The expected RMS are the RMS of a lerp and of a sum of squares (`arithmetic`).
     weight, share = 1 - beta1, 1 - beta2
     rms = quadrature(rms_of(first) * (1 - weight), spread * weight)
     m, scale = _moved(first, rms)
@@ -198,8 +199,8 @@ def _adam_elements(
 
 
 def _moved(x: Any, rms: Single) -> tuple[Tensor, float]:
-    """The elements of `x`, to be changed in place into values of RMS `rms`, and their scale: the
-    one that they have, unless what is written in place takes another (`settle_in_place`)."""
+    """Return the elements of `x`, for a change in place to values of RMS `rms`, and their scale.
+    The scale stays unless `settle_in_place` chooses another."""
     watch(x)
     kept = scale_of(x)
     scale, ratio = settle_in_place(kept, rms_of(x), rms, kept, True)
@@ -211,7 +212,7 @@ def _moved(x: Any, rms: Single) -> tuple[Tensor, float]:
 
 
 def _finite(factor: float) -> Single:
-    """A factor as a float32 number; the largest instead of infinity, since 0 * inf is NaN."""
+    """Return a factor as a float32 number. The largest one replaces infinity, as 0 * inf is NaN."""
     largest = torch.finfo(torch.float32).max
     return Single(rounded(max(min(factor, largest), -largest)))
 
@@ -230,7 +231,8 @@ def sgd(
     is_first_step: bool,
     **options: Any,
 ) -> None:
-    """b = mu b + (1 - d) g; p - lr b, or with Nesterov's g + mu b."""
+    """p - lr b with b = mu b + (1 - d) g for momentum mu and dampening d; Nesterov's form is p - lr
+    (g + mu b)."""
     for i, p, g in _gradients(parameters, grads, **options):
         if weight_decay:
             g = g.add(p, alpha=weight_decay)
@@ -258,7 +260,8 @@ def adagrad(
     eps: float,
     **options: Any,
 ) -> None:
-    """s += g^2; p - lr / (1 + (t - 1) decay) g / (sqrt(s) + eps) (Duchi et al. 2011)."""
+    """p - lr / (1 + (t - 1) decay) g / (sqrt(s) + eps) with s the sum of g^2 (Duchi et al.
+    2011)."""
     for i, p, g in _gradients(parameters, grads, **options):
         if weight_decay:
             g = g.add(p, alpha=weight_decay)

@@ -1,8 +1,9 @@
 """Sums and statistics.
 
-A sum of n independent terms of zero mean grows by sqrt(n); of terms known not to be negative by n.
-Results stay in float32: they are few, and what follows (a normalisation, a parameter's gradient)
-needs the bits. A reduction over everything is a statistic and leaves as a plain float32 scalar.
+A sum of n independent terms with mean zero grows by sqrt(n). A sum of terms that are known to be
+nonnegative grows by n. Results stay in float32: they are few, and the next operator (a
+normalisation, the gradient of a parameter) needs the precision. A reduction over all elements is a
+statistic, and leaves as a plain float32 scalar.
 """
 
 import math
@@ -31,8 +32,11 @@ def _is_full(x: ScaledTensor, dims: Dims, keepdim: bool) -> bool:
 
 
 def growth(n: float, nonnegative: bool) -> float:
-    """RMS of a sum of n terms of RMS 1. Non-negative ones have a mean: 1/sqrt(3) for squares of
-    Gaussians, and between 0.56 (relu) and 1 (equal terms) for others."""
+    """RMS of a sum of n terms of RMS 1.
+
+    Nonnegative terms have a mean. It is 1/sqrt(3) for squares of Gaussians, and from 0.56 (relu) to
+    1 (equal terms) for others.
+    """
     root: float = (n * 2 / 3 + n * n / 3 if nonnegative else n) ** 0.5
     return root
 
@@ -52,31 +56,32 @@ def _sum(x: ScaledTensor, dims: Dims, keepdim: bool, divide: bool, dtype: Any) -
 
 @rule(aten.sum.dim_IntList)
 def sum_dims(x: ScaledTensor, dim: Dims, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    """r sqrt(n); of non-negative terms r sqrt(2n/3 + n^2/3)."""
+    """r sqrt(n). For terms that are known to be nonnegative, r sqrt(2n/3 + n^2/3). Over all
+    elements, a plain float32 statistic."""
     return _sum(x, dim, keepdim, False, dtype)
 
 
 @rule(aten.sum.default)
 def sum_all(x: ScaledTensor, *, dtype: Any = None) -> Any:
-    """A statistic: plain float32."""
+    """A plain float32 statistic."""
     return _sum(x, None, False, False, dtype)
 
 
 @rule(aten.mean.dim)
 def mean_dims(x: ScaledTensor, dim: Dims, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    """The sum's RMS over n."""
+    """The RMS of `sum` divided by n."""
     return _sum(x, dim, keepdim, True, dtype)
 
 
 @rule(aten.mean.default)
 def mean_all(x: ScaledTensor, *, dtype: Any = None) -> Any:
-    """A statistic: plain float32."""
+    """A plain float32 statistic."""
     return _sum(x, None, False, True, dtype)
 
 
 @rule(aten.nansum.default)
 def nansum(x: ScaledTensor, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    """As sum; NaNs count as zeros."""
+    """Same as `sum`. NaNs count as zeros."""
     q = aten.nansum.default(elements(x).float(), dim, keepdim)
     if _is_full(x, dim, keepdim):
         return q * x.scale
@@ -86,14 +91,15 @@ def nansum(x: ScaledTensor, dim: Dims = None, keepdim: bool = False, *, dtype: A
 
 @rule(aten.trace.default)
 def trace(x: ScaledTensor) -> Tensor:
-    """A statistic: plain float32."""
+    """A plain float32 statistic."""
     total: Tensor = elements(x).float().trace() * x.scale
     return total
 
 
 @rule(aten.segment_reduce.default)
 def segment_reduce(x: ScaledTensor, reduce: str, **kwargs: Any) -> Raw:
-    """Over n elements a segment: r sqrt(n), r / sqrt(n), r sqrt(2 ln n) or r^n."""
+    """For segments of n elements r sqrt(n) for sums, r / sqrt(n) for means, r sqrt(2 ln n) for
+    extremes and r^n for products."""
     q = aten.segment_reduce.default(value(x).float(), reduce, **kwargs)
     n = max(x.numel() / max(q.numel(), 1), 1.0)
     factor = growth(n, x.nonnegative)
@@ -107,8 +113,8 @@ def segment_reduce(x: ScaledTensor, reduce: str, **kwargs: Any) -> Raw:
 
 @rule(aten._segment_reduce_backward.default)
 def segment_reduce_backward(g: Any, y: Any, x: Any, reduce: str, **kwargs: Any) -> Raw:
-    """Each gradient to a segment's n elements: r; for a mean r / n; to one of them r / sqrt(n); for
-    a product what the others make, r ry / rx."""
+    """r_g for sums, since each of the n elements of a segment gets the gradient; r_g / n for means,
+    r_g / sqrt(n) for extremes, and r_g ry / rx for products with the result y."""
     like = first_scaled(g, y, x)
     left = operand(g, like)
     grad = left.q.float()
@@ -125,14 +131,14 @@ def segment_reduce_backward(g: Any, y: Any, x: Any, reduce: str, **kwargs: Any) 
 
 
 def extreme_rms(rms: Tensor, n: int) -> Tensor:
-    """The largest of n Gaussians: r sqrt(2 ln n)."""
+    """RMS of the largest of n Gaussians of RMS r: r sqrt(2 ln n), and at least r."""
     root: float = max(2 * log(max(n, 1)), 1.0) ** 0.5
     return rms * root
 
 
 @rule(aten.amax.default, aten.amin.default, pass_op=True)
 def amax(op: Overload, x: ScaledTensor, dim: Dims = (), keepdim: bool = False) -> Any:
-    """r sqrt(2 ln n)."""
+    """r sqrt(2 ln n). Over all elements, a plain float32 statistic."""
     q = op(elements(x), dim, keepdim)
     if _is_full(x, dim, keepdim):
         return q.float() * x.scale
@@ -141,21 +147,21 @@ def amax(op: Overload, x: ScaledTensor, dim: Dims = (), keepdim: bool = False) -
 
 @rule(aten.max.dim, aten.min.dim, pass_op=True)
 def max_dim(op: Overload, x: ScaledTensor, dim: int, keepdim: bool = False) -> Any:
-    """r sqrt(2 ln n); the indices are plain."""
+    """r sqrt(2 ln n). The indices are plain."""
     q, index = op(elements(x), dim, keepdim)
     return Raw(q, x.scale, extreme_rms(x.rms, count(x.shape, dim))), index
 
 
 @rule(aten.max.default, aten.min.default, pass_op=True)
 def max_all(op: Overload, x: ScaledTensor) -> Tensor:
-    """A statistic: plain float32."""
+    """A plain float32 statistic."""
     largest: Tensor = op(elements(x)).float() * x.scale
     return largest
 
 
 @rule(aten.aminmax.default)
 def aminmax(x: ScaledTensor, *, dim: int | None = None, keepdim: bool = False) -> Any:
-    """As amin and amax."""
+    """Same as `amin` and `amax`."""
     dims = () if dim is None else dim
     return amax(aten.amin.default, x, dims, keepdim), amax(aten.amax.default, x, dims, keepdim)
 
@@ -180,7 +186,8 @@ def _degrees(x: ScaledTensor, dim: Dims, correction: float | None) -> tuple[int,
 def var(
     x: ScaledTensor, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False
 ) -> Any:
-    """r^2 sqrt((n - 1)(n + 1)) / (n - correction), the second moment of a chi-square variable."""
+    """r^2 sqrt((n - 1)(n + 1)) / (n - correction), by the second moment of a chi-square
+    variable."""
     q = aten.var.correction(elements(x).float(), dim, correction=correction, keepdim=keepdim)
     return _variance(x, q, dim, correction)
 
@@ -201,7 +208,7 @@ def std(
 def var_mean(
     x: ScaledTensor, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False
 ) -> Any:
-    """As var, and r / sqrt(n)."""
+    """Same as `var` for the variance, and r / sqrt(n) for the mean."""
     variance, mean = aten.var_mean.correction(
         elements(x).float(), dim, correction=correction, keepdim=keepdim
     )
@@ -216,7 +223,7 @@ def var_mean(
 def std_mean(
     x: ScaledTensor, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False
 ) -> Any:
-    """As std, and r / sqrt(n)."""
+    """Same as `std` for the deviation, and r / sqrt(n) for the mean."""
     mean = mean_all(x) if dim is None and not keepdim else mean_dims(x, dim, keepdim)
     return std(x, dim, correction=correction, keepdim=keepdim), mean
 
@@ -230,16 +237,15 @@ def vector_norm(
     *,
     dtype: Any = None,
 ) -> Any:
-    """r n^(1/p); over everything a statistic in plain float32."""
+    """r n^(1/p) for the p-norm. Over all elements, a plain float32 statistic. For p = 0 it counts
+    elements, and is plain."""
     q = torch.linalg.vector_norm(elements(x), ord, dim, keepdim, dtype=torch.float32)
-    homogeneous = ord != 0
-    if _is_full(x, dim, keepdim):
-        return q * x.scale if homogeneous else q
-    n = count(x.shape, dim)
-    if not homogeneous:
+    if ord == 0:
         return q
-    infinite = math.isinf(ord)
-    rms = extreme_rms(x.rms, n) if infinite else x.rms * n ** (1 / ord)
+    if _is_full(x, dim, keepdim):
+        return q * x.scale
+    n = count(x.shape, dim)
+    rms = extreme_rms(x.rms, n) if math.isinf(ord) else x.rms * n ** (1 / ord)
     return Raw(q, x.scale, rms, format=FP32, nonnegative=True)
 
 
@@ -257,13 +263,13 @@ def norm(
     *,
     dtype: Any = None,
 ) -> Any:
-    """The older spelling of linalg_vector_norm."""
+    """Same as `linalg_vector_norm`."""
     return vector_norm(x, 2 if p is None else p, dim, keepdim, dtype=dtype)
 
 
 @rule(aten.renorm.default)
 def renorm(x: ScaledTensor, p: float, dim: int, maxnorm: float) -> Raw:
-    """Slices of n elements whose norm, r n^(1/p), is over a bound come down to it."""
+    """r, or c n^(-1/p) if that is smaller, for slices of n elements with p-norm at most c."""
     n = max(x.numel() // max(x.shape[dim], 1), 1)
     bound = float(maxnorm) / (n ** (1 / p) if p > 0 else 1)
     q = aten.renorm.default(value(x), p, dim, maxnorm)
@@ -272,13 +278,13 @@ def renorm(x: ScaledTensor, p: float, dim: int, maxnorm: float) -> Raw:
 
 @rule(aten.dist.default)
 def dist(x: Any, y: Any, p: float = 2) -> Tensor:
-    """The norm of a difference is a statistic: plain float32."""
+    """A plain float32 statistic: the norm of a difference."""
     return aten.dist.default(plain(x).float(), plain(y).float(), p)  # type: ignore[no-any-return]
 
 
 @rule(aten.prod.default, aten.prod.dim_int, pass_op=True)
 def prod(op: Overload, x: ScaledTensor, *args: Any, **kwargs: Any) -> Any:
-    """r^n for n independent terms, on the value."""
+    """r^n for n independent terms. Over all elements, a plain float32 statistic."""
     q = op(value(x).float(), *args, **kwargs)
     if q.dim() == 0:
         return q

@@ -1,10 +1,10 @@
 """Softmax, log-softmax and their derivatives.
 
-Softmax over N logits of RMS m: from 1/N each (small m) to one winner, RMS 1/sqrt(N) (large m).
-Unit scaling interpolates in the log domain: r = 1 / LI(1 / (1 + 4/m^2), N, sqrt N) (Blake et al.
-2023, appendix G), that is N^(a/2 - 1) with a = m^2 / (m^2 + 4). In terms of the sum of squares of a
-row, E, that is E = N^(a - 1) and r = sqrt(E / N). Under a mask 1/N becomes the mean over the rows
-of 1/n, for n logits that a row sees: see `Visible`.
+For N logits of RMS m, the results of a softmax are 1/N each if m is small. If m is large, one logit
+wins, and the RMS is 1/sqrt(N). Unit scaling interpolates in the log domain: r = 1 / LI(1 / (1 +
+4/m^2), N, sqrt N) (Blake et al. 2023, appendix G). This is N^(a/2 - 1) with a = m^2 / (m^2 + 4).
+Let E be the sum of the squares of a row. Then E = N^(a - 1) and r = sqrt(E / N). With a mask, 1/N
+becomes the mean of 1/n over rows that see n logits (`Visible`).
 """
 
 import math
@@ -31,26 +31,28 @@ from scaledtensor.scales.powers import A
 from scaledtensor.scales.singles import rms_of
 from scaledtensor.tensors.tensor import ScaledTensor
 
-#: A logit under this is masked: a fill was added to it.
+#: A smaller logit is masked, because a fill was added to it.
 MASKED = FILL / 2
 
 
 class Visible(NamedTuple):
-    """What the rows of a softmax see, by the moments of 1/n for a row of n logits."""
+    """Moments of 1/n over the rows of a softmax, which see n logits each."""
 
     log_share: Any
-    """ln of the mean of 1/n: -ln N where nothing is masked. A float, or a 0-dim tensor."""
+    """ln of the mean of 1/n, which is -ln N without a mask; a float or a 0-dim tensor."""
     lost: Any
-    """Mean of 1/n^2 over mean of 1/n: what a gradient loses to the sum of its row."""
+    """Mean of 1/n^2 over mean of 1/n: the part of a gradient that the sum of its row removes."""
 
 
 def all_visible(n: int) -> Visible:
+    """Each row sees all `n` logits."""
     n = max(n, 1)
     return Visible(-log(n), 1 / n)
 
 
 def causally_visible(rows: int, n: int) -> Visible:
-    """Row i of `rows` sees the first min(i, n): sums over 1/i and 1/i^2 by their asymptotics."""
+    """Row i of `rows` sees the first min(i, n) logits. The sums over 1/i and 1/i^2 are
+    asymptotic."""
     rows, n = max(rows, 1), max(n, 1)
     steps = min(rows, n)
     first = log(steps) + 0.5772 + 0.5 / steps - 1 / (12 * steps**2)
@@ -61,8 +63,10 @@ def causally_visible(rows: int, n: int) -> Visible:
 
 
 def visible(seen: Tensor, dim: int) -> Visible:
-    """Counted. Softmax and its derivative read all of `seen` anyway, and nothing leaves the
-    device: which logits a mask hides is structure, that no closed form can know."""
+    """Count the logits that a mask shows, because no closed form knows the structure of a mask.
+
+    Softmax and its derivative read all logits anyway, and the counts stay on the device.
+    """
     rows = seen.sum(dim, dtype=torch.float32)
     share = 1 / (rows if rows.numel() else rows.new_ones(1)).clamp_min(1.0)
     mean = share.mean()
@@ -70,24 +74,26 @@ def visible(seen: Tensor, dim: int) -> Visible:
 
 
 def sharpness(rms: A) -> A:
-    """a in (0, 1): 0 where all logits count alike, 1 where one wins."""
+    """Return a = m^2 / (m^2 + 4): 0 if all logits count alike, and 1 if one wins."""
     m2 = bounded_square(rms)
     sharp: A = m2 / (m2 + 4)
     return sharp
 
 
 def concentration(rms: A, seen: Visible) -> A:
-    """E above: the mean over rows of the sum of squares. (mean 1/n)^(1 - a)."""
+    """Return E, the mean over rows of the sum of squares: (mean of 1/n)^(1 - a)."""
     energy: A = ((1 - sharpness(rms)) * seen.log_share).exp()
     return energy
 
 
 def selection(m2: A, seen: Visible) -> A:
-    """What is left of a gradient behind a softmax, h: y (g - sum y g) has RMS r_g r_y h.
+    """Return h, the part of a gradient that passes a softmax: y (g - sum y g) has the RMS r_g r_y
+    h.
 
-    E[y^2 (1 - 2y + sum y^2)] / E[y^2]: 1 - 1/N where all logits count alike, falling as 1/m where
-    one wins, since only near ties still move. Fitted to Gaussian logits for N from 2 to 1024 and
-    m^2 from 0 to 256: h^2 = (1 - 1/N) / sqrt(1 + 5 m^2 / (ln N + 0.3)).
+    h^2 is the mean of y^2 (1 - 2y + sum y^2) over the mean of y^2. It is 1 - 1/N if all logits
+    count alike. If one logit wins it falls as 1/m, since only rows with nearly equal logits still
+    change. The formula is a fit to Gaussian logits for N from 2 to 1024 and m^2 from 0 to 256: h^2
+    = (1 - 1/N) / sqrt(1 + 5 m^2 / (ln N + 0.3)).
     """
     lost, log_n = seen.lost, -seen.log_share
     kept = (1 - lost).clamp_min(0.25) if isinstance(lost, Tensor) else max(1 - lost, 0.25)
@@ -97,13 +103,15 @@ def selection(m2: A, seen: Visible) -> A:
 
 @rule(aten._softmax.default)
 def softmax(x: ScaledTensor, dim: int, half_to_float: bool = False) -> Raw:
-    """r = sqrt(E / N), E = (mean 1/n)^(1 - a), a = m^2 / (m^2 + 4)."""
+    """r = sqrt(E / N) for N logits of RMS m, where E is the sum of the squares of a row. E is N^(a
+    - 1) with a = m^2 / (m^2 + 4); with a mask, 1/N is the mean of 1/n over rows that see n
+    logits."""
     return at_value(lambda v: torch.softmax(v, dim), x, _softmax_rms(x, dim), nonnegative=True)
 
 
 @rule(aten._safe_softmax.default)
 def safe_softmax(x: ScaledTensor, dim: int, dtype: torch.dtype | None = None) -> Raw:
-    """As softmax; a row of -inf alone, which attends to nothing, gives zeros."""
+    """Same as `_softmax`. A row with -inf only gives zeros."""
 
     def safe(v: Tensor) -> Tensor:
         return torch.softmax(v, dim).masked_fill(v.isneginf().all(dim, keepdim=True), 0.0)
@@ -118,7 +126,8 @@ def _softmax_rms(x: ScaledTensor, dim: int) -> Tensor:
 
 @rule(aten._softmax_backward_data.default)
 def softmax_backward(g: Any, y: ScaledTensor, dim: int, input_dtype: torch.dtype) -> Raw:
-    """y (g - sum y g): r = r_g r_y h, see `selection`. The result tells a: N r_y^2 = E."""
+    """r_g ry h for the gradient y (g - sum y g), where y is the saved result and h^2 = (1 - 1/N) /
+    sqrt(1 + 5 m^2 / (ln N + 0.3)). The RMS m of the logits follows from ry."""
     left, v = operand(g, y), value(y)
     seen = visible(v > 0, dim)
     energy = y.rms.clamp_min(2.0**-60).square() * max(count(y.shape, dim), 1)
@@ -128,8 +137,9 @@ def softmax_backward(g: Any, y: ScaledTensor, dim: int, input_dtype: torch.dtype
 
 
 def logsumexp_rms(m: A, n: int) -> A:
-    """ln N + m^2 / 2 up to m = sqrt(2 ln N), from there m sqrt(2 ln N): the free energy of N
-    independent Gaussian levels (Derrida's random energy model, 1981)."""
+    """RMS of logsumexp of N logits of RMS m: ln N + m^2 / 2 up to m = sqrt(2 ln N), and m sqrt(2 ln
+    N) beyond. It is the free energy of N independent Gaussian levels (Derrida's random energy
+    model, 1981)."""
     log_n = log(n)
     edge = (2 * log_n) ** 0.5
     low = m.clamp_max(edge)
@@ -139,8 +149,9 @@ def logsumexp_rms(m: A, n: int) -> A:
 
 @rule(aten._log_softmax.default)
 def log_softmax(x: ScaledTensor, dim: int, half_to_float: bool = False) -> Raw:
-    """x - lse: r = sqrt(lse^2 + m^2 (1 - 2/N)), since E[x lse] = m^2 E[softmax] = m^2 / N (Stein's
-    lemma). In float32: a loss is a small difference of these."""
+    """r = sqrt(l^2 + m^2 (1 - 2/N)) for N logits of RMS m and x - logsumexp(x), where l is the RMS
+    of `logsumexp`: the mean of x logsumexp(x) is m^2 / N (Stein's lemma). The result is float32,
+    because a loss is a small difference of its elements."""
     n = max(count(x.shape, dim), 2)
     m = rms_of(x)
     rms = quadrature(logsumexp_rms(m, n), m * (1 - 2 / n) ** 0.5)
@@ -150,8 +161,9 @@ def log_softmax(x: ScaledTensor, dim: int, half_to_float: bool = False) -> Raw:
 
 @rule(aten._log_softmax_backward_data.default)
 def log_softmax_backward(g: Any, y: ScaledTensor, dim: int, input_dtype: torch.dtype) -> Raw:
-    """g - softmax * sum(g): r = r_g sqrt((N - 1) / N). With the one-hot gradient of a mean
-    cross-entropy over B tokens, r_g = 1 / (B sqrt N), this is (sqrt(N - 1) / N) / B."""
+    """r_g sqrt((N - 1) / N) for the gradient g - softmax(x) sum(g) over N classes. For a mean
+    cross-entropy over B tokens, g is one-hot with r_g = 1 / (B sqrt(N)), and the result is
+    (sqrt(N - 1) / N) / B."""
     n = count(y.shape, dim)
     left = side(g, y)
     q = aten._log_softmax_backward_data.default(left.q.float(), value(y), dim, torch.float32)
