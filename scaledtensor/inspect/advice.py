@@ -1,4 +1,4 @@
-"""What a report makes of its rows: how much is covered, where it is worst, what to try instead."""
+"""The conclusions of a report from its rows: its coverage, its findings and its suggestions."""
 
 import fnmatch
 import math
@@ -15,45 +15,47 @@ from scaledtensor.recipes.casts import Amax, Carried
 
 __all__ = ["Coverage", "Finding", "Setup", "Suggestion", "coverage", "findings", "suggestions"]
 
-#: Binades that E4M3FN spans with its subnormals: a drift of as many leaves nothing of a tensor.
+#: Binades that E4M3FN spans with its subnormals. A drift by this many leaves nothing of a tensor.
 _BINADES = 18
 
-#: Share of a model's FLOPs below which a plain weight is no matter.
+#: Share of a model's FLOPs below which a plain weight does not matter.
 _NOTABLE = 0.01
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """How a model ran, in shares: by the recipe, by rules, by the fallback, on plain tensors."""
+    """The shares of a model that ran by the recipe, by rules, by the fallback and on plain
+    tensors."""
 
     flops: int
-    """Of all products, forward and backward."""
+    """FLOPs of all products, forward and backward."""
     products: dict[str, float]
     """Shares of `flops` by `Row.ran`."""
     bytes: int
-    """Floats that operators other than products and views read and wrote."""
+    """Bytes of floats that operators other than products and views read and wrote."""
     elementwise: dict[str, float]
-    """Shares of `bytes`; "recipe" is what moved in elements of 8 bits or fewer."""
+    """Shares of `bytes`. "recipe" is the share in elements of 8 bits or fewer."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A place where something is wrong."""
+    """A place with a problem."""
 
     problem: str
     """One of `inspect.rows.PROBLEMS`."""
     module: str
-    """Its name; of repeated layers, as `blocks.0..11.mlp`."""
+    """Name of the module. Repeated layers have one name, such as `blocks.0..11.mlp`."""
     operators: tuple[str, ...]
     count: int
-    """How many modules it is found in."""
+    """The number of modules that have the problem."""
     size: float
-    """What findings are ordered by: of saturated elements 1 + their share, of others a share, of a
-    drift the binades outside of the range over those of E4M3FN."""
+    """Findings are ordered by size. It is 1 + the share of elements that saturate; the number of
+    binades outside of the range, divided by E4M3FN's, for a drift; and a share for other
+    problems."""
     figures: str
-    """What was measured."""
+    """The measured numbers."""
     advice: str
-    """What to do about it."""
+    """A way to solve the problem."""
 
 
 @dataclass(frozen=True)
@@ -62,19 +64,19 @@ class Suggestion:
 
     text: str
     figures: str
-    """The measured numbers that it follows from."""
+    """The measured numbers from which it follows."""
     recipe: Recipe | None = None
-    """What to give to `scale_model` instead; None where something else is to be done."""
+    """A recipe for `scale_model`; None if the suggestion is not another recipe."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """How the model was wrapped."""
+    """The way in which the model was wrapped."""
 
     recipes: Mapping[str, Recipe]
-    """By the names of the modules that own wrapped parameters."""
+    """The name of a module that owns wrapped parameters -> its recipe."""
     plain: frozenset[str]
-    """Modules that own plain parameters of floats."""
+    """Names of the modules that own plain parameters of floats."""
 
     @property
     def base(self) -> Recipe | None:
@@ -83,8 +85,8 @@ class Setup:
         return common[0][0] if common else None
 
     def changed(self, base: Recipe, overrides: Mapping[str, Recipe | None]) -> Recipe:
-        """`base` for the model, with the modules that have another recipe, or none, as they are and
-        then as `overrides` says."""
+        """`base` for the model, with overrides for modules that have another recipe or none now,
+        and with `overrides` on top of these."""
         was = self.base
         kept: dict[str, Recipe | None] = {m: r for m, r in self.recipes.items() if r != was}
         kept |= dict.fromkeys(sorted(self.plain))
@@ -97,7 +99,7 @@ class Setup:
 def _patterns(
     wanted: Mapping[str, Recipe | None], every: Iterable[str]
 ) -> dict[str, Recipe | None]:
-    """The same by patterns, where a layer's number makes no difference."""
+    """The same with a pattern for layers whose recipe does not depend on their number."""
     found: dict[str, Recipe | None] = {}
     for module, recipe in wanted.items():
         pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", module)
@@ -107,10 +109,11 @@ def _patterns(
     return found
 
 
-# --- covered ---------------------------------------------------------------------------------
+# --- coverage --------------------------------------------------------------------------------
 
 
 def coverage(rows: Iterable[Row]) -> Coverage:
+    """The coverage of these rows."""
     flops: Counter[str] = Counter()
     moved: Counter[str] = Counter()
     for r in rows:
@@ -129,17 +132,18 @@ def _shares(counts: Counter[str]) -> dict[str, float]:
     return {ran: counts[ran] / total for ran in get_args(Ran)}
 
 
-# --- worst -----------------------------------------------------------------------------------
+# --- findings --------------------------------------------------------------------------------
 
 
 def findings(rows: list[Row]) -> list[Finding]:
-    """Every place with a problem, worst first; rows of a module with the same problem are one."""
+    """Every place with a problem, worst first. The rows of a module with one problem are one
+    place."""
     told = coverage(rows)
     places: dict[tuple[str, str, str], tuple[int, list[Row]]] = {}
     for folded in fold(rows):
         row = folded.row
         problems = row.problems
-        if _loses(row):  # which is what drifting leads to
+        if _loses(row):  # a drift leads to losses, which say more
             problems = [p for p in problems if p != "drifted"]
         for problem in problems:
             _, known = places.setdefault((problem, row.module, row.operand), (len(folded.rows), []))
@@ -219,7 +223,7 @@ def _of_cast(r: Row) -> str:
 
 
 def _measuring(module: str) -> str:
-    """The override of a module's recipe, or in words where several modules are told as one."""
+    """The override for a module as code, or in words if several modules are folded into one."""
     if ".." in module or "{" in module:
         return "Current() for these modules in the recipe's overrides"
     return f"overrides={{{module!r}: Current()}}"
@@ -230,24 +234,25 @@ def _is_carried(r: Row) -> bool:
 
 
 def _drift(r: Row) -> float:
-    """Binades outside of the range."""
+    """The number of binades by which a row's RMS(qdata) is outside of the range."""
     if r.low is None or r.high is None:
         return 0.0
     return max(math.log2(HELD[0] / r.low), math.log2(r.high / HELD[1]), 0.0)
 
 
 def spread(low: float | None, high: float | None) -> str:
+    """A range in words, such as `0.5..2`; empty if there is none."""
     if low is None or high is None:
         return ""
     ends = f"{low:.2g}", f"{high:.2g}"
     return ends[0] if ends[0] == ends[1] else "..".join(ends)
 
 
-# --- instead ---------------------------------------------------------------------------------
+# --- suggestions -----------------------------------------------------------------------------
 
 
 def suggestions(rows: list[Row], setup: Setup) -> list[Suggestion]:
-    """Changes that the measured numbers speak for, each by itself."""
+    """Changes that the measured numbers suggest. Each stands by itself."""
     base = setup.base
     if base is None:
         return []
@@ -268,7 +273,8 @@ def _rebalanced(rows: list[Row]) -> Suggestion | None:
 
 
 def _measured(rows: list[Row], setup: Setup, base: Recipe) -> Suggestion | None:
-    """Amax scales where the scale of the rules loses elements and an amax would not."""
+    """Amax scales for operands that lose elements under the rules' scale, and would not under an
+    amax scale."""
     casts = [r for r in rows if _is_carried(r) and r.operand in ("input", "gradient")]
     own = [
         r
@@ -294,7 +300,7 @@ def _measured(rows: list[Row], setup: Setup, base: Recipe) -> Suggestion | None:
 
 
 def _wider(rows: list[Row], setup: Setup, base: Recipe) -> Suggestion | None:
-    """Weights that are plain, and that products spend much of their time on."""
+    """Wrapping plain weights that take a notable share of the FLOPs."""
     total = max(sum(r.flops for r in rows), 1)
     spent: Counter[str] = Counter()
     for r in rows:
@@ -314,7 +320,7 @@ def _wider(rows: list[Row], setup: Setup, base: Recipe) -> Suggestion | None:
 
 
 def _finer(rows: list[Row], setup: Setup, base: Recipe) -> Suggestion | None:
-    """A third mantissa bit for gradients that E4M3FN holds."""
+    """E4M3FN, with a third mantissa bit, for gradients that fit into it."""
     once = base.gemms.once
     if once is None or once[2].format != E5M2 or not isinstance(once[2].scale, Carried):
         return None
@@ -339,7 +345,7 @@ def _finer(rows: list[Row], setup: Setup, base: Recipe) -> Suggestion | None:
 
 
 def _unmeasured(rows: list[Row], setup: Setup, base: Recipe) -> Suggestion | None:
-    """The scales of the rules, where an amax finds nothing that they do not hold."""
+    """The scales of the rules in place of amax scales, if they lose nothing either."""
     once = base.gemms.once
     if once is None or not all(isinstance(c.scale, Amax) for c in once):
         return None
@@ -355,7 +361,7 @@ def _unmeasured(rows: list[Row], setup: Setup, base: Recipe) -> Suggestion | Non
 
 
 def _shared(recipe: Recipe) -> dict[str, Any]:
-    """The formats of a recipe and what else any other takes."""
+    """The settings of a recipe that every recipe has: its formats, and a few others."""
     names = ("forward", "gradient", "weight", "activation", "master", "rebalance", "saved")
     return {name: getattr(recipe, name) for name in (*names, "gradient_rounding", "emulate")}
 

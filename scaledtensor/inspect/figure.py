@@ -1,4 +1,4 @@
-"""Drawing of `plot`. Needs matplotlib, an extra; nothing imports this module before it is asked."""
+"""The drawing behind `plot`. It needs matplotlib, an extra, so only a call of `plot` imports it."""
 
 import math
 from dataclasses import dataclass
@@ -32,8 +32,8 @@ STYLE: dict[Any, Any] = {
 }
 _ROW = 0.21  # inches
 _LONGEST = 46  # characters of a label
-_NEAR = 14  # octaves: a format's limits further than this from every dot are not shown
-_OFFSET = 0.17  # rows that forward and backward lie apart
+_NEAR = 14  # octaves; limits of a format further than this from every dot are not shown
+_OFFSET = 0.17  # half of the distance between a forward and a backward dot, in rows
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Row:
-    """A tensor: what is drawn of it and of its gradient."""
+    """A tensor, with the numbers that are drawn for it and for its gradient."""
 
     node: fx.Node
     y: float
@@ -61,7 +61,7 @@ class Row:
 
 
 def draw(graph: fx.Graph, path: Path | None, look: Look) -> Figure:
-    """A figure of `graph`, whose nodes all have metrics; written to `path` if there is one."""
+    """Draw `graph`, whose nodes all have metrics. The figure is written to `path` if given."""
     rows = _rows(graph, look)
     with matplotlib.rc_context(STYLE):
         height = _ROW * len(rows) + 1.55
@@ -110,7 +110,7 @@ def _rows(graph: fx.Graph, look: Look) -> list[Row]:
 
 
 def _at(data: Data | None, look: Look) -> float | None:
-    """Where the dot is; None without one, and for zero, which has no logarithm."""
+    """The place of the dot, in octaves; None without data, and for zero, which has no logarithm."""
     value = 0.0 if data is None else float(getattr(data, look.metric))
     return math.log2(value) if value else None
 
@@ -133,7 +133,7 @@ def _octaves(rows: list[Row], look: Look) -> tuple[float, float]:
 
 
 def _limits(fmt: Format) -> tuple[float, float, float]:
-    """Smallest, smallest normal and largest value, as octaves."""
+    """The smallest, the smallest normal and the largest value, in octaves."""
     smallest, normal, largest = (math.log2(v) for v in (fmt.min_subnormal, fmt.min_normal, fmt.max))
     return smallest, normal, largest
 
@@ -160,7 +160,7 @@ def _lines(axes: Any, fmt: Format) -> None:
 
 
 def _marks(axes: Any, fmt: Format, offset: float, color: str) -> None:
-    """The limits by name. The subnormals are few octaves wide: their ends are told outwards."""
+    """Names the limits. The subnormals are few octaves wide, so their two labels point outwards."""
     low, high = axes.get_xlim()
     smallest, normal, largest = _limits(fmt)
     name = repr(fmt)
@@ -235,7 +235,7 @@ def _arrow(
     if start[0] is None or end[0] is None:
         return
     rows = abs(start[1] - end[1])
-    # Over many rows, a residual's: past the dots between and not through them, nor off the figure.
+    # An arrow over many rows, such as a residual's, bends past the dots between, within the figure.
     bend = 0.0 if rows <= 1.5 else 0.18 if rows < 6 else min(0.3, 5 / rows)
     axes.add_patch(
         FancyArrowPatch(
@@ -289,5 +289,5 @@ def _power(value: float) -> str:
 
 
 def _short(name: str) -> str:
-    """The end of a long name is what tells it from the others."""
+    """The end of a long name, since the end distinguishes it from others."""
     return name if len(name) <= _LONGEST else "..." + name[3 - _LONGEST :]

@@ -1,4 +1,5 @@
-"""The code of a model with the scales that its lines produce."""
+"""Views of a recording: graphs with fewer nodes, and the code of a model with the scales beside
+it."""
 
 import ast
 import inspect
@@ -30,12 +31,15 @@ __all__ = [
 ]
 
 
-# Smaller graphs: what is left out is bridged, so that the flow of data stays visible.
-def prune_non_float_tensors(graph: fx.Graph) -> fx.Graph:
-    """A copy of a scales graph without the nodes that hold no tensor of floats.
+# --- graphs with fewer nodes -----------------------------------------------------------------
+# Nodes that are left out are bridged, so that the flow of data stays visible.
 
-    Where a node had one float input, its users take that instead; of several inputs, a tuple's
-    elements (a `chunk`, an LSTM) take all, and other users (of a mask) none.
+
+def prune_non_float_tensors(graph: fx.Graph) -> fx.Graph:
+    """Copy a scales graph without the nodes that hold no tensor of floats.
+
+    The users of such a node take its float input instead. If it has several, the elements of a
+    tuple (from `chunk` or an LSTM) take all of them, and other users (of a mask) take none.
 
     Raises:
         ModelError: `graph` is not from `scales_graph()`.
@@ -51,10 +55,10 @@ def prune_non_float_tensors(graph: fx.Graph) -> fx.Graph:
 
 
 def prune_same_scale_tensors(graph: fx.Graph, rtol: float = 2**-16) -> fx.Graph:
-    """A copy of a scales graph without the nodes that keep the scale of their one float input.
+    """Copy a scales graph without the nodes that keep the scale of their one float input.
 
-    Views and the like: the mean absolute value is the same up to `rtol`, of the tensor and of its
-    gradient (or neither has one). Nodes of several float inputs stay.
+    Such nodes are views, for example. The mean absolute value is the same up to `rtol`, for the
+    tensor and for its gradient (or neither has a gradient). Nodes with several float inputs stay.
 
     Raises:
         ModelError: `graph` is not from `scales_graph()`.
@@ -73,12 +77,12 @@ def prune_same_scale_tensors(graph: fx.Graph, rtol: float = 2**-16) -> fx.Graph:
 
 
 def prune_selected_nodes(graph: fx.Graph, targets: Iterable[Any]) -> fx.Graph:
-    """A copy of a scales graph without the nodes of some operators.
+    """Copy a scales graph without the nodes of some operators.
 
     Args:
-        targets: functions or names; `torch.add`, `operator.add` and "add" all mean any `add`,
-            for a graph of eager code does not tell how it was spelled. A node of one float input
-            is bridged.
+        targets: functions or names. `torch.add`, `operator.add` and "add" all mean any `add`, since
+            a graph of eager code does not show how it was spelled. A node with one float input is
+            bridged.
 
     Raises:
         ModelError: `graph` is not from `scales_graph()`.
@@ -147,6 +151,9 @@ def _operator(target: Any) -> str:
     return str(name).strip("_")
 
 
+# --- the code of a model ---------------------------------------------------------------------
+
+
 class Span(NamedTuple):
     """The least and the largest of a number over the modules of a class."""
 
@@ -164,7 +171,7 @@ class Span(NamedTuple):
 
 
 class Both(NamedTuple):
-    """Forward and backward."""
+    """The range of a number, forward and backward."""
 
     forward: Span = Span()
     backward: Span = Span()
@@ -182,25 +189,26 @@ def analyse_module(
     library: bool = False,
     **options: Any,
 ) -> str:
-    """The source of `forward` of every class in a model, and beside each line the scale of the
-    tensor that it computed last and of that tensor's gradient: `(-> 0.578, <- 0.204)`.
+    """Return the source of `forward` of every class in a model, with the scales of its tensors.
 
-    One listing for each class, that of the model first, with its parameters below. Where several
-    modules are of a class a scale is a range over them, and a line that runs repeatedly shows its
-    last time. The model runs once, forward and backward, and is as before afterwards: gradients,
-    buffers and the state of the random number generators.
+    Beside each line are the scale of the tensor that it computed last and of that tensor's
+    gradient: `(-> 0.578, <- 0.204)`. Each class has one listing, with its parameters below. The
+    model's own class is the first. If several modules are of one class, a scale is a range over
+    them. A line that runs repeatedly shows its last time. The model runs once, forward and
+    backward. Afterwards gradients, buffers and the state of the random number generators are as
+    before.
 
     Args:
-        model: any module, ScaledTensors or not; one of torch.compile is run as eager code.
-        inputs: its input, or a tuple of them; `options` are its arguments by name.
-        backward: the gradient of the result, where the backward pass starts. Without it, the loss
-            if there is one (the result's `loss`, or a first result of one element), else a
-            Gaussian.
+        model: any module, with or without ScaledTensors. A compiled one runs as eager code.
+        inputs: its input, or a tuple of inputs. `options` are its arguments by name.
+        backward: the gradient of the result, for the start of the backward pass. By default the
+            pass starts from the loss (the result's `loss`, or a first result of one element), or
+            from a Gaussian if there is no loss.
         metric: one of `Metrics.names()`.
-        library: list classes of torch (`nn.Linear`), too.
+        library: list classes of torch (such as `nn.Linear`) too.
 
     Raises:
-        ModelError: no result is differentiable, or `metric` is none.
+        ModelError: no result is differentiable, or `metric` has another value.
     """
     if metric not in Metrics.names():
         raise ModelError(f"metric is one of {', '.join(Metrics.names())}; got {metric!r}")
@@ -225,7 +233,7 @@ def _is_source(x: Any) -> bool:
 
 
 def _heading(lines: list[str]) -> tuple[int, range]:
-    """Which line ends the signature of a function, and which hold its docstring."""
+    """The last line of a function's signature, and the lines of its docstring."""
     try:
         function = ast.parse("\n".join(lines)).body[0]
     except SyntaxError:  # a lambda within an expression
@@ -293,7 +301,7 @@ class _Listing:
         return ", ".join(f"{argument} {note}" for argument, note in notes if note)
 
     def _parameters(self, names: list[str]) -> Iterator[tuple[str, str]]:
-        """Those of the modules themselves and of the parts from torch in them."""
+        """The notes on parameters of these modules, and of layers of torch in them."""
         found: dict[str, list[fx.Node | None]] = {}
         held = {n.target: n for n in self.nodes if n.op == "get_attr"}
         for name in names:
@@ -321,10 +329,14 @@ class _Listing:
         return span if data is None else span.with_(float(getattr(data, self.metric)))
 
 
-# What `unit_scale` does to a model, as a listing.
+# --- the plans of unit scaling ---------------------------------------------------------------
+
+
 def plans(model: nn.Module) -> tuple[Plan, ...]:
-    """The plans of a `unit_scale`d model, in the order in which they were made: one for each way
-    in which it was called. Printed, a plan lists the calls that are changed, and how.
+    """Return the plans of a `unit_scale`d model, in the order in which they were made.
+
+    There is one for each way in which the model was called. When printed, a plan lists the calls
+    that it changes, and the changes.
 
     Raises:
         ModelError: the model is not unit-scaled, or was not called and had no inputs.

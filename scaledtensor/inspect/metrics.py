@@ -1,4 +1,4 @@
-"""What is read off a tensor: a handful of numbers, of its values and of its gradient's."""
+"""The numbers of a tensor: of its values, and of its gradient."""
 
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from scaledtensor import _torch
+from scaledtensor.backends import backend_of
 from scaledtensor.errors import UnsupportedError
 from scaledtensor.formats import Format
 from scaledtensor.ops.algebra import elements
@@ -34,17 +35,17 @@ FULL_NAMES = {
 
 @dataclass(frozen=True)
 class Data:
-    """The numbers of one tensor. All but the last four counts and shares are over its finite
-    elements, and zero where it has none."""
+    """The numbers of one tensor. Up to `abs_min_nonzero` they are over its finite elements, and
+    zero if it has none."""
 
     mean_abs: float
     abs_mean: float
     std: float
-    """Unbiased, as `Tensor.std`; zero for a single element, whose spread is unknown."""
+    """Unbiased, same as `Tensor.std`; zero for a single element."""
     rms: float
     abs_max: float
     abs_min: float
-    """The smallest magnitude; zero as soon as one element is."""
+    """The smallest magnitude; zero if any element is zero."""
     abs_min_nonzero: float
     numel: int
     saturated: float
@@ -54,17 +55,19 @@ class Data:
     nans: int
     infs: int
     scale: float | None = None
-    """That of a ScaledTensor; None of a plain tensor."""
+    """The scale of a ScaledTensor; None for a plain tensor."""
     qdata: "Data | None" = None
-    """The same numbers of the elements of a ScaledTensor, which is value / scale."""
+    """The same numbers for the elements of a ScaledTensor, which are value / scale."""
 
     @property
     def held(self) -> "Data":
-        """What is stored, and so what the limits of a format apply to: qdata where there is one."""
+        """The numbers of the stored elements, to which the limits of a format apply: `qdata`, or
+        this object for a plain tensor."""
         return self if self.qdata is None else self.qdata
 
     def to_dict(self) -> dict[str, Any]:
-        """Built-in types only; `scale` and `qdata` where the tensor has them."""
+        """The numbers in built-in types. `scale` and `qdata` are left out if the tensor has
+        none."""
         return {k: v for k, v in asdict(self).items() if v is not None}
 
 
@@ -77,7 +80,7 @@ class Metrics:
 
     @staticmethod
     def names() -> list[str]:
-        """What can be plotted, tabulated and compared: the numbers of `Data`."""
+        """The names of the numbers of `Data`, which can be plotted, tabulated and compared."""
         return [f.name for f in fields(Data) if f.name in FULL_NAMES]
 
     @staticmethod
@@ -91,11 +94,10 @@ class Metrics:
 
 
 def is_readable(x: Any) -> bool:
-    """Whether `measure` takes `x`: a strided float tensor with memory of its own kind.
+    """Whether `measure` takes `x`: a strided float tensor, plain or a ScaledTensor, with data.
 
-    Integers, complex and sparse tensors, those on the meta device and those of subclasses that
-    compute by rules of their own (FakeTensor, DTensor) are no such; nor is any inside a transform
-    of torch.func.
+    It does not take integers, complex tensors, sparse tensors, tensors on the meta device, tensors
+    of other subclasses (FakeTensor, DTensor), or any tensor inside a transform of torch.func.
     """
     if not isinstance(x, Tensor) or not x.dtype.is_floating_point or _torch.is_transforming():
         return False
@@ -104,19 +106,20 @@ def is_readable(x: Any) -> bool:
     if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__ or x.is_nested:
         return False
     packed = x.dtype == torch.float4_e2m1fn_x2
-    return x.layout == torch.strided and x.device.type != "meta" and not packed
+    return x.layout == torch.strided and backend_of(x).has_elements and not packed
 
 
 def measure(x: Tensor, format: Format, scale: float | None = None) -> Data:
-    """The numbers of `x`, in float64, with the shares that `format` would lose.
+    """Return the numbers of `x`, in float64, with the shares that a cast to `format` would lose.
+
+    It waits for the device of `x` once, or twice for a ScaledTensor. Autograd records nothing.
 
     Args:
-        x: any shape and float dtype, a ScaledTensor included. It is only read; nothing is recorded
-            for autograd. Waits for its device, once.
-        format: what the elements are (or would be) cast to: those of a ScaledTensor for
-            `.qdata`, the values for the rest.
-        scale: the numbers are those of value / scale, which a cast under that scale rounds; None
-            takes values, and elements of a ScaledTensor beside them.
+        x: a tensor of any shape and float dtype, or a ScaledTensor.
+        format: format of the cast.
+        scale: scale of the cast. The numbers are then over value / scale, which this cast rounds.
+            With None they are over the values, and for a ScaledTensor `qdata` has the numbers over
+            its elements.
 
     Raises:
         UnsupportedError: `x` is no strided float tensor with data.
@@ -135,7 +138,7 @@ def measure(x: Tensor, format: Format, scale: float | None = None) -> Data:
 
 
 def _numbers(x: Tensor, fmt: Format, factor: float = 1.0) -> Data:
-    """The numbers of `x * factor`."""
+    """The numbers over `x * factor`."""
     wide = (x if x.dtype.itemsize > 1 else x.float()).double().flatten() * factor
     finite = wide[wide.isfinite()]
     size = finite.abs()

@@ -98,8 +98,9 @@ def _is_cast(x: Tensor) -> bool:
     """Whether a tensor is in a format that its recipe casts operands of products to."""
     if _is_narrow(x):
         return True
-    once = x.recipe.gemms.once if isinstance(x, ScaledTensor) and x.recipe is not None else None
-    return once is not None and any(cast.format == x.format for cast in once)  # type: ignore[attr-defined]
+    if not isinstance(x, ScaledTensor) or x.recipe is None or x.recipe.gemms.once is None:
+        return False
+    return any(cast.format == x.format for cast in x.recipe.gemms.once)
 
 
 def _role(x: Any, backward: bool) -> str:

@@ -1,4 +1,4 @@
-"""The picture of a recording: where every tensor and its gradient lie, against a format."""
+"""The picture of a recording: every tensor and its gradient, beside the range of a format."""
 
 import math
 from importlib.util import find_spec
@@ -38,18 +38,19 @@ def plot(
 ) -> "Figure":
     """Draw a scales graph: a row for each tensor, a dot for its scale and one for its gradient's.
 
-    The horizontal axis is logarithmic, to base 2. Bands show where `format` has its values: lost
-    below, subnormal, normal, saturated above; dashed lines the same of `gradient_format`. Thin
-    bars reach from the smallest magnitude that is not zero to the largest. Arrows follow the data,
+    The horizontal axis is logarithmic, to base 2. Bands show the ranges of `format`: lost to zero,
+    subnormal, normal, saturated. Dashed lines show the same ranges of `gradient_format`. Thin bars
+    reach from the smallest magnitude that is not zero to the largest one. Arrows follow the data,
     forward and backward. A scale of zero is a hollow dot at the left edge.
 
     Args:
-        graph: from `scales_graph()`, pruned or not; what holds no floats is left out.
-        path: where to write it (.png, .svg or .pdf); needs no display.
+        graph: from `scales_graph()`, pruned or not. Nodes that hold no floats are left out.
+        path: file to write (.png, .svg or .pdf); no display is needed.
         metric: one of `Metrics.names()`.
-        of: "value", or "qdata": of ScaledTensors the elements, which are what a format must hold.
-        prune_same_scale: leave out views and what else keeps the scale of its input.
-        xmin, xmax: the ends of the axis; by default all dots, and the formats where they are near.
+        of: "value", or "qdata" for the elements of ScaledTensors, which a format has to hold.
+        prune_same_scale: leave out views and other operators that keep the scale of their input.
+        xmin, xmax: ends of the axis; by default it holds all dots, and the limits of formats that
+            are near them.
 
     Returns:
         The matplotlib figure, made without pyplot.
@@ -57,7 +58,7 @@ def plot(
     Raises:
         UnsupportedError: matplotlib is missing (`pip install scaledtensor[plot]`), or `path` has
             another suffix.
-        ModelError: `graph` has no scales, or `metric` or `of` is none.
+        ModelError: `graph` has no scales, or `metric` or `of` has another value.
     """
     if find_spec("matplotlib") is None:
         raise UnsupportedError("plot() needs matplotlib: pip install scaledtensor[plot]")

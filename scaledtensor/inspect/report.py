@@ -243,7 +243,7 @@ def _recorded(model: nn.Module) -> Iterator[OperatorRecorder]:
 
 
 def report(model: nn.Module, *inputs: Any, **options: Any) -> Report:
-    """Run `model(*inputs, **options)` forward and backward once, and report what ran.
+    """Run `model(*inputs, **options)` forward and backward once, and report on the operators.
 
         print(sct.report(model, tokens))
 

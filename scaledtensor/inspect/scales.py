@@ -1,4 +1,4 @@
-"""What a tracked model is asked for: its scales, as a graph, as a table and as data."""
+"""The recording of a tracked model, as a graph, as a table and as data."""
 
 import csv
 import io
@@ -16,12 +16,13 @@ from scaledtensor.inspect.recorder import Recorder, interpreter
 __all__ = ["Scales", "label", "table"]
 
 
-# The table of a recording: one line for each tensor of floats.
+#: The heads of the columns of the table.
 _HEADS = ("mean|x|", "std", "RMS", "max|x|", "RMS(q)", "sat.", "underfl.")
 
 
 def label(node: fx.Node) -> str:
-    """A node's name behind that of its module, `layers.0.fc1: linear`; a parameter's own."""
+    """The name of a node behind its module's name, such as `layers.0.fc1: linear`. A parameter has
+    its own name."""
     if node.op == "get_attr":
         return str(node.target)
     name, module = str(node.meta["clean_name"]), node.meta["module"]
@@ -29,7 +30,7 @@ def label(node: fx.Node) -> str:
 
 
 def table(graph: fx.Graph, forward: Format, backward: Format) -> str:
-    """The nodes of `graph` that have numbers, in order; the last columns are shares in percent."""
+    """A line for each node of `graph` that has numbers, in order."""
     rows: list[tuple[str, ...]] = [("tensor", "shape", *_HEADS, *_HEADS)]
     broken = []
     for node in graph.nodes:
@@ -74,13 +75,12 @@ class Scales:
     """The numbers of every tensor in the last call of a model, and of its gradient.
 
     Args:
-        forward: the format whose losses are counted in values; a `Format`, its name or its
-            torch dtype.
-        backward: that of gradients.
+        forward: format whose losses are counted in values: a `Format`, its name or its torch dtype.
+        backward: format whose losses are counted in gradients.
 
-    It records while `tracking(model)` is open or a `track_scales(model)` runs. Numbers of
-    gradients come in as a backward pass reaches them, the last one's if there are several. Copies
-    and pickles of it are empty: a recording belongs to the call that it was made of.
+    It records while `tracking(model)` is open or a `track_scales(model)` runs. The numbers of a
+    gradient arrive when a backward pass reaches it. If there are several passes, the last one
+    counts. Copies and pickles are empty, since a recording belongs to one call.
     """
 
     def __init__(self, forward: FormatLike = E4M3FN, backward: FormatLike = E5M2) -> None:
@@ -91,22 +91,22 @@ class Scales:
     # --- recording ---------------------------------------------------------------------------
 
     def begin(self, model: nn.Module | None) -> Recorder:
-        """A new recording in the place of the last one."""
+        """Begin a new recording in place of the last one."""
         self.close()
         self._ran.clear()
         self._recorder = Recorder(model, self.forward, self.backward)
         return self._recorder
 
     def close(self) -> None:
-        """Stop listening to gradients; what was recorded stays."""
+        """Remove the hooks that read gradients. The recording stays."""
         if self._recorder is not None:
             self._recorder.close()
 
     def backend(self, module: fx.GraphModule, inputs: Any) -> Any:
         """A backend of torch.compile: `torch.compile(model, backend=scales.backend)`.
 
-        It runs what Dynamo captured operator by operator and records it, over all graphs where
-        Dynamo made several. A graph that runs a second time begins a new recording.
+        It runs the captured graphs operator by operator, and records all of them as one call. A
+        graph that runs a second time begins a new recording.
         """
         index = id(module)
 
@@ -124,10 +124,10 @@ class Scales:
     def scales_graph(self) -> fx.Graph:
         """The graph of the last call.
 
-        Placeholders are inputs, `get_attr` nodes parameters, buffers and tensors from elsewhere,
-        and the rest operators in the order in which they ran. `node.meta` has `metrics` (a
-        `Metrics`, where the tensor holds floats), `clean_name`, `outputs_float_tensor`,
-        `requires_grad` (of a parameter), `module`, `source` (`file:line`), `shape` and `dtype`.
+        Placeholders are inputs. `get_attr` nodes are parameters, buffers and tensors from
+        elsewhere. All other nodes are operators, in the order in which they ran. `node.meta` has
+        `metrics` (a `Metrics`, if the tensor holds floats), `clean_name`, `outputs_float_tensor`,
+        `requires_grad` (for parameters), `module`, `source` (`file:line`), `shape` and `dtype`.
 
         Raises:
             ModelError: nothing was recorded yet.
@@ -141,14 +141,14 @@ class Scales:
 
     @property
     def given(self) -> dict[str, list[tuple[str, fx.Node]]]:
-        """What each module was given last: pairs of an argument's name and its node."""
+        """The last arguments of each module, as pairs of a name and a node."""
         return {} if self._recorder is None else self._recorder.given
 
     def __str__(self) -> str:
         return "nothing recorded" if self._recorder is None else self.table()
 
     def table(self) -> str:
-        """One line for each tensor of floats: forward, then its gradient.
+        """Return the table: a line for each tensor of floats, with its gradient at the right.
 
         Raises:
             ModelError: nothing was recorded yet.
@@ -156,7 +156,7 @@ class Scales:
         return table(self.scales_graph(), self.forward, self.backward)
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as built-in types that JSON takes: the formats, and a list of tensors.
+        """Return the recording in built-in types, for JSON: the formats, and a list of tensors.
 
         Raises:
             ModelError: nothing was recorded yet.
@@ -169,7 +169,7 @@ class Scales:
         }
 
     def to_csv(self) -> str:
-        """The same as comma-separated values: a row for each tensor and direction.
+        """Return the recording as comma-separated values: a row for each tensor and direction.
 
         Raises:
             ModelError: nothing was recorded yet.

@@ -152,8 +152,8 @@ def track_scales(
             torch.compile capture the model, and runs the captured graph. Its operators include
             everything that Dynamo inlined. Code that Dynamo left to Python is not seen.
 
-    Under torch.compile the tracked module runs as eager code. As part of a larger compiled module
-    it is a graph break, which is an error with `fullgraph=True`.
+    Under torch.compile the tracked module runs as eager code. Inside a larger compiled module it is
+    a graph break, which is an error with `fullgraph=True`.
 
     Raises:
         ModelError: `model` is no module, is tracked already, or `capture` is not one of the two.
@@ -184,7 +184,7 @@ class TrackedModule(nn.Module):
         self.scales = scales
         self.capture, self.input_gradients = capture, gradients
         self.training = model.training
-        # As a submodule it would put its name in front of all others.
+        # A submodule would put its name in front of the names of all parameters.
         vars(self)["module"] = model
         shared = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
         vars(self).update({name: getattr(original(model), name) for name in shared})

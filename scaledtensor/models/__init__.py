@@ -1,1 +1,1 @@
-"""Whole models: `scale_model`, simulation, delayed scaling, rebalancing and the guard."""
+"""Whole models: `scale_model`, `simulate_format`, delayed scaling, `rebalance` and the guard."""

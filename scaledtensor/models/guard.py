@@ -1,12 +1,15 @@
-"""The guard of `Unit`: when sites look, and a calibration over data.
+"""The guard of `Unit`: the steps in which sites look, and a calibration over data.
 
-The rules know shapes and no data. `scaledtensor.ops.products.sites` has what is measured and what
-follows
-from it; this module says when. In training a site looks in the first step after `scale_model` (at
-ten products, and at each tenth of more), and in each step at whose end the recipe rebalances the
-parameters; in compiled code also in the next steps, until hardly an element of any site saturates.
-A site of a checkpoint goes on with what was found before, and looks when the uninterrupted run
-would have, but for those next steps, of which no file tells.
+The rules know shapes and no data. A site (`scaledtensor.ops.products.sites`) measures operands and
+corrects their casts. This module chooses the steps in which it does so. In training, a site looks:
+
+- in the first step after `scale_model`, at ten products, and at each tenth of any further ones;
+- in each step at whose end the recipe rebalances the parameters;
+- in compiled code also in the steps that follow, until almost no element of any site saturates.
+
+A site from a checkpoint continues with the shifts that were found before. It looks in the same
+steps as the uninterrupted run, except for the steps that follow in compiled code, since no file
+tells of them.
 """
 
 import sys
@@ -32,8 +35,8 @@ __all__ = ["calibrate"]
 
 
 def after_step(held: Held) -> None:
-    """A step of an optimizer ends: its weights keep what was found in it, and look in the next one
-    if that is due."""
+    """End a step of an optimizer: its weights keep the shifts that were found in it, and look in
+    the next step if that is due."""
     spread, any_due, any_guarded = [], False, False
     again, sites.settling = sites.settling, False
     for group, ours in held:
@@ -47,7 +50,7 @@ def after_step(held: Held) -> None:
             due = every > 0 and (done + 1) % every == 0
             any_due, any_guarded = any_due or due, any_guarded or every > 0
             looks = due or (again and every > 0)
-            # By the count, which is the same on every rank: some may have new parts, without sites.
+            # The count is the same on every rank. Some ranks may have new parts, without sites.
             if part is not p and every > 0:
                 since = done % every
                 if done == 1 or since in (0, _SETTLED):
@@ -68,14 +71,16 @@ def after_step(held: Held) -> None:
     _agree(spread)
 
 
-#: After how many steps of looking compiled code has found the shifts of parts that are spread over
-#: ranks. They look no longer, so that all ranks agree on what is found.
+#: The number of steps in which compiled code looks at parts that are spread over ranks. Then its
+#: shifts are found, and all ranks agree on them.
 _SETTLED = 4
 
 
 def _agree(spread: list[Any]) -> None:
-    """The parts of a weight on all ranks take the largest shifts that one of them found: for what
-    each rank saw of the whole weight's operands, and for checkpoints, which hold one recipe."""
+    """Give the parts of a weight on all ranks the largest shifts that one of them found.
+
+    Each rank sees only some operands of the whole weight, and a checkpoint holds one recipe.
+    """
     for groups, sharers in by_groups(spread, ranks_of).items():
         parts: list[Any] = [part_of(p) for p in sharers]
         own = [(part.site and part.site.found) or part.recipe.shifts for part in parts]
@@ -94,36 +99,37 @@ def calibrate(
     call: Callable[[nn.Module, Any], Any] | None = None,
     loss: Callable[[nn.Module, Any], Tensor] | None = None,
 ) -> dict[str, tuple[int, int]]:
-    """Correct the casts of a model by what its operands are for some data.
+    """Correct the casts of a model by measuring its operands on some data.
 
-    Under `Unit`, each weight whose inputs saturate, or vanish, in the cast that the rules expect
-    gets a shift (`Unit.shifts`) under which all that was seen fits. Under `Delayed`, the largest
+    Under `Unit`, a weight gets a shift (`Unit.shifts`) if its inputs saturate or vanish in the cast
+    that the rules expect. All measured inputs fit under this shift. Under `Delayed`, the largest
     magnitudes become the latest step of each weight's history. So inference has static scales, and
-    a training has scales of the data from its first step on. The rest of the model stays as it is:
-    the passes run in evaluation mode and uncompiled, and parameters, other buffers and gradients
-    keep their values. For training, call it before the first step; for inference, after the weights
-    are loaded. Compiled code follows without being compiled anew.
+    training has scales of the data from its first step on.
+
+    For training, call it before the first step; for inference, after the weights are loaded. The
+    passes run in evaluation mode and uncompiled. Parameters, other buffers and gradients keep their
+    values. Compiled code uses the new casts without a new compilation.
 
     Args:
-        model: one that `scale_model` gave the recipe `Unit` or `Delayed`, or some of whose modules
-            have one of them. It may be compiled.
-        batches: the data, one batch after another: a tensor is given to `model` as it is, a tuple
-            or list as its arguments, a mapping as keyword arguments.
-        call: `call(model, batch)` runs the model, in place of the above.
-        loss: `loss(model, batch)` is a loss whose backward pass corrects the casts of gradients as
-            well. By default the passes are forward ones.
+        model: a model under the recipe `Unit` or `Delayed`, or with modules under one of them. It
+            may be compiled.
+        batches: the data, one batch after another. `model` is given a tensor as it is, a tuple or
+            list as its arguments, and a mapping as keyword arguments.
+        call: `call(model, batch)` runs the model; by default as above.
+        loss: `loss(model, batch)` returns a loss. Its backward pass corrects the casts of gradients
+            as well. By default there are only forward passes.
 
     Returns:
-        The shifts of inputs and of gradients, for each name of a weight that has some.
+        The shifts of inputs and of gradients by the name of the weight, for weights with a shift.
 
     Raises:
         ModelError: no weight of `model` has one of these recipes; there was no batch; or no weight
-            took part in a product. The model is then what it was.
+            took part in a product. The model is then unchanged.
         UnsupportedError: both `call` and `loss` are given.
     """
     if call is not None and loss is not None:
         raise UnsupportedError("calibrate takes `call` or `loss`, which runs the model itself")
-    weights = _weights(getattr(model, "_orig_mod", model))  # of a compiled one: names without this
+    weights = _weights(getattr(model, "_orig_mod", model))  # named as before torch.compile
     kept = delayed.all_of(model)
     if not weights and not kept:
         raise ModelError(
@@ -133,7 +139,7 @@ def calibrate(
     seen_before = [history.clone() for history in kept]
     with torch.no_grad():
         for history in kept:
-            history[:, 0] = 0  # what a step that has not ended saw is none of these data
+            history[:, 0] = 0  # the amax of a step that has not ended is not from these data
     before = {name: p.recipe for name, p in weights.items()}
     for p in weights.values():
         p.recipe, site = p.recipe.uncorrected, p.site or Site()
@@ -179,7 +185,7 @@ def calibrate(
 
 
 def _weights(model: nn.Module) -> dict[str, Any]:
-    """What may be a site, by name."""
+    """The weights that can be sites, by name."""
     found: dict[str, Any] = {}
     for name, p in model.named_parameters():
         if is_scaled(p) and _is_site(part_of(p)):
@@ -188,7 +194,8 @@ def _weights(model: nn.Module) -> dict[str, Any]:
 
 
 def _reshard(model: nn.Module) -> None:
-    """`fully_shard` leaves the outermost parameters whole after a forward pass."""
+    """Shard all parameters again: `fully_shard` leaves the outermost ones whole after a forward
+    pass."""
     sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
     for module in model.modules():
         if isinstance(module, sharded):
@@ -208,8 +215,8 @@ def _called(model: nn.Module, batch: Any) -> Any:
 
 @contextmanager
 def _as_it_was(model: nn.Module, kept: list[Tensor]) -> Iterator[None]:
-    """Evaluation mode; and modes, gradients, and buffers but for histories as they were, at the
-    end."""
+    """Evaluation mode within it. At the end the modes of all modules, the gradients, and all
+    buffers except for histories are as before."""
     modes = [(m, m.training) for m in model.modules()]
     others = (b for b in model.buffers() if not any(b is history for history in kept))
     buffers = [(b, b.detach().clone()) for b in others]

@@ -1,9 +1,10 @@
-"""Models whose forward runs under torch function modes: the mechanism of whole-model transforms.
+"""Transforms of whole models: the model's `forward` runs under torch function modes.
 
-A transform changes what a model computes without touching its code: every torch function that the
-forward calls, in whatever spelling, passes through the transform's mode. The model keeps its class,
-its parameters, its hooks and its name; only the instance's `forward` is another. So it pickles,
-deep-copies, generates and compiles (Dynamo traces modes) as before, and `remove` gives it back.
+A transform changes the computation of a model without touching its code. Every torch function that
+`forward` calls, in any spelling, passes through the transform's mode. The model keeps its class,
+its parameters, its hooks and its name. Only the instance's `forward` is replaced. So the model
+pickles, deep-copies, generates and compiles (Dynamo traces modes) as before, and `remove` restores
+it.
 """
 
 import contextlib
@@ -33,35 +34,33 @@ __all__ = [
 
 M = TypeVar("M", bound=nn.Module)
 
-
-#: Functions whose own calls a mode must see: themselves, past their dispatch to modes.
+#: A function whose inner calls a mode must see -> the same function after its dispatch to modes.
 ENTERED: dict[Callable[..., Any], Callable[..., Any]] = {
     **_torch.BODIES,
     **recurrent.FUNCTIONS,
 }
-
 
 #: The mark of unit scaling.
 UNIT_SCALED = "unit_scaled"
 
 
 class Transform(Protocol):
-    """What a model's forward is run under. Picklable, since it is kept in the model."""
+    """A change of a model's computation. It pickles, since the model keeps it."""
 
-    #: Of several on one model those of a lower order see the model's functions first, and those of
-    #: a higher order see what the lower ones make of them. A model has one of an order.
+    #: Of several transforms, one with a lower order sees the model's functions first, and the next
+    #: one sees the functions that it calls. A model has at most one transform of each order.
     order: ClassVar[int]
 
-    #: A buffer by which a state dict says that its parameters are those of the transformed
-    #: function; None where they serve the model without the transform as well.
+    #: Name of a buffer that marks a state dict, if its parameters serve only the transformed model;
+    #: None if they serve the plain model too.
     mark: ClassVar[str | None]
 
     def mode(self, module: nn.Module, args: Any, kwargs: Any) -> TorchFunctionMode:
-        """A fresh mode for one call of `module`'s own forward."""
+        """Return a new mode for one call of `module`'s original forward."""
 
 
 class Mode(TorchFunctionMode):
-    """A mode of a transform that changes what a model computes."""
+    """A mode that changes the computation of a model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,8 +69,9 @@ class Mode(TorchFunctionMode):
         self.checkpoint = None if compiling else _torch.innermost_checkpoint()
 
     def refuse_checkpoint(self) -> None:
-        """Parts of the model that are checkpointed run again in the backward pass, outside of its
-        forward and so of this mode. (A checkpoint around the model is none of its parts.)
+        """Refuse a part of the model that is checkpointed: it would run again in the backward pass,
+        outside of `forward` and so outside of this mode. A checkpoint around the whole model is
+        allowed.
 
         Raises:
             UnsupportedError: the caller runs in a checkpoint that began within this mode.
@@ -88,29 +88,29 @@ class Mode(TorchFunctionMode):
 
 
 class Interposed:
-    """A module's own forward, and the transforms that it runs under."""
+    """A module's original forward, and the transforms under which it runs."""
 
     def __init__(self, module: nn.Module, own: Callable[..., Any] | None) -> None:
         self.module = module
-        self.own = own  # an instance's own forward, where it had one before
+        self.own = own  # the instance's forward, if it had one before
         self.transforms: tuple[Transform, ...] = ()
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward that the module had."""
+        """The module's forward without transforms."""
         if self.own is not None:
             return self.own(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def run(self, modes: Sequence[TorchFunctionMode], args: Any, kwargs: Any) -> Any:
-        """Under `modes`; the last one entered is the first to see a call."""
+        """Run `original` under `modes`. The last mode that is entered sees a call first."""
         if not modes:
             return self.original(*args, **kwargs)
         with modes[0]:
             return self.run(modes[1:], args, kwargs)
 
 
-# Where Dynamo could not trace the whole, it would go on to compile parts, which do not know how far
-# the modes around them have come.
+# If Dynamo cannot trace the whole, it compiles parts, which do not know the state of the modes
+# around them.
 @partial(_torch.uncompiled, reason="a transform of the model is entered")
 def _run_uncompiled(
     interposed: Interposed, modes: Sequence[TorchFunctionMode], args: Any, kwargs: Any
@@ -122,19 +122,19 @@ def _forward(interposed: Interposed, *args: Any, **kwargs: Any) -> Any:
     modes = [t.mode(interposed.module, args, kwargs) for t in interposed.transforms]
     if not torch.compiler.is_compiling():
         return _run_uncompiled(interposed, modes, args, kwargs)
-    # Dynamo loses a mode where it breaks the graph inside of one: better no result than another.
+    # Dynamo loses a mode if it breaks the graph inside. An error is better than a wrong result.
     with _torch.error_on_graph_break():
         return interposed.run(modes, args, kwargs)
 
 
 def _made(interposed: Interposed) -> partial[Any]:
-    """The instance's `forward`. A partial: export reads through it, and pickle takes it."""
+    """The instance's `forward`. It is a partial, which export reads through and pickle takes."""
     forward = partial(_forward, interposed)
     own = interposed.own or type(interposed.module).forward.__get__(interposed.module)
-    with contextlib.suppress(ValueError, TypeError):  # of a forward written in C
+    with contextlib.suppress(ValueError, TypeError):  # for a forward written in C
         signature = inspect.signature(own)
-        # Whoever asks which arguments a model takes (generation, trainers) sees its own. Without
-        # annotations: not all of them pickle.
+        # Generation and trainers read the signature to find the arguments that a model takes.
+        # Annotations are left out, since some do not pickle.
         bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
         forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
             parameters=bare, return_annotation=signature.empty
@@ -150,10 +150,10 @@ def _interposed(module: nn.Module) -> Interposed | None:
 
 
 def interpose(module: M, transform: Transform) -> M:
-    """Run `module`'s forward under `transform`, beside those that it has, in place.
+    """Run `module`'s forward under `transform`, in place, in addition to its present transforms.
 
     Raises:
-        ModelError: `module` is no nn.Module, is compiled, or has a transform of that kind.
+        ModelError: `module` is no nn.Module, is compiled, or has a transform of the same order.
     """
     if not isinstance(module, nn.Module):
         raise ModelError(f"a transform takes an nn.Module; got {type(module).__name__}")
@@ -173,7 +173,7 @@ def interpose(module: M, transform: Transform) -> M:
             )
     if transform.mark is not None:
         _mark(module, transform.mark)
-    # The lowest order is entered last.
+    # `run` enters the transform of the lowest order last.
     every = (*interposed.transforms, transform)
     interposed.transforms = tuple(sorted(every, key=lambda t: -t.order))
     return module
@@ -186,13 +186,13 @@ def transforms(module: nn.Module) -> tuple[Transform, ...]:
 
 
 def original(module: nn.Module) -> Callable[..., Any]:
-    """The forward that `module` has without its transforms."""
+    """The forward of `module` without its transforms."""
     interposed = _interposed(module)
     return module.forward if interposed is None else interposed.original
 
 
 def remove(module: M) -> M:
-    """Give `module` its own forward back, in place; its parameters stay as they are."""
+    """Restore the original forward of `module`, in place. Its parameters stay as they are."""
     interposed = _interposed(module)
     if interposed is not None:
         del module.__dict__["forward"]
@@ -205,19 +205,22 @@ def remove(module: M) -> M:
 
 
 def drop_hooks(hooks: dict[int, Any], *functions: Callable[..., Any]) -> None:
-    """Take `functions` out of one of a module's dicts of hooks. The handles that torch returned
-    when they were registered belong to the original and not to copies of the module."""
+    """Remove `functions` from one of a module's dicts of hooks.
+
+    The handles that torch returned at registration would not do. They belong to the original module
+    and not to its copies.
+    """
     for key, hook in list(hooks.items()):
         if getattr(hook, "hook", hook) in functions:  # torch wraps the hooks before a load
             del hooks[key]
 
 
-# --- what a state dict says of the function ----------------------------------------------------
+# --- marks in state dicts --------------------------------------------------------------------
 
 
 def _mark(module: nn.Module, name: str) -> None:
-    # A buffer is the one entry of a state dict that every way of saving takes. It goes where the
-    # parameters are: DistributedDataParallel broadcasts buffers by the means of their devices.
+    # Every way of saving a state dict takes a buffer. It is on the device of the parameters, since
+    # DistributedDataParallel broadcasts buffers in the way of their devices.
     device = next((p.device for p in module.parameters()), None)
     module.register_buffer(name, torch.ones((), dtype=torch.uint8, device=device))
     module.register_load_state_dict_pre_hook(_note_missing)  # type: ignore[no-untyped-call]
@@ -236,7 +239,7 @@ def _note_missing(module: nn.Module, state: dict[str, Any], prefix: str, *rest: 
 
 
 def note_missing(mark: str) -> None:
-    """Warn that a state dict without this mark goes into a model that has it."""
+    """Warn that a state dict without this mark is loaded into a model that has the mark."""
     warnings.warn(
         f"this state dict has no {mark!r}: it was saved from a model without that transform, or by "
         "a release that did not mark it. With the parameters of an untransformed model this one "

@@ -1,4 +1,4 @@
-"""Which parameters of a module are operands of matrix products, and of nothing else.
+"""Tells which parameters of a module are operands of matrix products, and of nothing else.
 
 Under a recipe with `store_frozen`, a frozen weight that only products read is stored as they cast
 it. `fully_shard` sends such a weight as 8-bit codes. Both happen before the module runs, so the

@@ -1,10 +1,10 @@
-"""rebalance: new scales for tensors whose values have outgrown the ones they keep.
+"""`rebalance`: new scales for tensors whose values have outgrown their present ones.
 
-What is written in place keeps its scale, as a parameter does from one step to the next: rules that
-read it trust the RMS that was expected when it was made. Training drifts from that; `statistics`
-says by how much, and `rebalance` measures and mends it. A recipe has it done to the parameters
-every few optimizer steps, and that waits for no device. It reads every element, so more often than
-that it does not pay.
+A tensor that is written in place keeps its scale and its expected RMS, as a parameter does from one
+step to the next. Rules trust this RMS, and training drifts away from it. `statistics` measures the
+drift, and `rebalance` corrects it. A recipe rebalances the parameters every few steps of an
+optimizer, without waiting for a device. A rebalance reads every element, so it does not pay in
+every step.
 """
 
 import math
@@ -47,24 +47,24 @@ __all__ = ["Statistics", "rebalance", "rebalance_every", "statistics"]
 
 @dataclass(frozen=True)
 class Statistics:
-    """What one look at the elements of a ScaledTensor tells."""
+    """The numbers that `statistics` measures on the elements of a ScaledTensor."""
 
     rms: float
     """RMS(qdata). The rules hold it near 1."""
     amax: float
     """The largest finite |qdata|."""
     drift: float
-    """log2 of the measured RMS of the value over the one that rules count on; 0 for zeros. From 1
-    or -1 on, the scales of what is computed from this tensor are one power of two off."""
+    """log2 of the measured RMS of the value, divided by the RMS that rules expect; 0 for zeros.
+    From 1 or -1 on, the scales of results computed from this tensor are one power of two off."""
     saturated: float
-    """Share of the elements at or beyond the largest value of the recipe's forward format, or, with
-    no recipe, of their own."""
+    """Share of the finite elements at or beyond the largest value of the recipe's forward format,
+    or of their own format if there is no recipe."""
     underflowed: float
-    """Share of the elements that are not zero and under half the smallest value of that format."""
+    """Share of the finite elements that are not zero and that this format rounds to zero."""
 
 
 def statistics(x: ScaledTensor) -> Statistics:
-    """Measure a ScaledTensor. Waits for its device.
+    """Measure a ScaledTensor. It waits for the tensor's device.
 
     Raises:
         DTypeError: `x` is not a ScaledTensor.
@@ -89,26 +89,26 @@ def statistics(x: ScaledTensor) -> Statistics:
 def rebalance(
     target: ScaledTensor | nn.Module | Optimizer, by: Literal["rms", "amax"] = "rms"
 ) -> int:
-    """Give tensors the scale that fits the values they have now; in place, exactly.
+    """Give tensors the scale that fits their present values, in place.
 
     Args:
         target: a ScaledTensor that is no part of a larger one; or a module, for its parameters and
             buffers; or an optimizer, for its states.
-        by: "rms" makes RMS(qdata) the nearest to 1 that a power of two can; "amax" makes the
-            largest |qdata| at least half of the largest value of the recipe's forward format (of
-            an 8-bit tensor's own, without a recipe), and no larger than it.
+        by: "rms" makes RMS(qdata) as near to 1 as a power of two can. "amax" puts the largest
+            |qdata| between half of the largest value of the recipe's forward format and this value.
+            An 8-bit tensor without a recipe takes its own format.
 
-    Values stay what they are, to the bit wherever their format holds them under the new scale; the
-    expected RMS becomes the measured one. Views see the new scale. Tensors of zeros are left alone,
-    and in a module the weights that `Recipe.store_frozen` keeps as products cast them.
+    Values stay the same, to the bit if their format holds them under the new scale. The expected
+    RMS becomes the measured one. Views see the new scale. Tensors of zeros are left alone, and so
+    are a module's weights that `Recipe.store_frozen` keeps as products cast them.
 
     Returns:
         How many scales changed.
 
     Raises:
         DTypeError: `target` is none of these.
-        ScaleError: `by` is neither.
-        UnsupportedError: `target` is a part of a tensor, whose scale is the whole's, or a
+        ScaleError: `by` has another value.
+        UnsupportedError: `target` is a part of a tensor, which has the scale of the whole, or a
             CodedTensor, whose codes and scales are made together; or "amax" has no 8-bit format to
             fill.
     """
@@ -128,7 +128,7 @@ def rebalance_every(optimizer: Optimizer, steps: int, by: Literal["rms", "amax"]
     """Rebalance the parameters and states of `optimizer` after every `steps` of its steps.
 
     Returns:
-        The handle of the hook; its `remove()` ends it.
+        The handle of a hook. Its `remove()` ends the rebalancing.
 
     Raises:
         ScaleError: `steps` is not a positive int, or `by` is unknown.
@@ -161,7 +161,7 @@ def _tensors(target: Any) -> list[Any]:
 
 
 def _all_rebalanced(tensors: Iterable[Any], by: str) -> list[Tensor]:
-    """Whether the scale changed, for each tensor that has one of its own to change."""
+    """Rebalance the tensors that can be; whether the scale of each of these changed."""
     tensors = list(tensors)
     whole = [_rebalanced(x, by) for x in tensors if _is_whole(x)]
     return [*whole, *_parts_rebalanced(filter(_is_spread, tensors), by)]
@@ -176,12 +176,12 @@ def _is_spread(x: Any) -> bool:
     return is_sharded(x) and not isinstance(part_of(x), CodedTensor) and not is_stored(part_of(x))
 
 
-#: Where a group of parameters counts its steps: a checkpoint of the optimizer holds it then.
+#: The key under which a group of parameters counts its steps, so that checkpoints hold the count.
 COUNT = "steps_for_rebalance"
 
 
 def after_step(held: Held) -> None:
-    """What `Recipe.rebalance` says, after each step of an optimizer."""
+    """Rebalance parameters after a step of an optimizer, as often as `Recipe.rebalance` says."""
     for group, ours in held:
         periods = [(p, _period(p)) for p in ours]
         if not any(every for _, every in periods):
@@ -191,14 +191,14 @@ def after_step(held: Held) -> None:
 
 
 def _period(p: Any) -> int:
-    """Every how many steps the recipe of a parameter rebalances it."""
+    """The number of steps from one rebalance of a parameter to the next; 0 for none."""
     recipe = part_of(p).recipe
     return 0 if recipe is None else recipe.rebalance
 
 
 @torch.no_grad()
 def _rebalanced(x: ScaledTensor, by: str) -> Tensor:
-    """Whether the scale changed, on the device of `x`."""
+    """Rebalance `x`; whether its scale changed, as a tensor on its device."""
     if by == "rms" and (rms_under := _rms_where_the_scale_stays(x)) is not None:
         put(x, rms=rms_under)
         return torch.zeros((), dtype=torch.bool)
@@ -209,8 +209,11 @@ def _rebalanced(x: ScaledTensor, by: str) -> Tensor:
 
 
 def _rms_where_the_scale_stays(x: ScaledTensor) -> Single | None:
-    """The RMS, where the host has the scale and no element has to move, which is what nearly every
-    parameter is found in. A power of two in a sum changes no digit of it."""
+    """The RMS if the host has the scale and the scale stays, else None.
+
+    This is the usual case, in which no element is written. The RMS is measured on the elements: a
+    power of two as a factor changes no digit of a sum.
+    """
     scale = scale_of(x)
     if not isinstance(scale, Single) or math.frexp(scale)[0] != 0.5:
         return None
@@ -220,13 +223,13 @@ def _rms_where_the_scale_stays(x: ScaledTensor) -> Single | None:
 
 @torch.no_grad()
 def put_under(x: ScaledTensor, scale: Tensor, rms: Tensor) -> Tensor:
-    """Hold the values of `x`, of that RMS, under another scale, in place; whether it is another.
-    Zeros stay as they are."""
+    """Hold the values of `x`, whose RMS is `rms`, under `scale`, in place; whether the scale
+    changed. Zeros keep their scale."""
     return _put(x, elements(x).double() * _scale(x).double(), scale, rms)
 
 
 def _put(x: ScaledTensor, value: Tensor, scale: Tensor, rms: Tensor) -> Tensor:
-    """`put_under`, of values that are at hand."""
+    """The same as `put_under`, for values that were computed before."""
     before = _scale(x)
     scale = torch.where(rms > 0, scale, before)
     changed = scale != before
@@ -236,14 +239,14 @@ def _put(x: ScaledTensor, value: Tensor, scale: Tensor, rms: Tensor) -> Tensor:
 
 
 def _scale(x: ScaledTensor) -> Tensor:
-    """A tensor to read: what holds a number goes on with it."""
+    """The scale as a tensor to read. A tensor that holds a number for it keeps the number."""
     return tensor_of(scale_of(x))
 
 
 @torch.no_grad()
 def _parts_rebalanced(tensors: Iterable[Any], by: str) -> Iterator[Tensor]:
-    """As `_rebalanced`, of tensors that are spread over ranks: by the whole of each, in one
-    collective for each group of ranks."""
+    """The same as `_rebalanced` for tensors that are spread over ranks: by the numbers of the whole
+    tensor, in one collective for each group of ranks."""
     for groups, sharded in by_groups(tensors).items():
         parts = [part_of(x) for x in sharded]
         found = of_all_parts(torch.stack([squares_and_amax(part) for part in parts]), groups)
@@ -256,7 +259,7 @@ def _parts_rebalanced(tensors: Iterable[Any], by: str) -> Iterator[Tensor]:
 
 
 def _filling(largest: float, x: ScaledTensor) -> Tensor:
-    """The power of two under which the largest finite value is in (max / 2, max]."""
+    """The power of two that brings the largest finite value into (max / 2, max]."""
     fmt = x.format if x.recipe is None else x.recipe.forward
     if fmt.bits > 8:
         raise UnsupportedError(

@@ -1,4 +1,9 @@
-"""Whole-model verbs: wrap the parameters of an unchanged model, and unwrap them again."""
+"""`scale_model` wraps the parameters of a model in place, and `unscale_model` unwraps them.
+
+Parameters stay the same objects, so optimizers, schedulers and ties keep working. The sections of
+this file: the two verbs, frozen weights, the text that `print(model)` shows, and the conversion of
+parameters.
+"""
 
 import fnmatch
 import gc
@@ -39,7 +44,7 @@ M = TypeVar("M", bound=nn.Module)
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-#: Attributes that make a ScaledTensor parameter one. Every other is a tag of the user's, and stays.
+#: Attributes that belong to a ScaledTensor parameter. All others are the user's tags, and stay.
 _OWN = {
     *ScaledTensor.INNER,
     "tensor_scale",
@@ -57,14 +62,15 @@ def scale_model(
     """Wrap every floating-point parameter of `model` in a ScaledTensor, in place; or switch a model
     that is scaled already to another recipe.
 
-    Modules are not replaced: hooks, modes, overridden forwards and parametrizations stay. Nor are
-    parameters: each stays the object that it is, with its `requires_grad`, its gradient and its
-    attributes, so that tied parameters stay tied and whatever was made of them before goes on:
-    optimizers with their states, schedulers, averages of weights. Buffers and integer parameters
-    stay plain.
+    Modules are not replaced, so hooks, modes, overridden forwards and parametrizations stay.
+    Parameters stay the same objects, with their `requires_grad`, their gradients and their
+    attributes. So tied parameters stay tied, and optimizers with their states, schedulers and
+    averages of weights that were made before keep working. Buffers and integer parameters stay
+    plain.
 
-    A scaled model under another recipe is what its values would be in a fresh model: what the
-    recipe leaves plain becomes plain again, and masters of another format are rounded to it.
+    A switch to another recipe gives the same model as a fresh one with these values. Parameters
+    that the recipe leaves plain become plain again, and masters of another format are rounded to
+    it.
 
     Under a recipe with `store_frozen`, weights of products that require no gradient now are stored
     as products cast them. To train one later, widen it first: `p.data = p.detach().dequantize()`.
@@ -73,21 +79,21 @@ def scale_model(
 
     Args:
         model: any module.
-        recipe: how products cast, or the name of a recipe. Its `overrides` and `min_size` choose
-            for each module by name and by the size of its weight.
-        filter_fn: called as `filter_fn(module, fqn)` with the module that owns a parameter and its
-            fully qualified name; False leaves that module's own parameters as they are. Products
-            with plain ones are in the activation format.
+        recipe: a recipe, which says how products cast, or its name. Its `overrides` and `min_size`
+            choose for each module by name and by the size of its weight.
+        filter_fn: called as `filter_fn(module, fqn)` with a module that owns parameters and its
+            fully qualified name. False leaves this module's own parameters as they are. Products
+            with plain parameters run in the activation format.
 
     Returns:
         The same model.
 
     Raises:
         ModelError: a parameter has no data yet, is of a dtype without a format, is spread over
-            ranks, is a `CodedTensor`, or carries hooks of its own; or it cannot stay the object
-            that it is, since DistributedDataParallel, a graph whose backward pass has not run, a
-            view or a weak reference holds it. The model is then unchanged. The backward pass of a
-            graph that was recorded before the conversion raises it too.
+            ranks, is a `CodedTensor`, or has hooks of its own; or it cannot stay the same object,
+            since DistributedDataParallel, a graph whose backward pass has not run, a view or a weak
+            reference holds it. The model is then unchanged. The backward pass of a graph that was
+            recorded before the conversion raises ModelError too.
         RecipeError: no recipe has that name; a pattern of its overrides matches no module; or a
             weight does not fit its blocks and the recipe has no padding.
         UnsupportedError: the model simulates a format.
@@ -122,7 +128,8 @@ def scale_model(
 
 
 def complete(model: nn.Module) -> None:
-    """Give the modules of `model` what they have beside ScaledTensor parameters."""
+    """Add to the modules of `model` everything that goes with ScaledTensor parameters: histories,
+    hooks of state dicts, notes of ties, and recipes in `print(model)`."""
     taken: set[int] = set()
     for module in model.modules():
         delayed.attach(module, taken)
@@ -132,8 +139,8 @@ def complete(model: nn.Module) -> None:
 
 
 def _plug_ins(model: nn.Module) -> list[Any]:
-    """What tells transformers that `model` consists of ScaledTensors, if it is one of its models:
-    only then is transformers loaded, by the user."""
+    """The plug-in for transformers, if `model` contains one of its models. Only then has the user
+    loaded transformers."""
     library, models = map(sys.modules.get, ("transformers", "transformers.modeling_utils"))
     if library is None or models is None or int(library.__version__.partition(".")[0]) < 5:
         return []
@@ -145,16 +152,16 @@ def _plug_ins(model: nn.Module) -> list[Any]:
 def unscale_model(model: M) -> M:
     """Make every ScaledTensor parameter of `model` a plain one of the same value, in place.
 
-    Parameters stay the objects that they are, as in `scale_model`. Exact wherever the appearance
-    dtype holds the value; gradients are dequantised too. Of a weight that was stored as products
-    cast it (`Recipe.store_frozen`), that is the rounded value.
+    Parameters stay the same objects, as in `scale_model`. The value is exact if the parameter's
+    dtype holds it. Gradients are dequantized too. A weight that was stored as products cast it
+    (`Recipe.store_frozen`) keeps the rounded value.
 
     Returns:
         The same model.
 
     Raises:
-        ModelError: no parameter of `model` is a ScaledTensor, or one carries hooks of its own or
-            cannot stay the object that it is (see `scale_model`). The model is then unchanged.
+        ModelError: no parameter of `model` is a ScaledTensor, or one has hooks of its own or cannot
+            stay the same object (see `scale_model`). The model is then unchanged.
     """
     if any(is_sharded(p) for p in model.parameters()):
         raise ModelError(
@@ -198,7 +205,7 @@ def _is_small(p: nn.Parameter, recipe: Recipe) -> bool:
 
 
 def _frozen_weights(model: nn.Module) -> set[int]:
-    """Ids of the frozen parameters that are weights of products to every module that owns them."""
+    """Ids of the frozen parameters that are operands of products in every module that owns them."""
     found: set[int] = set()
     others: set[int] = set()
     for module, _, name, p in _parameters(model):
@@ -208,8 +215,8 @@ def _frozen_weights(model: nn.Module) -> set[int]:
 
 
 def refuse_stored(held: steps.Held) -> None:
-    """Before each step of an optimizer. Raises UnsupportedError where it would train a weight that
-    is stored as products cast it."""
+    """Called before each step of an optimizer. Raises UnsupportedError if the step would train a
+    weight that is stored as products cast it."""
     for p in (p for _, ours in held for p in ours if p.grad is not None):
         if is_stored(part_of(p)):
             raise UnsupportedError(
@@ -220,7 +227,7 @@ def refuse_stored(held: steps.Held) -> None:
             )
 
 
-# --- what print(model) shows -----------------------------------------------------------------
+# --- print(model) ----------------------------------------------------------------------------
 
 
 def _shown(module: nn.Module, own: Callable[[], str] | None) -> str:
@@ -235,7 +242,8 @@ def _shown(module: nn.Module, own: Callable[[], str] | None) -> str:
 
 
 def _show_recipes(model: nn.Module) -> None:
-    """Let `extra_repr` tell recipes where a module has any, and what it told before elsewhere."""
+    """Let `extra_repr` of a module with recipes show them, and restore `extra_repr` of all
+    others."""
     for module in model.modules():
         present: Any = module.__dict__.get("extra_repr")
         ours = isinstance(present, partial) and present.func is _shown
@@ -248,18 +256,18 @@ def _show_recipes(model: nn.Module) -> None:
                 module.__dict__["extra_repr"] = present.args[1]
 
 
-# --- parameters become others and stay the same objects --------------------------------------
+# --- parameters change and stay the same objects ---------------------------------------------
 
 
 class _Change(NamedTuple):
-    """What a parameter is to be."""
+    """The change of one parameter."""
 
     parameter: nn.Parameter
     name: str
     recipe: Recipe | None
-    """None: plain."""
+    """The new recipe; None makes the parameter plain."""
     stored: bool
-    """Whether it is to be stored as products cast it."""
+    """Whether the parameter will be stored as products cast it."""
 
     @property
     def swaps(self) -> bool:
@@ -268,9 +276,9 @@ class _Change(NamedTuple):
 
 
 def _convert(model: nn.Module, changes: list[_Change]) -> None:
-    """Check all first, so that an error leaves the model as it was. Then one after another, so that
-    there are never two copies of more than one parameter."""
-    stepping = steps.optimizers()  # which are forgotten with the last ScaledTensor
+    """Check all changes first, so that an error leaves the model unchanged. Then make one after
+    another, so that at most one parameter exists twice at a time."""
+    stepping = steps.optimizers()  # read now: the last ScaledTensor takes this list with it
     with _torch.without_weak_references(model):
         for change in changes:
             if change.swaps:
@@ -299,18 +307,19 @@ def _swap(change: _Change) -> None:
 
 
 def _scaled_gradient(g: Tensor) -> Tensor:
-    """The gradient of an embedding may be sparse."""
+    """A gradient as a ScaledTensor. An embedding's may be sparse."""
     return coo(g, scaled(g._values())) if g.is_sparse else scaled(g)
 
 
 def _switch(change: _Change) -> None:
-    """Another recipe for a ScaledTensor, which is rounded anew only where it is kept otherwise."""
+    """Give a ScaledTensor another recipe. A weight that stays stored in the same cast is not
+    rounded again."""
     p: Any = change.parameter
     recipe, stored = cast(Recipe, change.recipe), change.stored
     if stored and is_stored(p) and _weight_cast(p.recipe) == _weight_cast(recipe):
         p.recipe = recipe
     else:
-        # In float64: the dtype that it appears as may hold less than its elements.
+        # float64 holds all elements. The dtype that the parameter shows may hold less.
         p.data = _held(p.detach().to(torch.float64).dequantize(), recipe, stored, p.dtype)
     p.site = Site(change.name, new=True)
     steps.watch(p)
@@ -323,7 +332,7 @@ def _weight_cast(recipe: Recipe) -> Cast | None:
 def _held(
     x: Tensor, recipe: Recipe, stored: bool, dtype: torch.dtype | None = None
 ) -> ScaledTensor:
-    """Plain values as a recipe keeps them."""
+    """Plain values in the form in which a recipe keeps them."""
     made = scaled(x, recipe.master, dtype=dtype, recipe=recipe)
     return cast(ScaledTensor, cast_once(made)) if stored else made
 
@@ -364,13 +373,13 @@ def _check_swap(change: _Change) -> None:
         )
     holder = _torch.holder_of(p)
     if holder is not None:
-        gc.collect()  # what a compilation left behind may be a cycle that still holds it
+        gc.collect()  # a cycle that a compilation left behind may hold it
         holder = _torch.holder_of(p)
     if holder is not None:
         raise ModelError(f"{name} cannot become another kind of tensor: {_HELD[holder]}")
 
 
-#: By what `_torch.holder_of` finds: what holds a parameter, and what to do about it.
+#: A finding of `_torch.holder_of` -> a description of the holder, with advice.
 _HELD = {
     "weak reference": "a weak reference to it is alive, as a compiled step of an optimizer keeps; "
     "convert the model first, and compile optimizer.step afterwards",

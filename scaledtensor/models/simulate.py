@@ -1,8 +1,8 @@
-"""Models whose matrix products see low precision: what a format does to training, on any device.
+"""Simulates low precision in the matrix products of a plain model, on any device.
 
-The operands of every product and convolution are rounded to one format on the way in, and the
-gradient of its result to another on the way back; all else stays as it is. No scale is chosen: a
-format serves as far as the numbers fit it, which is what unit scaling is for.
+The operands of every product and convolution are rounded to one format, and the gradient of the
+result to another. All other operators stay as they are. No scale is chosen, so a format works as
+far as the numbers fit into it. Unit scaling makes them fit.
 """
 
 from collections.abc import Callable
@@ -32,9 +32,10 @@ _BOTH = (
 
 @dataclass(frozen=True)
 class SimulateFormat:
-    """The transform: rounding by a format, forwards and backwards; None rounds nothing."""
+    """The transform: rounds forwards to one format and backwards to another; None rounds
+    nothing."""
 
-    order: ClassVar[int] = 1  # after unit scaling: its products are products
+    order: ClassVar[int] = 1  # it sees the products that unit scaling calls
     mark: ClassVar[str | None] = None
 
     forward: Format | None = E4M3FN
@@ -47,7 +48,7 @@ class SimulateFormat:
         return _Simulation(self)
 
     def operand(self, x: Any) -> Any:
-        """A product's operand: rounded, its gradient as it comes."""
+        """An operand of a product, rounded. Its gradient is not rounded."""
         if isinstance(x, ScaledTensor):
             raise UnsupportedError(_BOTH)
         if self.forward is None or not isinstance(x, Tensor) or not x.is_floating_point():
@@ -55,14 +56,14 @@ class SimulateFormat:
         return _rounded(x, self.forward, self.rounding, self.overflow, None)
 
     def result(self, y: Any) -> Any:
-        """A product's result: as it is, its gradient rounded."""
+        """The result of a product. Its gradient is rounded."""
         if self.backward is None or not isinstance(y, Tensor) or not y.requires_grad:
             return y
         return _rounded(y, None, self.backward_rounding, self.overflow, self.backward)
 
 
 class _Rounded(torch.autograd.Function):
-    """`x` rounded to one format, its gradient to another; None rounds nothing."""
+    """Rounds `x` to one format, and its gradient to another; None rounds nothing."""
 
     generate_vmap_rule = True
 
@@ -75,8 +76,8 @@ class _Rounded(torch.autograd.Function):
         backward: Format | None,
     ) -> Tensor:
         if forward is None:
-            # The same memory, but not a view, which autograd would let no model write into. Nobody
-            # but the product's derivative has `x` itself, and that is told of writes.
+            # The result has the same memory and is no view, since autograd lets no model write into
+            # a view. Only the product's derivative has `x`, and autograd counts writes for it.
             return x.detach()
         return fake_quantize(x, forward, rounding=rounding, overflow=overflow)
 
@@ -97,7 +98,7 @@ _rounded: Callable[..., Any] = _Rounded.apply
 
 
 class _Simulation(Mode):
-    """Dynamo traces it."""
+    """Rounds the operands and the results of each product. Dynamo traces it."""
 
     def __init__(self, how: SimulateFormat) -> None:
         super().__init__()
@@ -128,25 +129,26 @@ def simulate_format(
     bwd_rounding: Rounding | None = None,
     overflow: Overflow = "saturate_finite",
 ) -> M:
-    """Make every matrix product, convolution and attention of `model` see low precision, in place.
+    """Round the operands of every matrix product, convolution and attention of `model`, in place.
 
-    Its operands (weights and activations, not biases) are rounded to the values of `fwd_format`,
-    the gradient of its result to those of `bwd_format`, without scales and with the accumulation of
-    the device; autograd saves the rounded operands. In any spelling (`@`, `bmm`, `einsum`, `addmm`,
-    grouped, `nn.MultiheadAttention`, recurrent layers), eager and compiled. With `unit_scale`, in
-    either order, the products of the unit-scaled model are rounded. What no mode sees is not: under
-    `torch.compile`, the body of an activation checkpoint.
+    Operands (weights and activations, not biases) are rounded to `fwd_format`, and the gradient of
+    the result to `bwd_format`. There are no scales, and the device accumulates as usual. Autograd
+    saves the rounded operands. This holds for all spellings (`@`, `bmm`, `einsum`, `addmm`, grouped
+    products, `nn.MultiheadAttention`, recurrent layers), eager and compiled. With `unit_scale`, in
+    either order, the products of the unit-scaled model are rounded. Under `torch.compile`, no mode
+    sees the body of an activation checkpoint, so its products are not rounded.
 
     Args:
-        model: any module; compile it afterwards. `scaledtensor.models.interpose.remove` undoes it.
-        fwd_format: any format of `scaledtensor.formats`, its name or its torch dtype; None rounds
-            no operand.
-        bwd_format: the same for gradients.
-        rounding: of operands: see `scaledtensor.formats.encode`. "stochastic" draws from torch's
-            generator.
-        bwd_rounding: of gradients; that of operands by default.
-        overflow: see `scaledtensor.formats.encode`. What is not finite stays so by default, as in
-            the casts of a ScaledTensor's operands.
+        model: any module; compile it afterwards. `scaledtensor.models.interpose.remove` undoes the
+            change.
+        fwd_format: format of operands: a format of `scaledtensor.formats`, its name or its torch
+            dtype; None rounds no operand.
+        bwd_format: format of gradients, in the same form; None rounds no gradient.
+        rounding: rounding of operands; see `scaledtensor.formats.encode`. "stochastic" draws from
+            torch's generator.
+        bwd_rounding: rounding of gradients; defaults to `rounding`.
+        overflow: see `scaledtensor.formats.encode`. By default infinities and NaNs stay, as in the
+            casts of a ScaledTensor's operands.
 
     Returns:
         The same model.
@@ -154,22 +156,22 @@ def simulate_format(
     Raises:
         FormatError: no format has that name.
         ModelError: `model` is no module, is compiled, or simulates a format already.
-        UnsupportedError: a parameter of it is a ScaledTensor. When called: a part of it is
-            checkpointed, or it multiplies ScaledTensors.
+        UnsupportedError: a parameter of `model` is a ScaledTensor. When `model` is called: a part
+            of it is checkpointed, or it multiplies ScaledTensors.
     """
     forward, backward = (None if f is None else get(f) for f in (fwd_format, bwd_format))
     how = SimulateFormat(forward, backward, rounding, bwd_rounding or rounding, overflow)
     probe = torch.zeros(1)
     for fmt, mode in ((how.forward, how.rounding), (how.backward, how.backward_rounding)):
         if fmt is not None:
-            fake_quantize(probe, fmt, rounding=mode, overflow=overflow)  # names what is wrong
+            fake_quantize(probe, fmt, rounding=mode, overflow=overflow)  # may raise
     if isinstance(model, nn.Module) and any(map(is_scaled, model.parameters())):
         raise UnsupportedError(_BOTH)
     return interpose(model, how)
 
 
 def refuse_simulated(model: nn.Module) -> None:
-    """Raises UnsupportedError where a module of `model` simulates a format: `scale_model` asks."""
+    """For `scale_model`: raises UnsupportedError if a module of `model` simulates a format."""
     for module in model.modules():
         if any(isinstance(t, SimulateFormat) for t in transforms(module)):
             raise UnsupportedError(
@@ -178,5 +180,6 @@ def refuse_simulated(model: nn.Module) -> None:
 
 
 def simulate_fp8(model: M) -> M:
-    """`simulate_format` with the OCP formats: E4M3FN forwards, E5M2 backwards, to nearest even."""
+    """`simulate_format` with the OCP formats: E4M3FN forwards and E5M2 backwards, to nearest
+    even."""
     return simulate_format(model, E4M3FN, E5M2)
