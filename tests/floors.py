@@ -9,7 +9,7 @@ FLOORS: list[dict[str, str]] = [
         "_start": "how this process was started",
         "_torch": "the private names of torch, each with the reason for its use",
         "_version": "the version of this code, and a digest of its text",
-        "backends": "what this library knows of each kind of device, in one file each",
+        "backends": "the facts about each kind of device, in one file each",
         "errors": "exceptions and warnings",
         "native": "loops in C++ for eager CPU tensors, built at first use",
         "setting": "settings of the process that are context managers as well",

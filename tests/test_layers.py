@@ -1,6 +1,7 @@
 """Lower floors never import higher ones, and private torch names stay in one module."""
 
 import ast
+import re
 import runpy
 from collections.abc import Callable
 from pathlib import Path
@@ -119,6 +120,17 @@ def test__every_floor__names_modules_that_exist__each_once():
     named = [part for parts in FLOORS for part in parts]
     there = {file.relative_to(PACKAGE).parts[0].removesuffix(".py") for file in FILES}
     assert sorted(named) == sorted(there)
+
+
+def test__only_backends__compare_kinds_of_devices():
+    """All other code asks `backend_of(x)` for a fact."""
+    branch = re.compile(r"\.is_cpu\b|\.is_cuda\b|\bdevice\.type (?:[!=]=|in|not in) ")
+    found = {
+        str(file.relative_to(PACKAGE))
+        for file in FILES
+        if branch.search(file.read_text()) and file.parent.name != "backends"
+    }
+    assert not found
 
 
 def test__architecture_md__lists_these_floors():

@@ -137,9 +137,9 @@ def start(args: argparse.Namespace, config: GPTConfig) -> Parallel:
     ranks = _ranks()
     data, tensor = _divided(args, config, ranks)
     device = args.device
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
+    if not backend_of(device).host:
+        device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
+        torch.accelerator.set_device_index(device)
     backend = args.backend or (backend_of(device).collectives)
     known = sorted(name for name in dist.Backend.backend_list if dist.is_backend_available(name))
     if not dist.is_backend_available(backend):

@@ -1,6 +1,6 @@
-"""What this library knows of each kind of device: one `Backend` in one file for each.
+"""Kinds of devices, each with the facts that this library needs: one `Backend` in one file.
 
-`backend_of(x)` returns the backend of a tensor or a device. A kind of device that has no file gets
+`backend_of(x)` returns the backend of a tensor or a device. A kind of device without a file gets
 `OTHER`, in which every field has its default. To add a backend, write a file with one `Backend` and
 add it to `BACKENDS` (CONTRIBUTING.md).
 """

@@ -76,7 +76,7 @@ def _unknown(device: torch.device) -> Choice:
 
 @dataclass(frozen=True)
 class Backend:
-    """What this library knows of one kind of device. The defaults hold for an unknown kind."""
+    """One kind of device. The defaults hold for an unknown kind."""
 
     name: str
     """The kind, `torch.device.type`."""

@@ -122,11 +122,11 @@ def define_operator(
         schema: The schema, as `torch.library.define` takes it.
         derivative: `derivative(grad, ...)` returns the gradients of the tensor arguments in their
             order: one tensor, or a tuple, which may end early. `grad` is the gradient of the first
-            result. The other parameters choose by their names what is saved for the backward pass:
-            an argument of the schema; `result`, or `result0`, `result1`, ... of several; `x_shape`,
-            the shape of the argument `x`, which is then not saved itself; `grad_input_mask`, which
-            tells for each tensor argument whether autograd needs its gradient. None refuses a
-            derivative: so ends the chain of an operator and its backward operator.
+            result. The names of the other parameters choose the values that are saved for the
+            backward pass: an argument of the schema; `result`, or `result0`, `result1`, ... of
+            several; `x_shape`, the shape of the argument `x`, which is then not saved itself. For
+            each tensor argument, `grad_input_mask` tells whether autograd needs its gradient. None
+            refuses a derivative; backward operators that autograd cannot differentiate have None.
         save: `save(ctx, tensors, inputs)` saves the chosen tensors, a dictionary by name. `inputs`
             are all arguments of the call.
         saved: `saved(ctx)` returns the tensors that `save` saved, in the same order.

@@ -33,9 +33,9 @@ from scaledtensor.ops.products.table import PRODUCTS
 
 __all__ = ["COUNTERPARTS"]
 
-#: Name of a product in `scaledtensor.ops.products.table.PRODUCTS` -> its counterpart. None: the
-#: constant is measured, like the constant of every function without a closed form here.
-_BY_NAME: dict[str, Callable[..., Any] | None] = {
+#: Name of a product in `scaledtensor.ops.products.table.PRODUCTS` -> its counterpart. The constant
+#: of any other product is measured, like the constant of every function without a closed form here.
+_BY_NAME: dict[str, Callable[..., Any]] = {
     "linear": products.linear,
     "bilinear": arithmetic.bilinear,
     "matmul": arithmetic.matmul,
@@ -62,16 +62,12 @@ _BY_NAME: dict[str, Callable[..., Any] | None] = {
     "convolution": layers.any_convolution,
     "conv_tbc": layers.conv_tbc,
     "scaled_dot_product_attention": layers.attention,
-    "dot": None,
-    "outer": None,
-    "sparse_mm": None,
-    "sparse_addmm": None,
 }
 
 _PRODUCTS = {
-    spelling: counterpart
+    spelling: _BY_NAME[product.name]
     for spelling, product in PRODUCTS.items()
-    if (counterpart := _BY_NAME[product.name]) is not None
+    if product.name in _BY_NAME
 }
 
 #: Function that a model may call -> its counterpart.
