@@ -18,20 +18,21 @@ from scaledtensor.formats.rounding import Overflow, Rounding, encode
 
 #: What each rounding does to a number between two neighbouring values of the format.
 ROUNDINGS: Mapping[str, str] = {
-    "nearest_even": "to the nearer; a tie to the one with an even code",
-    "nearest_away": "to the nearer; a tie to the one further from zero",
-    "toward_zero": "to the one nearer to zero",
-    "to_odd": "to the one with an odd code; what is already a value stays",
-    "stochastic": "up with the probability of the distance from the lower: exact on average",
+    "nearest_even": "to the nearer value; a tie goes to the value with the even code",
+    "nearest_away": "to the nearer value; a tie goes away from zero",
+    "toward_zero": "to the value nearer to zero",
+    "to_odd": "an inexact number goes to the value with the odd code",
+    "stochastic": "up with a probability that is the distance from the lower value, in steps: exact"
+    " on average",
 }
 
 
 OVERFLOWS: Mapping[str, str] = {
     "saturate": "values beyond ±max, and infinities, become ±max (the default)",
-    "saturate_finite": "values beyond ±max become ±max; infinities are kept, or become NaN where"
-    " the format has none, ±max where it has neither; operands of products are cast so",
-    "ieee": "they become infinity, NaN where there is no infinity, ±max where there is neither;"
-    " as `astype` of ml_dtypes",
+    "saturate_finite": "values beyond ±max become ±max; infinities stay, or become NaN if the"
+    " format has no infinity, ±max if it has neither; products cast their operands so",
+    "ieee": "values beyond ±max, and infinities, become infinity, NaN if the format has no"
+    " infinity, ±max if it has neither; same as `astype` of ml_dtypes",
 }
 
 
@@ -87,12 +88,12 @@ print(packed)  # [209   7]
 print(fnp.unpack(packed, "e2m1fn", x.shape))  # [0.5 -3 6]
 ```
 
-`scaledtensor formats NAME` prints every value of one; `--plot FILE.png` draws it.
+`scaledtensor formats NAME` prints every value of a format; `--plot FILE.png` draws them.
 
 {facts}
 
-All numbers in tables are exact. A format whose codes are `uint8` is one that torch has no dtype
-for: the code is in the low bits of a byte.
+All numbers in tables are exact. torch has no dtype for a format whose codes are `uint8`: the code
+is in the low bits of a byte.
 
 ## How a code is read
 
@@ -109,18 +110,18 @@ Every format has all its subnormals; no cast flushes them to zero. E8M0, the sca
 is a bare unsigned exponent, 2^(e - bias), with neither zero nor subnormals. An integer format is
 two's complement that counts steps of its eps, from -max - eps to max.
 
-`formats.custom` makes a format of one's own, of up to 16 bits, for the same casts.
+`formats.custom` makes a custom format of up to 16 bits, for the same casts.
 
-## What has no nearest value
+## Inputs without a nearest value
 
-What `encode` makes of NaN, of values that are too large, of zeros, of a negative number, and of a
-half and three quarters of the smallest positive value:
+The results of `encode` for NaN, for values that are too large, for zeros, for a negative number,
+and for a half and three quarters of the smallest positive value:
 
 {policies}
 
-Each is one code, the same in eager and compiled code. ml_dtypes gives this code too, for integers
-if it is given the number after rounding. torch's casts alone choose which NaN of BF16, FP16 or FP32
-a NaN becomes. In words:
+Each result is one code, the same in eager and compiled code. ml_dtypes gives the same code, for
+integers if it is given the number after rounding. For BF16, FP16 and FP32, torch's casts choose the
+NaN. In words:
 
 {words}
 
@@ -128,10 +129,12 @@ a NaN becomes. In words:
 
 {overflows}
 
-What rounds to ±max is not beyond it: with "ieee", overflow begins where the next value after max
-would be the nearer, if there were one.
+A value that rounds to ±max is not beyond it. With "ieee", overflow begins where a next value after
+max, if the format had one, would be nearer.
 
 ## Rounding
+
+A number between two values of the format is rounded:
 
 {roundings}
 
@@ -139,8 +142,8 @@ The examples are in E4M3FN, whose values next to 1 are 1, 1.125 and 1.25:
 
 {examples}
 
-Every input is rounded once, from its own dtype: float64 does not pass through float32 on the way
-(torch and ml_dtypes round it twice).
+Every input is rounded once, from its own dtype. torch and ml_dtypes round float64 twice, through
+float32.
 """
 
 

@@ -1,4 +1,4 @@
-"""Number formats: what they are, and the casts between them and torch's own."""
+"""Number formats, and the casts between them and the dtypes of torch."""
 
 from scaledtensor.formats import numpy as numpy  # not in __all__: a star import would shadow numpy
 from scaledtensor.formats.blocks import (

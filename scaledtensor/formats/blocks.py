@@ -1,33 +1,34 @@
 """Blocks of elements that share a scale: value = code * scale, as in OCP MX and NVFP4.
 
-How a block of largest finite magnitude amax gets its scale:
+The scale of a block follows from its amax, the largest finite magnitude:
 
     e8m0, pow2    2^(e + carry - emax), where amax = 2^e * s with 1 <= s < 2, emax is the exponent
-                  of the format's maximum, and the mode decides the carry. e8m0 is kept as a code
+                  of the format's maximum, and the mode decides the carry. e8m0 is stored as a code
                   of E8M0FNU, clamped to 2^-127 .. 2^127, pow2 as a float32, 2^-126 .. 2^127.
     fp32          the least float32 that is not below amax / max
-    nvfp4         two levels: one float32 for the tensor, the least not below amax / (448 max), and
-                  for each block the E4M3FN number nearest to amax / max under it, at least 2^-9
+    nvfp4         two levels: t, a float32 for the tensor, is the least that is not below
+                  amax / (448 max); each block has the E4M3FN number nearest to amax / (max t), at
+                  least 2^-9
 
-The modes, all decided on the bits of amax, never by a logarithm:
+The modes decide by the bits of amax, never by a logarithm:
 
-    floor    2^floor(log2(amax)) / 2^emax     no carry (OCP MX 1.0, section 6.3). Elements pass max
-                                              by a factor of up to 2^(emax+1) / max
-    rceil    2^ceil(log2(amax / max))         carry where s exceeds the significand of max: the
-                                              least power of two under which nothing exceeds max
-    ceil     2^ceil(log2(amax)) / 2^emax      carry where s > 1
-    even     floor, of amax first rounded     carry where that makes s 2
+    floor    2^floor(log2(amax)) / 2^emax     no carry (OCP MX 1.0, section 6.3). Elements exceed
+                                              max by a factor of up to 2^(emax+1) / max
+    rceil    2^ceil(log2(amax / max))         carry if s exceeds the significand of max: the least
+                                              power of two under which nothing exceeds max
+    ceil     2^ceil(log2(amax)) / 2^emax      carry if s > 1
+    even     floor, after amax was rounded    carry if the rounding makes s 2
              to the format's significand
 
-A block without a finite number other than zero gets the scale 1: zeros come back as zeros, and the
-scale is fit for use. An infinity has no say in the scale of its block: the element alone saturates,
-or with another `overflow` becomes what the format has for it. A NaN has no say either and becomes a
-NaN element; where the format has no NaN the scale of its block becomes NaN (E8M0 0xFF, E4M3FN 0x7F,
-a float32 NaN), so that every element of that block, and of no other, decodes to NaN, as in OCP MX.
-With "saturate_finite" an infinity in such a format does the same.
+If all finite numbers of a block are zero, its scale is 1, so that zeros decode to zeros. Infinities
+and NaNs do not change the scale of their block. An infinity saturates, or with another `overflow`
+becomes the format's infinity or NaN. A NaN becomes a NaN element. If the format has no NaN, the
+scale of the block becomes NaN (E8M0 0xFF, E4M3FN 0x7F, a float32 NaN), so that all elements of this
+block decode to NaN, as in OCP MX. With "saturate_finite" an infinity in such a format has the same
+effect.
 
-The codes are those nearest to the exact quotient x / scale (or as `rounding` says): it is never
-rounded on the way to where it could change one.
+Each code is the nearest to the exact quotient x / scale (or follows `rounding`). The quotient is
+never rounded before the cast in a way that could change a code.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,6 +38,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from scaledtensor.backends import backend_of
 from scaledtensor.errors import DTypeError, FormatError
 from scaledtensor.formats.format import E4M3FN, E8M0FNU, Format, FormatLike, from_dtype, get
 from scaledtensor.formats.layouts import (
@@ -50,9 +52,20 @@ from scaledtensor.formats.layouts import (
     scale_shape,
     to_blocks,
 )
-from scaledtensor.formats.rounding import FLOATS, Overflow, Rounding, decode, encode
+from scaledtensor.formats.rounding import Overflow, Rounding, decode, encode
 from scaledtensor.formats.stochastic import Randomness
-from scaledtensor.formats.tensors import check_tensor
+from scaledtensor.formats.tensors import FLOATS, check_tensor, named
+
+__all__ = [
+    "MODES",
+    "Mode",
+    "Scale",
+    "ScaleFormat",
+    "TwoLevelScale",
+    "dequantize_blocks",
+    "encode_blocks",
+    "quantize_blocks",
+]
 
 ScaleFormat = Literal["e8m0", "pow2", "fp32", "nvfp4"]
 Mode = Literal["floor", "rceil", "ceil", "even"]
@@ -60,14 +73,14 @@ Mode = Literal["floor", "rceil", "ceil", "even"]
 MODES = ("floor", "rceil", "ceil", "even")
 _LEAST_EXPONENT = {"e8m0": -127, "pow2": -126}
 _SCALE_FORMATS = (*_LEAST_EXPONENT, "fp32", "nvfp4")
-_MANTISSA = 52  # of float64, in which every amax is exact and, but for its own, normal
+_MANTISSA = 52  # of float64; every amax is exact in it, and normal unless a float64 subnormal
 _BIAS = 1023
 _PIECE = 1 << 16
 _MIN_NORMAL, _MAX = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
 class TwoLevelScale(NamedTuple):
-    """The scale of NVFP4: that of an element is `block`, of its block, times `tensor`."""
+    """The scales of NVFP4. The scale of an element is `block`, of its block, times `tensor`."""
 
     block: Tensor
     """float8_e4m3fn, in the shape of `scale_shape`."""
@@ -91,7 +104,7 @@ def quantize_blocks(
     generator: Randomness = None,
     random_bits: int | None = None,
 ) -> tuple[Tensor, Scale]:
-    """Codes and scales: codes * scale is `x` up to rounding. The module's docstring has the policy.
+    """Codes and scales: codes * scale is `x` up to rounding. The module's docstring has the rules.
 
     Args:
         x: float32, bfloat16, float16 or float64, of any shape. No gradient flows through.
@@ -99,8 +112,8 @@ def quantize_blocks(
             torch dtype of its codes.
         block: a granularity, or a block size (32) or the sizes of a block ((1, 32)) for PerBlock.
         scale_format: "e8m0", "pow2", "fp32" or "nvfp4".
-        mode: how e8m0 and pow2 round to a power of two. The other two know only "rceil".
-        rounding, overflow, generator, random_bits: of the elements, as `encode` takes them.
+        mode: how e8m0 and pow2 round to a power of two. The other two take only "rceil".
+        rounding, overflow, generator, random_bits: how the elements are cast; see `encode`.
 
     Returns:
         Codes in the storage dtype of `fmt`, of the shape of `x`, and scales in the shape that
@@ -108,8 +121,8 @@ def quantize_blocks(
 
     Raises:
         DTypeError: `x` is not of one of these dtypes.
-        FormatError: `fmt` cannot hold elements, or an unknown or unfit `scale_format` or `mode`.
-        ShapeError: `block` is no granularity, or none of a tensor of this shape.
+        FormatError: `fmt` cannot hold elements, or `scale_format` or `mode` is unknown or unfit.
+        ShapeError: `block` is not a granularity, or does not fit the shape of `x`.
     """
     check_tensor(x, "quantize_blocks")
     fmt, granularity = get(fmt), as_granularity(block)
@@ -145,14 +158,15 @@ def encode_blocks(
     generator: Randomness = None,
     random_bits: int | None = None,
 ) -> Tensor:
-    """Codes of `x` under scales that are chosen already, nearest to the exact x / scale.
+    """Codes of `x` under given scales, nearest to the exact x / scale.
 
     Args:
         scale: float32, positive, in the shape that `scale_shape` gives.
-        x, fmt, block, rounding, overflow, generator, random_bits: as `quantize_blocks` has them.
+        x, fmt, block, rounding, overflow, generator, random_bits: the arguments of
+            `quantize_blocks`.
 
     Raises:
-        DTypeError, FormatError, ShapeError: an argument is outside what is allowed.
+        DTypeError, FormatError, ShapeError: an argument is not allowed.
     """
     check_tensor(x, "encode_blocks")
     fmt, granularity = get(fmt), as_granularity(block)
@@ -189,8 +203,8 @@ def _codes(
     shape: Sequence[int],
     options: dict[str, Any],
 ) -> Tensor:
-    """`blocks` by `factor`, one a block, as codes of a tensor of `shape`."""
-    if options["rounding"] == "stochastic":  # one draw for the tensor, counted by its own elements
+    """The codes of `divide(blocks, factor)`, with one factor per block, in `shape`."""
+    if options["rounding"] == "stochastic":  # one draw, which counts the tensor's own elements
         quotient = from_blocks(_scaled(divide, blocks, factor, factor.dtype), granularity, shape)
         return encode(quotient, fmt, **options)
     codes = _scaled(
@@ -209,29 +223,31 @@ def dequantize_blocks(
     block: Granularity | int | tuple[int, ...],
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """codes * scale, exact and then rounded once to `dtype`; of the shape of `codes`.
+    """codes * scale, calculated exactly and rounded once to `dtype`, in the shape of `codes`.
 
-    Beyond the range of `dtype` that is an infinity. An element under a NaN scale is NaN.
+    A product beyond the range of `dtype` is an infinity. An element under a NaN scale is NaN.
 
     Args:
         codes: in the storage dtype of `fmt`.
-        scale: as `quantize_blocks` returns it: float8_e8m0fnu, float32 or a `TwoLevelScale`.
+        scale: the scale that `quantize_blocks` returned: float8_e8m0fnu, float32 or a
+            `TwoLevelScale`.
         fmt: the format of the elements.
-        block: the granularity that the scales were made with.
+        block: the granularity of the scales.
         dtype: float32, bfloat16, float16 or float64.
 
     Raises:
-        DTypeError: `codes` or the scales are in other dtypes, or `dtype` is none of these.
+        DTypeError: `codes`, the scales or `dtype` are of another dtype.
         ShapeError: the scales do not have the shape that `scale_shape` gives.
     """
     check_tensor(codes, "dequantize_blocks", "codes")
     fmt, granularity = get(fmt), as_granularity(block)
     if dtype not in FLOATS:
-        raise DTypeError(f"cannot dequantize to {dtype}; allowed are {_names(FLOATS)}")
+        raise DTypeError(f"cannot dequantize to {dtype}; allowed are {named(FLOATS)}")
     outer, inner = _levels(scale)
     check_scale_shape(inner, granularity, codes.shape)
     work = _dtype_of_products(fmt, scale, dtype)
-    factor = beside_blocks(_value(inner).to(work), granularity, codes.shape)
+    blocks_scale = inner if inner.dtype is torch.float32 else decode(inner, from_dtype(inner.dtype))
+    factor = beside_blocks(blocks_scale.to(work), granularity, codes.shape)
 
     def elements(part: Tensor, factor: Tensor) -> Tensor:
         values = decode(part, fmt, work) * factor
@@ -245,7 +261,7 @@ def dequantize_blocks(
 
 def _check(x: Tensor, fmt: Format, scale_format: str, mode: str) -> None:
     if x.dtype not in FLOATS:
-        raise DTypeError(f"cannot quantize a tensor of {x.dtype}; allowed are {_names(FLOATS)}")
+        raise DTypeError(f"cannot quantize a tensor of {x.dtype}; allowed are {named(FLOATS)}")
     if not fmt.has_zero:
         raise FormatError(f"{fmt!r} is a format of scales; elements need a sign and a zero")
     if scale_format not in _SCALE_FORMATS:
@@ -264,19 +280,21 @@ def _check(x: Tensor, fmt: Format, scale_format: str, mode: str) -> None:
 
 
 def _amax(blocks: Tensor) -> Tensor:
-    """The largest finite magnitude of each block, float64; 0 where there is none."""
+    """The largest finite magnitude of each block, float64; 0 for a block without finite numbers."""
     return _maxima(blocks, _finite_size).double()
 
 
 def _finite_size(x: Tensor) -> Tensor:
-    if torch.compiler.is_compiling():  # the same: a sixth of the time there, six times in eager
+    # Both ways give the same. This one takes a sixth of the time in compiled code, and six times as
+    # long in eager code.
+    if torch.compiler.is_compiling():
         size = x.abs()
         return torch.where(size < inf, size, 0.0)
     return x.nan_to_num(0.0, 0.0, 0.0).abs_()
 
 
 def _any_lost(blocks: Tensor, overflow: str) -> Tensor:
-    """Whether a block has a NaN, or an infinity to keep, for which its elements have no code: its
+    """Whether a block has a NaN, or an infinity to keep, in a format without a code for it. Its
     scale then becomes NaN."""
     keeps = overflow == "saturate_finite"  # infinities too
     # A maximum is NaN if any of its numbers is.
@@ -302,7 +320,8 @@ def _marked(scale: Tensor, lost: Tensor | None) -> Tensor:
 def _exponent(amax: Tensor, fmt: Format, mode: str, least: int) -> Tensor:
     """The exponent of the scale, int64, from `least` to 127; 0 for a block of zeros.
 
-    A carry is what, added to the bits of amax, reaches the exponent field where the mode wants it.
+    The carry is added to the bits of amax. It reaches the exponent field if the mode wants the next
+    power of two.
     """
     significand, above = frexp(fmt.max)
     ones = (1 << _MANTISSA) - 1
@@ -319,7 +338,7 @@ def _exponent(amax: Tensor, fmt: Format, mode: str, least: int) -> Tensor:
 def _powers_of_two(
     amax: Tensor, lost: Tensor | None, fmt: Format, scale_format: str, mode: str, shape: Shape
 ) -> tuple[Scale, Tensor]:
-    """The scale of each block, and what to multiply its elements by: exact on every device."""
+    """The scale of each block, and the factor for its elements: exact on every device."""
     exponent = _exponent(amax, fmt, mode, _LEAST_EXPONENT[scale_format])
     scale = _marked(_power_of_two(exponent), lost).view(shape)
     scale = encode(scale, E8M0FNU) if scale_format == "e8m0" else scale
@@ -329,14 +348,17 @@ def _powers_of_two(
 def _ratios(
     amax: Tensor, lost: Tensor | None, fmt: Format, scale_format: str, shape: Shape
 ) -> tuple[Scale, Tensor]:
-    """The scale of each block, and what to divide its elements by, in float64.
+    """The scale of each block, and the divisor of its elements, in float64.
 
-    There a quotient rounds to a tie t between two codes only by being it: t times the scale has at
-    most 49 bits, so it is a float64, and the quotient of its neighbours is more than half a step
-    away from t.
+    A float64 quotient equals a tie t between two codes only if the exact quotient is t. For t times
+    the scale has at most 49 bits, so it is a float64, and the quotient of its neighbours is more
+    than half a step away from t.
     """
     if scale_format == "nvfp4":
-        tensor, of_block = _two_levels(amax, fmt)
+        whole = amax.amax() if amax.numel() else amax.sum()
+        tensor = _least_above(whole, E4M3FN.max * fmt.max)
+        ratio = torch.where(amax == 0, 1.0, amax / (tensor.double() * fmt.max))
+        of_block = decode(encode(ratio.clamp(min=E4M3FN.min_subnormal), E4M3FN), E4M3FN)
         block = encode(_marked(of_block, lost).view(shape), E4M3FN)
         return TwoLevelScale(block, tensor), of_block.double() * tensor.double()
     scale = _least_above(amax, fmt.max)
@@ -344,38 +366,30 @@ def _ratios(
 
 
 def _bits_of_max(fmt: Format) -> int:
-    """Bits after the leading one in numbers of the size of max, which may be fixed point."""
+    """The number of bits after the leading one in numbers near max, which may be fixed point."""
     if fmt.max_code >> fmt.mantissa_bits:
         return fmt.mantissa_bits
     return fmt.max_code.bit_length() - 1
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """2^exponent, float32, of exponents from -127 (a subnormal) to 127."""
+    """2^exponent as float32, for exponents from -127 (a subnormal) to 127."""
     bits = torch.where(exponent < -126, 1 << 22, (exponent + 127) << 23)
     return bits.to(torch.int32).view(torch.float32)
 
 
 def _least_above(amax: Tensor, limit: float) -> Tensor:
-    """The least normal float32 not below amax / limit, or the largest there is; 1 for amax 0."""
+    """The least normal float32 not below amax / limit, or else the largest; 1 for amax 0."""
     near = (amax / limit).float()
     short = near.double() * limit < amax  # exact: 24 bits times at most 24
     least = (near.view(torch.int32) + short.int()).view(torch.float32).clamp(_MIN_NORMAL, _MAX)
     return torch.where(amax == 0, 1.0, least)
 
 
-def _two_levels(amax: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
-    """The scale of the tensor, and those of its blocks, values of E4M3FN; both float32."""
-    whole = amax.amax() if amax.numel() else amax.sum()
-    tensor = _least_above(whole, E4M3FN.max * fmt.max)
-    ratio = torch.where(amax == 0, 1.0, amax / (tensor.double() * fmt.max))
-    return tensor, decode(encode(ratio.clamp(min=E4M3FN.min_subnormal), E4M3FN), E4M3FN)
-
-
 def _scaled(
     f: Callable[[Tensor, Tensor], Tensor], blocks: Tensor, factor: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """`f(blocks, factor)`, elementwise with `factor` one a block, in `dtype`."""
+    """`f(blocks, factor)`, elementwise with one factor per block, in `dtype`."""
     pieces = _pieces(blocks)
     if pieces is None:
         return f(blocks, factor)
@@ -387,11 +401,11 @@ def _scaled(
 
 
 def _pieces(blocks: Tensor) -> list[tuple[int, int, int]] | None:
-    """Of a large tensor on a CPU, pieces as (dimension, start, length).
+    """The pieces of a large tensor on a CPU, as (dimension, start, length).
 
-    What is computed on the way then stays in cache: in float64 that is five times as fast.
+    The temporaries of a piece stay in cache: in float64 that is five times as fast.
     """
-    if torch.compiler.is_compiling() or not blocks.is_cpu or blocks.numel() <= _PIECE:
+    if torch.compiler.is_compiling() or not backend_of(blocks).host or blocks.numel() <= _PIECE:
         return None
     dim = next(i for i, n in enumerate(blocks.shape) if n > 1)
     size = blocks.shape[dim]
@@ -400,12 +414,12 @@ def _pieces(blocks: Tensor) -> list[tuple[int, int, int]] | None:
 
 
 def _needs_float64(x: Tensor, fmt: Format, rounding: str) -> bool:
-    """Whether x * 2^-k is inexact in float32, below 2^-126, where that could change a code."""
+    """Whether x * 2^-k may be inexact in float32, below 2^-126, so that a code could change."""
     return x.dtype is torch.float64 or fmt.min_subnormal < 2.0**-125 or rounding == "to_odd"
 
 
 def _dtype_of_products(fmt: Format, scale: Scale, dtype: torch.dtype) -> torch.dtype:
-    """float32 where code * scale is then rounded no more than once on its way to `dtype`."""
+    """float32 if code * scale is then rounded only once on the way to `dtype`, else float64."""
     if dtype is torch.float32:
         if not isinstance(scale, TwoLevelScale):
             return torch.float32
@@ -434,11 +448,3 @@ def _levels(scale: Scale) -> tuple[Tensor | None, Tensor]:
             f"scales are float8_e8m0fnu, float32 or a TwoLevelScale; got {scale.dtype}"
         )
     return None, scale
-
-
-def _value(scale: Tensor) -> Tensor:
-    return scale if scale.dtype is torch.float32 else decode(scale, from_dtype(scale.dtype))
-
-
-def _names(dtypes: tuple[torch.dtype, ...]) -> str:
-    return ", ".join(str(d).removeprefix("torch.") for d in dtypes)

@@ -1,11 +1,13 @@
-"""Formats of one's own, described by what they have rather than by a name of their encoding."""
+"""Custom formats, described by the special values that they have."""
 
 import torch
 
 from scaledtensor.errors import FormatError, UnsupportedError
 from scaledtensor.formats.format import FORMATS, Format, Specials
 
-#: Of whether infinity, NaN and -0 have a code.
+__all__ = ["SPECIALS", "custom"]
+
+#: (infinity has a code, NaN has one, -0 has one) -> the encoding.
 SPECIALS = {
     (True, True, True): Specials.IEEE,
     (False, True, True): Specials.NAN_ONLY,
@@ -32,25 +34,26 @@ def custom(
     signed_zero: bool = True,
     name: str | None = None,
 ) -> Format:
-    """A signed floating-point format of 2 to 16 bits, for every cast of this module.
+    """A signed floating-point format of 2 to 16 bits, for every cast of `scaledtensor.formats`.
 
-    The default is laid out as IEEE 754 does. Without infinity it follows the conventions of
-    "fn" (NaN is all ones), without -0 those of "fnuz" (NaN is the code of -0), with infinity
-    and without -0 those of IEEE P3109, and with neither infinity nor NaN every code is finite.
+    By default the codes are laid out as in IEEE 754. A format without infinity follows the "fn"
+    conventions (NaN is all ones). A format without -0 follows "fnuz" (NaN is the code of -0), or
+    IEEE P3109 if it has infinity. With neither infinity nor NaN, every code is a finite number.
 
     Args:
         exponent_bits: 1 to 8.
-        mantissa_bits: 0 to 14; with infinity and -0 at least 1, since NaN needs one.
+        mantissa_bits: 0 to 14; at least 1 with infinity and -0, since NaN needs a mantissa bit.
         bias: by default 2^(exponent_bits - 1) - 1, and one more without -0. Every value must be
             a float32.
         has_inf: whether infinity has a code.
         has_nan: whether NaN has a code.
         signed_zero: whether -0 has a code.
-        name: lower case, not that of a built-in format; by default from the facts, as "e5m1", and
-            then a built-in format of that name and those facts is returned itself.
+        name: lower case, and not the name of a built-in format. By default the name lists the
+            facts, as "e5m1" does; if a built-in format has that name and the same facts, it is
+            returned.
 
-    Codes are uint8 up to 8 bits, else int16, in the low bits. Raises FormatError for what cannot
-    be, UnsupportedError for more than 16 bits.
+    Codes are uint8 up to 8 bits, else int16, in the low bits. Raises FormatError for an impossible
+    format, UnsupportedError for more than 16 bits.
     """
     counts = {"exponent_bits": exponent_bits, "mantissa_bits": mantissa_bits}
     counts |= {} if bias is None else {"bias": bias}

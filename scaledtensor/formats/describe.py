@@ -1,7 +1,7 @@
-"""Formats in words: the facts, the values and the policies, as `scaledtensor formats` shows them.
+"""Formats in words: facts, values and policies, for `scaledtensor formats` and `docs/formats.md`.
 
-Everything follows from the records, and from what `encode` does with a few probes, so that the
-command and `docs/formats.md` cannot say otherwise than the code.
+All texts are made from the records, and from the codes that `encode` gives for a few probes. So
+they cannot differ from the code.
 """
 
 from __future__ import annotations
@@ -16,7 +16,19 @@ import torch
 from scaledtensor.formats.format import Format, FormatLike, get
 from scaledtensor.formats.rounding import Overflow, encode
 
-_SHORT = 6  # characters of a decimal that is easier to read than a power of two
+__all__ = [
+    "columns",
+    "facts",
+    "markdown",
+    "number",
+    "outcome",
+    "policies",
+    "specials",
+    "unsigned",
+    "values",
+]
+
+_SHORT = 6  # a decimal of so many characters is easier to read than a power of two
 _ROW = 8  # values in a line
 
 
@@ -42,7 +54,7 @@ def _decimal(value: float) -> str:
 
 
 def facts(fmt: FormatLike) -> dict[str, str]:
-    """The record of `fmt` and the numbers that follow from it."""
+    """The fields of the record of `fmt`, and the numbers that follow from them."""
     fmt = get(fmt)
     return {
         "name": fmt.name,
@@ -73,7 +85,7 @@ def _type_name(fmt: Format) -> str:
 
 
 def policies(fmt: FormatLike) -> dict[str, str]:
-    """What becomes of the inputs that have no nearest value, found by encoding them."""
+    """The results of inputs that have no nearest value, found by encoding them."""
     fmt = get(fmt)
     beyond = (math.nextafter(2 * fmt.max, math.inf), math.inf)
     low = fmt.min_subnormal
@@ -102,7 +114,7 @@ def specials(fmt: FormatLike) -> dict[str, str]:
 
 
 def outcome(fmt: FormatLike, inputs: Sequence[float], overflow: Overflow = "saturate") -> str:
-    """The one value that all `inputs` are encoded to (or several, joined by "or")."""
+    """The value that all `inputs` are encoded to. Several values are joined by "or"."""
     fmt = get(fmt)
     found = encode(torch.tensor(inputs, dtype=torch.float64), fmt, overflow=overflow)
     words = [number(fmt.value(code)) for code in unsigned(found)]
@@ -110,14 +122,14 @@ def outcome(fmt: FormatLike, inputs: Sequence[float], overflow: Overflow = "satu
 
 
 def unsigned(codes: torch.Tensor) -> list[int]:
-    """A 1-dim tensor of codes as Python's numbers."""
+    """A 1-dim tensor of codes as a list of ints."""
     dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[codes.element_size()]
     mask = (1 << 8 * codes.element_size()) - 1
     return [code & mask for code in codes.view(dtype).tolist()]
 
 
 def values(fmt: FormatLike) -> list[str]:
-    """Lines that give the value of every code: one by one up to 8 bits, else by ranges."""
+    """Lines with the value of every code: each value up to 8 bits, else ranges of codes."""
     fmt = get(fmt)
     half = fmt.num_codes >> int(fmt.signed)
     if fmt.bits > 8:
@@ -155,7 +167,7 @@ def _mirror(fmt: Format, half: int, exceptions: Sequence[int]) -> str:
 
 
 def _ranges(fmt: Format, half: int) -> list[str]:
-    """Where signed magnitudes run from zero over subnormals and normals to inf and NaN."""
+    """Lines with the ranges of codes of a signed format: zero, subnormals, normals, inf, NaN."""
     first, top = 1 << fmt.mantissa_bits, fmt.max_code
 
     def ends(low: int, high: int) -> str:
@@ -183,7 +195,7 @@ def _hex(code: int, fmt: Format) -> str:
 
 
 def columns(rows: Sequence[dict[str, str]]) -> str:
-    """Rows that share their keys as aligned columns of text."""
+    """Rows with the same keys, as aligned columns of text."""
     table = [list(rows[0]), *(list(row.values()) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return "\n".join(

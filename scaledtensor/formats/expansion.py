@@ -1,35 +1,46 @@
-"""Groups whose range is widened to that of an 8-bit format before they are cast: for the states of
-an optimizer, which a linear scale serves badly (COAT, arXiv 2410.19313, section 3).
+"""Groups of elements whose values are widened to the range of a format before they are cast.
 
-In a group with the largest magnitude M and the least one m, zeros aside, of a format with the
-largest value F and the least positive one f:
+They store the states of an optimizer, which a linear scale serves badly (COAT, arXiv 2410.19313,
+section 3). In a group let M be the largest magnitude and m the least one except zeros. For a format
+with the largest value F and the least positive value f:
 
     code  = round(sign(x) F (|x| / M)^p)          value = sign(code) M (|code| / F)^(1/p)
     p     = log(F / 2f) / log(M / m), rounded down to 1/16, between 1/16 and 255/16
 
-So M becomes F, m at least 2f, and nothing but zero becomes zero (in less than 149 binades): for
-E4M3FN 16.8 binades are spread over however many the group has, whether it has more (p < 1) or, as
-it usually does, fewer (p > 1).
-The published formula, with c = sqrt(M m) and a scale (M/c)^p / F, is the same: c cancels. It has
-F / 2f = 448^2 / 2, which is as good for E4M3FN and says nothing of other formats.
+So M becomes F, m becomes at least 2f, and only zero becomes zero (if the group spans less than 149
+binades). E4M3FN spreads 16.8 binades over the binades of the group. A group usually has fewer (p >
+1), and may have more (p < 1). The published formula, with c = sqrt(M m) and a scale (M/c)^p / F, is
+the same: c cancels. It has 448^2 / 2 in place of F / 2f, which is as good for E4M3FN and is not
+defined for other formats.
 
-A magnitude that stands out of its group, as a spike in one gradient does, has no say in M and p. It
-is held apart in the bits of M, and does not cost the others their digits.
+A group with one magnitude (M = m) has p = 1. A group whose finite numbers are all zero has M = 1.
+Infinities and NaNs do not count for M and m. An infinity saturates; a NaN stays a NaN if the format
+has NaNs. The E4M3FN codes of 128 elements take 128 + 4 + 1 bytes.
 
-A group of one magnitude (M = m) has p = 1, one without finite numbers but zeros M = 1. An infinity
-has no say in M and m and saturates; a NaN has none either and stays one, where the format has NaNs.
-For E4M3FN the codes of 128 elements take 128 + 4 + 1 bytes.
+Powers are calculated as float32's exp2 of a product with log2. They are within 2^-18 of the exact
+powers, and within 2^-16 in code that is compiled for a CPU. So a code can differ from the code of
+the exact power only if that power lies this near to a boundary of rounding; compiled and eager code
+may differ there. Rounding to nearest works on the widened numbers. Stochastic rounding works on the
+values: the chance of rounding up is (|x| - value below) / (value above - value below), so that the
+mean result is x. (A chance taken from the widened numbers would be biased by the power.)
 
-Powers are float32's exp2 of a product with log2, within 2^-18 of the exact ones, 2^-16 where code
-is compiled for a CPU: a code is that of the exact power unless this lies as near to where rounding
-changes sides. Compiled code may differ there. Rounding is to the nearest code in what is widened;
-stochastic rounding, in the values themselves: up with a chance of (|x| - value below) / (value
-above - value below), so that the mean of what is kept is x. (A chance taken from the widened
-numbers would be biased by the power.)
+BF16 and FP16 have enough range, so their groups are not widened. They have a scale, a power of two
+that takes M into [2^14, 2^15), so that FP16 holds 38 binades below M. The only error is the
+rounding to 11 digits, or 8 for BF16. For these formats `amax` is the scale, and every power is 1.
 
-BF16 and FP16 have the range, or nearly: their groups are not widened, and have a power of two as a
-scale, which takes M into [2^14, 2^15), so that FP16 holds 38 binades below M. Exact but for the
-rounding to 11, or 8, digits. There `amax` is that scale and every power is 1.
+**A magnitude held apart.** A spike in one gradient would be the M of its group for as long as an
+average remembers it, and the codes of all its neighbours would lose digits. So if the largest
+magnitude is more than 2^6 times the M that the others would have, it is held apart: it does not
+count for M and p. M is then a power of two for the others, and the largest magnitude is kept in
+spare bits of M. This takes no more memory:
+
+    bit 31        set; the M of any other group is positive
+    bits 30-23    the M of the others: the exponent bits of that power of two
+    bits 22-0     the largest magnitude without its sign: its 8 exponent bits and 15 digits
+
+The element with that magnitude has the largest code of the format, with its sign. The M of the
+others leaves this code free. BF16 has the range of float32 and holds nothing apart. Neither does a
+format of so few codes that none is left for the others.
 """
 
 import math
@@ -42,12 +53,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scaledtensor import _torch
+from scaledtensor.backends import backend_of
 from scaledtensor.errors import DTypeError, FormatError, ShapeError
-from scaledtensor.formats.bits import Mode, encode_bits, loop_of_its_own
+from scaledtensor.formats.bits import INFINITY, SIGN, Mode, encode_bits, loop_of_its_own
 from scaledtensor.formats.format import BF16, E4M3FN, E5M2, FP16, INT8, Format, FormatLike, get
-from scaledtensor.formats.rounding import FLOATS, Rounding, decode, encode
+from scaledtensor.formats.rounding import Rounding, decode, encode
 from scaledtensor.formats.stochastic import Randomness, key_for, random_words
-from scaledtensor.formats.tensors import check_tensor
+from scaledtensor.formats.tensors import FLOATS, check_tensor
 
 __all__ = [
     "Expanded",
@@ -68,111 +80,16 @@ __all__ = [
 ]
 
 
-# One magnitude that stands out of its group is held apart, so that the others keep their digits.
-# A group of `formats.expansion` has one M. A spike in one gradient would be the M of its group
-# for as long as an average remembers it, and the codes of all neighbours would be cut for it. So
-# where the largest magnitude is more than 2^6 times as large as the M that the rest would have,
-# that M is a power of two for the rest, and the largest magnitude is kept beside it. Nothing
-# takes more memory:  bit 31       set; the M of any other group is positive bits 30-23   the M of
-# the rest, which are the exponent bits of that power of two bits 22-0    the largest magnitude
-# without its sign: float32's 8 exponent bits and 15 digits  of the same float32. An element has
-# that magnitude where its code is the largest of the format, with its sign; the M of the rest
-# leaves that code free. BF16 has the range of float32, and holds nothing apart. Neither does a
-# format of so few codes that none is left for the rest.
-_RATIO = 2.0**6
-
-
-_JUMP = 4.0  # of M, from one step to the next
-
-
-_SIGN = -(1 << 31)
-
-
-_EXPONENT = 0x7F800000
-
-
-_DIGITS = 0x007FFFFF
-
-
-_LOST = 8  # bits of a float32 that the magnitude held apart is kept without
-
-
+_STEPS = 16  # a power is stored in sixteenths
+_TOP = 14  # the binade of the largest magnitude of a group in 16 bits
+_LEAST_SCALE = 2.0**-126
+_RATIO = 2.0**6  # a magnitude larger by this factor is held apart
+_JUMP = 4.0  # an M that grows by more in a step may hide a spike
+_DIGITS = 0x007FFFFF  # the mantissa bits of a float32
+_LOST = 8  # bits of a float32 that a magnitude held apart loses
 _LARGEST = 0x7F7FFFFF >> _LOST
 
-
-def can_hold_apart(fmt: Format) -> bool:
-    return fmt is not BF16 and below_largest(fmt) > 2 * fmt.min_subnormal
-
-
-def below_largest(fmt: Format) -> float:
-    """A number that the codes below the largest one reach."""
-    if fmt.is_integer:
-        return fmt.max - fmt.min_subnormal
-    fraction, exponent = math.frexp(fmt.max)
-    step = math.ldexp(1.0, exponent - 1 - fmt.mantissa_bits)
-    return fmt.max - (step if fraction > 0.5 else step / 2)
-
-
-def second_largest(rows: Tensor, largest: Tensor) -> Tensor:
-    """Of each row of a float32 matrix the largest magnitude below `largest`; 0 where none is."""
-    size = rows.abs()
-    return torch.where(size < loop_of_its_own(largest).unsqueeze(1), size, 0.0).amax(1)
-
-
-def power_of_two_from(x: Tensor) -> Tensor:
-    """The least power of two that is not below `x`, 2^-126 at least."""
-    return ((x.view(torch.int32) + _DIGITS) & _EXPONENT).view(torch.float32)
-
-
-def stands_out(largest: Tensor, second: Tensor, of_rest: Tensor) -> Tensor:
-    """Where the largest magnitude is held apart. One number among zeros hurts nobody."""
-    return (second > 0) & (largest > of_rest * _RATIO)
-
-
-def joined(of_rest: Tensor, largest: Tensor, key: Tensor | None, start: int) -> Tensor:
-    """Both numbers of a group in the bits of one float32; with `key`, rounded stochastically."""
-    more: Tensor | int = 1 << (_LOST - 1)
-    if key is not None:
-        more = random_words(key, largest.shape, start, 32) & ((1 << _LOST) - 1)
-    kept = ((largest.view(torch.int32) + more) >> _LOST).clamp(max=_LARGEST)
-    return (of_rest.view(torch.int32) | kept | _SIGN).view(torch.float32)
-
-
-def parted(amax: Tensor) -> tuple[Tensor, Tensor]:
-    """What `joined` joined, and twice the M of any other group."""
-    bits = amax.view(torch.int32)
-    apart = bits < 0
-    of_rest = torch.where(apart, (bits & _EXPONENT).view(torch.float32), amax)
-    largest = ((bits & _DIGITS) << _LOST).view(torch.float32)
-    # What a group has one of is made once, and not for each vector of it.
-    return loop_of_its_own(of_rest), loop_of_its_own(torch.where(apart, largest, of_rest))
-
-
-def holds_any(amax: Tensor) -> bool:
-    """Whether a group may hold a magnitude apart; True where looking would take longer than that
-    costs, or where there is nothing to look at yet."""
-    compiling = torch.compiler.is_compiling() or _torch.is_tracing(amax)
-    if compiling or _torch.is_transforming() or not amax.is_cpu:
-        return True
-    return bool((amax < 0).any())
-
-
-def watched_from(amax: Tensor) -> Tensor:
-    """The M of each group above which a magnitude may stand out after a step, told without a look
-    at elements: it grew fast, or one stood out before, or all were zeros (then M = 1)."""
-    return torch.where((amax < 0) | (amax == 1.0), 0.0, amax * _JUMP)
-
-
-_STEPS = 16  # of a power, in one
-
-
-_TOP = 14  # binade of the largest magnitude of a group in 16 bits
-
-
-_LEAST_SCALE = 2.0**-126
-
-
-#: log2(1 + f) / f for f from 2^-1/2 - 1 to 2^1/2 - 1: log2(1 + f) within 3.1e-7, minimax.
+#: log2(1 + f) / f for f from 2^-1/2 - 1 to 2^1/2 - 1. It gives log2(1 + f) within 3.1e-7, minimax.
 _LOG2 = (
     1.4426997233,
     -0.7213758671,
@@ -182,22 +99,21 @@ _LOG2 = (
     -0.2726967806,
     0.1706368749,
 )
-
-
-#: (2^f - 1) / f for f from 0 to 1: 2^f within 4.2e-6, minimax.
+#: (2^f - 1) / f for f from 0 to 1. It gives 2^f within 4.2e-6, minimax.
 _EXP2 = (0.6930185302, 0.2414455005, 0.0519505550, 0.0135812451)
-
-
 _ROOT_HALF = 0x3F3504F3  # bits of 2^-1/2
 
 
+# --- groups ----------------------------------------------------------------------------------
+
+
 class Expanded(NamedTuple):
-    """What `quantize_expanded` returns: a tensor in groups of consecutive elements."""
+    """A tensor in groups of consecutive elements, as `quantize_expanded` returns it."""
 
     codes: Tensor
-    """Of the shape of the tensor."""
+    """The codes, in the shape of the tensor."""
     amax: Tensor
-    """M of each group, float32; negative where a magnitude is held apart."""
+    """M of each group, float32; negative if a magnitude is held apart."""
     power: Tensor
     """p of each group in sixteenths, uint8."""
 
@@ -218,13 +134,13 @@ def quantize_expanded(
             its torch dtype.
         group: how many elements share M and p, in the order of memory of a contiguous tensor. The
             last group may be shorter.
-        rounding: "nearest_even", or "stochastic", unbiased in the values.
-        generator: for "stochastic", as `encode` takes it.
+        rounding: "nearest_even", or "stochastic", which is unbiased in the values.
+        generator: for "stochastic"; see `encode`.
 
     Raises:
         DTypeError: `x` is not of one of these dtypes.
-        FormatError: another format or rounding.
-        ShapeError: `group` is no positive int.
+        FormatError: the format or the rounding is another.
+        ShapeError: `group` is not a positive int.
     """
     check_tensor(x, "quantize_expanded")
     fmt = _checked(fmt, group)
@@ -243,9 +159,9 @@ def quantize_expanded(
 def widen_rows(
     rows: Tensor, fmt: Format, key: Tensor | None = None, start: int = 0, spikes: bool = True
 ) -> Expanded:
-    """What `quantize_expanded` makes of groups that are the rows of a float32 matrix, unchecked.
+    """`quantize_expanded` for groups that are the rows of a float32 matrix, without checks.
 
-    `key` is for stochastic rounding (`random_key`), whose draws count elements from `start`.
+    `key` (`random_key`) is for stochastic rounding; its draws count the elements from `start`.
     Without `spikes` no magnitude is held apart.
     """
     spikes = spikes and can_hold_apart(fmt)
@@ -261,7 +177,7 @@ def widen_rows(
         second = second_largest(rows, largest)
         top = below_largest(fmt)
         its = _power(second * 2, least, top, fmt)
-        # A little more than it takes, since powers are not exact.
+        # The factor leaves a little more room than needed, since powers are not exact.
         room = (_STEPS * math.log2(fmt.max / top) / its.float()).exp2() * (1 + 2.0**-8)
         of_rest = power_of_two_from(second * room)
         apart = stands_out(largest, second, of_rest)
@@ -281,11 +197,12 @@ def widen_rows(
 def dequantize_expanded(
     expanded: Expanded, fmt: FormatLike, group: int = 128, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """The values of what `quantize_expanded` made with the same `fmt` and `group`, in `dtype`.
+    """The values of a result of `quantize_expanded` with the same `fmt` and `group`, in `dtype`.
 
     Raises:
         DTypeError: the codes are not in the dtype of `fmt`.
-        FormatError, ShapeError: as of `quantize_expanded`; or there is not one M and p a group.
+        FormatError, ShapeError: see `quantize_expanded`. A ShapeError also says that the numbers of
+            groups, of M and of p differ.
     """
     fmt = _checked(fmt, group)
     codes, amax, power = expanded
@@ -304,8 +221,11 @@ def dequantize_expanded(
 def narrow_rows(
     expanded: Expanded, fmt: Format, table: Tensor | None = None, spikes: bool | None = None
 ) -> Tensor:
-    """The float32 values of what `widen_rows` made, unchecked. `table` is `value_table(fmt)`;
-    `spikes` says whether a group may hold a magnitude apart, which is else looked up."""
+    """The float32 values of a result of `widen_rows`, without checks.
+
+    `table` is `value_table(fmt)`. `spikes` says whether a group may hold a magnitude apart; with
+    None the function looks.
+    """
     codes, amax, power = expanded
     if spikes is None:
         spikes = can_hold_apart(fmt) and holds_any(amax)
@@ -325,8 +245,8 @@ def narrow_rows(
 
 @cache
 def value_table(fmt: Format, device: torch.device) -> Tensor:
-    """What a byte stands for in a group of each power, in units of the group's M: float32, at place
-    256 power + code. 256 KiB, from float64 powers."""
+    """The value of each code under each power, in units of the group's M: float32, at index
+    256 power + code. The table takes 256 KiB and is made by float64 powers."""
     codes = torch.arange(256, dtype=torch.uint8)
     values = decode(codes.view(fmt.storage_dtype), fmt, torch.float64) / fmt.max
     power = torch.arange(256, dtype=torch.float64).clamp(min=1).unsqueeze(1)
@@ -334,10 +254,13 @@ def value_table(fmt: Format, device: torch.device) -> Tensor:
     return unit.float().flatten().to(device)
 
 
+# --- the steps ------------------------------------------------------------------------------
+
+
 def _is_for_vectors(x: Tensor) -> bool:
-    """Whether Inductor's C++ is to come of it, whose own logarithm takes four times as long as one
-    by bits and a polynomial, and whose casts to 8 bits twice as long as codes from a logarithm."""
-    return torch.compiler.is_compiling() and x.is_cpu
+    """Whether Inductor's C++ will run this. There log2 takes four times as long as a logarithm by
+    bits and a polynomial, and a cast to 8 bits twice as long as codes made from the logarithm."""
+    return torch.compiler.is_compiling() and backend_of(x).writes_cpp
 
 
 def _checked(fmt: FormatLike, group: int) -> Format:
@@ -364,48 +287,49 @@ def _rows(x: Tensor, group: int) -> Tensor:
 
 
 def _raised(unit: Tensor, exponent: Tensor) -> Tensor:
-    # A third of the time of `pow`, which takes care of what never is here.
+    # This takes a third of the time of `pow`, which handles cases that do not occur here.
     return (unit.log2() * exponent).exp2()
 
 
 def _codes(rows: Tensor, amax: Tensor, exponent: Tensor, fmt: Format) -> Tensor:
-    """Codes of sign(x) F (|x| / M)^p from its logarithm, without the number itself."""
+    """The codes of sign(x) F (|x| / M)^p, from the logarithm of that number."""
     bits = rows.view(torch.int32)
     size = bits & 0x7FFFFFFF
     most = amax.view(torch.int32).unsqueeze(1)
-    # What a group has one of is made once, and not for each vector of it.
+    # `loop_of_its_own` makes the numbers of a group once, not once for each vector of elements.
     place = _log2(torch.minimum(size, most)) - loop_of_its_own(_log2(most))
     place = _torch.fma(place, loop_of_its_own(exponent), math.log2(fmt.max))
     binade = place.floor()
     digits = _exp2(place - binade)
     binade = binade.int()
-    # All of the number is digits up to this binade; above it, each binade has as many codes.
+    # Up to this binade codes count steps from zero; above it, each binade has the same number.
     least = 1 - fmt.bias
     low = binade if fmt.is_integer else binade.clamp(max=least)
     last = 0 if fmt.is_integer else fmt.mantissa_bits - least
     steps = digits * ((low + (last + 127)) << 23).view(torch.float32)
     code = ((steps + 2.0**23).view(torch.int32) & 0xFF) + ((binade - low) << fmt.mantissa_bits)
     code = torch.where(size == 0, 0, code)
-    code = torch.where(size > _EXPONENT, fmt.nan_code or 0, code)
+    code = torch.where(size > INFINITY, fmt.nan_code or 0, code)
     if fmt.is_integer:
         return torch.where(bits < 0, -code, code).to(fmt.storage_dtype)
     return (code | (bits >> 24) & 0x80).to(torch.uint8).view(fmt.storage_dtype)
 
 
 def _log2(bits: Tensor) -> Tensor:
-    """Of normal numbers; -127 or so of zero and of subnormal ones."""
+    """log2 of normal float32 numbers, given by their bits. Zero and subnormals give about -127."""
     exponent = (bits - _ROOT_HALF) >> 23
     f = (bits - (exponent << 23)).view(torch.float32) - 1.0
     return _torch.fma(f, _polynomial(f, _LOG2), exponent.float())
 
 
 def _exp2(f: Tensor) -> Tensor:
-    """Of 0 to 1."""
+    """2^f for f from 0 to 1."""
     return _torch.fma(f, _polynomial(f, _EXP2), 1.0)
 
 
 def _polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:
-    """From the constant on, by pairs, so that few results wait for one before (Estrin 1960)."""
+    """The polynomial with these coefficients, the constant first, evaluated by pairs so that few
+    operations wait for an earlier one (Estrin 1960)."""
     terms: list[Tensor | float] = list(coefficients)
     while len(terms) > 1:
         last = terms[-1:] if len(terms) % 2 else []
@@ -420,7 +344,7 @@ def _polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:
 def _drawn(
     wide: Tensor, unit: Tensor, exponent: Tensor, fmt: Format, key: Tensor, start: int
 ) -> Tensor:
-    """Of the two codes around each magnitude one, drawn by its distance in values."""
+    """One of the two codes around each magnitude, drawn by the distance from their values."""
     below = encode(wide, fmt, rounding="toward_zero", overflow="saturate")
     raw = below.view(torch.uint8)
     above = torch.where(raw < fmt.max_code, raw + 1, raw).view(below.dtype)
@@ -453,19 +377,89 @@ def _under_powers_of_two(
 
 
 def _scale_of(largest: Tensor) -> Tensor:
-    binade = (largest.view(torch.int32) & _EXPONENT).view(torch.float32)
+    binade = (largest.view(torch.int32) & INFINITY).view(torch.float32)
     scale = (binade * 2.0**-_TOP).clamp(min=_LEAST_SCALE)
     return torch.where(largest > 0, scale, 1.0)
 
 
 def _power(amax: Tensor, least: Tensor, top: float, fmt: Format) -> Tensor:
-    # A difference of logarithms, since the quotient of two float32 numbers may be none.
+    # The quotient of two float32 numbers may overflow, so logarithms are subtracted.
     binades = amax.log2() - least.log2()
     wanted = math.log2(top / (2 * fmt.min_subnormal)) * _STEPS / binades
-    # Of one magnitude, or none: the quotient is infinite, negative or NaN.
+    # A group with one magnitude, or none, makes this infinite, negative or NaN.
     wanted = torch.where(binades > 0, wanted, float(_STEPS))
     return wanted.floor().clamp(1, 255).to(torch.uint8)
 
 
 def _exponent(power: Tensor) -> Tensor:
     return (power.float() / _STEPS).unsqueeze(1)
+
+
+# --- magnitudes held apart ------------------------------------------------------------------
+
+
+def can_hold_apart(fmt: Format) -> bool:
+    """Whether groups of a format can hold a magnitude apart."""
+    return fmt is not BF16 and below_largest(fmt) > 2 * fmt.min_subnormal
+
+
+def below_largest(fmt: Format) -> float:
+    """A number that is not above the value of the second largest code."""
+    if fmt.is_integer:
+        return fmt.max - fmt.min_subnormal
+    fraction, exponent = math.frexp(fmt.max)
+    step = math.ldexp(1.0, exponent - 1 - fmt.mantissa_bits)
+    return fmt.max - (step if fraction > 0.5 else step / 2)
+
+
+def second_largest(rows: Tensor, largest: Tensor) -> Tensor:
+    """The largest magnitude below `largest` in each row of a float32 matrix; 0 if there is none."""
+    size = rows.abs()
+    return torch.where(size < loop_of_its_own(largest).unsqueeze(1), size, 0.0).amax(1)
+
+
+def power_of_two_from(x: Tensor) -> Tensor:
+    """The least power of two that is not below `x`, and at least 2^-126."""
+    return ((x.view(torch.int32) + _DIGITS) & INFINITY).view(torch.float32)
+
+
+def stands_out(largest: Tensor, second: Tensor, of_rest: Tensor) -> Tensor:
+    """Whether the largest magnitude of each group is held apart. It is not if all other elements
+    are zeros, which lose nothing."""
+    return (second > 0) & (largest > of_rest * _RATIO)
+
+
+def joined(of_rest: Tensor, largest: Tensor, key: Tensor | None, start: int) -> Tensor:
+    """The M of the others and the largest magnitude in the bits of one float32. With `key`, the
+    magnitude is rounded stochastically."""
+    more: Tensor | int = 1 << (_LOST - 1)
+    if key is not None:
+        more = random_words(key, largest.shape, start, 32) & ((1 << _LOST) - 1)
+    kept = ((largest.view(torch.int32) + more) >> _LOST).clamp(max=_LARGEST)
+    return (of_rest.view(torch.int32) | kept | SIGN).view(torch.float32)
+
+
+def parted(amax: Tensor) -> tuple[Tensor, Tensor]:
+    """Undo `joined`: (M of the others, largest magnitude). A group that holds nothing apart has M
+    for both."""
+    bits = amax.view(torch.int32)
+    apart = bits < 0
+    of_rest = torch.where(apart, (bits & INFINITY).view(torch.float32), amax)
+    largest = ((bits & _DIGITS) << _LOST).view(torch.float32)
+    # `loop_of_its_own` makes the numbers of a group once, not once for each vector of elements.
+    return loop_of_its_own(of_rest), loop_of_its_own(torch.where(apart, largest, of_rest))
+
+
+def holds_any(amax: Tensor) -> bool:
+    """Whether a group may hold a magnitude apart. True without a look in traced code, and on
+    devices where a look would take longer than it can save."""
+    compiling = torch.compiler.is_compiling() or _torch.is_tracing(amax)
+    if compiling or _torch.is_transforming() or not backend_of(amax).host:
+        return True
+    return bool((amax < 0).any())
+
+
+def watched_from(amax: Tensor) -> Tensor:
+    """A bound for the M of each group after a step. Above it a magnitude may stand out: M grew
+    fast, or a magnitude stood out before, or all elements were zero (M = 1). No element is read."""
+    return torch.where((amax < 0) | (amax == 1.0), 0.0, amax * _JUMP)

@@ -1,15 +1,15 @@
-"""What a number format is: a frozen record of facts, from which every other number follows.
+"""`Format`, the frozen record of a number format, and the records of all built-in formats.
 
-A code is read as sign | exponent field | mantissa field, most significant bit first. With field
-value e, mantissa m, M mantissa bits and bias b its value is
+A code is read as sign | exponent field | mantissa field, most significant bit first. With exponent
+field e, mantissa m, M mantissa bits and bias b, its value is
 
     (-1)^sign * 2^(e - b) * (1 + m / 2^M)     for e > 0
     (-1)^sign * 2^(1 - b) * (m / 2^M)         for e = 0 (subnormals and zero)
 
-except for the codes that `Specials` sets apart. Two kinds read their codes otherwise. An unsigned
-format (E8M0) is a bare exponent: it has neither zero nor subnormals, so its field 0 is 2^-b. A
-format without exponent bits is an integer in two's complement that counts steps of 2^(1 - b - M):
-fixed point, the second line with the sign weighing -2^M.
+except for the codes that `Specials` lists. Two kinds of format read their codes differently. The
+unsigned format (E8M0) is a bare exponent: it has neither zero nor subnormals, so its field 0 is
+2^-b. A format without exponent bits is fixed point: an integer in two's complement that counts
+steps of 2^(1 - b - M).
 """
 
 import enum
@@ -27,26 +27,43 @@ from torch.utils._pytree import register_constant
 
 from scaledtensor.errors import FormatError, UnsupportedError
 
-__all__ = ["make_constant"]
-
-
-# Records that are constants to torch.compile, and their integers with them.
-# `torch.utils._pytree.register_constant` makes Dynamo guard on the equality of records of a
-# class. From torch 2.15 on Dynamo makes symbols of their integers all the same, where a record is
-# an argument of the compiled function and two of them were seen, or under `dynamic=True`. Where
-# the width of a mantissa is a symbol, Inductor writes code that does not compile. These fields
-# are held as strings, because every version takes a string, and the integer that is parsed from
-# it, for a constant.
-def make_constant(record: type, *integers: str) -> None:
-    """Tell torch.compile that instances of a frozen dataclass are constants, and these fields of
-    theirs, which are ints."""
-    register_constant(record)
-    for name in integers:
-        setattr(record, name, _Integer(name))
+__all__ = [
+    "BF16",
+    "E2M1FN",
+    "E2M3FN",
+    "E3M2FN",
+    "E3M4",
+    "E4M3",
+    "E4M3B11FNUZ",
+    "E4M3FN",
+    "E4M3FNUZ",
+    "E5M2",
+    "E5M2FNUZ",
+    "E8M0FNU",
+    "FORMATS",
+    "FP16",
+    "FP32",
+    "INT4",
+    "INT8",
+    "MXINT8",
+    "Format",
+    "FormatLike",
+    "Specials",
+    "from_dtype",
+    "get",
+]
 
 
 class _Integer:
-    """A field that is held as a string."""
+    """An integer field of `Format` that is held as a string, so that torch.compile takes it as a
+    constant.
+
+    `register_constant` makes Dynamo guard on the equality of records. From torch 2.15 on, Dynamo
+    nevertheless makes symbols of a record's integers if the record is an argument of the compiled
+    function and two records were seen, or under `dynamic=True`. If the width of a mantissa is a
+    symbol, Inductor writes code that does not compile. Every version of torch takes a string, and
+    the integer that is parsed from it, as a constant.
+    """
 
     def __init__(self, name: str) -> None:
         self.name, self.held = name, f"_{name}"
@@ -61,7 +78,7 @@ class _Integer:
 
 
 class Specials(enum.Enum):
-    """Which codes are not finite numbers, and how a sign is written."""
+    """The codes that are not finite numbers, and how a sign is written."""
 
     IEEE = "ieee"
     """The top exponent field holds infinity (mantissa 0) and NaNs (any other mantissa)."""
@@ -79,7 +96,7 @@ class Specials(enum.Enum):
 
 
 _NO_MINUS_ZERO = (Specials.FNUZ, Specials.P3109)
-
+_RAW_STORAGE = (torch.uint8, torch.int16)
 
 _NAN_SENTENCES = {
     Specials.IEEE: "NaN: the top exponent field with a non-zero mantissa.",
@@ -97,8 +114,8 @@ class Format:
 
     `storage_dtype` is the torch dtype of its codes: the dtype that torch has for the format, else
     uint8 (up to 8 bits) or int16 (up to 16 bits) with the code in the low bits. `ml_dtype` is the
-    scalar type of its reference, None where there is none. Raises FormatError for facts that make
-    no format. `custom` is the short way to a format of one's own.
+    scalar type of the same format in ml_dtypes or NumPy, or None. Raises FormatError for facts that
+    contradict each other. `custom` is the short way to a format of your own.
     """
 
     name: str
@@ -169,8 +186,8 @@ class Format:
             raise FormatError(f"{self.name}: codes are at most 16 bits, got {self.bits}")
 
     def __hash__(self) -> int:
-        # Of the name alone: caches on the path of every cast ask for it, and two formats of one
-        # name are rarely in one process.
+        # The name is enough: two formats of one name are rarely in one process. Every cast looks
+        # the format up in caches, so the hash has to be fast.
         return hash(self.name)
 
     def __repr__(self) -> str:
@@ -181,8 +198,9 @@ class Format:
             return get, (self.name,)  # so that identity survives pickle and deepcopy
         return Format, tuple(getattr(self, f.name) for f in fields(self))
 
-    # Plain properties of whole numbers: torch.compile folds those into constants, where it would
-    # make inputs of the graph out of stored floats, and cannot trace the lock of a cached property.
+    # These are plain properties, calculated from whole numbers. torch.compile folds them into
+    # constants. It would make inputs of the graph out of stored floats, and cannot trace the lock
+    # of a cached property.
 
     @property
     def bits(self) -> int:
@@ -241,7 +259,7 @@ class Format:
 
     @property
     def nan_code(self) -> int | None:
-        """The code that a positive NaN becomes, None where there is no NaN."""
+        """The code that a positive NaN becomes; None if the format has no NaN."""
         if not self.has_nan:
             return None
         if self.specials is Specials.IEEE:
@@ -260,7 +278,7 @@ class Format:
         return -size if code >= sign_bit else size
 
     def values(self) -> Tensor:
-        """The value of every code in the order of the codes, float32 of shape [num_codes].
+        """The values of all codes, in the order of the codes: float32 of shape [num_codes].
 
         Raises UnsupportedError for FP32, whose 2^32 codes are its values.
         """
@@ -292,30 +310,31 @@ class Format:
 
     @property
     def min(self) -> float:
-        """The most negative finite value: -max, one step further for integers, the smallest
-        value for E8M0."""
+        """The most negative finite value: -max, or one step below -max for integers. For E8M0, its
+        smallest value."""
         if not self.signed:
             return self.min_normal
         return -self.max - (self.min_subnormal if self.is_integer else 0.0)
 
     @property
     def min_normal(self) -> float:
-        """The smallest positive value with an implicit bit (integers: where it would begin)."""
+        """The smallest positive value with an implicit bit. For integers, which have no implicit
+        bit, the same formula."""
         return 2.0 ** (int(self.signed) - self.bias)
 
     @property
     def min_subnormal(self) -> float:
-        """The smallest positive value (`min_normal` where there are no subnormals)."""
+        """The smallest positive value (`min_normal` if there are no subnormals)."""
         return 2.0 ** (int(self.signed) - self.bias - self.mantissa_bits)
 
     @property
     def eps(self) -> float:
-        """The step from 1 to the next value (integers: their one step)."""
+        """The step from 1 to the next value. For integers, the step between any two values."""
         return self.min_subnormal if self.is_integer else 2.0**-self.mantissa_bits
 
     @property
     def policy(self) -> str:
-        """What becomes of NaN, infinity, overflow, -0 and small numbers, in sentences."""
+        """Sentences that say how NaN, infinity, overflow, -0 and small numbers are cast."""
         if not self.signed:
             return (
                 "NaN: 0xff. No zero and no sign: zero and negative numbers become NaN. No infinity:"
@@ -328,13 +347,13 @@ class Format:
         small = (
             "Fixed point: one step everywhere."
             if self.is_integer
-            else f"Subnormals down to {_power(self.min_subnormal)}."
+            else f"Subnormals down to 2^{frexp(self.min_subnormal)[1] - 1}."
             if self.has_subnormals
-            else f"No subnormals: below {_power(self.min_normal)} there is only zero."
+            else f"No subnormals: below 2^{frexp(self.min_normal)[1] - 1} there is only zero."
         )
         written = ""
         if self.storage_dtype in (torch.bfloat16, torch.float16, torch.float32):
-            written = " Which one is written, torch's casts decide."
+            written = " torch's casts choose the NaN that is written."
         elif self.nan_code is not None and self.specials not in _NO_MINUS_ZERO:
             written = f" A NaN becomes 0x{self.nan_code:02x} and keeps its sign."
         return (
@@ -343,48 +362,33 @@ class Format:
         )
 
 
-def _power(value: float) -> str:
-    """A power of two, in full."""
-    return f"2^{frexp(value)[1] - 1}"
+# torch.compile takes a format as a constant, not as a source of symbolic integers.
+register_constant(Format)
+for _name in ("exponent_bits", "mantissa_bits", "bias"):
+    setattr(Format, _name, _Integer(_name))
 
-
-_RAW_STORAGE = (torch.uint8, torch.int16)
-
-
-# To torch.compile a format is a constant, not a source of symbolic integers.
-make_constant(Format, "exponent_bits", "mantissa_bits", "bias")
-
+# --- the records ---------------------------------------------------------------------------------
 
 # OCP 8-bit Floating Point Specification (OFP8) 1.0, table 1.
 E4M3FN = Format("e4m3fn", 4, 3, 7, Specials.NAN_ONLY, torch.float8_e4m3fn, ml_dtypes.float8_e4m3fn)
-
-
 E5M2 = Format("e5m2", 5, 2, 15, Specials.IEEE, torch.float8_e5m2, ml_dtypes.float8_e5m2)
-
 
 # Noune et al., "8-bit numerical formats for deep neural networks" (arXiv 2206.02915).
 E4M3FNUZ = Format(
     "e4m3fnuz", 4, 3, 8, Specials.FNUZ, torch.float8_e4m3fnuz, ml_dtypes.float8_e4m3fnuz
 )
-
-
 E5M2FNUZ = Format(
     "e5m2fnuz", 5, 2, 16, Specials.FNUZ, torch.float8_e5m2fnuz, ml_dtypes.float8_e5m2fnuz
 )
 
-
 # IEEE 754 conventions carried to 8 bits, as in LLVM's APFloat and ml_dtypes.
 E4M3 = Format("e4m3", 4, 3, 7, Specials.IEEE, torch.uint8, ml_dtypes.float8_e4m3)
-
-
 E3M4 = Format("e3m4", 3, 4, 3, Specials.IEEE, torch.uint8, ml_dtypes.float8_e3m4)
-
 
 # Sun et al., "Hybrid 8-bit floating point training and inference" (NeurIPS 2019): bias 11.
 E4M3B11FNUZ = Format(
     "e4m3b11fnuz", 4, 3, 11, Specials.FNUZ, torch.uint8, ml_dtypes.float8_e4m3b11fnuz
 )
-
 
 # OCP Microscaling Formats (MX) 1.0: the scale type (section 5.4.1), FP6 and FP4 (section 5.3).
 E8M0FNU = Format(
@@ -397,38 +401,23 @@ E8M0FNU = Format(
     ml_dtypes.float8_e8m0fnu,
     signed=False,
 )
-
-
 E3M2FN = Format("e3m2fn", 3, 2, 3, Specials.NONE, torch.uint8, ml_dtypes.float6_e3m2fn)
-
-
 E2M3FN = Format("e2m3fn", 2, 3, 1, Specials.NONE, torch.uint8, ml_dtypes.float6_e2m3fn)
-
-
 E2M1FN = Format("e2m1fn", 2, 1, 1, Specials.NONE, torch.uint8, ml_dtypes.float4_e2m1fn)
-
 
 # Integers of OCP MX 1.0 (section 5.3.4: int8 elements count steps of 2^-6) and of plain int8, int4.
 MXINT8 = Format("mxint8", 0, 7, 0, Specials.INTEGER, torch.uint8)
-
-
 INT8 = Format("int8", 0, 7, -6, Specials.INTEGER, torch.uint8, np.int8)
-
-
 INT4 = Format("int4", 0, 3, -2, Specials.INTEGER, torch.uint8, ml_dtypes.int4)
-
 
 # The upper half of binary32 (Kalamkar et al., arXiv 1905.12322).
 BF16 = Format("bf16", 8, 7, 127, Specials.IEEE, torch.bfloat16, ml_dtypes.bfloat16)
 
-
 # IEEE 754-2019, binary16 and binary32 (table 3.5).
 FP16 = Format("fp16", 5, 10, 15, Specials.IEEE, torch.float16, np.float16)
-
-
 FP32 = Format("fp32", 8, 23, 127, Specials.IEEE, torch.float32, np.float32)
 
-
+#: All built-in formats by name.
 FORMATS: Mapping[str, Format] = MappingProxyType(
     {
         fmt.name: fmt
@@ -454,22 +443,19 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
     }
 )
 
-
 _BY_DTYPE = {f.storage_dtype: f for f in FORMATS.values() if f.storage_dtype not in _RAW_STORAGE}
 
 
 FormatLike: TypeAlias = Format | str | torch.dtype
-
-
-"""What every function and class of this library takes where it takes a format: the record, its name
-in any case, or the torch dtype of its codes."""
+"""A format as every function of this library takes it: the record, its name in any case, or the
+torch dtype of its codes."""
 
 
 def get(fmt: FormatLike) -> Format:
     """The format of that name, or of that torch dtype; a `Format` is returned as it is.
 
     Raises:
-        FormatError: there is no such format.
+        FormatError: the name or the dtype is unknown.
     """
     if isinstance(fmt, Format):
         return fmt

@@ -1,15 +1,21 @@
-"""Which elements of a tensor share a scale.
+"""Layouts: which elements of a tensor share a scale, and how short codes are packed into bytes.
 
-A granularity is a frozen record. What follows from it for a tensor of some shape are pure
-functions: the shape of its scales, the scales expanded to its elements, and the tensor seen block
-by block.
-
-Every granularity cuts each dimension into equal blocks, of which the last may be ragged:
+A granularity is a frozen record that says which elements share a scale. Functions calculate, for a
+tensor of a given shape, the shape of its scales, the scale of each element, and the tensor cut into
+blocks. Every granularity cuts each dimension into equal blocks. The last block may be shorter:
 
                         blocks                          shape of the scales
     PerTensor()         one                             ()
     PerAxis(dim)        one for each index of `dim`     1 except in `dim`: they broadcast
     PerBlock((1, 32))   over the last dimensions        ceil(size / block) in each dimension
+
+`pack` stores codes shorter than a byte without their unused bits: two FP4 codes in a byte, four FP6
+codes in three bytes. Each row of the last dimension is a little-endian stream of bits. Element i of
+a b-bit format takes the bits b i to b i + b - 1 of its row, and bit k of a row is bit k % 8 of byte
+k // 8. So an even FP4 element is in the low nibble, and four FP6 codes are the 24-bit number c0 |
+c1 << 6 | c2 << 12 | c3 << 18, lowest byte first. A row of K elements takes ceil(b K / 8) bytes, for
+every K; the bits left over are zero. Formats of 8 bits and more have no unused bits; `pack` returns
+their codes unchanged.
 """
 
 import sys
@@ -23,9 +29,31 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import register_constant
 
+from scaledtensor.backends import backend_of
 from scaledtensor.errors import DTypeError, ShapeError
 from scaledtensor.formats.format import Format, FormatLike, get
-from scaledtensor.formats.tensors import check_tensor
+from scaledtensor.formats.tensors import PIECE, check_tensor
+
+__all__ = [
+    "Granularity",
+    "PerAxis",
+    "PerBlock",
+    "PerTensor",
+    "as_granularity",
+    "beside_blocks",
+    "block_dims",
+    "check_scale_shape",
+    "expand_scale",
+    "from_blocks",
+    "pack",
+    "packed_shape",
+    "scale_shape",
+    "to_blocks",
+    "unpack",
+]
+
+
+# --- granularities -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -37,7 +65,7 @@ class PerTensor:
 class PerAxis:
     """One scale for each index of dimension `dim`, which may count from the end.
 
-    Of a matrix, PerAxis(0) gives one scale per row and PerAxis(1) one per column.
+    For a matrix, PerAxis(0) gives one scale per row and PerAxis(1) one per column.
     """
 
     dim: int
@@ -49,11 +77,12 @@ class PerAxis:
 
 @dataclass(frozen=True)
 class PerBlock:
-    """One scale for each block of the last `len(block)` dimensions; the others are cut into ones.
+    """One scale for each block of the last `len(block)` dimensions. In the other dimensions a block
+    has size 1.
 
-    (1, 32) or (32,) are the blocks of OCP MX, (128, 128) square ones, (1, -1) rows: -1 is all of a
-    dimension. The last block of a dimension may be shorter. A tensor of fewer dimensions has, to
-    its blocks, leading dimensions of size 1.
+    (1, 32) or (32,) are the blocks of OCP MX, (128, 128) are squares, (1, -1) are rows: -1 stands
+    for a whole dimension. The last block of a dimension may be shorter. A tensor of fewer
+    dimensions is treated as if it had leading dimensions of size 1.
     """
 
     block: tuple[int, ...]
@@ -72,16 +101,16 @@ class PerBlock:
 Granularity = PerTensor | PerAxis | PerBlock
 
 
-# To torch.compile they are constants, not sources of symbolic integers.
+# torch.compile takes them as constants, not as sources of symbolic integers.
 for _record in (PerTensor, PerAxis, PerBlock):
     register_constant(_record)
 
 
 def as_granularity(given: "Granularity | int | Sequence[int]") -> Granularity:
-    """A granularity as it is; a block size, or the sizes of a block, as `PerBlock`.
+    """`given` as a granularity. A block size, or the sizes of a block, become a `PerBlock`.
 
     Raises:
-        ShapeError: it is none of these.
+        ShapeError: `given` is none of these.
     """
     if isinstance(given, Granularity):
         return given
@@ -99,7 +128,7 @@ def scale_shape(granularity: Granularity, shape: Sequence[int]) -> tuple[int, ..
     """The shape of the scales of a tensor of `shape`.
 
     Raises:
-        ShapeError: the tensor has no such dimension.
+        ShapeError: the tensor does not have the dimension of `PerAxis`.
     """
     if isinstance(granularity, PerTensor):
         return ()
@@ -107,10 +136,10 @@ def scale_shape(granularity: Granularity, shape: Sequence[int]) -> tuple[int, ..
 
 
 def expand_scale(scale: Tensor, granularity: Granularity, shape: Sequence[int]) -> Tensor:
-    """The scale of each element, of the given `shape`; a view where broadcasting is enough.
+    """The scale of each element of a tensor of `shape`. It is a view if broadcasting is enough.
 
     Raises:
-        ShapeError: `scale` does not have the shape of the scales of such a tensor.
+        ShapeError: `scale` does not have the shape that `scale_shape` gives.
     """
     check_scale_shape(scale, granularity, shape)
     if not isinstance(granularity, PerBlock):
@@ -121,7 +150,7 @@ def expand_scale(scale: Tensor, granularity: Granularity, shape: Sequence[int]) 
 
 
 def check_scale_shape(scale: Tensor, granularity: Granularity, shape: Sequence[int]) -> None:
-    """Raises ShapeError unless `scale` has the shape of the scales of a tensor of `shape`."""
+    """Raise ShapeError unless `scale` has the shape of the scales of a tensor of `shape`."""
     wanted = scale_shape(granularity, shape)
     if tuple(scale.shape) != wanted:
         raise ShapeError(
@@ -131,9 +160,9 @@ def check_scale_shape(scale: Tensor, granularity: Granularity, shape: Sequence[i
 
 
 def to_blocks(x: Tensor, granularity: Granularity) -> Tensor:
-    """`x` with each dimension cut in two, [blocks, elements of a block]; zeros fill ragged ones.
+    """`x` with each dimension cut in two, [blocks, elements of a block].
 
-    A view of `x` where no block is ragged.
+    Zeros fill shorter last blocks. Without shorter blocks the result is a view of `x`.
     """
     cuts = _cuts(granularity, x.shape)
     missing = [count * size - n for (count, size), n in zip(cuts, x.shape, strict=True)]
@@ -143,11 +172,11 @@ def to_blocks(x: Tensor, granularity: Granularity) -> Tensor:
 
 
 def from_blocks(blocks: Tensor, granularity: Granularity, shape: Sequence[int]) -> Tensor:
-    """The tensor of `shape` of which `to_blocks` made `blocks`."""
+    """Undo `to_blocks`: the tensor of `shape`."""
     whole = blocks.reshape([count * size for count, size in _cuts(granularity, shape)])
     if tuple(whole.shape) == tuple(shape):
         return whole
-    if torch.compiler.is_compiling() and whole.is_cpu:
+    if torch.compiler.is_compiling() and backend_of(whole).writes_cpp:
         cropped: Tensor = torch.ops.scaledtensor.crop(whole, shape)
         return cropped
     return _crop(whole, shape)
@@ -160,17 +189,17 @@ def _crop(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def beside_blocks(scale: Tensor, granularity: Granularity, shape: Sequence[int]) -> Tensor:
-    """`scale`, in the shape of `scale_shape`, so that it broadcasts against `to_blocks`."""
+    """`scale`, which has the shape of `scale_shape`, as a view that broadcasts to `to_blocks`."""
     return scale.view(_interleaved([(count, 1) for count, _ in _cuts(granularity, shape)]))
 
 
 def block_dims(blocks: Tensor) -> list[int]:
-    """The dimensions of `to_blocks` that run over the elements of a block."""
+    """The dimensions of the result of `to_blocks` that run over the elements of a block."""
     return list(range(1, blocks.dim(), 2))
 
 
 def _cuts(granularity: Granularity, shape: Sequence[int]) -> list[tuple[int, int]]:
-    """Of each dimension, the number of blocks and the size of one."""
+    """(number of blocks, size of a block) for each dimension."""
     if isinstance(granularity, PerTensor):
         return [(1, n) for n in shape]
     if isinstance(granularity, PerAxis):
@@ -202,14 +231,11 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-# Opaque to Inductor: where it fuses a crop with what is read once a block, its C++ (torch 2.13,
-# `try_loop_split`) walks over whole blocks only and leaves the rest of the elements unwritten.
+# The crop is opaque to Inductor. If Inductor fuses a crop with a tensor that is read once per
+# block, its C++ (torch 2.13, `try_loop_split`) visits whole blocks only, and leaves the other
+# elements unwritten.
 _LIBRARY = torch.library.Library("scaledtensor", "FRAGMENT")  # type: ignore[no-untyped-call]
-
-
 _LIBRARY.define("crop(Tensor x, SymInt[] shape) -> Tensor")  # type: ignore[no-untyped-call]
-
-
 _LIBRARY.impl("crop", _crop, "CPU")  # type: ignore[no-untyped-call]
 
 
@@ -218,15 +244,11 @@ def _(x: Tensor, shape: Sequence[int]) -> Tensor:
     return x.new_empty(shape)
 
 
-# Codes shorter than a byte without the unused bits: FP4 two in a byte, FP6 four in three bytes.
-# The last dimension is packed as a little-endian stream of bits: element i of a b-bit format
-# takes the bits b i to b i + b - 1 of its row, bit k of a row being bit k % 8 of byte k // 8. So
-# an even FP4 element is in the low nibble, and four FP6 codes are the 24-bit number c0 | c1 << 6
-# | c2 << 12 | c3 << 18 with its lowest byte first. A row of K elements takes ceil(b K / 8) bytes
-# whatever K is; the bits left over are zero. Formats of 8 bits and more have no unused bits and
-# pass as they are.
+# --- packed codes --------------------------------------------------------------------------------
+
+
 class _Stream(NamedTuple):
-    """The least number of codes that fill whole bytes, and the number of those bytes."""
+    """A group of packed codes: the least number of codes that fill whole bytes, and those bytes."""
 
     bits: int
     codes: int
@@ -238,25 +260,19 @@ class _Stream(NamedTuple):
 
     @property
     def word(self) -> torch.dtype:
-        """The integer of as many bytes as a group has codes."""
+        """The integer dtype that has one byte for each code of a group."""
         return _WORDS[self.codes]
 
 
-_PIECE = 1 << 18
-
-
 _BIG_ENDIAN = sys.byteorder == "big"
-
-
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-
-# Looked up rather than computed: torch.compile then takes the numbers as constants.
+# torch.compile takes numbers that are looked up in a table as constants.
 _STREAMS = {bits: _Stream(bits, 8 // gcd(bits, 8), bits // gcd(bits, 8)) for bits in range(1, 8)}
 
 
 def packed_shape(fmt: Format, shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of the packed form of codes of `shape`; that of a 0-dim tensor is (1,)."""
+    """The shape of packed codes of `shape`. A 0-dim tensor is packed in shape (1,)."""
     if fmt.bits not in _STREAMS:
         return tuple(shape)
     *rows, last = shape or (1,)
@@ -266,8 +282,8 @@ def packed_shape(fmt: Format, shape: Sequence[int]) -> tuple[int, ...]:
 def pack(codes: Tensor, fmt: FormatLike) -> Tensor:
     """`codes`, in the storage dtype of `fmt`, as uint8 of shape `packed_shape(fmt, codes.shape)`.
 
-    Bits of a code above `fmt.bits` are ignored, as in `decode`. A format of 8 bits or more is
-    returned as it is, in its own dtype.
+    Bits of a code above `fmt.bits` are ignored, as in `decode`. Codes of 8 bits or more are
+    returned unchanged, in their own dtype.
 
     Raises:
         DTypeError: `codes` are not in the storage dtype of `fmt`.
@@ -287,7 +303,7 @@ def pack(codes: Tensor, fmt: FormatLike) -> Tensor:
 
 
 def unpack(packed: Tensor, fmt: FormatLike, shape: Sequence[int]) -> Tensor:
-    """The codes of `shape` that `pack` made `packed` of, in the storage dtype of `fmt`.
+    """The codes of `shape`, from the result of `pack`, in the storage dtype of `fmt`.
 
     Raises:
         DTypeError: `packed` is not uint8 (for a format of 8 bits or more, its storage dtype).
@@ -316,7 +332,7 @@ def unpack(packed: Tensor, fmt: FormatLike, shape: Sequence[int]) -> Tensor:
 
 
 def _pack_groups(groups: Tensor, stream: _Stream) -> Tensor:
-    """Of codes [groups, codes] the bytes [groups, bytes]."""
+    """Pack codes [groups, codes] into bytes [groups, bytes]."""
     if torch.compiler.is_compiling():
         codes = [groups[:, i] & stream.mask for i in range(stream.codes)]
         if stream.bytes == 1:
@@ -331,7 +347,7 @@ def _pack_groups(groups: Tensor, stream: _Stream) -> Tensor:
 
 
 def _unpack_groups(groups: Tensor, stream: _Stream) -> Tensor:
-    """Of bytes [groups, bytes] the codes [groups, codes]."""
+    """Unpack bytes [groups, bytes] into codes [groups, codes]."""
     if stream.bytes == 1 or torch.compiler.is_compiling():
         words = _sum([groups[:, i] for i in range(stream.bytes)], 8, stream.word)
     else:
@@ -344,10 +360,10 @@ def _unpack_groups(groups: Tensor, stream: _Stream) -> Tensor:
 
 
 def _sum(parts: list[Tensor], width: int, dtype: torch.dtype) -> Tensor:
-    """One number of `dtype` a group, with the i-th part at bit `width` i.
+    """One number of `dtype` per group, with the i-th part at bit `width` i.
 
-    For compiled code, which cannot see that the bytes of a group lie at a multiple of their number,
-    as a view of them as one number wants it.
+    Compiled code uses this in place of `_words`. It cannot know that the bytes of a group are
+    aligned, as the view of them as one number requires.
     """
     total = parts[0].to(dtype)
     for i, part in enumerate(parts[1:], 1):
@@ -356,7 +372,7 @@ def _sum(parts: list[Tensor], width: int, dtype: torch.dtype) -> Tensor:
 
 
 def _words(groups: Tensor, stream: _Stream) -> Tensor:
-    """One number a group of `stream.codes` bytes, the first byte its lowest."""
+    """One number per group of `stream.codes` bytes; the first byte is the lowest."""
     groups = groups.flip(-1) if _BIG_ENDIAN else groups
     if groups.storage_offset() % stream.codes:
         groups = groups.clone()
@@ -364,7 +380,7 @@ def _words(groups: Tensor, stream: _Stream) -> Tensor:
 
 
 def _bytes(words: Tensor, stream: _Stream) -> Tensor:
-    """The other way round: [groups, 1] as bytes, those of a packed group or of as many codes."""
+    """Undo `_words`: numbers [groups, 1] as their bytes."""
     groups = words.view(torch.uint8)
     return groups.flip(-1) if _BIG_ENDIAN else groups
 
@@ -372,17 +388,17 @@ def _bytes(words: Tensor, stream: _Stream) -> Tensor:
 def _by_group(
     f: Callable[[Tensor, _Stream], Tensor], x: Tensor, inner: int, outer: int, stream: _Stream
 ) -> Tensor:
-    """`f` of `x`, whose last dimension is whole groups of `inner` bytes that become `outer`.
+    """Apply `f` to the groups of `x`: `inner` bytes of its last dimension become `outer` bytes.
 
-    A large CPU tensor piece by piece, so that what is computed on the way stays in cache.
+    A large CPU tensor is processed piece by piece, so that temporaries stay in cache.
     """
     shape = (*x.shape[:-1], x.shape[-1] // inner * outer)
     if not x.numel():
         return x.new_empty(shape)
     groups = x.reshape(-1, inner)
-    if torch.compiler.is_compiling() or not x.is_cpu or len(groups) <= _PIECE:
+    if torch.compiler.is_compiling() or not backend_of(x).host or len(groups) <= PIECE:
         return f(groups, stream)[:, :outer].reshape(shape)
     out = torch.empty(len(groups), outer, dtype=torch.uint8)
-    for start in range(0, len(groups), _PIECE):
-        out[start : start + _PIECE] = f(groups[start : start + _PIECE], stream)[:, :outer]
+    for start in range(0, len(groups), PIECE):
+        out[start : start + PIECE] = f(groups[start : start + PIECE], stream)[:, :outer]
     return out.view(shape)

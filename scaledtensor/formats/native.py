@@ -1,10 +1,12 @@
-"""Casts on a CPU in one pass over memory, by the loops of `scaledtensor/native/casts.cpp`. Eager
-casts run there, and on AVX2 those compiled ones that Inductor's C++ does slowly.
+"""Casts on a CPU in one pass over memory, by the loops of `scaledtensor/native/casts.cpp`.
+
+Eager casts run there. On AVX2 two compiled casts also run there, which Inductor's C++ does slowly:
+decoding and stochastic rounding.
 
 PyTorch's operators take ten passes over a tensor for one cast, and twenty for stochastic rounding.
 The same arithmetic in one loop of C++ takes a tenth of the time on a CPU without AVX-512
-(`python -m benchmarks.casts`). The Python of `bits.py` stays the reference: tests hold both to the
-same bits, and a machine without a compiler runs it.
+(`python -m benchmarks.casts`). The Python code of `bits.py` is the reference. Tests compare both
+bit for bit, and a machine without a compiler runs the Python code.
 """
 
 import ctypes
@@ -16,11 +18,12 @@ import torch
 from torch import Tensor
 
 from scaledtensor import _torch, native
+from scaledtensor.backends import backend_of
 from scaledtensor.formats import bits
 from scaledtensor.formats.bits import Mode, Rounding
 from scaledtensor.formats.format import Format, Specials
 
-__all__ = ["decode", "encode", "encode_with_values", "fake_quantize", "rounded_values"]
+__all__ = ["decode", "encode", "encode_with_values", "fake_quantize", "rounded_values", "serves"]
 
 _ENCODE, _ROUND, _DECODE = range(3)
 _KINDS = {Specials.FNUZ: 1, Specials.P3109: 1, Specials.INTEGER: 2}
@@ -29,7 +32,7 @@ _FLOATS = (torch.float32, torch.bfloat16)
 
 
 class _Facts(ctypes.Structure):
-    """`Facts` of the source: what its arithmetic reads of a format and of how to round."""
+    """`Facts` of the C++ source: the numbers of a format and of a rounding that its loops read."""
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("bits", "mantissa", "bias")),
@@ -44,26 +47,29 @@ _Known = tuple[Any, float, float]
 """A reference to `_Facts`, and the two powers of two of stochastic rounding."""
 
 
-# --- the casts -------------------------------------------------------------------------------
+# --- the casts: None if PyTorch's operators have to make the result ------------------------------
 
 
 def encode(x: Tensor, fmt: Format, mode: Mode) -> Tensor | None:
-    """The codes of `x`; None where PyTorch's operators have to make them."""
-    if not (x.dtype in _FLOATS and serves(fmt, mode) and _takes(x, mode.key is not None)):
+    """The codes of `x`, or None."""
+    if not _casts(x, fmt, mode):
         return None
     return _run(_ENCODE, x, fmt, mode, fmt.storage_dtype, x.dtype)
 
 
 def fake_quantize(x: Tensor, fmt: Format, mode: Mode) -> Tensor | None:
-    """`x` rounded to the values of `fmt`; None where PyTorch's operators have to do it."""
-    if not (x.dtype in _FLOATS and serves(fmt, mode) and _takes(x, mode.key is not None)):
+    """`x` rounded to the values of `fmt`, or None."""
+    if not _casts(x, fmt, mode):
         return None
     return _run(_ROUND, x, fmt, mode, x.dtype, x.dtype)
 
 
+def _casts(x: Tensor, fmt: Format, mode: Mode) -> bool:
+    return x.dtype in _FLOATS and serves(fmt, mode) and _takes(x, mode.key is not None)
+
+
 def encode_with_values(x: Tensor, fmt: Format, mode: Mode) -> tuple[Tensor, Tensor] | None:
-    """The codes of `x`, and what they decode to in float32, from one pass of an eager loop; None
-    where there is none for this."""
+    """The codes of `x` and their float32 values, from one pass of an eager loop; or None."""
     if not _makes_values(x, fmt, mode):
         return None
     codes, values = (torch.empty_like(x, dtype=t) for t in (fmt.storage_dtype, torch.float32))
@@ -72,7 +78,7 @@ def encode_with_values(x: Tensor, fmt: Format, mode: Mode) -> tuple[Tensor, Tens
 
 
 def rounded_values(x: Tensor, fmt: Format, mode: Mode) -> Tensor | None:
-    """`x` rounded to the values of `fmt`, in float32; None as above."""
+    """`x` rounded to the values of `fmt`, in float32; or None."""
     if not _makes_values(x, fmt, mode):
         return None
     values = torch.empty_like(x, dtype=torch.float32)
@@ -101,25 +107,26 @@ def _write(x: Tensor, fmt: Format, mode: Mode, codes: int | None, values: Tensor
 
 
 def decode(codes: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor | None:
-    """The values of codes in `dtype`; None where PyTorch's operators have to make them."""
+    """The values of codes in `dtype`, or None."""
     if not (dtype in _FLOATS and _is_narrow(fmt) and _takes(codes, True)):
         return None
     return _run(_DECODE, codes, fmt, Mode(), dtype, dtype)
 
 
 def serves(fmt: Format, mode: Mode) -> bool:
-    """Whether the source has the arithmetic of `bits.py` for this."""
+    """Whether the C++ source has the arithmetic of `bits.py` for this format and rounding."""
     answer = _serves if torch.compiler.is_compiling() else _known_to_serve
     return answer(fmt, mode.rounding)
 
 
 def _serves(fmt: Format, rounding: Rounding) -> bool:
-    if not _is_narrow(fmt):
+    if not _is_narrow(fmt) or rounding not in ("nearest_even", "stochastic"):
         return False
+    if not fmt.signed:
+        return True
     if rounding == "nearest_even":
-        return bits.rounds_in_float32(fmt) and (not fmt.signed or bits.has_normals(fmt))
-    # With the exponents of float32 itself, subnormals are a case of their own.
-    return rounding == "stochastic" and (not fmt.signed or fmt.bias < 127)
+        return bits.rounds_in_float32(fmt) and bits.has_normals(fmt)
+    return fmt.bias < 127  # the loop has no case for float32's own subnormals
 
 
 _known_to_serve = cache(_serves)
@@ -130,11 +137,11 @@ def _is_narrow(fmt: Format) -> bool:
 
 
 def _takes(x: Tensor, slow_in_inductor: bool) -> bool:
-    """Whether `x` is real memory of this process, and enough of it, or stands for such in code that
-    is compiled.
+    """Whether the loops take `x`: in eager code real memory of this process, and enough of it; in
+    compiled code a CPU tensor of enough elements, if Inductor's kernel would be slow.
 
-    Compiled code casts in the kernels that Inductor writes, which fuse. On AVX2 alone those that
-    load bytes or int32 do so by way of a buffer that they wait for: decoding takes 1.5 ns an
+    Compiled code casts in the kernels that Inductor writes, since they fuse. Only on AVX2 is a
+    kernel slow that loads bytes or int32, because it waits for a buffer: decoding takes 1.5 ns per
     element there and 0.4 here, stochastic rounding 3 and 1.3.
     """
     if torch.compiler.is_compiling():
@@ -143,7 +150,7 @@ def _takes(x: Tensor, slow_in_inductor: bool) -> bool:
         return (
             slow_in_inductor
             and bits.ON_AVX2
-            and x.is_cpu
+            and backend_of(x).writes_cpp
             and not torch.compiler.is_exporting()
             and not _torch.is_transforming()
             and statically_known_true(x.numel() >= native.WORTH_IT)
@@ -156,7 +163,7 @@ def _run(
     cast: int, x: Tensor, fmt: Format, mode: Mode, dtype: torch.dtype, wide: torch.dtype
 ) -> Tensor | None:
     random = mode.key is not None
-    if random and x.numel() >= 1 << 31:  # which is refused there
+    if random and x.numel() >= 1 << 31:  # PyTorch's operators raise an error for so many
         return None
     if torch.compiler.is_compiling():
         facts = _facts(fmt, mode.overflow, mode.kept, random)
@@ -177,7 +184,7 @@ def _called(
     out = torch.empty_like(x, dtype=dtype)
     if type(out) is not Tensor:  # under a mode that makes tensors without memory
         return None
-    # What fills its memory is taken as it lies there, unless the place of an element counts.
+    # A tensor without gaps in memory is cast in the order of memory, unless the order counts.
     if not x.is_contiguous() and (key is not None or out.stride() != x.stride()):
         made = _called(x.contiguous(), key, cast, facts, dtype, wide)
         return None if made is None else out.copy_(made)
@@ -193,8 +200,8 @@ def _called(
 
 
 def _facts(fmt: Format, overflow: Any, kept: int, random: bool) -> tuple[list[int], list[float]]:
-    """The fields of `_Facts`, and the two powers of two, of which the product makes an integer of a
-    number below `min_normal`."""
+    """The fields of `_Facts`, and two powers of two. A number below `min_normal` times both is an
+    integer."""
     mode = Mode("stochastic" if random else "nearest_even", overflow)
     kind = _KINDS.get(fmt.specials, 0) if fmt.signed else _UNSIGNED
     nan_code = -1 if fmt.nan_code is None else fmt.nan_code
@@ -219,7 +226,7 @@ def _known_facts(fmt: Format, overflow: Any, kept: int, random: bool) -> _Known:
 
 def _recorded(integers: Sequence[int], floats: Sequence[float]) -> _Known:
     *numbers, first, second = floats
-    # As what the library is given, which is made once: it keeps the record itself.
+    # The reference is made once. It keeps the record alive.
     return ctypes.byref(_Facts(*integers, *numbers)), first, second
 
 
@@ -241,7 +248,7 @@ def _cast_op(
     wide: torch.dtype,
 ) -> Tensor:
     made = _called(x, key, cast, _recorded(integers, floats), dtype, wide)
-    assert made is not None  # nothing but real tensors comes here
+    assert made is not None  # the operator's arguments are real tensors
     return made
 
 

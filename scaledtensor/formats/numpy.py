@@ -3,12 +3,14 @@
     from scaledtensor.formats import E4M3FN, numpy as fnp
     codes = fnp.encode(np.float32([0.1, 500]), E4M3FN)     # [0.1016, 448], of float8_e4m3fn
 
-Each function is its namesake of `scaledtensor.formats`, bit for bit, and documented there. Arrays
-of floats are float64, float32, float16 or `ml_dtypes.bfloat16`. Codes are arrays of `fmt.ml_dtype`,
-or where there is none of the unsigned integer that holds a code, which is also taken as input.
+Each function gives the bits of the function of the same name in `scaledtensor.formats`, where it is
+documented. Arrays of floats are float64, float32, float16 or `ml_dtypes.bfloat16`. Codes are arrays
+of `fmt.ml_dtype`, or of the unsigned integer of their width if the format has no `ml_dtype`. Such
+integers are always taken as input.
 
-The memory of an array is used as it is and results are not copied, except where torch has no tensor
-for it: read-only, byte-swapped or not laid out in whole steps (negative strides) is copied first.
+The functions read the memory of an array without a copy, and do not copy results. An array that
+torch has no tensor for is copied first: a read-only or byte-swapped one, or one whose strides are
+negative or no multiples of its element.
 """
 
 from collections.abc import Sequence
@@ -46,7 +48,7 @@ _FLOATS = {
     np.dtype(ml_dtypes.bfloat16): torch.bfloat16,
 }
 _NUMPY_FLOATS = {dtype: ours for ours, dtype in _FLOATS.items()}
-# Bits without a meaning, which numpy and torch exchange whatever types of number each of them has.
+# NumPy and torch exchange bits as unsigned integers, so their other dtypes need not match.
 _RAW: dict[int, tuple[np.dtype[Any], torch.dtype]] = {
     1: (np.dtype(np.uint8), torch.uint8),
     2: (np.dtype(np.uint16), torch.uint16),
@@ -56,7 +58,7 @@ _RAW: dict[int, tuple[np.dtype[Any], torch.dtype]] = {
 
 
 class TwoLevelScale(NamedTuple):
-    """`scaledtensor.formats.TwoLevelScale` in arrays: E4M3FN codes, and a 0-dim float32."""
+    """`scaledtensor.formats.TwoLevelScale` with arrays: E4M3FN codes, and a 0-dim float32."""
 
     block: Array
     tensor: Array
@@ -95,7 +97,7 @@ def decode(codes: ArrayLike, fmt: FormatLike, dtype: DTypeLike = np.float32) -> 
     """The values of `codes` in `dtype`, one of the four types of floats.
 
     Raises:
-        DTypeError: `codes` are of another type than the codes of `fmt`, or an unfit `dtype`.
+        DTypeError: `codes` are of another type than the codes of `fmt`, or `dtype` is unfit.
     """
     fmt = get(fmt)
     return _array(casts.decode(_codes(codes, fmt), fmt, _torch_dtype(dtype)), np.dtype(dtype))
@@ -128,7 +130,7 @@ def fake_quantize(
 
 
 def pack(codes: ArrayLike, fmt: FormatLike) -> Array:
-    """`codes` without unused bits, uint8; codes of 8 bits and more as they are.
+    """`codes` without unused bits, uint8. Codes of 8 bits and more are returned unchanged.
 
     Raises:
         DTypeError: `codes` are of another type than the codes of `fmt`.
@@ -139,7 +141,7 @@ def pack(codes: ArrayLike, fmt: FormatLike) -> Array:
 
 
 def unpack(packed: ArrayLike, fmt: FormatLike, shape: Sequence[int]) -> Array:
-    """The codes of `shape` that `pack` made `packed` of.
+    """The codes of `shape`, from the result of `pack`.
 
     Raises:
         DTypeError: `packed` is not uint8 (of 8 bits or more: not of the type of the codes).
@@ -169,7 +171,7 @@ def quantize_blocks(
 
     Raises:
         DTypeError: `x` is not an array of floats of one of the four types.
-        FormatError, ShapeError: as `scaledtensor.formats.quantize_blocks`.
+        FormatError, ShapeError: see `scaledtensor.formats.quantize_blocks`.
     """
     fmt = get(fmt)
     codes, scale = blocks.quantize_blocks(
@@ -197,7 +199,7 @@ def dequantize_blocks(
 
     Raises:
         DTypeError: `codes`, the scales or `dtype` are of an unfit type.
-        ShapeError: the scales do not have the shape that these blocks ask for.
+        ShapeError: the scales do not have the shape that these blocks need.
     """
     fmt = get(fmt)
     values = blocks.dequantize_blocks(
@@ -267,7 +269,7 @@ def _torch_dtype(dtype: DTypeLike) -> torch.dtype:
 
 
 def _tensor(array: Array, dtype: torch.dtype) -> Tensor:
-    """The bits of `array` as a tensor of `dtype`, on its memory where torch can have it so."""
+    """The bits of `array` as a tensor of `dtype`, without a copy if torch can use its memory."""
     size = array.dtype.itemsize
     array = array.astype(array.dtype.newbyteorder("="), copy=False)
     if not array.flags.writeable or any(step < 0 or step % size for step in array.strides):
@@ -276,7 +278,7 @@ def _tensor(array: Array, dtype: torch.dtype) -> Tensor:
 
 
 def _array(tensor: Tensor, dtype: np.dtype[Any]) -> Array:
-    """The bits of `tensor` as an array of `dtype`, on its memory."""
+    """The bits of `tensor` as an array of `dtype` on the same memory."""
     bits: Array = tensor.view(_RAW[tensor.dtype.itemsize][1]).numpy()
     return bits.view(dtype)
 

@@ -1,14 +1,16 @@
-"""Random bits for stochastic rounding: one 32-bit word an element, made where it is used.
+"""Random bits for stochastic rounding: one 32-bit word per element, made in the kernel that rounds.
 
-The generator is counter-based, so it needs no state in memory and fuses into the kernel that
-rounds: a keyed mixing of the element's index in int32 arithmetic, the same eager and compiled. The
-mixing is the three-round hash `triple32` of C. Wellons, "Prospecting for Hash Functions"
-(nullprogram.com/blog/2018/07/31), the one of least bias found there; a second key enters after its
-first round, so that two calls are not shifts of one sequence. For a fixed key it is a permutation
-of the 2^32 counters: each word appears exactly once in a period. It is no cipher.
+The generator is counter-based: a word is a keyed mixing of the element's index, in int32
+arithmetic. So it needs no state in memory, fuses into the kernel that rounds, and is the same in
+eager and compiled code. The mixing is the three-round hash `triple32` of C. Wellons, "Prospecting
+for Hash Functions" (nullprogram.com/blog/2018/07/31), the hash of least bias found there. A second
+key enters after its first round, so that two calls are not shifts of one sequence. For a fixed key
+the mixing is a permutation of the 2^32 counters: each word appears exactly once in a period. It is
+no cipher.
 
-The 64-bit key is drawn once a call from the caller's `torch.Generator`, or from the default one of
-the device, and nothing else is: reproducible from the generator, whatever the shape and strides.
+Each call draws one 64-bit key from the caller's `torch.Generator`, or from the default generator of
+the device, and draws nothing else. So a result is reproducible from the generator, whatever the
+shape and the strides.
 """
 
 import math
@@ -16,11 +18,21 @@ import math
 import torch
 from torch import Tensor
 
+from scaledtensor.backends import backend_of
 from scaledtensor.errors import DTypeError, FormatError, UnsupportedError
+
+__all__ = [
+    "Randomness",
+    "checked_random_bits",
+    "key_for",
+    "random_double_words",
+    "random_key",
+    "random_words",
+]
 
 Randomness = torch.Generator | Tensor | None
 
-# Shift and odd factor of each round, the factors as int32.
+#: Shift and odd factor of each round; the factors are int32.
 _ROUNDS = ((17, 0xED5AD4BB - 2**32), (11, 0xAC4C1B51 - 2**32), (15, 0x31848BAB))
 _LAST_SHIFT = 14
 _ROW = 1 << 14
@@ -30,10 +42,10 @@ _SECOND_STREAM = 0x9E3779B9 - 2**32  # Weyl's constant: 2^32 / golden ratio
 def random_key(
     generator: torch.Generator | None = None, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """What stochastic rounding draws for one call: two random int32 on `device`.
+    """Draw the random key of one call of stochastic rounding: two random int32 on `device`.
 
-    Pass it as `generator=` to round the same way again, or inside torch.compile, which cannot
-    trace a `torch.Generator`. Without `generator` it comes from the device's default one.
+    Pass the key as `generator=` to round the same way again, or inside torch.compile, which cannot
+    trace a `torch.Generator`. Without `generator` the device's default generator draws it.
     """
     where = device if generator is None else generator.device
     words = torch.randint(
@@ -43,7 +55,7 @@ def random_key(
 
 
 def key_for(x: Tensor, source: Randomness) -> Tensor:
-    """The key for casting `x`: a new one, or the one that the caller drew."""
+    """The key for casting `x`: a new key, or the key that the caller drew."""
     if isinstance(source, Tensor):
         if source.dtype is not torch.int32 or source.shape != (2,):
             raise DTypeError(
@@ -63,7 +75,7 @@ def key_for(x: Tensor, source: Randomness) -> Tensor:
 
 
 def checked_random_bits(count: int | None) -> int:
-    """How many bits of a word take part; None is all 32."""
+    """The number of bits of a word that take part; None stands for all 32."""
     if count is None:
         return 32
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 32:
@@ -72,16 +84,16 @@ def checked_random_bits(count: int | None) -> int:
 
 
 def random_words(key: Tensor, shape: torch.Size, start: int, kept: int) -> Tensor:
-    """One int32 word an element, of counters `start`, `start` + 1, ... in the order of `shape`.
+    """One int32 word per element, for counters `start`, `start` + 1, ... in the order of `shape`.
 
-    Of each word the `kept` high bits are random and the rest is zero.
+    The `kept` high bits of each word are random; the others are zero.
     """
     words = _mix(_counters(key, shape, start), key[0], key[1])
     return words if kept == 32 else words & -(1 << (32 - kept))
 
 
 def random_double_words(key: Tensor, shape: torch.Size, start: int, kept: int) -> Tensor:
-    """As `random_words`, int64 with 64 random bits where all are kept."""
+    """Same as `random_words`, in int64: 64 random bits if all 32 are kept."""
     high = random_words(key, shape, start, kept).long() << 32
     if kept < 32:
         return high
@@ -96,9 +108,10 @@ def _counters(key: Tensor, shape: torch.Size, start: int) -> Tensor:
             f"stochastic rounding of {start + count} elements in one call; cast at most 2^31 - 1"
             " at a time"
         )
-    if torch.compiler.is_compiling() and key.is_cpu and len(shape) > 1 and shape[-1] <= _ROW:
-        # Inductor's C++ puts a vector of counters together element by element; from a row of
-        # them in the cache, which `as_strided` makes it write first, it is one load.
+    in_cpp = torch.compiler.is_compiling() and backend_of(key).writes_cpp
+    if in_cpp and len(shape) > 1 and shape[-1] <= _ROW:
+        # Inductor's C++ puts a vector of counters together element by element. `as_strided` makes
+        # it write a row of counters first, so that a vector is one load from the cache.
         rows = torch.arange(start, start + count, shape[-1], dtype=torch.int32)
         columns = torch.arange(shape[-1], dtype=torch.int32)
         return (rows[:, None] + columns.as_strided(columns.shape, (1,))).view(shape)
@@ -119,7 +132,8 @@ def _shifted(word: Tensor, shift: int) -> Tensor:
     return (word >> shift) & ((1 << (32 - shift)) - 1)
 
 
-# Opaque to torch.compile, so that compiled code draws from the same generator as eager code.
+# This operator is opaque to torch.compile, so compiled code draws from the same generator as eager
+# code.
 
 _LIBRARY = torch.library.Library("scaledtensor", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(  # type: ignore[no-untyped-call]

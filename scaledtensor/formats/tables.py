@@ -1,7 +1,8 @@
 """Casts by table, for eager CPU tensors: one gather, whatever the format.
 
-A table costs 65,536 casts to make, is kept per format and mode, and serves what has few enough
-values to list: 8-bit codes, and 16-bit floats.
+Types with few values have tables: 8-bit codes, and 16-bit floats. A table takes 65,536 casts to
+make and is kept for its format and mode. Without the C++ loops a gather takes a quarter of the time
+of the arithmetic of `bits.py` (0.5 against 2.2 to 3.3 ns per element).
 """
 
 import functools
@@ -12,32 +13,35 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from scaledtensor.backends import backend_of
 from scaledtensor.formats.bits import Mode
 from scaledtensor.formats.format import Format
-from scaledtensor.formats.tensors import in_pieces
+from scaledtensor.formats.tensors import HALVES, in_pieces
 
-_HALVES = (torch.bfloat16, torch.float16)
+__all__ = ["encode", "fake_quantize", "look_up", "serves"]
+
 _PAIR = {torch.float32: torch.int64, torch.bfloat16: torch.int32, torch.float16: torch.int32}
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _WORTH_IT = 1 << 16
+_TABLES: dict[tuple[object, ...], Tensor] = {}
 
 
 def serves(x: Tensor) -> bool:
-    """Whether the table of its dtype pays for `x`: real data of 16-bit floats, and enough of it."""
-    # Other types (FakeTensor for one) stand for data that a table of real numbers cannot meet.
-    return x.dtype in _HALVES and x.is_cpu and type(x) is Tensor and x.numel() >= _WORTH_IT
+    """Whether a table is worth its making for `x`: real data of 16-bit floats, and enough of it."""
+    # Other classes, such as FakeTensor, have no data to look up.
+    return x.dtype in HALVES and backend_of(x).host and type(x) is Tensor and x.numel() >= _WORTH_IT
 
 
 def encode(
     x: Tensor, fmt: Format, mode: Mode, cast: Callable[[Tensor, Format, Mode], Tensor]
 ) -> Tensor:
-    """The codes of 16-bit floats; `cast` makes those of the table."""
+    """The codes of 16-bit floats; `cast` makes the table."""
     key = ("encode", fmt, mode.rounding, mode.overflow, x.dtype)
     return _gather(x, key, lambda every: cast(every, fmt, mode))
 
 
 def fake_quantize(x: Tensor, fmt: Format, mode: Mode, cast: Callable[[Tensor], Tensor]) -> Tensor:
-    """The rounded values of 16-bit floats; `cast` makes those of the table."""
+    """The rounded values of 16-bit floats; `cast` makes the table."""
     return _gather(x, ("round", fmt, mode.rounding, mode.overflow, x.dtype), cast)
 
 
@@ -54,13 +58,11 @@ def _gather(x: Tensor, key: tuple[object, ...], cast: Callable[[Tensor], Tensor]
     return in_pieces(gather, x, table.dtype)
 
 
-_TABLES: dict[tuple[object, ...], Tensor] = {}
-
-
 def look_up(codes: Tensor, fmt: Format, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """The values of 8-bit codes, into `out` if given: 256 entries, or 65,536 for two at once."""
+    """The values of 8-bit codes, into `out` if given. The table has 256 entries, or 65,536 for two
+    codes at once."""
     flat = codes.contiguous().view(torch.uint8).view(-1)
-    # An empty tensor may keep a stride that no view of pairs can have.
+    # An empty tensor may have a stride that no view of pairs can have.
     even = flat.numel() % 2 == 0 and flat.storage_offset() % 2 == 0
     pairs = even and flat.numel() > 0
     index = flat.view(torch.uint16) if pairs else flat
@@ -70,7 +72,7 @@ def look_up(codes: Tensor, fmt: Format, dtype: torch.dtype, out: Tensor | None =
 def _selected(
     table: Tensor, index: Tensor, source: Tensor, dtype: torch.dtype, out: Tensor | None
 ) -> Tensor:
-    """The entries that `index` names, into `out` if given, else in the shape of `source`."""
+    """The entries at `index`, into `out` if given, else in the shape of `source`."""
     if out is None:
         out = torch.empty(source.shape, dtype=dtype)
     entries = out.view(-1).view(table.dtype).view(-1, *table.shape[1:])
@@ -80,7 +82,8 @@ def _selected(
 
 @functools.cache
 def _table(fmt: Format, dtype: torch.dtype, pairs: bool) -> Tensor:
-    """The value of each code or, two for the price of one, of each two adjacent codes."""
+    """The value of each code, or with `pairs` the values of each pair of adjacent codes, which one
+    look-up then finds."""
     values = torch.from_numpy(np.array([fmt.value(code) for code in range(256)])).to(dtype)
     if not pairs:
         return values

@@ -1,6 +1,7 @@
-"""Large CPU tensors, piece by piece: temporaries that stay in the cache, and are not fresh memory.
+"""Checks of tensors, and large CPU tensors cast piece by piece.
 
-A large temporary is fresh memory, and the kernel takes longer to hand it out than a cast to run.
+A large temporary is fresh memory, and the kernel takes longer to provide it than a cast takes to
+run. The temporaries of a piece stay in the CPU's cache.
 """
 
 from collections.abc import Callable
@@ -9,15 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scaledtensor.backends import backend_of
 from scaledtensor.errors import DTypeError
 
-__all__ = ["check_tensor"]
+__all__ = ["FLOATS", "HALVES", "PIECE", "check_tensor", "in_pieces", "named", "pieces"]
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+HALVES = (torch.bfloat16, torch.float16)
+
+#: Elements of a piece.
+PIECE = 1 << 18
 
 
-# The check that the casts share: their tensors are torch's.
 def check_tensor(given: Any, function: str, argument: str = "x") -> None:
-    """Raises DTypeError unless `given`, that argument of `scaledtensor.formats.<function>`, is a
-    torch.Tensor."""
+    """Raise DTypeError unless `given` is a torch.Tensor. It is the argument called `argument` of
+    `scaledtensor.formats.<function>`."""
     if not isinstance(given, Tensor):
         what = f"{type(given).__module__}.{type(given).__name__}".removeprefix("builtins.")
         raise DTypeError(
@@ -26,12 +33,14 @@ def check_tensor(given: Any, function: str, argument: str = "x") -> None:
         )
 
 
-_PIECE = 1 << 18
+def named(dtypes: tuple[torch.dtype, ...]) -> str:
+    """The names of dtypes, for messages."""
+    return ", ".join(str(d).removeprefix("torch.") for d in dtypes)
 
 
 def pieces(x: Tensor) -> tuple[Tensor, ...]:
     """The elements of `x` in a row, piece by piece."""
-    return torch.split(x.reshape(-1), _PIECE)
+    return torch.split(x.reshape(-1), PIECE)
 
 
 def in_pieces(
@@ -40,24 +49,24 @@ def in_pieces(
     dtype: torch.dtype,
     any_order: bool = True,
 ) -> Tensor:
-    """`f(x, 0, None)`, elementwise; in pieces `f(x[a:b], a, out[a:b])` in a row where x is large.
+    """Apply an elementwise `f`: `f(x, 0, None)` if `x` is small, else `f(x[a:b], a, out[a:b])` for
+    each piece of the elements in a row.
 
-    `f` may write into the third and return it, else that is done here. With `any_order` the
-    elements may be taken as they lie in memory, else as they are counted. Where it is traced, `x`
-    stays whole.
+    `f` may write its result into the third argument and return it; otherwise the result is copied
+    there. With `any_order` the elements may be taken in the order of memory, else in the order of
+    the indices. In traced code `x` stays whole.
     """
-    real = type(x) is Tensor and x.is_cpu and not torch.compiler.is_compiling()
-    if x.numel() <= _PIECE or not real:
+    real = type(x) is Tensor and backend_of(x).host and not torch.compiler.is_compiling()
+    if not real or x.numel() <= PIECE:
         return f(x, 0, None)
     order = sorted(range(x.dim()), key=x.stride, reverse=True) if any_order else range(x.dim())
     rows = x.permute(*order)
     if not rows.is_contiguous():
         return f(x, 0, None)
     out = torch.empty(rows.shape, dtype=dtype)
-    source, target = rows.view(-1), out.view(-1)
-    pieces = zip(torch.split(source, _PIECE), torch.split(target, _PIECE), strict=True)
-    for i, (piece, place) in enumerate(pieces):
-        result = f(piece, i * _PIECE, place)
+    pairs = zip(pieces(rows), pieces(out), strict=True)
+    for i, (piece, place) in enumerate(pairs):
+        result = f(piece, i * PIECE, place)
         if result is not place:
             place.copy_(result)
     return out.permute(*(order.index(d) for d in range(x.dim())))

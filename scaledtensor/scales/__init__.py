@@ -1,1 +1,1 @@
-"""Scales: powers of two, numbers of the host, and closed forms in traced code."""
+"""Scales: powers of two, as numbers of the host and as closed forms in traced code."""

@@ -1,18 +1,18 @@
 """This module tells torch's compilers about the operators of this library. No other module uses
 names of Inductor or of AOTAutograd's partitioner.
 
-torch has no public way to say how a backend writes an operator. Without one, each number that a
-`Form` stands for would be a call between kernels, which ends the kernel before it. Written as
-torch's operators, Inductor's C++ would inline them into the loops that read the number, and
-calculate it for each vector of elements.
+torch has no public way to tell a backend how to write an operator. An unknown operator is a call
+between kernels, which ends the kernel before it, so each number of a `Form` would cost a kernel. If
+a form were written as torch's operators, Inductor's C++ would inline them into the loops that read
+the number, and calculate it for each vector of elements.
 
-On a CPU one call (`scaledtensor::numbers`) makes the numbers that follow from what is there: nearly
-all of a graph, where it begins. It remembers them until a scale changes. On another device one
-kernel makes them. Any other number is a value in memory, made by a few scalar operations in the
-kernel that is there.
+On a CPU one call (`scaledtensor::numbers`) at the beginning of a graph makes all numbers that
+follow from its inputs, which is nearly all of them. It remembers them until a scale changes. On
+another device one kernel makes them. Any other number is a value in memory, made by a few scalar
+operations in the kernel at its place.
 
-A cast and a measured RMS are written as the operators that they stand for. The operator that looks
-at the operands of a weight's products becomes a call without a result, for which nothing waits.
+Casts and measured RMS are written as the torch operators that define them. The operator that looks
+at the operands of a weight's products becomes a call without a result, so nothing waits for it.
 """
 
 import sys
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.fx import map_arg
 
+from scaledtensor.backends import backend_of
 from scaledtensor.scales.forms import all_values, is_double, joined
 
 __all__ = ["taught", "teach"]
@@ -34,13 +35,13 @@ _taught = False
 
 
 def taught() -> tuple[Any, ...]:
-    """The operators that Inductor writes itself."""
-    return tuple(operator for operator in _lowerings() if operator not in _calls())
+    """The operators that Inductor writes into kernels."""
+    return tuple(op for op in _lowerings() if op is not torch.ops.scaledtensor.count.default)
 
 
 def teach() -> None:
-    """Register how Inductor writes our operators, once it is loaded, and which of them a backward
-    pass may calculate again. Tracing calls this."""
+    """Register how Inductor writes our operators, once Inductor is loaded, and which of them a
+    backward pass may recompute. Tracing calls this."""
     global _taught
     ops = torch.ops.scaledtensor
     _may_be_recomputed(ops.times)
@@ -67,16 +68,12 @@ def _lowerings() -> dict[Any, Callable[..., Any]]:
     }
 
 
-def _calls() -> tuple[Any, ...]:
-    return (torch.ops.scaledtensor.count.default,)
-
-
 def _may_be_recomputed(*operators: Any) -> None:
     """Let backward passes recompute these elementwise operators, so that their results need not be
     kept in memory.
 
-    AOTAutograd's partitioner keeps the result of each operator that is not on its list, and has no
-    way to add to the list but the list itself. Without this a compiled GPT keeps 1.15 times the
+    AOTAutograd's partitioner keeps the result of each operator that is not on its list. The only
+    way to add an operator is to change the list. Otherwise a compiled GPT keeps 1.15 times the
     bytes.
     """
     from torch._functorch.partitioners import pointwise_ops
@@ -87,7 +84,8 @@ def _may_be_recomputed(*operators: Any) -> None:
 
 @contextmanager
 def _as_while_tracing() -> Iterator[None]:
-    """Backward passes are lowered when they are first called, outside any `torch.compile`."""
+    """Make `torch.compiler.is_compiling()` true. Backward passes are lowered when they are first
+    called, outside of any `torch.compile`."""
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
     try:
@@ -109,7 +107,7 @@ def _form(leaves: list[Any], steps: str) -> Any:
         users = graph.current_node.users
         if found.get_device().type == "cpu" or all(_reads_an_element(x) for x in users):
             return found
-        # Templates of products read the whole tensor where their scale is an element of one.
+        # If its scale is an element of a tensor, a product's template would read the whole tensor.
         found = clone(found)
         found.realize()
         return found
@@ -125,8 +123,8 @@ def _reads_an_element(user: Any) -> bool:
 
 
 def _times(x: Any, leaves: list[Any], steps: str) -> Any:
-    """The number is in memory on a CPU, whose kernels would calculate it for each vector, and part
-    of the kernel elsewhere."""
+    """Elements times a number. On a CPU the number is in memory, since a kernel would calculate it
+    for each vector. Elsewhere the kernel calculates it."""
     from torch._inductor.lowering import lowerings
 
     number = _of_one_call()
@@ -139,7 +137,7 @@ def _times(x: Any, leaves: list[Any], steps: str) -> Any:
 
 def _pointwise(leaves: list[Any], steps: str, wanted: list[int] | None = None) -> Any:
     """Write the number of the last step as a 0-dim tensor. With `wanted`, write the numbers of
-    these steps, which are float32 numbers, as the elements of one tensor."""
+    these steps, all of them float32, as the elements of one tensor."""
     from torch._inductor import ir
 
     loaders = [x.make_loader() for x in leaves]
@@ -169,18 +167,18 @@ def _chosen(values: list[Any], index: Any) -> Any:
     return chosen
 
 
-#: So many numbers are worth a call, which ends the kernel before it; and so many are one kernel of
-#: another device, which takes longer to compile the more they are.
+#: A call ends the kernel before it, so it has to make at least `_FEW` numbers. On another device a
+#: kernel makes at most `_MANY`, since its compilation takes longer the more it makes.
 _FEW, _MANY = 4, 128
 
-#: So many numbers of a call lie in one tensor. Inductor's scheduler makes a node of each tensor and
-#: compares all nodes that read one with each other.
+#: The number of results of a call that share a tensor. Inductor's scheduler makes a node of each
+#: tensor, and compares all nodes that read the same tensor with each other.
 _TOGETHER = 8
 
 
 def _of_one_call() -> Any:
-    """The number of the current node, after one call that makes it and all others that follow from
-    what is there already; None where these are few."""
+    """The number of the current node, from one call that makes it and all other numbers whose
+    leaves are already calculated. None if these are few."""
     from torch._inductor.lowering import lowerings
     from torch._inductor.virtualized import V
 
@@ -190,7 +188,7 @@ def _of_one_call() -> Any:
     if current in made:
         return made[current]
     device = current.meta["val"].device
-    most = sys.maxsize if device.type == "cpu" else _MANY
+    most = sys.maxsize if backend_of(device).writes_cpp else _MANY
     places: dict[Any, int] = {}
     forms: list[tuple[list[Any], str]] = []
     for node in current.graph.nodes:
@@ -207,7 +205,7 @@ def _of_one_call() -> Any:
     leaves, steps, values = joined(forms)
     inputs = [made[x] if x in made else graph.env[x] for x in leaves]
     doubles = {n for n in values if is_double(steps, n)}
-    if device.type == "cpu":
+    if backend_of(device).writes_cpp:
         leaving = {
             values[place]
             for x, place in places.items()
@@ -236,25 +234,25 @@ def _numbers() -> tuple[Any, ...]:
 
 
 def _is_there(node: Any, graph: Any) -> bool:
-    """Whether a number has been lowered, now if it has not and follows from what has."""
+    """Whether a node has been lowered. A node that only needs lowered nodes is lowered now."""
     if node in graph.env:
         return True
     needed = node.all_input_nodes
     if node.target not in _early() or not all(_is_there(x, graph) for x in needed):
         return False
-    graph.env[node] = graph.run_node(node)  # and is passed over when its turn comes
+    graph.env[node] = graph.run_node(node)  # Inductor skips it later
     return True
 
 
 def _early() -> tuple[Any, ...]:
-    """The operators on numbers that need not wait for their place in the graph. A norm's statistics
-    are measured in the backward pass, and are there when it begins."""
+    """The operators on numbers that may be lowered before their place in the graph. A norm's
+    statistics are measured in the backward pass, from tensors that exist when it begins."""
     aten = torch.ops.aten
     return torch.ops.scaledtensor.measured.default, aten.clone.default, aten.div.Tensor
 
 
 def _source(node: Any) -> Any:
-    """The number that a node has: a product takes its scale from the operator that looks."""
+    """The node that makes the number of `node`: the operator that looks passes a scale on."""
     while node.target is torch.ops.scaledtensor.count.default:
         node = node.args[0]
     return node
@@ -264,7 +262,7 @@ def _source(node: Any) -> Any:
 
 
 def _count(scale: Any, *seen: Any) -> Any:
-    """A call without a result, and the scale as it is: nothing waits for the call."""
+    """A call without a result. The scale is passed on unchanged, so nothing waits for the call."""
     _called(torch.ops.scaledtensor.look.default)(*seen)
     return scale
 
@@ -281,7 +279,7 @@ def _called(operator: Any) -> Any:
 
 
 def _inlined(function: Callable[..., Tensor]) -> Callable[..., Any]:
-    """The operators that `function` calls, in the place of the one that stands for them."""
+    """A lowering that writes the torch operators that `function` calls."""
 
     def lowering(x: Any, *how: Any) -> Any:
         from torch._inductor.decomposition import select_decomp_table
@@ -314,14 +312,14 @@ def _inlined(function: Callable[..., Tensor]) -> Callable[..., Any]:
 
 
 class _Value(NamedTuple):
-    """A scalar of a kernel."""
+    """A scalar in a kernel."""
 
     value: Any
     double: bool
 
 
 class _Vector(NamedTuple):
-    """A leaf of several numbers."""
+    """A leaf that is a tensor of several numbers."""
 
     load: Callable[[Any], Any]
 
@@ -338,8 +336,8 @@ def _ops() -> Any:
 
 
 def _both(name: str) -> Callable[[Any, Any], _Value]:
-    """A binary operation, of float64 numbers where one is. A number beside a scalar is of its
-    dtype."""
+    """A binary operation. It is in float64 if an operand is a float64 scalar. A Python number takes
+    the dtype of the other operand."""
 
     def made(x: Any, y: Any) -> _Value:
         double = any(isinstance(v, _Value) and v.double for v in (x, y))
@@ -359,7 +357,7 @@ def _one(name: str) -> Callable[[_Value], _Value]:
 
 
 class _Scalars:
-    """The arithmetic of `scaledtensor.scales.forms.OPERATIONS` in a kernel."""
+    """The arithmetic of kernels, for `scaledtensor.scales.forms.OPERATIONS`."""
 
     mul, add, sub, div = map(staticmethod, map(_both, ("mul", "add", "sub", "truediv")))
     least, most = map(staticmethod, map(_both, ("minimum", "maximum")))

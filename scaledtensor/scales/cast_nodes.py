@@ -1,9 +1,9 @@
 """Casts as single nodes of a graph.
 
-By torch's operators a cast to 8 bits is eight to forty nodes. Most codes that are traced are read
-by nobody, since an emulated product takes the values. So in code that is traced a cast is one of
-the operators here. Inductor writes the operators that it stands for into the kernels around
-it (`scaledtensor.scales._inductor`). Other backends call it.
+As torch's operators, a cast to 8 bits is eight to forty nodes. Most codes in a traced graph are
+never read, since an emulated product takes the values. So in traced code a cast is one of the
+operators here. Inductor writes the torch operators of the cast into the kernels around it
+(`scaledtensor.scales._inductor`). Other backends call the operator.
 """
 
 import typing
@@ -17,11 +17,12 @@ from scaledtensor.formats.bits import Overflow
 from scaledtensor.formats.rounding import round_by_arithmetic
 from scaledtensor.scales import _inductor
 
-__all__ = ["codes_of", "values_of"]
+__all__ = ["codes_of", "encoded", "rounded", "values_of"]
 
 
 def values_of(x: Tensor, format: str) -> Tensor:
-    """`round_by_arithmetic` in bfloat16, which holds every value of an 8-bit format."""
+    """The rounded values of `x` (`round_by_arithmetic`) in bfloat16, which holds every value of an
+    8-bit format."""
     if _torch.is_transforming():
         return rounded(x, format)
     made: Tensor = torch.ops.scaledtensor.rounded(x, format)
@@ -29,7 +30,7 @@ def values_of(x: Tensor, format: str) -> Tensor:
 
 
 def codes_of(x: Tensor, format: str, overflow: Overflow) -> Tensor:
-    """`encode` to nearest even."""
+    """The codes of `x` (`encode`), to nearest even."""
     if _torch.is_transforming():
         return encoded(x, format, overflow)
     made: Tensor = torch.ops.scaledtensor.encoded(x, format, overflow)
@@ -56,7 +57,7 @@ _LIBRARY.impl("encoded", encoded, "CompositeExplicitAutograd")  # type: ignore[n
 @torch.library.register_fake("scaledtensor::rounded", lib=_LIBRARY)  # type: ignore[untyped-decorator]
 def _rounded_fake(x: Tensor, format: str) -> Tensor:
     _inductor.teach()
-    return x.abs().to(torch.bfloat16)  # as an elementwise operator lays its result out
+    return x.abs().to(torch.bfloat16)  # has the strides of an elementwise operator's result
 
 
 @torch.library.register_fake("scaledtensor::encoded", lib=_LIBRARY)  # type: ignore[untyped-decorator]

@@ -1,8 +1,8 @@
-"""The operator that makes the number of a `Form`, where no compiler does.
+"""The operators that make the number of a `Form`.
 
-Its leaves are 0-dim tensors on one device. On a CPU it calculates with numbers of the host,
-elsewhere with 0-dim tensors, which waits for no device. Inductor does not call it:
-`scaledtensor.scales._inductor`.
+The leaves are 0-dim tensors on one device. On a CPU the operators calculate with numbers of the
+host. Elsewhere they calculate with 0-dim tensors, which waits for no device. Inductor does not call
+`form` and `times`, but writes code for them (`scaledtensor.scales._inductor`).
 """
 
 import math
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scaledtensor.backends import backend_of
 from scaledtensor.scales import _inductor
 from scaledtensor.scales.forms import all_values, is_double, valued
 from scaledtensor.scales.singles import Single, exponential, quotient, rounded
@@ -21,7 +22,7 @@ __all__ = ["Numbers", "Tensors"]
 
 
 def _rounds(operation: Callable[[float, float], float]) -> Callable[[Any, Any], Any]:
-    """An operation on float64 numbers, rounded where both are float32 numbers."""
+    """An operation on float64 numbers. Its result is rounded if both operands are float32."""
 
     def calculated(x: float, y: float) -> float:
         result = operation(x, y)
@@ -31,7 +32,7 @@ def _rounds(operation: Callable[[float, float], float]) -> Callable[[Any, Any], 
 
 
 class Numbers:
-    """Float32 numbers are `Single`s, float64 numbers are floats."""
+    """The arithmetic of host numbers: float32 numbers are `Single`s, float64 numbers are floats."""
 
     mul = staticmethod(_rounds(float.__mul__))
     add = staticmethod(_rounds(float.__add__))
@@ -82,7 +83,7 @@ class Numbers:
 
 
 class Tensors:
-    """0-dim tensors; a number is one that torch takes beside them."""
+    """The arithmetic of 0-dim tensors. Their other operands may be Python numbers."""
 
     mul, add, sub, div = torch.mul, torch.add, torch.sub, torch.div
     sqrt, exp, neg, abs = torch.sqrt, torch.exp, torch.neg, torch.abs
@@ -149,7 +150,7 @@ def _dtype(steps: str, step: int = -1) -> torch.dtype:
 
 
 def _form(leaves: list[Tensor], steps: str) -> Tensor:
-    if all(x.is_cpu for x in leaves):
+    if all(backend_of(x).host for x in leaves):
         return torch.scalar_tensor(valued(Numbers, _numbers(leaves), steps), dtype=_dtype(steps))
     made = valued(Tensors, leaves, steps)
     return made if isinstance(made, Tensor) else leaves[0].new_full((), made)
@@ -163,8 +164,8 @@ def _calculated(
     apart: tuple[int, ...],
     together: int,
 ) -> tuple[Tensor, ...]:
-    """All numbers of a graph. Scales of parameters change in one step of ten, and blocks that share
-    their code have each their own."""
+    """All numbers of a graph, with a cache. Scales of parameters change in one step of ten. Blocks
+    that share their code have different scales, so the cache holds many entries."""
     found = all_values(Numbers, numbers, steps)
     alone = [torch.scalar_tensor(found[n], dtype=_dtype(steps, n)) for n in apart]
     several = torch.tensor([found[n] for n in wanted], dtype=torch.float32)
@@ -178,10 +179,10 @@ def _parts(wanted: Sequence[int], together: int) -> list[tuple[int, int]]:
 def _called(
     leaves: list[Tensor], steps: str, wanted: list[int], apart: list[int], together: int
 ) -> list[Tensor]:
-    """Calculate several forms of leaves on a CPU. Float32 tensors of `together` elements hold the
-    numbers of the steps `wanted`. Each step of `apart` has a tensor of its own."""
+    """Calculate several forms whose leaves are on a CPU. Float32 tensors of `together` elements
+    hold the numbers of the steps `wanted`. Each step of `apart` has its own tensor."""
     found = _calculated(steps, _numbers(leaves), tuple(wanted), tuple(apart), together)
-    return [x.clone() for x in found]  # which a compiler may write over
+    return [x.clone() for x in found]  # compiled code may write into the results
 
 
 def _times(x: Tensor, leaves: list[Tensor], steps: str) -> Tensor:

@@ -1,15 +1,15 @@
-"""Scales and expected RMS in code that is being traced: closed forms, not nodes of a graph.
+"""Scales and expected RMS in traced code: closed forms, not nodes of a graph.
 
-The scale of nearly every tensor follows from shapes and from the scales of a few others. Computed
-by torch's operators, each would be a dozen nodes of the graph. A `Form` is such a number written
-down: an operation on other forms, of which the first are 0-dim tensors of the graph. It has the
-arithmetic of `Single`, to the bit. Where a number is wanted, for elements to be multiplied by or
-for what a graph returns, one node of the graph makes it: `scaledtensor::form(leaves, steps)`.
-Inductor writes that into the kernels around it (`scaledtensor.scales._inductor`); elsewhere it is
-calculated on the host, or by torch's operators where its leaves are on another device
+The scale of nearly every tensor follows from shapes and from the scales of a few other tensors.
+torch's operators would take a dozen nodes of the graph for each scale. A `Form` describes such a
+number: it is an operation on other forms, and the first forms (the leaves) are 0-dim tensors of the
+graph. It has the arithmetic of `Single`, to the bit. If elements are multiplied by a number, or the
+graph returns it, one node of the graph makes it: `scaledtensor::form(leaves, steps)`. Inductor
+writes this node into the kernels around it (`scaledtensor.scales._inductor`). Other backends
+calculate it on the host, or by torch's operators if its leaves are on another device
 (`scaledtensor.scales.formed`).
 
-Whatever a `Form` has no operation for is done by its tensor.
+For an operation that a `Form` does not have, its tensor is used.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,16 +32,16 @@ __all__ = [
     "written",
 ]
 
-#: A form of more operations rests on a node of its own, and what follows starts from that one.
+#: A form of more operations gets a node of its own, which is a leaf of the forms that use it.
 _LARGEST = 32
 
-#: How often a scale or an RMS was written to. The leaves of a form that is older than a write may
-#: hold other numbers now.
+#: The number of writes to scales and RMS so far. After a write, the leaves of an older form may
+#: hold other numbers.
 _writes = 0
 
 
 def written() -> None:
-    """Note that a scale or an RMS is about to be written to."""
+    """Count a write to a scale or an RMS. The writer calls this first."""
     global _writes
     _writes += 1
 
@@ -72,29 +72,29 @@ class Form:
 
     @staticmethod
     def element(x: Tensor, n: int) -> "Form":
-        """An element of a 1-dim float32 tensor."""
+        """Element `n` of a 1-dim float32 tensor."""
         return Form("element", x, n)
 
     def after(self, other: Any) -> Any:
-        """The same number, as one that follows from `other` as well. A graph's partitioner may
-        calculate what follows from the forward pass there, and keep it."""
+        """The same number, made to depend on `other` too. AOTAutograd's partitioner may calculate a
+        number in the forward pass, and keep it, if the number depends on the forward pass alone."""
         return Form("after", self, other) if isinstance(other, Form) else self
 
     # --- the number as a tensor ------------------------------------------------------------------
 
     @property
     def counts(self) -> bool:
-        """Whether its leaves hold what they did when it was written down."""
+        """Whether its leaves still hold the numbers that they held when it was made."""
         return self.when == _writes
 
     def tensor(self) -> Tensor:
-        """The number as a node of the graph, which others may share."""
+        """The number as a node of the graph, which other tensors may share."""
         if self.made is None:
             self.made = self.fresh()
         return self.made
 
     def fresh(self) -> Tensor:
-        """The number as a node of its own."""
+        """The number as a new node."""
         if self.operation == "leaf":
             assert self.made is not None
             return self.made.clone()
@@ -102,7 +102,7 @@ class Form:
         return made
 
     def times(self, q: Tensor) -> Tensor:
-        """A tensor of one dimension or more times the number, as one node of the graph."""
+        """A tensor with at least one dimension times the number, as one node of the graph."""
         if self.made is not None or self.rests:
             return q * self.tensor()
         made: Tensor = torch.ops.scaledtensor.times(q, *self._written())
@@ -112,8 +112,8 @@ class Form:
         leaves: list[Tensor] = []
         steps: list[str] = []
         self._write(leaves, steps, {})
-        # Inductor's cache on disk knows a graph by its text, and nothing of what this package tells
-        # Inductor to write for it.
+        # Inductor's cache on disk identifies a graph by its text. The text does not show the code
+        # that this package tells Inductor to write, so it contains the version of this package.
         return leaves, f"{_version()}/{';'.join(steps)}"
 
     def _write(self, leaves: list[Tensor], steps: list[str], places: dict[int, str]) -> str:
@@ -129,7 +129,7 @@ class Form:
         return place
 
     def _place(self, leaves: list[Tensor], steps: list[str], places: dict[int, str]) -> str:
-        """Where an argument of another form is: a leaf, or an earlier step."""
+        """The place of an argument of another form: a leaf, or an earlier step."""
         if self.made is None and not self.rests:
             return self._write(leaves, steps, places)
         tensor = self.tensor()
@@ -251,7 +251,8 @@ def _made(x: Any) -> Any:
 
 
 def _second(function: Callable[..., Tensor]) -> Callable[[Tensor, Any], Tensor]:
-    """With its operands in the other order, by which torch chooses how a 16-bit operand is read."""
+    """`function` with its operands swapped. Their order decides how torch reads a 16-bit
+    operand."""
     return lambda a, b: function(b, a)
 
 
@@ -259,7 +260,7 @@ def _both(operation: str, a: Form, b: Any, otherwise: Callable[[Tensor, Any], Te
     if isinstance(b, Tensor):
         if b.dim() or b.dtype not in (torch.float32, torch.float64):
             return otherwise(a.tensor(), b)
-    elif isinstance(b, (torch.SymFloat, torch.SymInt)):  # of a size that the graph does not know
+    elif isinstance(b, (torch.SymFloat, torch.SymInt)):  # follows from a symbolic size
         return Form.of(otherwise(a.tensor(), b))
     elif not isinstance(b, (Form, float, int)):
         return NotImplemented
@@ -271,10 +272,9 @@ def _both(operation: str, a: Form, b: Any, otherwise: Callable[[Tensor, Any], Te
 _F32_MAX = torch.finfo(torch.float32).max
 
 #: Operation -> its value in an arithmetic `a`. `scaledtensor.scales.formed` has the arithmetics of
-#: numbers
-#: and of tensors, and `scaledtensor.scales._inductor` has the one of kernels. An operation on
-#: float32
-#: numbers gives a float32 number, as `Single` does. An operation with a float64 number gives one.
+#: numbers and of tensors, `scaledtensor.scales._inductor` the arithmetic of kernels. An operation
+#: on float32 numbers gives a float32 number, as with `Single`. If one operand is a float64 number,
+#: the result is one too.
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "mul": lambda a, x, y: a.mul(x, y),
     "add": lambda a, x, y: a.add(x, y),
@@ -298,8 +298,8 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "after": lambda a, x, y: x,
 }
 
-#: Operations whose result is a float64 number, and whose result is a float32 number. That of others
-#: is a float64 number if an operand is one.
+#: Operations whose result is always a float64 number, and always a float32 number. All others give
+#: a float64 number if an operand is one.
 _DOUBLE = ("product", "quotient")
 _SINGLE = ("exp", "rsqrt", "quadrature", "power", "ratio", "element", "after")
 
@@ -311,8 +311,8 @@ def _parsed(steps: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
 
 
 def joined(forms: Sequence[tuple[Sequence[Any], str]]) -> tuple[list[Any], str, list[int]]:
-    """Several forms as one list of steps: their leaves, the steps, and of each form the step that
-    has its value. A leaf of a form may be an earlier one: `("form", its number)`."""
+    """Several forms as one list of steps. Returns their leaves, the steps, and for each form the
+    step that has its value. A leaf of a form may be an earlier form: `("form", its number)`."""
     leaves: list[Any] = []
     steps: dict[str, int] = {}
     values: list[int] = []

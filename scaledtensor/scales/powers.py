@@ -1,8 +1,9 @@
-"""Powers of two made and tested by exponent bits.
+"""Scales as powers of two: how a scale follows from an RMS, and the checks of a given scale.
 
 `exp2` and `log2` round: on some machines `exp2(127.0)` is one ulp low, and `floor(log2(x))` is
-wrong just below a power of two. Everything here is integer arithmetic on the bits of a float32, so
-it is exact, does not synchronise with a device, and is the same in eager and in compiled code.
+wrong just below a power of two. So powers of two are made and tested by integer arithmetic on the
+bits of a float32. It is exact, does not wait for a device, and is the same in eager and compiled
+code.
 """
 
 import math
@@ -13,8 +14,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from scaledtensor.backends import backend_of
 from scaledtensor.errors import ScaleError
-from scaledtensor.scales import formed as formed
+from scaledtensor.scales import formed as formed  # defines the operators of forms
 from scaledtensor.scales.forms import Form
 from scaledtensor.scales.singles import (
     Amount,
@@ -30,6 +32,7 @@ __all__ = [
     "MAX_SCALE",
     "MIN_SCALE",
     "NEAREST",
+    "A",
     "checked_scale",
     "is_one",
     "is_power_of_two",
@@ -42,11 +45,12 @@ __all__ = [
     "settle",
     "settle_in_place",
     "settle_product",
+    "settle_sum",
     "times",
 ]
 
 A = TypeVar("A", Tensor, Single)
-"""An Amount: all of a call are tensors, or all numbers."""
+"""An Amount. The Amounts of one call are all tensors, or all numbers."""
 
 MIN_SCALE = 2.0**-126
 MAX_SCALE = 2.0**127
@@ -58,21 +62,25 @@ _ROOT_HALF = (2**23 + _SQRT2_MANTISSA) / 2**24
 _MIN_BITS = 0x0080_0000  # 2**-126
 _MAX_BITS = 0x7F00_0000  # 2**127
 _ONE_BITS = 0x3F80_0000
-_LEAST = _SQRT2_MANTISSA * 2.0**-149  # what still rounds up to 2**-126
-#: An RMS this far from its scale leaves elements whose squares need not be float32 numbers.
+_LEAST = _SQRT2_MANTISSA * 2.0**-149  # the least number that rounds up to 2**-126
+#: If an RMS is this far from its scale, the squares of elements may leave the range of float32.
 _FAR = 2.0**24
 _FLOAT32_MAX = torch.finfo(torch.float32).max
-#: What `nearest_power_of_two` adds to bits, what it keeps of them, their largest, and those of 1.
+#: The four numbers of `nearest_power_of_two`: the addend, the mask, the largest bits, the bits of
+#: 1.
 NEAREST = (_ONE_BINADE - _SQRT2_MANTISSA, _EXPONENT, _MAX_BITS, _ONE_BITS)
+
+
+# --- powers of two ------------------------------------------------------------------------------
 
 
 def nearest_power_of_two(rms: Tensor) -> Tensor:
     """The power of two nearest to `rms` in the log domain: 2**round(log2(rms)).
 
-    `rms`: float32 of any shape, not negative. Adding one binade minus the mantissa of sqrt(2)
-    carries into the exponent exactly when the mantissa is above sqrt(2). The result is a usable
-    scale for every input: at most 2**127, also for infinity; and 1 for NaN, and for zero and what
-    would be under 2**-126, so that whatever is written into a zero tensor later fits.
+    `rms` is float32 of any shape, not negative. Adding one binade minus the mantissa of sqrt(2)
+    carries into the exponent exactly if the mantissa is above sqrt(2). The result is a usable scale
+    for every input: at most 2**127, also for infinity. It is 1 for NaN, for zero, and for results
+    below 2**-126, so that values that are later written into a tensor of zeros fit.
     """
     carry, exponent, most, one = NEAREST
     bits = rms.view(torch.int32) + carry
@@ -80,12 +88,32 @@ def nearest_power_of_two(rms: Tensor) -> Tensor:
     return bits.masked_fill_(bits == 0, one).view(torch.float32)
 
 
-def settle(rms: A, *scales: A) -> Sequence[A]:
-    """The power of two next to `rms`, and what takes elements held under each of `scales` there.
+def power_of_two_near(rms: float) -> float:
+    """`nearest_power_of_two` of a float32 number."""
+    if not MIN_SCALE < rms < MAX_SCALE:
+        if rms <= MIN_SCALE:
+            return MIN_SCALE if rms >= _LEAST else 1.0
+        return MAX_SCALE if rms == rms else 1.0
+    significand, exponent = math.frexp(rms)
+    return max(math.ldexp(1.0, exponent - (significand < _ROOT_HALF)), MIN_SCALE)
 
-    Returns [scale, scales[0] / scale, scales[1] / scale, ...]. The ratios are kept finite, since
-    0 * inf would be NaN. Products and quotients of scales come from `product_of` and
-    `quotient_of`.
+
+def is_power_of_two(x: Tensor) -> Tensor:
+    """A bool tensor: True for float32 elements that are normal powers of two (no sign or mantissa
+    bit)."""
+    bits = x.view(torch.int32)
+    return (bits & ~_EXPONENT == 0) & (bits >= _MIN_BITS) & (bits <= _MAX_BITS)
+
+
+# --- the scale of a result ----------------------------------------------------------------------
+
+
+def settle(rms: A, *scales: A) -> Sequence[A]:
+    """The power of two nearest to `rms`, and the ratio of each of `scales` to it.
+
+    Elements under `scales[i]`, times its ratio, are the same values under the new scale. Returns
+    [scale, scales[0] / scale, scales[1] / scale, ...]. The ratios stay finite, since 0 * inf would
+    be NaN. `product_of` and `quotient_of` make the products and quotients of scales to pass here.
     """
     if _are_numbers(rms, *scales):
         return _settle_singles(rms, scales)  # type: ignore[return-value]
@@ -100,7 +128,7 @@ def _settle_forms(rms: Any, scales: Sequence[Any]) -> list[Any]:
     power: Any = Single(power_of_two_near(rms)) if known else Form("power", rms)
 
     def ratio(held: Any) -> Any:
-        # A form has a tensor of the graph among its leaves, and two numbers have none.
+        # A form needs a tensor of the graph as a leaf, and two numbers have none.
         numbers = known and isinstance(held, Single)
         return _ratio_of(held, power) if numbers else Form("ratio", held, power)
 
@@ -121,22 +149,23 @@ def _are_numbers(*amounts: Any) -> bool:
 
 
 def _settle_tensors(tensor: Tensor, held: tuple[Tensor, ...]) -> list[Tensor]:
-    if type(tensor) is Tensor and tensor.is_cpu and not tensor.dim():
-        return _settle_numbers(tensor, held)
+    if type(tensor) is Tensor and backend_of(tensor).host and not tensor.dim():
+        known = tuple(s.item() for s in held)
+        return [s.tensor() for s in _settle_singles(tensor.item(), known)]
     power = nearest_power_of_two(tensor)
     return [power, *((s / power).clamp_max_(_FLOAT32_MAX).float() for s in held)]
 
 
 def _is_traced(*amounts: Any) -> bool:
-    """Whether one is a closed form, as in a graph that is being traced."""
+    """Whether one of them is a closed form, as in a graph that is being traced."""
     return any(isinstance(x, Form) for x in amounts)
 
 
 def product_of(a: Any, b: Any) -> Any:
-    """The scale of products of elements that two scales hold. Only `settle` takes it.
+    """The scale of products of elements under two scales. Only `settle` takes it.
 
-    The product is exact, in float64. Two scales near 2^127 have no product in float32, though the
-    values of the elements may be ordinary numbers.
+    The product is exact, in float64. The product of two scales near 2^127 overflows float32,
+    although the values of the elements may be ordinary numbers.
     """
     if type(a) is Single and type(b) is Single:
         return Single(float.__mul__(a, b))
@@ -146,7 +175,7 @@ def product_of(a: Any, b: Any) -> Any:
 
 
 def quotient_of(a: Any, b: Any) -> Any:
-    """The scale of quotients of such elements, in the same way."""
+    """The scale of quotients of elements under two scales; see `product_of`."""
     if type(a) is Single and type(b) is Single:
         return Single(float.__truediv__(a, b))
     if _is_traced(a, b):
@@ -161,8 +190,8 @@ def _held(scale: Any) -> Tensor:
 
 
 def settle_product(terms: float, a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any, Any]:
-    """For sums of `terms` independent products of two operands, each given as (scale, rms): the
-    scale, the ratio of what the products are held under to it, and the RMS."""
+    """The scale and RMS of sums of `terms` independent products of two operands, each given as
+    (scale, rms). Returns (scale, ratio of the products' scale to it, RMS)."""
     if _are_numbers(*a, *b):
         return _known_product(terms, *a, *b)
     return _product_under(terms, *a, *b)
@@ -175,8 +204,8 @@ def _product_under(terms: float, a: Any, a_rms: Any, b: Any, b_rms: Any) -> tupl
 
 
 def settle_sum(a: tuple[Any, Any], b: tuple[Any, Any], alpha: float) -> tuple[Any, Any, Any, Any]:
-    """For `a + alpha * b` of independent terms, each given as (scale, rms): the scale, the ratios
-    of both scales to it, and the RMS."""
+    """The scale and RMS of `a + alpha * b` for independent terms, each given as (scale, rms).
+    Returns (scale, ratio of a's scale to it, ratio of b's scale to it, RMS)."""
     if _are_numbers(*a, *b):
         return _known_sum(alpha, *a, *b)
     return _sum_under(alpha, *a, *b)
@@ -194,11 +223,13 @@ _known_product, _known_sum = map(remembered, (_product_under, _sum_under))
 def settle_in_place(
     kept: Any, was: Any, rms: Any, held: Any, whole: bool, far: float = _FAR
 ) -> tuple[Any, Any]:
-    """As `settle`, for elements under `held` that go into a tensor of scale `kept` and RMS `was`.
+    """`settle` for elements under `held` that are written into a tensor of scale `kept` and RMS
+    `was`.
 
-    Its scale stays, unless it is known to be zero, or all of it (`whole`) is replaced by values of
-    another order (`rsqrt_` of tiny squares), by more than the factor `far`: then it is the power of
-    two next to `rms`. Returns (scale, held / scale); a scale that stays is `kept` itself.
+    The tensor keeps its scale, except in two cases: it is known to be zero, or all of it (`whole`)
+    is replaced by values of another order of magnitude (`rsqrt_` of tiny squares), by more than the
+    factor `far`. Then its scale becomes the power of two nearest to `rms`. Returns (scale, held /
+    scale); a scale that stays is the object `kept`.
     """
     kept, was, rms, held = single_of(kept), single_of(was), single_of(rms), single_of(held)
     if _are_numbers(kept, was, rms, held):
@@ -215,10 +246,30 @@ def settle_in_place(
     return new, (held / new).clamp_max_(_FLOAT32_MAX).float()
 
 
+def _ratio_of(held: float, scale: float) -> Single:
+    """The float32 factor that takes elements from one scale to another. It is finite."""
+    ratio = float.__truediv__(held, scale)
+    return Single(rounded(min(ratio, _FLOAT32_MAX)))
+
+
+# --- numbers of rules: ratios and RMS -----------------------------------------------------------
+
+
+def is_one(ratio: Amount) -> bool:
+    """Whether a ratio of scales is 1. False if reading the ratio would cost time."""
+    known = single_of(ratio)
+    return isinstance(known, Single) and float(known) == 1
+
+
+def times(q: Tensor, ratio: Amount) -> Tensor:
+    """Elements times a ratio of scales: `q` itself if `is_one(ratio)`."""
+    return q if is_one(ratio) else scaled_by(q, ratio)
+
+
 def quadrature(*rms: Any) -> Any:
     """RMS of a sum of independent terms, sqrt(sum of squares), float32.
 
-    In float64, so that no square leaves the range.
+    The squares are float64, so that none leaves the range.
     """
     if _are_numbers(*rms):
         return Single(rounded(math.sqrt(sum([float.__mul__(r, r) for r in rms]))))
@@ -231,7 +282,7 @@ def quadrature(*rms: Any) -> Any:
 
 
 def larger(a: Amount, b: Amount) -> Any:
-    """The larger of two RMS; NaN if one is."""
+    """The larger of two RMS; NaN if one of them is NaN."""
     a, b = single_of(a), single_of(b)
     if isinstance(a, Single) and isinstance(b, Single):
         return b if b > a or b != b else a
@@ -240,51 +291,15 @@ def larger(a: Amount, b: Amount) -> Any:
     return torch.maximum(tensor_of(a), tensor_of(b))
 
 
-def is_one(ratio: Amount) -> bool:
-    """Whether what elements are to be multiplied by is 1, where reading it costs nothing; elsewhere
-    False."""
-    known = single_of(ratio)
-    return isinstance(known, Single) and float(known) == 1
-
-
-def times(q: Tensor, ratio: Amount) -> Tensor:
-    """Elements times a ratio of scales: `q` itself where that is seen to be 1."""
-    return q if is_one(ratio) else scaled_by(q, ratio)
-
-
-def power_of_two_near(rms: float) -> float:
-    """`nearest_power_of_two` of a float32 number."""
-    if not MIN_SCALE < rms < MAX_SCALE:
-        if rms <= MIN_SCALE:
-            return MIN_SCALE if rms >= _LEAST else 1.0
-        return MAX_SCALE if rms == rms else 1.0
-    significand, exponent = math.frexp(rms)
-    return max(math.ldexp(1.0, exponent - (significand < _ROOT_HALF)), MIN_SCALE)
-
-
-def _ratio_of(held: float, scale: float) -> Single:
-    """The float32 factor that takes elements from one scale to another. It is finite."""
-    ratio = float.__truediv__(held, scale)
-    return Single(rounded(min(ratio, _FLOAT32_MAX)))
-
-
-def _settle_numbers(rms: Tensor, scales: Sequence[Tensor]) -> list[Tensor]:
-    held = tuple(s.item() for s in scales)
-    return [s.tensor() for s in _settle_singles(rms.item(), held)]
-
-
-def is_power_of_two(x: Tensor) -> Tensor:
-    """Bool tensor: which float32 elements are normal powers of two (no sign or mantissa bit)."""
-    bits = x.view(torch.int32)
-    return (bits & ~_EXPONENT == 0) & (bits >= _MIN_BITS) & (bits <= _MAX_BITS)
+# --- checks -------------------------------------------------------------------------------------
 
 
 def checked_scale(scale: float | Tensor, device: torch.device, *, power_of_two: bool) -> Tensor:
-    """`scale` as a 0-dim float32 tensor of its own on `device`.
+    """`scale` as a new 0-dim float32 tensor on `device`.
 
     Raises:
-        ScaleError: it is not one real number, is not positive and finite in float32, or is not a
-            power of two although `power_of_two` asks for one.
+        ScaleError: `scale` is not one real number, is not positive and finite in float32, or is not
+            a power of two although `power_of_two` requires one.
     """
     number = _real(scale)
     if not MIN_SCALE <= number <= _FLOAT32_MAX:

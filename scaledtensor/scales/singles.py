@@ -1,12 +1,12 @@
 """Scales and expected RMS as numbers of the host.
 
-A 0-dim tensor costs as much per operator as the elements of a small layer, and a rule is a dozen
-such operators. On a CPU, outside tracing, a rule that reads its operands by `scale_of` and `rms_of`
-calculates with `Single`s in their place: Python numbers with the arithmetic of float32, which take
-a tenth of the time. Elsewhere both give the tensors.
+An operator on 0-dim tensors takes as long as one on the elements of a small layer, and a rule would
+call a dozen of them. So on a CPU, outside tracing, `scale_of` and `rms_of` give a rule `Single`s:
+Python numbers with the arithmetic of float32, which take a tenth of the time. Elsewhere they give
+tensors, or the closed forms of `forms.py` in traced code.
 
-What such a rule makes keeps its numbers in a `Cell`, which views share, until somebody reads
-`x.scale`: from then on the tensor that was handed out is what counts, and may be written to.
+The result of such a rule keeps its numbers in a `Cell`, which views share. When `x.scale` is first
+read, the cell makes a tensor. From then on this tensor holds the value, and may be written to.
 """
 
 import math
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from scaledtensor import _torch
+from scaledtensor.backends import backend_of
 from scaledtensor.scales.forms import Form, written
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -47,21 +48,26 @@ __all__ = [
     "shared",
     "single_of",
     "tensor_of",
+    "view_of",
 ]
 
 
+# --- float32 numbers ----------------------------------------------------------------------------
+
+
 def rounded(number: float) -> float:
-    """A number rounded to float32, to infinity beyond its range."""
+    """A number rounded to float32; infinity if it is beyond the range of float32."""
     return c_float(number).value
 
 
 class Single(float):
-    """A float32 number that calculates as a 0-dim float32 tensor on a CPU does.
+    """A float32 number that calculates like a 0-dim float32 tensor on a CPU.
 
-    Beside Python numbers, which are rounded to float32 first, and other Singles. A tensor takes it
-    as the number that it is. Float64 holds sums, products, quotients and roots of two float32
-    numbers well enough that rounding the result a second time changes nothing. A root is the
-    nearest number, as in compiled code; eager tensors get MKL's, which may be the one beside it.
+    The other operand is a Single, or a Python number, which is rounded to float32 first. A tensor
+    takes a Single as a Python number. Sums, products, quotients and roots are calculated in float64
+    and rounded to float32; for float32 operands, rounding twice gives the same as rounding once. A
+    root is the nearest float32 number, as in compiled code. Eager tensors get the root of MKL,
+    which may be a neighbour of that number.
     """
 
     __slots__ = ()
@@ -98,7 +104,7 @@ class Single(float):
         return Single(c_float(quotient(self, number)).value)
 
     def __rtruediv__(self, other: Any) -> Any:
-        return self.reciprocal() * other  # As torch divides a number by a tensor.
+        return self.reciprocal() * other  # torch divides a number by a tensor like this
 
     def __pow__(self, exponent: Any, modulus: None = None) -> Any:
         if exponent == 0.5:
@@ -138,15 +144,15 @@ class Single(float):
         return Single(self.tensor().pow(exponent).item())
 
     def tensor(self) -> Tensor:
-        """The same as a 0-dim float32 tensor."""
+        """This number as a 0-dim float32 tensor."""
         return torch.scalar_tensor(self, dtype=torch.float32)
 
 
 ONE = Single(1.0)
 
 Amount: TypeAlias = Tensor | Single | Form
-"""A scale or an RMS: a 0-dim float32 tensor, the number that one would hold, or in code that is
-being traced the closed form of one."""
+"""A scale or an RMS: a 0-dim float32 tensor, the same number as a Single, or in traced code its
+closed form."""
 
 
 def _number(x: Any) -> float | None:
@@ -156,19 +162,22 @@ def _number(x: Any) -> float | None:
 
 
 def exponential(x: float) -> float:
-    """e^x in float64, to infinity beyond its range."""
+    """e^x in float64; infinity beyond its range."""
     return math.exp(x) if x < 709 else math.inf if x == x else x
 
 
 def quotient(a: float, b: float) -> float:
-    """a / b in float64, where a divisor of 0 gives what IEEE 754 says."""
+    """a / b in float64; a divisor of 0 gives the result of IEEE 754."""
     if b == 0:
         return math.nan if a == 0 or a != a else math.copysign(math.inf, a) * math.copysign(1.0, b)
     return float.__truediv__(a, b)
 
 
+# --- cells, which tensors and their views share -------------------------------------------------
+
+
 class Cell:
-    """A number that a tensor and its views share, and the 0-dim tensor of it, once there is one."""
+    """A number that a tensor and its views share, and its 0-dim tensor, once one was made."""
 
     __slots__ = ("made", "number")
 
@@ -176,8 +185,8 @@ class Cell:
         self.made: Tensor | None = None
         self.number = number
         if type(number) is Form:
-            # A graph may end with any tensor, when nothing can be added to it. What nobody reads
-            # is dropped from it.
+            # A graph may return any tensor, and nothing can be added to it by then. So the node is
+            # made now; the compiler drops it if nothing reads it.
             self.made = number.fresh()
 
     def write(self, number: Single) -> None:
@@ -187,7 +196,7 @@ class Cell:
             self.made.fill_(number)
 
     def tensor(self, inference: bool) -> Tensor:
-        """The tensor that counts from now on: a real one, whatever is being traced."""
+        """The tensor that holds the value from now on. It is a real one, also during tracing."""
         if self.made is None:
             with _torch.outside_modes(), torch.inference_mode(inference):
                 number: Any = self.number
@@ -195,25 +204,28 @@ class Cell:
         return self.made
 
 
+# --- reading the Amounts of a tensor ------------------------------------------------------------
+
+
 def single_of(x: Amount) -> Any:
-    """What a 0-dim float32 tensor holds, where reading it costs nothing; elsewhere itself."""
-    if type(x) is not Tensor or not x.is_cpu or x.dim() or torch.compiler.is_compiling():
+    """The number in a 0-dim float32 tensor, if reading it costs no time; otherwise `x` itself."""
+    if type(x) is not Tensor or not backend_of(x).host or x.dim() or torch.compiler.is_compiling():
         return x
     return Single(x.item())
 
 
 def scale_of(x: Any) -> Any:
-    """The scale of a ScaledTensor to calculate with: an Amount."""
+    """The scale of a ScaledTensor, as the Amount that rules calculate with."""
     return _read(x, "scale", "_scale")
 
 
 def rms_of(x: Any) -> Any:
-    """The RMS that the rules expect of a ScaledTensor to calculate with: an Amount."""
+    """The expected RMS of a ScaledTensor, as the Amount that rules calculate with."""
     return _read(x, "rms", "_rms")
 
 
 def amounts_of(x: Any) -> tuple[Any, Any]:
-    """Both, of an operand of a rule that runs hundreds of times in a step."""
+    """(scale_of(x), rms_of(x)), faster, for rules that run hundreds of times in a step."""
     if torch.compiler.is_compiling():
         return _form_of(x, "scale", "_scale"), _form_of(x, "rms", "_rms")
     held = x.__dict__
@@ -241,14 +253,17 @@ def _form_of(x: Any, name: str, numbered: str) -> Form:
 
 
 def remembered(function: F) -> F:
-    """A function of numbers, which eager code calculates in each step from the numbers of the step
-    before: parameters take another RMS in one step of ten."""
+    """A function of numbers with a cache. Eager code calls it in each step, mostly with the numbers
+    of the step before: the RMS of a parameter changes in one step of ten."""
     return typing.cast(F, lru_cache(maxsize=1 << 14)(function))
 
 
 def tensor_of(x: Amount) -> Tensor:
-    """As a 0-dim tensor."""
+    """An Amount as a 0-dim tensor."""
     return x if isinstance(x, Tensor) else x.tensor()
+
+
+# --- giving a tensor its Amounts ----------------------------------------------------------------
 
 
 def hold(x: Any, scale: "Amount | Cell", rms: "Amount | Cell") -> None:
@@ -275,10 +290,10 @@ CELLS = ("_scale", "_rms")
 
 
 class Asked:
-    """An attribute that is held as a number until somebody reads it; a tensor from then on, among
-    the attributes of the object itself, which come before this one.
+    """An attribute that is a number until it is first read, and a tensor from then on. The tensor
+    is put into the object's `__dict__`, where Python finds it before this descriptor.
 
-    `__getattr__` would do the same, but Dynamo reads no attribute of a tensor that has one.
+    `__getattr__` would do the same, but Dynamo reads no attribute of a tensor class that has one.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -301,7 +316,7 @@ def asked() -> Any:
 
 
 def shared(x: Any, name: str) -> Tensor | Cell:
-    """What a view of `x` has as its "scale" or "rms": the same one."""
+    """The "scale" or "rms" of `x` for a view of it: the same object."""
     held = x.__dict__
     cell: Cell | None = held.get(f"_{name}")
     if cell is not None and (name not in held or isinstance(cell.number, Form)):
@@ -309,12 +324,13 @@ def shared(x: Any, name: str) -> Tensor | Cell:
     return held[name]  # type: ignore[no-any-return]
 
 
-#: What a view has of a tensor, by name, besides its elements.
+#: The attributes that a view takes from its tensor.
 _SHARED = ("scale", "_scale", "rms", "_rms", "format", "recipe", "nonnegative", "site")
 
 
 def view_of(x: Any, qdata: Tensor, made: Any) -> Any:
-    """A new wrapper as a view of `x` around `qdata`: eager code makes hundreds in a step."""
+    """Make the new wrapper `made` a view of `x` around `qdata`. Eager code makes hundreds of them
+    in a step."""
     held, new = x.__dict__, made.__dict__
     new["qdata"] = qdata
     for name in _SHARED:
@@ -323,9 +339,14 @@ def view_of(x: Any, qdata: Tensor, made: Any) -> Any:
     return made
 
 
+# --- calculating with Amounts -------------------------------------------------------------------
+
+_FACTORS: dict[float, Tensor] = {}
+
+
 def multiplier(x: Amount) -> Tensor | Single:
-    """What to multiply a tensor by: of a power of two a 0-dim tensor that is there already, which
-    takes a third of the time of the number. Not to be written to."""
+    """The factor to multiply a tensor by. A power of two becomes a 0-dim tensor from a cache, which
+    takes a third of the time of the number. The caller must not write to it."""
     if not isinstance(x, Single):
         return tensor_of(x)
     found = _FACTORS.get(x)
@@ -337,29 +358,26 @@ def multiplier(x: Amount) -> Tensor | Single:
 
 
 def scaled_by(q: Tensor, x: Amount) -> Tensor:
-    """Elements times a number."""
+    """Elements times an Amount."""
     if isinstance(x, Form) and q.dim() and q.is_floating_point() and not _torch.is_transforming():
         return x.times(q)
     return q * multiplier(x)
 
 
-_FACTORS: dict[float, Tensor] = {}
-
-
 def calculates(x: Any) -> bool:
-    """Whether `scale_of` and `rms_of` give numbers for a ScaledTensor."""
+    """Whether `scale_of` and `rms_of` give numbers for this ScaledTensor."""
     return isinstance(scale_of(x), Single)
 
 
 def copied(x: Amount) -> Any:
-    """One of its own for another tensor: numbers never change."""
+    """A copy of an Amount for another tensor. Numbers never change, so they are not copied."""
     return x.clone() if isinstance(x, Tensor) else x
 
 
 def put(x: Any, scale: Amount | None = None, rms: Amount | None = None) -> None:
-    """Write a scale and an RMS into a ScaledTensor and into its views; None leaves one."""
+    """Write a scale and an RMS into a ScaledTensor and into its views. None keeps the old one."""
     given = {"scale": scale, "rms": rms}
-    # Of both before either is written: one may follow from the other.
+    # Both tensors are made before either is written, since one may follow from the other.
     given = {name: tensor_of(n) if isinstance(n, Form) else n for name, n in given.items()}
     for name, number in given.items():
         held = x.__dict__.get(name)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from scaledtensor.errors import DTypeError, ShapeError
 from scaledtensor.formats import Format, FormatLike, get
-from scaledtensor.formats.rounding import FLOATS, Overflow, Rounding
+from scaledtensor.formats.rounding import Overflow, Rounding
+from scaledtensor.formats.tensors import FLOATS
 from scaledtensor.testing.reference import ladder, near_ties, reference_codes, values_of
 from scaledtensor.testing.rules import bits, name_of
 
