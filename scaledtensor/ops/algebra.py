@@ -13,7 +13,7 @@ from scaledtensor.backends import backend_of
 from scaledtensor.errors import DTypeMismatchError, UnsupportedError
 from scaledtensor.formats import Format, decode
 from scaledtensor.ops.products.dtype import product_dtype
-from scaledtensor.ops.registry import Raw
+from scaledtensor.ops.registry import Overload, Raw
 from scaledtensor.scales.forms import Form
 from scaledtensor.scales.measure import measured_rms
 from scaledtensor.scales.powers import (
@@ -45,6 +45,7 @@ __all__ = [
     "at_value",
     "bounded_square",
     "check_dtypes",
+    "computable",
     "count",
     "difference",
     "elements",
@@ -122,6 +123,12 @@ def _decoded(q: Tensor, fmt: Format) -> Tensor:
         # with its channels last, of an image that is not, corrupt torch's memory on AVX2.)
         return decode(q.movedim(1, -1), fmt, dtype).movedim(-1, 1)
     return decode(q, fmt, dtype)
+
+
+def computable(op: Overload, q: Tensor) -> Tensor:
+    """Return `q` in float32 if the device has no kernel of `op` for bfloat16."""
+    name = op._schema.name.removesuffix("_backward")
+    return q.float() if name in backend_of(q).lacks_bfloat16 else q
 
 
 def value(x: ScaledTensor, power: Amount = ONE) -> Tensor:

@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scaledtensor.backends import backend_of
 from scaledtensor.formats import FP32
 from scaledtensor.ops.algebra import (
     Operand,
     check_dtypes,
+    computable,
     elements,
     first_scaled,
     operand,
@@ -221,7 +221,7 @@ def _dims(op: Overload) -> int:
 def avg_pool(op: Overload, x: ScaledTensor, *options: Any) -> Raw:
     """r sqrt(n) / divisor for windows with n elements of the image. For terms that are known to be
     nonnegative, r sqrt(2n/3 + n^2/3) / divisor."""
-    q = op(_computable(op, elements(x)), *options)
+    q = op(computable(op, elements(x)), *options)
     seen, divisor = _windows(op, x.shape, q.shape, options)
     terms = seen / sym_max(math.prod(q.shape[-_dims(op) :]), 1)
     factor = growth(terms, x.nonnegative) / (divisor or terms)
@@ -232,18 +232,12 @@ def avg_pool(op: Overload, x: ScaledTensor, *options: Any) -> Raw:
 def avg_pool_backward(op: Overload, g: Any, x: ScaledTensor, *options: Any) -> Raw:
     """r_g sqrt(windows over an element) / divisor."""
     out = operand(g, x)
-    source = _computable(op, out.q)
+    source = computable(op, out.q)
     q = op(source, _like(x, source), *options)
     seen, divisor = _windows(op, x.shape, g.shape, options)
     divisor = divisor or seen / sym_max(math.prod(g.shape[-_dims(op) :]), 1)
     windows = seen / sym_max(math.prod(x.shape[-_dims(op) :]), 1)
     return Raw(q, out.scale, out.rms * (windows**0.5 / divisor))
-
-
-def _computable(op: Overload, q: Tensor) -> Tensor:
-    """Return elements that `op` takes: it has no means over volumes for bfloat16 on a CPU."""
-    name = op._schema.name.removesuffix("_backward")
-    return q.float() if name in backend_of(q).lacks_bfloat16 else q
 
 
 def _windows(

@@ -1,13 +1,13 @@
 """Matrix products.
 
-K products of independent terms: the RMS grows by sqrt(K) (Blake et al. 2023, section 4.1). K is
-in-features forward, out-features in dgrad and batch times tokens in wgrad; each is an ATen call of
-its own.
+A sum of K independent products has an RMS that grows by sqrt(K) (Blake et al. 2023, section 4.1). K
+is the number of in-features in the forward pass, of out-features in dgrad, and of tokens in wgrad.
+Each of the three is an ATen call.
 
-8-bit operands are multiplied as 8-bit operands: by the FP8 units of a CUDA device that has them
-(`hardware`), elsewhere by a bfloat16 or float32 product of the same elements, whichever the
-machine multiplies faster (`products`). Both are exact: every E4M3 and E5M2 value is a bfloat16 and
-a float32 value, and products accumulate in float32.
+8-bit operands are multiplied as 8-bit operands by the FP8 units of a device that has them
+(`backends`). On other devices their elements are multiplied in bfloat16 or float32: the dtype that
+the machine multiplies faster (`products.dtype`). Both are exact: every E4M3 and E5M2 value is a
+value of both, and products accumulate in float32.
 """
 
 import math
@@ -39,11 +39,14 @@ from scaledtensor.scales.singles import (
 from scaledtensor.tensors.sparse import is_sparse
 from scaledtensor.tensors.tensor import ScaledTensor
 
+# --- products of two tensors -----------------------------------------------------------------
+
 
 @rule(aten.mm.default)
 def mm(a: Any, b: Any) -> Raw:
-    """r = ra rb sqrt(K). Here and in the products below a sparse operand with E stored elements in
-    N rows has K = E / N, and the RMS of the result is measured where it is finite and not 0."""
+    """r = ra rb sqrt(K) for sums of K products. In this and the following products, a sparse
+    operand with E stored elements in N rows has K = E / N. The RMS is then measured if it is finite
+    and not zero."""
     return _product(torch.mm, a, b)
 
 
@@ -61,22 +64,64 @@ def mv(a: Any, b: Any) -> Raw:
 
 @rule(aten.dot.default, aten.vdot.default)
 def dot(a: Any, b: Any) -> Tensor:
-    """A scalar statistic: leaves as plain float32."""
+    """A plain float32 statistic."""
     check_dtypes(a, b)
     like = first_scaled(a, b)
     x, y = operand(a, like), operand(b, like)
     return torch.dot(x.q.float(), y.q.float()) * x.scale * y.scale
 
 
+@rule(aten.linalg_cross.default)
+def cross(a: Any, b: Any, *, dim: int = -1) -> Raw:
+    """r = ra rb sqrt(2): each element is a sum of two products."""
+    like = first_scaled(a, b)
+    x, y = operand(a, like), operand(b, like)
+    q = torch.linalg.cross(*multiplied(x.q, y.q), dim=dim)
+    return Raw(q, product_of(x.scale, y.scale), x.rms * y.rms * 2**0.5)
+
+
+@rule(aten._trilinear.default)
+def trilinear(
+    a: Any,
+    b: Any,
+    c: Any,
+    expand1: Sequence[int],
+    expand2: Sequence[int],
+    expand3: Sequence[int],
+    sumdim: Sequence[int],
+    unroll_dim: int = 1,
+) -> Raw:
+    """r = ra rb rc sqrt(n) for sums of n products. It is a part of the derivative of a plain
+    `nn.Bilinear`."""
+    like = first_scaled(a, b, c)
+    factors = [operand(x, like) for x in (a, b, c)]
+    expanded = (expand1, expand2, expand3)
+    terms = 1
+    for dim in sumdim:
+        terms *= max(
+            # Each expanded dimension before `dim` moves the operand's own dimension to the left.
+            f.q.shape[dim - sum(d < dim for d in dims)]
+            for f, dims in zip(factors, expanded, strict=True)
+            if dim not in dims
+        )
+    x, y, z = (f.q.float() for f in factors)
+    q = aten._trilinear.default(x, y, z, *expanded, sumdim, unroll_dim)
+    (s1, s2, s3), (r1, r2, r3) = ([f.scale for f in factors], [f.rms for f in factors])
+    return Raw(q, s1 * s2 * s3, r1 * r2 * r3 * terms**0.5)
+
+
+# --- a product and a sum ---------------------------------------------------------------------
+
+
 @rule(
     aten.addmm.default,
     aten.baddbmm.default,
     aten.addmv.default,
-    aten._sparse_addmm.default,  # torch.sparse.mm, of beta = 0
+    aten._sparse_addmm.default,  # torch.sparse.mm, with beta = 0
 )
 def addmm(c: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Raw:
-    """r = sqrt((beta rc)^2 + (alpha ra rb)^2 K). Where c is a or b, as in a polynomial of a matrix
-    (Newton-Schulz), the parts cancel by the polynomial's coefficients, and r is measured."""
+    """r = sqrt((beta rc)^2 + (alpha ra rb)^2 K) for beta c + alpha a b. If c is a or b, as in a
+    polynomial of a matrix (Newton-Schulz), the two parts cancel each other, and r is measured."""
     matmul = torch.bmm if a.dim() == 3 else torch.mm if b.dim() == 2 else torch.mv
     product = _product(matmul, a, b)
     if c is a or c is b:
@@ -90,7 +135,7 @@ def addmm(c: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Raw:
 
 @rule(aten.addbmm.default)
 def addbmm(c: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Raw:
-    """As addmm, with K products for each matrix of the batch."""
+    """Same as `addmm`, with K products for each matrix of the batch."""
     product = _product(torch.bmm, a, b)
     batch = max(a.shape[0], 1)
     total = product._replace(q=product.q.sum(0), rms=product.rms * batch**0.5)
@@ -99,28 +144,31 @@ def addbmm(c: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Raw:
 
 @rule(aten.addr.default)
 def addr(c: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Raw:
-    """r = sqrt((beta rc)^2 + (alpha ra rb)^2)."""
+    """r = sqrt((beta rc)^2 + (alpha ra rb)^2) for beta c plus alpha times the outer product of a
+    and b."""
     like = first_scaled(c, a, b)
     x, y = operand(a, like), operand(b, like)
     outer = Raw(torch.outer(*multiplied(x.q, y.q)), product_of(x.scale, y.scale), x.rms * y.rms)
     return _plus(c, outer, like, beta, alpha)
 
 
-@rule(aten.linalg_cross.default)
-def cross(a: Any, b: Any, *, dim: int = -1) -> Raw:
-    """Two products to an element: r = ra rb sqrt(2)."""
-    like = first_scaled(a, b)
-    x, y = operand(a, like), operand(b, like)
-    q = torch.linalg.cross(*multiplied(x.q, y.q), dim=dim)
-    return Raw(q, product_of(x.scale, y.scale), x.rms * y.rms * 2**0.5)
+def _plus(c: Any, product: Raw, like: ScaledTensor, beta: float, alpha: float) -> Raw:
+    base = side(c, like)
+    rms = quadrature(base.rms * abs(beta), product.rms * abs(alpha))
+    scale, ratio, factor = settle(rms, base.scale, product.held)
+    q = plus_product(base.q * beta if beta != 1 else base.q, ratio, product.q, factor, alpha)
+    return Raw(q, scale, rms, settled=True)
+
+
+# --- products of groups ----------------------------------------------------------------------
 
 
 @rule(aten._grouped_mm.default)
 def grouped_mm(
     a: Any, b: Any, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
 ) -> Raw:
-    """As mm within each group: r = ra rb sqrt(K), where K is shared out among the groups if it is
-    K that is grouped."""
+    """r = ra rb sqrt(K) for sums of K products in a group. If the groups divide the summed
+    dimension, K is its mean size in a group."""
     check_dtypes(a, b)
     like = first_scaled(a, b)
     units = _units(a, b, grouped=True) if offs is not None and bias is None else None
@@ -138,37 +186,8 @@ def grouped_mm(
     return Raw(q, product_of(x.scale, y.scale), rms, dtype=out_dtype)
 
 
-@rule(aten._trilinear.default)
-def trilinear(
-    a: Any,
-    b: Any,
-    c: Any,
-    expand1: Sequence[int],
-    expand2: Sequence[int],
-    expand3: Sequence[int],
-    sumdim: Sequence[int],
-    unroll_dim: int = 1,
-) -> Raw:
-    """r = ra rb rc sqrt(terms): a part of the derivative of a plain nn.Bilinear."""
-    like = first_scaled(a, b, c)
-    factors = [operand(x, like) for x in (a, b, c)]
-    expanded = (expand1, expand2, expand3)
-    terms = 1
-    for dim in sumdim:
-        terms *= max(
-            # Where an operand is expanded to its left, its own dimension stands further left.
-            f.q.shape[dim - sum(d < dim for d in dims)]
-            for f, dims in zip(factors, expanded, strict=True)
-            if dim not in dims
-        )
-    x, y, z = (f.q.float() for f in factors)
-    q = aten._trilinear.default(x, y, z, *expanded, sumdim, unroll_dim)
-    (s1, s2, s3), (r1, r2, r3) = ([f.scale for f in factors], [f.rms for f in factors])
-    return Raw(q, s1 * s2 * s3, r1 * r2 * r3 * terms**0.5)
-
-
 def _grouped(a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None) -> Tensor:
-    # torch computes float32 products of groups on a CPU, and has shapes for bfloat16 ones alone.
+    # torch computes float32 products of groups on a CPU, but traces products in bfloat16 only.
     if _torch.is_tracing(a) and a.dtype == torch.float32 and bias is None:
         traced: Tensor = torch.ops.scaledtensor.grouped_mm(a, b, offs)
         return traced
@@ -185,22 +204,18 @@ _LIBRARY.impl("grouped_mm", aten._grouped_mm.default, "CompositeExplicitAutograd
 
 @torch.library.register_fake("scaledtensor::grouped_mm", lib=_LIBRARY)  # type: ignore[untyped-decorator]
 def _grouped_fake(a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:
-    """Groups of rows, of columns, or of what is summed; and matrices one by one."""
+    """Return the shape for groups of rows, of columns or of the summed dimension, and for
+    batches."""
     groups = () if a.dim() != b.dim() else (b.shape[0],) if offs is None else (offs.shape[0],)
     return a.new_empty(*groups, a.shape[-2], b.shape[-1])
 
 
 def _is_aligned(x: Tensor) -> bool:
-    """Whether rows or columns begin at multiples of 16 bytes, as the grouped kernels want."""
+    """Whether rows or columns begin at multiples of 16 bytes, which the grouped kernels need."""
     return all(stride * x.itemsize % 16 == 0 for stride in x.stride() if stride != 1)
 
 
-def _plus(c: Any, product: Raw, like: ScaledTensor, beta: float, alpha: float) -> Raw:
-    base = side(c, like)
-    rms = quadrature(base.rms * abs(beta), product.rms * abs(alpha))
-    scale, ratio, factor = settle(rms, base.scale, product.held)
-    q = plus_product(base.q * beta if beta != 1 else base.q, ratio, product.q, factor, alpha)
-    return Raw(q, scale, rms, settled=True)
+# --- how operands are multiplied -------------------------------------------------------------
 
 
 def _product(matmul: Any, a: Any, b: Any) -> Raw:
@@ -221,21 +236,21 @@ def _product(matmul: Any, a: Any, b: Any) -> Raw:
         y.q.mul_(multiplier(ratio))
         ratio = ONE
     q = matmul(*multiplied(x.q, y.q))
-    # In place where it is a tensor of its own; export loses track of a traced one.
+    # The product is a new tensor and changes in place, except in a trace: export would lose track.
     if not is_one(ratio):
         traced = _torch.is_tracing(q)
         q = scaled_by(q, ratio) if traced else q.mul_(multiplier(ratio))
     return Raw(q, scale, rms, settled=True)
 
 
-#: Products of 8-bit elements, and their sums, are numbers of float32 and of bfloat16 times whatever
-#: power of two lies between this and its inverse: so the same bits come out wherever it is applied.
+#: Products of 8-bit elements and their sums stay float32 and bfloat16 numbers under every power of
+#: two from here to the inverse. So the bits do not depend on the place where it is applied.
 _TINY = 2.0**-60
 
 
 def _goes_first(ratio: Any, a: Any, b: Any) -> bool:
-    """Whether to multiply `b` by a ratio in place of the product, which takes fewer elements where
-    `b` is a weight: where `elements` has just decoded what nobody else holds."""
+    """Whether `b` is multiplied by the ratio in place of the product. A weight has fewer elements
+    than the product, and nobody else holds the elements that were just decoded from its codes."""
     return (
         isinstance(ratio, Single)
         and _TINY < ratio < 1 / _TINY
@@ -267,17 +282,18 @@ def _units(a: Any, b: Any, grouped: bool = False) -> Units | None:
 
 
 def _carries(a: ScaledTensor, b: ScaledTensor) -> bool:
-    """Whether both scales are powers of two, as rules make them: then a product may be multiplied
-    by their ratio after it is rounded. Compiled, the kernel that reads it does that; a scale for
-    the units would be a tensor of its own, which a kernel writes."""
+    """Whether both scales are powers of two from rules. Then the ratio may multiply the product
+    after it is rounded. In compiled code the kernel that reads the product does this; a scale for
+    the units would be one more tensor, and one more kernel to write it."""
     recipe = a.recipe or b.recipe
     once = None if recipe is None else recipe.gemms.once
     return once is not None and all(isinstance(cast.scale, Carried) for cast in once)
 
 
 def _is_fast(a: ScaledTensor, b: ScaledTensor) -> bool:
-    """Whether the recipe has this product add in fewer bits. Autograd calls dgrad and wgrad alike,
-    without recording what they do; a checkpoint's second forward pass records."""
+    """Whether the recipe lets this product add in fewer bits. In a backward pass, autograd calls
+    dgrad and wgrad in the same way and records neither. The second forward pass of a checkpoint
+    records."""
     recipe = a.recipe or b.recipe
     if recipe is None:
         return False

@@ -1,11 +1,11 @@
-"""LSTM, GRU and plain recurrent networks, out of parts that have rules.
+"""LSTM, GRU and plain recurrent networks, from operators that have rules.
 
-torch runs a whole network as one operator, or takes it apart in C++, where no product is seen
-before autograd saves its operands. Here the same equations are Python: the product with the input
-is one for the whole sequence, and the weight of the recurrent product is cast once for all steps.
+torch runs a whole network as one operator, or as operators that C++ calls. There autograd saves the
+operands of a product before they are cast. This module has the same equations in Python. The
+product with the input is one product for the whole sequence, and the weight of the recurrent
+product is cast once for all steps.
 
-A gate is between 0 and 1 and its state is a sum of gated terms, so no closed form of their own is
-needed: sigmoid, tanh, product and sum each have theirs.
+The networks need no closed forms of their own: sigmoid, tanh, product and sum have them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,11 +21,11 @@ from scaledtensor.ops.products.table import cast_once, linear
 __all__ = ["CELLS", "FUNCTIONS", "Parts", "State", "Weights", "cell", "network"]
 
 State = tuple[Tensor, ...]
-"""(h,), or (h, c) of an LSTM; each (batch, width)."""
+"""(h,) or, for an LSTM, (h, c); each is (batch, width)."""
 
 
 class Weights(NamedTuple):
-    """Of one layer in one direction."""
+    """Weights of one layer in one direction."""
 
     input: Tensor
     hidden: Tensor
@@ -35,11 +35,12 @@ class Weights(NamedTuple):
 
 
 Cell = Callable[[Tensor, State, Weights], State]
-"""(what the input gives to the gates, state, weights) -> the next state."""
+"""(product of the input with its weight, state, weights) -> the next state."""
 
 
 def _lstm(gates: Tensor, state: State, w: Weights) -> State:
-    """Hochreiter and Schmidhuber 1997, with forget gates, in torch's order i, f, g, o."""
+    """Run one step of an LSTM (Hochreiter and Schmidhuber 1997) with forget gates. The order of the
+    gates is torch's: i, f, g, o."""
     h, c = state
     i, f, g, o = (gates + linear(h, w.hidden, w.hidden_bias)).chunk(4, -1)
     c = f.sigmoid() * c + i.sigmoid() * g.tanh()
@@ -48,7 +49,7 @@ def _lstm(gates: Tensor, state: State, w: Weights) -> State:
 
 
 def _gru(gates: Tensor, state: State, w: Weights) -> State:
-    """Cho et al. 2014, with torch's reset after the product."""
+    """Run one step of a GRU (Cho et al. 2014). The reset comes after the product, as in torch."""
     (h,) = state
     reset, update, new = gates.chunk(3, -1)
     reset_of_h, update_of_h, new_of_h = linear(h, w.hidden, w.hidden_bias).chunk(3, -1)
@@ -64,15 +65,15 @@ def _elman(
 
 
 class Parts(NamedTuple):
-    """What networks are made of."""
+    """The functions that a network calls. The layers of `functional` pass others."""
 
     #: torch's name -> cell.
     cells: dict[str, Cell]
-    #: (input of all steps, weights, constraint) -> what it gives to the gates of all steps.
+    #: (input of all steps, weights, constraint) -> its product with the weight, for all steps.
     gates: Callable[[Tensor, Weights, Any], Tensor]
-    #: (weights, input of all steps, constraint) -> weights for the steps one by one.
+    #: (weights, input of all steps, constraint) -> weights for the single steps.
     prepared: Callable[[Weights, Tensor, Any], Weights]
-    #: (x, probability) -> x between two layers in training.
+    #: (x, probability) -> dropout of x between two layers in training.
     dropout: Callable[[Tensor, float], Tensor]
 
 
@@ -86,10 +87,6 @@ def _cast(w: Weights, x: Tensor, constraint: Any) -> Weights:
     return w._replace(hidden=cast_once(w.hidden, x), projection=projection)
 
 
-def _dropout(x: Tensor, p: float) -> Tensor:
-    return torch.dropout(x, p, True)
-
-
 #: torch's name -> cell.
 CELLS: dict[str, Cell] = {
     "lstm": _lstm,
@@ -98,7 +95,7 @@ CELLS: dict[str, Cell] = {
     "rnn_relu": partial(_elman, torch.relu),
 }
 
-PLAIN = Parts(CELLS, _gates, _cast, _dropout)
+PLAIN = Parts(CELLS, _gates, _cast, lambda x, p: torch.dropout(x, p, True))
 
 
 # --- sequences -------------------------------------------------------------------------------
@@ -107,10 +104,10 @@ PLAIN = Parts(CELLS, _gates, _cast, _dropout)
 def _steps(
     cell: Cell, gates: Tensor, sizes: list[int] | None, start: State, w: Weights
 ) -> tuple[Tensor, list[Tensor]]:
-    """One layer in one direction: outputs as `gates` is laid out, and the final state.
+    """Run one layer in one direction. Return outputs in the layout of `gates`, and the final state.
 
-    `gates` is (time, batch, features), or packed: (rows, features) with the batch of each step in
-    `sizes`, which never grows. A sequence that is over keeps the state it had.
+    `gates` is (time, batch, features). Packed sequences are (rows, features), and `sizes` lists the
+    batch of each step, which never grows. A sequence that has ended keeps its state.
     """
     parts = gates.unbind(0) if sizes is None else gates.split(sizes)  # type: ignore[no-untyped-call]
     outputs, over = [], []
@@ -129,7 +126,7 @@ def _steps(
 def _steps_back(
     cell: Cell, gates: Tensor, sizes: list[int] | None, start: State, w: Weights
 ) -> tuple[Tensor, list[Tensor]]:
-    """As `_steps`, from the end. A sequence starts where its last element is."""
+    """Works like `_steps`, from the end. Each sequence starts at its last element."""
     parts = gates.unbind(0) if sizes is None else gates.split(sizes)  # type: ignore[no-untyped-call]
     outputs = []
     state = tuple(s[: parts[-1].shape[0]] for s in start)
@@ -162,11 +159,19 @@ def _layers(params: Sequence[Tensor], biased: bool, projected: bool) -> Iterator
 def network(
     name: str, *args: Any, made_of: Parts = PLAIN, constraint: Any = None
 ) -> tuple[Tensor, ...]:
-    """`torch.lstm` and its kin: (input, hx, params, has_biases, num_layers, dropout, train,
-    bidirectional, batch_first), or for packed sequences (data, batch_sizes, hx, params, ...).
-    `constraint` is what the parts make of it."""
+    """Works like `torch.lstm`, `torch.gru`, `torch.rnn_tanh` and `torch.rnn_relu`.
+
+    Args:
+        name: Name of the function of torch.
+        *args: input, hx, params, has_biases, num_layers, dropout, train, bidirectional,
+            batch_first. For packed sequences they are data, batch_sizes, hx, params, ..., and end
+            with bidirectional.
+        made_of: The functions that the network calls.
+        constraint: Passed to these functions.
+    """
     x, *rest = args
-    # Sizes come before the states: a tensor where the LSTM's pair, or the list of weights, is next.
+    # Packed sequences have sizes before the states: a tensor in the place of an LSTM's pair of
+    # states, or of the list of weights.
     packed = isinstance(rest[0 if name == "lstm" else 1], Tensor)
     sizes = rest.pop(0).tolist() if packed else None
     hx, params, biased, layers, dropout, train, both_ways, *batch_first = rest
@@ -206,7 +211,8 @@ def cell(
     made_of: Parts = PLAIN,
     constraint: Any = None,
 ) -> Any:
-    """`torch.lstm_cell` and its kin: one step."""
+    """Works like `torch.lstm_cell`, `torch.gru_cell`, `torch.rnn_tanh_cell` and
+    `torch.rnn_relu_cell`: one step."""
     state = tuple(hx) if name == "lstm" else (hx,)
     w = Weights(w_ih, w_hh, b_ih, b_hh)
     gates = made_of.gates(x, w, constraint)
@@ -214,7 +220,7 @@ def cell(
     return new if name == "lstm" else new[0]
 
 
-#: function that torch.nn calls -> the same out of parts with rules.
+#: Function that `torch.nn` calls -> the same function from operators with rules.
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **{getattr(torch, name): partial(network, name) for name in CELLS},
     **{getattr(torch, f"{name}_cell"): partial(cell, name) for name in CELLS},

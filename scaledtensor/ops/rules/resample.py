@@ -1,8 +1,9 @@
 """Resampling: interpolation, grids, padding by the image itself, columns of patches.
 
-All are linear in the image, one dimension at a time: y = A x. The mean square of y is that of x
-times |A|^2 / len(y), where |A|^2 is the sum of the squares of all weights; of the gradient it is
-|A|^2 / len(x). So one number by dimension, from its sizes, gives the rules of both directions.
+All of these operators are linear in the image, one dimension at a time: y = A x. Let |A|^2 be the
+sum of the squares of all weights. The mean square of y is the mean square of x times |A|^2 /
+len(y). For gradients, the factor is |A|^2 / len(x). So one number for each dimension, computed from
+its sizes, gives the rules of both directions.
 """
 
 import math
@@ -11,16 +12,16 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from scaledtensor.backends import backend_of
-from scaledtensor.ops.algebra import elements, first_scaled, operand, plain
+from scaledtensor.ops.algebra import computable, elements, first_scaled, operand, plain
 from scaledtensor.ops.operators import aten, define_operator
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.rules.views import move
-from scaledtensor.ops.rules.windows import expanded, pairs, sym_max
+from scaledtensor.ops.rules.windows import expanded, pairs, share, sym_max
 from scaledtensor.scales.powers import product_of
 from scaledtensor.tensors.tensor import ScaledTensor
+
+__all__ = ["FUNCTIONS"]
 
 rule(
     aten.channel_shuffle.default,
@@ -29,11 +30,6 @@ rule(
     aten.pixel_unshuffle.default,
     pass_op=True,
 )(move)
-
-
-def _share(part: Sequence[int], whole: Sequence[int]) -> Any:
-    """How many elements of `part` there are for one of `whole`."""
-    return math.prod(part) / sym_max(math.prod(whole), 1)
 
 
 # --- repetition ------------------------------------------------------------------------------
@@ -55,7 +51,7 @@ def _share(part: Sequence[int], whole: Sequence[int]) -> Any:
     pass_op=True,
 )
 def repeated(op: Overload, x: ScaledTensor, *options: Any) -> Raw:
-    """A choice of the elements, some of them several times: the same scale and RMS."""
+    """r: the same elements, some of them several times, under the same scale."""
     q = op(elements(x), *options)
     return Raw(q, x.scale, x.rms, settled=True, nonnegative=x.nonnegative)
 
@@ -70,10 +66,10 @@ def repeated(op: Overload, x: ScaledTensor, *options: Any) -> Raw:
     pass_op=True,
 )
 def pad_backward(op: Overload, g: Any, x: Any, padding: Sequence[int]) -> Raw:
-    """Each gradient goes to one element: r_g sqrt(gradients / elements)."""
+    """r_g sqrt(gradients / elements): each gradient goes to one element."""
     out = operand(g, first_scaled(g, x))
     q = op(out.q, plain(x).to(out.q.dtype), padding)
-    return Raw(q, out.scale, out.rms * _share(g.shape, x.shape) ** 0.5)
+    return Raw(q, out.scale, out.rms * share(g.shape, x.shape) ** 0.5)
 
 
 @rule(
@@ -86,14 +82,14 @@ def pad_backward(op: Overload, g: Any, x: Any, padding: Sequence[int]) -> Raw:
     pass_op=True,
 )
 def repeated_backward(op: Overload, g: ScaledTensor, *options: Any) -> Raw:
-    """As for padding: r_g sqrt(gradients / elements)."""
+    """r_g sqrt(gradients / elements): each gradient goes to one element."""
     q = op(elements(g), *options)
-    return Raw(q, g.scale, g.rms * _share(g.shape, q.shape) ** 0.5)
+    return Raw(q, g.scale, g.rms * share(g.shape, q.shape) ** 0.5)
 
 
 # --- interpolation ---------------------------------------------------------------------------
 
-#: operator name -> kernel of its weights, and whether it is stretched over what a pixel covers.
+#: Operator name -> kernel of its weights, and whether it is stretched over the area of a pixel.
 _KERNELS = {
     "upsample_linear1d": ("linear", False),
     "upsample_bilinear2d": ("linear", False),
@@ -109,9 +105,10 @@ _BACKWARDS = [getattr(aten, f"{name}_backward").default for name in _KERNELS]
 
 @rule(*_INTERPOLATIONS, pass_op=True)
 def interpolate(op: Overload, x: ScaledTensor, size: Sequence[int], *options: Any) -> Raw:
-    """r times the root of the mean over the result of the sum of squared weights, from the sizes.
-    Of what is not negative, a third of the mean square is that of a mean, which stays."""
-    q = op(_computable(op, elements(x)), size, *options)
+    """r times the root of the mean over the result of the sum of squared weights w, counted from
+    the sizes. For terms that are known to be nonnegative the square is (2 w + 1) / 3, since a third
+    of their mean square is the square of their mean, which stays."""
+    q = op(computable(op, elements(x)), size, *options)
     square = _squares(op, x.shape, size, options) / max(math.prod(size), 1)
     positive = x.nonnegative and _KERNELS[_name(op)][0] == "linear"
     if x.nonnegative:
@@ -123,18 +120,16 @@ def interpolate(op: Overload, x: ScaledTensor, size: Sequence[int], *options: An
 def interpolate_backward(
     op: Overload, g: ScaledTensor, size: Sequence[int], source: Sequence[int], *options: Any
 ) -> Raw:
-    """r_g times the root of the sum of all squared weights over the number of elements."""
-    # The weights are counted, so a compiler fixes the sizes; its own kernel takes no free ones.
+    """r_g times the root of the sum of all squared weights divided by the number of elements."""
+    # The rule counts weights, so the sizes are constants in compiled code, as in torch's kernel.
     size, source = [int(n) for n in size], [int(n) for n in source]
-    q = op(_computable(op, elements(g)), size, source, *options)
+    q = op(computable(op, elements(g)), size, source, *options)
     square = _squares(op, source, size, options) / max(math.prod(source[-len(size) :]), 1)
     return Raw(q, g.scale, g.rms * math.sqrt(square))
 
 
-# torch spells the interpolations of what it compiles, and of what it derives, in gathers and sums
-# of its own. So they have operators here, one rule for both, caught where Python calls them.
-
-
+# In compiled code and in derivatives, torch writes interpolations in gathers and sums. So
+# `F.interpolate` runs as an operator of this library there, with the same rule.
 _OPTIONS = "str name, bool align, float[] factors"
 _upsample = define_operator(
     f"upsample(Tensor x, SymInt[] size, {_OPTIONS}) -> Tensor",
@@ -150,7 +145,7 @@ _upsample_backward: Any = define_operator(
 
 @rule(_upsample)
 def upsample(x: ScaledTensor, size: Any, name: str, align: bool, factors: Sequence[float]) -> Raw:
-    """As torch's interpolation of that name."""
+    """Same as torch's interpolation with the name `name`."""
     op = getattr(aten, name).default
     if name in _NEAREST:
         return repeated(op, x, size, *factors)
@@ -161,7 +156,7 @@ def upsample(x: ScaledTensor, size: Any, name: str, align: bool, factors: Sequen
 def upsample_backward(
     g: ScaledTensor, size: Any, source: Any, name: str, align: bool, factors: Sequence[float]
 ) -> Raw:
-    """As torch's backward of that name."""
+    """Same as torch's backward operator of the interpolation with the name `name`."""
     op = getattr(aten, f"{name}_backward").default
     if name in _NEAREST:
         return repeated_backward(op, g, size, source, *factors)
@@ -174,7 +169,7 @@ _NEAREST = {
     for dims in (1, 2, 3)
 }
 
-#: (mode, dimensions, antialias) -> operator name.
+#: (mode, dimensions, antialias) -> name of the operator.
 _MODE_NAMES = {
     **{("nearest", dims, False): f"upsample_nearest{dims}d" for dims in (1, 2, 3)},
     **{("nearest-exact", dims, False): f"_upsample_nearest_exact{dims}d" for dims in (1, 2, 3)},
@@ -196,7 +191,7 @@ def resized(
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
 ) -> Any:
-    """`F.interpolate`, whose other mode is a mean over areas."""
+    """Works like `F.interpolate`. Its mode "area" is a mean, and runs in torch."""
     dims = input.dim() - 2
     name = _MODE_NAMES.get((mode, dims, antialias))
     given = scale_factor if size is None else size
@@ -215,31 +210,26 @@ def resized(
 FUNCTIONS: dict[Any, Callable[..., Any]] = {torch.nn.functional.interpolate: resized}
 
 
-def _computable(op: Overload, q: Tensor) -> Tensor:
-    """Antialiasing is not written for bfloat16 on a CPU."""
-    return q.float() if f"aten::{_name(op)}" in backend_of(q).lacks_bfloat16 else q
-
-
 def _name(op: Overload) -> str:
     return op._schema.name.split("::")[1].removesuffix("_backward")
 
 
 def _squares(op: Overload, source: Sequence[int], size: Sequence[int], options: Any) -> float:
-    """The sum of all squared weights of an interpolation from `source` to `size`."""
+    """Return the sum of all squared weights of an interpolation from `source` to `size`."""
     kernel, stretched = _KERNELS[_name(op)]
     align, *factors = options
     factors = [*factors, *[None] * (len(size) - len(factors))]
     return math.prod(
-        squared_weights(kernel, stretched, int(n), int(m), align, factor)
+        _squared_weights(kernel, stretched, int(n), int(m), align, factor)
         for n, m, factor in zip(source[-len(size) :], size, factors, strict=True)
     )
 
 
 @cache
-def squared_weights(
+def _squared_weights(
     kernel: str, stretched: bool, n: int, size: int, align: bool, factor: float | None
 ) -> float:
-    """Along one dimension, from n elements to `size`."""
+    """Return the sum along one dimension, from n elements to `size`."""
     step = 1 / factor if factor else n / max(size, 1)
     if align:
         step = (n - 1) / max(size - 1, 1)
@@ -250,7 +240,7 @@ def squared_weights(
 
 
 def _at_point(kernel: str, i: int, n: int, step: float, align: bool) -> dict[int, float]:
-    """Element -> its weight in result i. What is beyond the border is the border."""
+    """Return element -> weight in result i. Points beyond the border are the border."""
     center = i * step if align else (i + 0.5) * step - 0.5
     if kernel == "linear":
         center = max(center, 0.0)
@@ -263,7 +253,7 @@ def _at_point(kernel: str, i: int, n: int, step: float, align: bool) -> dict[int
 
 
 def _antialiased(kernel: str, i: int, n: int, step: float, align: bool) -> dict[int, float]:
-    """Element -> its weight in result i, of all that the pixel covers; what is beyond is cut."""
+    """Return element -> weight in result i, for the elements under a pixel and inside the image."""
     shape, reach = _SHAPES[kernel]
     stretch = max(step, 1.0)
     center = step * (i + 0.5)
@@ -279,7 +269,7 @@ def _triangle(t: float) -> float:
 
 
 def _cubic(t: float, a: float = -0.75) -> float:
-    """Keys, 1981. torch takes -3/4, and -1/2 for antialiasing."""
+    """The cubic kernel of Keys (1981). torch takes a = -3/4, and a = -1/2 for antialiasing."""
     t = abs(t)
     if t < 1:
         return ((a + 2) * t - (a + 3)) * t * t + 1
@@ -287,14 +277,13 @@ def _cubic(t: float, a: float = -0.75) -> float:
 
 
 def _lanczos(t: float) -> float:
-    return _sinc(t) * _sinc(t / 3) if abs(t) < 3 else 0.0
+    def sinc(t: float) -> float:
+        return math.sin(math.pi * t) / (math.pi * t) if t else 1.0
+
+    return sinc(t) * sinc(t / 3) if abs(t) < 3 else 0.0
 
 
-def _sinc(t: float) -> float:
-    return math.sin(math.pi * t) / (math.pi * t) if t else 1.0
-
-
-#: kernel -> its weight at a distance, and how far it reaches.
+#: Kernel -> its weight at a distance, and its largest distance.
 _SHAPES: dict[str, tuple[Callable[[float], float], int]] = {
     "linear": (_triangle, 1),
     "cubic": (_cubic, 2),
@@ -305,14 +294,14 @@ _SHAPES: dict[str, tuple[Callable[[float], float], int]] = {
 
 # --- grids -----------------------------------------------------------------------------------
 
-#: As operators number them.
+#: The modes in the order of their numbers in torch.
 _MODES = ("linear", "nearest", "cubic")
 
 
 @cache
 def _at_random(mode: int) -> tuple[float, float]:
-    """Along one dimension, at a random point: the mean sum of squared weights, and of their
-    squared slopes."""
+    """Return the means of the sum of squared weights and of the sum of squared slopes, along one
+    dimension at a random point."""
     if _MODES[mode] == "nearest":
         return 1.0, 0.0
     shape, reach = _SHAPES[_MODES[mode]]
@@ -325,8 +314,9 @@ def _at_random(mode: int) -> tuple[float, float]:
 
 @rule(aten.grid_sampler_2d.default, aten.grid_sampler_3d.default, pass_op=True)
 def grid_sampler(op: Overload, x: Any, grid: Any, mode: int, *options: Any) -> Raw:
-    """At a random point of the image, the mean sum of squared weights: (2/3)^(dims / 2) r if
-    linear. The grid counts by its value; in float32, for bfloat16 coordinates miss the pixel."""
+    """r times the root of the mean sum of squared weights at a random point: r (2/3)^(d / 2) for
+    linear interpolation in d dimensions. The coordinates are float32 values, because bfloat16
+    coordinates miss the pixel."""
     source = operand(x, first_scaled(x, grid))
     square = _at_random(mode)[0] ** (x.dim() - 2)
     positive = source.nonnegative and _MODES[mode] != "cubic"
@@ -338,8 +328,9 @@ def grid_sampler(op: Overload, x: Any, grid: Any, mode: int, *options: Any) -> R
 def grid_sampler_backward(
     op: Overload, g: Any, x: Any, grid: Any, mode: int, padding: int, align: bool, mask: Any
 ) -> tuple[Raw | None, Raw | None]:
-    """dx: r_g sqrt(points / pixels) times the forward factor. A coordinate, which spans 2 from
-    border to border: r_g r_x sqrt(channels) sqrt(slopes) size / 2."""
+    """r_g sqrt(points / pixels) times the factor of the forward pass for the image. r_g rx
+    sqrt(channels) sqrt(s) size / 2 for a coordinate, which spans 2 from border to border; s is the
+    mean sum of squared slopes of the weights."""
     like = first_scaled(g, x, grid)
     out, source = operand(g, like), operand(x, like)
     operands = (t.float() for t in (out.q, source.q, plain(grid)))
@@ -347,19 +338,20 @@ def grid_sampler_backward(
     square, slope = _at_random(mode)
     sizes = [int(n) - align for n in x.shape[2:]]
     dims = len(sizes)
-    share = _share(g.shape[2:], x.shape[2:]) * square**dims
+    weight = share(g.shape[2:], x.shape[2:]) * square**dims
     half = math.sqrt(sum(n * n for n in sizes) / dims) / 2
     reach = half * math.sqrt(x.shape[1] * (slope or 1.0) * square ** (dims - 1))
     of_grid = product_of(out.scale, source.scale)
     return (
-        Raw(dx, out.scale, out.rms * share**0.5) if mask[0] else None,
+        Raw(dx, out.scale, out.rms * weight**0.5) if mask[0] else None,
         Raw(dgrid, of_grid, out.rms * source.rms * reach) if mask[1] else None,
     )
 
 
 @rule(aten.affine_grid_generator.default)
 def affine_grid(theta: ScaledTensor, size: Sequence[int], align: bool) -> Raw:
-    """Coordinates between -1 and 1 and a one, each times an element: r sqrt(1 + dims / 3)."""
+    """r sqrt(1 + d / 3) in d dimensions: a sum of elements times d coordinates from -1 to 1, and of
+    one element times 1."""
     q = aten.affine_grid_generator.default(elements(theta).float(), size, align)
     dims = len(size) - 2
     return Raw(q, theta.scale, theta.rms * math.sqrt(1 + dims / 3))
@@ -369,7 +361,8 @@ def affine_grid(theta: ScaledTensor, size: Sequence[int], align: bool) -> Raw:
 
 
 def _seen(image: Sequence[int], *geometry: Any) -> tuple[Any, list[Any]]:
-    """Pairs of a patch and an element that is no padding, and the patches by dimension."""
+    """Return the number of pairs of a patch and an element of the image, and the sizes of the
+    columns."""
     kernel, dilation, padding, stride = (expanded(sizes, 2) for sizes in geometry)
     patches = [
         (n + 2 * p - d * (k - 1) - 1) // s + 1
@@ -380,16 +373,17 @@ def _seen(image: Sequence[int], *geometry: Any) -> tuple[Any, list[Any]]:
 
 @rule(aten.im2col.default)
 def im2col(x: ScaledTensor, *geometry: Any) -> Raw:
-    """A choice of the elements, and zeros for padding: r sqrt(share of what is no padding)."""
+    """r sqrt(share of entries inside the image): the other entries are zeros for padding."""
     seen, columns = _seen(x.shape[-2:], *geometry)
     q = aten.im2col.default(elements(x), *geometry)
-    share = seen / sym_max(math.prod(columns), 1)
-    return Raw(q, x.scale, x.rms * share**0.5, nonnegative=x.nonnegative)
+    inside = seen / sym_max(math.prod(columns), 1)
+    return Raw(q, x.scale, x.rms * inside**0.5, nonnegative=x.nonnegative)
 
 
 @rule(aten.col2im.default)
 def col2im(x: ScaledTensor, size: Sequence[int], *geometry: Any) -> Raw:
-    """The sum of the patches that see an element: r sqrt(their mean number)."""
+    """r sqrt(n) for n patches over an element in the mean. For terms that are known to be
+    nonnegative, r sqrt(2n/3 + n^2/3)."""
     seen, _ = _seen(size, *geometry)
     q = aten.col2im.default(elements(x), size, *geometry)
     terms = seen / sym_max(math.prod(size), 1)

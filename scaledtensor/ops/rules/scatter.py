@@ -1,9 +1,10 @@
 """Writes to chosen places: scatter, index_put, index_add, masks, and parts put back into a whole.
 
-What is written joins the base under one scale. The RMS is that of the energy: with h elements
-written per element of the base, r^2 = rx^2 + h rs^2 where they add up, and (1 - h) rx^2 + h rs^2
-where they replace. Zeros fit any scale: a base known to be zero leaves the scale to what is written
-into it, however little that is, and a cache that fills up keeps the RMS of what it holds.
+The source and the base get one scale, by their mean square. Let h be the number of elements that
+are written for each element of the base. If they are added, r^2 = rx^2 + h rs^2. If they replace,
+r^2 = (1 - h) rx^2 + h rs^2. Zeros fit any scale. So a base that is known to be zero takes the scale
+of the source, however few elements are written. A cache that fills up keeps the RMS of its filled
+part.
 """
 
 import math
@@ -21,7 +22,7 @@ from scaledtensor.ops.rules.views import fill_under, masked_fill, moves_scale
 from scaledtensor.scales.powers import settle
 from scaledtensor.tensors.tensor import ScaledTensor
 
-# --- replaced --------------------------------------------------------------------------------
+# --- places that are replaced ----------------------------------------------------------------
 
 
 @rule(
@@ -34,7 +35,7 @@ from scaledtensor.tensors.tensor import ScaledTensor
     pass_op=True,
 )
 def replace(op: Overload, x: Tensor, *args: Any, **kwargs: Any) -> Raw:
-    """r = sqrt((1 - h) rx^2 + h rs^2) for a share h that is replaced."""
+    """r = sqrt((1 - h) rx^2 + h rs^2) if a source of RMS rs replaces a share h of the elements."""
     at, source = _source(op, args, kwargs)
     return _replaced(x, source, lambda base, new: op(base, *at(new), **kwargs))
 
@@ -42,7 +43,7 @@ def replace(op: Overload, x: Tensor, *args: Any, **kwargs: Any) -> Raw:
 def _source(
     op: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[[Tensor], tuple[Any, ...]], Tensor]:
-    """The tensor that is written, and the arguments with another in its place."""
+    """Return a function that puts another source into the arguments, and the source itself."""
     names = [a.name for a in op._schema.arguments][1:]
     i = next(i for i, name in enumerate(names) if name in ("src", "source"))
     for name in names[len(args) : i + 1]:
@@ -72,28 +73,27 @@ def _aligned(a: Operand, b: Operand, ratio_a: Tensor, ratio_b: Tensor) -> tuple[
 
 @rule(aten.masked_scatter.default)
 def masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Raw:
-    """As a sum of what is kept and what is written: how much the mask lets through is data."""
+    """r = sqrt(rx^2 + rs^2) for a source of RMS rs. The mask is data, so no rule knows its
+    share."""
     a, b = _operands(x, source)
     rms = quadrature(a.rms, b.rms)
     scale, *ratios = settle(rms, a.scale, b.scale)
     base, new = _aligned(a, b, *ratios)
-    return Raw(aten.masked_scatter.default(base, _plain_mask(mask), new), scale, rms, settled=True)
-
-
-def _plain_mask(mask: Tensor) -> Tensor:
-    return elements(mask) != 0 if isinstance(mask, ScaledTensor) else mask
+    mask = elements(mask) != 0 if isinstance(mask, ScaledTensor) else mask
+    return Raw(aten.masked_scatter.default(base, mask, new), scale, rms, settled=True)
 
 
 @rule(aten.masked_scatter_backward.default)
 def masked_scatter_backward(g: ScaledTensor, mask: Tensor, sizes: Sequence[int]) -> Raw:
-    """The gradients that the mask lets through, then zeros: the same scale."""
+    """r_g: the gradients under the mask, then zeros. The scale stays."""
     q = aten.masked_scatter_backward.default(elements(g), mask, sizes)
     return Raw(q, g.scale, g.rms, settled=True)
 
 
 @rule(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, aten.scatter.value, pass_op=True)
 def fill_places(op: Overload, x: ScaledTensor, dim: int, index: Tensor, number: Any) -> Raw:
-    """As a part that is replaced; zeros, infinities and mask fills do not move the scale."""
+    """r = sqrt((1 - h) rx^2 + h c^2) if a number c replaces a share h of the elements. Zeros,
+    infinities and the fills of masks do not move the scale."""
     nowhere = torch.zeros(x.shape, dtype=torch.bool, device=x.device)
     if op is aten.scatter.value:
         mask, places = aten.scatter.value(nowhere, dim, index, True), index.numel()
@@ -111,15 +111,15 @@ def fill_places(op: Overload, x: ScaledTensor, dim: int, index: Tensor, number: 
     return Raw(torch.where(mask, fill, base), scale, rms, settled=True, nonnegative=positive)
 
 
-# --- added -----------------------------------------------------------------------------------
+# --- places to which a source is added -------------------------------------------------------
 
 
 @rule(aten.scatter_add.default, aten.index_add.default, pass_op=True)
 def add_places(
     op: Overload, x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1
 ) -> Raw:
-    """r = sqrt(rx^2 + h (alpha rs)^2) for h terms per element; of non-negative terms they add up
-    with their mean."""
+    """r = sqrt(rx^2 + h (alpha rs)^2) for h terms of RMS rs for each element. If the source is
+    known to be nonnegative and h > 1, h becomes 2h/3 + h^2/3."""
     named = {} if alpha == 1 else {"alpha": alpha}
     return _added(x, source, lambda base, new: op(base, dim, index, new, **named), alpha)
 
@@ -129,8 +129,10 @@ def _added(
 ) -> Raw:
     a, b = _operands(x, source)
     hits = source.numel() / max(x.numel(), 1)
-    # Few among many zeros: the scale fits those that are there.
-    term, room = (b.rms * (abs(alpha) * _terms(h, b)) for h in (hits, max(hits, 1.0)))
+    # A few terms among many zeros have the scale of the terms.
+    term, room = (
+        b.rms * (abs(alpha) * growth(h, b.nonnegative and h > 1)) for h in (hits, max(hits, 1.0))
+    )
     rms = quadrature(a.rms, term)
     scale, *ratios = settle(torch.where(a.rms == 0, room, rms), a.scale, b.scale)
     q = write(*_aligned(a, b, *ratios))
@@ -138,15 +140,11 @@ def _added(
     return Raw(q, scale, rms, settled=True, nonnegative=positive)
 
 
-def _terms(n: float, source: Operand) -> float:
-    return growth(n, source.nonnegative and n > 1)
-
-
 @rule(aten.index_put.default, aten._unsafe_index_put.default)
 def index_put(
     x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
 ) -> Raw:
-    """As index_copy, or as index_add where it accumulates."""
+    """Same as `index_copy`, or as `index_add` if it accumulates."""
 
     def write(base: Tensor, new: Tensor) -> Tensor:
         return aten.index_put.default(base, indices, new, accumulate)  # type: ignore[no-any-return]
@@ -156,7 +154,7 @@ def index_put(
 
 @rule(aten.put.default)
 def put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Raw:
-    """As index_put, of places counted along the flattened tensor."""
+    """Same as `index_put`. The places are indices into the flattened tensor."""
 
     def write(base: Tensor, new: Tensor) -> Tensor:
         return aten.put.default(base, index, new, accumulate)  # type: ignore[no-any-return]
@@ -168,7 +166,7 @@ def put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> R
 def unsafe_masked_index(
     x: ScaledTensor, mask: Tensor, indices: Sequence[Tensor | None], fill: float
 ) -> Raw:
-    """A choice of the elements, and a fill elsewhere: the same scale."""
+    """r: a choice of the elements under the same scale, and a fill in the other places."""
     q = elements(x)
     number = fill_under(fill, x.scale, q)
     chosen = aten._unsafe_masked_index.default(q, mask, indices, 0)
@@ -179,20 +177,21 @@ def unsafe_masked_index(
 def unsafe_masked_index_put(
     x: Tensor, mask: Tensor, indices: Sequence[Tensor | None], values: Tensor
 ) -> Raw:
-    """As index_put, accumulated."""
+    """Same as `index_put` if it accumulates."""
     op = aten._unsafe_masked_index_put_accumulate.default
     return _added(x, values, lambda base, new: op(base, mask, indices, new))
 
 
-# --- reduced ---------------------------------------------------------------------------------
+# --- places that are reduced with a source ---------------------------------------------------
 
 
 @rule(aten.scatter_reduce.two)
 def scatter_reduce(
     x: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
 ) -> Raw:
-    """A sum as scatter_add; a mean over n = h + 1 terms r / sqrt(n); the largest of n Gaussians
-    r sqrt(2 ln n); a product of h terms rx rs^h."""
+    """Same as `scatter_add` for a sum. For h terms of RMS rs and one element of RMS rx, sqrt(rx^2 +
+    h rs^2) / n for a mean over n = h + 1 terms, sqrt(2 ln n (rx^2 + h rs^2) / n) for an extreme,
+    and rx rs^h for a product."""
     op = aten.scatter_reduce.two
 
     def write(base: Tensor, new: Tensor) -> Tensor:
@@ -205,7 +204,7 @@ def scatter_reduce(
 def index_reduce(
     x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, *, include_self: bool = True
 ) -> Raw:
-    """As scatter_reduce."""
+    """Same as `scatter_reduce`."""
     op = aten.index_reduce.default
 
     def write(base: Tensor, new: Tensor) -> Tensor:
@@ -216,7 +215,7 @@ def index_reduce(
 
 @rule(aten.scatter.reduce)
 def scatter_with(x: Tensor, dim: int, index: Tensor, src: Tensor, *, reduce: str) -> Raw:
-    """As scatter_reduce, by "add" or "multiply"."""
+    """Same as `scatter_reduce` for a sum or a product."""
 
     def write(base: Tensor, new: Tensor) -> Tensor:
         return aten.scatter.reduce(base, dim, index, new, reduce=reduce)  # type: ignore[no-any-return]
@@ -226,7 +225,7 @@ def scatter_with(x: Tensor, dim: int, index: Tensor, src: Tensor, *, reduce: str
 
 @rule(aten.scatter.value_reduce)
 def scatter_number(x: ScaledTensor, dim: int, index: Tensor, number: float, *, reduce: str) -> Raw:
-    """As scatter_reduce of a constant."""
+    """Same as `scatter_reduce` for a source of one number."""
     return scatter_with(x, dim, index, torch.full(index.shape, float(number)), reduce=reduce)
 
 
@@ -242,10 +241,10 @@ def _reduced(
     a, b = _operands(x, source)
     hits = source.numel() / max(x.numel(), 1)
     n = hits + include_self
+    positive = a.nonnegative and b.nonnegative
     if reduce == "prod":
-        return _multiplied(x, source, a, b, hits, write)
-    # Where nothing is written the base stays, whatever becomes of it elsewhere: exp(-h) of the
-    # places, of as many chances as there are.
+        return Raw(write(a.value, b.value), None, a.rms * b.rms.pow(hits), nonnegative=positive)
+    # The base stays in places without a write, which are a share exp(-h) for h writes per place.
     kept = 1.0 if include_self else math.exp(-hits)
     rms = quadrature(a.rms * kept**0.5, b.rms * max(hits, 1.0) ** 0.5)
     if reduce == "mean":
@@ -254,17 +253,4 @@ def _reduced(
         rms = extreme_rms(rms / max(n, 1.0) ** 0.5, max(round(n), 1))
     scale, *ratios = settle(rms, a.scale, b.scale)
     q = write(*_aligned(a, b, *ratios))
-    return Raw(q, scale, rms, settled=True, nonnegative=a.nonnegative and b.nonnegative)
-
-
-def _multiplied(
-    x: Tensor,
-    source: Tensor,
-    a: Operand,
-    b: Operand,
-    hits: float,
-    write: Callable[[Tensor, Tensor], Tensor],
-) -> Raw:
-    base, new = (t.q.float() * t.scale for t in (a, b))
-    rms = a.rms * b.rms.pow(hits)
-    return Raw(write(base, new), None, rms, nonnegative=a.nonnegative and b.nonnegative)
+    return Raw(q, scale, rms, settled=True, nonnegative=positive)

@@ -1,35 +1,36 @@
 """Sparse tensors: products with a dense operand, and tensors whose stored values are scaled.
 
-Let A have N rows and E stored elements of RMS ra = sqrt(sum a^2 / E), however many to a row, and h
-independent elements of zero mean and RMS rh. A row's sum y_i = sum_j a_ij h_j has E[y_i^2] =
-rh^2 sum_j a_ij^2, so that over the rows
+Let A have N rows and E stored elements of RMS ra = sqrt(sum a^2 / E). Let h have independent
+elements of mean zero and RMS rh. The sum of a row, y_i = sum_j a_ij h_j, has the mean square rh^2
+sum_j a_ij^2. Over all rows this gives
 
-    mean E[y^2] = rh^2 / N sum_ij a_ij^2        r = ra rh sqrt(E / N)
+    mean y^2 = rh^2 / N sum_ij a_ij^2        r = ra rh sqrt(E / N)
 
-whatever the degrees are, and however the elements depend on them (1 / degree, as of a GCN): the
-dense product's ra rb sqrt(K) for the E / N terms that a row has on average (Blake et al. 2023,
-section 4.1). E, N are metadata and read nothing.
+for any degrees, even if the elements depend on them (1 / degree in a GCN). It is the RMS of the
+dense product, ra rb sqrt(K), for the E / N terms of a mean row (Blake et al. 2023, section 4.1). E
+and N are metadata, so no element is read.
 
-That holds for one product. A graph network multiplies by the same A at each layer, which makes
-neighbours alike, and of alike terms a row-normalised A keeps the RMS instead of dividing it by
-sqrt(E / N): in ten layers a factor of thousands. So the RMS that is carried on is the one that the
-result is seen to have, which for independent elements is the formula's, and the formula's where it
-has none. The rules below are homogeneous in both operands, so this is equivariant to the bit.
+This holds for one product. A graph network multiplies by the same A in each layer, so neighbours
+become alike. For equal terms a row-normalised A keeps the RMS, and does not divide it by sqrt(E /
+N): in ten layers this is a factor of thousands. So the RMS of the result is measured. For
+independent elements it equals the formula, which is used if the result has no finite RMS other than
+zero. The rules are homogeneous in both operands, so powers of two move only scales.
 
-The sparse operand may be plain (COO, CSR, CSC), as an adjacency is, or a `SparseTensor` (COO). Both
-are multiplied in float32: no hardware multiplies sparse FP8 operands, and a recipe casts none.
+The sparse operand may be plain (COO, CSR, CSC), like an adjacency matrix, or a `SparseTensor`
+(COO). Both are multiplied in float32: no hardware multiplies sparse FP8 operands, and no recipe
+casts them.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from scaledtensor.errors import UnsupportedError
 from scaledtensor.formats import BF16, FP32, from_dtype
-from scaledtensor.ops.algebra import elements, first_scaled, operand, rms_seen
+from scaledtensor.ops.algebra import Operand, elements, first_scaled, operand, rms_seen
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, Raw, dispatch, rule
 from scaledtensor.ops.results import store
@@ -46,11 +47,11 @@ from scaledtensor.tensors.tensor import ScaledTensor
 __all__ = ["FUNCTIONS", "made", "product", "wrapped"]
 
 
-F = Callable[..., Any]
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def takes_sparse(*ops: Overload) -> Callable[[F], F]:
-    """Register what operators do that meet a SparseTensor."""
+    """Register a function for operators on a SparseTensor."""
 
     def register(function: F) -> F:
         TABLE.update(dict.fromkeys(ops, function))
@@ -60,7 +61,7 @@ def takes_sparse(*ops: Overload) -> Callable[[F], F]:
 
 
 def _both(*ops: Overload) -> Callable[[F], F]:
-    """Register a rule for operators that a dense ScaledTensor meets as well."""
+    """Register a rule for operators on a SparseTensor and on a dense ScaledTensor."""
 
     def register(function: F) -> F:
         TABLE.update({op: partial(_by_rule, op) for op in ops})
@@ -76,8 +77,8 @@ def _by_rule(op: Overload, *args: Any, **kwargs: Any) -> Any:
 # --- products --------------------------------------------------------------------------------
 
 
-def product(matmul: F, a: Any, b: Any) -> Raw:
-    """`matmul(a, b)`, one of them sparse and one dense: r = ra rb sqrt(E / N)."""
+def product(matmul: Callable[..., Any], a: Any, b: Any) -> Raw:
+    """Return `matmul(a, b)` for one sparse and one dense operand: r = ra rb sqrt(E / N)."""
     if is_sparse(a) and is_sparse(b):
         of_two(a, b)
     like = first_scaled(a, b)
@@ -85,7 +86,8 @@ def product(matmul: F, a: Any, b: Any) -> Raw:
     q = matmul(x.q, y.q)
     matrix, summed = (a, -1) if is_sparse(a) else (b, -2)
     shape = matrix.shape
-    terms = _count(matrix) * shape[summed] / max(shape.numel(), 1)
+    stored = (matrix.qdata if isinstance(matrix, SparseTensor) else matrix)._nnz()
+    terms = stored * shape[summed] / max(shape.numel(), 1)
     scale = x.scale * y.scale
     expected = x.rms * y.rms * terms**0.5
     return Raw(q, scale, rms_seen(q, expected / scale) * scale)
@@ -93,38 +95,26 @@ def product(matmul: F, a: Any, b: Any) -> Raw:
 
 @takes_sparse(aten._sparse_sparse_matmul.default)
 def of_two(a: Tensor, b: Tensor) -> Tensor:
-    """A product of two sparse tensors: UnsupportedError."""
+    """Raises UnsupportedError: a product of two sparse tensors."""
     raise UnsupportedError(
         "a product of two sparse tensors of which one is scaled: multiply their plain values "
         "(x.dequantize()), or A @ (B @ h) in place of (A @ B) @ h"
     )
 
 
-def _count(x: Tensor) -> int:
-    """How many elements are stored."""
-    return (x.qdata if isinstance(x, SparseTensor) else x)._nnz()
-
-
-def _operand(x: Any, like: ScaledTensor) -> Any:
-    """In float32; a plain sparse tensor under the power of two next to the RMS of its values."""
+def _operand(x: Any, like: ScaledTensor) -> Operand:
+    """Return an operand in float32. The RMS of a plain sparse tensor is the RMS of its values."""
     if not is_sparse(x) or isinstance(x, SparseTensor):
-        side = operand(x, like)
-        return side._replace(q=_wide(side.q))
-    q = _wide(x)
-    rms = measured_rms(_stored(q))
+        dense = operand(x, like)
+        return dense._replace(q=dense.q.float())
+    q = x.float()
+    rms = measured_rms(q._values() if q.layout == torch.sparse_coo else q.values())
     scale = nearest_power_of_two(rms)
-    return operand(rms, like)._replace(q=_divided(q, scale), scale=scale, rms=rms)
-
-
-def _stored(x: Tensor) -> Tensor:
-    return x._values() if x.layout == torch.sparse_coo else x.values()
-
-
-def _wide(q: Tensor) -> Tensor:
-    return q.to(torch.float32)
+    return Operand(_divided(q, scale), scale, rms)
 
 
 def _divided(q: Tensor, scale: Tensor) -> Tensor:
+    """Return a sparse tensor of any layout with its values divided by a scale."""
     if q.layout == torch.sparse_coo:
         return coo(q, q._values() / scale)
     by_row = q.layout in (torch.sparse_csr, torch.sparse_bsr)
@@ -143,19 +133,19 @@ for _op in (
 
 @rule(aten._sparse_mm_reduce_impl.default)
 def sparse_mm_reduce(a: Tensor, b: Any, reduce: str) -> Any:
-    """As a product, with the sum, mean or extreme of a row's terms: measured."""
+    """Measured: a product with the sum, the mean or the extreme of the terms of a row."""
     y = operand(b, b)
-    q, chosen = aten._sparse_mm_reduce_impl.default(_wide(a), _wide(y.q), reduce)
+    q, chosen = aten._sparse_mm_reduce_impl.default(a.float(), y.q.float(), reduce)
     return Raw(q, y.scale, rms_seen(q, y.rms / y.scale) * y.scale), chosen
 
 
-# --- made, taken apart -----------------------------------------------------------------------
+# --- sparse tensors from dense ones, and back ------------------------------------------------
 
 
 def made(
     q: Tensor, held: Tensor, rms: Tensor, like: ScaledTensor, nonnegative: bool = False
 ) -> SparseTensor:
-    """Plain COO elements under a scale, as a SparseTensor under that of their RMS."""
+    """Make a SparseTensor with the RMS `rms` from plain COO elements under the scale `held`."""
     scale, ratio = settle(rms, held)
     fmt = FP32 if q.dtype == torch.float32 else from_dtype(q.dtype)
     held_q = coo(q, store(q._values() * ratio, fmt))
@@ -163,41 +153,34 @@ def made(
 
 
 def _around(x: SparseTensor, q: Tensor) -> SparseTensor:
-    """Other places, or other memory, of the same values."""
+    """Return the values of `x` in other places or in other memory."""
     return x.like(q, x.scale.clone(), x.rms.clone())
 
 
 def wrapped(x: Tensor, like: ScaledTensor) -> SparseTensor:
-    """A plain sparse tensor under the power of two next to the RMS of its values."""
-    q = _wide(x if x.layout == torch.sparse_coo else x.to_sparse())
+    """Make a SparseTensor from a plain sparse tensor, with the measured RMS of its values."""
+    q = (x if x.layout == torch.sparse_coo else x.to_sparse()).float()
     rms = measured_rms(q._values())
     one = torch.ones_like(rms)
     held = made(q, one, rms, like)
     return SparseTensor.make(held.qdata, held.scale, rms, held.format, x.dtype, like.recipe)
 
 
-def values(x: SparseTensor, *_: Any) -> ScaledTensor:
-    """The stored values as a dense ScaledTensor, a view: r."""
+@takes_sparse(aten._values.default)
+def values(x: SparseTensor) -> ScaledTensor:
+    """r: a dense ScaledTensor of the stored values, which shares their memory."""
     context = x.__tensor_flatten__()[1]
     return ScaledTensor.make(x.qdata._values(), x.scale, x.rms, *context)
 
 
-@takes_sparse(aten._values.default)
-def _values(x: SparseTensor) -> ScaledTensor:
-    """The stored values as a dense ScaledTensor, a view: r."""
-    return values(x)
-
-
 @takes_sparse(aten.values.default)
 def _values_of_coalesced(x: SparseTensor) -> ScaledTensor:
-    """The same, where no place repeats."""
-    x.qdata.values()  # torch's own error where places repeat
+    """Same as `_values`, for a tensor without repeated places."""
+    x.qdata.values()  # raises torch's own error if places repeat
     return values(x)
 
 
-@_both(
-    aten._sparse_coo_tensor_with_dims_and_tensors.default,
-)
+@_both(aten._sparse_coo_tensor_with_dims_and_tensors.default)
 def sparse_coo_tensor(
     sparse_dim: int,
     dense_dim: int,
@@ -208,7 +191,7 @@ def sparse_coo_tensor(
     is_coalesced: bool | None = None,
     **layout: Any,
 ) -> SparseTensor:
-    """The values at their places: r of the values. Shares their memory and scale, as torch does."""
+    """r of the values. The sparse tensor shares their memory and scale, like torch's."""
     if not isinstance(values, ScaledTensor):
         raise UnsupportedError("places are plain integers; the values may be a ScaledTensor")
     fmt = values.format if values.qdata.itemsize > 1 else BF16
@@ -222,7 +205,7 @@ def sparse_coo_tensor(
 
 @_both(aten._to_sparse.default, aten._to_sparse.sparse_dim)
 def to_sparse(x: ScaledTensor, sparse_dim: int | None = None, **layout: Any) -> Any:
-    """What is not zero, in the layout torch.sparse_coo: r sqrt(n / nnz)."""
+    """r sqrt(n / stored): the elements other than zero, in the layout `torch.sparse_coo`."""
     if layout.get("layout") not in (None, torch.sparse_coo):
         raise UnsupportedError(
             f"a sparse ScaledTensor has the layout torch.sparse_coo; got {layout['layout']}. "
@@ -238,7 +221,7 @@ def to_sparse(x: ScaledTensor, sparse_dim: int | None = None, **layout: Any) -> 
 
 @takes_sparse(aten._to_dense.default)
 def to_dense(x: SparseTensor, *_: Any, **__: Any) -> ScaledTensor:
-    """Zeros between the values: the scale stays, r sqrt(nnz / n)."""
+    """r sqrt(stored / n): the values among zeros. The scale stays."""
     whole = x.qdata.to_dense()
     share = (x.qdata._values().numel() / max(whole.numel(), 1)) ** 0.5
     return ScaledTensor.make(
@@ -248,7 +231,7 @@ def to_dense(x: SparseTensor, *_: Any, **__: Any) -> ScaledTensor:
 
 @_both(aten.sparse_mask.default)
 def sparse_mask(x: Any, mask: Any, *_: Any) -> Any:
-    """The elements at the places of another: r."""
+    """r: the elements at the places of another tensor."""
     if not isinstance(x, ScaledTensor):
         return aten.sparse_mask.default(x, mask.qdata)
     places = mask.qdata if isinstance(mask, SparseTensor) else mask
@@ -268,7 +251,7 @@ def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 @takes_sparse(aten._sparse_mask_projection.default)
 def sparse_mask_projection(x: SparseTensor, mask: Any, *args: Any) -> SparseTensor:
-    """As sparse_mask: r."""
+    """r, like `sparse_mask`."""
     places = mask.qdata if isinstance(mask, SparseTensor) else mask
     op = aten._sparse_mask_projection.default
     return _around(x, op(x.qdata, _as(places, x.qdata.dtype), *args))
@@ -276,31 +259,31 @@ def sparse_mask_projection(x: SparseTensor, mask: Any, *args: Any) -> SparseTens
 
 @takes_sparse(aten._coalesce.default)
 def coalesce(x: SparseTensor) -> SparseTensor:
-    """n elements at a place on average add up: r sqrt(n)."""
-    q = _wide(x.qdata).coalesce()
+    """r sqrt(n): the n elements at a place, in the mean, are added."""
+    q = x.qdata.float().coalesce()
     n = x.qdata._nnz() / max(q._nnz(), 1)
     rms = x.rms * growth(n, x.nonnegative and n > 1)
     return made(q, x.scale, rms, x, x.nonnegative)
 
 
-# --- as they are -----------------------------------------------------------------------------
+# --- copies and metadata ---------------------------------------------------------------------
 
 
 @takes_sparse(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 def _share(x: SparseTensor) -> SparseTensor:
-    """The same places and values: the same scale."""
+    """r: a view, which shares the scale."""
     return x.viewed(x.qdata)
 
 
 @takes_sparse(aten.clone.default)
 def _clone(x: SparseTensor, **_: Any) -> SparseTensor:
-    """A copy: r."""
+    """r: a copy."""
     return _around(x, x.qdata.clone())
 
 
 @takes_sparse(aten._to_copy.default)
 def _to(x: SparseTensor, *, dtype: torch.dtype | None = None, **options: Any) -> Any:
-    """As of a dense ScaledTensor, of the values."""
+    """Same as `_to_copy` of the dense values."""
     if options.get("layout") not in (None, torch.sparse_coo):
         return to_dense(x).to(dtype=dtype, **options)
     moved = {k: v for k, v in options.items() if k in ("device", "non_blocking")}
@@ -344,7 +327,7 @@ def _dequantize(x: SparseTensor) -> Tensor:
 
 @takes_sparse(verbs.promote)
 def _promote(x: Tensor, like: Any) -> Any:
-    """A plain tensor enters beside a sparse one."""
+    """Makes a ScaledTensor of a plain operand beside a sparse one."""
     return x if isinstance(x, ScaledTensor) else verbs.promote(x, values(like))
 
 
@@ -352,7 +335,7 @@ def _promote(x: Tensor, like: Any) -> Any:
 
 
 def _of_values(op: Overload, x: Any, *args: Any, **kwargs: Any) -> SparseTensor:
-    """A function of each value that is linear: of the places that repeat as well."""
+    """Apply a linear function to each value, so that repeated places have the right sum too."""
     if not isinstance(x, SparseTensor) or any(isinstance(a, Tensor) and a.dim() for a in args):
         raise UnsupportedError(
             f"{op} of a sparse ScaledTensor takes a number or a 0-dim tensor beside it; of "
@@ -369,7 +352,7 @@ for _op in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, 
 
 def _of_values_in_place(op: Overload, x: SparseTensor, *args: Any) -> SparseTensor:
     if any(isinstance(a, Tensor) and a.dim() for a in args):
-        _of_values(op, x, *args)  # which says what is taken
+        _of_values(op, x, *args)  # raises the error that names the operands
     op(values(x), *args)
     return x
 
@@ -382,10 +365,11 @@ for _op in (
 
 
 def _sum(a: SparseTensor, b: SparseTensor, alpha: float) -> SparseTensor:
-    """The energy of both over the places of the sum: r^2 = (na ra^2 + nb (alpha rb)^2) / n."""
+    """Return a + alpha b with r^2 = (na ra^2 + nb (alpha rb)^2) / n for na, nb and n stored
+    values."""
     both = quadrature(a.rms * a.qdata._nnz() ** 0.5, b.rms * (abs(alpha) * b.qdata._nnz() ** 0.5))
     scale = nearest_power_of_two(both)
-    x, y = (coo(t.qdata, _wide(t.qdata._values()) * (t.scale / scale)) for t in (a, b))
+    x, y = (coo(t.qdata, t.qdata._values().float() * (t.scale / scale)) for t in (a, b))
     q = torch.add(x, y, alpha=alpha)
     rms = both / max(q._nnz(), 1) ** 0.5
     return made(q, scale, rms, a, a.nonnegative and b.nonnegative and alpha > 0)
@@ -393,8 +377,9 @@ def _sum(a: SparseTensor, b: SparseTensor, alpha: float) -> SparseTensor:
 
 @takes_sparse(aten.add.Tensor)
 def _add(x: Any, y: Any, *, alpha: float = 1) -> Any:
-    """Two sparse tensors: the energy of both over the places of the sum. A dense one and a sparse
-    one: r = sqrt(rx^2 + h ry^2) for a share h of places."""
+    """r = sqrt((nx rx^2 + ny ry^2) / n) for two sparse tensors with nx and ny stored values, and n
+    in the sum. r = sqrt(rx^2 + h ry^2) for a dense tensor and a sparse one with a share h of the
+    places."""
     if isinstance(x, SparseTensor) and isinstance(y, SparseTensor):
         return _sum(x, y, alpha)
     if not isinstance(x, Tensor) or x.layout != torch.strided or not isinstance(y, SparseTensor):
@@ -408,22 +393,23 @@ def _add(x: Any, y: Any, *, alpha: float = 1) -> Any:
 
 @takes_sparse(aten.add_.Tensor)
 def _add_in_place(x: Any, y: Any, *, alpha: float = 1) -> Any:
-    """As add. Reads and writes the places of the sparse one alone: rows of a table."""
+    """Same as `add`. It reads and writes only the places of the sparse tensor, such as rows of a
+    table."""
     if isinstance(x, SparseTensor):
         return _become(x, _add(x, y, alpha=alpha))
     if not isinstance(x, ScaledTensor):
         return x.add_(verbs.dequantize(y), alpha=alpha)
     watch(x)
-    stored = coo(y.qdata, _wide(y.qdata._values())).coalesce()
+    stored = coo(y.qdata, y.qdata._values().float()).coalesce()
     term = y.rms * abs(alpha)
     share = min(stored._values().numel() / max(x.numel(), 1), 1.0)
-    # Few among many zeros: the scale fits those that are there.
+    # A few values among many zeros have the scale of the values.
     rms = torch.where(x.rms == 0, term, quadrature(x.rms, term * share**0.5))
     was = x.scale if x.memo.agreed else x.rms
     scale, ratio = settle_in_place(x.scale, was, rms, y.scale, False)
     places = tuple(stored._indices())
     added = stored._values() * (ratio * alpha)
-    x.qdata.index_put_(places, store(_wide(elements(x)[places]) + added, x.format))
+    x.qdata.index_put_(places, store(elements(x)[places].float() + added, x.format))
     after_write(x)
     put(x, None if scale is x.scale else scale, rms)
     x.nonnegative = x.nonnegative and y.nonnegative and alpha > 0
@@ -432,18 +418,18 @@ def _add_in_place(x: Any, y: Any, *, alpha: float = 1) -> Any:
 
 @takes_sparse(aten.sub.Tensor)
 def _sub(x: Any, y: Any, *, alpha: float = 1) -> Any:
-    """As add."""
+    """Same as `add`."""
     return _add(x, y, alpha=-alpha)
 
 
 @takes_sparse(aten.sub_.Tensor)
 def _sub_in_place(x: Any, y: Any, *, alpha: float = 1) -> Any:
-    """As add, in place."""
+    """Same as `add_`."""
     return _add_in_place(x, y, alpha=-alpha)
 
 
 def _become(x: SparseTensor, other: SparseTensor) -> SparseTensor:
-    """In place, where the places change too."""
+    """Change `x` in place, with its places, into `other`."""
     x.qdata, x.scale, x.rms = other.qdata, other.scale, other.rms
     x.format, x.nonnegative = other.format, other.nonnegative
     return x
@@ -451,36 +437,37 @@ def _become(x: SparseTensor, other: SparseTensor) -> SparseTensor:
 
 @takes_sparse(aten.copy_.default)
 def _copy(x: Any, y: Any, non_blocking: bool = False) -> Any:
-    """An overwrite, places included."""
+    """Overwrites the values and the places."""
     if not (isinstance(x, SparseTensor) and isinstance(y, SparseTensor)):
         raise UnsupportedError("a sparse ScaledTensor is copied into another of its kind")
-    return _become(x, _clone(y if y.device == x.device else y.to(x.device)))
+    moved: Any = y if y.device == x.device else y.to(x.device)
+    return _become(x, _clone(moved))
 
 
 @takes_sparse(aten.zero_.default)
 def _zero(x: SparseTensor) -> SparseTensor:
-    """Zeros at the same places, which take any scale."""
+    """Zeros at the same places. They take the scale of the next value that is written."""
     q = x.qdata.clone().zero_()
     return _become(x, x.like(q, torch.ones_like(x.scale), torch.zeros_like(x.rms)))
 
 
 @takes_sparse(aten._coalesced_.default)
 def _coalesced(x: SparseTensor, coalesced: bool) -> SparseTensor:
-    """Whether no place repeats, as who makes the tensor knows."""
+    """Sets whether no place repeats, which the caller knows."""
     x.qdata._coalesced_(coalesced)
     return x
 
 
-# --- above autograd --------------------------------------------------------------------------
+# --- functions of torch ----------------------------------------------------------------------
 
 
 def _new(x: Tensor, *args: Any) -> Tensor:
-    """The constructor of a tensor's own kind, by which SparseAdam makes its updates."""
+    """Works like `Tensor.new`, with which SparseAdam makes its updates."""
     if isinstance(x, SparseTensor) and args:
         return torch.sparse_coo_tensor(*args, check_invariants=False)
     made: Tensor = x.new(*args)
     return made
 
 
-#: function that a user may call -> the same on scaled tensors.
+#: Function of torch -> the same function for scaled tensors.
 FUNCTIONS: dict[Any, Callable[..., Any]] = {Tensor.new: _new}

@@ -1,7 +1,7 @@
-"""Views and data movement: the elements stay what they are.
+"""Views, data movement and masks: the elements stay the same.
 
-A view shares the scale and RMS objects of its base, so that what is written through one is seen by
-all. Moved data gets its own.
+A view shares the scale and RMS objects of its base, so that a write through one of them changes
+all. Copied elements get a scale and an RMS of their own.
 """
 
 import math
@@ -25,11 +25,13 @@ from scaledtensor.scales.singles import Amount, copied, rms_of, scale_of, single
 from scaledtensor.tensors.memo import after_write, note
 from scaledtensor.tensors.tensor import ScaledTensor
 
+# --- views -----------------------------------------------------------------------------------
+
 
 @rule(aten.detach.default)
 def detach(x: ScaledTensor) -> ScaledTensor:
-    """The result is a view: it has the very same scale."""
-    # A rule of its own: nearly half of the operators of an eager training step are this one.
+    """r: a view, which shares the scale."""
+    # It has a rule for speed: nearly half of the operators of an eager training step are `detach`.
     out = x.viewed(x.qdata.detach())
     if x.memo.decoded is not None:
         note(out, decoded=x.memo.decoded.detach(), passing=x.memo.passing)
@@ -61,7 +63,7 @@ def detach(x: ScaledTensor) -> ScaledTensor:
     pass_op=True,
 )
 def view(op: Overload, x: ScaledTensor, *args: object, **kwargs: object) -> Any:
-    """The same elements seen otherwise: the very same scale."""
+    """r: a view, which shares the scale."""
     q = op(x.qdata, *args, **kwargs)
     if isinstance(q, (list, tuple)):
         return [x.viewed(part) for part in q]
@@ -87,7 +89,7 @@ def view(op: Overload, x: ScaledTensor, *args: object, **kwargs: object) -> Any:
     pass_op=True,
 )
 def reshaped_in_place(op: Overload, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The same tensor, seen otherwise from now on: the very same scale."""
+    """r: the tensor changes its shape or strides, and keeps its scale."""
     template = [a.qdata if isinstance(a, ScaledTensor) else a for a in args]
     if not isinstance(x, ScaledTensor):
         return op(x, *template, **kwargs)  # type: ignore[no-any-return]
@@ -99,11 +101,14 @@ def reshaped_in_place(op: Overload, x: Tensor, *args: Any, **kwargs: Any) -> Ten
 
 @rule(aten.view.dtype)
 def reinterpret(x: ScaledTensor, dtype: torch.dtype) -> Tensor:
-    """Bits seen as another dtype have no scale."""
+    """Raises DTypeError: a scaled value has no bits to read as another dtype."""
     raise DTypeError(
         f"view({dtype}) reinterprets bits, which a scaled value does not have; "
         "use .qdata.view(...) for the elements or .to(...) to convert"
     )
+
+
+# --- elements in other places ----------------------------------------------------------------
 
 
 @rule(
@@ -145,7 +150,7 @@ def reinterpret(x: ScaledTensor, dtype: torch.dtype) -> Tensor:
     pass_op=True,
 )
 def move(op: Overload, x: ScaledTensor, *args: Any, **kwargs: Any) -> Any:
-    """A choice of the elements: the same scale and RMS."""
+    """r: a choice of the elements, under the same scale."""
     # torch moves bytes by every operator, and 8-bit floats by some.
     narrow = x.qdata.dtype.itemsize == 1
     q = op(x.qdata.view(torch.uint8) if narrow else x.qdata, *args, **kwargs)
@@ -164,14 +169,14 @@ def move(op: Overload, x: ScaledTensor, *args: Any, **kwargs: Any) -> Any:
     pass_op=True,
 )
 def zero_filled(op: Overload, g: ScaledTensor, sizes: Sequence[int], *args: Any) -> Raw:
-    """The elements among zeros, which do not move the scale; the RMS over all is diluted."""
+    """r_g sqrt(share) for the share of elements that are not zeros. The scale stays."""
     share = (g.numel() / max(math.prod(sizes), 1)) ** 0.5
     return Raw(op(elements(g), sizes, *args), scale_of(g), rms_of(g) * share, settled=True)
 
 
 @rule(aten.diag_embed.default)
 def diag_embed(x: ScaledTensor, *args: Any, **kwargs: Any) -> Raw:
-    """The elements among zeros, as the backward of a diagonal."""
+    """r sqrt(share) for the share of elements that are not zeros. The scale stays."""
     q = aten.diag_embed.default(elements(x), *args, **kwargs)
     share = (x.numel() / max(q.numel(), 1)) ** 0.5
     return Raw(q, x.scale, x.rms * share, settled=True, nonnegative=x.nonnegative)
@@ -179,7 +184,7 @@ def diag_embed(x: ScaledTensor, *args: Any, **kwargs: Any) -> Raw:
 
 @rule(aten.unfold_backward.default)
 def unfold_backward(g: ScaledTensor, sizes: Sequence[int], dim: int, size: int, step: int) -> Raw:
-    """The windows that overlap on an element add up: r sqrt(windows), counted."""
+    """r_g sqrt(windows) for the mean number of windows over an element, whose gradients add up."""
     q = aten.unfold_backward.default(elements(g), sizes, dim, size, step)
     share = (g.numel() / max(math.prod(sizes), 1)) ** 0.5
     return Raw(q, g.scale, g.rms * share)
@@ -187,7 +192,7 @@ def unfold_backward(g: ScaledTensor, sizes: Sequence[int], dim: int, size: int, 
 
 @rule(aten.tril.default, aten.triu.default, pass_op=True)
 def triangle(op: Overload, x: ScaledTensor, diagonal: int = 0) -> Raw:
-    """The elements of a triangle among zeros: r sqrt(share), counted."""
+    """r sqrt(share) for the share of elements in the triangle. The others become zeros."""
     rows, columns = x.shape[-2:]
     below = sum(min(max(i + diagonal + (op is aten.tril.default), 0), columns) for i in range(rows))
     kept = below if op is aten.tril.default else rows * columns - below
@@ -197,7 +202,7 @@ def triangle(op: Overload, x: ScaledTensor, diagonal: int = 0) -> Raw:
 
 @rule(aten.constant_pad_nd.default)
 def pad(x: ScaledTensor, padding: Sequence[int], value: float = 0) -> Raw:
-    """Zeros and infinities around the elements do not move the scale."""
+    """r: the padding does not move the scale."""
     if value == 0 or abs(value) == float("inf"):
         q = aten.constant_pad_nd.default(elements(x), padding, value)
     else:
@@ -207,23 +212,27 @@ def pad(x: ScaledTensor, padding: Sequence[int], value: float = 0) -> Raw:
     return Raw(q, x.scale, x.rms, settled=True)
 
 
+# --- tensors joined --------------------------------------------------------------------------
+
+
 @rule(aten.cat.default)
 def cat(tensors: Sequence[Tensor], dim: int = 0) -> Raw:
-    """Parts are aligned to one scale; the RMS is the mean square over all elements."""
+    """The square is the mean square over the elements of all parts. All parts get one scale."""
     q, scale, rms, nonnegative = _join(tensors)
     return Raw(torch.cat(q, dim), scale, rms, settled=True, nonnegative=nonnegative)
 
 
 @rule(aten.stack.default)
 def stack(tensors: Sequence[Tensor], dim: int = 0) -> Raw:
-    """As cat."""
+    """Same as `cat`."""
     q, scale, rms, nonnegative = _join(tensors)
     return Raw(torch.stack(q, dim), scale, rms, settled=True, nonnegative=nonnegative)
 
 
 @rule(aten.block_diag.default)
 def block_diag(tensors: Sequence[Tensor]) -> Raw:
-    """As cat; the zeros around the blocks fit any scale and dilute the RMS."""
+    """The RMS of `cat` times the root of the share of elements in the blocks. The others are
+    zeros."""
     q, scale, rms, nonnegative = _join(tensors)
     out = aten.block_diag.default(q)
     share = (sum(part.numel() for part in q) / max(out.numel(), 1)) ** 0.5
@@ -232,7 +241,7 @@ def block_diag(tensors: Sequence[Tensor]) -> Raw:
 
 @rule(aten._chunk_cat.default)
 def chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int) -> Raw:
-    """As cat, of parts padded with zeros to a multiple of the chunks."""
+    """Same as `cat`, for parts that are padded with zeros to a multiple of the chunks."""
     q, scale, rms, nonnegative = _join(tensors)
     out = aten._chunk_cat.default(q, dim, num_chunks)
     return Raw(out, scale, rms, settled=True, nonnegative=nonnegative)
@@ -254,8 +263,11 @@ def _join(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Any, Any, bool]:
 
 
 def fill_under(number: float, scale: Amount, like: Tensor) -> Tensor:
-    """A fill value under a scale. It saturates before the division and after, so that a mask of
-    `torch.finfo(...).min` stays finite as an element and as a value; true infinities stay."""
+    """Return a fill value under a scale.
+
+    It saturates before the division and after, so that a mask of `torch.finfo(...).min` stays
+    finite, as an element and as a value. Infinities stay.
+    """
     finite = abs(number) != float("inf")
     if finite:
         number = min(max(number, -LARGEST), LARGEST)
@@ -267,19 +279,20 @@ def fill_under(number: float, scale: Amount, like: Tensor) -> Tensor:
 
 
 def moves_scale(number: float) -> bool:
-    """Zeros, infinities and the fills of masks do not move a scale."""
+    """Whether a number moves the scale: zeros, infinities and the fills of masks do not."""
     return number != 0 and FILL < number < HUGE
 
 
 @rule(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 def masked_fill(x: ScaledTensor, mask: Tensor, number: Any) -> Raw:
-    """Zeros, infinities and mask fills do not move the scale; another fill may raise it."""
+    """r. Zeros, infinities and the fills of masks do not move the scale. The RMS of another fill
+    counts if it is larger."""
     return _where(mask, number, x)
 
 
 @rule(aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar)
 def where(condition: Tensor, x: Any, y: Any) -> Raw:
-    """Both sides are aligned to the larger scale; zeros and infinities have none."""
+    """The larger of rx and ry. Zeros, infinities and the fills of masks do not count."""
     return _where(condition, x, y)
 
 
@@ -292,7 +305,7 @@ def _where(condition: Tensor, x: Any, y: Any) -> Raw:
     deciding = [
         p.rms for p, s in zip(sides, (x, y), strict=True) if isinstance(s, Tensor) or moves_scale(s)
     ]
-    # A side that is not a number, as a root that the condition guards, expects nothing.
+    # `fmax` ignores an RMS that is NaN, for example of a root that the condition guards.
     rms = deciding[0]
     if len(deciding) == 2:
         rms = single_of(torch.fmax(*map(tensor_of, deciding)))
@@ -307,7 +320,7 @@ def _where(condition: Tensor, x: Any, y: Any) -> Raw:
 
 
 def _plain_number(x: Any) -> Any:
-    # A 0-dim CPU tensor as a fill (masked_fill.Tensor) is the number it holds, outside tracing.
+    # Outside tracing, a 0-dim tensor on the host (the fill of masked_fill.Tensor) is a number.
     if isinstance(x, Tensor) and type(x) is Tensor and x.dim() == 0 and backend_of(x).host:
         return x.item()
     return x
