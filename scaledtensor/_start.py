@@ -1,4 +1,4 @@
-"""How this process was started."""
+"""Whether this process is the command line of the package."""
 
 import sys
 from itertools import pairwise
@@ -11,10 +11,12 @@ _NAME = "scaledtensor"
 
 def is_command() -> bool:
     """Whether this process is the command line of this package: `scaledtensor`, or
-    `python -m scaledtensor`. It answers `--help` and wrong options before torch is loaded, which
-    takes longer than a reader waits; a program that imports the package gets its tensors at once.
+    `python -m scaledtensor`.
+
+    The command line answers `--help` and wrong options before it loads torch, which takes long. A
+    program that imports the package gets its tensors at once.
     """
-    if sys.argv[:1] == ["-m"]:  # what stands there while Python looks for the module to run
+    if sys.argv[:1] == ["-m"]:  # Python is still looking for the module to run
         given = ["", *sys.orig_argv]
         return any(
             b == f"-m{_NAME}" or (b == _NAME and a.startswith("-") and a.endswith("m"))

@@ -1,11 +1,11 @@
-"""Every exception and warning that the library raises by its own name.
+"""All exceptions and warnings of this library.
 
-Each also derives from the built-in a caller would expect to catch, so `except ValueError` works.
+Each exception also derives from the built-in exception that fits, so `except ValueError` works.
 """
 
 
 class ScaledTensorError(Exception):
-    """Base of every error that scaledtensor raises on purpose."""
+    """Base class of all exceptions of scaledtensor."""
 
 
 class FormatError(ScaledTensorError, ValueError):
@@ -17,8 +17,8 @@ class DTypeError(ScaledTensorError, TypeError):
 
 
 class DTypeMismatchError(ScaledTensorError, RuntimeError):
-    """Operands of a product have different dtypes. It is a RuntimeError, as torch's own is, and no
-    TypeError, whose message Python withholds where an operator such as @ raises it."""
+    """Operands of a product have different dtypes. It is a RuntimeError, like the error of torch.
+    If an operator such as @ raises a TypeError, Python hides its message."""
 
 
 class ScaleError(ScaledTensorError, ValueError):
@@ -34,11 +34,11 @@ class StorageError(ScaledTensorError, RuntimeError):
 
 
 class RecipeError(ScaledTensorError, ValueError):
-    """An unknown recipe name or a field outside what it allows."""
+    """An unknown recipe, or a field with a value that is not allowed."""
 
 
 class RecipeWarning(UserWarning):
-    """An operator that the recipe does not reach ran without its casts."""
+    """An operator ran without casts, because its recipe does not cover it."""
 
 
 class ModelError(ScaledTensorError, ValueError):
@@ -50,11 +50,12 @@ class ModelWarning(UserWarning):
 
 
 class MupError(ScaledTensorError, ValueError):
-    """A parameter without u-muP tags, a tag that cannot be, or a learning-rate rule's option."""
+    """A parameter without u-muP tags, an invalid tag, or an invalid option of a learning-rate
+    rule."""
 
 
 class HardwareError(ScaledTensorError, ValueError):
-    """A choice for products that no machine has."""
+    """An unknown choice of the dtype of products."""
 
 
 class RegistryError(ScaledTensorError, ValueError):
@@ -62,11 +63,11 @@ class RegistryError(ScaledTensorError, ValueError):
 
 
 class UnsupportedError(ScaledTensorError, NotImplementedError):
-    """A combination that the library knows of and does not support; it names what to do instead."""
+    """A combination that the library does not support. The message says what to do instead."""
 
 
 class OptionError(UnsupportedError, ValueError):
-    """An option of torch's that has no meaning for a unit-scaled function or module."""
+    """An option of torch that has no meaning for a unit-scaled function or module."""
 
 
 class MissingRuleError(ScaledTensorError, NotImplementedError):
@@ -74,7 +75,8 @@ class MissingRuleError(ScaledTensorError, NotImplementedError):
 
 
 class MissingRuleWarning(UserWarning):
-    """An operator has no scale rule; it ran in fp32 and was rescaled by its measured RMS."""
+    """An operator has no scale rule. It ran in float32, and its result was scaled by its measured
+    RMS."""
 
 
 class SaturationWarning(UserWarning):

@@ -1,7 +1,7 @@
-"""Settings of the process that are context managers as well.
+"""Settings of the process that are also context managers.
 
-`on_missing("error")` holds from that call on; `with on_missing("error"):` restores the setting
-before when the block ends.
+`on_missing("error")` sets a value from that call on. `with on_missing("error"):` restores the
+earlier value when the block ends.
 """
 
 from typing import Any, Self
@@ -10,7 +10,7 @@ __all__ = ["Setting"]
 
 
 class Setting:
-    """Sets the value of its class when it is constructed. A subclass declares the first value."""
+    """A setting. Its constructor sets the value. A subclass declares the first value as `_now`."""
 
     _now: Any
 

@@ -1,4 +1,4 @@
-"""What every recipe has, and the table of recipes by name."""
+"""`Recipe`, the base class of all recipes, and the table of recipes by name."""
 
 import fnmatch
 import inspect
@@ -16,7 +16,7 @@ from scaledtensor.recipes.casts import GEMMS, Cast, Gemm, Gemms, check_bool, che
 
 __all__ = ["RECIPES", "Recipe", "get", "register"]
 
-#: Formats whose arithmetic torch does natively; what flows between matrix products is one of them.
+#: Formats with native arithmetic in torch. The tensors between matrix products are in one of them.
 COMPUTE_FORMATS = (BF16, FP16, FP32)
 
 GRADIENT_ROUNDINGS = ("nearest_even", "stochastic")
@@ -28,7 +28,8 @@ Overrides = tuple[tuple[str, "Recipe | None"], ...]
 
 @dataclass(frozen=True)
 class Recipe:
-    """Formats by role, and what is left alone. Subclasses say how each operand is cast: `cast`.
+    """The formats of a model by role, and the layers and products that are not cast. Subclasses
+    define the cast of each operand by the method `cast`.
 
     Every role takes a `Format`, its name or its torch dtype.
 
@@ -40,52 +41,52 @@ class Recipe:
     name: ClassVar[str] = ""
 
     forward: Format
-    """Format of both operands of a forward matrix product. Autograd saves them in it."""
+    """Format of both operands of a forward matrix product. Autograd saves the operands in it."""
     gradient: Format
     """Format of the incoming gradient of a matrix product, for dgrad and wgrad."""
     activation: Format
     """Format of the tensors between the matrix products."""
     master: Format
-    """Format of the stored parameters; their gradients arrive in it too."""
+    """Format of the stored parameters and of their gradients."""
     rebalance: int = 10
-    """Number of optimizer steps after which parameters get the scale of their present values
-    (`scaledtensor.rebalance`), again and again; 0 for never. Training moves weights away from the
-    values that their scale was made for, and in the backward pass that adds up over the layers."""
+    """Parameters get the scale of their present values every so many optimizer steps
+    (`scaledtensor.rebalance`); 0 for never. Training moves weights away from the values that their
+    scale was made for, and in the backward pass these errors multiply over the layers."""
     gradient_rounding: str = "nearest_even"
     """How gradients are cast to 8 bits: "nearest_even", or "stochastic", from torch's default
-    generator. Rounding to nearest takes all gradients of one size to the same side: with E5M2 a
-    rare token's gradient, near p for every other token, is off by up to 1/8. Stochastic rounding is
-    right on average."""
+    generator. Rounding to nearest moves all gradients of one size in the same direction. With E5M2,
+    the gradient of a rare token's logit, near p for every other token, is off by up to 1/8.
+    Stochastic rounding is right on average."""
     saved: Format | None = None
     """Format in which autograd keeps the inputs of norms, activations and products by element, in
-    groups of 1x16 with a scale each (COAT, arXiv 2410.19313); None keeps them as they are. The
-    operands of matrix products are kept as they were cast, in any case."""
+    groups of 1x16 with a scale each (COAT, arXiv 2410.19313). None keeps them in the activation
+    format. The operands of matrix products are always kept as they were cast."""
     weight: Format | None = None
     """Format of weights; None takes `forward`."""
     keep: tuple[str, ...] = ()
     """Products, out of "forward", "dgrad" and "wgrad", that stay in the activation format."""
     min_size: int = 0
-    """A weight with a dimension under this stays plain: where matrices are small, the casts cost
-    more than the faster product gains. 0 leaves none out."""
+    """A weight with a smaller dimension stays plain: for small matrices the casts cost more than
+    the faster product gains. 0 leaves no weight out."""
     overrides: Overrides = ()
-    """(pattern, recipe) for modules of that fully qualified name; * and ? are wildcards, the first
-    match decides. None leaves the parameters of such a module plain. A mapping is taken too."""
+    """Pairs (pattern, recipe), or a mapping, for modules by their fully qualified name. * and ? are
+    wildcards; the first match decides. The recipe None leaves the parameters of a module plain."""
     fast_accumulation: tuple[str, ...] = ("forward",)
     """Products, out of "forward", "dgrad" and "wgrad", that FP8 units may add up in fewer bits than
-    float32, which is faster; by default the first, as in torchao and TransformerEngine. Where
-    operands are cast once for all products, the other two are given only together. Emulated
-    products always add in float32."""
+    float32, which is faster. The default is the forward product, as in torchao and
+    TransformerEngine. If operands are cast once for all products, "dgrad" and "wgrad" are given
+    only together. Emulated products always add in float32."""
     emulate: bool = False
-    """Allow pairs of formats that the FP8 units of no device multiply."""
+    """Allows pairs of formats that the FP8 units of no device multiply."""
     store_frozen: bool = False
-    """Weights that need no gradient when the model is wrapped are kept as products cast them, in 8
-    bits, in place of `master`: the same products, bit for bit, for a quarter of the bytes. Weights
-    are the matrices that torch's linear, convolution and attention layers multiply by, and in other
-    classes matrices named "weight", "proj", "*_weight" or "*_proj". A part of one (an expert picked
-    out) is under the scale of the whole."""
+    """Keeps a weight that needs no gradient when the model is wrapped as the 8-bit codes that
+    products cast it to, not in `master`: the same products, bit for bit, for a quarter of the
+    bytes. Weights are the matrices that torch's linear, convolution and attention layers multiply
+    by, and in other classes matrices named "weight", "proj", "*_weight" or "*_proj". A part of a
+    weight (one expert) has the scale of the whole weight."""
 
     def __new__(cls, *args: Any, **given: Any) -> Self:
-        # Before the constructor that `dataclass` writes, which answers with a bare TypeError.
+        # This runs before the constructor of `dataclass`, which would raise a bare TypeError.
         taken = inspect.signature(cls.__init__).parameters
         open_ended = any(p.kind is p.VAR_KEYWORD for p in taken.values())
         if not open_ended and (unknown := sorted(given.keys() - taken.keys())):
@@ -117,23 +118,23 @@ class Recipe:
         self._check_products("keep")
         self._check_products("fast_accumulation")
         object.__setattr__(self, "overrides", self._checked_overrides())
-        # Made once: every product reads them, and a contradiction between casts shows here. Not a
-        # cached property, whose lock torch.compile cannot trace.
+        # The casts are made once, since every product reads them and contradictions must show here.
+        # torch.compile cannot trace the lock of a cached property.
         object.__setattr__(self, "_gemms", self._make_gemms())
         if not self.emulate:
             check_pairs(self.gemms)
         self._check_stored()
 
-    # --- what the products read --------------------------------------------------------------
+    # --- casts by role and product -----------------------------------------------------------
 
     def cast(self, role: str, gemm: str) -> Cast | None:
-        """The cast of an operand: `role` is "input", "weight" or "gradient", `gemm` the product
-        that it goes into. None leaves it in the activation format."""
+        """The cast of an operand. `role` is "input", "weight" or "gradient"; `gemm` is the product
+        that it goes into. None leaves the operand in the activation format."""
         raise NotImplementedError
 
     @property
     def hadamard(self) -> tuple[str, ...]:
-        """Products whose operands are first mixed by a random Hadamard transform."""
+        """Products whose operands a random Hadamard transform mixes first."""
         return ()
 
     @property
@@ -156,35 +157,36 @@ class Recipe:
 
     @property
     def uncorrected(self) -> "Recipe":
-        """This recipe without what it says of the operands of one weight alone: the recipe of what
-        is computed from that weight."""
+        """This recipe without the corrections that belong to one weight. Tensors that are computed
+        from the weight have this recipe."""
         return self
 
     def of_role(self, role: str) -> Format:
-        """The format of an operand by its role."""
+        """The format of an operand with this role."""
         if role == "gradient":
             return self.gradient
         return self.weight if role == "weight" and self.weight is not None else self.forward
 
     def rounding_of(self, role: str) -> str:
-        """How an operand is rounded by its role."""
+        """The rounding of an operand with this role."""
         return self.gradient_rounding if role == "gradient" else "nearest_even"
 
     def for_module(self, fqn: str) -> "Recipe | None":
-        """The recipe of the module of that name, without overrides; None leaves it plain."""
+        """The recipe of the module of that name, without overrides; None leaves the module
+        plain."""
         for pattern, other in self.overrides:
             if fnmatch.fnmatchcase(fqn, pattern):
                 return other
         return replace(self, overrides=()) if self.overrides else self
 
     def check_shape(self, shape: tuple[int, ...], name: str) -> None:
-        """Raises RecipeError where the weight called `name` cannot be cast by this recipe."""
+        """Raise RecipeError if this recipe cannot cast the weight called `name`."""
 
     # --- files -------------------------------------------------------------------------------
 
     def to_json(self) -> str:
-        """This recipe as JSON, which `from_json` reads. Raises RecipeError where it is of a class
-        that is not registered."""
+        """This recipe as JSON, which `from_json` reads. Raises RecipeError if its class is not
+        registered."""
         return json.dumps(self._values())
 
     @staticmethod
@@ -211,7 +213,7 @@ class Recipe:
         return _restore, (self.name, self._values())
 
     def __str__(self) -> str:
-        """The fields that are not their default."""
+        """The class and the fields that differ from their default."""
         told = [
             f"{f.name}={_told(getattr(self, f.name))}"
             for f in fields(self)
@@ -247,7 +249,7 @@ class Recipe:
                 )
 
     def _check_products(self, name: str) -> None:
-        """A field that lists products."""
+        """Check a field that lists products."""
         if isinstance(getattr(self, name), list):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         given = getattr(self, name)
@@ -301,7 +303,7 @@ RECIPES: dict[str, type[Recipe]] = {}
 
 
 def _told(value: Any) -> Any:
-    """A field's value as `str` shows it."""
+    """A field's value for `str`."""
     if isinstance(value, Format):
         return value.name
     if isinstance(value, tuple) and value and isinstance(value[0], tuple):
@@ -310,7 +312,7 @@ def _told(value: Any) -> Any:
 
 
 def _spelled(value: Any) -> Any:
-    """A field's value as what JSON has."""
+    """A field's value for JSON."""
     if isinstance(value, Format):
         return value.name
     if isinstance(value, Recipe):
@@ -369,7 +371,7 @@ def get(name: "str | Recipe") -> Recipe:
     """The recipe called `name` with its defaults; a recipe is returned as it is.
 
     Raises:
-        RecipeError: no recipe has that name, or it is a class in place of an instance.
+        RecipeError: no recipe has that name, or `name` is a class in place of an instance.
     """
     if isinstance(name, Recipe):
         return name
@@ -377,6 +379,6 @@ def get(name: "str | Recipe") -> Recipe:
         raise RecipeError(
             f"a recipe is an instance, or a name; got the class {name.__name__}: {name.__name__}()"
         )
-    # Registered recipes have defaults for every field, which the base class has not.
+    # Registered recipes have defaults for every field; the base class does not.
     make: Callable[[], Recipe] = cast(Any, _registered(name))
     return make()

@@ -1,5 +1,5 @@
-"""Scales for blocks of elements: DeepSeek's, OCP MX and NVFP4. Each product casts for itself, since
-a block lies along what the product sums over."""
+"""Recipes with a scale for each block of elements: DeepSeek-V3, OCP MX and NVFP4. Blocks lie along
+the summed dimension, so each product casts its operands separately."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -23,11 +23,11 @@ __all__ = ["MXFP4", "MXFP6", "MXFP8", "NVFP4", "Blockwise"]
 
 @dataclass(frozen=True)
 class _Blocks(Recipe):
-    """What recipes of blocks share."""
+    """The base of all recipes with blocks."""
 
     padding: bool = True
-    """Zeros fill the last block of a dimension that is no multiple of it: that block is shorter.
-    False refuses weights with such a dimension, which hardware does not take."""
+    """Whether the last block of a dimension may be shorter; zeros fill it. False refuses weights
+    with a dimension that is not a multiple of the block, which hardware does not take."""
 
     def __post_init__(self) -> None:
         check_bool(self, "padding")
@@ -52,11 +52,12 @@ class _Blocks(Recipe):
 @register
 @dataclass(frozen=True)
 class Blockwise(_Blocks):
-    """Inputs and gradients by `block` elements that are summed, weights by squares of them.
+    """Inputs and gradients have a scale for each `block` elements that are summed, weights for each
+    square of `block` by `block`.
 
-    scale = amax of the block / max(format), float32, or a power of two. DeepSeek-V3 (arXiv
-    2412.19437), section 3.3.2, has blocks of 128, E4M3 everywhere, and powers of two for the inputs
-    of some layers.
+    scale = amax of the block / max(format), a float32, or a power of two. DeepSeek-V3 (arXiv
+    2412.19437), section 3.3.2, has blocks of 128, E4M3 for all operands, and powers of two for the
+    inputs of some layers.
     """
 
     name: ClassVar[str] = "blockwise"
@@ -66,7 +67,9 @@ class Blockwise(_Blocks):
     activation: Format = BF16
     master: Format = FP32
     block: int = 128
+    """Number of summed elements that share a scale."""
     power_of_two: bool = False
+    """Whether a scale is the least power of two that is not below amax / max(format)."""
 
     def __post_init__(self) -> None:
         check_exponent(self, "block", range(1, 1 << 16))
@@ -80,15 +83,17 @@ class Blockwise(_Blocks):
 
 @dataclass(frozen=True)
 class _Microscaled(_Blocks):
-    """What the MX recipes share."""
+    """The base of the MX recipes."""
 
     forward: Format = E4M3FN
     gradient: Format = E4M3FN
     activation: Format = BF16
     master: Format = FP32
     mode: str = "rceil"
-    """"floor" is the specification's; "rceil", by which nothing saturates, errs least."""
+    """How scales round to a power of two; see `formats.quantize_blocks`. "floor" is the mode of the
+    specification. "rceil", under which nothing saturates, has the smallest errors."""
     block: int = 32
+    """Number of summed elements that share a scale."""
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -118,9 +123,9 @@ class _Microscaled(_Blocks):
 @register
 @dataclass(frozen=True)
 class MXFP8(_Microscaled):
-    """E4M3FN (gradients may be E5M2) in blocks of 32 that are summed, a power of two each.
+    """E4M3FN (gradients may be E5M2) in blocks of 32 summed elements, with a power of two as scale.
 
-    scale = 2^(floor(log2(amax)) - emax), with the carry that `mode` decides
+    scale = 2^(floor(log2(amax)) - emax + carry), where `mode` decides the carry, 0 or 1
     (`formats.quantize_blocks`). OCP Microscaling Formats 1.0; Rouhani et al., arXiv 2310.10537.
     """
 
@@ -134,7 +139,7 @@ class MXFP8(_Microscaled):
 @register
 @dataclass(frozen=True)
 class MXFP6(_Microscaled):
-    """As `MXFP8`, in E2M3FN; gradients in E3M2FN, which reaches further."""
+    """Same as `MXFP8`, in E2M3FN. Gradients are in E3M2FN, which has more range."""
 
     name: ClassVar[str] = "mxfp6"
 
@@ -149,7 +154,7 @@ class MXFP6(_Microscaled):
 @register
 @dataclass(frozen=True)
 class MXFP4(_Microscaled):
-    """As `MXFP8`, in E2M1FN; gradients rounded stochastically."""
+    """Same as `MXFP8`, in E2M1FN. Gradients are rounded stochastically."""
 
     name: ClassVar[str] = "mxfp4"
 
@@ -165,11 +170,11 @@ class MXFP4(_Microscaled):
 @register
 @dataclass(frozen=True)
 class NVFP4(_Blocks):
-    """E2M1 in blocks of 16 that are summed (weights: squares), under scales of two levels.
+    """E2M1FN in blocks of 16 summed elements (weights: 16x16), under scales of two levels.
 
-    scale = E4M3(amax of the block / (6 t)) t, t = amax of the tensor / (6 448). Gradients are
-    rounded stochastically, the operands of wgrad first mixed by a random Hadamard transform of 16.
-    NVIDIA, "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149).
+    scale = E4M3(amax of the block / (6 t)) t, with t = amax of the tensor / (6 448). Gradients are
+    rounded stochastically. A random Hadamard transform of 16 elements first mixes the operands of
+    wgrad. NVIDIA, "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149).
     """
 
     name: ClassVar[str] = "nvfp4"
@@ -180,8 +185,10 @@ class NVFP4(_Blocks):
     master: Format = FP32
     gradient_rounding: str = "stochastic"
     random_hadamard: bool = True
+    """Whether a random Hadamard transform mixes the operands of wgrad."""
     square_weights: bool = True
-    """One scale for 16x16 of a weight, so that forward and dgrad see the same values of it."""
+    """Whether 16x16 elements of a weight share a scale, so that the forward product and dgrad read
+    the same values."""
 
     def __post_init__(self) -> None:
         check_bool(self, "random_hadamard")

@@ -1,4 +1,12 @@
-"""Delayed scaling: the largest magnitudes of earlier steps."""
+"""Recipes with one scale per tensor (`Current` also has one per row), and `PerGemm`.
+
+Unit       the scale that the rules propagated: nothing is measured
+Current    the amax of each operand, measured before its cast
+MinMSE     the power of two with the least squared error
+Delayed    the amaxes of earlier steps
+Constant   one power of two for the whole run
+PerGemm    a cast of your own for each operand of each product
+"""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
@@ -25,8 +33,9 @@ from scaledtensor.recipes.casts import (
 
 __all__ = ["ROLES", "Constant", "Current", "Delayed", "MinMSE", "PerGemm", "Unit"]
 
+ROLES = ("input", "weight", "gradient")
 
-# Unit scaling: the scale follows from the shapes, so nothing is measured.
+
 @register
 @dataclass(frozen=True)
 class Unit(Recipe):
@@ -38,9 +47,9 @@ class Unit(Recipe):
     (`benchmarks.recipes --heads`). Closed-form scales after Blake et al., "Unit Scaling", ICML 2023
     (arXiv 2303.11257).
 
-    The rules take the terms of a sum as independent. Where terms are correlated (weights of one
-    sign, averages, outlier channels), values leave the format, and a correction of the weight's
-    casts makes up for it: `shifts`.
+    The rules assume that the terms of a sum are independent. If terms are correlated (weights of
+    one sign, averages, outlier channels), values can leave the format. `shifts` then correct the
+    casts of that weight's products.
     """
 
     name: ClassVar[str] = "unit"
@@ -50,12 +59,14 @@ class Unit(Recipe):
     activation: Format = BF16
     master: Format = FP32
     guard: bool = True
-    """Whether training looks, in its first step and at each step that rebalances parameters, for
-    inputs and gradients that saturate or vanish in their cast, and corrects the `shifts` of that
-    weight. Eager code corrects the cast that it is about to make, compiled code the next ones."""
+    """Whether training looks for inputs and gradients that saturate or vanish in their cast, and
+    corrects the `shifts` of that weight. It looks in its first step and in each step that
+    rebalances parameters. Eager code corrects the cast that it is about to make, compiled code the
+    next casts."""
     shifts: tuple[int, int] = (0, 0)
-    """How many binades larger the inputs of this weight, and the gradients of its results, are than
-    the rules expect. The guard and `scaledtensor.calibrate` set them for each weight."""
+    """Two numbers of binades: how much larger the inputs of this weight, and the gradients of its
+    results, are than the rules expect. The guard and `scaledtensor.calibrate` set them for each
+    weight."""
 
     def __post_init__(self) -> None:
         check_bool(self, "guard")
@@ -76,24 +87,25 @@ class Unit(Recipe):
     def cast(self, role: str, gemm: str) -> Cast:
         of = {"input": self.shifts[0], "gradient": self.shifts[1]}
         fmt = self.of_role(role)
-        # A format of 16 bits holds what the rules do not expect.
+        # A format of 16 bits has range enough without a shift.
         shift = of.get(role, 0) if fmt.bits <= 8 else 0
         return Cast(fmt, Carried(shift), rounding=self.rounding_of(role))
 
 
-# Just-in-time scaling: the largest magnitude of each operand is measured before it is cast.
+#: Granularity of `Current` -> its block.
 GRANULARITIES = {"tensor": (0, 0), "row": (1, 0)}
 
 
 @register
 @dataclass(frozen=True)
 class Current(Recipe):
-    """Operands fill their format: one scale by the amax of the tensor, or of each row.
+    """Operands fill their format: the scale follows from the amax of the tensor, or of each row.
 
-    scale = amax / max(format), or the least power of two that is not below it; amax in float64, so
-    that eager and compiled code agree. torchao's tensorwise and rowwise recipes; with `margin` and
-    E5M2 gradients FP8-AMAX of "Training and inference of large language models using 8-bit floating
-    point" (arXiv 2309.17224), whose gradients leave 3 binades.
+    scale = amax / max(format), or the least power of two that is not below it. The amax is
+    measured, just before the cast, in float64, so that eager and compiled code agree. These are
+    torchao's tensorwise and rowwise recipes. With `margin` and E5M2 gradients it is FP8-AMAX of
+    "Training and inference of large language models using 8-bit floating point" (arXiv 2309.17224),
+    which leaves 3 binades free for gradients.
     """
 
     name: ClassVar[str] = "current"
@@ -104,8 +116,9 @@ class Current(Recipe):
     master: Format = FP32
     granularity: str = "tensor"
     """"tensor"; or "row", a scale for each row of the left operand of a product and each column of
-    the right one, so that each product casts the operands for itself."""
+    the right one. With "row" each product casts its operands separately."""
     power_of_two: bool = False
+    """Whether a scale is the least power of two that is not below amax / max(format)."""
     margin: int = 0
     """Binades left free above the amax of inputs and weights."""
     gradient_margin: int = 0
@@ -130,10 +143,11 @@ class Current(Recipe):
 @register
 @dataclass(frozen=True)
 class MinMSE(Recipe):
-    """Operands get the power of two under which their cast errs least.
+    """Operands get the power of two under which their cast has the least squared error.
 
-    scale = argmin over 2^k of sum((cast(x / 2^k) 2^k - x)^2), k from where nothing saturates down
-    `below` binades. The MSE variant of arXiv 2309.17224, section 3.
+    scale = argmin over 2^k of sum((cast(x / 2^k) 2^k - x)^2). The largest k is the least under
+    which nothing saturates; the smallest is `below` binades lower. This is the MSE variant of arXiv
+    2309.17224, section 3.
     """
 
     name: ClassVar[str] = "min_mse"
@@ -143,6 +157,7 @@ class MinMSE(Recipe):
     activation: Format = BF16
     master: Format = FP32
     below: int = 8
+    """Number of smaller powers of two that are tried."""
 
     def __post_init__(self) -> None:
         check_exponent(self, "below", range(1, 33))
@@ -153,21 +168,19 @@ class MinMSE(Recipe):
         return Cast(self.of_role(role), scale, rounding=self.rounding_of(role))
 
 
-ROLES = ("input", "weight", "gradient")
-
-
 @register
 @dataclass(frozen=True)
 class Delayed(Recipe):
     """Operands get the scale that would have filled their format in the last steps.
 
-    scale = amax 2^margin / max(format), amax the largest (or the latest) of the last `history`
-    steps of that input, weight or gradient; in the first step, its own. Micikevicius et al., "FP8
-    formats for deep learning" (arXiv 2209.05433), and TransformerEngine's DelayedScaling.
+    scale = amax 2^margin / max(format). amax is the largest (or the latest) of the last `history`
+    steps of that input, weight or gradient; in the first step, its own amax. Micikevicius et al.,
+    "FP8 formats for deep learning" (arXiv 2209.05433), and TransformerEngine's DelayedScaling.
 
-    A step ends with `optimizer.step()`. The amaxes are a buffer beside each weight, `<name>_amax`:
-    they are saved, loaded and moved with the module. `scaledtensor.calibrate` fills them from data.
-    Products without a parameter (attention written out) have none and are scaled by their own amax.
+    A step ends with `optimizer.step()`. The amaxes are a buffer beside each weight, `<name>_amax`.
+    They are saved, loaded and moved with the module. `scaledtensor.calibrate` fills them from data.
+    Products without a parameter (attention written out) have no history; the amax of each operand
+    scales it.
     """
 
     name: ClassVar[str] = "delayed"
@@ -177,16 +190,19 @@ class Delayed(Recipe):
     activation: Format = BF16
     master: Format = FP32
     history: int = 16
+    """Number of steps in the history."""
     margin: int = 0
     """Binades left free above the amax of earlier steps."""
     choose: str = "max"
     """"max", the largest of the history; or "recent", the latest."""
     guard: bool = True
-    """What would saturate is scaled by its own amax instead, so that growth from one step to the
-    next loses nothing. False lets it saturate, as the published recipes do. Both are counted
-    (`scaledtensor.models.delayed.exceeded`); what saturated is warned of after the step."""
+    """Whether an operand that would saturate is scaled by its own amax instead, so that a growth
+    from one step to the next loses nothing. If False, it saturates, as in the published recipes.
+    `scaledtensor.models.delayed.exceeded` counts both. After the step a warning names the operands
+    that saturated."""
     current: tuple[str, ...] = ()
-    """Operands, of "input", "weight" and "gradient", whose scale is their own amax in each step."""
+    """Operands, out of "input", "weight" and "gradient", that are scaled by their own amax in each
+    step."""
 
     def __post_init__(self) -> None:
         check_exponent(self, "history", range(1, 1025))
@@ -200,7 +216,7 @@ class Delayed(Recipe):
                 "Delayed.current has one or two of 'input', 'weight' and 'gradient', or none; got "
                 f"{self.current!r}. With all of them it is Current()"
             )
-        # In one order, so that equal recipes are equal; files have lists.
+        # One order for all makes equal recipes compare equal. Files have lists.
         object.__setattr__(self, "current", tuple(r for r in ROLES if r in given))
         super().__post_init__()
 
@@ -211,15 +227,14 @@ class Delayed(Recipe):
         return Cast(self.of_role(role), scale, rounding=self.rounding_of(role))
 
 
-# Constant scaling: one power of two for the whole run.
 @register
 @dataclass(frozen=True)
 class Constant(Recipe):
-    """Operands are cast under a scale that was chosen beforehand.
+    """Operands are cast under a scale that is chosen once for the whole run.
 
-    operand = cast(value / 2^exponent). FP8-CSCALE of arXiv 2309.17224, section 3, whose bias b is
-    -exponent; what lies outside saturates or underflows. `benchmarks.recipes --sweep` prints the
-    interval of exponents that serves.
+    operand = cast(value / 2^exponent). This is FP8-CSCALE of arXiv 2309.17224, section 3, whose
+    bias b is -exponent. Values outside of the range saturate or underflow. `benchmarks.recipes
+    --sweep` prints the interval of exponents that work.
     """
 
     name: ClassVar[str] = "constant"
@@ -229,10 +244,11 @@ class Constant(Recipe):
     activation: Format = BF16
     master: Format = FP32
     input_exponent: int = 0
+    """The scale of inputs is 2 to this power."""
     weight_exponent: int = -5
-    """Weights are usually around 2^-5 (an RMS of 0.02 to 0.04)."""
+    """The exponent of weights. The default is for an RMS of 0.02 to 0.04, which is usual."""
     gradient_exponent: int = -16
-    """Gradients of a mean over some thousands of tokens."""
+    """The exponent of gradients. The default is for a mean over some thousands of tokens."""
 
     def __post_init__(self) -> None:
         for role in ("input", "weight", "gradient"):
@@ -244,7 +260,7 @@ class Constant(Recipe):
         return Cast(self.of_role(role), scale, rounding=self.rounding_of(role))
 
 
-# A recipe of one's own: the cast of each operand of each product.
+#: (role, product) -> the side of the product that the operand is on.
 _SIDES = {
     ("input", "forward"): "left",
     ("weight", "forward"): "right",
@@ -258,7 +274,7 @@ _SIDES = {
 @register
 @dataclass(frozen=True)
 class PerGemm(Recipe):
-    """Six casts, one for each operand of the forward product, of dgrad and of wgrad.
+    """A recipe of six casts, one for each operand of the forward product, dgrad and wgrad.
 
         PerGemm(casts=Gemms(
             forward=Gemm(Cast("e4m3fn"), Cast("e2m3fn", Microscale(), (1, 32))),
@@ -266,7 +282,7 @@ class PerGemm(Recipe):
             wgrad=Gemm(),  # in the activation format
         ))
 
-    `forward`, `gradient` and `weight` of the other recipes follow from the casts and are not given.
+    Do not pass `forward`, `gradient` and `weight`: the casts decide these formats.
     """
 
     name: ClassVar[str] = "per_gemm"

@@ -4,13 +4,28 @@
     dgrad      dx = dy      @ weight^T     contracts the features that come out
     wgrad      dw = input^T @ dy           contracts the tokens
 
-What shares a scale is said relative to the product, as (across, along): `along` elements in the
-direction that the product sums over, by `across` in the other; 0 is all of them.
+A `Cast` has a format, a rounding, a block and a scale.
+
+The elements of a block share a scale. A block is (across, along), relative to the product: `along`
+elements in the direction that the product sums over, by `across` in the other direction. 0 stands
+for all elements of a direction.
 
     (0, 0)       the tensor
     (1, 0)       a row of the left operand, a column of the right one
     (1, 32)      32 elements that are summed, as in OCP MX
     (128, 128)   a square
+
+A scale is frozen data that says how a scale s is chosen for the elements x of a block, in a format
+of largest value F: code = round(x / s), value = code * s. amax is the largest finite |x|.
+`scaledtensor.ops.products.quantize` computes them.
+
+    Carried      the power of two that the rules propagated, times 2^shift: nothing is measured
+    Amax         amax 2^margin / F, or the least power of two that is not below it
+    Fixed        2^exponent
+    LeastError   the power of two with the least sum of (code s - x)^2
+    Microscale   a power of two by amax, as in OCP MX 1.0, section 6.3
+    History      same as Amax, with the amax of earlier steps
+    TwoLevel     a float32 for the tensor, an E4M3FN number for each block (NVFP4)
 """
 
 import json
@@ -24,6 +39,7 @@ from scaledtensor.formats import get as get_format
 from scaledtensor.formats.blocks import MODES
 
 __all__ = [
+    "EXPONENTS",
     "GEMMS",
     "HADAMARD",
     "KINDS",
@@ -38,20 +54,25 @@ __all__ = [
     "Microscale",
     "Scale",
     "TwoLevel",
+    "cast_from",
+    "check_bool",
+    "check_exponent",
+    "check_pairs",
+    "gemms_from",
+    "kept_high",
+    "parsed_cast",
+    "parsed_gemms",
 ]
 
-
-# What chooses the scale of a cast. Frozen data; `scaledtensor.ops.products.quantize` computes
-# them.  The
-# scale s of elements x that share one, in a format of largest value F, amax = max|x| over the
-# finite x: code = round(x / s), value = code * s.  Carried          the power of two that the
-# rules propagated, times 2^shift: nothing is measured Amax             s = amax 2^margin / F, or
-# the least power of two that is not below it Fixed            s = 2^exponent LeastError       the
-# power of two s of least sum of (code s - x)^2 Microscale       a power of two by amax as in OCP
-# MX 1.0, section 6.3 History          as Amax, of the amax of earlier steps TwoLevel         a
-# float32 for the tensor, an E4M3FN number for each block (NVFP4)
-#: Exponents within which a scale, and a value of any 8-bit format under it, is a float32.
+#: For these exponents, a scale and every value of an 8-bit format under it are float32 numbers.
 EXPONENTS = range(-100, 101)
+GEMMS = ("forward", "dgrad", "wgrad")
+ROUNDINGS = ("nearest_even", "stochastic")
+#: The number of elements that a random Hadamard transform mixes, which share a scale in NVFP4.
+HADAMARD = 16
+
+
+# --- scales --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -67,7 +88,7 @@ class Carried:
 
 @dataclass(frozen=True)
 class Amax:
-    """The scale that fills the format: amax in float64, as torchao has it."""
+    """The scale by which amax fills the format: amax 2^margin / F in float64, as in torchao."""
 
     power_of_two: bool = False
     margin: int = 0
@@ -80,7 +101,7 @@ class Amax:
 
 @dataclass(frozen=True)
 class Fixed:
-    """2^exponent, whatever the values are."""
+    """The scale 2^exponent, for any values."""
 
     exponent: int = 0
 
@@ -90,8 +111,8 @@ class Fixed:
 
 @dataclass(frozen=True)
 class LeastError:
-    """The power of two of least squared error, among the one under which nothing saturates and the
-    `below` next smaller ones."""
+    """The power of two with the least squared error. The candidates are the least one under which
+    nothing saturates, and the next `below` smaller ones."""
 
     below: int = 8
 
@@ -114,7 +135,8 @@ class Microscale:
 
 @dataclass(frozen=True)
 class History:
-    """s = amax 2^margin / F with the amax of the last `length` steps, the largest or the latest."""
+    """The scale amax 2^margin / F, with the largest or the latest amax of the last `length`
+    steps."""
 
     length: int = 16
     margin: int = 0
@@ -131,13 +153,13 @@ class History:
 
 @dataclass(frozen=True)
 class TwoLevel:
-    """NVFP4's: amax / (448 F) for the tensor, and amax / F under it for each block."""
+    """The scales of NVFP4: t = amax / (448 F) for the tensor, and amax / (F t) for each block."""
 
 
 Scale = Carried | Amax | Fixed | History | LeastError | Microscale | TwoLevel
 
 
-#: Their names in files.
+#: Name of a scale in files -> its class.
 KINDS: dict[str, type[Any]] = {
     "carried": Carried,
     "amax": Amax,
@@ -164,15 +186,7 @@ def check_exponent(record: Any, name: str, allowed: range) -> None:
         )
 
 
-GEMMS = ("forward", "dgrad", "wgrad")
-
-
-ROUNDINGS = ("nearest_even", "stochastic")
-
-
-#: The elements that a random Hadamard transform mixes: those that share a scale in NVFP4.
-HADAMARD = 16
-
+# --- casts and products --------------------------------------------------------------------------
 
 #: Scales that are one number for a tensor.
 _WHOLE = (Carried, Fixed, History, LeastError)
@@ -189,7 +203,7 @@ class Cast:
     format: Format
     scale: Scale = Carried()
     block: tuple[int, int] = (0, 0)
-    """(across, along): what shares a scale."""
+    """(across, along): the elements that share a scale."""
     rounding: str = "nearest_even"
 
     def __post_init__(self) -> None:
@@ -241,14 +255,14 @@ class Cast:
 
     @property
     def whole(self) -> bool:
-        """Whether the tensor has one scale and torch a dtype for its elements: such a cast serves
-        whatever product the tensor goes into, and all three of a layer."""
+        """Whether the tensor has one scale, and torch has a dtype for its elements. Such a cast can
+        serve every product that the tensor goes into, as all three products of a layer."""
         storable = self.format.storage_dtype.is_floating_point
         return self.block == (0, 0) and storable and not isinstance(self.scale, TwoLevel)
 
     @property
     def spec(self) -> str:
-        """This cast as a line of JSON, which is what an operator of torch can be given."""
+        """This cast as a line of JSON, since an operator of torch can take a string."""
         return cast(str, self._spec)  # type: ignore[attr-defined]
 
     def __str__(self) -> str:
@@ -261,17 +275,16 @@ class Cast:
 
 @dataclass(frozen=True)
 class Gemm:
-    """One product: the casts of its operands. None leaves one in the activation format."""
+    """One product: the casts of its operands. None leaves an operand in the activation format."""
 
     left: Cast | None = None
     right: Cast | None = None
     hadamard: bool = False
-    """Both operands are first mixed along what is summed, 16 at a time, by a Hadamard matrix with
-    random signs, which their product undoes (Ashkboos et al., arXiv 2404.00456; arXiv 2509.25149):
-    an outlier's size is shared out among 16 elements."""
+    """Whether a Hadamard matrix with random signs first mixes both operands along the summed
+    dimension, 16 elements at a time. The product undoes it (Ashkboos et al., arXiv 2404.00456;
+    arXiv 2509.25149). So 16 elements share the size of an outlier."""
     fast: bool = False
-    """FP8 units that can add in fewer bits than float32 do so: as `Recipe.fast_accumulation` says,
-    which sets it."""
+    """Whether FP8 units may add in fewer bits than float32. `Recipe.fast_accumulation` sets it."""
 
     def __post_init__(self) -> None:
         for side in (self.left, self.right):
@@ -310,7 +323,8 @@ class Gemms:
 
     @property
     def once(self) -> tuple[Cast, Cast, Cast] | None:
-        """The casts of input, weight and gradient, where one of each serves all products."""
+        """The casts of input, weight and gradient, if one cast of each serves all products; else
+        None."""
         found: tuple[Cast, Cast, Cast] | None = self._once  # type: ignore[attr-defined]
         return found
 
@@ -332,12 +346,12 @@ class Gemms:
 
 
 def _keep_spec(record: "Cast | Gemms") -> None:
-    """Written once, not at every product."""
+    """Write `spec` once, and not again at every product."""
     object.__setattr__(record, "_spec", json.dumps(_plain(record), separators=(",", ":")))
 
 
 def _plain(x: Any) -> Any:
-    """Casts as what JSON has."""
+    """Casts as dicts and lists for JSON."""
     if isinstance(x, Cast):
         kind = next(k for k, v in KINDS.items() if v is type(x.scale))
         return {
@@ -352,7 +366,7 @@ def _plain(x: Any) -> Any:
 
 
 def cast_from(values: Any) -> Cast:
-    """The cast of which `spec` has these values. Raises RecipeError."""
+    """The cast with the values that its `spec` lists. Raises RecipeError."""
     kinds = dict(values["scale"])
     kind = kinds.pop("kind")
     if kind not in KINDS:
@@ -361,7 +375,7 @@ def cast_from(values: Any) -> Cast:
 
 
 def gemms_from(values: Any) -> Gemms:
-    """The products of which `spec` has these values. Raises RecipeError."""
+    """The products with the values that their `spec` lists. Raises RecipeError."""
 
     def gemm(of: Any) -> Gemm:
         sides = {s: None if of[s] is None else cast_from(of[s]) for s in ("left", "right")}
@@ -381,8 +395,8 @@ def parsed_gemms(spec: str) -> Gemms:
 
 
 def check_pairs(gemms: Gemms) -> None:
-    """Raises RecipeError where the FP8 units of no device multiply the two formats of a product:
-    two E5M2 operands, or a format of OCP with one of FNUZ."""
+    """Raise RecipeError if no device has FP8 units for the two formats of a product: two E5M2
+    operands, or an OCP format with an FNUZ format."""
     for name in GEMMS:
         gemm: Gemm = getattr(gemms, name)
         if gemm.left is None or gemm.right is None:
@@ -399,5 +413,5 @@ def check_pairs(gemms: Gemms) -> None:
 
 
 def kept_high(gemms: Gemms, names: tuple[str, ...]) -> Gemms:
-    """The same with the named products left in the activation format."""
+    """`gemms` with the named products left in the activation format."""
     return replace(gemms, **{name: Gemm() for name in names})
