@@ -1,7 +1,8 @@
-"""Checkpoints of a `Trainer`: written whole or not at all, read whole or not at all.
+"""Checkpoints of a `Trainer`, in one file. A checkpoint is written whole or not at all, and is read
+whole or not at all.
 
-A checkpoint names everything the training depends on, so a resumed training continues as if it had
-never stopped, to the last bit on the same machine and thread count.
+It names everything on which the training depends. So a resumed training gives the same bits as an
+uninterrupted one, on the same machine with as many threads.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Any
 import torch
 
 from scaledtensor.apps.training import Trainer
-from scaledtensor.checkpoint import atomic
-from scaledtensor.checkpoint.codec import checked_tensor, is_count, need, read_torch
+from scaledtensor.checkpoint import files
+from scaledtensor.checkpoint.files import check_random_state, is_count, need, read_torch
 from scaledtensor.errors import CheckpointError
 
 KIND = "scaledtensor train"
@@ -24,14 +25,15 @@ VERSION = 1
 
 
 def check_writable(path: Path) -> None:
-    """Refuse before the first step what would fail at the first save."""
+    """Raises CheckpointError now if the first save would fail."""
     if path.is_dir():
         raise CheckpointError(f"{path} is a directory; --checkpoint takes a file")
-    atomic.check_writable(path)
+    files.check_writable(path)
 
 
 def save(trainer: Trainer, path: Path) -> None:
-    """Replace `path` by the trainer's state; until the last moment the old file stays whole."""
+    """Replace `path` by the trainer's state. The old file stays whole until the new one is
+    whole."""
     state = {
         "kind": KIND,
         "version": VERSION,
@@ -42,12 +44,12 @@ def save(trainer: Trainer, path: Path) -> None:
         "batches": trainer.batches.get_state(),
         "random": torch.get_rng_state(),  # dropout draws from it
     }
-    with atomic.replacing(path) as temporary, temporary.open("wb") as file:
+    with files.replacing(path) as temporary, temporary.open("wb") as file:
         torch.save(state, file)
 
 
 def load(trainer: Trainer, path: Path) -> None:
-    """Continue `trainer` from `path`. Whatever does not fit raises before anything is changed."""
+    """Continue `trainer` from `path`. If a part does not fit, this raises and changes nothing."""
     state = read(path, trainer.device)
     compare(path, need(path, state, "identity", dict, "a table of settings"), identity(trainer))
     _fits(path, need(path, state, "model", dict, "tensors by name"), trainer.model.state_dict())
@@ -55,9 +57,9 @@ def load(trainer: Trainer, path: Path) -> None:
     if not is_count(step):
         raise CheckpointError(f"{path} is damaged: its field 'step' is {step}")
     for name in ("batches", "random"):
-        checked_tensor(path, state, name, torch.Generator().set_state)
+        check_random_state(path, state, name, torch.Generator().set_state)
     _check_optimizer(path, need(path, state, "optimizer", dict, "an optimizer's state"), trainer)
-    # assign: the tensors themselves come back, with whatever they carry beside their values.
+    # `assign` keeps the tensors of the file, with everything that they hold beside their values.
     trainer.model.load_state_dict(state["model"], assign=True)
     trainer.optimizer = trainer.new_optimizer()
     trainer.optimizer.load_state_dict(state["optimizer"])
@@ -67,7 +69,7 @@ def load(trainer: Trainer, path: Path) -> None:
 
 
 def identity(trainer: Trainer) -> dict[str, Any]:
-    """Everything that must agree for a checkpoint to belong to a training."""
+    """The settings that a training and its checkpoint have in common."""
     return {
         "recipe": trainer.precision.name,
         **dataclasses.asdict(trainer.model.config),
@@ -78,11 +80,11 @@ def identity(trainer: Trainer) -> dict[str, Any]:
 
 
 def read(path: Path, device: torch.device) -> dict[str, Any]:
-    """What `save` wrote, checked. Raises CheckpointError."""
+    """Read a file of `save` and check it. Raises CheckpointError."""
     if not path.exists():
         raise CheckpointError(f"{path} does not exist, so there is nothing to resume")
     try:
-        # torch.load does not compare the checksums that torch.save writes, zipfile does.
+        # torch.save writes checksums. zipfile compares them, and torch.load does not.
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
         if damaged is not None:
@@ -102,7 +104,7 @@ def read(path: Path, device: torch.device) -> dict[str, Any]:
 
 
 def compare(path: Path, found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Raises CheckpointError unless two trainings are one."""
+    """Raises CheckpointError unless two trainings have the same settings."""
     differences = [
         f"{name} is {_short(found.get(name))} there and {_short(value)} here"
         for name, value in expected.items()
@@ -132,7 +134,7 @@ def _fits(path: Path, found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def _check_optimizer(path: Path, found: dict[str, Any], trainer: Trainer) -> None:
-    """Raises CheckpointError unless every state is one of a parameter, and of its shape."""
+    """Raises CheckpointError unless every state belongs to a parameter and has its shape."""
     own = trainer.optimizer.state_dict()["param_groups"]
     groups = need(path, found, "param_groups", list, "the optimizer's groups")
     states = need(path, found, "state", dict, "states by number")

@@ -1,4 +1,4 @@
-"""`scaledtensor train`: learn a user's text, save, resume to the last bit, and write a sample."""
+"""`scaledtensor train`: trains on a user's text, saves, resumes with the same bits, and samples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scaledtensor.apps import checkpoint, parallel, precision, text, training
 from scaledtensor.apps.gpt import GPTConfig
 from scaledtensor.apps.sample import written
 from scaledtensor.apps.training import Alone, Progress, Trainer
-from scaledtensor.checkpoint import atomic, latest
+from scaledtensor.checkpoint import files, latest
 from scaledtensor.errors import CheckpointError
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -28,14 +28,14 @@ def run(args: argparse.Namespace) -> int:
         checkpoint.check_writable(args.checkpoint)
     else:
         parallel.check_folder(args.checkpoint)
-        if int(os.environ.get("RANK", "0")):  # the first of the ranks locks for all of them
+        if int(os.environ.get("RANK", "0")):  # the first rank locks for all
             return run_locked(args)
-    with atomic.locked(args.checkpoint):
+    with files.locked(args.checkpoint):
         return run_locked(args)
 
 
 def run_locked(args: argparse.Namespace) -> int:
-    """The command, while no other one has its checkpoint."""
+    """Run the command. This process, or the first rank, has locked the checkpoint."""
     if args.parallel == "none" and args.checkpoint.exists() and not args.resume:
         raise CheckpointError(
             f"{args.checkpoint} exists already: continue it with --resume, or choose another file"
@@ -56,7 +56,7 @@ def run_locked(args: argparse.Namespace) -> int:
 def run_in(
     args: argparse.Namespace, corpus: text.Corpus, config: GPTConfig, processes: Alone
 ) -> int:
-    """The command, in one of the processes that share the work."""
+    """Run the command in one of the processes that share the work."""
     prompt = corpus.encode(args.prompt) if args.prompt else corpus.train[:1]
     row, chosen = precision.get(args.recipe), training.settings(args)
     trainer = Trainer(config, row, corpus, chosen, processes.device_of(args.device), processes)
@@ -85,7 +85,7 @@ def run_in(
 
 
 class Saver:
-    """What is written down of a training as it goes."""
+    """Writes the losses and the checkpoints of a training."""
 
     def __init__(
         self,
@@ -117,7 +117,8 @@ class Saver:
 
 
 def train(trainer: Trainer, steps: int, saver: Saver) -> bool:
-    """Train up to step `steps`, saving on the way and at the end; False when Ctrl-C ended it."""
+    """Train up to step `steps`, with checkpoints on the way and at the end. Returns False if Ctrl-C
+    ended the training."""
     processes = trainer.processes
     title, quiet = trainer.precision.title, not processes.first
     with (
@@ -136,7 +137,8 @@ def train(trainer: Trainer, steps: int, saver: Saver) -> bool:
 
 @contextmanager
 def ctrl_c_noted() -> Iterator[list[int]]:
-    """Within, Ctrl-C only fills the list: however often it is pressed, no step or save is cut."""
+    """A list that fills when Ctrl-C is pressed. Within it, Ctrl-C interrupts no step and no
+    save."""
     noted: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:

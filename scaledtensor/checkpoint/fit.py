@@ -1,20 +1,23 @@
-"""Putting tensors from a checkpoint into a model: scaled or plain, sharded or not, on either side.
+"""Loading: compares tensors from a checkpoint with a model and an optimizer, and puts them in.
 
-All is compared first and nothing changed before; then values go in, bit for bit where both sides
-hold them in one format.
+Tensors may be scaled or plain, sharded or whole, on either side. All of them are compared first,
+and nothing is changed before. Then the values go in, bit for bit if both sides have one format.
+
+A model and its optimizer are seen here as tensors by name. The names are free of the wrappers of
+torch.compile and others, and the same on any number of ranks.
 """
 
-import math
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
-from scaledtensor import _torch
+from scaledtensor.checkpoint.shards import local, of_local
 from scaledtensor.errors import CheckpointError
 from scaledtensor.models.delayed import parameter_of
 from scaledtensor.models.interpose import UNIT_SCALED, note_missing
@@ -25,122 +28,40 @@ from scaledtensor.tensors.tensor import ScaledTensor, is_stored
 from scaledtensor.tensors.wrapper import as_bytes
 
 __all__ = [
-    "Level",
-    "Planner",
-    "as_it_was",
-    "check_fit",
-    "clean",
-    "common",
-    "layout",
-    "levels",
+    "NamedState",
+    "as_parameter",
     "load_into",
-    "local",
     "matched",
-    "of_local",
+    "named_parameters",
+    "named_state",
     "put",
+    "state_setter",
+    "template",
     "tensors_of",
-    "unwrapped",
 ]
 
-
-# The scales of the shards of one tensor, which ranks may choose each for its own.  A checkpoint
-# that any number of ranks loads has one scale a tensor. Parameters have it anyway. The states of
-# optimizers often do not: each rank wrote its shard under a scale that fits that. They are
-# brought under the largest of their scales while they are written, which is exact for powers of
-# two and formats of 16 bits and more, and what each rank had is noted: where the same ranks load,
-# each gets its own back, bit for bit.
-class Level(NamedTuple):
-    """What the shards of a tensor may differ in, and how many elements say so."""
-
-    scale: float
-    rms: float
-    nonnegative: bool
-    numel: int
-
-
-def levels(state: Mapping[str, Tensor]) -> dict[str, Level]:
-    """Of each sharded ScaledTensor, what this rank's shard has."""
-    found = {}
-    for name, x in state.items():
-        held = local(x)
-        scaled = isinstance(held, ScaledTensor) and not isinstance(held, CodedTensor)
-        if isinstance(x, DTensor) and scaled:
-            scale, rms = float(held.scale), float(held.rms)
-            found[name] = Level(scale, rms, held.nonnegative, held.numel())
-    return found
-
-
-def common(shards: list[Level]) -> Level:
-    """The largest scale of the shards that are not known to be zero, and the RMS of them all."""
-    told = [level for level in shards if level.numel and level.rms != 0] or shards
-    numel = sum(level.numel for level in shards)
-    energy = math.fsum(level.numel * level.rms**2 for level in told)
-    same = all(level.rms == told[0].rms for level in shards)
-    rms = told[0].rms if same else math.sqrt(energy / max(numel, 1))
-    scale = max(level.scale for level in told)
-    return Level(scale, rms, all(level.nonnegative for level in told), numel)
-
-
-def as_it_was(x: ScaledTensor, level: list[Any]) -> None:
-    """Give a shard that was brought under the common scale its own back, in place."""
-    scale, rms, nonnegative, _ = Level(*level)
-    x.qdata.mul_(float(x.scale) / scale)
-    x.scale.fill_(scale)
-    x.rms.fill_(rms)
-    x.nonnegative = nonnegative
-
-
-class Planner(DefaultSavePlanner):
-    """Multiplies tensors on their way to the file, one at a time.
-
-    Args:
-        factors: powers of two by the name of a tensor.
-    """
-
-    def __init__(self, factors: dict[str, float]) -> None:
-        super().__init__()
-        self.factors = factors
-
-    def transform_object(self, write_item: Any, object: Any) -> Any:
-        found = super().transform_object(write_item, object)
-        name = write_item.index.fqn
-        factor = self.factors.get(name, 1.0)
-        return found if factor == 1 else _moved(name.removesuffix(".qdata"), found, factor)
-
-
-def _moved(name: str, q: Tensor, factor: float) -> Tensor:
-    moved = q * factor if q.dtype.itemsize > 1 else None
-    if moved is None or not torch.equal((moved / factor).nan_to_num(), q.nan_to_num()):
-        raise CheckpointError(
-            f"the shards of {name} have different scales, and its elements ({q.dtype}) cannot be "
-            "brought under one exactly. One tensor has one scale: give all shards that of the "
-            "whole before saving"
-        )
-    return moved
-
-
-#: Modules that others are wrapped in, by the name under which they keep them.
+#: The names under which wrappers keep the module in them.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 def load_into(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Put tensors into a model by name, whichever side is scaled, or sharded.
+    """Put tensors into a model by name. Either side may be scaled or plain, sharded or whole.
 
-    Into a ScaledTensor parameter, the elements and the scale of one of the same format go as they
-    are; of another format, they are cast under their scale; a plain tensor gets the scale that
-    `scale_model` would give it. Into a plain parameter goes the value. Recipes stay the model's.
+    A ScaledTensor parameter takes the elements and the scale of a ScaledTensor of its format
+    unchanged. It casts elements of another format under their scale. A plain tensor gets the scale
+    that `scale_model` would give it. A plain parameter takes the value. Recipes stay the model's.
 
-    Tied names need only one of theirs; histories of delayed scaling that only one side has are left
-    as they are. What a model without `unit_scale` saved goes into a unit-scaled one with a warning.
+    One of several tied names is enough. Histories of delayed scaling that only one side has are
+    ignored. If a model without `unit_scale` was saved, loading it into a unit-scaled one warns.
 
     Args:
-        model: any module; also one that DistributedDataParallel, torch.compile or `fully_shard`
-            wraps, and then every rank calls this with the same tensors.
-        state: whole tensors, or shards as this model has them.
+        model: any module. DistributedDataParallel, torch.compile or `fully_shard` may wrap it; then
+            every rank calls this with the same tensors.
+        state: whole tensors, or shards in the layout of this model.
 
     Raises:
-        CheckpointError: a name is missing or unknown; a tensor is of another shape, or of a kind
-            that its place cannot hold. The model is then unchanged.
+        CheckpointError: a name is missing or unknown; a tensor has another shape, or a kind that
+            its place cannot hold. The model is then unchanged.
     """
     targets = tensors_of(model)
     pairs = matched("the state dict", targets, state)
@@ -148,8 +69,11 @@ def load_into(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         put(target, source)
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The module in DistributedDataParallel and torch.compile."""
+# --- names -----------------------------------------------------------------------------------
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Return the module inside DistributedDataParallel and torch.compile."""
     while True:
         if isinstance(model, DistributedDataParallel):
             model = model.module
@@ -159,35 +83,98 @@ def unwrapped(model: nn.Module) -> nn.Module:
             return model
 
 
-def clean(name: str) -> str:
-    """A name without the wrappers that a module on the way is in."""
+def _clean(name: str) -> str:
+    """Return a name without the parts that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and saved buffers of a model, themselves, by names without wrappers.
+    """Return the parameters and saved buffers of a model, not copied, by names without wrappers.
 
     Raises:
         CheckpointError: a module keeps something else in its state dict.
     """
     found = {}
-    for name, x in unwrapped(model).state_dict(keep_vars=True).items():
+    for name, x in _unwrapped(model).state_dict(keep_vars=True).items():
         if not isinstance(x, Tensor):
             raise CheckpointError(
                 f"{name} in the model's state dict is a {type(x).__name__}; checkpoints hold "
                 "tensors, and whatever else in `extra`"
             )
-        found[clean(name)] = x
+        found[_clean(name)] = x
     return found
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return each parameter once, by its first name without wrappers."""
+    return {_clean(name): p for name, p in _unwrapped(model).named_parameters()}
+
+
+@dataclass
+class NamedState:
+    """The state of an optimizer by the names of its parameters."""
+
+    tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The entries of each parameter's state that are no tensors."""
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    """The options of each parameter group, and the names of its parameters."""
+
+
+def named_state(model: nn.Module, optimizer: Optimizer) -> NamedState:
+    """Return the state of `optimizer`, which optimizes the parameters of `model`.
+
+    Raises:
+        CheckpointError: the optimizer has a parameter that is not in the model.
+    """
+    names = {id(p): name for name, p in named_parameters(model).items()}
+    packed = optimizer.state_dict()
+    found = NamedState()
+    by_index: dict[Any, str] = {}
+    for group, told in zip(optimizer.param_groups, packed["param_groups"], strict=True):
+        own = [_name(p, names) for p in group["params"]]
+        by_index |= dict(zip(told["params"], own, strict=True))
+        options = {k: v for k, v in told.items() if k not in ("params", "param_names")}
+        found.groups.append({"options": options, "names": own})
+    parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+    for index, state in packed["state"].items():
+        name = by_index[index]
+        _check_shards(name, parameters[name], state)
+        found.tensors[name] = {k: v for k, v in state.items() if isinstance(v, Tensor)}
+        found.values[name] = {k: v for k, v in state.items() if not isinstance(v, Tensor)}
+    return found
+
+
+def _name(p: Tensor, names: dict[int, str]) -> str:
+    if id(p) not in names:
+        raise CheckpointError(
+            f"the optimizer has a parameter of shape {tuple(p.shape)} that is not the model's: "
+            "make the optimizer of model.parameters(), after scale_model and fully_shard"
+        )
+    return names[id(p)]
+
+
+def _check_shards(name: str, p: Tensor, state: Mapping[str, Any]) -> None:
+    """Refuse a plain state with the shape of a shard, which would be saved as a whole tensor."""
+    shape = local(p).shape
+    for key, x in state.items():
+        if isinstance(x, Tensor) and not isinstance(x, DTensor) and x.shape == shape != p.shape:
+            raise CheckpointError(
+                f"the state {key!r} of {name} is of shape {tuple(shape)}, as this rank's shard of "
+                f"{tuple(p.shape)}, and is no DTensor: make it one, cut as the parameter is"
+            )
+
+
+# --- comparing -------------------------------------------------------------------------------
 
 
 def matched(
     where: Any, targets: Mapping[str, Tensor], sources: Mapping[str, Any]
 ) -> dict[str, tuple[Tensor, Any]]:
-    """What goes where, by name. Sources are tensors, or anything with the facts of one.
+    """Return (target, source) for each name. A source is a tensor, real or on the meta device.
 
     Raises:
-        CheckpointError: as `load_into`; `where` is what its message calls the sources.
+        CheckpointError: see `load_into`. `where` names the sources in the message.
     """
     have = {id(targets[name]) for name in sources if name in targets}
     missing = [
@@ -210,23 +197,23 @@ def matched(
             note_missing(name)
     pairs = {name: (x, sources[name]) for name, x in targets.items() if name in sources}
     for name, (target, source) in pairs.items():
-        check_fit(where, name, target, source)
+        _check_fit(where, name, target, source)
     return pairs
 
 
 def _is_mark(name: str) -> bool:
-    """Whether a tensor of that name says that a model is unit-scaled."""
+    """Return whether a tensor of that name marks a model as unit-scaled."""
     return name.rpartition(".")[2] == UNIT_SCALED
 
 
 def _is_history(name: str, tensors: Mapping[str, Any]) -> bool:
-    """Whether a tensor of that name is the history of delayed scaling of another."""
+    """Return whether the tensor `name` is the history of another tensor under delayed scaling."""
     p = local(tensors.get(parameter_of(name)))
     return isinstance(p, ScaledTensor) and isinstance(p.recipe, Delayed)
 
 
-def check_fit(where: Any, name: str, target: Tensor, source: Any) -> None:
-    """Raises CheckpointError unless `source` can be put into `target`."""
+def _check_fit(where: Any, name: str, target: Tensor, source: Any) -> None:
+    """Raise CheckpointError unless `source` can be put into `target`."""
 
     def refuse(there: Any, here: Any, more: str = "") -> None:
         raise CheckpointError(
@@ -248,14 +235,33 @@ def check_fit(where: Any, name: str, target: Tensor, source: Any) -> None:
     if held.is_floating_point() != given.dtype.is_floating_point:
         refuse(given.dtype, held.dtype)
     if isinstance(held, CodedTensor):
-        here = _coded(held)
-        there = _coded(given) if isinstance(given, CodedTensor) else _told(given)
+        there, here = _told_codes(given), _told_codes(held)
         if there != here:
             refuse(
                 there, here, ", and codes are made with their scales: nothing is put into others"
             )
     elif given.layout != held.layout:
         refuse(given.layout, held.layout)
+
+
+def _told_layout(x: Any) -> str:
+    if not isinstance(x, DTensor):
+        return "whole"
+    return f"cut by {x.placements} on {x.device_mesh.size()} ranks, {tuple(local(x).shape)} on one"
+
+
+def _told_codes(x: Any) -> str:
+    kind = f"a {type(x).__name__}"
+    return f"{kind} of {x.format.name}, {x.granularity}" if isinstance(x, CodedTensor) else kind
+
+
+def _some(names: Iterable[str]) -> str:
+    first, *rest = list(names)
+    shown = ", ".join([first, *rest[:4]])
+    return shown if len(rest) <= 4 else f"{shown} and {len(rest) - 4} more"
+
+
+# --- putting tensors into a model ------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -268,10 +274,15 @@ def put(target: Tensor, source: Tensor) -> None:
         source = _shard(_as_held(held, _whole(source)), target)
     given = local(source)
     if isinstance(held, CodedTensor):
-        for name in held.INNER:
-            getattr(held, name).copy_(getattr(given, name))
+        _put_parts(held, given)
     elif isinstance(held, ScaledTensor):
-        _put_parts(held, _as_held(held, given))
+        given = _as_held(held, given)
+        # Not held.copy_(): a shard may be a part of a buffer, and a part keeps the whole's scale.
+        _put_parts(held, given)
+        held.nonnegative = given.nonnegative
+        # FSDP2 asks all shards again for their common scale and amax, as after any overwriting. It
+        # makes new objects of uneven shards before the first step, so no rank may know it earlier.
+        after_overwrite(held)
     elif isinstance(given, ScaledTensor):
         held.copy_(given.dequantize())
     else:
@@ -279,17 +290,12 @@ def put(target: Tensor, source: Tensor) -> None:
 
 
 def _put_parts(held: ScaledTensor, given: ScaledTensor) -> None:
-    # Not held.copy_(): a shard may be a part of a buffer, and a part keeps the scale of the whole.
     for name in held.INNER:
         getattr(held, name).copy_(getattr(given, name))
-    held.nonnegative = given.nonnegative
-    # What FSDP2 knew of all shards together it asks for again, as after any overwriting. It makes
-    # new objects of uneven shards before the first step, so that no rank may know it beforehand.
-    after_overwrite(held)
 
 
 def _as_held(held: Tensor, given: Tensor) -> Any:
-    """`given`, whole, in the format of `held`: what `copy_` of a whole tensor makes of it."""
+    """Return `given`, a whole tensor, in the format of `held`, as `copy_` would make it."""
     if not isinstance(held, ScaledTensor) or isinstance(held, CodedTensor):
         return given
     same = isinstance(given, ScaledTensor) and given.format == held.format
@@ -307,7 +313,7 @@ def _as_held(held: Tensor, given: Tensor) -> Any:
 
 
 def _needs_whole(held: Tensor, given: Tensor) -> bool:
-    """Whether the scale that `held` gets depends on all of the elements."""
+    """Return whether the scale that `held` gets depends on all elements of the whole tensor."""
     if not isinstance(held, ScaledTensor):
         return False
     if not isinstance(given, ScaledTensor):
@@ -316,7 +322,7 @@ def _needs_whole(held: Tensor, given: Tensor) -> bool:
 
 
 def _whole(x: Tensor) -> Tensor:
-    """All of a tensor of which every rank has a shard. Every rank calls this."""
+    """Return the whole of a sharded tensor. Every rank calls this."""
     if not isinstance(x, DTensor):
         return x
     part = x.to_local()
@@ -327,7 +333,7 @@ def _whole(x: Tensor) -> Tensor:
 
 
 def _shard(whole: Tensor, target: DTensor) -> DTensor:
-    """The shards of a tensor that every rank has all of, laid out as `target`."""
+    """Return the shards, in the layout of `target`, of a tensor that every rank has whole."""
 
     def cut(x: Tensor) -> Tensor:
         mesh, placements = target.device_mesh, target.placements
@@ -340,42 +346,81 @@ def _shard(whole: Tensor, target: DTensor) -> DTensor:
     return of_local(whole.like(cut(whole.qdata), whole.scale, whole.rms), target)
 
 
-def of_local(x: Tensor, like: DTensor) -> DTensor:
-    """The DTensor of which this rank's shard is `x`, laid out as `like`."""
-    mesh, placements = like.device_mesh, like.placements
-    return DTensor.from_local(
-        x, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+# --- putting states into an optimizer --------------------------------------------------------
 
 
-def local(x: Any) -> Any:
-    """This rank's shard of a DTensor, the object itself; anything else as it is."""
-    return _torch.local_part(x) if isinstance(x, DTensor) else x
+def state_setter(
+    where: Any, model: nn.Module, optimizer: Optimizer, groups: list[dict[str, Any]]
+) -> Callable[[Mapping[str, dict[str, Any]]], None]:
+    """Compare saved groups with `optimizer`; return a function that sets its states by name.
+
+    Args:
+        where: the name of the checkpoint in error messages.
+        model: the model with the optimizer's parameters.
+        optimizer: the optimizer to load into.
+        groups: the `groups` of the `NamedState` that was saved.
+
+    Raises:
+        CheckpointError: this optimizer has another number of groups, other parameters or options.
+    """
+    names = {id(p): name for name, p in named_parameters(model).items()}
+    packed = optimizer.state_dict()
+    here = packed["param_groups"]
+    if len(groups) != len(here):
+        raise CheckpointError(
+            f"{where} belongs to another optimizer: it has {len(groups)} parameter groups, "
+            f"this one {len(here)}"
+        )
+    index: dict[str, Any] = {}
+    made = []
+    for i, (told, there) in enumerate(zip(here, groups, strict=True)):
+        own = [_name(p, names) for p in optimizer.param_groups[i]["params"]]
+        if absent := sorted(set(own) - set(there["names"])):
+            raise CheckpointError(
+                f"{where} belongs to another optimizer: its group {i} has no {absent[0]}"
+            )
+        if absent := sorted(set(optimizer.defaults) - set(there["options"])):
+            raise CheckpointError(
+                f"{where} belongs to another optimizer: its group {i} has "
+                f"{', '.join(sorted(there['options']))}, and no {absent[0]}"
+            )
+        index |= dict(zip(own, told["params"], strict=True))
+        kept = {k: told[k] for k in ("params", "param_names") if k in told}
+        made.append(there["options"] | kept)
+
+    def load(states: Mapping[str, dict[str, Any]]) -> None:
+        state = {index[name]: own for name, own in states.items() if name in index}
+        optimizer.load_state_dict(packed | {"state": state, "param_groups": made})
+
+    return load
 
 
-# --- messages --------------------------------------------------------------------------------
+def template(p: Tensor, present: Any, key: str, shape: tuple[int, ...]) -> Tensor | None:
+    """Return the tensor with the layout for a state of `p`; None if the state is read whole."""
+    if isinstance(present, Tensor) and tuple(present.shape) == shape:
+        return present
+    return p if tuple(p.shape) == shape and key != "step" else None
 
 
-def layout(x: DTensor) -> str:
-    """How `x` is cut, into how many."""
-    return f"{x.placements} on {tuple(x.device_mesh.shape)}"
+@torch.no_grad()
+def as_parameter(optimizer: Optimizer, p: Tensor, state: Tensor, saved: Tensor) -> Tensor:
+    """Return `state` in the format of `p`, if it was saved in the format of its parameter, `saved`.
+
+    torch's optimizers hold states as `zeros_like(p)` does: a ScaledTensor gets a scaled state, in
+    its format and under its recipe. A state in another format was the choice of its optimizer, and
+    stays in that format, unless this optimizer is torch's and has no such choice.
+    """
+    held = local(state)
+    foreign = isinstance(held, CodedTensor) and type(optimizer).__module__.startswith("torch.")
+    if state.shape != p.shape or (_kind(held) != _kind(saved) and not foreign):
+        return state
+    made = torch.zeros_like(p)
+    new = local(made)
+    if _kind(new) == _kind(held) and getattr(new, "recipe", None) == getattr(held, "recipe", None):
+        return state
+    put(made, state)
+    return made
 
 
-def _told_layout(x: Any) -> str:
-    if not isinstance(x, DTensor):
-        return "whole"
-    return f"cut by {x.placements} on {x.device_mesh.size()} ranks, {tuple(local(x).shape)} on one"
-
-
-def _coded(x: CodedTensor) -> str:
-    return f"a {type(x).__name__} of {x.format.name}, {x.granularity}"
-
-
-def _told(x: Any) -> str:
-    return f"a {type(x).__name__}"
-
-
-def _some(names: Iterable[str]) -> str:
-    first, *rest = list(names)
-    shown = ", ".join([first, *rest[:4]])
-    return shown if len(rest) <= 4 else f"{shown} and {len(rest) - 4} more"
+def _kind(x: Tensor) -> Any:
+    return (type(x), x.format) if isinstance(x, ScaledTensor) else None

@@ -1,41 +1,63 @@
-"""The file that makes a folder a checkpoint: what is in it, and what its files must contain.
+"""The contents of a checkpoint, and its manifest: the file that makes a folder a checkpoint.
 
-It is written last, into a folder of another name, which then takes its own by a rename. So there is
-a checkpoint of that name in full, or the one before, at any moment:
+Each rank collects its `Contents`, and the ranks merge their facts. The manifest holds these facts,
+and the size and digest of each file. It is written last, into a folder with a temporary name,
+which then takes the name of the checkpoint by a rename. At any moment, a whole checkpoint of that
+name exists: the new one, or the one before it.
 
-    .run.tmp    being written; left over where a save was killed, and removed by the next
-    run         whole
-    .run.old    the one before, while the two change places
+    .run.tmp    the new one, while it is written; the next save removes the rest of a killed save
+    run         the whole checkpoint
+    .run.old    the one before it, while the two change places
 """
 
 import hashlib
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from scaledtensor.checkpoint import pieces
-from scaledtensor.checkpoint import shards as states
-from scaledtensor.checkpoint.atomic import check_writable, clear, sync_file, sync_folder
-from scaledtensor.checkpoint.codec import check_name, dtype_of, is_count, need, understood
-from scaledtensor.checkpoint.fit import Level, Planner, common, levels, tensors_of
-from scaledtensor.checkpoint.shards import described, parts
+from scaledtensor.checkpoint.files import (
+    as_damage,
+    check_name,
+    check_writable,
+    clear,
+    is_count,
+    need,
+    sync_file,
+    sync_folder,
+)
+from scaledtensor.checkpoint.fit import NamedState, named_state, tensors_of
+from scaledtensor.checkpoint.shards import (
+    Level,
+    Planner,
+    common,
+    described,
+    is_piece,
+    levels,
+    parts,
+    piece_described,
+    piece_parts,
+)
 from scaledtensor.errors import CheckpointError
+from scaledtensor.tensors.codec import Facts, dtype_from_name, facts_of_plain
 
 __all__ = [
     "NAME",
     "Contents",
+    "ModelTensor",
+    "Place",
+    "StateTensor",
     "damage",
     "digests",
     "install",
     "is_whole",
-    "levelled",
     "merged",
     "prepare",
     "present",
@@ -43,107 +65,164 @@ __all__ = [
     "write",
 ]
 
+NAME = "manifest.json"
+KIND = "scaledtensor checkpoint"
+VERSION = 1
 
-# What a rank has to save, and what all of them have together.
+
+# --- the contents ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ModelTensor:
+    """The place of a tensor in the model's state dict."""
+
+    name: str
+
+    def __str__(self) -> str:
+        """The tensor's name in the checkpoint."""
+        return f"model.{self.name}"
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """The place of a tensor in the optimizer's state: a parameter, and the key of its state."""
+
+    parameter: str
+    key: str
+
+    def __str__(self) -> str:
+        """The tensor's name in the checkpoint."""
+        return f"optimizer.{self.parameter}.{self.key}"
+
+
+Place: TypeAlias = ModelTensor | StateTensor
+
+
+@dataclass
+class Told:
+    """The facts that a rank tells the others about its contents. The manifest keeps most of them.
+
+    Attributes:
+        model: the facts of each tensor of the model.
+        tied: the name of a tied tensor -> the name under which the tensor is saved.
+        optimizer: the facts of the states of each parameter; None without an optimizer.
+        groups, values: see `NamedState`; None without an optimizer.
+        levels: the level of each sharded ScaledTensor, by rank.
+        pieces: the facts of each piece, by rank.
+    """
+
+    model: dict[str, Facts]
+    tied: dict[str, str]
+    optimizer: dict[str, dict[str, Facts]] | None = None
+    groups: list[Any] | None = None
+    values: dict[str, dict[str, Any]] | None = None
+    levels: dict[Place, dict[int, Level]] = field(default_factory=dict)
+    pieces: dict[Place, dict[int, Facts]] = field(default_factory=dict)
+
+    def facts(self, place: Place) -> Facts:
+        """Return the facts of the tensor at `place`. The caller may add to them."""
+        if isinstance(place, ModelTensor):
+            return self.model[place.name]
+        return (self.optimizer or {})[place.parameter][place.key]
+
+    def common_levels(self) -> dict[Place, Level]:
+        """Return the one level for each tensor whose shards have several levels.
+
+        Adds the levels and the pieces of all ranks to the facts, for the manifest.
+        """
+        found = {}
+        for place, shards in self.levels.items():
+            one = common(list(shards.values()))
+            facts = self.facts(place)
+            facts |= {"nonnegative": one.nonnegative}
+            if any(shard[:3] != one[:3] for shard in shards.values()):
+                facts |= {"levels": {str(rank): list(shard) for rank, shard in shards.items()}}
+                found[place] = one
+        for place, pieces in self.pieces.items():
+            self.facts(place)["pieces"] = {str(rank): piece for rank, piece in pieces.items()}
+        return found
+
+
 class Contents:
-    """What a rank has to save: plain tensors by name, and what is to be told of them."""
+    """The contents that this rank saves.
+
+    Attributes:
+        tensors: the plain tensors by their names in the checkpoint.
+        told: the facts about them.
+    """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None, rank: int) -> None:
+        self.rank = rank
+        self.tensors: dict[str, Tensor] = {}
         targets = tensors_of(model)
         first: dict[int, str] = {}
         tied = {name: first.setdefault(id(x), name) for name, x in targets.items()}
-        whole = {f"model.{name}": targets[name] for name in first.values()}
-        kept: dict[str, list[str]] = {}
-        state = states.named_state(model, optimizer) if optimizer is not None else None
+        self.told = Told(model={}, tied={n: same for n, same in tied.items() if n != same})
+        state = None if optimizer is None else named_state(model, optimizer)
+        for name in first.values():
+            self.told.model[name] = self._add(ModelTensor(name), targets[name])
         if state is not None:
-            for name, held in state.tensors.items():
-                kept[name] = list(held)
-                whole |= {f"optimizer.{name}.{key}": x for key, x in held.items()}
-        self.tensors: dict[str, Tensor] = {}
-        facts: dict[str, dict[str, Any]] = {}
-        own: dict[str, dict[str, Any]] = {}
-        for name, x in whole.items():
-            if name[0] == "o" and isinstance(x, DTensor) and pieces.is_piece(x):
-                facts[name], own[name] = pieces.described(x)
-                found = pieces.parts(name, x, rank)
-            else:
-                facts[name], found = described(x), parts(name, x)
-            for part, t in found.items():
-                if part in self.tensors:
-                    raise CheckpointError(f"two tensors would be called {part} in the checkpoint")
-                self.tensors[part] = t
-        self.told: dict[str, Any] = {
-            "model": {n.removeprefix("model."): f for n, f in facts.items() if n[0] == "m"},
-            "tied": {name: same for name, same in tied.items() if name != same},
-            "optimizer": None
-            if state is None
-            else {
-                name: {key: facts[f"optimizer.{name}.{key}"] for key in keys}
-                for name, keys in kept.items()
-            },
-            "groups": None if state is None else state.groups,
-            "values": None if state is None else state.values,
-            "levels": {name: {rank: level} for name, level in levels(whole).items()},
-            "pieces": {name: {rank: told} for name, told in own.items()},
+            self._add_states(state)
+
+    def _add_states(self, state: NamedState) -> None:
+        self.told.groups, self.told.values = state.groups, state.values
+        self.told.optimizer = {
+            name: {key: self._add(StateTensor(name, key), x) for key, x in held.items()}
+            for name, held in state.tensors.items()
         }
 
-    def under(self, scales: dict[str, Level]) -> Planner:
-        """Let the tensors that are named be written under those scales; what writes them so."""
+    def _add(self, place: Place, x: Tensor) -> Facts:
+        """Add a tensor to `tensors`; return its facts."""
+        if isinstance(place, StateTensor) and isinstance(x, DTensor) and is_piece(x):
+            facts, found = facts_of_plain(x), piece_parts(str(place), x, self.rank)
+            self.told.pieces[place] = {self.rank: piece_described(x)}
+        else:
+            facts, found = described(x), parts(str(place), x)
+        for part, t in found.items():
+            if part in self.tensors:
+                raise CheckpointError(f"two tensors would be called {part} in the checkpoint")
+            self.tensors[part] = t
+        for level in levels({place: x}).values():
+            self.told.levels[place] = {self.rank: level}
+        return facts
+
+    def under(self, common_levels: dict[Place, Level]) -> Planner:
+        """Put the named tensors under these levels; return the planner that writes them so."""
         factors = {}
-        for name, level in scales.items():
-            if f"{name}.scale" in self.tensors:
-                own = self.tensors[f"{name}.scale"]
-                factors[f"{name}.qdata"] = float(own) / level.scale
-                self.tensors[f"{name}.scale"] = torch.full_like(own, level.scale)
-                self.tensors[f"{name}.rms"] = torch.full_like(own, level.rms)
+        for place, level in common_levels.items():
+            if f"{place}.scale" in self.tensors:
+                own = self.tensors[f"{place}.scale"]
+                factors[f"{place}.qdata"] = float(own) / level.scale
+                self.tensors[f"{place}.scale"] = torch.full_like(own, level.scale)
+                self.tensors[f"{place}.rms"] = torch.full_like(own, level.rms)
         return Planner(factors)
 
 
-def merged(all_told: list[dict[str, Any]]) -> dict[str, Any]:
-    """What all ranks told together; where two tell of one thing, the same."""
-    first = all_told[0]
-    whole: dict[str, Any] = {k: dict(v) if isinstance(v, dict) else v for k, v in first.items()}
-    for rank, told in enumerate(all_told[1:], 1):
-        if (told["optimizer"] is None) != (first["optimizer"] is None):
+def merged(all_told: list[Told]) -> Told:
+    """Return the facts of all ranks together.
+
+    Raises:
+        CheckpointError: two ranks have different facts about one tensor.
+    """
+    whole, *others = all_told
+    for rank, told in enumerate(others, 1):
+        if (told.optimizer is None) != (whole.optimizer is None):
             raise CheckpointError(f"rank 0 or rank {rank} saves an optimizer, and the other none")
-        for kind in ("levels", "pieces"):
-            for name, own in told[kind].items():
-                whole[kind][name] = whole[kind].get(name, {}) | own
+        for place, own_level in told.levels.items():
+            whole.levels[place] = whole.levels.get(place, {}) | own_level
+        for place, own_piece in told.pieces.items():
+            whole.pieces[place] = whole.pieces.get(place, {}) | own_piece
         for kind in ("model", "tied", "optimizer", "values"):
-            for name, value in (told[kind] or {}).items():
-                seen = whole[kind].setdefault(name, value)
+            for name, value in (getattr(told, kind) or {}).items():
+                seen = getattr(whole, kind).setdefault(name, value)
                 if seen != value:
                     raise CheckpointError(
                         f"{name} is {value} on rank {rank} and {seen} on a rank before it"
                     )
-        if told["groups"] is not None:
-            whole["groups"] = _merged_groups(rank, whole["groups"], told["groups"])
+        if told.groups is not None:
+            whole.groups = _merged_groups(rank, whole.groups or [], told.groups)
     return whole
-
-
-def _facts(told: dict[str, Any], name: str) -> dict[str, Any]:
-    """What is told of a tensor, to add to."""
-    kind, _, rest = name.partition(".")
-    owner, _, key = rest.rpartition(".")
-    found: dict[str, Any] = (
-        told["model"][rest] if kind == "model" else told["optimizer"][owner][key]
-    )
-    return found
-
-
-def levelled(told: dict[str, Any]) -> dict[str, Level]:
-    """The one scale of each tensor whose shards have several, noted in what is told of it."""
-    found = {}
-    for name, shards in told["levels"].items():
-        one = common(list(shards.values()))
-        facts = _facts(told, name)
-        facts |= {"nonnegative": one.nonnegative}
-        if any(shard[:3] != one[:3] for shard in shards.values()):
-            facts |= {"levels": {str(rank): list(shard) for rank, shard in shards.items()}}
-            found[name] = one
-    for name, shards in told["pieces"].items():
-        _facts(told, name)["pieces"] = {str(rank): piece for rank, piece in shards.items()}
-    return found
 
 
 def _merged_groups(rank: int, seen: list[Any], told: list[Any]) -> list[Any]:
@@ -161,27 +240,24 @@ def _merged_groups(rank: int, seen: list[Any], told: list[Any]) -> list[Any]:
     return made
 
 
-NAME = "manifest.json"
-
-
-KIND = "scaledtensor checkpoint"
-
-
-VERSION = 1
+# --- the folder ------------------------------------------------------------------------------
 
 
 def present(path: Path) -> Path:
-    """Where the checkpoint called `path` is: there, or where the one before was put, if a save was
-    killed just between."""
+    """Return the folder that holds the checkpoint `path`.
+
+    This is `path` itself, or the folder of the checkpoint before it, if a save was killed while the
+    two changed places.
+    """
     old = _beside(path, "old")
     return old if not (path / NAME).exists() and (old / NAME).exists() else path
 
 
 def prepare(path: Path) -> Path:
-    """The empty folder to write the checkpoint called `path` into; leftovers of killed saves go.
+    """Remove the rest of killed saves; return an empty folder for the new checkpoint `path`.
 
     Raises:
-        CheckpointError: there is something else of that name, or no folder to write in.
+        CheckpointError: `path` is something else than a checkpoint, or cannot be written.
     """
     check_writable(path)
     old = _beside(path, "old")
@@ -201,7 +277,7 @@ def prepare(path: Path) -> Path:
 
 
 def install(temporary: Path, path: Path) -> None:
-    """Let a folder with all that belongs in it take its name."""
+    """Give the folder `temporary`, which is complete, the name `path`."""
     sync_folder(temporary)
     old = _beside(path, "old")
     if path.exists():
@@ -211,7 +287,15 @@ def install(temporary: Path, path: Path) -> None:
     clear(old)
 
 
+def _beside(path: Path, word: str) -> Path:
+    return path.with_name(f".{path.name}.{word}")
+
+
+# --- the manifest ----------------------------------------------------------------------------
+
+
 def write(folder: Path, contents: dict[str, Any]) -> None:
+    """Write the manifest of `folder`, with a digest of its own contents."""
     file = folder / NAME
     body = {"kind": KIND, "version": VERSION} | contents
     file.write_text(json.dumps({"sha256": _sum(body)} | body))
@@ -219,10 +303,10 @@ def write(folder: Path, contents: dict[str, Any]) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint.
+    """Return the manifest of a checkpoint, with all its fields checked.
 
     Raises:
-        CheckpointError: there is none, or one that this release cannot read.
+        CheckpointError: there is no checkpoint, or this release cannot read it.
     """
     if not path.is_dir():
         kind = "is a file" if path.exists() else "does not exist"
@@ -250,7 +334,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _check(file: Path, found: dict[str, Any]) -> None:
-    """Raises CheckpointError unless each field is what `save` writes."""
+    """Raise CheckpointError unless each field has the type that `save` writes."""
     need(file, found, "ranks", int, "a whole number")
     for name, told in need(file, found, "files", dict, "sizes and digests by name").items():
         where = f"{file}, files[{name!r}]"
@@ -279,15 +363,15 @@ def _check_facts(where: str, facts: Any) -> None:
     if not all(map(is_count, shape)):
         raise CheckpointError(f"{where} is damaged: its field 'shape' is {shape}")
     need(where, facts, "dtype", str, "the name of a dtype")
-    with understood(where):
-        dtype_of(facts["dtype"])
+    with as_damage(where):
+        dtype_from_name(facts["dtype"])
     if "kind" in facts:
         for part, told in need(where, facts, "parts", dict, "tensors by name").items():
             _check_facts(f"{where}['parts'][{part!r}]", told)
 
 
 def digests(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Of each file, its size and the SHA-256 of its contents."""
+    """Return the size and the SHA-256 digest of each file."""
     return {
         name: {"bytes": (folder / name).stat().st_size, "sha256": _digest(folder / name)}
         for name in names
@@ -295,7 +379,13 @@ def digests(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def damage(folder: Path, files: dict[str, dict[str, Any]], contents: bool = True) -> str | None:
-    """What is wrong with the first file that is not as the manifest says; None if nothing is."""
+    """Return how the first damaged file differs from its entry in `files`; None if none differs.
+
+    Args:
+        folder: the folder of the files.
+        files: the size and the digest of each file.
+        contents: False compares sizes only, which does not read the files.
+    """
     for name, told in files.items():
         file = folder / name
         if not file.is_file():
@@ -309,7 +399,7 @@ def damage(folder: Path, files: dict[str, dict[str, Any]], contents: bool = True
 
 
 def is_whole(path: Path) -> bool:
-    """Whether all files of a checkpoint are there, in their sizes."""
+    """Return whether `path` is a checkpoint with all its files, in their sizes."""
     try:
         return damage(path, read(path)["files"], contents=False) is None
     except CheckpointError:
@@ -323,7 +413,3 @@ def _digest(file: Path) -> str:
 
 def _sum(body: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body).encode()).hexdigest()
-
-
-def _beside(path: Path, word: str) -> Path:
-    return path.with_name(f".{path.name}.{word}")

@@ -1,4 +1,8 @@
-"""State dicts as safetensors files: `name.qdata`, `name.scale`, and the formats in the metadata."""
+"""Safetensors files: a ScaledTensor is `name.qdata`, `name.scale`, ..., its facts are metadata.
+
+Other libraries write a ScaledTensor with `name.facts` in place of metadata (`models.state_dicts`);
+`load_safetensors` reads both.
+"""
 
 import importlib
 import json
@@ -11,51 +15,56 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from scaledtensor.checkpoint.atomic import check_writable, reason, replacing
-from scaledtensor.checkpoint.codec import (
+from scaledtensor.checkpoint.files import (
+    as_damage,
     check_name,
-    dtype_of,
-    facts_of,
-    inner_names,
-    inner_of,
+    check_writable,
     need,
-    put_together,
-    spelled_dtype,
-    understood,
+    reason,
+    replacing,
 )
 from scaledtensor.checkpoint.fit import tensors_of
 from scaledtensor.errors import CheckpointError
-from scaledtensor.models.state_dicts import assembled
+from scaledtensor.models.state_dicts import FACTS, assembled
+from scaledtensor.tensors.codec import (
+    dtype_from_name,
+    dtype_name,
+    facts_of,
+    part_names,
+    parts_of,
+    prefixed,
+    rebuilt,
+)
 from scaledtensor.tensors.tensor import ScaledTensor
 
 __all__ = ["load_safetensors", "save_safetensors"]
 
-#: The entry of a file's metadata that is ours.
+#: The entry of a file's metadata that this library writes.
 KEY = "scaledtensor"
 VERSION = 1
 
-#: What safetensors has no name for goes as bytes.
+#: These dtypes have no name in safetensors, so their tensors are written as bytes.
 _NAMELESS = (torch.float8_e8m0fnu,)
 
 
 def save_safetensors(
     source: nn.Module | Mapping[str, Tensor], path: str | Path, *, dequantized: bool = False
 ) -> None:
-    """Write a model, or its state dict, to a safetensors file; a file that is there stays whole
-    until the new one is.
+    """Write a model, or its state dict, to a safetensors file, whole or not at all.
 
-    A ScaledTensor goes as `name.qdata`, `name.scale`, `name.rms` and, of codes under two levels,
-    `name.tensor_scale`; its format, recipe and the rest into the metadata, under "scaledtensor".
-    Tied tensors are written once.
+    A ScaledTensor is written as its inner tensors: `name.qdata`, `name.scale`, `name.rms` and, for
+    codes under two levels of scales, `name.tensor_scale`. Its format, recipe and other attributes
+    are in the metadata, under "scaledtensor". Tied tensors are written once.
 
     Args:
         source: a module, or tensors by name.
-        path: where to; its folder exists.
-        dequantized: write the values instead, as any library reads them.
+        path: the path of the file, in a folder that exists. An older file stays until the new one
+            is complete.
+        dequantized: writes plain values instead, which any library reads.
 
     Raises:
-        CheckpointError: the file cannot be written; or there is something else than tensors, or a
-            shard of one.
+        CheckpointError: the file cannot be written; or the source has a shard of a tensor, or
+            something else than tensors.
         RecipeError: a recipe of a class that is not registered.
     """
     path = Path(path)
@@ -77,12 +86,12 @@ def save_safetensors(
             _add(tensors, name, plain)
         else:
             described[name] = facts_of(x)
-            for part, t in inner_of(x).items():
-                _add(tensors, f"{name}.{part}", t)
+            for part, t in prefixed(name, parts_of(x)).items():
+                _add(tensors, part, t)
     held = {name: _writable(x) for name, x in tensors.items()}
     metadata = {"format": "pt"}
     if not dequantized:
-        others = {n: spelled_dtype(x.dtype) for n, x in tensors.items() if x.dtype in _NAMELESS}
+        others = {n: dtype_name(x.dtype) for n, x in tensors.items() if x.dtype in _NAMELESS}
         sums = {name: _checksum(x) for name, x in held.items()}
         index = {"version": VERSION, "tensors": described, "tied": tied}
         metadata[KEY] = json.dumps(index | {"dtypes": others, "crc32": sums})
@@ -97,19 +106,19 @@ def save_safetensors(
 def load_safetensors(
     path: str | Path, *, dequantized: bool = False, device: str | torch.device = "cpu"
 ) -> dict[str, Tensor]:
-    """The tensors of a safetensors file by name; ScaledTensors as they were saved, bit for bit.
+    """Return the tensors of a safetensors file by name; ScaledTensors as saved, bit for bit.
 
-    Tied names share one tensor. `load_into(model, ...)` puts them into a model.
+    Tied names share one tensor. `load_into(model, ...)` puts the tensors into a model.
 
     Args:
         path: a file that `save_safetensors` or any other library wrote, such as transformers by
             `save_pretrained`; or a folder with `model.safetensors`, or with the
-            `model.safetensors.index.json` of several.
-        dequantized: plain tensors of the same values instead.
-        device: where to.
+            `model.safetensors.index.json` of several files.
+        dequantized: returns plain tensors of the same values instead.
+        device: the device of the tensors.
 
     Raises:
-        CheckpointError: there is no such file, it is damaged, or of a later release.
+        CheckpointError: the file does not exist, is damaged, or is from a later release.
     """
     found: dict[str, Tensor] = {}
     for file in _files(Path(path)):
@@ -171,29 +180,32 @@ def _load(path: Path, dequantized: bool, device: torch.device) -> dict[str, Tens
         if _checksum(tensors[name]) != expected:
             raise CheckpointError(f"{path} is damaged: the checksum of {name} is wrong")
     for name, dtype in index["dtypes"].items():
-        with understood(f"the metadata of {path}, dtypes[{name!r}],"):
-            tensors[name] = tensors[name].view(dtype_of(dtype))
+        with as_damage(f"the metadata of {path}, dtypes[{name!r}],"):
+            tensors[name] = tensors[name].view(dtype_from_name(dtype))
     for name, facts in index["tensors"].items():
-        with understood(f"the metadata of {path}, tensors[{name!r}],"):
-            present = [part for part in inner_names(facts) if f"{name}.{part}" in tensors]
-        inner = {part: tensors.pop(f"{name}.{part}") for part in present}
-        made = put_together(f"{name} of {path}", inner, facts)
+        with as_damage(f"the metadata of {path}, tensors[{name!r}],"):
+            present = [part for part in part_names(facts) if f"{name}.{part}" in tensors]
+        parts = {part: tensors.pop(f"{name}.{part}") for part in present}
+        made = rebuilt(f"{name} of {path}", parts, facts)
         tensors[name] = made.dequantize() if dequantized else made
     for name, same in index["tied"].items():
-        with understood(f"the metadata of {path}, tied[{name!r}],"):
+        with as_damage(f"the metadata of {path}, tied[{name!r}],"):
             tensors[name] = tensors[same]
     return tensors
 
 
 def _check_described(path: str | Path, tensors: Mapping[str, Tensor]) -> None:
-    # Over all files at once: transformers cuts a model into files by size, so that the parts of one
-    # weight can lie in two of them.
+    """Raise CheckpointError if the parts of a tensor came without facts.
+
+    All files are checked together: transformers divides a model into files by size, so the parts
+    of one weight can be in two files.
+    """
     owners = {name.removesuffix(".qdata") for name in tensors if name.endswith(".qdata")}
-    lost = [n for n in owners if f"{n}.rms" in tensors and f"{n}.facts" not in tensors]
+    lost = [n for n in owners if f"{n}.rms" in tensors and f"{n}.{FACTS}" not in tensors]
     if lost:
         raise CheckpointError(
             f"{path} is damaged: {min(lost)} is in parts, as a ScaledTensor is written, and "
-            f"neither {KEY!r} in the metadata nor {min(lost)}.facts says what the parts are"
+            f"neither {KEY!r} in the metadata nor {min(lost)}.{FACTS} says what the parts are"
         )
 
 
@@ -209,7 +221,7 @@ def _check_whole(state: Mapping[str, Any]) -> None:
 
 
 def _identity(name: str, x: Tensor) -> Any:
-    """Equal for tensors that are the same memory seen in the same way."""
+    """Return a key that is equal for tensors with the same memory, shape and strides."""
     q = x.qdata if isinstance(x, ScaledTensor) else x
     if not q.numel() or q.is_meta:
         return name
@@ -224,7 +236,7 @@ def _add(tensors: dict[str, Tensor], name: str, x: Tensor) -> None:
 
 
 def _writable(x: Tensor) -> Tensor:
-    # A copy where it is a part of a larger one: safetensors refuse shared memory.
+    """Return a copy of a part of a larger tensor, since safetensors refuses shared memory."""
     whole = x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
     held = x if whole else x.clone(memory_format=torch.contiguous_format)
     return held.view(torch.uint8) if x.dtype in _NAMELESS else held

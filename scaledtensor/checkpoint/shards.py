@@ -1,48 +1,65 @@
-"""Tensors, whole or sharded, as the plain tensors that `torch.distributed.checkpoint` moves."""
+"""Tensors, whole or sharded, as the plain tensors that `torch.distributed.checkpoint` moves.
 
+1. `apart` does this for a state dict. It is public.
+2. `parts`, `described` and `TensorToRead` do this for one tensor of a folder of checkpoints.
+3. Pieces: shards of codes under scales of blocks, which have no other layout than their own.
+4. Levels: the shards of one tensor may have different scales, and a checkpoint has one.
+"""
+
+import math
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
-from scaledtensor.checkpoint.codec import (
-    blank_of,
-    facts_of,
-    inner_names,
-    inner_of,
-    plain_facts,
-    put_together,
-    told_parts,
-)
-from scaledtensor.checkpoint.fit import as_it_was, clean, layout, local, of_local, put, unwrapped
+from scaledtensor import _torch
 from scaledtensor.errors import CheckpointError, UnsupportedError
+from scaledtensor.tensors.codec import (
+    Facts,
+    dtype_from_name,
+    empty_like_facts,
+    facts_of,
+    facts_of_plain,
+    part_names,
+    parts_of,
+    prefixed,
+    rebuilt,
+)
 from scaledtensor.tensors.coded import CodedTensor
 from scaledtensor.tensors.tensor import ScaledTensor
 
 __all__ = [
-    "NamedState",
+    "Level",
+    "PiecesToRead",
+    "Planner",
     "Ranks",
-    "Reading",
+    "TensorToRead",
     "apart",
+    "common",
     "described",
     "imagined",
-    "named_parameters",
-    "named_state",
+    "is_piece",
+    "layout",
+    "levels",
+    "local",
+    "of_local",
     "parts",
-    "restore",
+    "piece_described",
+    "piece_parts",
 ]
 
-
-# What the ranks of a job tell each other while they save and load.
 T = TypeVar("T")
 
 
+# --- ranks and their shards ------------------------------------------------------------------
+
+
 class Ranks:
-    """The processes of a group; one process where there is no group."""
+    """The processes of a group; one process if torch.distributed is not initialized."""
 
     def __init__(self, group: Any = None) -> None:
         self.group = group
@@ -51,10 +68,10 @@ class Ranks:
         self.size = dist.get_world_size(group) if self.several else 1
 
     def gather(self, mine: T) -> list[T]:
-        """What each rank gave, in their order, on every rank.
+        """Return the objects that all ranks gave, in the order of the ranks, on every rank.
 
         Raises:
-            CheckpointError: one is gone.
+            CheckpointError: a rank is gone.
         """
         if not self.several:
             return [mine]
@@ -66,8 +83,10 @@ class Ranks:
         return found
 
     def agree(self, action: Callable[[], T]) -> T:
-        """What `action` returns here; where it fails on one rank, an error on every rank, so that
-        none waits for another."""
+        """Call `action` and return its result on this rank.
+
+        An error on one rank becomes an error on every rank, so that no rank waits for another.
+        """
         result: Any = None
         failed: Exception | None = None
         try:
@@ -83,22 +102,49 @@ class Ranks:
         return result  # type: ignore[no-any-return]
 
 
+def local(x: Any) -> Any:
+    """Return this rank's shard of a DTensor, without a copy; return any other `x` as it is."""
+    return _torch.local_part(x) if isinstance(x, DTensor) else x
+
+
+def of_local(x: Tensor, like: DTensor) -> DTensor:
+    """Return the DTensor with the layout of `like` that has `x` as this rank's shard."""
+    mesh, placements = like.device_mesh, like.placements
+    return DTensor.from_local(
+        x, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def layout(x: DTensor) -> str:
+    """Return the placements of `x` and the shape of its mesh, as text."""
+    return f"{x.placements} on {tuple(x.device_mesh.shape)}"
+
+
+def _region(x: DTensor) -> tuple[list[int], list[int]]:
+    """Return the offset of this rank's shard in the whole tensor, and the shape of the shard."""
+    (chunk,) = x.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    return list(chunk.offsets), list(chunk.sizes)
+
+
+# --- a state dict ----------------------------------------------------------------------------
+
+
 def apart(state: Mapping[str, Any], *, loading: bool = False) -> dict[str, Any]:
-    """A state dict with `name.qdata`, `name.scale`, ... in place of each ScaledTensor `name`.
+    """Return a state dict with `name.qdata`, `name.scale`, ... in place of each ScaledTensor.
 
-    They are the tensors' own memory: what `torch.distributed.checkpoint.load` reads into them is
-    read into the model, bit for bit, on any number of ranks and from any storage. Both sides must
-    have the same formats; `save` and `load` of this module ask for less, and check more.
+    The plain tensors share memory with the ScaledTensors. So `torch.distributed.checkpoint.load`
+    reads straight into the model, bit for bit, on any number of ranks and from any storage. Both
+    sides must have the same formats. `save` and `load` of this module need less, and check more.
 
-    Where there are shards, every rank calls this.
+    If the state has shards, every rank calls this.
 
     Args:
-        state: tensors and DTensors by name, in dicts of dicts; anything else passes.
-        loading: it is to be loaded into, so that the scales it has now are of no matter.
+        state: tensors and DTensors by name, in dicts of dicts. Other values pass unchanged.
+        loading: the state is a target of loading, so its present scales do not matter.
 
     Raises:
-        CheckpointError: in a state to save, shards of a tensor have different scales, as those of
-            an optimizer's states do. Of expected RMS that differ, one is saved.
+        CheckpointError: shards of a tensor to save have different scales. The states of an
+            optimizer can have these. If only the expected RMS differ, one of them is saved.
         UnsupportedError: a shard of codes under scales of blocks.
     """
     scales: dict[str, float] = {}
@@ -118,236 +164,272 @@ def apart(state: Mapping[str, Any], *, loading: bool = False) -> dict[str, Any]:
 def _apart(state: Mapping[str, Any], path: str, scales: dict[str, float]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, x in state.items():
-        if isinstance(x, DTensor) and isinstance(local(x), ScaledTensor):
-            found |= parts(name, x)
-            scales[f"{path}{name}"] = float(found[f"{name}.scale"])
-        elif isinstance(x, Mapping):
+        if isinstance(x, Mapping):
             found[name] = _apart(x, f"{path}{name}.", scales)
         elif isinstance(x, Tensor):
             found |= parts(name, x)
+            if isinstance(x, DTensor) and isinstance(local(x), ScaledTensor):
+                scales[f"{path}{name}"] = float(found[f"{name}.scale"])
         else:
             found[name] = x
     return found
 
 
+# --- a tensor of a folder --------------------------------------------------------------------
+
+
 def parts(name: str, x: Tensor) -> dict[str, Tensor]:
-    """The plain tensors and DTensors of `x`, by name: its own memory."""
+    """Return the plain tensors and DTensors of `x` by name. They are not copied."""
     held = local(x)
     if not isinstance(held, ScaledTensor):
         return {name: x.detach()}
-    inner = inner_of(held)
+    found = parts_of(held)
     if isinstance(x, DTensor):
-        _check_divisible(name, held)
-        inner["qdata"] = of_local(inner["qdata"], x)
-    return {f"{name}.{part}": t for part, t in inner.items()}
+        if isinstance(held, CodedTensor):
+            raise UnsupportedError(
+                f"{name} is a shard of a {type(held).__name__}, whose scales are those of blocks "
+                "of this shard and would not fit another cut: keep it whole, or widen it first"
+            )
+        found["qdata"] = of_local(found["qdata"], x)
+    return prefixed(name, found)
 
 
-def described(x: Tensor) -> dict[str, Any]:
-    """What JSON says of the whole of `x`: the facts of a ScaledTensor, and of each plain tensor."""
+def described(x: Tensor) -> Facts:
+    """Return the facts of the whole of `x`, and of each of its parts, as JSON has them."""
     held = local(x)
     if not isinstance(held, ScaledTensor):
-        return plain_facts(x)
-    told = told_parts(held)
-    if not isinstance(x, DTensor):
-        return facts_of(held) | {"parts": told}
-    told["qdata"]["shape"] = list(x.shape)
-    facts = facts_of(held) | {"shape": list(x.shape), "parts": told, "cut": layout(x)}
-    facts.pop("nonnegative", None)  # one of the levels, which ranks may have of their own
+        return facts_of_plain(x)
+    facts = _facts_with_parts(held)
+    if isinstance(x, DTensor):
+        facts["parts"]["qdata"]["shape"] = list(x.shape)
+        facts |= {"shape": list(x.shape), "cut": layout(x)}
+        facts.pop("nonnegative", None)  # this belongs to the level, which may differ between ranks
     return facts
 
 
-def imagined(name: str, facts: dict[str, Any]) -> Tensor:
-    """The tensor that was described, on the meta device: shape, dtype, format and no numbers."""
+def _facts_with_parts(x: ScaledTensor) -> Facts:
+    return facts_of(x) | {"parts": {part: facts_of_plain(t) for part, t in parts_of(x).items()}}
+
+
+def imagined(name: str, facts: Facts) -> Tensor:
+    """Return the described tensor on the meta device: it has shape, dtype and format, no values."""
     meta = torch.device("meta")
     if "kind" not in facts:
-        return blank_of(facts, meta)
-    inner = {part: blank_of(told, meta) for part, told in facts["parts"].items()}
-    return put_together(name, inner, facts)
+        return empty_like_facts(facts, meta)
+    made = {part: empty_like_facts(told, meta) for part, told in facts["parts"].items()}
+    return rebuilt(name, made, facts)
 
 
-class Reading:
-    """A described tensor that is to be read, as `like` is cut, or whole."""
+class TensorToRead:
+    """A described tensor that is to be read: whole, or in the layout of `like`.
 
-    def __init__(self, name: str, facts: dict[str, Any], like: Tensor | None, rank: int) -> None:
+    Args:
+        name: its name in the checkpoint.
+        facts: the result of `described`.
+        like: the tensor to load into. The result takes its device and, if the shapes agree, its
+            layout; None is for a whole tensor on the CPU.
+        rank: this rank.
+    """
+
+    def __init__(self, name: str, facts: Facts, like: Tensor | None, rank: int) -> None:
         self.name, self.facts, self.rank = name, facts, rank
         self.device = torch.device("cpu") if like is None else like.device
         cut = isinstance(like, DTensor) and tuple(like.shape) == tuple(facts["shape"])
         self.like: DTensor | None = like if isinstance(like, DTensor) and cut else None
 
     def blanks(self) -> dict[str, Tensor]:
-        """Plain tensors to read it into."""
+        """Return empty plain tensors to read into."""
         if "kind" not in self.facts:
             return {self.name: self._blank(self.facts)}
-        return {
-            f"{self.name}.{part}": self._blank(told) for part, told in self.facts["parts"].items()
-        }
+        told = self.facts["parts"].items()
+        return prefixed(self.name, {part: self._blank(facts) for part, facts in told})
 
     def build(self, read: Mapping[str, Tensor]) -> Tensor:
-        """It, or this rank's shard of it in a DTensor, of what was read into the blanks."""
+        """Return the tensor, or a DTensor with this rank's shard, from the filled blanks."""
         if "kind" not in self.facts:
             return read[self.name]
-        inner = {part: read[f"{self.name}.{part}"] for part in inner_names(self.facts)}
-        qdata = inner["qdata"]
+        found = {part: read[f"{self.name}.{part}"] for part in part_names(self.facts)}
+        qdata = found["qdata"]
         if not isinstance(qdata, DTensor):
-            return put_together(self.name, inner, self.facts)
+            return rebuilt(self.name, found, self.facts)
         own = qdata.to_local()
         facts = self.facts | {"shape": list(own.shape)}
-        made = put_together(self.name, inner | {"qdata": own}, facts)
+        made = rebuilt(self.name, found | {"qdata": own}, facts)
         own_level = facts.get("levels", {}).get(str(self.rank))
         if own_level is not None and facts["cut"] == layout(qdata):
-            as_it_was(made, own_level)
+            _restore_level(made, Level(*own_level))
         return of_local(made, qdata)
 
-    def _blank(self, told: dict[str, Any]) -> Tensor:
+    def _blank(self, told: Facts) -> Tensor:
         if self.like is None or told["shape"] != self.facts["shape"]:
-            return blank_of(told, self.device)
+            return empty_like_facts(told, self.device)
         shape = list(local(self.like).shape)
-        return of_local(blank_of(told | {"shape": shape}, self.device), self.like)
+        return of_local(empty_like_facts(told | {"shape": shape}, self.device), self.like)
 
 
-def _check_divisible(name: str, held: ScaledTensor) -> None:
-    if isinstance(held, CodedTensor):
-        raise UnsupportedError(
-            f"{name} is a shard of a {type(held).__name__}, whose scales are those of blocks of "
-            "this shard and would not fit another cut: keep it whole, or widen it first"
-        )
+# --- pieces ----------------------------------------------------------------------------------
+#
+# An optimizer keeps states in 8 bits, as codes under scales of blocks. The blocks of a shard belong
+# to that shard, and another layout has other blocks. Each rank therefore writes its shard as a
+# tensor of its own, a piece. If the same ranks load, they get their pieces back, bit for bit.
+# Otherwise a rank decodes the pieces that overlap its shard, and the optimizer encodes the values.
 
 
-# The state of an optimizer by the names of its parameters, which any number of ranks agree on.
-class NamedState:
-    """An optimizer's state in parts: tensors, other values, and the options of its groups."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[str, dict[str, Tensor]] = {}
-        self.values: dict[str, dict[str, Any]] = {}
-        self.groups: list[dict[str, Any]] = []
+def is_piece(x: Tensor) -> bool:
+    """Return whether `x` is a shard of codes."""
+    return isinstance(x, DTensor) and isinstance(local(x), CodedTensor)
 
 
-def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Each parameter once, by its first name without wrappers."""
-    return {clean(name): p for name, p in unwrapped(model).named_parameters()}
+def piece_parts(name: str, x: DTensor, rank: int) -> dict[str, Tensor]:
+    """Return the plain tensors of this rank's piece, under names that contain the rank."""
+    return prefixed(_piece_name(name, rank), parts_of(local(x)))
 
 
-def named_state(model: nn.Module, optimizer: Optimizer) -> NamedState:
-    """The state of `optimizer`, whose parameters are the model's.
+def piece_described(x: DTensor) -> Facts:
+    """Return the facts of this rank's piece, with its offset in the whole tensor."""
+    return _facts_with_parts(local(x)) | {"offset": _region(x)[0]}
 
-    Raises:
-        CheckpointError: it has a parameter that is not the model's.
+
+def _piece_name(name: str, rank: int) -> str:
+    return f"{name}.rank{rank}"
+
+
+class PiecesToRead(TensorToRead):
+    """A tensor of codes that is to be read, and was saved whole or in pieces.
+
+    The arguments are the arguments of `TensorToRead`. If the tensor was saved in pieces, `facts`
+    has the facts of each by its rank, under "pieces".
     """
-    names = {id(p): name for name, p in named_parameters(model).items()}
-    packed = optimizer.state_dict()
-    found = NamedState()
-    by_index: dict[Any, str] = {}
-    for group, told in zip(optimizer.param_groups, packed["param_groups"], strict=True):
-        own = [_name(p, names) for p in group["params"]]
-        by_index |= dict(zip(told["params"], own, strict=True))
-        options = {k: v for k, v in told.items() if k not in ("params", "param_names")}
-        found.groups.append({"options": options, "names": own})
-    parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
-    for index, state in packed["state"].items():
-        name = by_index[index]
-        _check_shards(name, parameters[name], state)
-        found.tensors[name] = {k: v for k, v in state.items() if isinstance(v, Tensor)}
-        found.values[name] = {k: v for k, v in state.items() if not isinstance(v, Tensor)}
+
+    def __init__(self, name: str, facts: Facts, like: Tensor | None, rank: int) -> None:
+        super().__init__(name, facts, like, rank)
+        self.offset, self.shape = [0] * len(facts["shape"]), facts["shape"]
+        if self.like is not None:
+            self.offset, self.shape = _region(self.like)
+        pieces: dict[str, Facts] = facts.get("pieces", {})
+        own = pieces.get(str(rank)) if self.like is not None else None
+        self.kept = own is not None and (own["offset"], own["shape"]) == (self.offset, self.shape)
+        if self.kept and own is not None:
+            self.pieces = {_piece_name(name, rank): own}
+        elif pieces:
+            named = {_piece_name(name, int(r)): piece for r, piece in pieces.items()}
+            self.pieces = {n: piece for n, piece in named.items() if self._overlaps(piece)}
+        else:
+            self.pieces = {name: facts | {"offset": [0] * len(facts["shape"])}}
+
+    def blanks(self) -> dict[str, Tensor]:
+        """Return empty plain tensors to read the pieces into."""
+        found: dict[str, Tensor] = {}
+        for name, piece in self.pieces.items():
+            told = piece["parts"].items()
+            found |= prefixed(name, {part: empty_like_facts(t, self.device) for part, t in told})
+        return found
+
+    def build(self, read: Mapping[str, Tensor]) -> Tensor:
+        """Return the tensor, or this rank's shard of it: the codes as saved, or plain values."""
+        made = {
+            name: rebuilt(name, {part: read[f"{name}.{part}"] for part in piece["parts"]}, piece)
+            for name, piece in self.pieces.items()
+        }
+        if self.like is None and "pieces" not in self.facts:
+            return made[self.name]
+        if self.like is not None and self.kept:
+            return of_local(next(iter(made.values())), self.like)
+        dtype = dtype_from_name(self.facts["dtype"])
+        values = torch.zeros(self.shape, dtype=dtype, device=self.device)
+        for name, piece in self.pieces.items():
+            there, here = self._overlap(piece)
+            values[here] = made[name].dequantize()[there]
+        return values if self.like is None else of_local(values, self.like)
+
+    def _overlaps(self, piece: Facts) -> bool:
+        return all(cut.start < cut.stop for cut in self._overlap(piece)[0])
+
+    def _overlap(self, piece: Facts) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        """Return the elements that a piece and this rank's shard share, as slices of each."""
+        there, here = [], []
+        for own, size, other, length in zip(
+            self.offset, self.shape, piece["offset"], piece["shape"], strict=True
+        ):
+            first, last = max(own, other), min(own + size, other + length)
+            there.append(slice(first - other, max(last, first) - other))
+            here.append(slice(first - own, max(last, first) - own))
+        return tuple(there), tuple(here)
+
+
+# --- levels ----------------------------------------------------------------------------------
+#
+# A checkpoint that any number of ranks loads has one scale a tensor. The shards of a parameter have
+# one scale. The shards of an optimizer's state often have several, because each rank chooses a
+# scale that fits its shard. `Planner` writes them under the largest of these scales, which is exact
+# for powers of two and formats of 16 bits and more. The checkpoint also notes the level of each
+# rank. If the same ranks load, each gets its own level back, bit for bit.
+
+
+class Level(NamedTuple):
+    """The attributes in which shards of a tensor may differ, and how many elements a shard has."""
+
+    scale: float
+    rms: float
+    nonnegative: bool
+    numel: int
+
+
+def levels(state: Mapping[T, Tensor]) -> dict[T, Level]:
+    """Return the level of this rank's shard of each sharded ScaledTensor."""
+    found = {}
+    for name, x in state.items():
+        held = local(x)
+        scaled = isinstance(held, ScaledTensor) and not isinstance(held, CodedTensor)
+        if isinstance(x, DTensor) and scaled:
+            scale, rms = float(held.scale), float(held.rms)
+            found[name] = Level(scale, rms, held.nonnegative, held.numel())
     return found
 
 
-def _check_shards(name: str, p: Tensor, state: Mapping[str, Any]) -> None:
-    """A state of a shard's shape that is no DTensor would be saved as if it were all there is."""
-    shape = local(p).shape
-    for key, x in state.items():
-        if isinstance(x, Tensor) and not isinstance(x, DTensor) and x.shape == shape != p.shape:
-            raise CheckpointError(
-                f"the state {key!r} of {name} is of shape {tuple(shape)}, as this rank's shard of "
-                f"{tuple(p.shape)}, and is no DTensor: make it one, cut as the parameter is"
-            )
+def common(shards: list[Level]) -> Level:
+    """Return the largest scale of the shards that are not known to be zero, and the common RMS."""
+    told = [level for level in shards if level.numel and level.rms != 0] or shards
+    numel = sum(level.numel for level in shards)
+    energy = math.fsum(level.numel * level.rms**2 for level in told)
+    same = all(level.rms == told[0].rms for level in shards)
+    rms = told[0].rms if same else math.sqrt(energy / max(numel, 1))
+    scale = max(level.scale for level in told)
+    return Level(scale, rms, all(level.nonnegative for level in told), numel)
 
 
-def restore(
-    where: Any, model: nn.Module, optimizer: Optimizer, groups: list[dict[str, Any]]
-) -> Callable[[Mapping[str, dict[str, Any]]], None]:
-    """What puts states by name into `optimizer`, once all has been compared.
+class Planner(DefaultSavePlanner):
+    """Multiplies tensors by powers of two while they are written, one tensor at a time.
 
     Args:
-        groups: those of `named_state`, as they were saved.
-
-    Raises:
-        CheckpointError: there are other groups, with other parameters or options, than here.
+        factors: the power of two for each tensor, by its name.
     """
-    names = {id(p): name for name, p in named_parameters(model).items()}
-    packed = optimizer.state_dict()
-    here = packed["param_groups"]
-    if len(groups) != len(here):
+
+    def __init__(self, factors: dict[str, float]) -> None:
+        super().__init__()
+        self.factors = factors
+
+    def transform_object(self, write_item: Any, object: Any) -> Any:
+        found = super().transform_object(write_item, object)
+        name = write_item.index.fqn
+        factor = self.factors.get(name, 1.0)
+        return found if factor == 1 else _multiplied(name.removesuffix(".qdata"), found, factor)
+
+
+def _multiplied(name: str, q: Tensor, factor: float) -> Tensor:
+    made = q * factor if q.dtype.itemsize > 1 else None
+    if made is None or not torch.equal((made / factor).nan_to_num(), q.nan_to_num()):
         raise CheckpointError(
-            f"{where} belongs to another optimizer: it has {len(groups)} parameter groups, "
-            f"this one {len(here)}"
+            f"the shards of {name} have different scales, and its elements ({q.dtype}) cannot be "
+            "brought under one exactly. One tensor has one scale: give all shards that of the "
+            "whole before saving"
         )
-    index: dict[str, Any] = {}
-    made = []
-    for i, (told, there) in enumerate(zip(here, groups, strict=True)):
-        own = [_name(p, names) for p in optimizer.param_groups[i]["params"]]
-        if absent := sorted(set(own) - set(there["names"])):
-            raise CheckpointError(
-                f"{where} belongs to another optimizer: its group {i} has no {absent[0]}"
-            )
-        if absent := sorted(set(optimizer.defaults) - set(there["options"])):
-            raise CheckpointError(
-                f"{where} belongs to another optimizer: its group {i} has "
-                f"{', '.join(sorted(there['options']))}, and no {absent[0]}"
-            )
-        index |= dict(zip(own, told["params"], strict=True))
-        kept = {k: told[k] for k in ("params", "param_names") if k in told}
-        made.append(there["options"] | kept)
-
-    def load(states: Mapping[str, dict[str, Any]]) -> None:
-        state = {index[name]: own for name, own in states.items() if name in index}
-        optimizer.load_state_dict(packed | {"state": state, "param_groups": made})
-
-    return load
-
-
-def template(p: Tensor, present: Any, key: str, shape: tuple[int, ...]) -> Tensor | None:
-    """The tensor as which a state of the parameter `p` is laid out; None for a whole one."""
-    if isinstance(present, Tensor) and tuple(present.shape) == shape:
-        return present
-    return p if tuple(p.shape) == shape and key != "step" else None
-
-
-@torch.no_grad()
-def as_parameter(optimizer: Optimizer, p: Tensor, state: Tensor, saved: Tensor) -> Tensor:
-    """A state as `p` has it here, if it was held as its parameter was there, which `saved` tells.
-
-    Optimizers of torch hold states as zeros_like(p) does: scaled where it is, in its format and
-    under its recipe. A state in a format of the optimizer's choice stays in that, unless this one
-    is of torch and has no such choice.
-    """
-    held = local(state)
-    foreign = isinstance(held, CodedTensor) and _is_of_torch(optimizer)
-    if state.shape != p.shape or (_held_as(held) != _held_as(saved) and not foreign):
-        return state
-    made = torch.zeros_like(p)
-    if _held_as(local(made)) == _held_as(held) and _recipe(local(made)) == _recipe(held):
-        return state
-    put(made, state)
     return made
 
 
-def _is_of_torch(optimizer: Optimizer) -> bool:
-    return type(optimizer).__module__.startswith("torch.")
-
-
-def _held_as(x: Tensor) -> Any:
-    return (type(x), x.format) if isinstance(x, ScaledTensor) else None
-
-
-def _recipe(x: Tensor) -> Any:
-    return x.recipe if isinstance(x, ScaledTensor) else None
-
-
-def _name(p: Tensor, names: dict[int, str]) -> str:
-    if id(p) not in names:
-        raise CheckpointError(
-            f"the optimizer has a parameter of shape {tuple(p.shape)} that is not the model's: "
-            "make the optimizer of model.parameters(), after scale_model and fully_shard"
-        )
-    return names[id(p)]
+def _restore_level(x: ScaledTensor, level: Level) -> None:
+    """Put a shard that was saved under the common scale back under its own, in place."""
+    x.qdata.mul_(float(x.scale) / level.scale)
+    x.scale.fill_(level.scale)
+    x.rms.fill_(level.rms)
+    x.nonnegative = level.nonnegative

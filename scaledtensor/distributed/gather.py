@@ -1,17 +1,29 @@
-"""What FSDP2 gathers of a sharded ScaledTensor: the 8-bit codes of its products, where it can.
+"""Hooks of `fully_shard` (FSDP2): a sharded ScaledTensor is gathered in 8-bit codes if it can be.
 
-`fully_shard` keeps of each parameter a part on each rank, and asks the part what to send
-(`before`) and what to make of what arrived (`after`). The weight of a
-product that is cast once, under one scale, is cast before it is sent: a byte an element, the very
-codes that the product would make of the whole. Everything else is sent as it is held, or in the
-`param_dtype` of the `MixedPrecisionPolicy`. A parameter of codes under scales of blocks is widened
-when it is cut, since no part of it has scales of its own.
+`fully_shard` keeps a part of each parameter on each rank. It asks the part for the elements to send
+(`before`), and gives it the elements that arrived (`after`). A weight that products cast once,
+under one scale, is cast before it is sent. This sends one byte per element, and exactly the codes
+that the product would make from the whole weight. All other parameters are sent in their own
+format, or in the `param_dtype` of the `MixedPrecisionPolicy`. A parameter of codes under scales of
+blocks is widened when `fully_shard` divides it, since a part has no scales of its own.
 
-A tensor has one scale, so its parts must agree on one: when they are new or overwritten, in a
-collective of four numbers, and where `Recipe.rebalance` moves it, in one for all parameters. In
-between a step of an optimizer leaves the scale of a part alone, and elements are all that is sent.
-A recipe that scales a weight by its amax needs that of the whole after each step: one collective
-for all weights.
+A tensor has one scale, so its parts must agree on one. New or overwritten parts agree in a
+collective of four numbers. If `Recipe.rebalance` moves scales, one collective serves all
+parameters. Between these, a step of an optimizer leaves the scale of a part alone, and only
+elements are sent. A recipe that scales a weight by its amax needs the amax of the whole weight
+after each step: one collective for all weights.
+
+Callers reach this module from below by its name, since it belongs to a higher floor:
+
+| caller | function | called |
+|---|---|---|
+| `ScaledTensor.fsdp_pre_all_gather` (`tensors/tensor.py`) | `before` | before each gather |
+| `ScaledTensor.fsdp_post_all_gather` | `after` | after each gather |
+| `tensors/steps.py` | `after_step` | after each step of an optimizer |
+| the module's hook that `before` registers | `_forget` | after `load_state_dict` |
+
+Two facts are noted in the memo of a part (`tensors/memo.py`): `agreed` says that all parts are
+under one scale, and `whole_amax` is the amax of the whole tensor.
 """
 
 from typing import Any, NamedTuple, cast
@@ -38,31 +50,30 @@ from scaledtensor.tensors.shards import (
 from scaledtensor.tensors.tensor import Context, ScaledTensor
 from scaledtensor.tensors.wrapper import as_bytes
 
-__all__ = ["SENT_AS_CODES"]
+__all__ = ["after", "after_step", "before"]
 
-#: What chooses the scale of a weight that is sent as codes.
-SENT_AS_CODES = (Amax, Carried, Fixed)
+#: A weight is sent as codes if its cast takes its scale from one of these.
+_SENT_AS_CODES = (Amax, Carried, Fixed)
 
 
 class _Sent(NamedTuple):
-    """What goes with the elements: the same on every rank, so that it need not be sent."""
+    """The facts that belong to the elements. All ranks have the same, so they are not sent."""
 
     context: Context
     scale: Tensor
     rms: Tensor
     site: Any
-    """The part's `Site`, if it has one. The whole tensor shares it."""
+    """The `Site` of the part, if it has one. The whole tensor shares it."""
 
 
 def before(
     part: ScaledTensor, mesh: Any, outer_size: torch.Size, module: nn.Module, mp_policy: Any
 ) -> tuple[tuple[Tensor, ...], _Sent]:
-    """`fsdp_pre_all_gather`: the elements to send of a part, padded as the longest, and what they
-    are."""
+    """Return the elements of a part to send, padded to the longest part, and the facts of them."""
     steps.watch(part)
     group = mesh.get_group()
     _forget_when_loaded(module)
-    agree(part, group, outer_size.numel())
+    _agree(part, group, outer_size.numel())
     held = _as_sent(part, group, module, mp_policy.param_dtype)
     q = as_bytes(held.qdata.detach())  # not every backend knows 8-bit floats
     missing = -(-outer_size[0] // mesh.size()) - q.shape[0] if q.dim() else 0
@@ -75,11 +86,13 @@ def before(
 def after(
     arrived: tuple[Tensor, ...], metadata: _Sent, out: Any
 ) -> tuple[ScaledTensor, tuple[Tensor, ...]] | None:
-    """`fsdp_post_all_gather`: the whole tensor around what arrived; into `out` there is nothing but
-    its scale to write."""
+    """Return the whole tensor around the elements that arrived.
+
+    If `out` is given, the elements arrived in `out`, and only its scale is written.
+    """
     (data,) = arrived
     (fmt, dtype, recipe, nonnegative) = metadata.context
-    # New ones: what the forward pass saved keeps those it saw.
+    # Copies: tensors that the forward pass saved keep the scales that they had.
     scale, rms = metadata.scale.clone(), metadata.rms.clone()
     if out is not None:
         whole = part_of(out)
@@ -95,7 +108,7 @@ def after(
 def _as_sent(
     part: ScaledTensor, group: Any, module: nn.Module, dtype: torch.dtype | None
 ) -> ScaledTensor:
-    """What a part sends: codes, where products cast its tensor once; or itself, as `dtype`."""
+    """Return the codes of a part if products cast its tensor once, or the part as `dtype`."""
     own = _weight_cast(part, module)
     if own is None:
         return part if dtype is None else cast(ScaledTensor, part.detach().to(dtype))
@@ -113,9 +126,9 @@ def _as_sent(
 
 
 def _weight_cast(part: ScaledTensor, module: nn.Module) -> Cast | None:
-    """The one cast of a weight of products that a part of it can be given."""
+    """Return the one cast that products give the weight, if each part can be cast alone."""
     once = None if part.recipe is None else part.recipe.gemms.once
-    if once is None or not isinstance(once[1].scale, SENT_AS_CODES) or once[1].format.bits > 8:
+    if once is None or not isinstance(once[1].scale, _SENT_AS_CODES) or once[1].format.bits > 8:
         return None
     alike = [
         is_only_operand(module, name, p)
@@ -128,10 +141,12 @@ def _weight_cast(part: ScaledTensor, module: nn.Module) -> Cast | None:
 # --- one scale for all parts -----------------------------------------------------------------
 
 
-def agree(part: ScaledTensor, group: Any, numel: int) -> None:
-    """See to it that all parts of a tensor of `numel` elements are under one scale, which they do
-    once. Where they are, as those of a checkpoint, it stays; else it is that of the RMS of the
-    whole. A tensor of zeros has none until it has a value."""
+def _agree(part: ScaledTensor, group: Any, numel: int) -> None:
+    """Put all parts of a tensor of `numel` elements under one scale, once.
+
+    Parts that are under one scale already, such as parts from a checkpoint, keep it. Other parts
+    get the scale for the RMS of the whole tensor. A tensor of zeros gets none until it has a value.
+    """
     if part.memo.agreed:
         return
     own = torch.stack([part.scale, part.rms]).double()
@@ -148,10 +163,11 @@ def agree(part: ScaledTensor, group: Any, numel: int) -> None:
 
 
 def _forget_when_loaded(module: nn.Module) -> None:
-    """See to it that parts agree anew after `load_state_dict`, on every rank.
+    """Register a hook by which all parts agree again after `load_state_dict`, on every rank.
 
-    After it torch makes new parts on the ranks whose part is shorter than the longest, which know
-    of no agreement, and on no other: those would wait for a collective that these never start.
+    After `load_state_dict`, torch makes new parts on the ranks with a shorter part, and on no
+    other. New parts have not agreed. Their ranks would wait for a collective that the other ranks
+    never start.
     """
     if _forget not in module._load_state_dict_post_hooks.values():
         module.register_load_state_dict_post_hook(_forget)  # type: ignore[no-untyped-call]
@@ -165,7 +181,7 @@ def _forget(module: nn.Module, *_: Any) -> None:
 
 @torch.no_grad()
 def after_step(held: steps.Held) -> None:
-    """The amax of every weight that its recipe scales by it, in one collective."""
+    """Note the amax of each whole weight that its recipe scales by its amax, in one collective."""
     wanted = [p for _, ours in held for p in ours if is_sharded(p) and _is_by_amax(part_of(p))]
     for groups, sharded in by_groups(wanted).items():
         parts = [part_of(p) for p in sharded]

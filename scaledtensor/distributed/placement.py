@@ -1,13 +1,13 @@
-"""Whole tensors, each with its scale, placed on ranks: the states of an optimizer divided by n.
+"""Optimizer states divided among ranks by whole tensors, each with its scale.
 
-FP8-LM (arXiv 2310.18313, section 2.3) divides states as ZeRO does (arXiv 1910.02054), but never a
-tensor, whose elements share a scale: tensors go to ranks, largest first, each to the rank that
-holds the fewest bytes. No rank then holds more than 4/3 of what the best division would leave it
-(Graham 1969), or the largest tensor alone.
+FP8-LM (arXiv 2310.18313, section 2.3) divides states as ZeRO does (arXiv 1910.02054), but never
+divides a tensor, whose elements share a scale. Tensors go to ranks, largest first, each to the rank
+with the fewest bytes. No rank then holds more than 4/3 of its share in the best division (Graham
+1969), or it holds the largest tensor alone.
 
-Why not `torch.distributed.optim.ZeroRedundancyOptimizer`: it refuses parameters of two classes,
-as a model has where only its products are scaled, sends each parameter in a broadcast of its own
-that knows nothing of scales, and counts steps twice for hooks that all optimizers share.
+`torch.distributed.optim.ZeroRedundancyOptimizer` does not work here, for three reasons. It refuses
+parameters of two classes, which a model has if only its products are scaled. It sends each
+parameter in its own broadcast, which ignores scales. Hooks of all optimizers count its steps twice.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,29 +19,31 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from scaledtensor.backends import backend_of
 from scaledtensor.distributed.reduce import Group, checked_group
 from scaledtensor.errors import CheckpointError, ShapeError, UnsupportedError
 from scaledtensor.models.rebalance import COUNT
+from scaledtensor.tensors.codec import parts_of
 from scaledtensor.tensors.tensor import ScaledTensor
 
 __all__ = ["ShardedOptimizer", "place"]
 
-_ALONE = 1 << 20  # bytes from which a tensor is worth a broadcast of its own, without a copy
+#: A tensor of at least this many bytes gets a broadcast of its own, which needs no copy.
+_ALONE = 1 << 20
 
 
 def place(tensors: Iterable[Tensor], ranks: int, held: Sequence[int] | None = None) -> list[int]:
-    """The rank of each tensor: largest first, each to the rank that holds the fewest bytes.
+    """Return the rank of each tensor: largest first, each to the rank with the fewest bytes.
 
-    The same on every rank that asks: of equal tensors the first goes first, of equal ranks the
-    lowest gets it.
+    Every rank gets the same result. Equal tensors go in their order, to the lowest of equal ranks.
 
     Args:
-        tensors: plain or scaled; those count with their scales.
-        ranks: how many there are.
-        held: bytes that each rank holds already; None is none.
+        tensors: plain tensors or ScaledTensors, which count with their scales.
+        ranks: the number of ranks.
+        held: the bytes that each rank holds already; by default 0.
 
     Raises:
-        ShapeError: `ranks` is not positive, or `held` is not one number a rank.
+        ShapeError: `ranks` is not positive, or `held` has another length than `ranks`.
     """
     held = [0] * max(ranks, 0) if held is None else list(held)
     if ranks < 1 or len(held) != ranks:
@@ -57,32 +59,32 @@ def place(tensors: Iterable[Tensor], ranks: int, held: Sequence[int] | None = No
 
 
 class ShardedOptimizer(Optimizer):
-    """An optimizer of which each rank steps, and keeps states for, its own whole tensors.
+    """An optimizer in which each rank steps its own whole tensors, and keeps only their states.
 
         optimizer = sct.distributed.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
 
-    After a step every rank broadcasts what it stepped: elements as bytes, with scale and expected
-    RMS. Parameters and gradients have to be the same on all ranks before a step, as they are under
-    DistributedDataParallel; each parameter then becomes what one optimizer for all of them would
-    have made it, bit for bit, if that treats parameters one by one.
+    After a step every rank broadcasts the tensors that it stepped: elements as bytes, with scale
+    and expected RMS. Before a step, parameters and gradients must be the same on all ranks, as they
+    are under DistributedDataParallel. Each parameter then gets the bits that one optimizer for all
+    parameters would give it, if that optimizer treats parameters one by one.
 
     Args:
         params: parameters, or groups of them.
-        optimizer_class: makes the optimizer of a rank's own: called with groups and `defaults`.
-        group: None is the default process group.
-        defaults: options of the groups, as `lr`.
+        optimizer_class: makes the local optimizer; it is called with groups and `defaults`.
+        group: the process group; None is the default group.
+        defaults: options of the groups, such as `lr`.
 
     Attributes:
         local: the optimizer of this rank's own parameters.
         owner: the rank of each parameter.
 
-    `param_groups` holds all parameters; schedulers and hooks work on them. `state` has those of
-    this rank. `state_dict` and `load_state_dict` are torch.optim's, of all parameters: a checkpoint
-    loads on any number of ranks and into an optimizer that is not sharded.
+    `param_groups` holds all parameters; schedulers and hooks work on them. `state` holds the states
+    of this rank. `state_dict` and `load_state_dict` cover all parameters, as in torch.optim: a
+    checkpoint loads on any number of ranks, and into an optimizer that is not sharded.
 
     Raises:
         DistributedError: there is no process group, or this rank is not in it.
-        UnsupportedError: a parameter is a DTensor, of which each rank holds a part anyway.
+        UnsupportedError: a parameter is a DTensor, so its states are divided already.
     """
 
     def __init__(
@@ -104,7 +106,7 @@ class ShardedOptimizer(Optimizer):
             _copy_options(local, ours)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its parameters go to ranks after those there are."""
+        """Add a group. Its parameters are placed after the present ones, which do not move."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         sharded = [p for p in group["params"] if hasattr(p, "full_tensor")]
@@ -121,7 +123,7 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step this rank's parameters and share all. The loss, if there is a closure."""
+        """Step this rank's parameters and share all. Return the loss if there is a closure."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -136,7 +138,7 @@ class ShardedOptimizer(Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """That of all ranks, copied to every rank's CPU. All ranks have to call it."""
+        """Return the state of all ranks, copied to every rank's CPU. All ranks must call this."""
         whole = super().state_dict()
         own = {i: _on_cpu(state) for i, state in whole["state"].items()}
         everyones: list[Any] = [None] * self.group.size()
@@ -145,10 +147,10 @@ class ShardedOptimizer(Optimizer):
         return whole
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep what is this rank's of the states of all.
+        """Keep this rank's part of the states of all ranks.
 
         Raises:
-            CheckpointError: the groups are of other sizes; nothing is changed then.
+            CheckpointError: the groups have other sizes; nothing is changed then.
         """
         saved = state_dict["param_groups"]
         sizes = [[len(g["params"]) for g in groups] for groups in (saved, self.param_groups)]
@@ -196,7 +198,7 @@ class ShardedOptimizer(Optimizer):
         return {**group, "params": [p for p in group["params"] if self.owner[p] == rank]}
 
     def _share(self) -> None:
-        """Everyone sends what it owns: large tensors from where they lie, the others in one."""
+        """Broadcast the tensors of each rank: a large one in place, the others in one message."""
         arrivals: list[tuple[dist.Work, Callable[[], None]]] = []
         for rank in range(self.group.size()):
             source = dist.get_global_rank(self.group, rank)
@@ -224,10 +226,8 @@ class ShardedOptimizer(Optimizer):
 
 
 def parts(x: Tensor) -> list[Tensor]:
-    """The plain tensors that `x` is made of: itself, or elements, scale and expected RMS."""
-    if isinstance(x, ScaledTensor):
-        return [getattr(x, name) for name in x.INNER]
-    return [x.detach()]
+    """Return the plain tensors in `x`: `x`, or the elements, scale and RMS of a ScaledTensor."""
+    return list(parts_of(x).values()) if isinstance(x, ScaledTensor) else [x.detach()]
 
 
 def _bytes(x: Tensor) -> Tensor:
@@ -238,7 +238,7 @@ def _unpacking(packed: Tensor, into: list[Tensor]) -> Callable[[], None]:
     def unpack() -> None:
         received = torch.split(packed, [part.nbytes for part in into])
         for part, own in zip(into, received, strict=True):
-            # A copy, as a view as another dtype has to start at a multiple of its size.
+            # A copy: a view in another dtype must start at a multiple of the dtype's size.
             part.copy_(own.clone().view(part.dtype).view(part.shape))
 
     return unpack
@@ -249,14 +249,14 @@ def _nothing() -> None:
 
 
 def _copy_options(source: dict[str, Any], target: dict[str, Any]) -> None:
-    """All but the parameters, and the steps that a hook counts for each of two optimizers."""
+    """Copy all options except the parameters, and the steps that a hook counts per optimizer."""
     target.update({k: v for k, v in source.items() if k not in ("params", COUNT)})
 
 
 def _on_cpu(state: Any) -> Any:
-    """A copy, also of what is there: the next step would write into it."""
+    """Return a copy on the CPU, also of a tensor on the CPU: the next step writes into that."""
     if isinstance(state, Tensor):
-        return state.detach().clone() if state.is_cpu else state.detach().cpu()
+        return state.detach().clone() if backend_of(state).host else state.detach().cpu()
     if isinstance(state, dict):
         return {k: _on_cpu(v) for k, v in state.items()}
     return state

@@ -1,15 +1,19 @@
-"""Gradients summed over ranks by way of 8-bit floats, on public collectives of any backend.
+"""Gradients summed over ranks in 8-bit floats, by public collectives of any backend.
 
-No backend adds FP8 numbers, and a sum that is rounded to FP8 at each of its steps loses what is
-small beside it. So codes travel and float32 numbers are added, by the rank that owns the result:
+1. `fp8_reduce_scatter` and `fp8_all_reduce` have the arguments of torch's collectives.
+2. `fp8_all_reduce_hook` is a communication hook of DistributedDataParallel.
+3. `FP8ReduceScatter` is a reduce-scatter for `fully_shard` (FSDP2).
+
+No backend adds FP8 numbers, and a sum that is rounded to FP8 at each step loses its small terms. So
+codes travel, and the rank that owns a part of the result adds float32 numbers:
 
     reduce-scatter    all-to-all of the codes of each rank's part, then a local sum in float32
-    all-reduce        the same; the sum, coded again, in an all-gather
+    all-reduce        the same, then an all-gather of the sum, which is coded again
 
-Codes travel as bytes, which every backend has; each element crosses a link as often as in a ring,
-in 8 bits. The sum of an all-reduce is decoded from the same bytes on all ranks, also on the one
-that made it: replicas stay equal bit for bit. An infinity or NaN of one rank arrives as NaN on all,
-in that element and no other, so that `GradScaler` sees it. `wire.py` says what the codes are.
+Codes travel as bytes, which every backend has. Each element crosses a link as often as in a ring,
+in 8 bits. All ranks decode the sum of an all-reduce from the same bytes, and so does the rank that
+made it: replicas stay equal bit for bit. An infinity or NaN of one rank arrives as NaN on all
+ranks, in that element and no other, so `GradScaler` sees it. `wire.py` defines the codes.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -19,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from scaledtensor.backends import backend_of
 from scaledtensor.distributed.wire import BLOCK, AutoScales, Blocks, Bucket, Wire
 from scaledtensor.errors import (
     DistributedError,
@@ -33,6 +38,7 @@ from scaledtensor.formats import BF16, encode
 __all__ = [
     "FP8ReduceScatter",
     "FP8State",
+    "Group",
     "checked_group",
     "fp8_all_reduce",
     "fp8_all_reduce_hook",
@@ -40,29 +46,20 @@ __all__ = [
     "use_fp8_reduce_scatter",
 ]
 
+Group: TypeAlias = dist.ProcessGroup
+ReduceOp: TypeAlias = dist.ReduceOp | dist.ReduceOp.RedOpType
+Finish: TypeAlias = Callable[[Tensor], Tensor]
+"""Makes the result from a float32 sum."""
+Stages: TypeAlias = Generator[dist.Work, None, None]
+"""A reduction. It stops after it launches a collective, and is resumed when that is done."""
 
-_SUMMED_AT_ONCE = 1 << 22  # elements, so that a sum of many ranks needs no tensor of them all
-
-
+#: The most elements that are decoded at once, so that a sum of many ranks needs little memory.
+_SUMMED_AT_ONCE = 1 << 22
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # <2.13
 
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-Group: TypeAlias = dist.ProcessGroup
-
-
-ReduceOp: TypeAlias = dist.ReduceOp | dist.ReduceOp.RedOpType
-
-
-Finish: TypeAlias = Callable[[Tensor], Tensor]
-
-
-Stages: TypeAlias = Generator[dist.Work, None, None]
-
-
-"""A reduction that stops at each collective that it has launched; to be resumed when it is done."""
+# --- collectives -----------------------------------------------------------------------------
 
 
 def fp8_reduce_scatter(
@@ -76,28 +73,30 @@ def fp8_reduce_scatter(
     bucket: str = "",
     async_op: bool = False,
 ) -> dist.Work | None:
-    """The sum over ranks of `input`, of which rank r gets the r-th part in `output`.
+    """Sum `input` over ranks. Rank r gets the r-th part of the sum in `output`.
 
-    As `torch.distributed.reduce_scatter_single`, with 8-bit floats on the wire and float32 sums.
+    Same as `torch.distributed.reduce_scatter_single`, with 8-bit floats on the wire and float32
+    sums.
 
     Args:
-        output: of float32, bfloat16 or float16; the sum is rounded to it once.
-        input: of one of these, with as many elements for each rank as `output` has.
+        output: a tensor of float32, bfloat16 or float16; the sum is rounded to its dtype once.
+        input: a tensor of one of these dtypes, with `output.numel()` elements for each rank.
         op: SUM, AVG, or PREMUL_SUM(factor), which is applied to the sum.
-        group: None is the default group. In a group of one the input is copied, unrounded.
-        wire: None is `Wire()`.
-        scales, bucket: for scaling "auto", where mu is kept and under which name; without, mu is 1.
-        async_op: return a Work. The sum is computed in its `wait()`, which all ranks have to call
-            in the same order if there are several with scaling "auto"; until then `input` has to
-            stay as it is.
+        group: the process group; None is the default group. A group of one copies `input` without
+            rounding.
+        wire: the options of the codes; None is `Wire()`.
+        scales, bucket: the `AutoScales` that keeps mu for scaling "auto", and the name of the
+            bucket in it. Without `scales`, mu is 1.
+        async_op: returns a Work, whose `wait()` computes the sum. `input` must not change before.
+            With scaling "auto", all ranks must wait for several Works in the same order.
 
     Raises:
         DistributedError: there is no process group, or this rank is not in it.
-        DTypeError: a tensor is not a plain one of these dtypes.
+        DTypeError: a tensor is not a plain tensor of these dtypes.
         ShapeError: the sizes do not fit.
         UnsupportedError: another `op`.
     """
-    group, finish, wire = checked((input, output), op, group, wire)
+    group, finish, wire = _checked((input, output), op, group, wire)
     world = group.size()
     if input.numel() != world * output.numel():
         raise ShapeError(
@@ -123,19 +122,68 @@ def fp8_all_reduce(
     bucket: str = "",
     async_op: bool = False,
 ) -> dist.Work | None:
-    """The sum over ranks of `tensor`, in place: the same bits on all ranks.
+    """Sum `tensor` over ranks, in place. All ranks get the same bits.
 
-    As `torch.distributed.all_reduce`, with 8-bit floats on the wire and float32 sums. Takes and
-    raises what `fp8_reduce_scatter` does. If `async_op`, all ranks have to call `wait()` of several
-    in the same order, as the second collective is launched there.
+    Same as `torch.distributed.all_reduce`, with 8-bit floats on the wire and float32 sums. The
+    arguments and the errors are the same as for `fp8_reduce_scatter`. With `async_op`, all ranks
+    must wait for several Works in the same order, because `wait()` launches the second collective.
     """
-    group, finish, wire = checked((tensor,), op, group, wire)
-    stages = all_reduced(tensor.detach(), group, finish, wire, scales, bucket)
+    group, finish, wire = _checked((tensor,), op, group, wire)
+    stages = _all_reduced(tensor.detach(), group, finish, wire, scales, bucket)
     return _run(stages, tensor, async_op)
 
 
+def _checked(
+    tensors: tuple[Tensor, ...], op: ReduceOp, group: Group | None, wire: Wire | None
+) -> tuple[Group, Finish, Wire]:
+    """Check the arguments; return them with defaults filled in and `op` as a function."""
+    group = checked_group(group)
+    if wire is not None and not isinstance(wire, Wire):
+        raise FormatError(f"wire is a sct.distributed.Wire, or None; got {wire!r}")
+    for x in tensors:
+        if type(x) not in (Tensor, nn.Parameter) or x.dtype not in _DTYPES or x.is_sparse:
+            raise DTypeError(
+                "gradients are reduced as plain dense tensors of float32, bfloat16 or float16; got"
+                f" {type(x).__name__} of {x.dtype}, {x.layout}"
+            )
+    return group, _finish(op, group.size()), wire if wire is not None else Wire()
+
+
+def checked_group(group: Group | None) -> Group:
+    """Return `group`, or the default group for None.
+
+    Raises:
+        DistributedError: torch.distributed is not initialised, or this rank is not in the group.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise DistributedError(
+            "there is no process group: call torch.distributed.init_process_group() first, in a"
+            " program that torchrun starts"
+        )
+    group = group if group is not None else dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+        raise DistributedError(f"rank {dist.get_rank()} is not in the group that was given")
+    return group
+
+
+def _finish(op: ReduceOp, world: int) -> Finish:
+    """Return the function for `op`. A mean over 2^n ranks is exact."""
+    whole: Any = dist.ReduceOp(op) if isinstance(op, dist.ReduceOp.RedOpType) else op
+    kind, factor = whole.__getstate__()
+    if kind == dist.ReduceOp.SUM:
+        return lambda total: total
+    if kind == dist.ReduceOp.AVG:
+        return lambda total: total / world
+    if kind == dist.ReduceOp.PREMUL_SUM:
+        return lambda total: total * factor
+    raise UnsupportedError(f"gradients are reduced by SUM, AVG or PREMUL_SUM; got {kind}")
+
+
+# --- a reduction, stage by stage -------------------------------------------------------------
+
+
 class _Pending(dist.Work):
-    """A reduction under way, of which `wait` launches and awaits what is left."""
+    """A reduction under way. `wait` launches and awaits its remaining collectives."""
 
     def __init__(self, stages: Stages) -> None:
         super().__init__()
@@ -165,12 +213,12 @@ def _nothing() -> Stages:
 
 
 def _alone(target: Tensor, source: Tensor, finish: Finish) -> Stages:
-    """A group of one: nothing travels and nothing is rounded on the way."""
+    """The reduction in a group of one: nothing is sent, and nothing is rounded to 8 bits."""
     target.copy_(finish(source.float()).view(target.shape))
     yield from ()
 
 
-def all_reduced(
+def _all_reduced(
     target: Tensor,
     group: Group,
     finish: Finish,
@@ -178,7 +226,7 @@ def all_reduced(
     scales: AutoScales | None,
     bucket: str,
 ) -> Stages:
-    """Replace `target` by the sum over ranks and what `finish` makes of it."""
+    """Replace `target` by `finish` of its sum over ranks."""
     world = group.size()
     if world == 1:
         yield from _alone(target, target, finish)
@@ -204,7 +252,7 @@ def all_reduced(
 def _sum_of_parts(
     parts: Tensor, group: Group, wire: Wire, scales: AutoScales | None, bucket: str
 ) -> Generator[dist.Work, None, Tensor]:
-    """Of `parts`, (ranks, n), on each rank: the sum of the row that is this rank's, float32."""
+    """Return the sum over ranks of this rank's row of `parts`, (ranks, n), in float32."""
     length = parts.shape[1]
     if wire.scaling == "block":
         blocks = Blocks(wire, BLOCK, group.rank())
@@ -225,7 +273,7 @@ def _exchanged(send: Tensor, group: Group) -> Generator[dist.Work, None, Tensor]
 
 
 def _sum(received: Tensor, values: Finish, length: int) -> Tensor:
-    """The sum of what all ranks sent."""
+    """Return the sum of the rows that all ranks sent."""
     at_once = max(1, _SUMMED_AT_ONCE // length)
     first, *others = (values(rows).sum(0) for rows in torch.split(received, at_once))
     for more in others:
@@ -233,65 +281,18 @@ def _sum(received: Tensor, values: Finish, length: int) -> Tensor:
     return first
 
 
-def checked(
-    tensors: tuple[Tensor, ...], op: ReduceOp, group: Group | None, wire: Wire | None
-) -> tuple[Group, Finish, Wire]:
-    """What the doors were given, with defaults filled in and `op` as a function."""
-    group = checked_group(group)
-    if wire is not None and not isinstance(wire, Wire):
-        raise FormatError(f"wire is a sct.distributed.Wire, or None; got {wire!r}")
-    for x in tensors:
-        if type(x) not in (Tensor, nn.Parameter) or x.dtype not in _DTYPES or x.is_sparse:
-            raise DTypeError(
-                "gradients are reduced as plain dense tensors of float32, bfloat16 or float16; got"
-                f" {type(x).__name__} of {x.dtype}, {x.layout}"
-            )
-    return group, _finish(op, group.size()), wire if wire is not None else Wire()
+# --- DistributedDataParallel -----------------------------------------------------------------
 
-
-def checked_group(group: Group | None) -> Group:
-    """`group`, or the default one.
-
-    Raises:
-        DistributedError: torch.distributed is not initialised, or this rank is not in the group.
-    """
-    if not dist.is_available() or not dist.is_initialized():
-        raise DistributedError(
-            "there is no process group: call torch.distributed.init_process_group() first, in a"
-            " program that torchrun starts"
-        )
-    group = group if group is not None else dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
-        raise DistributedError(f"rank {dist.get_rank()} is not in the group that was given")
-    return group
-
-
-def _finish(op: ReduceOp, world: int) -> Finish:
-    """What a float32 sum becomes: by world size exactly, where that is a power of two."""
-    whole: Any = dist.ReduceOp(op) if isinstance(op, dist.ReduceOp.RedOpType) else op
-    kind, factor = whole.__getstate__()
-    if kind == dist.ReduceOp.SUM:
-        return lambda total: total
-    if kind == dist.ReduceOp.AVG:
-        return lambda total: total / world
-    if kind == dist.ReduceOp.PREMUL_SUM:
-        return lambda total: total * factor
-    raise UnsupportedError(f"gradients are reduced by SUM, AVG or PREMUL_SUM; got {kind}")
-
-
-# Doors for torch's data parallelism: a communication hook of DDP, a reduce-scatter of FSDP2.
 UnderWay: TypeAlias = tuple[dist.Work | None, Stages, Callable[[], None]]
-
-
-"""The collective that was launched last, what comes after it, and what to do in the end."""
+"""The last collective launched for a bucket, the next stages, and the call at the end."""
 
 
 class FP8State:
-    """What `fp8_all_reduce_hook` keeps for a model: options, group, mu of each bucket in `scales`.
+    """The state of `fp8_all_reduce_hook` for a model: options, group, and mu in `scales`.
 
     Args:
-        wire: None is `Wire()`.
-        group: the process group of the DistributedDataParallel; None is the default one.
+        wire: the options of the codes; None is `Wire()`.
+        group: the process group of the DistributedDataParallel; None is the default group.
     """
 
     def __init__(self, wire: Wire | None = None, group: Group | None = None) -> None:
@@ -301,11 +302,14 @@ class FP8State:
         self._under_way: list[UnderWay] = []
 
     def state_dict(self) -> dict[str, Tensor]:
-        """mu by bucket; see `AutoScales`. DDP makes new buckets after its first step, so that a
-        run that was restarted takes one step with mu at 1."""
+        """Return mu of each bucket; see `AutoScales`.
+
+        DDP makes new buckets after its first step, so a restarted run takes one step with mu at 1.
+        """
         return self.scales.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Set mu of each bucket; see `AutoScales`."""
         self.scales.load_state_dict(state)
 
 
@@ -313,15 +317,15 @@ def fp8_all_reduce_hook(
     state: FP8State,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[Tensor]:
-    """A communication hook of DistributedDataParallel: gradients averaged by way of 8-bit floats.
+    """A communication hook of DistributedDataParallel that averages gradients in 8-bit floats.
 
         model = DistributedDataParallel(model)
         model.register_comm_hook(sct.distributed.FP8State(), sct.distributed.fp8_all_reduce_hook)
 
-    A reduction is two or three collectives, each launched when the one before it has arrived. They
-    are launched from this function alone, each time that a bucket is ready, for the buckets before
-    it and for itself: in an order that is the same on all ranks, where the callbacks of futures
-    have none, and while the gradients of the next bucket are computed.
+    A reduction is two or three collectives, and each is launched after the one before it arrived.
+    Only this function launches them. DDP calls it when a bucket is ready, and it then continues all
+    earlier buckets too. So all ranks launch collectives in the same order, which callbacks of
+    futures do not guarantee, and gradients of the next bucket are computed meanwhile.
 
     Raises:
         DTypeError: `state` is no FP8State, or gradients are not float32, bfloat16 or float16.
@@ -333,13 +337,13 @@ def fp8_all_reduce_hook(
             f" fp8_all_reduce_hook); got {type(state).__name__}"
         )
     buffer = bucket.buffer()
-    group, finish, wire = checked((buffer,), dist.ReduceOp.AVG, state.group, state.wire)
+    group, finish, wire = _checked((buffer,), dist.ReduceOp.AVG, state.group, state.wire)
     if bucket.index() == 0:
-        state._under_way.clear()  # of a backward pass that an error ended
-    devices = None if buffer.device.type == "cpu" else [buffer.device]
+        state._under_way.clear()  # an error may have ended the last backward pass
+    devices = None if backend_of(buffer).host else [buffer.device]
     future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
     name = f"{bucket.index()}:{buffer.numel()}"
-    stages = all_reduced(buffer, group, finish, wire, state.scales, name)
+    stages = _all_reduced(buffer, group, finish, wire, state.scales, name)
     state._under_way.append((None, stages, lambda: future.set_result(buffer)))
     _advance(state)
     while bucket.is_last() and state._under_way:
@@ -347,14 +351,32 @@ def fp8_all_reduce_hook(
     return future
 
 
+def _advance(state: FP8State) -> None:
+    """Resume each reduction under way, the oldest first, until it launches a collective."""
+    left: list[UnderWay] = []
+    for launched, stages, done in state._under_way:
+        if launched is not None:
+            launched.wait()
+        upcoming = next(stages, None)
+        if upcoming is None:
+            done()
+        else:
+            left.append((upcoming, stages, done))
+    state._under_way = left
+
+
+# --- fully_shard -----------------------------------------------------------------------------
+
+
 class FP8ReduceScatter:
     """A reduce-scatter for `FSDPModule.set_custom_reduce_scatter`, one object for each module.
 
-    Gradients come as FSDP2 hands them over: with `MixedPrecisionPolicy(reduce_dtype=torch.float32)`
-    they are rounded once, to 8 bits, and no more bytes are sent than with bfloat16.
+    FSDP2 hands over gradients in its `reduce_dtype`. With
+    `MixedPrecisionPolicy(reduce_dtype=torch.float32)` they are rounded once, to 8 bits, and no more
+    bytes are sent than with bfloat16.
 
     Args:
-        wire: None is `Wire()`. `gather` has no meaning here.
+        wire: the options of the codes; None is `Wire()`. `gather` has no effect here.
     """
 
     def __init__(self, wire: Wire | None = None) -> None:
@@ -362,7 +384,7 @@ class FP8ReduceScatter:
         self.scales = AutoScales()
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Where FSDP2 puts gradients, and their sum."""
+        """Return an empty tensor, in which FSDP2 puts gradients or their sum."""
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
@@ -373,7 +395,7 @@ class FP8ReduceScatter:
         op: ReduceOp,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """`fp8_reduce_scatter`, with mu kept by the size of the input."""
+        """Call `fp8_reduce_scatter`. The size of the input is the name of the bucket of mu."""
         return fp8_reduce_scatter(
             output_tensor,
             input_tensor,
@@ -389,14 +411,15 @@ class FP8ReduceScatter:
 def use_fp8_reduce_scatter(
     model: nn.Module, wire: Wire | None = None
 ) -> dict[str, FP8ReduceScatter]:
-    """Give each module of `model` that `fully_shard` was applied to an `FP8ReduceScatter`.
+    """Set an `FP8ReduceScatter` for each module of `model` that `fully_shard` was applied to.
 
-    Returns them by the module's name, for their `scales`.
+    Returns:
+        The reduce-scatters by the names of the modules. Their `scales` belong in a checkpoint.
 
     Raises:
-        ModelError: there is no such module.
+        ModelError: `fully_shard` was applied to no module.
     """
-    from torch.distributed.fsdp import FSDPModule  # half of what `import torch` takes
+    from torch.distributed.fsdp import FSDPModule  # half the time of `import torch`
 
     sharded = {name: m for name, m in model.named_modules() if isinstance(m, FSDPModule)}
     if not sharded:
@@ -405,17 +428,3 @@ def use_fp8_reduce_scatter(
     for name, module in sharded.items():
         module.set_custom_reduce_scatter(reductions[name])  # type: ignore[arg-type]
     return reductions
-
-
-def _advance(state: FP8State) -> None:
-    """Resume each reduction under way, oldest first, up to its next collective."""
-    left: list[UnderWay] = []
-    for launched, stages, done in state._under_way:
-        if launched is not None:
-            launched.wait()
-        upcoming = next(stages, None)
-        if upcoming is None:
-            done()
-        else:
-            left.append((upcoming, stages, done))
-    state._under_way = left

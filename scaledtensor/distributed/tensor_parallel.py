@@ -1,13 +1,13 @@
-"""Tensor parallelism for linears of ScaledTensors: plans for torch's `parallelize_module`.
+"""Tensor parallelism for linears of ScaledTensors: styles for torch's `parallelize_module`.
 
-The styles have the names and arguments of those in `torch.distributed.tensor.parallel`, for modules
-that `scale_model` has wrapped. Parameters become DTensors, as there, so that `fully_shard`,
-optimizers and checkpoints see nothing new. The forward pass differs: a DTensor knows nothing of
-recipes, so the products run on local ScaledTensors, cast as on one device, and what passes between
-ranks is cast first where a product would cast it next: activations are gathered as a byte an
-element. Results that ranks sum are sent by value in the activation format.
+The styles have the names and arguments of the styles in `torch.distributed.tensor.parallel`, and
+are for modules after `scale_model`. Parameters become DTensors as there, so `fully_shard`,
+optimizers and checkpoints work as usual. The forward pass differs, because a DTensor knows nothing
+of recipes. Products run on local ScaledTensors, and cast them as on one device. If a product would
+cast a tensor after it arrives, the tensor is cast before it is sent: activations are gathered in
+one byte per element. Results that ranks sum are sent by value in the activation format.
 
-After Shoeybi et al., arXiv 1909.08053, and Korthikanti et al., arXiv 2205.05198.
+The algorithms are by Shoeybi et al., arXiv 1909.08053, and Korthikanti et al., arXiv 2205.05198.
 """
 
 from functools import partial
@@ -31,7 +31,7 @@ __all__ = ["ColwiseParallel", "PrepareModuleInput", "RowwiseParallel", "Sequence
 
 
 class _LocalForward(ParallelStyle):
-    """A style whose forward pass is over local tensors."""
+    """A style with a forward pass over local tensors."""
 
     classes: tuple[type[nn.Module], ...]
     use_local_output: bool
@@ -45,10 +45,11 @@ class _LocalForward(ParallelStyle):
         return module
 
     def placement(self, name: str) -> Placement:
-        """How the parameter of that name is laid out."""
+        """Return the placement of the parameter `name`."""
         raise NotImplementedError
 
     def forward(self, module: nn.Module, mesh: DeviceMesh, x: Any) -> Any:
+        """Return the module's result for `x`, in the wanted layout."""
         raise NotImplementedError
 
     def _check(self, module: nn.Module, mesh: DeviceMesh) -> None:
@@ -80,7 +81,7 @@ class _LocalForward(ParallelStyle):
                 )
 
     def out(self, y: Any, mesh: DeviceMesh, layout: Placement, wanted: Placement) -> Any:
-        """A local result of one layout in another."""
+        """Return a local result in another layout."""
         layout, wanted = _counted(layout, y), _counted(wanted, y)
         spread = DTensor.from_local(y, mesh, [layout], run_check=False)
         if wanted != layout:
@@ -89,11 +90,11 @@ class _LocalForward(ParallelStyle):
 
 
 class _Linear(_LocalForward):
-    """One of a linear."""
+    """A style for a linear."""
 
     classes = (nn.Linear,)
     usual: tuple[Placement, Placement]
-    """Layouts of the input and of the result where nothing is said."""
+    """The default layouts of the input and of the result."""
 
     def __init__(
         self,
@@ -109,17 +110,18 @@ class _Linear(_LocalForward):
 
 
 class ColwiseParallel(_Linear):
-    """A linear whose output features are spread over ranks: `weight` and `bias` are `Shard(0)`.
+    """A linear whose output features are divided among ranks: `weight` and `bias` are `Shard(0)`.
 
     Args:
-        input_layouts: of the input, by default `Replicate()`. Of another layout it is cast by the
-            recipe of the weight and then gathered.
-        output_layouts: of the result, by default `Shard(-1)`: each rank has its features.
+        input_layouts: the layout of the input, by default `Replicate()`. An input in another layout
+            is cast by the recipe of the weight and then gathered.
+        output_layouts: the layout of the result, by default `Shard(-1)`: each rank has its
+            features.
         use_local_output: whether the result is a local tensor, and not a DTensor.
 
     Raises:
-        ModelError: when it is applied, to what is no linear of ScaledTensors, or does not divide.
-        UnsupportedError: the same, where the recipe is one by history.
+        ModelError: on use, the module is no linear of ScaledTensors, or ranks do not divide it.
+        UnsupportedError: on use, the recipe keeps histories.
     """
 
     usual = (Replicate(), Shard(-1))
@@ -135,18 +137,20 @@ class ColwiseParallel(_Linear):
 
 
 class RowwiseParallel(_Linear):
-    """A linear whose input features are spread over ranks, which sum their results: `weight` is
-    `Shard(1)`, `bias` whole on each rank and added to the sum.
+    """A linear whose input features are divided among ranks, which sum their results.
+
+    `weight` is `Shard(1)`. `bias` is whole on each rank, and added to the sum.
 
     Args:
-        input_layouts: of the input, by default `Shard(-1)`, as `ColwiseParallel` leaves it.
-        output_layouts: of the result, by default `Replicate()`; `Shard(1)` leaves each rank its
-            part of a sequence.
+        input_layouts: the layout of the input, by default `Shard(-1)`, the default result of
+            `ColwiseParallel`.
+        output_layouts: the layout of the result, by default `Replicate()`; `Shard(1)` leaves each
+            rank its part of a sequence.
         use_local_output: whether the result is a local tensor, and not a DTensor.
 
     Raises:
-        ModelError: when it is applied, to what is no linear of ScaledTensors, or does not divide.
-        UnsupportedError: the same, where the recipe is one by history.
+        ModelError: on use, the module is no linear of ScaledTensors, or ranks do not divide it.
+        UnsupportedError: on use, the recipe keeps histories.
     """
 
     usual = (Shard(-1), Replicate())
@@ -160,21 +164,21 @@ class RowwiseParallel(_Linear):
         terms = DTensor.from_local(F.linear(x, weight), mesh, [Partial()], run_check=False)
         y = terms.redistribute(placements=[_counted(self.output_layouts, terms)]).to_local()
         if module.bias is not None:
-            # Of a part of the sequence a rank has a part of the bias's gradient.
+            # A rank with a part of the sequence has a part of the bias's gradient.
             part = Replicate() if self.output_layouts.is_replicate() else Partial()
             y = y + _local(module.bias, part)
         return self.out(y, mesh, self.output_layouts, self.output_layouts)
 
 
 class SequenceParallel(_LocalForward):
-    """A norm of a part of the sequence on each rank; its gains are whole on each.
+    """A norm that computes a part of the sequence on each rank. Its gains are whole on each rank.
 
     Args:
-        sequence_dim: the dimension that is spread, for a result that is a DTensor.
+        sequence_dim: the divided dimension, for a result that is a DTensor.
         use_local_output: whether the result is a local tensor, and not a DTensor.
 
     Raises:
-        ModelError: when it is applied, to what is no norm of ScaledTensors.
+        ModelError: on use, the module is no norm of ScaledTensors.
     """
 
     classes = (nn.LayerNorm, nn.RMSNorm)
@@ -198,17 +202,18 @@ class SequenceParallel(_LocalForward):
 
 
 class PrepareModuleInput(ParallelStyle):
-    """The inputs of a module in another layout: what several of its linears read is cast by their
-    recipe and gathered once.
+    """Converts the inputs of a module to another layout.
+
+    An input that several linears of the module read is cast by their recipe, and gathered once.
 
     Args:
-        input_layouts: of each positional input; None for one that stays as it is.
-        desired_input_layouts: what they are to be in.
-        linear: the name of a linear in the module whose recipe casts them; by default the first
-            that has ScaledTensors.
+        input_layouts: the layout of each positional input; None leaves an input unchanged.
+        desired_input_layouts: the layouts to convert to.
+        linear: the name of a linear in the module whose recipe casts the inputs; by default the
+            first linear of ScaledTensors.
 
     Raises:
-        ModelError: layouts of different lengths; or, when it is applied, no such linear.
+        ModelError: the layouts have different lengths; or, on use, the module has no such linear.
     """
 
     def __init__(
@@ -250,7 +255,10 @@ class PrepareModuleInput(ParallelStyle):
         return module
 
     def _weight(self, module: nn.Module) -> Any:
-        """What gives the weight whose recipe casts: `fully_shard` exchanges the parameter."""
+        """Return a function that gives the weight whose recipe casts.
+
+        It is a function because `fully_shard` replaces the parameter later.
+        """
         for name, child in module.named_modules():
             p = getattr(child, "weight", None)
             scaled = isinstance(p, ScaledTensor) or is_sharded(p)
@@ -264,7 +272,7 @@ class PrepareModuleInput(ParallelStyle):
 
 
 def _spread(p: Any, mesh: DeviceMesh, placement: Placement) -> DTensor:
-    """A parameter as a DTensor, of the values that the first rank has."""
+    """Return a parameter as a DTensor with the values of the first rank."""
     whole = p.detach().clone()
     group = mesh.get_group()
     dist.broadcast(whole, dist.get_global_rank(group, 0), group=group)
@@ -277,7 +285,7 @@ def _spread(p: Any, mesh: DeviceMesh, placement: Placement) -> DTensor:
 
 
 def _local(p: Any, gradient: Placement | None = None) -> Any:
-    """The part of a parameter; and the layout of the gradient that it will get."""
+    """Return this rank's part of a parameter. `gradient` is the layout of its gradient."""
     if p is None:
         return None
     return p.to_local(grad_placements=None if gradient is None else [gradient])
@@ -291,7 +299,10 @@ def _moved(
     weight: ScaledTensor,
     gradient: Placement | None,
 ) -> Any:
-    """An input of products with `weight` in another layout, cast as they would where it travels."""
+    """Return an input of products with `weight` in another layout.
+
+    If the input is sent, it is cast first, by the cast of these products.
+    """
     if isinstance(x, DTensor):
         have, x = x.placements[0], x.to_local()
     have, want = _counted(have, x), _counted(want, x)
@@ -306,5 +317,5 @@ def _moved(
 
 
 def _counted(layout: Placement, x: Tensor) -> Placement:
-    """A layout with its dimension counted from the front, as some of torch wants it."""
+    """Return a layout with its dimension counted from the front, as parts of torch require it."""
     return Shard(layout.dim % x.dim()) if isinstance(layout, Shard) else layout

@@ -1,27 +1,28 @@
-"""Bytes on the wire, counted where torch launches collectives.
+"""Counts the bytes that collectives send, at the operators by which torch launches them.
 
     with sct.distributed.count_traffic() as traffic:
         loss.backward()
     print(traffic)
 
-Every collective of torch.distributed is an operator of the dispatcher: those of Python, those that
-DDP's reducer launches from C++, FSDP's, and the functional ones that DTensor redistributes by. What
-is counted is their tensors, and from them, for a group of n ranks, the bytes that one rank sends by
+Every collective of torch.distributed is an operator of the dispatcher. This holds for collectives
+from Python, from DDP's reducer in C++ and from FSDP, and for the functional ones in DTensor. The
+counter adds up their tensors. For a group of n ranks it derives the bytes that one rank sends, by
 the algorithms of textbooks (Thakur, Rabenseifner and Gropp 2005; Patarasuk and Yuan 2009):
 
     collective        payload S                             sent by a rank
-    all-gather        what everyone has in the end          (n-1)/n S      ring
-    reduce-scatter    what everyone has before              (n-1)/n S      ring
+    all-gather        the result of every rank              (n-1)/n S      ring
+    reduce-scatter    the input of every rank               (n-1)/n S      ring
     all-reduce        the tensor                            2 (n-1)/n S    the two above
-    all-to-all        what this rank has before             S less its own part    pairwise
+    all-to-all        the input of this rank                S less its own part    pairwise
     broadcast         the tensor                            (n-1)/n S      chain, mean over ranks
     reduce            the tensor                            (n-1)/n S      chain, mean over ranks
     gather, scatter   the root's parts, all of them         (n-1)/n^2 S    direct, mean over ranks
     send, receive     the tensor                            S, 0
     barrier           0                                     0
 
-A backend may use others, which send more, and adds headers. An operator of torch.distributed that
-this module does not know is listed under its own name with a NaN: totals are then NaN too.
+A backend may use other algorithms, which send more, and it adds headers. An operator of
+torch.distributed that this module does not know has its own row, with NaN bytes sent. The totals
+are then NaN too.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -56,31 +57,33 @@ class Collective:
 
 
 class Traffic:
-    """What `count_traffic` has counted so far. `print` shows it as a table."""
+    """The counts of `count_traffic` so far. `print` shows them as a table."""
 
     def __init__(self) -> None:
         self._rows: dict[tuple[str, torch.dtype, int], Collective] = {}
 
     @property
     def collectives(self) -> list[Collective]:
-        """In the order of their first calls."""
+        """The counts of each collective, in the order of the first calls."""
         return list(self._rows.values())
 
     @property
     def calls(self) -> int:
+        """The number of calls."""
         return sum(row.calls for row in self._rows.values())
 
     @property
     def payload(self) -> int:
+        """The sum of the payloads S, in bytes."""
         return sum(row.payload for row in self._rows.values())
 
     @property
     def sent(self) -> float:
-        """Bytes that this rank sends."""
+        """The bytes that this rank sends."""
         return sum(row.sent for row in self._rows.values())
 
     def by_dtype(self) -> dict[torch.dtype, float]:
-        """Bytes that this rank sends, by the dtype of the tensors."""
+        """Return the bytes that this rank sends, by the dtype of the tensors."""
         out: dict[torch.dtype, float] = {}
         for row in self._rows.values():
             out[row.dtype] = out.get(row.dtype, 0) + row.sent
@@ -118,8 +121,8 @@ class Traffic:
 def count_traffic() -> Iterator[Traffic]:
     """A context that counts the collectives that this rank launches on this thread.
 
-    That includes a backward pass on a CPU; on other devices autograd takes the context along to its
-    own threads. Functions are compiled as without it, and what their graphs launch is counted.
+    A backward pass on a CPU is included. On other devices, autograd takes the context along to its
+    own threads. The context does not change compiled code, whose collectives are counted too.
     Contexts nest.
     """
     traffic = Traffic()
@@ -128,9 +131,10 @@ def count_traffic() -> Iterator[Traffic]:
 
 
 def sent_bytes(name: str, payload: float, ranks: int) -> float:
-    """Bytes that a rank sends in the collective `name` of `payload` bytes: the module's table.
+    """Return the bytes that a rank sends in a collective of `payload` bytes.
 
-    An all-to-all is taken to have equal parts. Raises KeyError for a name that is not in the table.
+    `name` is a row of the module's table. The parts of an all-to-all count as equal. Raises
+    KeyError for a name that is not in the table.
     """
     share = (ranks - 1) / ranks
     return payload * _SHARES[name](share, ranks)
@@ -155,13 +159,13 @@ _SHARES: dict[str, _Share] = {
 class _Known(NamedTuple):
     name: str
     tensors: int
-    """Which argument holds the tensors."""
+    """The index of the argument with the tensors."""
     parts: bool = False
-    """Whether these are one rank's part of the payload."""
+    """Whether the tensors are one rank's part of the payload."""
 
 
-# By the operator's name. The second argument of c10d's own is what goes in, where the first is what
-# comes out.
+# The name of each operator -> the collective. In c10d, if the first argument is the output, the
+# second is the input.
 _KNOWN = {
     "c10d": {
         "allreduce_": _Known("all-reduce", 0),
@@ -204,10 +208,10 @@ _KNOWN = {
         "shard_dim_alltoall": _Known("all-to-all", 0),
     },
 }
-#: What launches nothing.
+#: Operators that launch nothing.
 _SILENT = {"wait_tensor", "check_for_nan", "_wrap_tensor_autograd"}
 _SPLITS = {"alltoall_base_": 4, "all_to_all_single": 2}
-"""Which argument holds how much of the input goes to each rank."""
+"""The index of the argument with the sizes of the parts for each rank."""
 
 
 class _Counter(_torch.DispatchMode):  # type: ignore[no-untyped-call]
@@ -217,7 +221,7 @@ class _Counter(_torch.DispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compile as without this mode: a compiled graph launches its collectives as operators."""
+        """Let code compile as it does without this mode: graphs launch collectives as operators."""
         return True
 
     def __torch_dispatch__(
@@ -225,7 +229,7 @@ class _Counter(_torch.DispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         fake = any(issubclass(t, _torch.FakeTensor) for t in types)  # nothing is sent
         if not fake and any(t not in (Tensor, torch.nn.Parameter) for t in types):
-            return NotImplemented  # a subclass says what it sends, in operators that come here
+            return NotImplemented  # the subclass calls operators on its plain tensors, counted here
         out = func(*args, **(kwargs or {}))
         if not fake and getattr(func, "namespace", None) in _NAMESPACES:
             self._count(func, args)
@@ -256,7 +260,7 @@ class _Counter(_torch.DispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _group(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> tuple[int, int]:
-    """Size of the group that an operator was given, and this rank in it."""
+    """Return the size of an operator's group, and this rank in it."""
     for parameter, given in zip(func._schema.arguments, args, strict=False):
         if parameter.name in ("process_group", "group_name"):
             if isinstance(given, str):

@@ -1,21 +1,22 @@
-"""Gradients as bytes: options, codes and scales. Which bytes travel where is in `reduce.py`.
+"""Gradients as bytes: options, codes and scales. `reduce.py` sends them.
 
-How a gradient g becomes codes (`Wire.scaling`), with max the largest number of the format:
+`Wire.scaling` says how a gradient g becomes codes. Let max be the largest number of the format.
 
-"block", the default: 128 elements in a row share a scale 2^k, the least under which none of them
-    exceeds max, sent beside them as a byte (E8M0). 1.008 bytes an element, nothing to agree on.
+"block", the default: 128 elements in a row share a scale 2^k, sent beside them as a byte (E8M0).
+    It is the least scale under which none of the elements exceeds max. This takes 1.008 bytes per
+    element, and ranks agree on nothing.
 
 "auto": all elements of a bucket, on all ranks, share one scale, as in FP8-LM (arXiv 2310.18313,
     section 2.1): q = round(mu g / s). s is the least power of two under which the largest |g| of
-    all ranks stays within max, for which one number a rank is agreed on first. mu begins at 1. If
-    more than 0.001% of the elements of all ranks exceeded max, mu is halved for the bucket's next
-    step, else it grows by 4^(1/1000), to at most 2: from 1/2 to 2 takes 1000 steps. As nothing
-    exceeds max at mu <= 1, mu stays in 1/2 ... 2. The counts travel with the codes, so that all
-    ranks decide alike and none asks for a collective of its own. The sum of an all-reduce is coded
-    under the least such power of two of each rank's part, without mu, sent beside it as a byte.
+    all ranks stays within max. Ranks first agree on this maximum, one number per rank. mu begins at
+    1. If more than 0.001% of the elements of all ranks exceeded max, mu is halved for the bucket's
+    next step. Otherwise it grows by 4^(1/1000), to at most 2: from 1/2 to 2 takes 1000 steps.
+    Nothing exceeds max at mu <= 1, so mu stays in 1/2 ... 2. The counts travel with the codes, so
+    all ranks decide alike without another collective. The sum of an all-reduce is coded under such
+    a power of two for each rank's part, without mu, which is sent beside it as a byte.
 
-A power of two in g moves scales and no code, as long as float32 holds g and what is made of it. An
-infinity or NaN becomes NaN, in that element and no other. Zero stays zero.
+A power-of-two factor of g changes scales and no code, as long as float32 holds g and the results.
+An infinity or NaN becomes NaN, in that element and no other. Zero stays zero.
 """
 
 from collections.abc import Mapping
@@ -40,7 +41,7 @@ from scaledtensor.formats import (
 
 __all__ = ["AutoScales", "Bucket", "Wire"]
 
-BLOCK = 128
+BLOCK = 128  #: elements that share a scale
 _COUNT = 4  # bytes of the number of saturated elements
 _ONE_IN = 100_000  # 0.001% may saturate
 _GROWTH = 4.0 ** (1 / 1000)
@@ -50,17 +51,17 @@ _GOLDEN = 0x9E3779B9  # 2^32 / golden ratio: multiples of it are spread evenly
 
 @dataclass(frozen=True)
 class Wire:
-    """How gradients travel.
+    """How gradients travel between ranks.
 
     Attributes:
-        format: of the codes: E4M3FN or E5M2, or its name or torch dtype.
-        scaling: "block" or "auto", see the module's docstring.
+        format: the format of the codes: E4M3FN or E5M2, or its name or torch dtype.
+        scaling: "block" or "auto"; the docstring of the module explains both.
         rounding: "nearest_even", or "stochastic", which is unbiased; ranks draw differently.
-        gather: how the sum of an all-reduce comes back: "fp8", or "bf16", whose rounding is 16
-            times as fine, for half as many bytes again.
+        gather: the format in which the sum of an all-reduce returns: "fp8", or "bf16", which rounds
+            16 times as finely and takes half as many bytes again.
 
     Raises:
-        FormatError: a field is outside what is allowed.
+        FormatError: a field has none of the allowed values.
     """
 
     format: Format = E4M3FN
@@ -85,34 +86,34 @@ class Wire:
 
 
 class AutoScales:
-    """mu of each bucket that is reduced with scaling "auto": the same numbers on all ranks.
+    """The factor mu of each bucket with scaling "auto": the same numbers on all ranks.
 
-    `state_dict()` is to be saved with a checkpoint, by any rank, and loaded on all.
+    Any rank saves `state_dict()` with a checkpoint, and all ranks load it.
     """
 
     def __init__(self) -> None:
         self.mu: dict[str, Tensor] = {}
 
     def of(self, bucket: str, device: torch.device) -> Tensor:
-        """0-dim float32; 1 for a bucket that was not seen before."""
+        """Return mu of a bucket, 0-dim float32. It is 1 for a new bucket."""
         mu = self.mu.get(bucket)
         if mu is None:
             mu = torch.ones((), device=device)
-        self.mu[bucket] = mu.to(device)  # what was loaded may be elsewhere
+        self.mu[bucket] = mu.to(device)  # a loaded mu may be on another device
         return self.mu[bucket]
 
     def decide(self, bucket: str, saturated: Tensor, elements: int) -> None:
-        """mu for the next step. On the device: reading the count would wait for it."""
+        """Set mu for the next step, on the device, since reading the count would wait for it."""
         mu = self.mu[bucket]
         grown = (mu * _GROWTH).clamp(max=_MOST_MU)
         self.mu[bucket] = torch.where(saturated.long() * _ONE_IN > elements, mu / 2, grown)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """mu by bucket, copies."""
+        """Return a copy of mu for each bucket."""
         return {bucket: mu.clone() for bucket, mu in self.mu.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Replace all of them.
+        """Replace mu of all buckets.
 
         Raises:
             DTypeError: an entry is not one float32 number from 1/2 to 2; nothing is changed then.
@@ -125,20 +126,20 @@ class AutoScales:
 
 
 class Blocks:
-    """Codes of rows under a scale for each `block` elements of a row; -1 is all of it."""
+    """Codes of rows under a scale for each `block` elements of a row; -1 is the whole row."""
 
     def __init__(self, wire: Wire, block: int, rank: int) -> None:
         self.wire, self.block, self.rank = wire, (1, block), rank
 
     def encode(self, rows: Tensor) -> Tensor:
-        """The bytes of each row: its codes, then its scales."""
+        """Return the bytes of each row: its codes, then its scales."""
         rows = _infinite_as_nan(rows)
         options = _rounding(self.wire, rows.device, self.rank)
         parts = quantize_blocks(rows, self.wire.format, self.block, "e8m0", **options)
         return torch.cat([cast(Tensor, part).view(torch.uint8) for part in parts], 1)
 
     def decode(self, rows: Tensor, length: int) -> Tensor:
-        """The values of `length` elements a row, float32."""
+        """Return the values of `length` elements of each row, float32."""
         codes = rows[:, :length].contiguous().view(self.wire.format.storage_dtype)
         scale = rows[:, length:].contiguous().view(torch.float8_e8m0fnu)
         return dequantize_blocks(codes, scale, self.wire.format, self.block)
@@ -149,7 +150,8 @@ class Bucket:
 
     Args:
         most: the largest finite magnitude in the bucket on all ranks, float32 of shape (1,).
-        scales, name: where mu is kept, and under which name; None is 1 for good.
+        scales, name: the `AutoScales` with mu, and the name of the bucket in it; without
+            `scales`, mu is always 1.
     """
 
     def __init__(
@@ -162,11 +164,11 @@ class Bucket:
 
     @staticmethod
     def most(rows: Tensor) -> Tensor:
-        """The largest finite magnitude on this rank."""
+        """Return the largest finite magnitude on this rank."""
         return rows.nan_to_num(0.0, 0.0, 0.0).abs_().amax().float().view(1)
 
     def encode(self, rows: Tensor) -> Tensor:
-        """The bytes of each row: its codes, then how many of all rows saturated."""
+        """Return the bytes of each row: its codes, then the number of saturated elements."""
         elements = _infinite_as_nan(rows.float() * (self.mu / self.scale))
         saturated = torch.count_nonzero(elements.abs() > self.wire.format.max).int()
         options = _rounding(self.wire, rows.device, self.rank)
@@ -175,27 +177,32 @@ class Bucket:
         return torch.cat([codes, count], 1)
 
     def decode(self, rows: Tensor, length: int) -> Tensor:
-        """The elements, mu g / s: a sum of ranks is multiplied once, by `finish`."""
+        """Return the elements, mu g / s. `finish` multiplies the sum over ranks by s / mu once."""
         codes = rows[:, :length].contiguous().view(self.wire.format.storage_dtype)
         return decode(codes, self.wire.format)
 
     def finish(self, total: Tensor) -> Tensor:
+        """Return the sum of gradients for a sum of elements, in place."""
         return total.mul_(self.scale).div_(self.mu)
 
     def decide(self, rows: Tensor, length: int) -> None:
-        """mu for the next step, from what all ranks sent."""
+        """Set mu for the next step, from the counts that all ranks sent."""
         if self.scales is not None:
             counts = rows[:, length:].contiguous().view(torch.int32)
             self.scales.decide(self.name, counts.sum(), len(rows) ** 2 * length)
 
 
 def _infinite_as_nan(x: Tensor) -> Tensor:
-    """By a difference that is 0, or NaN: a quarter of the time of a selection."""
+    """Return `x` with NaN for each infinity. A difference takes a quarter of a selection's time."""
     return x + (x - x)
 
 
 def _rounding(wire: Wire, device: torch.device, rank: int) -> dict[str, Any]:
-    """Ranks with the same seed draw the same key, and must not err alike: the errors would add."""
+    """Return the options of rounding for this rank.
+
+    Ranks with the same seed draw the same key. Each adds its own number to it, because equal errors
+    on all ranks would add up.
+    """
     if wire.rounding == "nearest_even":
         return {}
     key = random_key(device=device)

@@ -1,19 +1,18 @@
 """State dicts for libraries that write safetensors files.
 
-safetensors knows torch's own tensors, and no subclass. `scale_model` therefore registers two hooks
-on each module that has ScaledTensor parameters:
+safetensors knows torch's own tensors only, and no subclass. `scale_model` therefore registers two
+hooks on each module that has ScaledTensor parameters:
 
-1. After `state_dict()`: where a library of `_READERS` asks, each ScaledTensor gives way to plain
-   tensors: to its parts, `weight.qdata`, `weight.scale`, `weight.rms` and `weight.facts` (its
-   format and recipe, as JSON in bytes), or to its value. Whoever else asks gets the ScaledTensors
-   themselves, which `torch.save` writes.
-2. Before `load_state_dict()`: parts are put together again, bit for bit, whoever loads them.
+1. After `state_dict()`: if a library of `_READERS` called it, plain tensors replace each
+   ScaledTensor. These are its parts, `weight.qdata`, `weight.scale`, `weight.rms` and
+   `weight.facts` (its format and recipe, as JSON in bytes), or its value. Every other caller gets
+   the ScaledTensors, which `torch.save` writes.
+2. Before `load_state_dict()`: parts become ScaledTensors again, bit for bit, for every caller.
 """
 
 import json
 import sys
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -22,31 +21,29 @@ from torch import Tensor, nn
 from scaledtensor.errors import CheckpointError
 from scaledtensor.models.delayed import name_of
 from scaledtensor.models.interpose import drop_hooks
-from scaledtensor.tensors.coded import CodedTensor
+from scaledtensor.tensors.codec import facts_of, part_names, parts_of, prefixed, rebuilt
 from scaledtensor.tensors.tensor import ScaledTensor
 
 __all__ = ["FACTS", "assembled", "attach", "detach", "joined", "parted", "parted_names"]
 
-#: The name of the bytes that say what the other parts are parts of.
+#: The name of the bytes that hold the facts of a tensor, beside its parts.
 FACTS = "facts"
 
 _TORCH = ("torch.nn.modules.module", __name__)
 
 
 def parted(x: ScaledTensor) -> dict[str, Tensor]:
-    """The plain tensors of `x` by the names of its parts: its own memory, and its facts.
+    """Return the inner tensors of `x`, not copied, and its facts as bytes, by their names.
 
     Raises:
-        RecipeError: its recipe is of a class that is not registered, so that nothing could read it.
+        RecipeError: the class of its recipe is not registered, so nothing could read the recipe.
     """
-    parts = import_module("scaledtensor.checkpoint.codec")
-    told = json.dumps(parts.facts_of(x)).encode()
-    found: dict[str, Tensor] = parts.inner_of(x)
-    return found | {FACTS: torch.tensor(list(told), dtype=torch.uint8)}
+    told = json.dumps(facts_of(x)).encode()
+    return parts_of(x) | {FACTS: torch.tensor(list(told), dtype=torch.uint8)}
 
 
 def joined(name: str, parts: dict[str, Tensor]) -> ScaledTensor:
-    """The ScaledTensor of which `parted` gave the parts. `name` is for messages.
+    """Return the ScaledTensor with the parts that `parted` gave. `name` is for messages.
 
     Raises:
         CheckpointError: a part is missing, or the parts do not fit together.
@@ -62,20 +59,19 @@ def joined(name: str, parts: dict[str, Tensor]) -> ScaledTensor:
         told = json.loads(bytes(facts.tolist()))
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{name}.{FACTS} is damaged: {error}") from error
-    module = import_module("scaledtensor.checkpoint.codec")
-    inner = {part: x for part, x in parts.items() if part != FACTS}
-    made: ScaledTensor = module.put_together(name, inner, told)
-    return made
+    return rebuilt(name, parts, told)
 
 
 def parted_names(name: str) -> list[str]:
-    """What the parts of a tensor of that name may be called."""
-    return [f"{name}.{part}" for part in (*CodedTensor.INNER, FACTS)]
+    """Return all names that the parts of the tensor `name` can have."""
+    return [f"{name}.{part}" for part in (*part_names(), FACTS)]
 
 
 def assembled(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by name, with a ScaledTensor in place of its parts. A name that has facts alone is
-    of a tensor that is tied to another, and is left out."""
+    """Return tensors by name, with a ScaledTensor in place of its parts.
+
+    A name with facts and no other part belongs to a tensor that is tied to another. It is left out.
+    """
     found = dict(tensors)
     ending = f".{FACTS}"
     for name in [key.removesuffix(ending) for key in tensors if key.endswith(ending)]:
@@ -86,7 +82,7 @@ def assembled(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _taken(tensors: dict[str, Any], name: str) -> dict[str, Tensor]:
-    """The parts of the tensor of that name, taken out of what holds them."""
+    """Remove the parts of the tensor `name` from `tensors`, and return them."""
     keys = [key for key in parted_names(name) if key in tensors]
     return {key.removeprefix(f"{name}."): tensors.pop(key) for key in keys}
 
@@ -95,7 +91,7 @@ def _taken(tensors: dict[str, Any], name: str) -> dict[str, Tensor]:
 
 
 def attach(module: nn.Module) -> None:
-    """Register the hooks on `module` if it has ScaledTensor parameters, and none if it has not."""
+    """Register the hooks on `module` if it has ScaledTensor parameters; otherwise remove them."""
     detach(module)
     if any(isinstance(p, ScaledTensor) for p in module._parameters.values()):
         module.register_state_dict_post_hook(_give)  # type: ignore[no-untyped-call]
@@ -103,22 +99,22 @@ def attach(module: nn.Module) -> None:
 
 
 def detach(module: nn.Module) -> None:
-    """Take the hooks from `module`."""
+    """Remove the hooks from `module`."""
     drop_hooks(module._state_dict_hooks, _give)
     drop_hooks(module._load_state_dict_pre_hooks, _take)
 
 
 def _as_parts(name: str, x: ScaledTensor) -> dict[str, Tensor]:
-    return {f"{name}.{part}": t for part, t in parted(x).items()}
+    return prefixed(name, parted(x))
 
 
 def _as_value(name: str, x: ScaledTensor) -> dict[str, Tensor]:
     return {name: x.detach().dequantize()}
 
 
-#: The modules that hand the state dict of a model to safetensors, and what each is given. Parts
-#: resume a training bit for bit. Adapters are for any library to read, which knows them by the
-#: endings of their names: they are values, without histories of delayed scaling.
+#: The modules that hand the state dict of a model to safetensors -> the tensors that each gets.
+#: Parts resume a training bit for bit. Adapters are for any library to read. Libraries know them by
+#: the endings of their names, so they are values, without histories of delayed scaling.
 _READERS: dict[str, Callable[[str, ScaledTensor], dict[str, Tensor]]] = {
     "accelerate.accelerator": _as_parts,
     "safetensors.torch": _as_parts,
@@ -128,7 +124,8 @@ _READERS: dict[str, Callable[[str, ScaledTensor], dict[str, Tensor]]] = {
 
 
 def _give(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    reader = _READERS.get(_asking())
+    """Hook after `state_dict()`: replace ScaledTensors if a library of `_READERS` called it."""
+    reader = _READERS.get(_caller())
     if reader is None:
         return
     for name in module._parameters:
@@ -140,8 +137,8 @@ def _give(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> 
                 del state[prefix + name_of(name)]
 
 
-def _asking() -> str:
-    """The module whose code called `state_dict()`. Nothing that torch passes to a hook says so."""
+def _caller() -> str:
+    """Return the module that called `state_dict()`. torch does not pass it to hooks."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__") in _TORCH:
         frame = frame.f_back
@@ -157,13 +154,14 @@ def _take(
     missing: list[str],
     *rest: Any,
 ) -> None:
+    """Hook before `load_state_dict()`: join the parts of each ScaledTensor."""
     for name, p in module._parameters.items():
         if not isinstance(p, ScaledTensor):
             continue
         full = prefix + name
         parts = _taken(state, full)
         if set(parts) == {FACTS}:
-            # It is tied to another, under whose name its parts are: they are missed under this one.
+            # The parts of a tied tensor have the name of the other one. They are missing here.
             state[full] = p.detach()
             missing.extend(f"{full}.{part}" for part in p.INNER)
         elif parts:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import scaledtensor as sct
-from scaledtensor.checkpoint import atomic, manifest
+from scaledtensor.checkpoint import files, manifest
 from scaledtensor.errors import CheckpointError
 
 
@@ -255,7 +255,7 @@ def test__a_limit_on_the_size_of_files__is_told(tmp_path: Path) -> None:
 def test__a_lock__has_one_owner_and_goes_with_it(tmp_path: Path) -> None:
     path = tmp_path / "run.pt"
     hold = (
-        "import sys, pathlib, time; from scaledtensor.checkpoint.atomic import locked\n"
+        "import sys, pathlib, time; from scaledtensor.checkpoint.files import locked\n"
         "with locked(pathlib.Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
     )
     other = subprocess.Popen(
@@ -267,10 +267,10 @@ def test__a_lock__has_one_owner_and_goes_with_it(tmp_path: Path) -> None:
     link.symlink_to(path)
     for name in (path, link):
         told = pytest.raises(CheckpointError, match=f"in use by process {other.pid}")
-        with told, atomic.locked(name):
+        with told, files.locked(name):
             pass
     other.kill()
     other.wait()
-    with atomic.locked(path):
+    with files.locked(path):
         pass
     assert [f.name for f in tmp_path.iterdir()] == ["link.pt"]

@@ -22,7 +22,7 @@ from scaledtensor.apps import (
 )
 from scaledtensor.apps.gpt import GPT, GPTConfig
 from scaledtensor.apps.training import Trainer
-from scaledtensor.checkpoint import atomic
+from scaledtensor.checkpoint import files
 from scaledtensor.errors import CheckpointError
 
 RECIPES = ["fp32", "bf16", "unit"]
@@ -297,7 +297,7 @@ def test__code_in_a_checkpoint__is_refused_without_torchs_advice(train, tmp_path
 
 
 def test__a_second_training_of_the_same_name__is_refused(train, tmp_path, capsys):
-    with atomic.locked(tmp_path / "run.pt"):
+    with files.locked(tmp_path / "run.pt"):
         assert train(steps=2) == 2
     error = capsys.readouterr().err
     assert f"is in use by process {os.getpid()}" in error

@@ -20,7 +20,7 @@ from training import whole
 
 import scaledtensor as sct
 from scaledtensor import checkpoint
-from scaledtensor.checkpoint.fit import local, of_local
+from scaledtensor.checkpoint.shards import local, of_local
 from scaledtensor.errors import CheckpointError
 from scaledtensor.tensors.tensor import ScaledTensor
 

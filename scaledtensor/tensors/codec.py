@@ -1,0 +1,235 @@
+"""Writes a ScaledTensor as plain tensors and facts, and rebuilds it from them, bit for bit.
+
+Files of tensors and messages between ranks carry plain tensors only. A tensor `weight` is therefore
+written as its parts: the inner tensors that it lists in `INNER`, under the names `weight.qdata`,
+`weight.scale` and so on. Its format, its recipe and its other attributes are facts, a dict that
+JSON can hold. Folders of checkpoints, safetensors files and state dicts all use this one codec.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from scaledtensor.errors import CheckpointError, ScaledTensorError
+from scaledtensor.formats import FORMATS, Format, PerAxis, PerBlock, PerTensor, Specials
+from scaledtensor.formats import get as get_format
+from scaledtensor.formats.layouts import packed_shape
+from scaledtensor.recipes import Recipe
+from scaledtensor.tensors.coded import CodedTensor
+from scaledtensor.tensors.coding import Coding
+from scaledtensor.tensors.storable import appearance
+from scaledtensor.tensors.tensor import ScaledTensor
+
+__all__ = [
+    "Facts",
+    "dtype_from_name",
+    "dtype_name",
+    "empty_like_facts",
+    "facts_of",
+    "facts_of_plain",
+    "part_names",
+    "parts_of",
+    "prefixed",
+    "rebuilt",
+]
+
+Facts = dict[str, Any]
+
+
+def parts_of(x: ScaledTensor) -> dict[str, Tensor]:
+    """Return the inner tensors of `x` by their names in `INNER`. They are not copied."""
+    return {part: getattr(x, part).detach() for part in x.INNER}
+
+
+def prefixed(name: str, parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parts of the tensor `name` under their full names, such as `weight.qdata`."""
+    return {f"{name}.{part}": x for part, x in parts.items()}
+
+
+def facts_of(x: ScaledTensor) -> Facts:
+    """Return all attributes of `x` that are no tensors, as JSON has them.
+
+    Raises:
+        RecipeError: the class of its recipe is not registered, so nothing could read the recipe.
+    """
+    found: Facts = {
+        "kind": x.kind,
+        "shape": list(x.shape),
+        "format": _written_format(x.format),
+        "dtype": dtype_name(x.dtype),
+    }
+    if x.recipe is not None:
+        recipe = x.recipe if x.site is None else x.site.corrected(x.recipe)
+        found["recipe"] = json.loads(recipe.to_json())
+    if x.nonnegative:
+        found["nonnegative"] = True
+    if isinstance(x, CodedTensor):
+        found["granularity"] = _written_granularity(x.granularity)
+    return found
+
+
+def rebuilt(name: str, parts: Mapping[str, Tensor], facts: Facts) -> ScaledTensor:
+    """Return the ScaledTensor that has these parts and facts.
+
+    Args:
+        name: the tensor's name in error messages.
+        parts: the plain tensors by their names in `INNER`. The result keeps them without a copy.
+        facts: the result of `facts_of`. For one shard, `shape` is the shape of that shard.
+
+    Raises:
+        CheckpointError: a part is missing, or parts and facts do not fit together.
+    """
+    try:
+        return _rebuilt(parts, facts)
+    except KeyError as error:
+        raise CheckpointError(f"{name} is damaged: it has no {error.args[0]}") from error
+    except (ScaledTensorError, ArithmeticError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{name} is damaged: {error}") from error
+
+
+def _rebuilt(parts: Mapping[str, Tensor], facts: Facts) -> ScaledTensor:
+    kind, shape, fmt = _kind(facts), tuple(facts["shape"]), _read_format(facts["format"])
+    recipe = Recipe.from_json(json.dumps(facts["recipe"])) if "recipe" in facts else None
+    dtype, nonnegative = appearance(dtype_from_name(facts["dtype"])), bool(facts.get("nonnegative"))
+    parts = {part: parts[part] for part in kind.inner}
+    context: tuple[Any, ...] = (fmt, dtype, recipe, nonnegative)
+    for part in ("rms", "tensor_scale"):
+        if part in parts:
+            _check(parts, part, torch.float32, ())
+    if not issubclass(kind.cls, CodedTensor):
+        _check(parts, "qdata", fmt.storage_dtype, shape)
+        _check(parts, "scale", torch.float32, ())
+        _check_positive(parts["scale"])
+        return kind.cls.put_together(tuple(parts.values()), shape, context)
+    levels = 2 if parts["scale"].dtype == torch.float8_e4m3fn and not kind.expanded else 1
+    coding = Coding(_read_granularity(facts["granularity"]), levels, kind.expanded)
+    packed = fmt.storage_dtype if fmt.bits >= 8 else torch.uint8
+    _check(parts, "qdata", packed, packed_shape(fmt, shape))
+    if levels == 1 and parts["scale"].dtype != torch.float32:
+        raise CheckpointError(f"its scale is {parts['scale'].dtype}")
+    coding.check(fmt, shape, tuple(parts.values()))
+    made = kind.cls.put_together(tuple(parts.values()), shape, (*context, coding))
+    if kind.expanded:
+        made.dequantize()  # raises unless the parts can be decoded together
+    return made
+
+
+def part_names(facts: Facts | None = None) -> tuple[str, ...]:
+    """Return the names of the parts of a tensor with these facts; by default of any ScaledTensor.
+
+    Raises:
+        CheckpointError: this release has no class of that name.
+    """
+    if facts is not None:
+        return _kind(facts).inner
+    return tuple(dict.fromkeys(part for kind in _kinds().values() for part in kind.inner))
+
+
+class _Kind(NamedTuple):
+    """The class of a tensor in a file, and the names of its inner tensors."""
+
+    cls: type[ScaledTensor]
+    inner: tuple[str, ...]
+    expanded: bool = False
+
+
+def _kind(facts: Facts) -> _Kind:
+    kinds = _kinds()
+    if facts["kind"] not in kinds:
+        raise CheckpointError(
+            f"it is a {facts['kind']}; this release has {', '.join(sorted(kinds))}"
+        )
+    return kinds[facts["kind"]]
+
+
+def _kinds() -> dict[str, _Kind]:
+    """Return the kinds of tensors by their names in files."""
+    found = {cls.__name__: _Kind(cls, cls.INNER) for cls in _derived(ScaledTensor)}
+    for coding in (Coding(PerTensor()), Coding(1, expanded=True)):
+        found[coding.kind] = _Kind(CodedTensor, coding.inner, coding.expanded)
+    return found
+
+
+def _derived(cls: type[ScaledTensor]) -> Iterator[type[ScaledTensor]]:
+    yield cls
+    for other in cls.__subclasses__():
+        yield from _derived(other)
+
+
+def _check(
+    parts: Mapping[str, Tensor], part: str, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    x = parts[part]
+    if x.dtype != dtype or tuple(x.shape) != shape:
+        raise CheckpointError(
+            f"its {part} is {x.dtype} of shape {tuple(x.shape)}, in place of {dtype} of {shape}"
+        )
+
+
+def _check_positive(scale: Tensor) -> None:
+    if not scale.is_meta and not 0 < float(scale) < float("inf"):
+        raise CheckpointError(f"its scale is {float(scale)}; scales are positive and finite")
+
+
+# --- plain tensors, and attributes for which JSON has no type -------------------------------------
+
+
+def facts_of_plain(x: Tensor) -> Facts:
+    """Return the shape and the dtype of a plain tensor, as JSON has them."""
+    return {"shape": list(x.shape), "dtype": dtype_name(x.dtype)}
+
+
+def empty_like_facts(facts: Facts, device: torch.device) -> Tensor:
+    """Return an uninitialized plain tensor with the shape and the dtype in `facts`."""
+    return torch.empty(facts["shape"], dtype=dtype_from_name(facts["dtype"]), device=device)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, such as `float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_from_name(name: str) -> torch.dtype:
+    """Return the dtype of that name.
+
+    Raises:
+        CheckpointError: this release of torch has no dtype of that name.
+    """
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise CheckpointError(f"torch {torch.__version__} has no dtype {name!r}")
+    return found
+
+
+def _written_format(fmt: Format) -> Any:
+    """Return the name of a registered format; the fields of any other format."""
+    if FORMATS.get(fmt.name) is fmt:
+        return fmt.name
+    facts = {f.name: getattr(fmt, f.name) for f in fields(fmt) if f.name != "ml_dtype"}
+    return facts | {"specials": fmt.specials.value, "storage_dtype": dtype_name(fmt.storage_dtype)}
+
+
+def _read_format(written: Any) -> Format:
+    if isinstance(written, str):
+        return get_format(written)
+    storage = dtype_from_name(written["storage_dtype"])
+    return Format(**written | {"specials": Specials(written["specials"]), "storage_dtype": storage})
+
+
+def _written_granularity(granularity: Any) -> Any:
+    if isinstance(granularity, PerAxis):
+        return {"axis": granularity.dim}
+    if isinstance(granularity, PerBlock):
+        return {"block": list(granularity.block)}
+    return "tensor" if isinstance(granularity, PerTensor) else {"group": int(granularity)}
+
+
+def _read_granularity(written: Any) -> Any:
+    if written == "tensor":
+        return PerTensor()
+    ((word, number),) = written.items()
+    return {"axis": PerAxis, "block": PerBlock, "group": int}[word](number)
