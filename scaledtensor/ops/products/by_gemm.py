@@ -1,17 +1,19 @@
-"""Products of which each casts its operands for itself, because what shares a scale lies along what
-the product sums over: rows, blocks, MX, NVFP4; or because the recipe treats the three differently.
+"""Recipes that cast the operands for each of the three products of a layer.
+
+The elements that share a scale lie along the summed dimension (rows, blocks, MX, NVFP4), or the
+recipe treats the three products differently.
 
     forward   y  = cast(a) @ cast(b)          over the columns of a
     dgrad     da = cast(dy) @ cast(b)^T       over the columns of b
     wgrad     db = cast(a)^T @ cast(dy)       over the rows of a
 
-Where the FP8 units of a device take what shares a scale, they multiply the codes (`hardware`).
-Elsewhere a product is emulated by one of the same values, in bfloat16 where that is exact
-(`quantize.factors`) and the machine multiplies it fast (`products`), and else in float32. Scales
-that all of a sum shares are multiplied afterwards.
+If the FP8 units of a device support the blocks, they multiply the codes (`scaledtensor.backends`).
+Otherwise the product of the same values is computed in bfloat16, if that is exact
+(`quantize.factors`) and the device multiplies bfloat16 fast (`products.dtype`), and else in
+float32. A scale that all terms of a sum share is multiplied afterwards.
 
-For the backward pass an operand is kept as that pass will read it, in codes; a matrix, which is a
-weight, is kept itself and cast again.
+The backward pass keeps activations as codes, cast for the product that reads them, and a reference
+to the weight, which is cast again.
 """
 
 import math
@@ -40,20 +42,20 @@ __all__ = ["einsum", "is_product", "matmul", "tensordot", "tensordot_equation"]
 
 
 class Side(NamedTuple):
-    """An operand of a product: as it was cast, or its elements where it was not."""
+    """An operand of a product: its codes, or its elements if it was not cast."""
 
     held: Coded | Tensor
     cast: Cast | None
     dim: int
-    """The dimension that was summed over when it was cast. -1 is that of a left operand, -2 that of
-    a right one: an operand with the other is the transpose."""
+    """The summed dimension of the cast: -1 for a left operand, -2 for a right operand. An operand
+    with the other number is transposed in this product."""
 
 
 # --- as a function, above autograd -----------------------------------------------------------
 
 
 def matmul(a: Tensor, b: Tensor, recipe: Recipe) -> Tensor:
-    """`torch.matmul`, each product cast by the recipe."""
+    """`torch.matmul` with the operands of each product cast by the recipe."""
     check_dtypes(a, b)
     if a.dim() == 1:
         return matmul(a.unsqueeze(0), b, recipe).squeeze(-2)
@@ -69,8 +71,8 @@ def matmul(a: Tensor, b: Tensor, recipe: Recipe) -> Tensor:
 
 
 def is_product(equation: str, operands: Sequence[Tensor]) -> bool:
-    """Whether `einsum` can be one matrix product: of two operands, no label twice in one, none of
-    two sizes (which broadcast)."""
+    """Whether `einsum` can be one matrix product: there are two operands, no operand has a label
+    twice, and no label has two sizes (which would broadcast)."""
     terms = equation.replace(" ", "").partition("->")[0].split(",")
     if not len(operands) == len(terms) == 2 or "." in equation:
         return False
@@ -84,13 +86,15 @@ def is_product(equation: str, operands: Sequence[Tensor]) -> bool:
 
 
 def einsum(equation: str, a: Tensor, b: Tensor, recipe: Recipe) -> Tensor:
-    """`torch.einsum` of two operands as one product: what both have and the result has not is
-    summed, what all three have is a batch."""
+    """`torch.einsum` of two operands as one product.
+
+    Labels of both operands are summed, if the result does not have them, and else are a batch.
+    """
     terms, arrow, out = equation.replace(" ", "").partition("->")
     of_a, of_b = terms.split(",")
     if not arrow:  # the labels that occur once, in order
         out = "".join(sorted(set(of_a) ^ set(of_b)))
-    # A label of one operand alone that the result has not is summed beforehand.
+    # A label of one operand alone that the result does not have is summed beforehand.
     a, of_a = _summed(a, of_a, set(of_b) | set(out))
     b, of_b = _summed(b, of_b, set(of_a) | set(out))
     batch = [n for n in of_a if n in of_b and n in out]
@@ -119,7 +123,7 @@ def tensordot(dims: Any, a: Tensor, b: Tensor, recipe: Recipe) -> Tensor:
 
 
 def tensordot_equation(left: int, right: int, dims: Any) -> str:
-    """The equation of `torch.tensordot` of tensors of `left` and `right` dimensions."""
+    """Return the equation of `torch.tensordot` for tensors of `left` and `right` dimensions."""
     if isinstance(dims, Tensor):
         dims = dims.tolist()
     if isinstance(dims, int):
@@ -154,18 +158,18 @@ def _kept(x: Any, cast: Cast | None, dim: int, hadamard: bool, needed: bool) -> 
 
 @rule(verbs.keep)
 def keep(x: ScaledTensor, cast: str, dim: int, hadamard: bool) -> list[Tensor]:
-    """An operand as the backward pass will read it: codes, packed, and scales."""
+    """Return an operand as the backward pass will read it: packed codes, and scales."""
     coded = _coded(x, parsed_cast(cast), dim, hadamard)
     codes = coded.codes
     if dim == -2 and units_of(codes) is not None:
-        codes = codes.mT.contiguous().mT  # the rows that wgrad reads: made in the kernel that casts
+        codes = codes.mT.contiguous().mT  # the rows that wgrad reads, made in the kernel that casts
     packed = pack(codes, parsed_cast(cast).format)
     return [packed, coded.scale] if coded.whole is None else [packed, coded.scale, coded.whole]
 
 
 @rule(verbs.product)
 def product(a: ScaledTensor, b: ScaledTensor, kept_a: Any, kept_b: Any, gemms: str) -> Raw:
-    """r = ra rb sqrt(K), of operands cast for this product."""
+    """r = ra rb sqrt(K). The operands are cast for this product."""
     gemm = parsed_gemms(gemms).forward
     left = _side(a, gemm.left, -1, gemm.hadamard)
     right = _side(b, gemm.right, -2, gemm.hadamard)
@@ -185,7 +189,7 @@ def product_gradient(
     gemm: str,
     gemms: str,
 ) -> Raw:
-    """dgrad: r = rg rb sqrt(N). wgrad: r = ra rg sqrt(M). Of operands cast for this product."""
+    """dgrad: r = rg rb sqrt(N). wgrad: r = ra rg sqrt(M). Operands are cast for this product."""
     how: Gemm = getattr(parsed_gemms(gemms), gemm)
     own = (grad.scale, grad.rms)
     if gemm == "dgrad":
@@ -216,8 +220,8 @@ def _other(
     dim: int,
     hadamard: bool,
 ) -> Side:
-    """An operand of the forward product, from itself or from what was kept of it."""
-    if x is not None or cast is None:  # without a cast nothing was kept but the operand itself
+    """Return an operand of the forward product, from itself or from its kept codes."""
+    if x is not None or cast is None:  # an operand without a cast was kept itself
         return _side(typing.cast(ScaledTensor, x), cast, dim, hadamard)
     packed, *scales = kept
     codes = _unpacked(packed, cast.format, shape, dim if hadamard else None)
@@ -240,8 +244,8 @@ def _raw(
     dtype: torch.dtype,
     fast: bool,
 ) -> Raw:
-    """The product of two sides; `a` and `b` are their scales and RMS, `terms` the length of a
-    sum."""
+    """Return the product of two sides. `a` and `b` are their scales and RMS; `terms` is the length
+    of a sum."""
     scale, ratio, rms = settle_product(terms, a, b)
     q = _by_units(left, right, ratio, fast)
     if q is None:
@@ -256,7 +260,7 @@ def _raw(
 
 
 def _matrices(side: Side, dim: int) -> tuple[Tensor, Tensor | None]:
-    """What to multiply, summed over `dim`, and what to multiply the product by."""
+    """Return the matrix to multiply, summed over `dim`, and the factor of the product."""
     if not isinstance(side.held, Coded):
         values, outer = side.held, None
     else:
@@ -267,8 +271,8 @@ def _matrices(side: Side, dim: int) -> tuple[Tensor, Tensor | None]:
 
 
 def _by_units(left: Side, right: Side, ratio: Tensor, fast: bool) -> Tensor | None:
-    """The product as the FP8 units of the device do it, times `ratio`; None, which is said, where
-    they do not."""
+    """Return the product by the device's FP8 units, times `ratio`; None, with a warning, if they
+    refuse it."""
     if not (isinstance(left.held, Coded) and isinstance(right.held, Coded)):
         return None
     units = units_of(left.held.codes)

@@ -1,17 +1,17 @@
-"""Casts of compiled code: under shifts that are data, and counted while a site looks.
+"""Casts in compiled code: their shifts are data, and an operator of the graph looks at operands.
 
-The rules run while a graph is traced, when there is nothing to measure. So the graph has an
-operator that looks, in the steps in which the site of a weight does, at an operand after its cast:
-how many elements are the largest value of the format, and what RMS they have. What follows becomes
-the weight's shifts before compiled code runs again (`scaledtensor.tensors.site`).
+The rules run while a graph is traced, when there is nothing to measure. So the graph contains an
+operator that reads an operand after its cast, in the steps in which the site of the weight looks.
+It counts the elements that are the largest value of the format, and measures their RMS. The site
+takes the new shifts before compiled code runs again (`scaledtensor.tensors.site`).
 
-A cast operand does not say how far beyond the format its largest elements were. So a shift grows by
-steps, each the larger the more elements saturate, and all sites look in every step until few do;
-then the shift is what eager code would have found.
+A cast operand does not show how far beyond the format its largest elements were. So a shift grows
+by steps, which are larger if more elements saturate. All sites look in every step until few
+elements saturate. The shift is then the one that eager code would have found.
 
-The operator knows a site by the address of the factors that it lent, which are an input of the
-graph. Any other mark would be among the guards of the graph, and each layer would be compiled for
-itself. The product takes its scale from the operator: a compiler would drop an operator without a
+The operator finds a site by the address of the factors that the site lent to the graph as an input.
+Any other mark would be among the guards of the graph, and each layer would be compiled for itself.
+The product takes its scale from the operator, because a compiler would drop an operator without a
 result.
 """
 
@@ -53,7 +53,7 @@ class Traced:
         self.counts = guarded and not exported and len(operands) > 1
 
     def held(self, operands: Sequence[Any], cast: Cast) -> list[Any]:
-        """The operands, the inputs among them under the scale that `cast` is to give them."""
+        """Return the operands, with the inputs under the scale for `cast`."""
         return [
             x
             if x is self.weight or x.format == cast.format or cast.format.bits > 8
@@ -62,8 +62,8 @@ class Traced:
         ]
 
     def watched(self, cast: list[Any]) -> list[Any]:
-        """The operands as they were cast: the input, the weight and any others. The input is to be
-        counted when the code runs."""
+        """Return the cast operands: the input, the weight and any others. When the code runs, the
+        input is counted."""
         at = int(self.at == 0)
         x = cast[at]
         if not self.counts or not isinstance(x, ScaledTensor) or x.format.bits != 8:
@@ -73,7 +73,7 @@ class Traced:
         return [*cast[:at], counted, *cast[at + 1 :]]
 
     def gradient(self, y: Any, cast: Cast) -> tuple[Any, ...]:
-        """What the cast of the gradient of `y` takes beside its format and rounding."""
+        """Return the arguments of the cast of the gradient of `y` after format and rounding."""
         if cast.format.bits > 8:
             return ()
         return 0, self.factors, self.counts and cast.format.bits == 8, self._as_rows(y)
@@ -84,8 +84,8 @@ class Traced:
 
 
 def traced(operands: Sequence[Any], recipe: Recipe) -> Traced | None:
-    """The product of these operands, if one is a weight that lent its factors to a graph, or else
-    of one."""
+    """Return the product of these operands, if one of them is a weight that lent its factors to a
+    graph, or a view of such a weight."""
     for name in ("traced_lent", "viewed_lent"):
         for i, x in enumerate(operands):
             lent = getattr(x.memo, name) if isinstance(x, ScaledTensor) else None
@@ -96,7 +96,7 @@ def traced(operands: Sequence[Any], recipe: Recipe) -> Traced | None:
 
 @rule(verbs.corrected)
 def corrected(x: ScaledTensor, factors: Tensor, role: int) -> ScaledTensor:
-    """The same value under the scale times a power of two, as far as there is such a float32."""
+    """The same value under the scale times a power of two, within the range of float32."""
     held = scale_of(x)
     scale = (held * Form.element(factors, role)).clamp_min(MIN_SCALE).clamp_max(MAX_SCALE)
     return x.like(store(scaled_by(elements(x), held / scale), x.format), scale, copied(rms_of(x)))
@@ -113,8 +113,8 @@ def counted(x: ScaledTensor, factors: Tensor, role: int, trains: bool, rows: boo
 
 
 def _as_read(x: ScaledTensor, rows: bool) -> Tensor:
-    """The elements as the product reads them. Elements in another form would be written to memory
-    for the operator alone."""
+    """Return the elements in the form that the product reads. Any other form would be written to
+    memory for this operator alone."""
     if not backend_of(x.qdata).writes_cpp:
         return x.qdata
     held = typing.cast(ScaledTensor, x.flatten(0, -2)) if rows else x
@@ -139,9 +139,9 @@ def _count(
 
 def _look(q: Tensor, factors: Tensor, format: str, role: int, trains: bool) -> None:
     site = site_of(factors)
-    if site is None or _is_captured(q):
+    if site is None or backend_of(q).is_capturing():
         return
-    trains = trains or sites.trains()  # or it is a pass that will be recomputed
+    trains = trains or sites.trains()  # a pass that will be recomputed
     if not trains:
         due = site.new and not site.glanced
     else:
@@ -165,8 +165,3 @@ def _count_fake(
     scale: Tensor, q: Tensor, factors: Tensor, format: str, role: int, trains: bool
 ) -> Tensor:
     return torch.empty_like(scale)
-
-
-def _is_captured(x: Tensor) -> bool:
-    """Whether a CUDA graph is being recorded, in which nothing may be read."""
-    return backend_of(x).is_capturing()

@@ -1,19 +1,18 @@
-"""Casts under scales by history: `scaledtensor.recipes.Delayed`.
+"""Casts under scales from a history of amaxes: `scaledtensor.recipes.Delayed`.
 
-The history of a weight is a plain float32 tensor, [3, length + 2]: a row for its inputs, one for
-itself and one for the gradients of its results. In a row,
+The history of a weight is a plain float32 tensor, [3, length + 2], with one row for its inputs, one
+for the weight itself and one for the gradients of its results. The columns of a row:
 
     0             the largest amax of this step so far
-    1 .. length   those of earlier steps, the latest first; 0 where there was none
-    length + 1    how many casts were of more than their scale holds
+    1 .. length   the amaxes of earlier steps, the latest first; 0 if there are fewer
+    length + 1    the number of casts whose amax was larger than their scale allowed
 
-A cast reads the earlier steps and writes the first and the last column, so that it gives the same
-however often it runs in a step: a checkpoint's second forward pass casts as the first did.
+A cast reads the columns of earlier steps, and writes the first and the last column. So every cast
+of a step has the same scale: a checkpoint's second forward pass casts as the first pass did.
 
-The history belongs to the site of the weight, and a graph gets it from there as it gets the factors
-of `Unit` (`scaledtensor.tensors.site`). The operator that reads it
-writes it too, which the graph does not
-see: what it writes changes nothing that this step reads.
+The history belongs to the site of the weight. A graph gets it from the site, as it gets the factors
+of `Unit` (`scaledtensor.tensors.site`). The operator that reads the history also writes it. The
+graph does not see the write, which changes no number that this step reads.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,15 +53,15 @@ def new(length: int, device: torch.device) -> Tensor:
 
 
 def advance(history: Tensor) -> None:
-    """A step ends: what was seen in it becomes the latest of the earlier ones."""
+    """End a step: its amaxes become the latest of the earlier steps."""
     seen = history[:, :1] > 0
     moved = torch.cat([torch.zeros_like(history[:, :1]), history[:, :-2], history[:, -1:]], 1)
     history.copy_(torch.where(seen, moved, history))
 
 
 def remembered(operands: Sequence[Any], casts: Sequence[Cast]) -> tuple[Any, Tensor | None]:
-    """The weight among the operands of a product that is cast by history, and its history; or the
-    part or view of a weight that is among them."""
+    """Return the weight, or the part or view of a weight, among the operands of a product that is
+    cast by history, and its history."""
     if any(isinstance(c.scale, History) for c in casts):
         for x in operands:
             history = _history_of(x)
@@ -88,7 +87,7 @@ def product(
     history: Tensor,
     casts: tuple[Cast, Cast, Cast],
 ) -> Any:
-    """`function` of operands that are cast by the history of `weight`, which is among them."""
+    """Return `function` of operands that are cast by the history of `weight`, one of them."""
     first, own, gradient = casts
     cast = [
         _weight_cast(x, history, own) if x is weight else _cast(x, history, first, INPUT)
@@ -107,8 +106,8 @@ def _weight_cast(weight: Any, history: Tensor, own: Cast) -> Any:
 
 
 def _cast(x: ScaledTensor, history: Tensor, cast: Cast, row: int) -> Any:
-    """`x` cast by a row of a history, which is written to where gradients are recorded; or by its
-    own amax, where the recipe says so of that operand."""
+    """Cast `x` by a row of a history, or by its own amax if the recipe says so. The history is
+    written if gradients are recorded."""
     if not isinstance(cast.scale, History):
         return verbs.quantize(x, cast.spec)
     record = torch.is_grad_enabled() or sites.is_calibrating()
@@ -119,7 +118,7 @@ def _cast(x: ScaledTensor, history: Tensor, cast: Cast, row: int) -> Any:
 
 
 def _gradient_cast(y: ScaledTensor, history: Tensor, cast: Cast) -> Any:
-    """`y` itself, its gradient cast by its row, or by its own amax."""
+    """Return `y`; its gradient is cast by its row of the history, or by its own amax."""
     if not isinstance(cast.scale, History):
         return verbs.gradient_quantize(y, cast.spec)
     return verbs.gradient_delayed(y, history, cast.spec)
@@ -127,10 +126,11 @@ def _gradient_cast(y: ScaledTensor, history: Tensor, cast: Cast) -> Any:
 
 @rule(verbs.delayed_scale)
 def delayed_scale(x: ScaledTensor, history: Tensor, cast: str, row: int, record: bool) -> Tensor:
-    """The scale of a cast by the amax of earlier steps, plain; this step's is written down."""
+    """The scale of a cast by the amaxes of earlier steps, plain. The amax of this step is written
+    into the history."""
     how = parsed_cast(cast)
     scale = _how(how)
-    # Of the value: the tensor's own scale may be another in the next step.
+    # The amax of the value, since the tensor's scale may change until the next step.
     largest = amax(elements(x).detach().double()) * x.scale.double()
     limit: Tensor = torch.ops.scaledtensor.recall(
         largest, history, row, scale.choose == "max", scale.margin, scale.guard, record
@@ -149,8 +149,8 @@ _LIBRARY.define(  # type: ignore[no-untyped-call]
 def _recall(
     amax: Tensor, history: Tensor, row: int, largest: bool, margin: int, guard: bool, record: bool
 ) -> Tensor:
-    """The magnitude that a cast is to hold, 0-dim float64; 0 where nothing was ever seen."""
-    held = history.data  # what is written here invalidates no graph that saved the history
+    """Return the magnitude that a cast has to represent, 0-dim float64; 0 without any history."""
+    held = history.data  # a write into this tensor invalidates no graph that saved the history
     past = held[row, 1:-1].double()
     expected = past.amax() if largest else past[0]
     expected = torch.where(expected > 0, expected, amax)
@@ -178,8 +178,8 @@ def _how(cast: Cast) -> History:
 
 @rule(verbs.quantize_under)
 def quantize_under(x: ScaledTensor, scale: Tensor, cast: str) -> ScaledTensor:
-    """The elements are cast under one given scale, which then is the tensor's and need be no power
-    of two."""
+    """Elements are cast under one given scale, which becomes the tensor's. It may be any number,
+    not only a power of two."""
     how = parsed_cast(cast)
     source = elements(x)
     options = rounding_options(how, source)

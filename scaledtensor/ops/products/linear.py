@@ -1,13 +1,13 @@
 """A linear layer as one node of autograd, in eager code on a CPU.
 
-What torch makes of `linear` is ten operators on ScaledTensors in the backward pass and six in the
-forward pass, of which most are views, and each costs as much as the elements of a small layer. Here
-the same three products are calculated on the elements themselves, to the same bits. An operand is
-decoded in the pass that casts it, the gradient once for both of its products, and a product is
+torch makes `linear` of six operators on ScaledTensors in the forward pass and ten in the backward
+pass. Most of them are views, and each costs as much time as the elements of a small layer. This
+module calculates the same three products on the elements, to the same bits. An operand is decoded
+in the pass that casts it. The gradient is decoded once for both of its products. A product is
 rounded and added to the bias in one pass.
 
-Whoever looks on (`_torch.is_watched`) sees torch's operators, and so does a derivative that is
-differentiated again.
+A mode that observes the call (`_torch.is_watched`) sees torch's operators. A derivative that is
+differentiated again runs torch's operators too.
 """
 
 import math
@@ -38,7 +38,7 @@ __all__ = ["adds", "is_alone", "linear", "operand_cast", "serves", "wide_gradien
 
 
 def is_alone() -> bool:
-    """Whether nobody looks on while operators of this thread run."""
+    """Whether no mode and no observer sees the operators of this thread."""
     return not (torch.compiler.is_compiling() or observers or _torch.is_watched())
 
 
@@ -61,7 +61,7 @@ def serves(x: Any, weight: Any) -> bool:
 
 
 def operand_cast(x: Any, cast: Cast) -> tuple[Any, ...]:
-    """The operator that casts an operand, and its arguments."""
+    """Return the operator that casts an operand, and its arguments."""
     if isinstance(cast.scale, Carried):
         return verbs.to_format, verbs.shifted(x, cast.scale.shift), cast.format.name
     return verbs.quantize, x, cast.spec
@@ -79,23 +79,27 @@ def adds(bias: Any, weight: Any) -> bool:
 
 
 def linear(x: Any, weight: Any, casts: tuple[Cast, Cast, Cast], bias: Any = None) -> Any:
-    """`torch.nn.functional.linear` with input, weight and gradient cast. An operand that has the
-    format of its cast already stays as it is. The gradient of the bias sums uncast terms."""
+    """`torch.nn.functional.linear` with input, weight and gradient cast.
+
+    An operand that already has the format of its cast stays as it is. The gradient of the bias sums
+    uncast terms.
+    """
     if weight.format == casts[1].format:
         weight = wide_gradient(weight)
     return _Linear.apply(x, weight, casts, bias)[0]  # type: ignore[no-untyped-call]
 
 
 def wide_gradient(x: Any) -> Any:
-    """What came as codes. Of a weight (`fully_shard` gathers them) the gradient is the master's."""
+    """Return an operand that came in codes. The gradient of a weight, which `fully_shard` gathered
+    in codes, is in the format of the master."""
     wide = is_parameter(x) and x.requires_grad
     return verbs.gradient_to_format(x, from_dtype(x.dtype).name, "nearest_even") if wide else x
 
 
 class _Linear(torch.autograd.Function):
-    """(input, weight, casts, bias) -> (output, the operands as they were cast).
+    """(input, weight, casts, bias) -> (output, the cast input, the cast weight).
 
-    What was cast is an output too, so that what autograd keeps of it has a derivative of its own.
+    The cast operands are outputs too, because autograd saves them, and then they have derivatives.
     """
 
     @staticmethod
@@ -117,7 +121,7 @@ class _Linear(torch.autograd.Function):
         if y is None:
             y = _stored(product, fmt, fmt)
         made = _tensor(y, (*x.shape[:-1], weight.shape[0]), fmt, x, weight)
-        if bias is not None and y.rms is product.rms:  # not added yet
+        if bias is not None and y.rms is product.rms:  # the bias is not added yet
             made = _run(aten.add.Tensor, made, bias)
         return made, made_x, made_weight
 
@@ -145,7 +149,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _run(op: Any, *args: Any) -> Any:
-    """An operator, straight by its rule where neither autograd nor anybody else is to see it."""
+    """Run an operator, directly by its rule if neither autograd nor an observer has to see it."""
     direct = is_alone() and not torch.is_grad_enabled()
     return dispatch(op, args, {}) if direct else op(*args)
 
@@ -154,7 +158,7 @@ def _run(op: Any, *args: Any) -> Any:
 
 
 def _factor(x: Any) -> Side:
-    """All of `x` as a matrix of its last dimension."""
+    """Return the elements of `x` as a matrix whose rows are its last dimension."""
     return Side(_rows(elements(x)), scale_of(x), rms_of(x))
 
 
@@ -164,7 +168,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _cast(x: Any, cast: Cast) -> tuple[Any, Side]:
-    """An operand as it was cast, None where it stays as it is, and what it is as a factor."""
+    """Return the cast operand, or None if it stays as it is, and the factor of the product."""
     if x.format == cast.format:
         return None, _factor(x)
     if isinstance(cast.scale, Carried) and _in_one_pass(x):
@@ -191,7 +195,7 @@ def _cast_gradient(grad: Any, cast: Cast) -> Any:
 
 
 def _gradient_factor(grad: Any, cast: Cast) -> Side:
-    """A gradient as it was cast, of which nobody reads the codes."""
+    """Return the values of the cast gradient. Its codes have no other reader."""
     if isinstance(cast.scale, Carried) and cast.rounding == "nearest_even" and _in_one_pass(grad):
         held = verbs.shifted(grad, cast.scale.shift)
         values = rounded_values(elements(held), cast.format, OVERFLOW)
@@ -201,14 +205,15 @@ def _gradient_factor(grad: Any, cast: Cast) -> Side:
 
 
 def _in_one_pass(x: Any) -> bool:
-    """Whether a loop may make what products multiply beside the codes, or in their place: else
-    autograd or somebody else is to see the cast."""
+    """Whether one loop may make the values that products multiply, beside the codes or instead of
+    them. It may not if autograd or an observer has to see the cast."""
     seen = torch.is_grad_enabled() or not is_alone()
     return not seen and product_dtype(x.device) is torch.float32
 
 
 def _in_format(grad: Any, source: Format) -> Any:
-    """A gradient in the format of what was cast, if that was wider than 8 bits."""
+    """Return a gradient in the format of its operand, if that was wider than 8 bits before its
+    cast."""
     wide = source.storage_dtype.itemsize > 1
     if wide and isinstance(grad, ScaledTensor) and grad.format != source:
         return _run(verbs.to_format, grad, source.name)
@@ -221,8 +226,8 @@ def _in_format(grad: Any, source: Format) -> Any:
 def _by_elements(
     grad: Any, x: Any, weight: Any, cast: Cast, formats: tuple[Format, Format]
 ) -> tuple[Any, Any]:
-    """The gradients of input and weight, calculated on elements. None for what is a constant, for
-    whose sake nothing was kept of the other."""
+    """Return the gradients of input and weight, calculated on elements. A constant operand has
+    None, and the other operand was not kept for it."""
     dy = _gradient_factor(grad, cast)
     cast_grad = _Source(cast.format, grad.recipe, grad.dtype)
     dx = dw = None
@@ -238,7 +243,7 @@ def _by_elements(
 
 
 def _by_operators(grad: Any, x: Any, weight: Any, cast: Cast) -> tuple[Any, Any]:
-    """The same by operators of torch, which are differentiable."""
+    """Return the same by operators of torch, which are differentiable."""
     dy = _cast_gradient(grad, cast)
     rows = dy.reshape(-1, dy.shape[-1])
     dx = dw = None
@@ -250,7 +255,7 @@ def _by_operators(grad: Any, x: Any, weight: Any, cast: Cast) -> tuple[Any, Any]
 
 
 class _Source(NamedTuple):
-    """The facts of an operand that a result inherits."""
+    """The attributes of an operand that a result inherits."""
 
     format: Format
     recipe: Recipe | None
@@ -258,7 +263,7 @@ class _Source(NamedTuple):
 
 
 class _Product(NamedTuple):
-    """A product as it was computed: its elements are still to be multiplied by `ratio`."""
+    """A product whose elements have yet to be multiplied by `ratio`."""
 
     q: Tensor
     scale: Single
@@ -272,9 +277,9 @@ def _multiplied(a: Side, b: Side) -> _Product:
 
 
 def _stored(product: _Product, fmt: Format, target: Format) -> _Product:
-    """A product rounded to `fmt`, and held in `target` where that is float32."""
+    """Return a product rounded to `fmt`, and stored in float32 if `target` is FP32."""
     q, ratio = product.q, product.ratio
-    if fmt is BF16 and (target is FP32 or not is_one(ratio)):  # else torch takes one pass as well
+    if fmt is BF16 and (target is FP32 or not is_one(ratio)):  # otherwise torch takes one pass too
         made = rounded_rows(q, ratio, in_place=target is FP32)
         if made is not None:
             return product._replace(q=made, ratio=ONE)
@@ -284,7 +289,7 @@ def _stored(product: _Product, fmt: Format, target: Format) -> _Product:
 
 
 def _plus(product: _Product, fmt: Format, bias: Any) -> _Product | None:
-    """`add` of a product and a bias, in the pass that rounds the product."""
+    """Add a bias to a product, in the pass that rounds the product."""
     rms = quadrature(product.rms, rms_of(bias))
     scale, kept, share = settle(rms, product.scale, scale_of(bias))
     if fmt is not BF16 or share >= HUGE:

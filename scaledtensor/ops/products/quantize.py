@@ -1,7 +1,8 @@
 """Casts under a scale that a recipe chooses: `scaledtensor.recipes.casts` has the formulas.
 
-What is cast here are the elements of a ScaledTensor, which its own scale has near 1. So a scale
-that is found here is relative to that, and a tensor times a power of two has the same codes.
+The functions cast the elements of a ScaledTensor, which are near 1 under the tensor's scale. A
+scale that they find is relative to the tensor's scale, so a tensor times a power of two has the
+same codes.
 """
 
 import typing
@@ -60,26 +61,26 @@ __all__ = [
 
 
 class Coded(NamedTuple):
-    """Elements as codes, and their scales relative to the scale that the elements were under."""
+    """Elements as codes, and their scales relative to the scale of the tensor."""
 
     codes: Tensor
     scale: Tensor
-    """float32 or float8_e8m0fnu, or the float8_e4m3fn of blocks where there is a second level."""
+    """float32 or float8_e8m0fnu; float8_e4m3fn for blocks under a second level."""
     whole: Tensor | None = None
     """The second level, 0-dim float32."""
 
 
 @rule(verbs.quantize)
 def quantize(x: ScaledTensor, cast: str) -> ScaledTensor:
-    """The elements are cast under one scale that the recipe chooses (amax, least error, constant),
-    which then is the tensor's and need be no power of two."""
+    """Elements are cast under one scale that the recipe chooses (amax, least error, constant). It
+    becomes the tensor's scale and may be any number, not only a power of two."""
     how = parsed_cast(cast)
     coded = quantized(elements(x), x.scale, how, -1)
     return recoded(x, coded.codes, coded.scale * x.scale, how.format)
 
 
 def recoded(x: ScaledTensor, codes: Tensor, scale: Tensor, fmt: Format) -> ScaledTensor:
-    """`x` with its elements cast to `codes` in `fmt` under `scale`."""
+    """Return `x` with its elements cast to `codes` in `fmt` under `scale`."""
     out = ScaledTensor.make(codes, scale, x.rms.clone(), fmt, x.dtype, x.recipe, x.nonnegative)
     if codes.dtype.itemsize == 1 and backend_of(codes).writes_cpp and torch.compiler.is_compiling():
         note(out, decoded=decode(codes, fmt, torch.bfloat16))
@@ -93,8 +94,8 @@ def gradient_quantize(x: ScaledTensor, cast: str) -> ScaledTensor:
 
 
 def quantized(q: Tensor, held: Tensor, cast: Cast, dim: int) -> Coded:
-    """`q`, elements held under the scale `held`, of which a product sums over dimension `dim`, -1
-    or -2."""
+    """Cast `q`, elements under the scale `held`, for a product that sums over dimension `dim` (-1
+    or -2)."""
     fmt, cut = cast.format, granularity(cast, dim)
     how = rounding_options(cast, q)
     match cast.scale:
@@ -104,7 +105,7 @@ def quantized(q: Tensor, held: Tensor, cast: Cast, dim: int) -> Coded:
                 codes, scale = quantize_blocks(q, fmt, cut, kind, **how)
                 return Coded(codes, _single(scale))
             return _filling(q, q, cut, kind, cast, how)
-        case History(_, margin):  # where no history is kept: as Amax
+        case History(_, margin):  # without a history: as Amax
             return quantized(q, held, replace(cast, scale=Amax(margin=margin)), dim)
         case Microscale(mode):
             codes, scale = quantize_blocks(q, fmt, cut, "e8m0", typing.cast(Any, mode), **how)
@@ -120,15 +121,15 @@ def quantized(q: Tensor, held: Tensor, cast: Cast, dim: int) -> Coded:
             return Coded(encode_blocks(q, fmt, cut, scale, **how), scale)
         case _:
             one = torch.ones((), device=q.device)
-            if fmt.storage_dtype.itemsize > 1:  # a compute format, which keeps infinities
+            if fmt.storage_dtype.itemsize > 1:  # a compute format keeps infinities
                 return Coded(store(q, fmt), one)
             shift = 2.0**cast.scale.shift
             return Coded(encode(q / shift if shift != 1 else q, fmt, **how), one * shift)
 
 
 def part_quantized(q: Tensor, amax: Tensor, cast: Cast) -> Coded:
-    """A part of elements of which the largest magnitude is `amax`, cast by `Amax` as the whole is:
-    under the same scale."""
+    """Cast a part of a tensor by `Amax` under the scale of the whole tensor, whose largest
+    magnitude is `amax`."""
     power_of_two = cast.scale.power_of_two  # type: ignore[union-attr]
     kind = "pow2" if power_of_two else "fp32"
     return _filling(q, amax.to(q.dtype).view(1), PerTensor(), kind, cast, rounding_options(cast, q))
@@ -137,7 +138,7 @@ def part_quantized(q: Tensor, amax: Tensor, cast: Cast) -> Coded:
 def _filling(
     q: Tensor, like: Tensor, cut: PerTensor | PerBlock, kind: Any, cast: Cast, how: dict[str, Any]
 ) -> Coded:
-    """`q` under the scale that `like` has by its amax."""
+    """Cast `q` under the scale that follows from the amax of `like`."""
     margin = cast.scale.margin  # type: ignore[union-attr]
     scale = _single(quantize_blocks(like, cast.format, cut, kind)[1])
     scale = (scale * 2.0**margin).clamp_max(MAX_SCALE)
@@ -145,7 +146,7 @@ def _filling(
 
 
 def rounding_options(cast: Cast, q: Tensor) -> dict[str, Any]:
-    """The options with which `encode` rounds `q`: infinities are kept, and random keys drawn."""
+    """Return the options of `encode` for `q`: infinities are kept, and random keys are drawn."""
     how: dict[str, Any] = {"rounding": cast.rounding, "overflow": "saturate_finite"}
     if cast.rounding != "stochastic":
         return how
@@ -158,7 +159,8 @@ def _single(scale: Any) -> Tensor:
 
 
 def granularity(cast: Cast, dim: int) -> PerTensor | PerBlock:
-    """What shares a scale in a matrix, or a batch of them, summed over dimension `dim`."""
+    """Return the blocks that share a scale in a matrix, or a batch of matrices, that a product sums
+    over dimension `dim`."""
     across, along = cast.block
     if (across, along) == (0, 0):
         return PerTensor()
@@ -177,12 +179,12 @@ def sharing(cast: Cast) -> Sharing:
 
 
 def factors(coded: Coded, cast: Cast, dim: int) -> tuple[Tensor, Tensor | None]:
-    """Codes as matrices to multiply, and what to multiply their product by: a scale that everything
-    summed shares need not be in the sum.
+    """Return codes as matrices to multiply, and the factor of their product: a scale that all terms
+    of a sum share is multiplied afterwards.
 
-    The matrices have the dtype that the machine multiplies, and bfloat16 only where that is exact:
-    every code of 8 bits or fewer is a bfloat16 number, also times a power of two, and so is a code
-    of 4 bits times an E4M3FN number.
+    The matrices have the dtype that the device multiplies, and bfloat16 only if that is exact.
+    Every code of 8 bits or fewer is a bfloat16 number, also times a power of two. A code of 4 bits
+    times an E4M3FN number is a bfloat16 number too.
     """
     codes, scale, whole = coded
     fmt, shape = cast.format, codes.shape
@@ -201,10 +203,10 @@ def factors(coded: Coded, cast: Cast, dim: int) -> tuple[Tensor, Tensor | None]:
 
 
 def is_exact(cast: Cast, dim: int) -> bool:
-    """Whether bfloat16 holds the factors of codes that were cast like this, with their scales where
-    those are in the sum over `dim`."""
+    """Whether bfloat16 holds the `factors` of codes of this cast, including the scales that differ
+    along `dim`."""
     if isinstance(cast.scale, TwoLevel):
-        # Of the format's significant bits and the scale's 4, bfloat16 holds 8.
+        # The significant bits of the format and the 4 of the scale fit into the 8 of bfloat16.
         return cast.format.mantissa_bits + 1 + 4 <= 8
     cut = granularity(cast, dim)
     if isinstance(cut, PerTensor) or cut.block[dim] == -1:
@@ -218,7 +220,8 @@ def _numbers(scale: Tensor) -> Tensor:
 
 
 def _by_row(scale: Tensor, cut: PerBlock, shape: torch.Size, dim: int) -> Tensor:
-    """Scales of blocks that span what is summed, one for each index that is not."""
+    """Return the scales of blocks that span the summed dimension, one for each index of the other
+    dimension."""
     other = -3 - dim
     if cut.block[other] == 1:
         return scale
@@ -227,7 +230,8 @@ def _by_row(scale: Tensor, cut: PerBlock, shape: torch.Size, dim: int) -> Tensor
 
 
 def _least_error(q: Tensor, fmt: Format, below: int) -> Tensor:
-    """The power of two under which the cast of `q` errs least, 0-dim float32."""
+    """Return the power of two under which the cast of `q` has the least squared error, 0-dim
+    float32."""
     top = _single(quantize_blocks(q, fmt, PerTensor(), "pow2")[1])
     scales = [(top * 2.0**-k).clamp_min(MIN_SCALE) for k in range(below + 1)]
     finite = q.float().nan_to_num(0.0, 0.0, 0.0)
@@ -235,20 +239,20 @@ def _least_error(q: Tensor, fmt: Format, below: int) -> Tensor:
     for scale in scales:
         error = fake_quantize(finite / scale, fmt) * scale - finite
         errors.append(error.double().square().sum())
-    least = torch.stack(errors).argmin(0, keepdim=True)  # gathered: an index would be read
+    least = torch.stack(errors).argmin(0, keepdim=True)  # to gather: an index would be read
     found: Tensor = torch.stack(scales).gather(0, least).squeeze(0)
     return found
 
 
 # --- the random Hadamard transform -----------------------------------------------------------
 
-#: One draw, the same for both operands of a product and for every product, as in arXiv 2509.25149.
+#: Signs drawn once, for both operands of a product and for every product, as in arXiv 2509.25149.
 _SIGNS = (1, -1, 1, 1, 1, -1, -1, 1, -1, 1, -1, -1, -1, -1, 1, -1)
 
 
 def mixed(q: Tensor, dim: int) -> Tensor:
-    """`q` with each 16 elements along `dim`, -1 or -2, multiplied by an orthogonal matrix: Hadamard
-    (Sylvester's) times random signs. Zeros fill the last 16. float32."""
+    """Return `q` in float32 with each 16 elements along `dim`, -1 or -2, multiplied by an
+    orthogonal matrix: Sylvester's Hadamard matrix times random signs. Zeros fill the last 16."""
     x = q.float() if dim == -1 else q.float().mT
     n = x.shape[-1]
     x = torch.nn.functional.pad(x, (0, -n % HADAMARD))

@@ -1,10 +1,11 @@
-"""Sites: where the operands of a weight's products are held to what the rules expect of them.
+"""Sites: weights that measure the operands of their products and correct the shifts of the casts.
 
-The rules take the terms of a sum as independent, and know no data. Where terms are correlated
+The rules assume that the terms of a sum are independent, and know no data. If terms are correlated
 (weights of one sign, averages, outlier channels), the true values are up to sqrt(n) times larger
-than the rules expect, layer upon layer, and a cast to 8 bits saturates. A site is a weight with the
-two roles of `Unit.shifts`: its inputs, and the gradients of its results. While a site looks, it
-measures each operand just before the cast, and sets the shift of a role that does not fit:
+than the rules expect. That repeats in each layer, and casts to 8 bits saturate. A site is a weight
+with the two roles of `Unit.shifts`: its inputs, and the gradients of its results. While a site
+looks, it measures each operand just before the cast, and sets the shift of a role that does not
+fit:
 
     a     the largest finite magnitude of the elements, in units of the scale that they carry
     r     their RMS
@@ -12,16 +13,15 @@ measures each operand just before the cast, and sets the shift of a role that do
 
     found = max(round(log2(r)), min(ceil(log2(a / F)), floor(log2(r / 2f))))
 
-so that nothing saturates, unless most elements would have to be subnormal for it (as in 4 bits). A
-weight with several products has the smallest shift under which nothing saturates, if it takes that
-to hold the smallest of their operands.
-The present shift stays where a / 2^shift <= F, or it is no smaller than `found`; and where
-r / 2^shift >= min(2f, 1/4).
+Under this shift nothing saturates, except in 4 bits, where most elements would then have to be
+subnormal. A weight with several products gets the smallest shift under which nothing saturates, if
+the smallest of their operands needs it. The present shift stays if two conditions hold: first,
+a / 2^shift <= F, or the shift is no smaller than `found`; second, r / 2^shift >= min(2f, 1/4).
 
 The elements are relative to the scale that the rules propagate, so a loss times a power of two
 changes no shift. The shift becomes part of the weight's recipe: files keep it, `print(model)` shows
-it, and compiled code reads it (`scaledtensor.tensors.site`). What compiled code measures is said by
-`scaledtensor.ops.products.counted`, and when a site looks by `scaledtensor.models.guard`.
+it, and compiled code reads it (`scaledtensor.tensors.site`). `scaledtensor.ops.products.counted`
+describes the measurements of compiled code. `scaledtensor.models.guard` decides when a site looks.
 """
 
 import math
@@ -71,24 +71,25 @@ __all__ = [
     "trains",
 ]
 
-#: Shares of the elements of one cast from which on a warning says that they are lost: beyond the
-#: format in training, where the next look mends it; beyond it where nothing will; and rounded to
-#: zero although they are no zeros, which no scale mends where other elements fill the format.
+#: A warning is given if a larger share of the elements of one cast is lost. The first number is for
+#: saturated elements in training, where the next look corrects the shift; the second for saturated
+#: elements that nothing corrects; the third for other numbers than 0 that are rounded to zero. No
+#: scale corrects the latter if other elements fill the format.
 _LOST, LOST_FOR_GOOD, _VANISHED = 0.001, 0.01, 0.1
 
 _WHAT = ("inputs", "gradients")
 
-#: The kinds of loss that a warning was given of.
+#: The kinds of loss that a warning has named.
 _told: set[str] = set()
 _calibrating = 0
-#: Whether compiled code found in this step that elements saturate. A site whose inputs were wrong
-#: for that has seen nothing yet.
+#: Whether compiled code found in this step that elements saturate. The inputs of later sites were
+#: then wrong, so these sites have seen nothing yet.
 settling = False
 
 
 @contextmanager
 def calibrating() -> Iterator[None]:
-    """Every site looks, whatever step it is and whether gradients are recorded or not."""
+    """Within this context every site looks, in any step, with and without gradients."""
     global _calibrating
     _calibrating += 1
     try:
@@ -102,7 +103,7 @@ def is_calibrating() -> bool:
 
 
 def looks(weight: Any) -> bool:
-    """Whether a product of a parameter is to measure its operands."""
+    """Whether a product of a parameter measures its operands."""
     site = weight.site
     if observers or (site is None and not _calibrating):
         return False  # a report shows what every step does
@@ -116,13 +117,13 @@ def looks(weight: Any) -> bool:
     return site.is_due() if trains() else site.new and not site.glanced
 
 
-#: Of the products without a weight: when they are looked at.
+#: The site of all products without a weight, which decides when they are looked at.
 beside = Site(new=True)
 
 
 def tells(operands: Sequence[Any], recipe: Any) -> bool:
-    """Whether a product without a weight has shifts, which is never so. In the steps that look, a
-    cast that loses elements is told of."""
+    """Warn of a product without a weight if its cast loses elements, in the steps that look. Return
+    False: such a product has no shifts."""
     if "saturated" in _told or not isinstance(recipe, Unit) or not recipe.guard:
         return False
     fmt = recipe.gemms.once[0].format if recipe.gemms.once else recipe.activation
@@ -147,12 +148,12 @@ def _shapes(operands: Sequence[Any]) -> str:
 
 
 def _is_wide(x: Any) -> bool:
-    """Whether `x` holds numbers that a cast to 8 bits may lose."""
+    """Whether `x` has numbers that a cast to 8 bits may lose."""
     return isinstance(x, ScaledTensor) and x.format.bits > 8 and x.numel() > 0 and _is_real(x)
 
 
 def trains() -> bool:
-    """Whether what runs is for a backward pass, or is recomputed in one, or will be."""
+    """Whether this code runs for a backward pass, is recomputed in one, or will be recomputed."""
     recorded = torch.is_grad_enabled() or _torch.is_within_backward()
     return recorded or _torch.innermost_checkpoint() is not None
 
@@ -185,7 +186,7 @@ def _look(weight: Any, role: int, x: Any) -> None:
             "overrides={'<its module>': None}",
         )
     if is_parameter(weight):
-        site.next[role] = None  # what a view of it found before was of fewer operands
+        site.next[role] = None  # a view of the weight found it, from fewer operands
     if fitting != shift:
         shifts = list(weight.recipe.shifts)
         shifts[role] = fitting
@@ -197,8 +198,8 @@ def _look(weight: Any, role: int, x: Any) -> None:
 
 
 def fitted(seen: Seen, fmt: Format, shift: int, anew: bool = False) -> int:
-    """The shift under which elements fit into `fmt`: the present one wherever they do, unless it is
-    to be found `anew`."""
+    """Return the shift under which elements fit into `fmt`. The present shift is kept if they fit,
+    except with `anew=True`."""
     if not seen.largest:
         return shift
     rms, least = math.sqrt(seen.squares / seen.number), 2 * fmt.min_normal
@@ -218,16 +219,16 @@ def _within(shift: int) -> int:
     return min(max(shift, EXPONENTS[0]), EXPONENTS[-1])
 
 
-#: (share of the elements that saturate, by how much a shift grows then), for who cannot see how far
-#: beyond the format they were.
+#: (share of the elements that saturate, growth of the shift). Compiled code uses it, since it
+#: cannot see how far beyond the format the elements were.
 _GROWTH = ((0.5, 8), (0.1, 4), (0.01, 2), (_LOST, 1))
 
 
 def look_at_cast(
     site: Site, role: int, q: Tensor, factors: Tensor, fmt: Format, corrects: bool
 ) -> None:
-    """Look at `q`, an operand in that role after its cast by compiled code under the factors of its
-    weight, and note the shift that it is to have when the code runs again."""
+    """Look at `q`, an operand that compiled code cast under the factors of its weight, and note the
+    shift for the next run of the code."""
     factor = float(factors[role])
     shift = math.frexp(factor)[1] - 1
     q = q.detach().float() if q.dtype.itemsize == 1 else q.detach()
@@ -240,7 +241,7 @@ def look_at_cast(
         return
     squares = sum_of_squares * factor**2
     seen = site.seen[role] = site.seen[role].and_of(amax * factor, squares, q.numel())
-    if site.sought[role] == shift:  # the code runs again, and no step of an optimizer said so
+    if site.sought[role] == shift:  # the code runs again without a step of an optimizer
         site.sought[role], site.settling[role] = None, True
         seen = site.seen[role] = Seen().and_of(amax * factor, squares, q.numel())
     _seek(site, role, fmt, shift, lost, vanished=amax == 0)
@@ -251,8 +252,8 @@ def look_at_cast(
 
 
 def _seek(site: Site, role: int, fmt: Format, shift: int, lost: float, vanished: bool) -> None:
-    """Seek a shift between the ones that lose elements: a greater one where elements saturate, and
-    a smaller one where growth went too far for another product of the weight."""
+    """Seek a shift between the shifts that lose elements: a greater one if elements saturate, and a
+    smaller one if it grew too far for another product of the weight."""
     global settling
     low, high = site.between[role]
     growth = next((more for least, more in _GROWTH if lost > least), 0)
@@ -276,7 +277,7 @@ def _seek(site: Site, role: int, fmt: Format, shift: int, lost: float, vanished:
 
 
 def _share(lost: Tensor, q: Tensor) -> float:
-    """The share of the elements of `q` that a count of them is."""
+    """Return a count of elements of `q` as a share."""
     return float(lost) / q.numel()
 
 
@@ -304,7 +305,7 @@ def _tell(
     """Warn, once for each kind of loss, of the first cast that loses elements. `corrects` says
     whether the shift is set before this cast."""
     name = _named(site, weight)
-    # A new site loses nothing where it corrects, since no cast came before. So does calibration.
+    # A new site that corrects loses nothing, since no cast came before. Neither does calibration.
     nothing = corrects and (site.new or _calibrating)
     factor = math.ldexp(1.0, shift)
     fits = nothing or largest <= fmt.max * factor
@@ -326,7 +327,7 @@ def _tell(
         )
 
 
-#: What happens to the shifts of a weight, by who met elements beyond a format.
+#: kind of the code that met elements beyond a format -> the end of its warning.
 _CORRECTED = {
     "eager": "The shifts of this weight are corrected now; steps since the last look lost these",
     "compiled": "The shifts of this weight are corrected from the next step on",
@@ -345,12 +346,13 @@ def _tell_saturated(name: str, role: int, lost: float, fmt: Format, who: str) ->
 
 
 def place(operands: Sequence[Any], weight: Any) -> int:
-    """Which of the operands is the weight: the second, if none is known to be."""
+    """Return the index of the weight among the operands; 1 if none is known to be the weight."""
     return next((i for i, x in enumerate(operands) if x is weight), 1)
 
 
 def look_at_inputs(weight: Any, operands: Sequence[Any]) -> tuple[Cast, Cast, Cast]:
-    """Look at the other operands of a product of `weight`; the casts that its recipe has then."""
+    """Look at the other operands of a product of `weight`, and return the casts that its recipe
+    then has."""
     for x in operands:
         if x is not weight:
             _look(weight, INPUT, x)
@@ -359,11 +361,11 @@ def look_at_inputs(weight: Any, operands: Sequence[Any]) -> tuple[Cast, Cast, Ca
 
 
 def look_back(weight: Any, y: Any) -> Any:
-    """`y`, a product of `weight`, whose gradient is looked at when it comes."""
+    """Return `y`, a product of `weight`, with a hook that looks at its gradient."""
     shift = weight.recipe.shifts[GRADIENT]  # which the cast of the gradient has
 
     def looked(grad: Any) -> Any:
-        # The recipe may be another by now: the backward pass of a graph keeps to its own casts.
+        # The recipe may have changed, but the backward pass of a graph keeps its own casts.
         if not isinstance(grad, ScaledTensor) or not isinstance(weight.recipe, Unit):
             return None
         _look(weight, GRADIENT, grad)
@@ -375,20 +377,19 @@ def look_back(weight: Any, y: Any) -> Any:
 
 
 def take_over(weight: Any, source: Tensor) -> None:
-    """A weight is overwritten by one that was scaled before, as when a checkpoint is loaded: what
-    was found of that one's operands comes along."""
+    """Give a weight the shifts of `source`, which overwrites it, as when a checkpoint is loaded."""
     theirs = source.recipe if isinstance(source, ScaledTensor) else None
     if isinstance(source, ScaledTensor) and source.site is not None:
         theirs = source.site.corrected(theirs)
     if isinstance(weight.recipe, Unit) and isinstance(theirs, Unit):
         weight.recipe = replace(weight.recipe, shifts=theirs.shifts)
-        # A file has no site: what it holds has seen steps.
+        # A file has no site, and its values have seen steps.
         weight.site.new = isinstance(source, ScaledTensor) and bool(source.site and source.site.new)
         weight.site.forget()
 
 
 def _is_real(weight: ScaledTensor) -> bool:
-    """Whether there are numbers to read: not while code is compiled, exported or transformed."""
+    """Whether a weight has numbers to read. It has none while code is compiled or exported."""
     if torch.compiler.is_compiling() or _torch.is_tracing(weight.qdata):
         return False
     return backend_of(weight.qdata).has_elements

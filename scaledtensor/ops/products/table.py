@@ -1,12 +1,12 @@
-"""Every function of torch that multiplies tensors, in one table, and products on cast operands.
+"""The table of all functions of torch that multiply tensors, and products on cast operands.
 
-`PRODUCTS` is what recipes, the histories of `Delayed`, `simulate_format` and `unit_scale` read: a
-spelling that stands there is known to all of them, and one that does not stand there to none.
+Recipes, the histories of `Delayed`, `simulate_format` and `unit_scale` all read `PRODUCTS`. A
+spelling in the table is known to all of them, and a spelling that is missing to none.
 
-Autograd saves what an operator was given. A cast below it, in the ATen rule, would save 16-bit
-operands; so the matrix products are caught one level above, in every spelling that torch has, and
-called on cast operands. What the recipe does not govern (a tensor without a recipe, a plain
-`nn.Parameter` that a filter left out) passes as it is.
+Autograd saves the operands that an operator gets. A cast below autograd, in the ATen rule, would
+save 16-bit operands. So the products are caught above autograd, in every spelling of torch, and
+called on cast operands. A product without a recipe is called as it is: one of its operands is a
+tensor without a recipe, or a plain `nn.Parameter` that a filter left out.
 """
 
 import warnings
@@ -32,33 +32,34 @@ from scaledtensor.tensors.tensor import ScaledTensor, is_parameter
 
 __all__ = ["FUNCTIONS", "PRODUCTS", "Product", "cast_input", "cast_once", "linear", "plus"]
 
-#: (function, operands, spelled=, lowered=, keyword arguments of the function) -> the function of
-#: these operands, cast by whoever passed it. `spelled` is what a message names; `lowered` is the
-#: same product by `by_gemm`.
+#: `multiply(function, *operands, spelled=, lowered=, **kwargs)` returns `function(*operands,
+#: **kwargs)` of operands that it cast. `spelled` is the function to name in a message. `lowered` is
+#: the same product by `by_gemm`.
 Multiply = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Product:
-    """What everything that changes products knows of one function that multiplies tensors."""
+    """One function of torch that multiplies tensors."""
 
-    #: What the unit-scaled counterpart is listed by (`scaledtensor.functional.spellings`). Two
-    #: spellings of one name take the same arguments.
+    #: The name of its unit-scaled counterpart (`scaledtensor.functional.spellings`). Spellings of
+    #: one name take the same arguments.
     name: str
 
-    #: Position and name of each operand; or where the first of them stands, one by one or as one
-    #: list. Empty for a product of sparse operands, which nothing rounds.
+    #: Position and name of each operand. Or position and name of the first operand, if the operands
+    #: are given one by one or as one list. Empty for a product of sparse operands, which nothing
+    #: rounds.
     places: tuple[tuple[int, str], ...] | tuple[int, str]
 
-    #: (multiply, *args, **kwargs) -> the result, in which `multiply` makes the product. None for
-    #: what recipes leave in the activation format.
+    #: `on(multiply, *args, **kwargs)` returns the result, and makes the product by `multiply`. None
+    #: for a product that recipes leave in the activation format.
     on: Callable[..., Any] | None = None
 
-    #: Whether it writes into its first argument.
+    #: Whether the function writes into its first argument.
     in_place: bool = False
 
     def operands(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-        """What a call multiplies, in order."""
+        """Return the operands of a call, in order."""
         found: list[Any] = []
         self.mapped(found.append, args, kwargs)
         return found
@@ -66,7 +67,7 @@ class Product:
     def mapped(
         self, f: Callable[[Any], Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments of a call, with `f` of each operand in its place."""
+        """Return the arguments of a call with `f(operand)` in place of each operand."""
         given = list(args)
         if self.places and isinstance(self.places[0], int):
             start, name = self.places
@@ -87,10 +88,9 @@ class Product:
 
 
 def _governing(*operands: Any) -> tuple[Recipe | None, ScaledTensor | None]:
-    """The recipe of a product, and the weight that has it: the first parameter among the operands,
-    else the first that is a view of one, or converted, as `w.t()` and `w.bfloat16()` are. Without a
-    weight it is the recipe of the last operand that is scaled, where a weight stands. An operand
-    that a filter left out gives the product no recipe."""
+    """Return the recipe of a product, and the weight that has it: the first parameter, or else the
+    first view or conversion of one, as `w.t()` and `w.bfloat16()` are. A product without a weight
+    has the recipe of the last scaled operand. If a filter left out an operand, there is none."""
     found: Recipe | None = None
     weight: ScaledTensor | None = None
     settled = False
@@ -135,14 +135,14 @@ def _product(
     lowered: Callable[..., Any] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """`function(*operands)` with every operand cast, and its gradient cast once on the way back;
-    or, where the recipe casts for each product, `lowered` or that of `BY_GEMM`. `spelled` is the
-    function to name where there is neither."""
+    """Return `function(*operands)` with every operand cast, and the gradient cast once. If the
+    recipe casts for each of the three products, `lowered` or the entry of `BY_GEMM` makes the
+    product. A warning names `spelled` if there is neither."""
     recipe, weight = _governing(*operands)
     if any(map(is_sparse, operands)):
         return function(*_beside_sparse(operands, recipe), **kwargs)
     if recipe is None:
-        # Promoted here as the rule would: so the gradient of a plain parameter is plain as well.
+        # Promoted here, as the rule would: the gradient of a plain parameter is then plain too.
         return function(*promoted(operands), **kwargs)
     scaled, once = promoted(operands), recipe.gemms.once
     if once is None:
@@ -168,15 +168,15 @@ def _product(
 
 
 def _under_autocast(y: Any) -> Any:
-    """What torch would have cast its own product to, which an operator of ours is not."""
+    """Return `y` in the dtype of autocast, which does not know the operators of this library."""
     kind = y.device.type
     stays = y.dtype == torch.float64 or not torch.is_autocast_enabled(kind)
     return y if stays else y.to(torch.get_autocast_dtype(kind))
 
 
 def _beside_sparse(operands: Sequence[Any], recipe: Recipe | None) -> Sequence[Any]:
-    """Operands of a product with a sparse one, which no recipe casts to 8 bits: the dense one is in
-    the activation format. A plain sparse one without a gradient stays as it is."""
+    """Return the operands of a product with a sparse operand, which no recipe casts to 8 bits. The
+    dense one is in the activation format. A plain sparse one without a gradient stays as it is."""
     constant = [
         is_sparse(x) and not (isinstance(x, ScaledTensor) or x.requires_grad) for x in operands
     ]
@@ -189,14 +189,15 @@ def _beside_sparse(operands: Sequence[Any], recipe: Recipe | None) -> Sequence[A
 
 
 def _as_coo(x: Any) -> Any:
-    """The layout of a sparse ScaledTensor, where a sparse tensor is to become one."""
+    """Return a sparse tensor in the layout of sparse ScaledTensors."""
     return x.to_sparse() if is_sparse(x) and x.layout != torch.sparse_coo else x
 
 
 def _uncast(
     function: Any, spelled: Any, recipe: Recipe, operands: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
-    """What a recipe with a cast for each product does not reach: as it is, and said once."""
+    """Return the product of uncast operands, and warn once: the recipe casts for each of the three
+    products, and this function is not a matrix product."""
     name = getattr(spelled.func if isinstance(spelled, partial) else spelled, "__name__", "it")
     if not torch.compiler.is_compiling() and (recipe, name) not in _told:
         _told.add((recipe, name))
@@ -213,7 +214,7 @@ _told: set[tuple[Recipe, str]] = set()
 
 
 def cast_once(weight: Any, *others: Any) -> Any:
-    """A weight for many products with what `others` stand for: cast here, it is not again."""
+    """Cast a weight once for many products with operands such as `others`."""
     recipe, _ = _governing(weight, *others)
     if recipe is None or recipe.gemms.once is None:
         return weight
@@ -221,15 +222,15 @@ def cast_once(weight: Any, *others: Any) -> Any:
 
 
 def cast_input(x: ScaledTensor, recipe: Recipe | None) -> Any:
-    """The input of products with weights of a recipe, where its cast is the same for any part of
-    it and for the whole; else as it is."""
+    """Cast the input of products with weights of a recipe, if the cast of a part equals the part of
+    the cast. Otherwise return the input."""
     once = None if recipe is None else recipe.gemms.once
     if once is None or not isinstance(once[0].scale, (Carried, Fixed)):
         return x
     return _cast(x, once[0])
 
 
-# --- products, by what multiplies their operands ---------------------------------------------
+# --- each function, with `multiply` in place of its product ----------------------------------
 
 
 def _reflected(function: Callable[..., Any], multiply: Multiply, a: Any, b: Any) -> Any:
@@ -237,7 +238,7 @@ def _reflected(function: Callable[..., Any], multiply: Multiply, a: Any, b: Any)
 
 
 def _linear(multiply: Multiply, input: Any, weight: Any, bias: Any = None) -> Any:
-    """The bias is added outside, so that its gradient sums uncast terms."""
+    """Add the bias outside of the product, so that its gradient sums uncast terms."""
     together = multiply is _product and bias is not None
     if together and as_one.serves(input, weight) and as_one.adds(bias, weight):
         recipe, parameter = _governing(input, weight)
@@ -252,12 +253,12 @@ def _linear(multiply: Multiply, input: Any, weight: Any, bias: Any = None) -> An
     return y if bias is None else plus(y, bias)
 
 
-#: `torch.nn.functional.linear` of operands that a recipe casts.
+#: `torch.nn.functional.linear` on operands that the recipe casts.
 linear = partial(_linear, _product)
 
 
 def plus(y: Any, bias: Any) -> Any:
-    """The sum of a product and what is added to it, which autocast converts too."""
+    """Return the sum of a product and a bias, in the dtype of the product under autocast."""
     if bias.dtype != y.dtype:
         check_dtypes(y, bias)
         bias = bias.to(y.dtype)
@@ -272,8 +273,8 @@ def _added(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """beta input + alpha function(a, b), as addmm and its kin. What is added stays uncast. Where it
-    is a factor too, nothing is: that is a polynomial of one matrix, whose terms cancel."""
+    """Return beta input + alpha function(a, b), for addmm and its like. `input` stays uncast. If it
+    is a factor too, nothing is cast: the terms of a polynomial of one matrix cancel."""
     _refuse_out(function, kwargs)
     if any(x is input for x in args):
         return whole(input, *args, **kwargs)
@@ -291,7 +292,7 @@ def _added_in_place(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """The same, written into `input`, which keeps its identity, format and scale."""
+    """Write the same into `input`, which keeps its identity, format and scale."""
     if any(x is input for x in (*args, *kwargs.values())):
         return whole(input, *args, **kwargs)
     beta, alpha = kwargs.pop("beta", 1), kwargs.pop("alpha", 1)
@@ -321,7 +322,7 @@ def _binary(function: Callable[..., Any], multiply: Multiply, *args: Any, **kwar
 
 
 def _grouped(function: Callable[..., Any], multiply: Multiply, *args: Any, **kwargs: Any) -> Any:
-    """The products of experts: one matrix to a group of rows."""
+    """The products of experts: each group of rows has a matrix."""
     a, b, *rest = (*args, *(kwargs.pop(name) for name in ("mat_a", "mat_b") if name in kwargs))
     return multiply(lambda x, y: function(x, y, *rest, **kwargs), a, b, spelled=function)
 
@@ -334,21 +335,18 @@ def _tensordot(multiply: Multiply, a: Any, b: Any, dims: Any = 2, **kwargs: Any)
 
 def _multi_dot(multiply: Multiply, tensors: Any, **kwargs: Any) -> Any:
     _refuse_out(torch.linalg.multi_dot, kwargs)
-    return multiply(_dotted, *tensors, spelled=torch.linalg.multi_dot)
+    spelled = torch.linalg.multi_dot
+    return multiply(lambda *matrices: spelled(matrices), *tensors, spelled=spelled)
 
 
 def _chain(multiply: Multiply, *matrices: Any, **kwargs: Any) -> Any:
-    """torch takes the matrices of chain_matmul one by one, and as one list."""
+    """torch takes the matrices of chain_matmul one by one or as one list."""
     listed = len(matrices) == 1 and isinstance(matrices[0], (list, tuple))
     return _multi_dot(multiply, matrices[0] if listed else matrices, **kwargs)
 
 
-def _dotted(*matrices: Any) -> Any:
-    return torch.linalg.multi_dot(matrices)
-
-
 def _bilinear(multiply: Multiply, input1: Any, input2: Any, weight: Any, bias: Any = None) -> Any:
-    """As an einsum: torch's own operator has no rule, and no product with a scale in it."""
+    """Make an einsum: torch's own operator has no rule, and no product with a scale in it."""
     y = multiply(partial(torch.einsum, "...i,...j,oij->...o"), input1, input2, weight)
     return y if bias is None else plus(y, bias)
 
@@ -361,28 +359,24 @@ def _convolution(
     *args: Any,
     **kw: Any,
 ) -> Any:
-    """As for linear, the bias is added outside: (input, weight, bias, stride, padding, ...)."""
+    """Add the bias outside, as in `_linear`. `args` are (bias, stride, padding, ...)."""
     bias, *rest = args or (kw.pop("bias", None),)
     y = multiply(lambda x, w: function(x, w, None, *rest, **kw), input, weight, spelled=function)
     return y if bias is None else plus(y, bias.view(-1, *[1] * (weight.dim() - 2)))
 
 
 def _conv_tbc(multiply: Multiply, input: Any, weight: Any, bias: Any, pad: int = 0) -> Any:
-    """As the convolution that it is: of (time, batch, channel), by (tap, in, out)."""
-    y = multiply(_conv_of_tbc(pad), input, weight)
-    return plus(y, bias)
+    """Make a convolution of (time, batch, channel) by (tap, in, out)."""
 
-
-def _conv_of_tbc(pad: int) -> Callable[..., Any]:
     def conv_tbc(x: Any, w: Any) -> Any:
         y = torch.conv1d(x.permute(1, 2, 0), w.permute(2, 1, 0), padding=pad)
         return y.permute(2, 0, 1)
 
-    return conv_tbc
+    return plus(multiply(conv_tbc, input, weight), bias)
 
 
 def _sparse_mm(multiply: Multiply, a: Any, b: Any, reduce: str | None = None) -> Any:
-    """`torch.sparse.mm`, of which the gradient of a sparse operand is sparse too."""
+    """`torch.sparse.mm`; the gradient of its sparse operand is sparse too."""
     if reduce is None:
         return multiply(torch.sparse.mm, a, b)
     return multiply(partial(torch.sparse.mm, reduce=reduce), a, b)
@@ -404,7 +398,7 @@ def _inner(a: Any, b: Any, recipe: Recipe) -> Any:
     return by_gemm.matmul(a, b.mT if b.dim() > 1 else b, recipe)
 
 
-#: (operands, recipe) of what is called on cast operands -> the same by `by_gemm.matmul`.
+#: function on cast operands -> the same of (operands, recipe) by `by_gemm.matmul`.
 BY_GEMM: dict[Any, Callable[..., Any]] = {
     torch.nn.functional.linear: _by_rows,
     torch.inner: _inner,
@@ -477,7 +471,7 @@ def _products() -> dict[Any, Product]:
         Product("tensordot", ((0, "a"), (1, "b")), _tensordot): (
             *(torch.tensordot, torch.functional.tensordot),
         ),
-        # Of vectors: what optimizers (LBFGS) multiply, so that no recipe casts them.
+        # Optimizers (LBFGS) multiply such vectors, so no recipe casts them.
         Product("dot", ((0, "input"), (1, "tensor"))): (torch.dot, Tensor.dot),
         Product("outer", ((0, "input"), (1, "vec2"))): (torch.outer, Tensor.outer),
     }
@@ -486,10 +480,10 @@ def _products() -> dict[Any, Product]:
     return table
 
 
-#: Function that a user may call -> what is known of it. The one table of products.
+#: Function of torch -> its row. This is the one table of products.
 PRODUCTS: dict[Any, Product] = _products()
 
-#: Function that a user may call -> the same on cast operands.
+#: Function of torch -> the same on cast operands.
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     spelling: partial(found.on, _product)
     for spelling, found in PRODUCTS.items()
