@@ -61,6 +61,7 @@ MEMBERS = [
     "to_format",
     "tolist",
     "viewed",
+    "widened",
 ]
 
 

@@ -296,10 +296,9 @@ def _put_parts(held: ScaledTensor, given: ScaledTensor) -> None:
 
 def _as_held(held: Tensor, given: Tensor) -> Any:
     """Return `given`, a whole tensor, in the format of `held`, as `copy_` would make it."""
-    if not isinstance(held, ScaledTensor) or isinstance(held, CodedTensor):
+    if type(held) is not ScaledTensor:
         return given
-    same = isinstance(given, ScaledTensor) and given.format == held.format
-    if same and not isinstance(given, CodedTensor):
+    if type(given) is ScaledTensor and given.format == held.format:
         return given
     blank = held.make(
         torch.empty(given.shape, dtype=held.format.storage_dtype, device=held.device),

@@ -380,8 +380,7 @@ def levels(state: Mapping[T, Tensor]) -> dict[T, Level]:
     found = {}
     for name, x in state.items():
         held = local(x)
-        scaled = isinstance(held, ScaledTensor) and not isinstance(held, CodedTensor)
-        if isinstance(x, DTensor) and scaled:
+        if isinstance(x, DTensor) and type(held) is ScaledTensor:
             scale, rms = float(held.scale), float(held.rms)
             found[name] = Level(scale, rms, held.nonnegative, held.numel())
     return found

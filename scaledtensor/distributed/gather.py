@@ -113,9 +113,11 @@ def _as_sent(
     if own is None:
         return part if dtype is None else cast(ScaledTensor, part.detach().to(dtype))
     if isinstance(own.scale, Amax):
-        if part.memo.whole_amax is None:
-            note(part, whole_amax=of_all_parts(squares_and_amax(part), (group,))[:, 1].amax())
-        codes, scale, _ = part_quantized(elements(part), part.memo.whole_amax / part.scale, own)
+        amax = part.memo.whole_amax
+        if amax is None:
+            amax = of_all_parts(squares_and_amax(part), (group,))[:, 1].amax()
+            note(part, whole_amax=amax)
+        codes, scale, _ = part_quantized(elements(part), amax / part.scale, own)
         held = recoded(part, codes, scale * part.scale, own.format)
     else:
         held = cast_once(part.detach())

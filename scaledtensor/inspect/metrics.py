@@ -12,7 +12,6 @@ from scaledtensor.errors import UnsupportedError
 from scaledtensor.formats import Format
 from scaledtensor.ops.algebra import elements
 from scaledtensor.scales.measure import amax, beyond, root_mean_square, underflowed
-from scaledtensor.tensors.coded import CodedTensor
 from scaledtensor.tensors.tensor import ScaledTensor
 
 __all__ = ["Data", "Metrics", "is_readable", "measure"]
@@ -130,7 +129,7 @@ def measure(x: Tensor, format: Format, scale: float | None = None) -> Data:
     with torch.no_grad(), _torch.disable_torch_function():
         if not isinstance(x, ScaledTensor):
             return _numbers(x.detach(), format, 1.0 if scale is None else 1.0 / scale)
-        plain = x.widened() if isinstance(x, CodedTensor) else x
+        plain = x.widened()
         q, own = elements(plain).detach(), float(plain.scale)
         if scale is not None:
             return _numbers(q, format, own / scale)

@@ -137,7 +137,7 @@ def _take_cast(row: Row, before: Tensor, after: ScaledTensor) -> None:
 
 
 def _take_range(row: Row, x: ScaledTensor) -> None:
-    plain = x.widened() if isinstance(x, CodedTensor) else x
+    plain = x.widened()
     rms = measure(elements(plain).detach(), plain.format).rms
     if rms:
         row.add_range(rms)

@@ -38,7 +38,6 @@ from scaledtensor.tensors.shards import (
     part_of,
     squares_and_amax,
 )
-from scaledtensor.tensors.sparse import SparseTensor
 from scaledtensor.tensors.steps import Held
 from scaledtensor.tensors.tensor import ScaledTensor, is_stored
 
@@ -71,7 +70,7 @@ def statistics(x: ScaledTensor) -> Statistics:
     """
     if not isinstance(x, ScaledTensor):
         raise DTypeError(f"statistics are of a ScaledTensor; got {type(x).__name__}")
-    held = x.widened() if isinstance(x, CodedTensor) else x
+    held = x.widened()
     size = finite_magnitudes(elements(held).detach().double())
     n = max(size.numel(), 1)
     fmt = x.format if x.recipe is None else x.recipe.forward
@@ -168,12 +167,11 @@ def _all_rebalanced(tensors: Iterable[Any], by: str) -> list[Tensor]:
 
 
 def _is_whole(x: Any) -> bool:
-    scaled = isinstance(x, ScaledTensor) and not isinstance(x, (CodedTensor, SparseTensor))
-    return scaled and covers_storage(x.qdata) and not is_stored(x)
+    return type(x) is ScaledTensor and covers_storage(x.qdata) and not is_stored(x)
 
 
 def _is_spread(x: Any) -> bool:
-    return is_sharded(x) and not isinstance(part_of(x), CodedTensor) and not is_stored(part_of(x))
+    return is_sharded(x) and type(part_of(x)) is ScaledTensor and not is_stored(part_of(x))
 
 
 #: The key under which a group of parameters counts its steps, so that checkpoints hold the count.

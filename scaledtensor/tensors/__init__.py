@@ -1,1 +1,1 @@
-"""ScaledTensor, the stored tensors beside it, and what they need: verbs, sites, shards, steps."""
+"""ScaledTensor and the stored tensors, with their verbs, sites, parts, files and hooks of steps."""

@@ -1,4 +1,4 @@
-"""What the tensor needs from the rules of its operators, which are loaded with the first tensor."""
+"""The engine: the rules of a tensor's operators, which are loaded with the first tensor."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -8,21 +8,22 @@ __all__ = ["Engine", "OnUse"]
 
 
 class Engine(NamedTuple):
-    """What this floor needs from the floor above: `scaledtensor.ops` installs it."""
+    """The three things that a tensor needs from the rules. `scaledtensor.ops` installs them."""
 
     dispatch: Callable[..., Any]
-    """(func, args, kwargs): an ATen operator that met a ScaledTensor."""
+    """Runs an ATen operator that met a ScaledTensor, given (func, args, kwargs)."""
     functions: dict[Any, Callable[..., Any]]
     """Python-level functions that cast their operands before autograd saves them."""
     fingerprint: Callable[[], str]
-    """A digest of every rule and of what they ask the machine, for caches of compiled code."""
+    """Returns a digest of every rule and of the facts about the machine that rules ask for. Caches
+    of compiled code use it."""
 
 
 class OnUse:
-    """In the place of the engine until it is asked for: who imports the library and makes no tensor
-    does not wait for the rules of hundreds of operators."""
+    """Stands for the engine until something asks for it. An import of the library that makes no
+    tensor does not load the rules of hundreds of operators."""
 
     def __get__(self, tensor: object, kind: Any) -> Engine:
-        import_module("scaledtensor.ops")  # a floor above, so named; puts an Engine in this place
+        import_module("scaledtensor.ops")  # a higher floor, so it is named; puts an Engine here
         installed: Engine = kind._engine
         return installed

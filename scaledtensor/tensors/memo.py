@@ -28,7 +28,7 @@ __all__ = ["NOTHING", "Memo", "after_overwrite", "after_write", "note"]
 
 
 class Memo(NamedTuple):
-    """What other floors noted about one tensor."""
+    """The facts that other floors noted about one tensor."""
 
     decoded: Tensor | None = None
     """The elements of an 8-bit tensor as bfloat16, in a graph that is traced (`rules/casts.py`)."""
@@ -51,7 +51,7 @@ class Memo(NamedTuple):
 
     @property
     def lent(self) -> Tensor | None:
-        """The tensor that this weight, or the weight of which this is a view, lent to the graph."""
+        """The tensor that this weight, or the base of this view, lent to the graph."""
         return self.viewed_lent if self.traced_lent is None else self.traced_lent
 
 

@@ -1,7 +1,7 @@
-"""Parts of a tensor that is spread over ranks: what `fully_shard` and tensor parallelism make.
+"""Parts of a tensor on several ranks, as `fully_shard` and tensor parallelism make them.
 
-Such a parameter is a `DTensor` whose local tensor is a ScaledTensor. What is true of its values is
-found on each rank for its part, and put together here.
+Such a parameter is a `DTensor` whose local tensor is a ScaledTensor. Each rank computes statistics
+of its part, and the functions here combine them.
 """
 
 import sys
@@ -20,7 +20,7 @@ from scaledtensor.tensors.tensor import ScaledTensor
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-#: From 2.13 on torch calls it by the first name.
+#: torch has the first name from 2.13 on.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
 
 __all__ = [
@@ -36,13 +36,14 @@ __all__ = [
     "squares_and_amax",
 ]
 
-#: The groups of ranks that hold parts, one for each dimension of the mesh along which it is cut.
+#: The groups of ranks that hold parts, one for each dimension of the mesh that the tensor is cut
+#: along.
 Groups = tuple[Any, ...]
 
 
 def is_dtensor(x: Any) -> "TypeGuard[DTensor]":
-    """Whether `x` is a DTensor. Nothing is one before torch's module of them is imported, which
-    takes a third as long as torch: who has one process does not."""
+    """Whether `x` is a DTensor. No tensor is one before torch's module of DTensors is imported.
+    That import takes a third as long as torch's, and a program of one process does not need it."""
     return is_dtensor_class(type(x))
 
 
@@ -53,12 +54,12 @@ def is_dtensor_class(kind: type) -> bool:
 
 
 def is_sharded(x: Any) -> "TypeGuard[DTensor]":
-    """Whether `x` is a ScaledTensor that is spread over ranks, whole on each or in parts."""
+    """Whether `x` is a DTensor of a ScaledTensor: each rank holds a part, or the whole."""
     return is_dtensor(x) and isinstance(_torch.local_part(x), ScaledTensor)
 
 
 def part_of(x: Any) -> ScaledTensor:
-    """The ScaledTensor that this rank has of `x`: itself, or its part of one that is sharded."""
+    """This rank's ScaledTensor of `x`: `x` itself, or the part of a DTensor."""
     part: Any = _torch.local_part(x) if is_dtensor(x) else x
     if not isinstance(part, ScaledTensor):
         raise DTypeError(f"this takes a ScaledTensor, or a DTensor of one; got {type(x).__name__}")
@@ -66,7 +67,7 @@ def part_of(x: Any) -> ScaledTensor:
 
 
 def groups_of(x: Any) -> Groups:
-    """The groups over which `x` is cut into parts; none for what is whole on this rank."""
+    """The groups over which `x` is cut into parts; empty if this rank holds the whole."""
     if not is_dtensor(x):
         return ()
     mesh = x.device_mesh
@@ -76,14 +77,14 @@ def groups_of(x: Any) -> Groups:
 
 
 def ranks_of(x: Any) -> Groups:
-    """The groups of all ranks that work with `x`, those that hold the same part included."""
+    """The groups of all ranks that work with `x`, with the ranks that hold the same part."""
     mesh = x.device_mesh
     return tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
 
 
 def of_all_parts(numbers: Tensor, groups: Groups) -> Tensor:
-    """What each part's rank gives as `numbers`, of shape (parts, *numbers.shape). One collective
-    for each group; the same on every rank, and in the same order."""
+    """The `numbers` of the ranks of all parts, of shape (parts, *numbers.shape). Each group takes
+    one collective. The result and its order are the same on every rank."""
     found = numbers.unsqueeze(0)
     for group in groups:
         every = found.new_empty(dist.get_world_size(group) * found.shape[0], *numbers.shape)
@@ -95,7 +96,7 @@ def of_all_parts(numbers: Tensor, groups: Groups) -> Tensor:
 def by_groups(
     tensors: Iterable[Any], of: Callable[[Any], Groups] = groups_of
 ) -> dict[Groups, list[Any]]:
-    """Tensors by the groups that they are cut over, or by another choice of groups."""
+    """Collect tensors by the groups that they are cut over, or by the groups that `of` returns."""
     found: dict[Groups, list[Any]] = {}
     for x in tensors:
         found.setdefault(of(x), []).append(x)
@@ -103,8 +104,8 @@ def by_groups(
 
 
 def squares_and_amax(part: ScaledTensor) -> Tensor:
-    """Of the finite values of a part: the sum of their squares and the largest magnitude, as two
-    float64 numbers."""
+    """The sum of squares and the largest magnitude of a part's finite values, as two float64
+    numbers."""
     value = part.qdata.detach().double() * part.scale.double()
     value = torch.where(value.isfinite(), value, 0.0)
     return torch.stack([value.square().sum(), amax(value)])

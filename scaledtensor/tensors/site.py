@@ -1,16 +1,14 @@
-"""A site: what is known of the operands of one weight's products.
+"""A site: measurements of the operands of one weight's products.
 
-Under `Unit` it is a shift of each role, which `scaledtensor.ops.products.sites` finds at the times
-that
-`scaledtensor.models.guard` chooses. Under `Delayed` it is a history of amaxes, which is a buffer
-of the
-weight's module (`scaledtensor.models.delayed`), and which
-`scaledtensor.ops.products.delayed` reads and writes.
+Under `Unit` a site holds a shift for each role. `scaledtensor.ops.products.sites` finds the shifts
+in the steps that `scaledtensor.models.guard` chooses. Under `Delayed` it holds a history of amaxes,
+which is a buffer of the weight's module (`scaledtensor.models.delayed`).
+`scaledtensor.ops.products.delayed` reads and writes the history.
 
-This module has what a weight keeps, and the form in which compiled code reads it: a graph is made
-for no shift and no amax. Each weight lends it a tensor, as an inner tensor beside `qdata`, `scale`
-and `rms`: two factors, 2^shift of inputs and of gradients, or its history. So what is found
-compiles nothing anew, and layers of one shape share their code.
+This module has the record that a weight keeps, and the form in which compiled code reads it. A
+graph does not depend on a shift or an amax. Each weight lends the graph one tensor, as an inner
+tensor beside `qdata`, `scale` and `rms`: two factors, 2^shift of inputs and of gradients, or its
+history. So new measurements need no new compilation, and layers of one shape share their code.
 """
 
 import math
@@ -32,12 +30,12 @@ __all__ = ["GRADIENT", "INPUT", "Seen", "Site", "histories_moved", "lend", "site
 #: Places in `Unit.shifts`.
 INPUT, GRADIENT = 0, 1
 
-#: How many products a new site looks at, one after another.
+#: The number of products that a new site looks at, one after another.
 _FIRST = 10
 
 
 class Seen(NamedTuple):
-    """What operands in one role were in a step, in units of the scales that they carry."""
+    """A summary of the operands in one role in a step, in units of the scales that they carry."""
 
     largest: float = 0.0
     """The largest magnitude of an element."""
@@ -48,8 +46,8 @@ class Seen(NamedTuple):
     """The least RMS of an operand that is not zero."""
 
     def and_of(self, largest: float, squares: float, count: int) -> "Seen":
-        """With another operand."""
-        if squares < 2.0**-120:  # which were summed in float32, and may have been too small for it
+        """The summary with another operand."""
+        if squares < 2.0**-120:  # they were summed in float32, and may be too small for it
             squares = max(squares, largest**2)
         least = min(self.least, math.sqrt(squares / count)) if squares else self.least
         return Seen(max(self.largest, largest), self.squares + squares, self.number + count, least)
@@ -60,52 +58,52 @@ _NOTHING = Seen()
 
 @dataclass(eq=False)
 class Site:
-    """What one weight knows of the operands of its products."""
+    """Measurements of the operands of one weight's products, and the shifts found by them."""
 
     name: str = ""
-    """The fully qualified name of the weight, where `scale_model` gave one."""
+    """The fully qualified name of the weight, if `scale_model` gave one."""
     new: bool = False
     """Whether no step has ended since the weight was wrapped."""
     asked: int = 0
-    """How many products it had while it was new."""
+    """The number of products that the weight had while the site was new."""
     looks: bool = False
     """Whether its products measure their operands in this step."""
     glanced: bool = False
-    """Whether a product outside of training was looked at, as one is."""
+    """Whether the site has looked at its one product outside of training."""
     found: tuple[int, int] | None = None
-    """The shifts that were found for the whole of a weight, of which this rank holds a part."""
+    """The shifts that were found for the whole weight, if this rank holds a part of it."""
     seen: list[Seen] = field(default_factory=lambda: [_NOTHING, _NOTHING])
-    """What its operands were by role, in this step so far."""
+    """The summaries of the operands by role, in this step so far."""
     next: list[int | None] = field(default_factory=lambda: [None, None])
-    """The shifts by role that compiled code found, for when it runs again, or a view of the weight,
-    for when the step ends."""
+    """The shifts by role that take effect later: when compiled code, which found them, runs again,
+    or at the end of the step, if a view of the weight found them."""
     sought: list[int | None] = field(default_factory=lambda: [None, None])
-    """The shifts by role that compiled code tries next, since it lost elements in this step."""
+    """The shifts by role that compiled code tries next, because it lost elements in this step."""
     between: list[tuple[int | None, int | None]] = field(
         default_factory=lambda: [(None, None), (None, None)]
     )
-    """The largest shift by role under which elements saturated, and the least under which all of an
+    """By role, the largest shift under which elements saturated and the least shift under which an
     operand vanished, since the first of these steps."""
     settling: list[bool] = field(default_factory=lambda: [False, False])
-    """Whether it lost elements in the step before, by role. Then the shift is found anew."""
+    """Whether elements were lost in the step before, by role. Then the shift is found again."""
     lent: tuple[Any, Tensor] | None = None
-    """What compiled code was lent, and what it was made of."""
+    """The key and the value of the tensor that was lent to compiled code last."""
     kept: tuple[int, Callable[[], Tensor | None] | None] | None = None
-    """Where the history is, and at which count of `histories_moved` that was found."""
+    """The count of `histories_moved`, and at that count the function that returns the history."""
     own: Tensor | None = None
-    """The history, for a weight that has left its module: a copy, or what a program was made of."""
+    """The history for a weight that has left its module, such as a copy or an exported weight."""
 
     def is_due(self) -> bool:
-        """Whether the next product is to be looked at; asked once for each. A new site looks at its
-        first ten, and at each tenth until a step ends, which may be never where parameters are
-        updated by hand."""
+        """Whether the site looks at the next product. This is called once for each product. A new
+        site looks at its first ten, and then at each tenth until a step ends. Without an optimizer,
+        no step ends."""
         if not self.new:
             return self.looks
         self.asked += 1
         return self.looks_now()
 
     def looks_now(self) -> bool:
-        """What `is_due` answered last."""
+        """The last answer of `is_due`."""
         if not self.new:
             return self.looks
         return self.asked <= _FIRST or self.asked % _FIRST == 0
@@ -117,24 +115,24 @@ class Site:
         return Site(self.name, self.new, self.asked, self.looks, own=own)
 
     def forget(self) -> None:
-        """Begin another step, or another calibration."""
+        """Begin the next step, or a calibration."""
         self.seen, self.next = [_NOTHING, _NOTHING], [None, None]
         self.settling, self.sought = [n is not None for n in self.sought], [None, None]
         if not any(self.settling):
             self.between = [(None, None), (None, None)]
 
     def settle(self, weight: Any) -> None:
-        """Take what compiled code or a view of the weight found into the recipe of `weight`."""
+        """Put the shifts that compiled code or a view found into the recipe of the weight."""
         if self.next != [None, None]:
             self.correct(weight)
             self.found, self.next = weight.recipe.shifts, [None, None]
 
     def correct(self, view: Any) -> None:
-        """Let a view of the weight, or a copy, have what was found in this step."""
+        """Put the shifts that were found in this step into the recipe of a view or a copy."""
         view.recipe = self.corrected(view.recipe)
 
     def corrected(self, recipe: Any) -> Any:
-        """A recipe of the weight with what was found in this step."""
+        """The given recipe of the weight, with the shifts that were found in this step."""
         if self.next == [None, None] or not isinstance(recipe, Unit):
             return recipe
         of_inputs, of_gradients = (
@@ -156,8 +154,8 @@ class Site:
         return found
 
     def lends(self, weight: Any) -> Tensor | None:
-        """What compiled code reads of this site, the site of `weight`: factors or a history. It is
-        None if the casts of its products take neither."""
+        """The tensor by which compiled code reads this site of `weight`: factors or a history. None
+        if the casts of its products take neither."""
         recipe = weight.recipe
         if weight.dim() < 2 or recipe is None or recipe.gemms.once is None:
             return None
@@ -166,8 +164,8 @@ class Site:
         return self._lent_factors(weight) if isinstance(recipe, Unit) else None
 
     def _lent_history(self) -> Tensor | None:
-        """The history under a count of writes of its own, since a graph that saves it for its
-        backward pass is not invalid when the next one writes into it."""
+        """The history as a tensor with its own count of writes. A graph that saves it for its
+        backward pass stays valid when the next graph writes into it."""
         history = self.history()
         if history is None:
             return None
@@ -177,8 +175,8 @@ class Site:
         return self.lent[1]
 
     def _lent_factors(self, weight: Any) -> Tensor:
-        """2^shift of the inputs and of the gradients of `weight`, float32 of shape [2]. A graph in
-        flight keeps the ones that it was given."""
+        """2^shift of the inputs and of the gradients of `weight`, float32 of shape [2]. A running
+        graph keeps the factors that it was given."""
         self.settle(weight)
         key = (weight.recipe.shifts, weight.device)
         if self.lent is None or self.lent[0] != key:
@@ -192,23 +190,23 @@ class Site:
 
 
 def lend(weight: Any, made: Any) -> None:
-    """Let a view or a conversion of a weight have what the weight lent to a graph."""
+    """Note in a view or a conversion of a weight the tensor that the weight lent to a graph."""
     lent = weight.memo.lent
     if lent is not None:
         note(made, viewed_lent=lent)
 
 
-#: How often a module began or ceased to keep histories.
+#: The number of times that a module began or stopped to keep histories.
 _moves = 0
 
 
 def histories_moved() -> None:
-    """Let every site look anew for the history of its weight."""
+    """Make every site look again for the history of its weight."""
     global _moves
     _moves += 1
 
 
-#: The site that lent the factors at an address. Where memory is used again, the last one counts.
+#: The site that lent the factors at an address. If memory is used again, the last site counts.
 _lenders: "weakref.WeakValueDictionary[int, Site]" = weakref.WeakValueDictionary()
 
 

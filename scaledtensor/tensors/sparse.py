@@ -1,13 +1,13 @@
-"""SparseTensor: a ScaledTensor of which only some elements are stored, at given places.
+"""SparseTensor: a ScaledTensor that stores only some elements, at given places.
 
-torch makes it where a sparse tensor is made of scaled values: the gradient of
+torch makes one when a sparse tensor is made of scaled values: the gradient of
 `nn.Embedding(sparse=True)`, `torch.sparse_coo_tensor(indices, values, size)` of attention's weights
 on the edges of a graph, `x.to_sparse()`. Its values are a dense tensor under one scale, and `rms`
-is of the values that are stored: the zeros between them need no range.
+is the RMS of the stored values: the zeros between them need no range.
 
-The layout is torch's COO. Operators with a rule for it (`scaledtensor.ops.rules.sparse`) take it;
-any
-other is refused by name, since a rule for dense elements would take every place for stored.
+The layout is torch's COO. Operators with a rule for it (`scaledtensor.ops.rules.sparse`) take it.
+Every other operator raises an error that names it, because a rule for dense elements would treat
+each place as stored.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from scaledtensor.tensors.wrapper import rebuild
 
 __all__ = ["TABLE", "SparseTensor", "coo", "is_sparse"]
 
-#: Operators on SparseTensors -> what they do there; `scaledtensor.ops.rules.sparse` fills it.
+#: The rules of operators on SparseTensors; `scaledtensor.ops.rules.sparse` fills it.
 TABLE: dict[Any, Callable[..., Any]] = {}
 
 
@@ -32,7 +32,7 @@ class SparseTensor(ScaledTensor):
 
     Attributes:
         qdata: a plain sparse COO tensor: the places, and the values divided by `scale`.
-        rms: the RMS that the rules expect of the values that are stored.
+        rms: the RMS that the rules expect of the stored values.
     """
 
     @staticmethod

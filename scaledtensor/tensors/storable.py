@@ -1,4 +1,4 @@
-"""What a ScaledTensor can hold, and what it can appear as."""
+"""Checks of the formats that a ScaledTensor can hold and of the dtypes that it can appear as."""
 
 import torch
 from torch import Tensor

@@ -64,7 +64,7 @@ class ScaledTensor(Wrapper):
             such grows by n, not by sqrt(n).
         granularity: the elements that share a scale; here all of them.
         memo: facts that rules, gathers and compiled code note about this tensor (`memo.py`).
-        site: what a weight knows of the operands of its products (`site.py`).
+        site: measurements of the operands of a weight's products (`site.py`).
 
     Raises:
         ScaleError, FormatError, DTypeError, RecipeError: an argument is not one of the allowed.
@@ -161,6 +161,10 @@ class ScaledTensor(Wrapper):
         made = self.like(qdata, *[shared(self, name) for name in self.INNER[1:]])
         lend(self, made)
         return made
+
+    def widened(self) -> "ScaledTensor":
+        """A ScaledTensor that operators compute on: this one itself. A `CodedTensor` is decoded."""
+        return self
 
     # --- the verbs ---------------------------------------------------------------------------
 

@@ -1,10 +1,12 @@
-"""The verbs of a ScaledTensor as torch operators, with their derivatives.
+"""The verbs of a ScaledTensor: torch operators, each with its derivative.
 
 They are torch operators rather than `autograd.Function`s so that Dynamo, AOTAutograd and export see
-one node each. What they compute is a rule like any other and lives in
-`scaledtensor.ops.rules.casts`.
+one node each. This module defines their schemas and derivatives. Rules compute them, as they
+compute other operators (`scaledtensor.ops.rules.casts`).
+
 Two kinds never mix: a cast changes the format and never the scale; a rescale changes the scale and
-never the format.
+never the format. The sections are casts of a tensor, casts of its gradient, scales, plain tensors,
+and products.
 """
 
 from collections.abc import Callable
@@ -46,8 +48,11 @@ __all__ = [
 
 LIBRARY = torch.library.Library("scaledtensor", "DEF")  # type: ignore[no-untyped-call]
 
+Backward = Callable[..., Any]
+Setup = Callable[[Any, tuple[Any, ...], Any], None]
 
-def operator(schema: str, backward: Callable[..., Any], setup: Callable[..., None]) -> Any:
+
+def operator(schema: str, backward: Backward, setup: Setup) -> Any:
     """Define `scaledtensor::<schema>` with a derivative; return its overload."""
     name = LIBRARY.define(schema)  # type: ignore[no-untyped-call]
 
@@ -64,21 +69,73 @@ def operator(schema: str, backward: Callable[..., Any], setup: Callable[..., Non
     return getattr(torch.ops.scaledtensor, name).default
 
 
-def _remember_format(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _remember_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    pass
+
+
+def _remember_scale(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    # Not the tensor itself, whose elements would stay in memory until the backward pass.
+    ctx.scale, ctx.dtype, ctx.recipe = inputs[0].scale, inputs[0].dtype, inputs[0].recipe
+
+
+def _as_scaled(ctx: Any, grad: Tensor) -> ScaledTensor:
+    # The gradient of a plain result (a loss, a statistic) is plain.
+    if isinstance(grad, ScaledTensor):
+        return grad
+    like = ScaledTensor.make(ctx.scale, ctx.scale, ctx.scale, FP32, ctx.dtype, ctx.recipe)
+    return cast(ScaledTensor, promote(grad, like))
+
+
+# --- casts of a tensor -----------------------------------------------------------------------
+
+
+def _remember_format(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.source = inputs[0].format
     ctx.others = (None,) * (len(inputs) - 1)
 
 
 def _to_source_format(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    # As torch's own casts do: the gradient arrives in the format of what was cast. A gradient of
-    # an FP8 source stays in the wider format it came in.
+    # The gradient of a cast arrives in the format of its source, as in torch's own casts. The
+    # gradient of an FP8 source stays in the wider format that it has.
     narrow = ctx.source.storage_dtype.itemsize == 1
     if isinstance(grad, ScaledTensor) and grad.format != ctx.source and not narrow:
         grad = to_format(grad, ctx.source.name)
     return grad, *ctx.others
 
 
-def _remember_target(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+#: `x` with its elements rounded into the format of that name. The scale stays; 8 bits saturate.
+to_format = operator(
+    'to_format(Tensor x, str format, str rounding="nearest_even") -> Tensor',
+    _to_source_format,
+    _remember_format,
+)
+
+#: `x` with its elements rounded under another scale, both as a `Cast` (its `spec`) says.
+quantize = operator("quantize(Tensor x, str cast) -> Tensor", _to_source_format, _remember_format)
+
+#: Works like `quantize`, under the given scale.
+quantize_under = operator(
+    "quantize_under(Tensor x, Tensor scale, str cast) -> Tensor",
+    _to_source_format,
+    _remember_format,
+)
+
+#: The row of gradients in a history (`scaledtensor.ops.products.delayed`).
+GRADIENT = 2
+
+#: The scale for a cast of `x` by the amaxes of earlier steps, which are a row of `history`. If
+#: `record` is true, the amax of `x` is written into the history. The schema does not tell graphs of
+#: this write; a site accounts for it (`scaledtensor.tensors.site`).
+LIBRARY.define(  # type: ignore[no-untyped-call]
+    "delayed_scale(Tensor x, Tensor history, str cast, int row, bool record) -> Tensor"
+)
+delayed_scale = torch.ops.scaledtensor.delayed_scale.default
+
+
+# --- casts of a gradient: the operator returns `x` itself ------------------------------------
+
+
+def _remember_target(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.target, ctx.rounding, ctx.shift, ctx.factors, ctx.counts, ctx.rows = inputs[1:]
     _remember_scale(ctx, inputs, output)
 
@@ -93,23 +150,36 @@ def _round_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return made, *(None,) * 6
 
 
-def _remember_cast(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+#: The gradient of `x` is rounded into the format, as `to_format` does. Before that its scale is
+#: multiplied by 2^shift, or by the factor in `factors`, which the site of a weight lends
+#: (`Site.lends`). If `counts` is true, the gradient passes through `counted`.
+gradient_to_format = operator(
+    'gradient_to_format(Tensor x, str format, str rounding="nearest_even", int shift=0, '
+    "Tensor? factors=None, bool counts=False, bool rows=False) -> Tensor",
+    _round_gradient,
+    _remember_target,
+)
+
+
+def _remember_cast(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.cast = inputs[1]
     _remember_scale(ctx, inputs, output)
 
 
 def _quantize_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     held = _as_scaled(ctx, grad)
-    if held.qdata.dtype.itemsize == 1:  # cast already, by a history
+    if held.qdata.dtype.itemsize == 1:  # a history has cast it
         return held, None
     return quantize(held, ctx.cast), None
 
 
-#: The row of gradients in a history (`scaledtensor.ops.products.delayed`).
-GRADIENT = 2
+#: The gradient of `x` is cast as `quantize` does.
+gradient_quantize = operator(
+    "gradient_quantize(Tensor x, str cast) -> Tensor", _quantize_gradient, _remember_cast
+)
 
 
-def _remember_history(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _remember_history(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.history, ctx.cast = inputs[1:]
     _remember_scale(ctx, inputs, output)
 
@@ -120,21 +190,54 @@ def _delay_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     return quantize_under(held, scale, ctx.cast), None, None
 
 
-def _nothing(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    pass
+#: The gradient of `x` is cast under the `delayed_scale` of the row of gradients in `history`.
+gradient_delayed = operator(
+    "gradient_delayed(Tensor x, Tensor history, str cast) -> Tensor",
+    _delay_gradient,
+    _remember_history,
+)
+
+
+# --- scales ----------------------------------------------------------------------------------
+
+
+def _count_others(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.others = (None,) * (len(inputs) - 1)
 
 
 def _pass(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad, *ctx.others
 
 
-def _count_others(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.others = (None,) * (len(inputs) - 1)
+#: The value of `x` under another scale, a 0-dim power of two.
+rescale = operator("rescale(Tensor x, Tensor scale) -> Tensor", _pass, _count_others)
 
 
-def _remember_scale(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    # Not the tensor itself: that would keep its elements until the backward pass.
-    ctx.scale, ctx.dtype, ctx.recipe = inputs[0].scale, inputs[0].dtype, inputs[0].recipe
+def shifted(x: ScaledTensor, shift: int) -> ScaledTensor:
+    """The value of `x` under its scale times 2^shift, within the range of scales."""
+    if shift == 0:
+        return x
+    scale = (x.scale.double() * 2.0**shift).clamp(MIN_SCALE, MAX_SCALE).float()
+    return cast(ScaledTensor, rescale(x, scale))
+
+
+#: The value of `x` under its scale times the factor of a role, an element of the `factors` that the
+#: site of a weight lends.
+corrected = operator(
+    "corrected(Tensor x, Tensor factors, int role) -> Tensor", _pass, _count_others
+)
+
+#: `x`, an operand that was cast for a product of a weight. When the code runs, the site that lent
+#: `factors` counts its elements (`ops/products/counted.py`). `trains` says whether the code trains,
+#: `rows` whether products take `x` as a matrix.
+counted = operator(
+    "counted(Tensor x, Tensor factors, int role, bool trains, bool rows) -> Tensor",
+    _pass,
+    _count_others,
+)
+
+#: The value of `x`, whose RMS is known to be `growth` times the RMS that a rule expected.
+expect = operator("expect(Tensor x, float growth) -> Tensor", _pass, _count_others)
 
 
 def _divide_by_scale(ctx: Any, grad: Tensor) -> Tensor:
@@ -142,113 +245,43 @@ def _divide_by_scale(ctx: Any, grad: Tensor) -> Tensor:
     return cast(Tensor, _as_scaled(ctx, grad) / ctx.scale)
 
 
+#: The elements of `x` under scale 1: x / x.scale.
+drop = operator("drop(Tensor x) -> Tensor", _divide_by_scale, _remember_scale)
+
+
+# --- plain tensors ---------------------------------------------------------------------------
+
+#: The plain tensor of the same value and dtype.
+dequantize = operator("dequantize(Tensor x) -> Tensor", lambda ctx, grad: grad, _remember_nothing)
+
+
 def _restore_plain(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     return (dequantize(grad) if isinstance(grad, ScaledTensor) else grad), None
 
 
-def _as_scaled(ctx: Any, grad: Tensor) -> ScaledTensor:
-    # Gradients are plain where the forward result was (a loss, a statistic).
-    if isinstance(grad, ScaledTensor):
-        return grad
-    like = ScaledTensor.make(ctx.scale, ctx.scale, ctx.scale, FP32, ctx.dtype, ctx.recipe)
-    return cast(ScaledTensor, promote(grad, like))
+#: `x` itself if it is a ScaledTensor; a plain `x` under the power of two nearest to its RMS, with
+#: the recipe of `like`.
+promote = operator("promote(Tensor x, Tensor like) -> Tensor", _restore_plain, _remember_nothing)
 
 
-#: (x, format name, rounding) -> x with its elements rounded into `format`, saturating.
-to_format = operator(
-    'to_format(Tensor x, str format, str rounding="nearest_even") -> Tensor',
-    _to_source_format,
-    _remember_format,
-)
-
-#: (x, format name, rounding, shift, factors, counts, rows) -> x itself; its gradient is rounded
-#: into `format` on the way back, under its scale times 2^shift, or times the factor in
-#: `Site.lends`; compiled code that `counts` looks at it as `counted` does.
-gradient_to_format = operator(
-    'gradient_to_format(Tensor x, str format, str rounding="nearest_even", int shift=0, '
-    "Tensor? factors=None, bool counts=False, bool rows=False) -> Tensor",
-    _round_gradient,
-    _remember_target,
-)
-
-#: (x, cast) -> x with its elements rounded as a recipe's `Cast.spec` says, under another scale.
-quantize = operator("quantize(Tensor x, str cast) -> Tensor", _to_source_format, _remember_format)
-
-#: (x, cast) -> x itself; its gradient is rounded as the `Cast.spec` says on the way back.
-gradient_quantize = operator(
-    "gradient_quantize(Tensor x, str cast) -> Tensor", _quantize_gradient, _remember_cast
-)
-
-#: (x, history, Cast.spec, row, whether to record) -> the scale by a history, which is written to.
-#: Graphs do not see that: for them it is what a site knows (`scaledtensor.tensors.site`).
-LIBRARY.define(  # type: ignore[no-untyped-call]
-    "delayed_scale(Tensor x, Tensor history, str cast, int row, bool record) -> Tensor"
-)
-delayed_scale = torch.ops.scaledtensor.delayed_scale.default
-
-#: (x, scale, Cast.spec) -> as `quantize`, under that scale.
-quantize_under = operator(
-    "quantize_under(Tensor x, Tensor scale, str cast) -> Tensor",
-    _to_source_format,
-    _remember_format,
-)
-
-#: (x, history, Cast.spec) -> x itself; its gradient is cast by its row of the history.
-gradient_delayed = operator(
-    "gradient_delayed(Tensor x, Tensor history, str cast) -> Tensor",
-    _delay_gradient,
-    _remember_history,
-)
-
-#: (x, 0-dim power of two) -> the same value held under another scale.
-rescale = operator("rescale(Tensor x, Tensor scale) -> Tensor", _pass, _count_others)
+# --- products, if each of the three casts its own operands -----------------------------------
 
 
-def shifted(x: ScaledTensor, shift: int) -> ScaledTensor:
-    """The same value under the scale times 2^shift, as far as there is such a float32."""
-    if shift == 0:
-        return x
-    scale = (x.scale.double() * 2.0**shift).clamp(MIN_SCALE, MAX_SCALE).float()
-    return cast(ScaledTensor, rescale(x, scale))
+def _no_gradient(ctx: Any, *grads: Tensor) -> Any:
+    raise UnsupportedError(
+        "a product whose recipe casts the operands of each of its three products for themselves has"
+        " no second derivative; take a recipe of one scale for a tensor, such as Current()"
+    )
 
 
-#: (x, factors of a weight, role) -> the same value under the scale times the factor of that role.
-corrected = operator(
-    "corrected(Tensor x, Tensor factors, int role) -> Tensor", _pass, _count_others
-)
-
-#: (x, factors of a weight, role, whether the code trains, whether products take x as a matrix) ->
-#: x, an operand that was cast for a product of the weight; see `ops/products/counted.py`.
-counted = operator(
-    "counted(Tensor x, Tensor factors, int role, bool trains, bool rows) -> Tensor",
-    _pass,
-    _count_others,
-)
-
-#: (x, growth) -> the same value, whose RMS is known to be `growth` times what a rule said.
-expect = operator("expect(Tensor x, float growth) -> Tensor", _pass, _count_others)
-
-#: x -> the same qdata at scale 1, that is x / x.scale.
-drop = operator("drop(Tensor x) -> Tensor", _divide_by_scale, _remember_scale)
-
-#: x -> a plain tensor of the same value and dtype.
-dequantize = operator("dequantize(Tensor x) -> Tensor", lambda ctx, grad: grad, _nothing)
-
-#: (plain or scaled, like) -> a ScaledTensor; a plain one gets the power of two next to its RMS.
-promote = operator("promote(Tensor x, Tensor like) -> Tensor", _restore_plain, _nothing)
-
-
-# --- products of which each casts its operands for itself ------------------------------------
-
-
-def _remember_operands(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _remember_operands(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     a, b, kept_a, kept_b, ctx.gemms = inputs
     _remember_scale(ctx, (output,), output)
-    # What is kept of an operand stands for it; where nothing is, it is kept itself.
+    # The backward pass reads the codes of an operand if there are any, else the operand itself.
     for side, x, kept in (("a", a, kept_a), ("b", b, kept_b)):
         setattr(ctx, side, (x.scale, x.rms, x.shape, x.format))
         setattr(ctx, f"kept_{side}", len(kept))
-    # Of a frozen weight, or an input without a gradient, one operand suffices.
+    # If one of the two has no gradient (a frozen weight, an input), the other is not read.
     of_a = (kept_a or (a,)) if b.requires_grad else ()
     of_b = (kept_b or (b,)) if a.requires_grad else ()
     ctx.count = len(of_a)
@@ -274,41 +307,38 @@ def _product_gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return da, db, [None] * ctx.kept_a, [None] * ctx.kept_b, None
 
 
-def _no_gradient(ctx: Any, *grads: Tensor) -> Any:
-    raise UnsupportedError(
-        "a product whose recipe casts the operands of each of its three products for themselves has"
-        " no second derivative; take a recipe of one scale for a tensor, such as Current()"
-    )
-
-
-#: (x, Cast.spec, the dimension that is summed, -1 or -2, whether mixed) -> codes and scales.
+#: The codes and scales of `x` that the backward pass reads. A product sums over dimension `dim`, -1
+#: or -2; `hadamard` says whether a Hadamard transform mixes its elements first.
 keep = operator(
-    "keep(Tensor x, str cast, int dim, bool hadamard) -> Tensor[]", _no_gradient, _nothing
+    "keep(Tensor x, str cast, int dim, bool hadamard) -> Tensor[]", _no_gradient, _remember_nothing
 )
 
-#: (a, b, what is kept of a for wgrad, of b for dgrad, Gemms.spec) -> a @ b, of matrices or batches.
+#: `a @ b`, of matrices or batches of matrices. `kept_a` and `kept_b` are the results of `keep` that
+#: wgrad and dgrad read; `gemms` is a `Gemms.spec`.
 product = operator(
     "product(Tensor a, Tensor b, Tensor[] kept_a, Tensor[] kept_b, str gemms) -> Tensor",
     _product_gradients,
     _remember_operands,
 )
 
-#: (dy; the other operand, or what is kept of it; its scale, RMS and shape; "dgrad" or "wgrad";
-#: Gemms.spec) -> the gradient of an operand of `product`.
+#: The gradient of one operand of `product`. `other` is the other operand, or None if `kept` holds
+#: its codes; `scale`, `rms` and `shape` are its facts. `gemm` is "dgrad" or "wgrad".
 product_gradient = operator(
     "product_gradient(Tensor grad, Tensor? other, Tensor[] kept, Tensor scale, Tensor rms, "
     "SymInt[] shape, str gemm, str gemms) -> Tensor",
     _no_gradient,
-    _nothing,
+    _remember_nothing,
 )
 
 
-# --- operators that are defined with the rules of what they are parts of ---------------------
+# --- operators that modules of rules define --------------------------------------------------
 
 
 def _define_others(name: str) -> Any:
-    """What Python asks for a name that is not in `torch.ops.scaledtensor`, before torch itself: an
-    exported program may name an operator when no tensor has brought the rules yet."""
+    """Load the rules if a program asks for an operator that is not in `torch.ops.scaledtensor` yet.
+
+    An exported program may name such an operator before any tensor has loaded the rules.
+    """
     vars(torch.ops.scaledtensor).pop("__getattr__", None)
     import_module("scaledtensor.ops")
     raise AttributeError(name)  # now torch looks it up

@@ -1,4 +1,4 @@
-"""scaled: the door by which plain tensors become ScaledTensors."""
+"""scaled: the function that makes a ScaledTensor of a plain tensor."""
 
 from typing import Any, Literal, cast, get_args
 
@@ -58,8 +58,8 @@ def scaled(
 
     Args:
         x: float16, bfloat16, float32 or float64, of any shape.
-        format: of the elements: a `Format`, its name or its torch dtype; by default the one that
-            stores `x.dtype` exactly.
+        format: the format of the elements: a `Format`, its name or its torch dtype; by default the
+            one that stores `x.dtype` exactly.
         scale: how a scale is chosen for the elements that share it. "rms", the power of two nearest
             to their RMS; "amax", max|x| / format.max, which fills the format and is no power of
             two; "floor", "rceil", "ceil", "even", the power of two by their amax as in OCP MX
@@ -67,14 +67,15 @@ def scaled(
             for the tensor, for formats of 8 bits or fewer; "one"; or powers of two of your own: a
             number, or a tensor of the shape that `granularity` gives. Infinities and NaNs count in
             neither the RMS nor the maximum.
-        granularity: which elements share a scale: `PerTensor()`, `PerAxis(dim)`, `PerBlock(sizes)`.
-        dtype: what autograd and optimizers see; by default `x.dtype`.
+        granularity: the elements that share a scale: `PerTensor()`, `PerAxis(dim)` or
+            `PerBlock(sizes)`.
+        dtype: the dtype that autograd and optimizers see; by default `x.dtype`.
         recipe: how matrix products cast the result, or the name of a recipe.
 
     Returns:
-        A ScaledTensor. One that operators do not compute on as it is, because it has more than one
-        scale, a scale of two levels (even of a single block, `PerTensor()`) or a format that torch
-        has no dtype for, is a `CodedTensor`.
+        A ScaledTensor. It is a `CodedTensor`, on which operators do not compute directly, if it has
+        more than one scale, a scale of two levels (even for a single block, `PerTensor()`), or a
+        format for which torch has no dtype.
 
     Raises:
         DTypeError: `x` is not a real floating-point tensor.
@@ -175,8 +176,8 @@ def _chosen(x: Tensor, scale: str | float | Tensor, granularity: Granularity) ->
 
 
 def _block_rms(x: Tensor, granularity: Granularity) -> Tensor:
-    """RMS of each block over the elements that it has, infinities and NaNs as zeros. In float64,
-    where no square of a float32 overflows."""
+    """The RMS of each block over the elements that it has. Infinities and NaNs count as zeros. The
+    computation is in float64, where no square of a float32 overflows."""
     finite = to_blocks(x.detach().double().nan_to_num(0.0, 0.0, 0.0), granularity)
     present = to_blocks(torch.ones_like(x, dtype=torch.float64), granularity)
     dims = block_dims(finite)

@@ -2,8 +2,8 @@
 
 torch calls such a class a wrapper subclass. It has a shape and a dtype, and no memory of its own.
 Its class lists its inner tensors by name in `INNER`. Printing, copying, pickling and sharing memory
-follow from this list, and so does what `torch.compile` asks of the class. A derived class says how
-its inner tensors become a tensor (`put_together`) and how operators treat it.
+follow from this list, and so do the answers to `torch.compile`. A derived class says how its inner
+tensors become a tensor (`put_together`), and how operators treat it.
 """
 
 import math
@@ -37,7 +37,7 @@ class Wrapper(Tensor):
         format: the number format of the elements.
         recipe: how matrix products cast this tensor.
         nonnegative: whether the rules know that no element is negative.
-        site: what a weight knows of the operands of its products. Views of the weight share it.
+        site: measurements of the operands of a weight's products. Views of the weight share it.
     """
 
     INNER: tuple[str, ...]
