@@ -22,7 +22,7 @@ FLOORS: list[dict[str, str]] = [
     {"recipes": "frozen data: how each operand of each product is cast"},
     {
         "tensors": "ScaledTensor, the stored tensors, `scaled`, to_format and the other verbs, "
-        "parts of tensors on several ranks, the hooks of optimizers' steps"
+        "their codec for files, parts of tensors on several ranks, the hooks of optimizers' steps"
     },
     {
         "ops": "the registry; rules/: one file for each operator family; products/: the table of "

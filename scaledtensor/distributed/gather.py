@@ -79,8 +79,7 @@ def before(
     missing = -(-outer_size[0] // mesh.size()) - q.shape[0] if q.dim() else 0
     if missing > 0 and q.shape[1:] == outer_size[1:]:
         q = torch.cat([q, q.new_zeros(missing, *q.shape[1:])])
-    context = held.context
-    return (q,), _Sent(context, held.scale, held.rms, part.site)
+    return (q,), _Sent(held.context, held.scale, held.rms, part.site)
 
 
 def after(
@@ -91,7 +90,7 @@ def after(
     If `out` is given, the elements arrived in `out`, and only its scale is written.
     """
     (data,) = arrived
-    (fmt, dtype, recipe, nonnegative) = metadata.context
+    fmt, dtype, recipe, nonnegative = metadata.context
     # Copies: tensors that the forward pass saved keep the scales that they had.
     scale, rms = metadata.scale.clone(), metadata.rms.clone()
     if out is not None:
