@@ -77,7 +77,7 @@ class Hardware:
 
 
 def hardware(recipes: Sequence[Recipe | str] | None = None) -> Hardware:
-    """Report which dtype this machine multiplies fast, and what each recipe runs on.
+    """Report the dtype that this machine multiplies fast, and the units that each recipe runs on.
 
     An 8-bit product runs on the FP8 units of a device if they take it. Otherwise it is emulated:
     the same values are multiplied in bfloat16 if that is exact and the device multiplies bfloat16

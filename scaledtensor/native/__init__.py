@@ -1,12 +1,12 @@
-"""Loops in C++ for eager CPU tensors, built at first use: casts (`casts.cpp`), and what takes many
-passes over memory as PyTorch's operators (`elements.cpp`).
+"""Loops in C++ for eager CPU tensors, built at first use.
 
-The sources are built when a caller first meets `WORTH_IT` elements, by the C++ compiler that
-`torch.compile` takes (the environment variable CXX, else g++, clang++ or c++), which takes a few
-seconds. The library is kept in the user's cache folder under a name that covers the sources, the
-flags, the compiler and the CPU. `SCALEDTENSOR_NATIVE=0` leaves it out. `status()` says what was
-found, and `scaledtensor.hardware()` prints it. Whoever calls the library has the same arithmetic in
-PyTorch's operators too, for machines without a compiler.
+`casts.cpp` has casts. `elements.cpp` has loops that would take many passes over memory as PyTorch's
+operators. A call with at least `WORTH_IT` elements builds the library, which takes a few seconds.
+The compiler is the one of `torch.compile`: the environment variable CXX, else g++, clang++ or c++.
+The library is in the user's cache folder, under a name that covers the sources, the flags, the
+compiler and the CPU. `SCALEDTENSOR_NATIVE=0` leaves it out. `status()` describes the library, and
+`scaledtensor.hardware()` prints that. Each caller has the same arithmetic in PyTorch's operators
+too, for machines without a compiler.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from scaledtensor.backends import backend_of
 
 __all__ = ["WORTH_IT", "built", "left_out", "library", "status", "takes"]
 
-#: Elements from which on the library is built. Once it is there it serves all sizes.
+#: A call with this number of elements builds the library. Then the library serves all sizes.
 WORTH_IT = 1 << 12
 
 VARIABLE = "SCALEDTENSOR_NATIVE"
@@ -42,14 +42,14 @@ _FLAGS = (
     *("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread"),
     *("-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno"),
 )
-#: Compilers without OpenMP, as Apple's, refuse it: then a loop runs on one thread.
+#: Compilers without OpenMP, such as Apple's, refuse this flag. A loop then runs on one thread.
 _THREADS = "-fopenmp"
 _SECONDS = 120
 
 
 def takes(x: Tensor) -> bool:
-    """Whether eager loops of the library can read and write `x`: real memory of this process, and
-    enough of it to build the library for."""
+    """Whether loops of the library can read and write `x`: it is memory of this process, and has
+    enough elements to build the library."""
     return (
         type(x) is Tensor
         and backend_of(x).host
@@ -65,7 +65,7 @@ _found: tuple[Any, str] | None = None
 
 @contextlib.contextmanager
 def left_out() -> Iterator[None]:
-    """Casts are PyTorch operators in here, as on a machine without a compiler."""
+    """Within this context casts are PyTorch operators, as on a machine without a compiler."""
     global _found
     before, _found = _found, (None, "casts are PyTorch operators: scaledtensor.native")
     try:
@@ -75,7 +75,7 @@ def left_out() -> Iterator[None]:
 
 
 def status() -> str:
-    """How eager casts of large CPU tensors run, and why. Builds the library if it can."""
+    """Return how eager casts of large CPU tensors run, and why. Builds the library if it can."""
     library()
     assert _found is not None
     return _found[1]
@@ -83,12 +83,12 @@ def status() -> str:
 
 @_torch.constant_if_compiled
 def built() -> bool:
-    """Whether there is a library, for code that is traced."""
+    """Whether there is a library. Traced code may call it."""
     return library() is not None
 
 
 def library() -> Any:
-    """The library, its functions declared; None where there is none."""
+    """Return the library with its functions declared, or None if it cannot be built."""
     global _found
     if _found is None:
         with _lock:
@@ -119,7 +119,7 @@ def _loaded() -> tuple[Any, str]:
 
 
 _word, _real, _count, _at = ctypes.c_int, ctypes.c_float, ctypes.c_int64, ctypes.c_void_p
-#: The functions of the sources, which say what each argument is.
+#: The functions of the sources, which describe the arguments.
 _FUNCTIONS = {
     "scaledtensor_cast": (*(_word, _word, _at, _at, _real, _real, _at, _at, _at, _count, _word),),
     "scaledtensor_adam": (*(_word, _at, _at, _at, _at, _at, _count, _word),),
@@ -135,7 +135,7 @@ def _compiler() -> list[str] | None:
 
 
 def _built(compiler: list[str], *more: str) -> Path:
-    """The library, built where it is not there yet."""
+    """Return the path of the library, and build it if the file does not exist."""
     flags = (*_FLAGS, *_of_cpu(), *more)
     version = subprocess.run(
         [*compiler, "--version"], capture_output=True, text=True, check=True, timeout=_SECONDS
@@ -146,7 +146,7 @@ def _built(compiler: list[str], *more: str) -> Path:
     made = _folder() / name
     if made.exists():
         return made
-    # Under a name of its own first: other processes may build at the same time.
+    # A temporary name comes first, since other processes may build at the same time.
     handle, path = tempfile.mkstemp(suffix=".so", dir=made.parent)
     os.close(handle)
     try:
@@ -160,15 +160,15 @@ def _built(compiler: list[str], *more: str) -> Path:
 
 
 def _of_cpu() -> tuple[str, ...]:
-    """The instructions that torch itself runs with."""
+    """Return the flags for the instructions that torch itself uses."""
     if torch.backends.cpu.get_cpu_capability() == "AVX2":
         return ("-mavx2", "-mfma")
-    # Compilers for ARM know the CPU by the other name.
+    # Compilers for ARM take the CPU by another flag.
     return ("-march=native",) if platform.machine() in ("x86_64", "AMD64") else ("-mcpu=native",)
 
 
 def _folder() -> Path:
-    """Where libraries are kept: a folder that no other user can write to."""
+    """Return the folder of libraries, to which no other user can write."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     folder = Path(root) / "scaledtensor"
     try:
@@ -183,5 +183,5 @@ def _folder() -> Path:
 
 @cache
 def _temporary() -> Path:
-    """A folder of this process alone. It serves users who have no cache folder."""
+    """Return a folder of this process, for users without a cache folder."""
     return Path(tempfile.mkdtemp(prefix="scaledtensor-"))

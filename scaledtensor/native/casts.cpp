@@ -1,9 +1,9 @@
 // The casts of 8-bit formats for eager CPU tensors, in one pass over memory.
 //
 // Each function repeats, operation by operation, the arithmetic of `formats/bits.py`, which is the
-// reference: tests hold the two to the same bits. The loops have no branch that depends on an
-// element, so that the compiler turns each into vector instructions. Facts about a format come from
-// Python; see `formats/native.py` for what they are.
+// reference: tests compare the bits of both. The loops have no branch that depends on an element, so
+// that the compiler turns each into vector instructions. Python passes the facts about a format;
+// `formats/native.py` describes them.
 
 #include <cstdint>
 #include <cstring>
@@ -16,13 +16,13 @@ struct Facts {
     int32_t bits, mantissa, bias, max_code, top_code, nan_code;  // nan_code: -1 for none
     int32_t kind;                                                // of the enumeration below
     int32_t has_nan, has_inf, p3109;
-    int32_t above;     // the bits above which all are NaN: those of infinity, or one less
-    int32_t infinity;  // the code that infinity has to itself; 0 for none
+    int32_t above;     // all larger bits are NaN: the bits of infinity, or one less
+    int32_t infinity;  // the code of infinity alone; 0 if it has none
     int32_t kept;                                                // random bits of a word
     float min_normal, min_subnormal, limit;                      // limit: of a subnormal
 };
 
-// PLAIN is SIGNED, to nearest even, with a NaN, where numbers beyond the largest one saturate.
+// PLAIN is SIGNED with a NaN, rounds to nearest even, and saturates.
 enum Kind { SIGNED = 0, NO_MINUS_ZERO = 1, INTEGER = 2, EXPONENT = 3, PLAIN = 4 };
 
 constexpr int32_t INF = 0x7F800000, NAN_BITS = 0x7FC00000;
@@ -31,7 +31,7 @@ inline float as_float(int32_t x) { float y; std::memcpy(&y, &x, 4); return y; }
 inline int32_t as_int(float x) { int32_t y; std::memcpy(&y, &x, 4); return y; }
 inline int32_t least(int32_t a, int32_t b) { return a < b ? a : b; }
 inline int32_t most(int32_t a, int32_t b) { return a > b ? a : b; }
-// In unsigned arithmetic, which wraps around as int32 tensors do.
+// Unsigned arithmetic wraps around, as int32 tensors do.
 inline int32_t sum(int32_t a, int32_t b) { return int32_t(uint32_t(a) + uint32_t(b)); }
 inline int32_t left(int32_t a, int32_t n) { return int32_t(uint32_t(a) << n); }
 
@@ -83,7 +83,7 @@ template <int KIND> inline int32_t nearest(const Facts &f, int32_t magnitude) {
     return (as_int(total) - addend) + ((power - low) >> shift);
 }
 
-// Powers of two that `_times_power` of Python multiplies by, in two factors where one is no float32.
+// The factors of Python's `_times_power`: a power of two in two factors if one is no float32.
 struct Power { float first, second; };
 
 template <int KIND>
@@ -111,7 +111,7 @@ template <int KIND> inline int32_t with_sign(const Facts &f, int32_t code, int32
         code &= ~nan;
         return code | (sign & (-code >> 31)) | (nan & top);
     }
-    const int32_t none = f.nan_code >> 31;  // all ones where the format has no NaN
+    const int32_t none = f.nan_code >> 31;  // all ones if the format has no NaN
     const int32_t known = most(code, nan & f.nan_code) | sign;
     return (none & ((code & ~nan) | (sign ^ (nan & top)))) | (~none & known);
 }
@@ -228,7 +228,7 @@ void decode(const Call &call, const void *source, void *target, float *, int64_t
     for (int64_t i = a; i < b; i++) y[i] = F::store(value_of<KIND>(c.facts, x[i]));
 }
 
-// To nearest even, codes and their values in float32, or the values alone.
+// Rounds to nearest even: codes and their values in float32, or the values alone.
 template <class F, int KIND, bool CODES>
 void with_values(const Call &call, const void *source, void *target, float *values, int64_t a,
                  int64_t b) {
@@ -269,8 +269,8 @@ constexpr Loop WITH_VALUES[2][2][5] = {
 
 }  // namespace
 
-// `cast`: 0 encodes, 1 rounds to values, 2 decodes. Where `values` are given, it is 0, to nearest even:
-// they are written in float32, and codes where `target` is not null. `key` is null to nearest even.
+// `cast`: 0 encodes, 1 rounds to values, 2 decodes. `values` need cast 0 to nearest even: they are
+// written in float32, and the codes too if `target` is not null. `key` is null for nearest even.
 extern "C" void scaledtensor_cast(int cast, int bfloat16, const Facts *facts, const int32_t *key,
                                   float first, float second, const void *source, void *target,
                                   float *values, int64_t count, int threads) {

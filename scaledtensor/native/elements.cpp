@@ -1,7 +1,7 @@
 // Elementwise work of eager training steps on a CPU, in one pass over memory.
 //
-// Each function has the operations of the rule that calls it, in their order; the rule runs them one
-// by one in PyTorch where there is no library.
+// Each function has the operations of the rule that calls it, in their order. Without a library the
+// rule runs them one by one in PyTorch.
 
 #include <cmath>
 #include <cstdint>
@@ -17,14 +17,14 @@ inline uint32_t as_bits(float x) { uint32_t y; std::memcpy(&y, &x, 4); return y;
 inline float wide(float x) { return x; }
 inline float wide(uint16_t x) { return as_float(uint32_t(x) << 16); }
 
-// To the nearest bfloat16, ties to even; every NaN becomes the same one, as in PyTorch.
+// Rounds to the nearest bfloat16, ties to even. Every NaN becomes the same NaN, as in PyTorch.
 inline uint16_t bfloat16(float x) {
     const uint32_t bits = as_bits(x);
     const uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
     return uint16_t((bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : rounded);
 }
 
-// Under the names of `_adam_elements` in `ops/rules/optimizer.py`.
+// The names are the names of `_adam_elements` in `ops/rules/optimizer.py`.
 struct Adam {
     float unit;    // of the gradient, to the scale of the first moment
     float weight;  // of the gradient in the first moment
@@ -40,7 +40,7 @@ void adam(const Adam f, const G *gradient, float *first, float *second, float *p
           int64_t b) {
     for (int64_t i = a; i < b; i++) {
         const float g = wide(gradient[i]), target = g * f.unit, was = first[i];
-        // torch.lerp, which goes from the nearer end.
+        // torch.lerp starts at the nearer end.
         const float near = std::fma(f.weight, target - was, was);
         const float far = std::fma(f.weight - 1.0f, target - was, target);
         const float m = f.weight < 0.5f ? near : far;
@@ -65,8 +65,8 @@ extern "C" void scaledtensor_adam(int half, const Adam *factors, const void *gra
     });
 }
 
-// The rows of a product, times `ratio`, as bfloat16; where `out` is null, as such numbers in place.
-// With `bias`, a row, those times `kept` plus the bias times `share`, as bfloat16.
+// Rounds the rows of a product times `ratio` to bfloat16, in place if `out` is null. With `bias`, a
+// row, the result is the rounded rows times `kept` plus the bias times `share`, as bfloat16.
 extern "C" void scaledtensor_rounded_rows(float *product, const float *bias, uint16_t *out,
                                           float ratio, float kept, float share, int64_t rows,
                                           int64_t columns, int threads) {
@@ -82,7 +82,7 @@ extern "C" void scaledtensor_rounded_rows(float *product, const float *bias, uin
             for (; a < b; a++, x += columns, y += columns)
                 for (int64_t i = 0; i < columns; i++) {
                     const float rounded = wide(bfloat16(x[i] * ratio));
-                    // Kept is a power of two: from 1 on that rounds nothing.
+                    // `kept` is a power of two, so a factor of 1 or more rounds nothing.
                     const float base = kept >= 1 ? rounded * kept : wide(bfloat16(rounded * kept));
                     y[i] = bfloat16(base + bias[i] * share);
                 }

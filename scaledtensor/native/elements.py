@@ -1,5 +1,5 @@
-"""The loops of `elements.cpp`. Each says whether it ran: where it did not, there is no library, or
-a tensor is none of those that it reads, and nothing has changed."""
+"""The loops of `elements.cpp`. Each function reports whether it ran. It does not run without a
+library, or on a tensor that it cannot read, and then changes nothing."""
 
 import ctypes
 
@@ -12,7 +12,7 @@ __all__ = ["adam", "rounded_rows"]
 
 
 class _Adam(ctypes.Structure):
-    """`Adam` of the source."""
+    """The struct `Adam` of the source."""
 
     _fields_ = tuple(
         (name, ctypes.c_float)
@@ -23,11 +23,11 @@ class _Adam(ctypes.Structure):
 def adam(
     gradient: Tensor, first: Tensor, second: Tensor, parameter: Tensor, *factors: float
 ) -> bool:
-    """Adam's step on the elements of a gradient, two states and a parameter, written in place.
+    """Make Adam's step on the elements of a gradient, two states and a parameter, in place.
 
     Args:
-        gradient: float32 or bfloat16; the others are float32, contiguous and of the same shape.
-        factors: of the elements; see `Adam` in the source.
+        gradient: float32 or bfloat16. The others are float32, contiguous and of the same shape.
+        factors: Factors of the elements; see `Adam` in the source.
     """
     held = gradient, first, second, parameter
     if not all(x.is_contiguous() and native.takes(x) for x in held):
@@ -51,9 +51,12 @@ def rounded_rows(
     *,
     in_place: bool = False,
 ) -> Tensor | None:
-    """The rows of a float32 matrix times `ratio`, as bfloat16, or in place as such numbers; with a
-    float32 `bias` for each column, those times `kept` plus the bias times `share`, as bfloat16.
-    None where it did not run."""
+    """Return the rows of a float32 matrix times `ratio`, rounded to bfloat16.
+
+    With `in_place` the matrix itself gets the rounded numbers. With a float32 `bias` for each
+    column, the result is the rounded rows times `kept` plus the bias times `share`, as bfloat16.
+    Returns None if the loop did not run.
+    """
     for x in (product,) if bias is None else (product, bias):
         if not (x.dtype is torch.float32 and x.is_contiguous() and native.takes(x)):
             return None

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-// Elements for a thread, as many as torch's own loops give to one.
+// The number of elements that torch's own loops give to one thread.
 constexpr int64_t GRAIN = 1 << 15;
 
 // Calls `loop(a, b)` for parts [a, b) of [0, count), where each index stands for `size` elements.

@@ -1,9 +1,9 @@
-"""The rules: one file per operator family, each a table of small functions.
+"""The rules of operators: one file for each family of operators, a table of small functions.
 
-Importing this package installs them into ScaledTensor.
+The import of this package installs the rules into ScaledTensor.
 """
 
-from scaledtensor.ops.products import (  # noqa: F401 - imported for what they register
+from scaledtensor.ops.products import (  # noqa: F401 - imported for the rules that they register
     by_gemm,
     delayed,
     quantize,
@@ -36,7 +36,7 @@ from scaledtensor.ops.rules import (  # noqa: F401 - imported for the rules that
     views,
 )
 
-# These two take rules from the table, so the rules are registered first.
+# These two read the table of rules, so the rules are registered before.
 # isort: split
 from scaledtensor.ops import derivatives, saved
 from scaledtensor.ops.products.dtype import products_in, state

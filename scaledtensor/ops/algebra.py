@@ -1,4 +1,10 @@
-"""What rules are written with: operands, values and the moments of a Gaussian."""
+"""The functions that rules are written with: operands, values and the moments of a Gaussian.
+
+`elements(x)` are the elements of a ScaledTensor in a dtype that torch computes in, and `value(x)`
+is its value. `operand(x, like)` gives any operand a scale, and `side(x, like)` does so for rules
+that calculate with Python numbers and closed forms. `gaussian_rms` integrates a function's second
+moment.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -81,7 +87,7 @@ class Operand(NamedTuple):
 
 
 class Side(NamedTuple):
-    """The same for rules that calculate with Amounts."""
+    """The same for rules that calculate with Amounts: numbers, closed forms or tensors."""
 
     q: Tensor
     scale: Any
@@ -90,15 +96,16 @@ class Side(NamedTuple):
 
 
 def saved_format(x: Any) -> Format | None:
-    """What the recipe of `x` keeps activations in for the backward pass; None: as they are."""
+    """Return the format in which the recipe of `x` keeps activations for the backward pass. None
+    keeps them as they are."""
     if not isinstance(x, ScaledTensor) or x.recipe is None:
         return None
     return x.recipe.saved
 
 
 def elements(x: ScaledTensor) -> Tensor:
-    """qdata in a dtype that torch computes in: 8-bit elements in that of products (`products`),
-    bfloat16 or float32, which is exact."""
+    """Return qdata in a dtype that torch computes in. 8-bit elements are decoded to the dtype of
+    products (`products.dtype`), bfloat16 or float32, which is exact."""
     q = x.qdata
     if q.dtype.itemsize > 1:
         return q
@@ -106,8 +113,8 @@ def elements(x: ScaledTensor) -> Tensor:
     if decoded is not None and not (x.memo.passing and _torch.is_within_backward()):
         return decoded
     if torch.compiler.is_compiling() and _torch.is_within_backward() and is_stored(x):
-        # Spelled in another way than in the forward pass: a compiler that saw the same would keep
-        # what it has there, two bytes an element, and not read the codes of the parameter again.
+        # Other operators than in the forward pass decode here. A compiler that saw the same ones
+        # would keep their result, two bytes an element, and not read the parameter's codes again.
         return _decoded(q.unsqueeze(0), x.format).squeeze(0)
     return _decoded(q, x.format)
 
@@ -115,12 +122,12 @@ def elements(x: ScaledTensor) -> Tensor:
 def _decoded(q: Tensor, fmt: Format) -> Tensor:
     dtype = product_dtype(q.device)
     if q.dim() > 1 and not q.is_contiguous() and q.mT.is_contiguous():
-        # A transposed operand of a product: read in memory order, and once for both its uses.
+        # A transposed operand of a product is read in memory order, and once for both its uses.
         return decode(q.mT, fmt, dtype).mT
     if q.dim() > 3 and not q.is_contiguous() and q.movedim(1, -1).is_contiguous():
-        # An image with its channels last, which they stay for the convolution. (A 1 x 1 kernel is
-        # contiguous either way, and keeps its strides: float32 gradients of one that is spelled
-        # with its channels last, of an image that is not, corrupt torch's memory on AVX2.)
+        # The channels of an image stay last for the convolution. (A 1 x 1 kernel is contiguous
+        # either way and keeps its strides. With its channels last beside an image that has them
+        # first, its float32 gradients corrupt torch's memory on AVX2.)
         return decode(q.movedim(1, -1), fmt, dtype).movedim(-1, 1)
     return decode(q, fmt, dtype)
 
@@ -132,9 +139,12 @@ def computable(op: Overload, q: Tensor) -> Tensor:
 
 
 def value(x: ScaledTensor, power: Amount = ONE) -> Tensor:
-    """The value itself, times a power of two. Exact under a power of two: bfloat16 and float32 have
-    its exponent range. Under another scale, as 8-bit elements may have, it is the nearest
-    float32."""
+    """Return the value times a power of two.
+
+    The value is exact if the scale is a power of two, because bfloat16 and float32 have the
+    exponents of a scale. Under another scale, as 8-bit elements may have, it is the nearest
+    float32.
+    """
     q, scale = elements(x), scale_of(x)
     if q.dtype == torch.float16 or x.qdata.itemsize == 1:
         q = q.float()
@@ -147,18 +157,18 @@ def value(x: ScaledTensor, power: Amount = ONE) -> Tensor:
 
 
 def plain(x: Any) -> Any:
-    """The value of a ScaledTensor; anything else as it is."""
+    """Return the value of a ScaledTensor, and anything else as it is."""
     return value(x) if isinstance(x, ScaledTensor) else x
 
 
 def wide(x: Any) -> Any:
-    """The value of a tensor of floats in float32; anything else as it is."""
+    """Return the value of a tensor of floats in float32, and anything else as it is."""
     x = plain(x)
     return x.float() if isinstance(x, Tensor) and x.dtype.is_floating_point else x
 
 
 def first_scaled(*xs: Any) -> ScaledTensor:
-    """The first ScaledTensor among the operands; dispatch guarantees one."""
+    """Return the first ScaledTensor among the operands. Dispatch guarantees one."""
     for x in xs:
         if isinstance(x, ScaledTensor):
             return x
@@ -166,9 +176,12 @@ def first_scaled(*xs: Any) -> ScaledTensor:
 
 
 def check_dtypes(*operands: Any) -> None:
-    """Raises DTypeMismatchError unless the operands of a product have one dtype. torch checks so in
-    its kernels; a rule would promote them. Autocast has given the operators that it knows one
-    already where rules run, and is still to come where functions are caught."""
+    """Raise DTypeMismatchError unless the operands of a product have one dtype.
+
+    torch checks that in its kernels, and a rule would promote the operands. When a rule runs,
+    autocast has already converted the operands of the operators that it knows. When a function is
+    caught, autocast has yet to convert them.
+    """
     first, *others = (x.dtype for x in operands)
     for other in others:
         if other != first and not (first in _AUTOCAST and other in _AUTOCAST and _autocasts()):
@@ -190,9 +203,9 @@ def mismatch(first: torch.dtype, other: torch.dtype) -> DTypeMismatchError:
 
 
 def operand(x: Any, like: ScaledTensor) -> Operand:
-    """`x` with a scale: a ScaledTensor's own; a plain tensor's measured; a number's is 1.
+    """Return `x` with a scale: a ScaledTensor has one, a plain tensor is measured, a number has 1.
 
-    A Python number keeps its float32 value: never the storage dtype's, in which Adam's eps is 0.
+    A Python number keeps its float32 value. In the storage dtype, Adam's eps could become 0.
     """
     if isinstance(x, ScaledTensor):
         return Operand(elements(x), x.scale, x.rms, x.nonnegative)
@@ -208,7 +221,7 @@ def operand(x: Any, like: ScaledTensor) -> Operand:
     if not x.dtype.is_floating_point:
         x = x.float()
     if x.dim() == 0:
-        # Its power of two moves into the scale: a loss multiplier of 2**-18 edits scales only.
+        # Its power of two moves into the scale, so a loss multiplier of 2**-18 only edits scales.
         x = x.to(like.device, torch.float32)
         scale = nearest_power_of_two(x.abs())
         return Operand(x / scale, scale, x.abs())
@@ -229,7 +242,7 @@ def difference(x: Any, y: Any, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def side(x: Any, like: ScaledTensor) -> Side:
-    """As `operand`, for rules that calculate with Amounts."""
+    """Same as `operand`, for rules that calculate with Amounts."""
     if isinstance(x, ScaledTensor):
         return Side(elements(x), *amounts_of(x), x.nonnegative)
     if not isinstance(x, Tensor) and calculates(like):
@@ -244,12 +257,13 @@ def side(x: Any, like: ScaledTensor) -> Side:
 
 
 def at_value(function: Callable[..., Tensor], x: ScaledTensor, rms: Amount, **kwargs: Any) -> Raw:
-    """A function that is not homogeneous, applied to the value."""
+    """Return a function that is not homogeneous, applied to the value."""
     return Raw(function(_read(x)), None, rms, **kwargs)
 
 
 def _read(x: ScaledTensor) -> Tensor:
-    """The value, not to be written to: the elements themselves where the scale is seen to be 1."""
+    """Return the value, only to be read. It is the elements themselves if the scale is known to be
+    1."""
     q, scale = x.qdata, scale_of(x)
     at_one = type(scale) is Single and float(scale) == 1
     wide = q.dtype is torch.float32 or q.dtype is torch.bfloat16
@@ -257,23 +271,23 @@ def _read(x: ScaledTensor) -> Tensor:
 
 
 def measured(q: Tensor, scale: Tensor | None = None, **kwargs: Any) -> Raw:
-    """A result whose RMS is read from its own elements: the value is `q * scale`, None being 1.
+    """Return a result whose RMS is measured: the value is `q * scale`, and None stands for 1.
 
-    For the few operators whose second moment has no closed form under Gaussian inputs: the entries
-    of a matrix inverse, an eigenvector, a Bessel function. A rule that calls this says so in its
-    docstring. It costs one pass over the result and synchronises nothing. A homogeneous operator
-    gives the elements and their scale, and so stays equivariant to the bit.
+    A few operators need it, because their second moment has no closed form under Gaussian inputs:
+    the entries of a matrix inverse, an eigenvector, a Bessel function. The docstring of such a rule
+    says "measured". It costs one pass over the result and synchronises nothing. A homogeneous
+    operator passes elements and their scale, and so stays equivariant to the bit.
     """
     rms = measured_rms(q)
     return Raw(q, scale, rms if scale is None else rms * scale, **kwargs)
 
 
 def rms_seen(q: Tensor, otherwise: Tensor) -> Tensor:
-    """RMS of `q`, a function's plain values; `otherwise` where some overflow or all are zero.
+    """Return the RMS of `q`, plain values of a function; `otherwise` if some overflow or all are 0.
 
-    For functions of a wide range (exp, softplus): their moment under a Gaussian lies in the tail on
-    one side, and models feed them the other: log-probabilities, decays, time steps. Where such
-    results are multiplied over a recurrence, a wrong moment grows with the steps.
+    Functions of a wide range (exp, softplus) need it. Their moment under a Gaussian lies in the
+    tail on one side, and models feed them the other side: log-probabilities, decays, time steps. If
+    a recurrence multiplies such results, a wrong moment grows with its steps.
     """
     norm = torch.linalg.vector_norm(q.detach(), dtype=torch.float64)
     seen = (norm / max(q.numel(), 1) ** 0.5).float()
@@ -281,12 +295,13 @@ def rms_seen(q: Tensor, otherwise: Tensor) -> Tensor:
 
 
 def bounded_square(rms: A) -> A:
-    """rms^2 in the forms that saturate: past 2^60 they have, and the square stays in range."""
+    """Return rms^2 for formulas that saturate. They are constant above 2^60, and the square stays
+    in range."""
     return rms.clamp_max(2.0**60).square()
 
 
 def count(shape: Sequence[int], dims: int | Sequence[int] | None) -> int:
-    """How many elements a reduction over `dims` (None or empty: all) folds into one."""
+    """Return the number of elements that a reduction over `dims` (None or empty: all) joins."""
     if dims is None or (not isinstance(dims, int) and len(dims) == 0):
         dims = range(len(shape))
     elif isinstance(dims, int):
@@ -295,51 +310,48 @@ def count(shape: Sequence[int], dims: int | Sequence[int] | None) -> int:
 
 
 def gaussian_moment(power: float) -> float:
-    """sqrt(E|z|^(2 power)) for z ~ N(0, 1); 1 where the moment is infinite."""
+    """Return sqrt(E|z|^(2 power)) for z ~ N(0, 1); 1 if the moment is infinite."""
     if power <= -0.5:
         return 1.0
     return math.exp(0.5 * (power * math.log(2) + math.lgamma(power + 0.5) - math.lgamma(0.5)))
 
 
-# Second moments under a Gaussian, by quadrature: for functions whose integral has no closed form.
-# `gaussian_rms("atan", r)` is sqrt(E atan(r z)^2) for z ~ N(0, 1), from nothing but r: no element
-# of a tensor is read. The trapezoid rule runs over ln|z|, from 2^-40 to 4.75, so that it resolves
-# what a function does near zero under any r (1 / (1 + x^2) is a needle where r is large), and
-# stops where a tensor of a million elements stops. Beyond that the moment of an exponential lives
-# in elements that no tensor has.  It is an operator of its own, so that eager and compiled code
-# get the same bits: compilers do not look inside. On a CPU each answer is remembered by its r.
+# --- second moments under a Gaussian, by quadrature ------------------------------------------
+# These serve functions whose integral has no closed form. `gaussian_rms("atan", r)` is
+# sqrt(E atan(r z)^2) for z ~ N(0, 1). It depends on r alone and reads no element of a tensor. The
+# trapezoid rule runs over ln|z|, from 2^-40 to 4.75. So it resolves a function near zero under any
+# r (1 / (1 + x^2) is a needle if r is large), and stops at the largest of a million elements. The
+# moment of an exponential beyond that belongs to elements that no tensor has. The integral is an
+# operator, so that eager and compiled code get the same bits, because compilers do not look inside.
+# On a CPU each result is remembered by its r.
+
 _STEP = 1 / 8
-
-
-_FIRST, _COUNT = -40, 339  # of |z|, up to 2^2.25
-
-
+_FIRST, _COUNT = -40, 339  # points of |z|, up to 2^2.25
 _LARGEST = 2.0**100
-
-
 _LEAST = 2.0**-60
 
 
 class Integrand(NamedTuple):
     function: Callable[..., Tensor]
-    """Elementwise, (v, *parameters). NaN marks what is outside its domain, which is left out."""
+    """The elementwise function of (v, *parameters). NaN marks points outside of its domain."""
     heavy: bool
-    """Without a second moment (1 / z): the median of |f| stands for its root."""
+    """Whether there is no second moment (1 / z). The median of |f| then takes its place."""
 
 
 _INTEGRANDS: dict[str, Integrand] = {}
 
 
 def integrand(name: str, function: Callable[..., Tensor], *, heavy: bool = False) -> str:
-    """Name an elementwise function for `gaussian_rms`; returns the name."""
+    """Name an elementwise function for `gaussian_rms`, and return the name."""
     _INTEGRANDS[name] = Integrand(function, heavy)
     return name
 
 
 def gaussian_rms(name: str, rms: Tensor, *parameters: float, nonnegative: bool = False) -> Tensor:
-    """RMS of the named function of a Gaussian of RMS `rms`, or of its absolute value.
+    """Return the RMS of the named function of a Gaussian of RMS `rms`, or of its absolute value.
 
-    0-dim float32 in and out. Zero only where `rms` is zero and the function vanishes there.
+    Both are 0-dim float32. The result is zero only if `rms` is zero and the function vanishes
+    there.
     """
     numbers = tuple(float(p) for p in parameters)
     if type(rms) is Tensor and backend_of(rms).host and not torch.compiler.is_compiling():
@@ -369,7 +381,7 @@ def _remembered(rms: float, name: str, parameters: tuple[float, ...], nonnegativ
 
 def _integral(rms: Tensor, name: str, parameters: list[float], nonnegative: bool) -> Tensor:
     function, heavy = _INTEGRANDS[name]
-    # Made on the device: a copy from the host cannot be captured in a CUDA graph.
+    # Made on the device, since a CUDA graph cannot capture a copy from the host.
     t = torch.arange(_COUNT, dtype=torch.float64, device=rms.device) * _STEP + _FIRST
     z = torch.exp2(t)
     weight = z * torch.exp(-z.square() / 2)

@@ -1,8 +1,9 @@
-"""Copies in 8 bits of activations, for the backward pass: `saved.py` says of which, and why.
+"""8-bit copies of activations for the backward pass. `saved.py` lists the operators that keep them.
 
-A copy is codes in the format of `Recipe.saved`, of the shape of the tensor, and the power of two of
-each group of 16 along the last dimension, one byte. Read again, it is a ScaledTensor as the first
-one was, under the same scale. An infinity saturates and a NaN stays one, alone in their groups.
+A copy has codes in the format of `Recipe.saved`, in the shape of the tensor, and one byte for the
+power of two of each group of 16 along the last dimension. Read again, it is a ScaledTensor like the
+first one, under the same scale. An infinity saturates and a NaN stays; both affect only their
+group.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,7 +26,7 @@ __all__ = ["GROUP", "is_worth_it", "keep", "keep_sign", "kept"]
 
 Function = Callable[..., Any]
 
-#: How many elements of the last dimension share a scale.
+#: Number of elements of the last dimension that share a scale.
 GROUP = 16
 
 
@@ -82,7 +83,7 @@ def _copied(x: ScaledTensor) -> tuple[list[Tensor | None], Function]:
 
 
 def _made_before(x: ScaledTensor, fmt: Format) -> tuple[Tensor, Tensor] | None:
-    """The copy that another operator keeps of `x` as it is now."""
+    """Return the copy that another operator keeps of the present `x`."""
     copies = x.memo.copies
     if copies is None or copies[:2] != (fmt, x._version):
         return None
@@ -100,7 +101,7 @@ def _read(
     rms: Tensor,
 ) -> ScaledTensor:
     dtype = context[0].storage_dtype
-    if dtype == torch.float16:  # rounded up, the largest would leave its range
+    if dtype == torch.float16:  # the largest numbers, rounded up, would leave its range
         q = encode(dequantize_blocks(codes, group_scale, fmt, GROUP), context[0])
     else:
         q = dequantize_blocks(codes, group_scale, fmt, GROUP, dtype)

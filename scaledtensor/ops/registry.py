@@ -1,14 +1,14 @@
-"""The one place where operators meet rules.
+"""The registry: it finds the rule of an operator and runs it.
 
-A rule is a small function registered for functional ATen overloads. It sees the arguments as ATen
-spells them and returns a `Raw` (elements, their scale, the RMS to expect) or plain tensors.
-What surrounds it lives here, once, in this order:
+A rule is a small function registered for functional ATen overloads. It gets the arguments of the
+overload and returns a `Raw` (elements, their scale, the expected RMS) or plain tensors. The
+registry runs an operator by the first of these that applies:
 
-1. a rule for the overload itself;
-2. an in-place or out= overload: the rule of its functional twin, written into the target;
-3. a foreach overload: its per-tensor operator, for each element;
-4. a composite operator that arrives whole (as in inference mode): its decomposition;
-5. no rule: the `on_missing` policy. Never silent.
+1. the rule of the overload itself;
+2. for an in-place or out= overload, the rule of its functional twin, written into the target;
+3. for a foreach overload, its per-tensor operator for each element;
+4. for a composite operator that arrives whole (as in inference mode), its decomposition;
+5. without a rule, the `on_missing` policy, which warns or raises an error.
 """
 
 import hashlib
@@ -59,19 +59,19 @@ __all__ = [
 ]
 
 
-# Who looks on while operators run.
-#: (overload, arguments, result)
-Observer = Callable[[torch._ops.OpOverload, tuple[Any, ...], Any], None]
+# --- observers -------------------------------------------------------------------------------
 
+#: Called with (overload, arguments, result) after each operator.
+Observer = Callable[[torch._ops.OpOverload, tuple[Any, ...], Any], None]
 
 observers: list[Observer] = []
 
 
 @contextmanager
 def observed(observer: Observer) -> Iterator[None]:
-    """Within it, every operator that ran on a ScaledTensor is shown to `observer`.
+    """Within this context, `observer` is called after every operator on a ScaledTensor.
 
-    Composites and foreach forms come after the operators that they are made of.
+    A composite or a foreach form comes after the operators that it consists of.
     """
     observers.append(observer)
     try:
@@ -80,17 +80,19 @@ def observed(observer: Observer) -> Iterator[None]:
         observers.remove(observer)
 
 
-# Plain tensors that meet scaled ones where a rule takes scaled ones alone.
-def with_scaled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with plain tensors scaled where it declares that it takes a ScaledTensor.
+# --- plain tensors as arguments of rules -----------------------------------------------------
 
-    An operator comes here when one of its arguments is scaled. It need not be that one: the
-    derivative of a plain activation that meets scaled tensors later has a scaled gradient.
+
+def with_scaled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function`, and scale a plain tensor if the parameter is declared as a ScaledTensor.
+
+    At least one argument of an operator is scaled, but any other may be plain. For example, the
+    derivative of a plain activation has a scaled gradient if scaled tensors come after it.
     """
     parameters = list(inspect.signature(function).parameters.values())
     places = [i for i, p in enumerate(parameters) if p.annotation is ScaledTensor]
     tensors = [p for p in parameters if p.annotation is Any or "Tensor" in str(p.annotation)]
-    if not places or len(tensors) < 2:  # dispatch sees to the only one
+    if not places or len(tensors) < 2:  # the only tensor is scaled
         return function
 
     @wraps(function)
@@ -113,21 +115,22 @@ def _entered(x: Tensor, arguments: Any) -> ScaledTensor:
 
 
 def entered(x: Tensor, recipe: Recipe | None) -> ScaledTensor:
-    """A plain tensor of floats where a scaled one is needed: its RMS is measured, once, at the
-    door."""
+    """Return a plain tensor of floats as a ScaledTensor. Its RMS is measured, once."""
     fmt = FP32 if x.dtype == torch.float64 else from_dtype(x.dtype)
     return from_plain(x, fmt, x.dtype, None if recipe is None else recipe.uncorrected)
 
 
 def promoted(operands: Sequence[Any]) -> Sequence[Any]:
-    """The operands of a product, all scaled where one is."""
+    """Return the operands of a product, all scaled if one is."""
     scaled = [x for x in operands if isinstance(x, ScaledTensor)]
-    if len(scaled) in (0, len(operands)):  # none but the bias, perhaps
+    if len(scaled) in (0, len(operands)):  # perhaps only the bias is scaled
         return operands
     # `like` gives its scale and recipe alone, so no gradient flows to it.
     like = scaled[0].detach()
     return [x if isinstance(x, ScaledTensor) else verbs.promote(x, like) for x in operands]
 
+
+# --- the table of rules ----------------------------------------------------------------------
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -138,9 +141,10 @@ class Rule:
 
     op: Overload
     function: Callable[..., Any]
-    """As it was written."""
+    """The function that was registered."""
     call: Callable[..., Any]
-    """With the overload bound, where the function takes it."""
+    """The function with the overload bound, if it takes the overload, and with plain tensors
+    scaled."""
 
     @property
     def family(self) -> str:
@@ -155,7 +159,7 @@ class Rule:
 RULES: dict[Overload, Rule] = {}
 
 
-#: Rules of operators that torch has not defined, or not yet: name -> (function, pass_op).
+#: Rules of operators that torch does not define, or not yet: name -> (function, pass_op).
 _waiting: dict[str, tuple[Callable[..., Any], bool]] = {}
 
 
@@ -163,13 +167,13 @@ _handlers: dict[Overload, Callable[..., Any]] = {}
 
 
 def rule(*ops: Overload | Absent, pass_op: bool = False) -> Callable[[F], F]:
-    """Register a rule for functional overloads; their in-place, out= and foreach forms follow.
+    """Register a rule for functional overloads, and so for their in-place, out= and foreach forms.
 
-    `pass_op` hands the overload to the rule as its first argument, for families whose members share
-    one rule. For an operator that torch lacks, the rule waits until torch defines it (`absent`).
+    With `pass_op` the rule gets the overload as its first argument, for families whose members
+    share one rule. If torch lacks an operator, the rule waits until torch defines it (`absent`).
 
     Raises:
-        RegistryError: one of `ops` is not an ATen overload, or has a rule already.
+        RegistryError: One of `ops` is not an ATen overload, or has a rule already.
     """
 
     def register(function: F) -> F:
@@ -204,9 +208,9 @@ def _function_of(op: Overload | Absent) -> Callable[..., Any] | None:
 
 
 def absent() -> list[str]:
-    """Operators that have a rule here and that torch has not defined, by name, sorted.
+    """Return the names of operators that have a rule and that torch does not define, sorted.
 
-    Other versions of torch have them, or modules of torch that nothing has loaded.
+    Other versions of torch define them, or modules of torch that are not loaded.
     """
     for name in list(_waiting):
         found = find(name)
@@ -217,7 +221,7 @@ def absent() -> list[str]:
 
 
 def dispatch(op: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an ATen overload on arguments of which at least one is a ScaledTensor."""
+    """Run an ATen overload on arguments with at least one ScaledTensor."""
     handler = _handlers.get(op)
     if handler is None:
         handler = _handlers[op] = _resolve(op)
@@ -228,18 +232,18 @@ def dispatch(op: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def rule_of(op: Overload) -> Rule | None:
-    """The rule that serves an overload, in its functional or another form; None without one."""
+    """Return the rule of an overload or of its functional twin; None without a rule."""
     twin = _torch.functional_twin(op)
     return RULES.get(op) or (RULES.get(twin) if twin is not None else None)
 
 
 def is_missing(op: Overload) -> bool:
-    """Whether an overload has neither a rule nor parts that have one: it runs by `on_missing`."""
+    """Whether an overload runs by `on_missing`: neither it nor its parts have a rule."""
     return getattr(_resolve(op), "func", None) is _without_rule
 
 
 def _resolve(op: Overload) -> Callable[..., Any]:
-    absent()  # registers the rules of what torch has defined since
+    absent()  # registers the waiting rules of operators that torch has defined since
     if op in RULES:
         return partial(_functional, RULES[op].call)
     twin = _torch.functional_twin(op)
@@ -248,7 +252,7 @@ def _resolve(op: Overload) -> Callable[..., Any]:
         outputs = [a.name for a in arguments if a.is_out]
         if outputs:
             return partial(_into_outputs, twin, outputs)
-        # One place, but for rrelu, whose noise is written as well.
+        # One place, except for rrelu, whose noise is written too.
         places = [i for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write]
         return partial(_in_place, twin, places)
     if "_foreach_" in op._schema.name:
@@ -301,7 +305,7 @@ def _in_place(twin: Overload, places: list[int], *args: Any, **kwargs: Any) -> A
 def _into_outputs(twin: Overload, names: list[str], *args: Any, **kwargs: Any) -> Any:
     targets = [kwargs.pop(name) for name in names]
     inputs = _operands(args, kwargs)
-    # Where only the target is scaled, there is nothing for a rule to work on.
+    # If only the target is scaled, a rule has nothing to work on.
     scaled = any(isinstance(x, ScaledTensor) for x in inputs)
     result = (RULES[twin].call if scaled else twin)(*args, **kwargs)
     for target, value in zip(targets, _results(result), strict=True):
@@ -324,10 +328,11 @@ missing: Counter[str] = Counter()
 
 
 class on_missing(Setting):  # noqa: N801 - reads as a verb, like torch.no_grad
-    """What happens when an operator has no rule: a setting, and a context manager that restores it.
+    """Choose how operators without a rule run: a setting, and a context manager that restores it.
 
-    "warn": it runs on dequantised float32 and the result is rescaled by its measured RMS; a
-    `MissingRuleWarning` once per operator. "error": `MissingRuleError`.
+    "warn": The operator runs on dequantised float32, and the result is rescaled by its measured
+    RMS. A `MissingRuleWarning` is given once per operator. "error": The operator raises a
+    `MissingRuleError`.
     """
 
     _now: Policy = "warn"
@@ -377,7 +382,7 @@ def _write_mutated(
     plain_kwargs: Any,
     result: Any,
 ) -> Any:
-    """Carry what an operator wrote into dequantised copies back into the tensors it was given."""
+    """Copy the values that an operator wrote into dequantised copies back into its arguments."""
     first = None
     for i, a in enumerate(op._schema.arguments):
         if a.alias_info is None or not a.alias_info.is_write:
@@ -405,7 +410,7 @@ def _pairs(given: Any, plain: Any) -> Iterator[tuple[Any, Any]]:
 
 @cache
 def fingerprint() -> str:
-    """A digest of every rule and of the code that surrounds them."""
+    """Return a digest of every rule and of the package's code."""
     digest = hashlib.blake2b(source_digest().encode(), digest_size=16)
     for op in sorted(RULES, key=str):
         function = RULES[op].function
@@ -416,7 +421,7 @@ def fingerprint() -> str:
 
 
 def _source(function: Callable[..., Any]) -> str:
-    """What a rule registered from outside computes: its text, defaults and captured values."""
+    """Return the text, defaults and captured values of a rule that other code registered."""
     try:
         text = inspect.getsource(function)
     except OSError:  # typed at a prompt

@@ -1,4 +1,9 @@
-"""Results of rules as tensors: new ones, and those that are written into tensors that are there."""
+"""Results of rules: `Raw`, new tensors made of it, and writes into existing tensors.
+
+The first section has the numbers that mark masked elements. `Raw` is the result of a rule. `wrap`
+makes a tensor of it, and `write` stores it in an existing tensor. `foreach` applies an operator to
+lists of tensors.
+"""
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -50,33 +55,37 @@ __all__ = [
 ]
 
 
-# Numbers that mask: what is so large that it says "not this one", and no datum.
-#: The largest finite bfloat16: the fill of a mask is held to it.
+# --- numbers that mask -----------------------------------------------------------------------
+# Such a number is so large that it means "not this element" and is no datum.
+
+#: The largest finite bfloat16, to which the fill of a mask is limited.
 LARGEST = torch.finfo(torch.bfloat16).max
 
-
-#: The mildest fill that masks in use have (BERT's -10000): at or under it a logit is masked.
+#: The smallest fill of masks in use (BERT's -10000). A logit at or below it is masked.
 FILL = -1e4
 
-
-HUGE = 2.0**63  # no datum: a running extremum starts there, or a fill lets through
+#: No datum is as large. A running extremum may start at such a number.
+HUGE = 2.0**63
 
 
 def is_table(x: Any) -> bool:
-    """A plain float tensor of some extent among the operands: an additive mask, perhaps."""
+    """Whether an operand is a plain float tensor with dimensions, which may be an additive mask."""
     if isinstance(x, ScaledTensor) or not isinstance(x, Tensor):
         return False
     return x.dim() > 0 and x.dtype.is_floating_point
 
 
 def saturated(source: Tensor, q: Tensor) -> Tensor:
-    """`q`, a rescaled `source`, where what was finite stays finite; -inf in a mask is meant."""
+    """Return `q`, a rescaled `source`, with finite elements kept finite. An infinity of `source`,
+    such as -inf in a mask, is intended and stays."""
     return torch.where(source.isinf(), source, q.clamp(-LARGEST, LARGEST))
 
 
-# What a rule gives back, before it is a tensor.
+# --- the result of a rule --------------------------------------------------------------------
+
+
 class Towards(NamedTuple):
-    """What is known of a difference y - x besides its value."""
+    """The facts about a difference y - x that its value does not show."""
 
     start: Tensor
     """The elements of x."""
@@ -93,44 +102,46 @@ def starts_at(difference: Any, x: Any) -> bool:
 
 
 class Raw(NamedTuple):
-    """What a rule computed: the value is `q * scale`, and its RMS should come out near `rms`."""
+    """The result of a rule: the value is `q * scale`, and its RMS is expected to be near `rms`."""
 
     q: Tensor
     scale: Amount | None
-    """Any positive float32 number, 0-dim; None is 1."""
+    """Any positive float32 number, 0-dim; None stands for 1."""
     rms: Amount
     """A float32 number that is not negative, 0-dim."""
     settled: bool = False
-    """`scale` is the power of two to keep. False derives it from `rms`."""
+    """True keeps `scale`, a power of two. False derives the scale of the result from `rms`."""
     format: Format | None = None
-    """None is the narrowest compute format among the operands."""
+    """None stands for the narrowest compute format among the operands."""
     dtype: torch.dtype | None = None
-    """The appearance; None promotes those of the operands."""
+    """The dtype in which the result appears; None promotes the dtypes of the operands."""
     nonnegative: bool = False
     towards: Towards | None = None
 
     @property
     def held(self) -> Any:
-        """The scale that `q` is held under: an Amount, as `rms` is."""
+        """The scale of `q`: an Amount, like `rms`."""
         if self.scale is not None:
             return self.scale
         return torch.ones_like(self.rms) if isinstance(self.rms, Tensor) else ONE
 
 
-# Operators over lists of tensors, of which torch's optimizers are made.
+# --- operators on lists of tensors, as torch's optimizers run them ---------------------------
+
+
 def written(*lists: Sequence[Tensor]) -> None:
-    """Count a write into each tensor of `lists`, so that autograd refuses what it saved of them.
+    """Count a write into each tensor of `lists`, so that autograd refuses its saved copies of them.
 
     For an operator on a single tensor, torch counts the write before it dispatches to a subclass.
     For an operator on lists, torch counts in its own kernel, which does not run for a subclass.
     Torch's fused kernels for the CPU count nothing: a later backward pass reads the new values.
     """
-    if not torch.compiler.is_compiling():  # a compiled graph counts for itself what it writes
+    if not torch.compiler.is_compiling():  # a compiled graph counts its own writes
         torch.autograd.graph.increment_version([x for tensors in lists for x in tensors])
 
 
 def foreach(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """`_foreach_<name>` over lists is `<name>` over their elements, called through torch."""
+    """Run `_foreach_<name>` as `<name>` of each tensor in the lists, called through torch."""
     name = op._schema.name.split("::")[1].removeprefix("_foreach_")
     call = _FOREACH.get(name) or getattr(Tensor, name, None)
     if call is None:
@@ -166,7 +177,7 @@ def _minimum_(x: Tensor, other: Any) -> Tensor:
     return x.copy_(torch.minimum(x, other)) if isinstance(other, Tensor) else x.clamp_max_(other)
 
 
-#: Where the per-tensor form is no method of the same name.
+#: name of a foreach operator -> its per-tensor form, if that is no method of the same name.
 _FOREACH: dict[str, Callable[..., Any]] = {
     "norm": torch.linalg.vector_norm,
     "maximum": _maximum,
@@ -179,7 +190,7 @@ _FOREACH: dict[str, Callable[..., Any]] = {
 # --- new tensors -----------------------------------------------------------------------------
 
 
-#: What casts of operands do with what lies beyond the format.
+#: The overflow of all casts of operands: finite numbers saturate, infinities stay.
 OVERFLOW: Overflow = "saturate_finite"
 
 
@@ -190,11 +201,11 @@ def wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
     if type(rms) is not Single:
         rms = single_of(rms)
     if raw.settled:
-        # Only views share a scale object with another tensor: writing in place changes it.
+        # A write in place changes the scale object, so only views share one with another tensor.
         scale = copied(single_of(raw.held))
     else:
         scale, ratio = settle(rms, single_of(raw.held))
-        # Elements of an operand are copied in either case: by the product, or by the store below.
+        # The elements of an operand are copied, by this product or by the store below.
         if q.dtype == fmt.storage_dtype or not is_one(ratio):
             q = scaled_by(q, ratio)
     if q.dtype != fmt.storage_dtype:
@@ -205,28 +216,30 @@ def wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
             recipe = x.recipe.uncorrected
             break
     dtype = raw.dtype or _appearance(operands)
-    # No other copy: of outputs that a compiled graph copies, it makes one where they are equal, and
-    # then two gradients share the scale that follows from it.
+    # There is no other copy: a compiled graph makes one copy of outputs that are equal, and then
+    # two gradients share the scale that follows from it.
     if isinstance(rms, Tensor) and any(rms is x.rms for x in scaled):
         rms = rms.clone()
     made = ScaledTensor.make(q, scale, rms, fmt, dtype, recipe, raw.nonnegative)
-    if raw.towards is not None and torch.compiler.is_compiling():  # no code is compiled to keep it
+    if raw.towards is not None and torch.compiler.is_compiling():  # only a trace reads it
         note(made, towards=raw.towards)
     return made
 
 
 def store(q: Tensor, fmt: Format) -> Tensor:
-    """Round elements into a format. Numbers beyond its range saturate in 8 bits; what is not finite
-    stays so, as far as the format has a code for it."""
+    """Round elements into a format. In 8 bits, numbers beyond its range saturate. Infinities and
+    NaNs stay if the format has a code for them."""
     if fmt.storage_dtype.itemsize > 1:
         return q.to(fmt.storage_dtype)
     return encode(q, fmt, overflow=OVERFLOW)
 
 
 def narrowest(scaled: Iterable[Any]) -> Format:
-    """The compute format of a result: the narrowest among its operands', 8-bit ones counting as the
-    recipe's activation format. Parameters in FP32 so meet BF16 activations as BF16, and FP32
-    statistics and optimizer states stay FP32 among themselves."""
+    """Return the compute format of a result: the narrowest format of its operands.
+
+    An 8-bit operand counts as the activation format of its recipe. The result of FP32 parameters
+    and BF16 activations is then BF16, and results of FP32 statistics and optimizer states are FP32.
+    """
     found: Format = FP32
     for x in scaled:
         fmt = x.format
@@ -262,18 +275,18 @@ def _promoted(operands: list[Tensor]) -> torch.dtype:
     return dtype or torch.float32
 
 
-# --- into tensors that are there -------------------------------------------------------------
+# --- writes into existing tensors ------------------------------------------------------------
 
 
 def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None:
-    """Put a result into an existing tensor, which keeps its identity, aliases, format and scale.
+    """Store a result in an existing tensor, which keeps its identity, aliases, format and scale.
 
-    A scale is shared with every view of the tensor, so the value is rescaled into it. A tensor
-    known to be zero has no scale to keep and takes the result's: optimizer states so start at the
-    scale of the first gradient. Nor has one that is replaced, whole, by values of another order, or
-    by what its 8-bit format does not reach; but what other ranks hold parts of (`agreed`) keeps
-    what it shares with them. What does not fit into a part of an 8-bit tensor saturates, and a
-    SaturationWarning counts it.
+    All views of the tensor share its scale, so the value is rescaled to it. Two kinds of tensors
+    take the scale of the result instead: a tensor that is known to be zero, so that optimizer
+    states start at the scale of the first gradient; and a whole tensor whose new values are of
+    another order, or beyond its 8-bit format. A tensor that shares its scale with other ranks
+    (`agreed`) keeps it. Values that do not fit into a part of an 8-bit tensor saturate, and a
+    SaturationWarning counts them.
     """
     shape = tuple(value.q.shape if isinstance(value, Raw) else value.shape)
     if target.shape != shape:
@@ -284,10 +297,10 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
         plain = wrap(value, operands) if isinstance(value, Raw) else value
         target.copy_(dequantized(plain))
         return
-    watch(target)  # what is no parameter by `requires_grad_` is known at its first step
+    watch(target)  # a parameter without `requires_grad_` becomes known at its first step
     raw = value if isinstance(value, Raw) else _as_raw(value)
     whole = covers_storage(target.qdata)
-    if whole and is_stored(target):  # which is cast anew, by its recipe
+    if whole and is_stored(target):  # it is cast again, by its recipe
         target.copy_(wrap(raw._replace(format=FP32), [target, *operands]))
         return
     kept, expected = scale_of(target), rms_of(target)
@@ -307,15 +320,15 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
         place.copy_(wide)
     else:
         torch.mul(wide, multiplier(ratio), out=place)
-    # A part that became zero does not make the whole known to be zero.
+    # The whole is not known to be zero when a part became zero.
     rms = raw.rms if whole else larger(expected, raw.rms)
     put(target, None if scale is kept else scale, rms)
     target.nonnegative = raw.nonnegative
 
 
 def _apart(place: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """A tensor to be written to and what comes there, without the repetitions of both: what is
-    expanded can be filled, as in torch."""
+    """Return the target and the new elements without the dimensions that both only repeat. An
+    expanded tensor can so be filled, as in torch."""
     if 0 in place.stride():
         for dim, (into, out_of) in enumerate(zip(place.stride(), q.stride(), strict=True)):
             if into == out_of == 0 and place.shape[dim] > 1:
@@ -324,7 +337,7 @@ def _apart(place: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _reach(fmt: Format) -> tuple[float, ...]:
-    """How far the RMS of what is written in place may be from the scale of an 8-bit tensor: eight
+    """Return the limit of the RMS of new values, in units of the scale of an 8-bit tensor: eight
     times the RMS is still in range."""
     return (max(fmt.max / 8, 2.0),) if fmt.storage_dtype.itemsize == 1 else ()
 
@@ -344,17 +357,17 @@ def _tell_of_clipped(moved: Tensor, target: ScaledTensor) -> None:
 
 
 def _as_raw(x: Tensor) -> Raw:
-    if not x.dtype.is_floating_point:  # what comparisons write in place
+    if not x.dtype.is_floating_point:  # the result of a comparison in place
         x = x.float()
     held = x if isinstance(x, ScaledTensor) else from_plain(x, FP32, torch.float32, None)
     return Raw(held.qdata, scale_of(held), rms_of(held))
 
 
 def covers_storage(q: Tensor) -> bool:
-    """Whether nothing outside `q` shares its memory: it is no part of a larger tensor."""
+    """Whether `q` is the whole of its memory, and no part of a larger tensor."""
     return q.numel() * q.itemsize == q.untyped_storage().nbytes()
 
 
 def dequantized(x: Any) -> Any:
-    """Plain value of `x`; anything else as it is."""
+    """Return the plain value of a ScaledTensor, and anything else as it is."""
     return torch.ops.scaledtensor.dequantize(x) if isinstance(x, ScaledTensor) else x

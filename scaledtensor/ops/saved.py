@@ -293,7 +293,7 @@ class Row(NamedTuple):
     function: Function | None = None
     """The rule, if `op` has no rule."""
     further: str = ""
-    """Arguments after those of `op`, which only `save` reads."""
+    """Further arguments of the operator, which only `save` reads."""
 
 
 def _of_input(op: Overload | Absent, derivative: Function, *functions: Any) -> Row:
