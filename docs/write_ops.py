@@ -29,11 +29,20 @@ HEAD = """\
 
 <!-- Written by `python docs/write_ops.py`; a test compares. Edit the docstrings of the rules. -->
 
-This page lists every rule by family: its operators, and the formula for the scale of the result.
-In the formulas r is the expected RMS of a value (rx, ra: of an operand; r_g: of a gradient), m is
-the RMS of the input, and n is the number of elements that are reduced to one. In-place, `out=` and
-foreach forms follow from the functional form that is listed. Composites run as their parts. {rules}
+This page lists every rule by family: its operators, and the expected RMS of their result. {rules}
 rules serve {overloads} overloads; torch {torch} lacks {absent} of these, which other versions have.
+In-place, `out=` and foreach forms follow from the functional form that is listed. Composites run as
+their parts.
+
+{contents}
+The formulas have these letters and words:
+
+- r is the RMS of the operand. rx, ra, rb, rw are the RMS of operands x, a, b, w, and r_g is the RMS
+  of the incoming gradient of a backward operator. `r =` begins the formula of the result.
+- m is the RMS of logits, and n the number of elements that are reduced to one.
+- z is a Gaussian number of RMS 1, E f(z) the mean of f, and P a probability.
+- *Measured* means that the RMS is read from the elements of the result.
+- *Plain* means a `torch.Tensor` without a scale.
 
 **{passed} of PyTorch's operator samples pass** (torch {torch}). For each operator with samples in
 `torch.testing._internal.common_methods_invocations`, values and gradients on ScaledTensors equal
@@ -47,15 +56,35 @@ These have nothing to compare: {valueless}.
 """
 
 
+#: Group -> its families, in the order of the page.
+GROUPS = {
+    "Layers": "matmul convolution embedding attention softmax norm activation loss",
+    "Elementwise functions": "arithmetic elementary special derivatives",
+    "Sums, order and linear algebra": "reduction order linalg",
+    "Shapes, places and new tensors": "views scatter resample creation sparse",
+    "Casts": "casts quantize delayed counted by_gemm saved",
+    "Training": "optimizer collectives",
+    "Without a scaled result": "unsupported",
+}
+
+
 def page() -> str:
     functions = set(rows())
-    names = sorted({family(f) for f in functions}, key=lambda name: name.rpartition(".")[2])
+    modules = {family(f).rpartition(".")[2]: family(f) for f in functions}
+    groups = {title: [n for n in names.split() if n in modules] for title, names in GROUPS.items()}
+    missing = set(modules) - {name for names in groups.values() for name in names}
+    assert not missing, f"GROUPS lacks {missing}"
     refused = ", ".join(f"`{name}` ({words})" for name, (_, words) in OUT_OF_SCOPE.items())
     reasons: dict[str, list[str]] = {}
     for name, why in NO_VALUE.items():
         reasons.setdefault(why, []).append(f"`{name}`")
     valueless = "; ".join(f"{', '.join(ops)} ({why})" for why, ops in reasons.items())
+    contents = "".join(
+        f"- {title}: {', '.join(f'[{name}](#{name})' for name in names)}\n"
+        for title, names in groups.items()
+    )
     head = HEAD.format(
+        contents=contents,
         rules=len(functions),
         overloads=sum(map(len, rows().values())),
         absent=len(registry.absent()),
@@ -64,7 +93,9 @@ def page() -> str:
         refused=refused,
         valueless=valueless,
     )
-    return head + "".join(section(name) for name in names)
+    for title, names in groups.items():
+        head += f"\n## {title}\n" + "".join(section(modules[name]) for name in names)
+    return head
 
 
 def rows() -> dict[Callable[..., Any], list[str]]:
@@ -78,15 +109,15 @@ def rows() -> dict[Callable[..., Any], list[str]]:
 
 
 def family(function: Callable[..., Any]) -> str:
-    """Return the module of a rule."""
+    """Return the name of the module of a rule."""
     return function.__module__
 
 
 def section(name: str) -> str:
     module = importlib.import_module(name)
-    title = (module.__doc__ or "").strip().split("\n")[0]
+    title = (module.__doc__ or "").strip().partition("\n\n")[0]
     short = name.rpartition(".")[2]
-    lines = [f"\n## {short}\n\n{title}\n\n| operators | rule |\n| --- | --- |\n"]
+    lines = [f"\n### {short}\n\n{title}\n\n| operators | rule |\n| --- | --- |\n"]
     served = rows()
     if short == "sparse":  # operators that have no rule for dense tensors
         for op, function in TABLE.items():

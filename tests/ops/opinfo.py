@@ -30,12 +30,12 @@ OUT_OF_SCOPE: dict[str, tuple[type[Exception], str]] = {
 #: Operators without a value to compare, or without one here.
 NO_VALUE = {
     **dict.fromkeys(
-        ("empty_like", "new_empty", "new_empty_strided"), "what is in fresh memory is no value"
+        ("empty_like", "new_empty", "new_empty_strided"), "fresh memory holds no value"
     ),
     **dict.fromkeys((n for n in OPS if n.startswith("jiterator")), "compiled for CUDA only"),
     **dict.fromkeys(("cfloat", "cdouble", "chalf"), "complex numbers"),
     "linalg.eig": "an eigenvector has any phase",
-    "as_strided.partial_views": "samples of memory outside the tensor, which a scaled one has not",
+    "as_strided.partial_views": "its samples read memory outside the tensor",
 }
 NO_VALUE = {name: why for name, why in NO_VALUE.items() if name not in OUT_OF_SCOPE}
 

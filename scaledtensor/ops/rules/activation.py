@@ -38,7 +38,7 @@ from scaledtensor.scales.powers import product_of
 from scaledtensor.scales.singles import Amount, Single, remembered, rms_of, scale_of
 from scaledtensor.tensors.tensor import ScaledTensor
 
-__all__ = ["half_to_root_half", "softplus_rms"]
+__all__ = ["softplus_rms"]
 
 
 def _between(rms: Any, low: float, high: float, c: float) -> Any:
@@ -50,7 +50,7 @@ def _between(rms: Any, low: float, high: float, c: float) -> Any:
 _known_between = remembered(_between)
 
 
-def half_to_root_half(rms: Any, c: float) -> Any:
+def _half_to_root_half(rms: Any, c: float) -> Any:
     """Return sqrt(1/4 (1 + r^2 / (r^2 + c))), which grows from 1/2 to sqrt(1/2)."""
     return (_known_between if type(rms) is Single else _between)(rms, 0.25, 0.5, c)
 
@@ -66,14 +66,14 @@ def _backward(g: Any, saved: ScaledTensor, slope: Amount, kernel: Callable[..., 
 
 @rule(aten.relu.default)
 def relu(x: ScaledTensor) -> Raw:
-    """r / sqrt(2): half of the energy survives. The scale stays."""
+    """r / sqrt(2): half of the elements become zero. The scale stays."""
     q, rms = elements(x).relu(), rms_of(x) * 0.5**0.5
     return Raw(q, scale_of(x), rms, settled=True, nonnegative=True)
 
 
 @rule(aten.threshold_backward.default)
 def threshold_backward(g: Any, x: ScaledTensor, threshold: float) -> Raw:
-    """r_g / sqrt(2): half of the gradients survive. With a threshold t other than 0, r_g
+    """r_g / sqrt(2): half of the gradients become zero. With a threshold t other than 0, r_g
     sqrt(P(r z > t))."""
     left = side(g, x)
     q = torch.where(value(x) > threshold, left.q, 0.0)
@@ -119,7 +119,7 @@ def hardtanh_backward(g: Any, x: ScaledTensor, low: float, high: float) -> Raw:
 def gelu(x: ScaledTensor, *, approximate: str = "none") -> Raw:
     """r sqrt(1/4 (1 + r^2 / (r^2 + 0.6))): from r / 2 for small r to r / sqrt(2) for large r."""
     r = rms_of(x)
-    rms = r * half_to_root_half(r, 0.6)
+    rms = r * _half_to_root_half(r, 0.6)
     return at_value(lambda v: aten.gelu.default(v, approximate=approximate), x, rms)
 
 
@@ -127,20 +127,20 @@ def gelu(x: ScaledTensor, *, approximate: str = "none") -> Raw:
 def gelu_backward(g: Any, x: ScaledTensor, *, approximate: str = "none") -> Raw:
     """r_g sqrt(1/4 (1 + r^2 / (r^2 + 0.5)))."""
     kernel = partial(aten.gelu_backward.default, approximate=approximate)
-    return _backward(g, x, half_to_root_half(rms_of(x), 0.5), kernel)
+    return _backward(g, x, _half_to_root_half(rms_of(x), 0.5), kernel)
 
 
 @rule(aten.silu.default)
 def silu(x: ScaledTensor) -> Raw:
     """r sqrt(1/4 (1 + r^2 / (r^2 + 2))): from r / 2 for small r to r / sqrt(2) for large r."""
     r = rms_of(x)
-    return at_value(torch.nn.functional.silu, x, r * half_to_root_half(r, 2.0))
+    return at_value(torch.nn.functional.silu, x, r * _half_to_root_half(r, 2.0))
 
 
 @rule(aten.silu_backward.default)
 def silu_backward(g: Any, x: ScaledTensor) -> Raw:
     """r_g sqrt(1/4 (1 + r^2 / (r^2 + 1.2)))."""
-    slope = half_to_root_half(rms_of(x), 1.2)
+    slope = _half_to_root_half(rms_of(x), 1.2)
     return _backward(g, x, slope, aten.silu_backward.default)
 
 
@@ -166,7 +166,7 @@ def tanh_backward(g: Any, y: ScaledTensor) -> Raw:
 @rule(aten.sigmoid.default)
 def sigmoid(x: ScaledTensor) -> Raw:
     """sqrt(1/4 (1 + r^2 / (r^2 + 4)))."""
-    rms = half_to_root_half(x.rms, 4.0)
+    rms = _half_to_root_half(x.rms, 4.0)
     return at_value(torch.sigmoid, x, rms, nonnegative=True)
 
 
@@ -184,7 +184,7 @@ def sigmoid_backward(g: Any, y: ScaledTensor) -> Raw:
 @rule(aten.hardsigmoid.default)
 def hardsigmoid(x: ScaledTensor) -> Raw:
     """sqrt(1/4 (1 + r^2 / (r^2 + 9.5)))."""
-    rms = half_to_root_half(x.rms, 9.5)
+    rms = _half_to_root_half(x.rms, 9.5)
     return at_value(aten.hardsigmoid.default, x, rms, nonnegative=True)
 
 
@@ -261,7 +261,7 @@ def softplus_backward(g: Any, x: ScaledTensor, beta: float, threshold: float) ->
 
 def _sigmoid_seen(x: ScaledTensor, beta: float) -> Tensor:
     slope = torch.sigmoid(value(x) * beta)
-    return rms_seen(slope, half_to_root_half(x.rms * abs(beta), 7.4))
+    return rms_seen(slope, _half_to_root_half(x.rms * abs(beta), 7.4))
 
 
 @rule(aten.log_sigmoid_forward.default)
@@ -294,21 +294,22 @@ def mish_backward(g: Any, x: ScaledTensor) -> Raw:
 @rule(aten.hardswish.default)
 def hardswish(x: ScaledTensor) -> Raw:
     """r sqrt(1/4 (1 + r^2 / (r^2 + 1.75)))."""
-    rms = x.rms * half_to_root_half(x.rms, 1.75)
+    rms = x.rms * _half_to_root_half(x.rms, 1.75)
     return at_value(aten.hardswish.default, x, rms)
 
 
 @rule(aten.hardswish_backward.default)
 def hardswish_backward(g: Any, x: ScaledTensor) -> Raw:
     """r_g sqrt(1/4 (1 + r^2 / (r^2 + 0.92)))."""
-    slope = half_to_root_half(x.rms, 0.92)
+    slope = _half_to_root_half(x.rms, 0.92)
     return _backward(g, x, slope, aten.hardswish_backward.default)
 
 
 @rule(aten.glu.default)
 def glu(x: ScaledTensor, dim: int = -1) -> Raw:
-    """a sigmoid(b): r sqrt(1/4 (1 + r^2 / (r^2 + 7.4)))."""
-    rms = x.rms * half_to_root_half(x.rms, 7.4)
+    """r sqrt(1/4 (1 + r^2 / (r^2 + 7.4))) for a sigmoid(b), where a and b are the halves of the
+    input."""
+    rms = x.rms * _half_to_root_half(x.rms, 7.4)
     return at_value(lambda v: aten.glu.default(v, dim), x, rms)
 
 
@@ -318,7 +319,7 @@ def glu_backward(g: Any, x: ScaledTensor, dim: int) -> Raw:
     the root of the mean of two squares: 1/4 (1 + r^2 / (r^2 + 7.4)) and r^2 / 16 (1 + 0.9
     r^2)^-1/2."""
     r2 = bounded_square(x.rms)
-    gate = half_to_root_half(x.rms, 7.4).square()
+    gate = _half_to_root_half(x.rms, 7.4).square()
     slope = ((gate + r2 / 16 * (1 + 0.9 * r2).rsqrt()) / 2).sqrt()
     return _backward(g, x, slope, partial(aten.glu_backward.default, dim=dim))
 

@@ -38,6 +38,8 @@ from scaledtensor.scales.singles import (
 )
 from scaledtensor.tensors.tensor import ScaledTensor
 
+__all__ = ["div", "exponential", "log_rms", "mul", "plus_product", "term", "under"]
+
 # --- sums ------------------------------------------------------------------------------------
 
 

@@ -52,8 +52,8 @@ def attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> An
 
     If there are no queries or no keys, torch returns plain zeros and plain gradients. The formula
     itself gives the same zeros as ScaledTensors. On a CUDA device, torch chooses a kernel by the
-    dtype in which a tensor appears, and has its fastest one for bfloat16 only. Here the dtype of the
-    elements decides.
+    dtype in which a tensor appears, and has its fastest one for bfloat16 only. Here the dtype of
+    the elements decides.
     """
     if query.numel() and key.numel() and value.numel():
         held = _for_flash(query, key, value, *args, **kwargs)
@@ -212,9 +212,9 @@ def flash_cpu(
     attn_mask: Any = None,
     scale: float | None = None,
 ) -> tuple[Raw, Tensor]:
-    """r_v sqrt(E), where E is the mean over queries of the sum of the squares of their weights. For
-    S keys, E is S^(a - 1) with a = m^2 / (m^2 + 4) and m the RMS of the logits; with a mask, 1/S is
-    the mean of 1/n over queries that see n keys."""
+    """rv sqrt(E) for values of RMS rv, where E is the mean over queries of the sum of their squared
+    weights. For S keys and logits of RMS m, E is S^(a - 1) with a = m^2 / (m^2 + 4). With a mask,
+    1/S is the mean of 1/n over queries that see n keys."""
     call = _Call.of(query, key, value, attn_mask, is_causal, scale)
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu.default(
         *call.operands, dropout_p, is_causal, attn_mask=call.mask, scale=call.factor
@@ -236,9 +236,10 @@ def flash_cpu_backward(
     attn_mask: Any = None,
     scale: float | None = None,
 ) -> tuple[Raw, Raw, Raw]:
-    """r_g sqrt(E) times c sqrt(d) r_v r_k h for the query, c sqrt(d) r_v r_q h sqrt(Sq / Sk) for
-    the key, and sqrt(Sq / Sk) for the value. c is the softmax scale, d the head size, Sq / Sk the
-    number of query rows for each key row, and h as in `_softmax_backward_data`."""
+    """r_g sqrt(E) times c sqrt(d) rv rk h for the query, c sqrt(d) rv rq h sqrt(Sq / Sk) for the
+    key, and sqrt(Sq / Sk) for the value. rq, rk and rv are their RMS, c is the softmax scale, d the
+    head size, Sq / Sk the number of query rows for each key row, and h as in
+    `_softmax_backward_data`."""
     call, g = _Call.of(query, key, value, attn_mask, is_causal, scale), side(grad_out, query)
     grad, *operands = call.backward(g, out)
     raw = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(

@@ -274,7 +274,7 @@ def adaptive_avg_pool(op: Overload, x: ScaledTensor, size: Sequence[int]) -> Raw
     pass_op=True,
 )
 def adaptive_avg_pool_backward(op: Overload, g: Any, x: ScaledTensor) -> Raw:
-    """r_g sqrt(sum over windows of 1/n / elements)."""
+    """r_g sqrt(s / elements), where s is the sum of 1/n over windows of n elements."""
     out = operand(g, x)
     q = op(out.q, _like(x, out.q))
     size = g.shape[-_dims(op) :]

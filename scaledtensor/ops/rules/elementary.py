@@ -230,8 +230,8 @@ def _logit_square(rms: Tensor) -> Tensor:
 
 @rule(aten.logit.default)
 def logit(x: ScaledTensor, eps: float | None = None) -> Raw:
-    """The square is 4 s / (1 - s) + (ln 2r)^2 with s = 4 r^2 - 1: the inverse of the rule of
-    `sigmoid`, and for small r the square of the logarithm."""
+    """The square of the result's RMS is 4 s / (1 - s) + (ln 2r)^2 with s = 4 r^2 - 1: the inverse
+    of the rule of `sigmoid`, and for small r the square of the logarithm."""
     return Raw(torch.logit(value(x).float(), eps), None, _logit_square(x.rms).sqrt())
 
 

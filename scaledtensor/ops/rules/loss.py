@@ -172,8 +172,8 @@ def smooth_l1_loss_backward(
 
 @rule(aten.binary_cross_entropy.default)
 def binary_cross_entropy(x: Any, target: Any, weight: Any = None, reduction: int = _MEAN) -> Any:
-    """1 without a reduction, times the RMS of the weights. It is ln 2 if all p are 1/2, and sqrt(2)
-    if p is spread evenly."""
+    """1 without a reduction, times the RMS of the weights. For probabilities of 1/2 the loss is ln
+    2, and for probabilities that are spread evenly its RMS is sqrt(2)."""
     like = first_scaled(x, target, weight)
     loss = aten.binary_cross_entropy.default(wide(x), wide(target), wide(weight), reduction)
     return _loss(loss, _weighted(torch.ones_like(like.rms), weight, like), reduction)

@@ -209,7 +209,7 @@ def cumsum(x: ScaledTensor, dim: int, *, dtype: Any = None) -> Raw:
 
 @rule(aten.cumprod.default)
 def cumprod(x: ScaledTensor, dim: int, *, dtype: Any = None) -> Raw:
-    """The square is the mean of r^(2 i) over i = 1..n."""
+    """The square of the result's RMS is the mean of r^(2 i) over i = 1..n."""
     n = max(count(x.shape, dim), 1)
     powers = x.rms.double() ** torch.arange(1, n + 1, device=x.rms.device)
     rms = powers.clamp_max(2.0**126).square().mean().sqrt().float()

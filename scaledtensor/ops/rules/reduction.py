@@ -22,6 +22,8 @@ from scaledtensor.scales.powers import product_of
 from scaledtensor.scales.singles import rms_of, scale_of
 from scaledtensor.tensors.tensor import ScaledTensor
 
+__all__ = ["extreme_rms", "growth"]
+
 Dims = int | Sequence[int] | None
 
 

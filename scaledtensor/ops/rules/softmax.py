@@ -31,6 +31,17 @@ from scaledtensor.scales.powers import A
 from scaledtensor.scales.singles import rms_of
 from scaledtensor.tensors.tensor import ScaledTensor
 
+__all__ = [
+    "MASKED",
+    "Visible",
+    "all_visible",
+    "causally_visible",
+    "concentration",
+    "logsumexp_rms",
+    "selection",
+    "visible",
+]
+
 #: A smaller logit is masked, because a fill was added to it.
 MASKED = FILL / 2
 

@@ -25,6 +25,8 @@ from scaledtensor.scales.singles import Amount, copied, rms_of, scale_of, single
 from scaledtensor.tensors.memo import after_write, note
 from scaledtensor.tensors.tensor import ScaledTensor
 
+__all__ = ["fill_under", "masked_fill", "move", "moves_scale"]
+
 # --- views -----------------------------------------------------------------------------------
 
 
@@ -217,7 +219,7 @@ def pad(x: ScaledTensor, padding: Sequence[int], value: float = 0) -> Raw:
 
 @rule(aten.cat.default)
 def cat(tensors: Sequence[Tensor], dim: int = 0) -> Raw:
-    """The square is the mean square over the elements of all parts. All parts get one scale."""
+    """The root of the mean square over the elements of all parts, which get one scale."""
     q, scale, rms, nonnegative = _join(tensors)
     return Raw(torch.cat(q, dim), scale, rms, settled=True, nonnegative=nonnegative)
 

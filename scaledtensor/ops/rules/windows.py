@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["expanded", "pairs", "share", "sym_max", "sym_min"]
+__all__ = ["expanded", "pairs", "share", "sym_max"]
 
 #: These take symbolic sizes too. torch gives them no types.
 sym_max: Any = torch.sym_max
