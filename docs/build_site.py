@@ -272,11 +272,15 @@ def directive(module: str, name: str, value: Any) -> list[str]:
     if inspect.isclass(value):
         kind = "exception" if issubclass(value, BaseException) else "class"
         # A tensor's docstring describes its public fields; all others are its own.
-        methods = [
-            n
-            for n, x in vars(value).items()
+        # The methods of a base without a public name are listed with the class's own.
+        bases = [c for c in value.__bases__ if c.__module__.partition(".")[0] == PACKAGE]
+        own = [value, *(c for c in bases if not hasattr(load(PACKAGE), c.__name__))]
+        methods = {
+            n: None
+            for c in own
+            for n, x in vars(c).items()
             if not n.startswith("_") and (inspect.isroutine(x) or isinstance(x, property))
-        ]
+        }
         members = ", ".join(methods) if issubclass(value, torch.Tensor) else ""
         return [f".. auto{kind}:: {path}", f"   :members: {members}".rstrip()]
     return [f".. auto{'function' if inspect.isroutine(value) else 'data'}:: {path}"]
