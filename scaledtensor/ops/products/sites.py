@@ -197,9 +197,9 @@ def _look(weight: Any, role: int, x: Any) -> None:
             site.next[role] = fitting
 
 
-def fitted(seen: Seen, fmt: Format, shift: int, anew: bool = False) -> int:
+def fitted(seen: Seen, fmt: Format, shift: int, again: bool = False) -> int:
     """Return the shift under which elements fit into `fmt`. The present shift is kept if they fit,
-    except with `anew=True`."""
+    except with `again=True`."""
     if not seen.largest:
         return shift
     rms, least = math.sqrt(seen.squares / seen.number), 2 * fmt.min_normal
@@ -212,7 +212,7 @@ def fitted(seen: Seen, fmt: Format, shift: int, anew: bool = False) -> int:
     found = max(found, low)
     saturates = math.ldexp(seen.largest, -shift) > fmt.max and shift < found
     vanishes = math.ldexp(seen.least, -shift) < min(least, 0.25)
-    return _within(found) if anew or saturates or vanishes else shift
+    return _within(found) if again or saturates or vanishes else shift
 
 
 def _within(shift: int) -> int:
