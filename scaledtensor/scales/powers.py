@@ -32,7 +32,6 @@ __all__ = [
     "MAX_SCALE",
     "MIN_SCALE",
     "NEAREST",
-    "A",
     "checked_scale",
     "is_one",
     "is_power_of_two",
@@ -45,7 +44,6 @@ __all__ = [
     "settle",
     "settle_in_place",
     "settle_product",
-    "settle_sum",
     "times",
 ]
 
