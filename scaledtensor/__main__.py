@@ -10,13 +10,10 @@ from typing import NoReturn
 
 import scaledtensor
 from scaledtensor._version import __version__
-from scaledtensor.apps.commands import demo, formats, hardware, sample, train
+from scaledtensor.apps import commands
 from scaledtensor.errors import ScaledTensorError
 
-# A command is a module with `register(subparsers)`, which adds its parser and sets its `run`.
-COMMANDS = (demo, train, sample, formats, hardware)
-
-BAD_INPUT = 2  # what argparse exits with too
+BAD_INPUT = 2  # argparse exits with it too
 INTERRUPTED = 130  # 128 + SIGINT
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 
@@ -27,19 +24,18 @@ def parser() -> argparse.ArgumentParser:
         description="Low-precision training in PyTorch with tensors that carry their own scale.",
     )
     top.add_argument("--version", action="version", version=f"scaledtensor {__version__}")
-    subparsers = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in COMMANDS:
-        command.register(subparsers)
+    commands.add(top.add_subparsers(title="commands", metavar="COMMAND", required=True))
     return top
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command, and return the exit code of the process."""
     args = parser().parse_args(argv)
-    scaledtensor._load()  # as any other program has had it done
+    scaledtensor._load()  # the import does this in any other program
     try:
         code: int = args.run(args)
     except BrokenPipeError:
-        raise  # an OSError that is no mistake: `process` ends quietly
+        raise  # no mistake of the user: `process` ends quietly
     except (ScaledTensorError, OSError) as error:
         print(f"scaledtensor: {error}", file=sys.stderr)
         return BAD_INPUT
@@ -50,21 +46,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def process() -> NoReturn:
-    """`main`, as a process of its own."""
+    """Run `main`, and end the process with its exit code."""
     try:
         try:
             code = main()
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # the reader has read enough, as `| head` does
+    except BrokenPipeError:  # the reader of the output has stopped, as `| head` does
         # The interpreter flushes once more as it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(BROKEN_PIPE)
-    import torch.distributed as dist  # which the command has loaded; --help does without
+    import torch.distributed as dist  # the command has loaded it; --help has not
 
     if dist.is_available() and dist.is_torchelastic_launched():
-        # gloo's threads outlive its groups, and one that lets go of a tensor while the interpreter
-        # ends aborts the process, whose work is done (pytorch pull request 179291).
+        # gloo's threads outlive its groups. If one of them releases a tensor while the interpreter
+        # ends, it aborts a process that has done its work (pytorch pull request 179291).
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

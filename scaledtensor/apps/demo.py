@@ -1,6 +1,7 @@
-"""What the demo's rows are, and what is said about them: table, verdict and JSON.
+"""`scaledtensor demo`: six trainings that differ only in their arithmetic, and their comparison.
 
-Every sentence is computed from the runs; none assumes how they came out.
+The comparison is a table, a verdict and a JSON file. Every sentence of it is computed from the
+runs.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from scaledtensor.apps.training import FINAL_STEPS, Progress, Run, train_run
 from scaledtensor.formats import E5M2
 from scaledtensor.scales.measure import rounds_to_zero
 
-SMALL = 2.0**-18  # multiplies the loss; Adam divides it out again, finite range does not
-
-
-CLOSE = 0.02  # nats; what the verdict calls as good as FP32
+SMALL = 2.0**-18  # multiplies the loss: Adam divides it out again, but gradients may underflow
+CLOSE = 0.02  # nats; within this of FP32, the verdict calls a loss as good
 
 
 @dataclass(frozen=True)
 class Row:
+    """One training of the demo."""
+
     precision: str
     loss_multiplier: float = 1.0
     twin: str | None = None  # the row without the multiplier
@@ -61,7 +62,7 @@ Runs = Mapping[str, Run]  # by name of the row
 
 
 def identical(runs: Runs, name: str) -> bool | None:
-    """Whether the row equals its twin to the last bit; None where there is no twin to compare."""
+    """Whether the row equals its twin to the last bit; None if its twin has not run."""
     twin = ROWS[name].twin
     return runs[name].identical_to(runs[twin]) if twin and twin in runs else None
 
@@ -117,7 +118,8 @@ def verdict(runs: Runs) -> str:
 
 
 def shares_of_e5m2(values: Tensor) -> dict[str, float]:
-    """Which share of the elements that are not zero E5M2 flushes, blurs, holds, and clips."""
+    """The shares of the elements, except zeros, that E5M2 rounds to zero, holds as subnormal or
+    normal values, and saturates."""
     size = values[values != 0].abs()
     lost = rounds_to_zero(E5M2)
     masks = {
@@ -168,11 +170,10 @@ def _row_as_json(runs: Runs, name: str) -> dict[str, Any]:
 
 
 def _number(value: float) -> float | None:
-    """JSON has no word for NaN or infinity."""
+    """The number, or None for NaN and infinity, which JSON does not have."""
     return value if math.isfinite(value) else None
 
 
-# `scaledtensor demo`: six trainings that differ in their arithmetic only.
 def run(args: argparse.Namespace) -> int:
     training.apply(args)
     corpus = text.load(args.text, args.context)
@@ -207,8 +208,8 @@ def run(args: argparse.Namespace) -> int:
     if find_spec("matplotlib") is None:
         print("picture: none, because matplotlib is missing; pip install scaledtensor[demo]")
     else:
-        from scaledtensor.apps import figure  # matplotlib is an extra
+        from scaledtensor.apps import demo_figure  # matplotlib is an extra
 
-        figure.draw(runs, args.out)
+        demo_figure.draw(runs, args.out)
         print(f"picture: {args.out}")
     return 0

@@ -1,4 +1,8 @@
-"""`docs/formats.md`: the prose, and the tables that the records and the casts fill in."""
+"""`scaledtensor formats`: tables and pictures of the formats, and the reference page
+docs/formats.md.
+
+The tables of the page are computed from the records of the formats and from their casts.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from scaledtensor.formats import describe
 from scaledtensor.formats.format import E4M3FN, FORMATS, Format, get
 from scaledtensor.formats.rounding import Overflow, Rounding, encode
 
-#: What each rounding does to a number between two neighbouring values of the format.
+#: The direction in which each rounding takes a number between two values of the format.
 ROUNDINGS: Mapping[str, str] = {
     "nearest_even": "to the nearer value; a tie goes to the value with the even code",
     "nearest_away": "to the nearer value; a tie goes away from zero",
@@ -39,7 +43,7 @@ OVERFLOWS: Mapping[str, str] = {
 EXAMPLES = (1.03125, 1.0625, 1.09375, 1.1875, -1.0625)
 
 
-_DRAWS = 256  # of a random rounding; at odds of 1 : 3 none of both values is missed
+_DRAWS = 256  # of a random rounding: enough to find both values at odds of 1 : 3
 
 
 PAGE = """\
@@ -148,7 +152,7 @@ float32.
 
 
 def page() -> str:
-    """The whole file."""
+    """The text of docs/formats.md."""
     formats = FORMATS.values()
     return PAGE.format(
         facts=describe.markdown([describe.facts(fmt) for fmt in formats]),
@@ -166,7 +170,7 @@ def _list(meanings: Mapping[str, str]) -> str:
 
 
 def _example(rounding: Rounding) -> dict[str, str]:
-    """What `rounding` makes of each of `EXAMPLES`; of a random one, all that it made."""
+    """The results of `rounding` for each of `EXAMPLES`. A random rounding may have several."""
     row: dict[str, str] = {"rounding": rounding}
     for x in EXAMPLES:
         codes = encode(torch.full((_DRAWS,), x), E4M3FN, rounding=rounding)
@@ -175,7 +179,6 @@ def _example(rounding: Rounding) -> dict[str, str]:
     return row
 
 
-# `scaledtensor formats`: the table of all formats, or everything about one.
 def run(args: argparse.Namespace) -> int:
     if args.markdown and (args.name or args.plot):
         raise FormatError("--markdown prints the page of all formats; it goes with nothing else")
@@ -184,7 +187,7 @@ def run(args: argparse.Namespace) -> int:
     elif args.name:
         fmt = get(args.name)
         if args.plot:
-            draw(fmt, args.plot)  # first, so that a file that cannot be written is all that is said
+            draw(fmt, args.plot)  # first: it may raise, and then nothing is printed
         print(one(fmt))
         if args.plot:
             print(f"\npicture: {args.plot}")

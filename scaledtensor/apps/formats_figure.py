@@ -1,4 +1,4 @@
-"""A format's picture: where its values lie, and what rounding to them costs at every magnitude."""
+"""A format's picture: its values, and the relative rounding error at every magnitude."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from scaledtensor.formats.format import Format
 from scaledtensor.formats.rounding import fake_quantize
 
 SUFFIXES = (".png", ".svg", ".pdf")
-_PIXELS = 1400  # across the picture: the error is drawn as its largest within each
+_PIXELS = 1400  # across the picture; each shows the largest error within it
 _SAMPLES = _PIXELS * 750
 _RULER_LINES = 600
 
 INK, MUTED, GRID = "#222222", "#6e6e6e", "#e4e4e4"
 NORMAL, SUBNORMAL, LOST = "#0072b2", "#009e73", "#d55e00"  # Okabe and Ito
 STYLE: dict[Any, Any] = {
-    "font.family": "DejaVu Sans",  # the one that matplotlib brings along
+    "font.family": "DejaVu Sans",  # matplotlib contains it
     "font.size": 10.5,
     "text.color": INK,
     "axes.labelcolor": INK,
@@ -38,9 +38,10 @@ STYLE: dict[Any, Any] = {
 
 
 def draw(fmt: Format, path: Path) -> None:
-    """Writes the picture of `fmt` to `path`; needs no display. Raises OSError where it cannot."""
+    """Draw `fmt` and write the picture to `path`. No display is needed. Raises OSError if it cannot
+    be written."""
     with matplotlib.rc_context(STYLE):
-        # No pyplot: its global state and its choice of a window system are not needed for a file.
+        # A file needs no pyplot, with its global state and its choice of a window system.
         layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, hspace=0.03)
         figure = Figure(figsize=(11, 7.5), layout=layout)
         values, errors = figure.subplots(2, 1, sharex=True, height_ratios=(1, 1.7))
@@ -50,7 +51,7 @@ def draw(fmt: Format, path: Path) -> None:
 
 
 def _values(axes: Any, fmt: Format) -> None:
-    """A ruler: the fewer significant bits a value has, the longer its line."""
+    """Draw the values as a ruler: a value with fewer significant bits has a longer line."""
     low, high = _limits(fmt)
     finest = fmt.mantissa_bits
     if fmt.bits > 8:
@@ -100,11 +101,12 @@ def _layout(fmt: Format) -> str:
 
 
 def _shown_values(fmt: Format, finest: int) -> dict[str, list[float]]:
-    """Subnormal and normal values, by colour; of long mantissas those with `finest` bits."""
+    """Subnormal and normal values, by colour. Only values with up to `finest` mantissa bits are
+    shown."""
     step = 1 << (fmt.mantissa_bits - finest)
     first = 1 << fmt.mantissa_bits if fmt.signed else 0
     normals = [fmt.value(code) for code in range(first, fmt.max_code + 1, step)]
-    # Of the subnormals every octave gets as many as of the normals, down to the smallest.
+    # An octave of subnormals shows as many values as an octave of normals, down to the smallest.
     codes = {m << k for k in range(fmt.mantissa_bits) for m in range(1, 2 << finest)}
     subnormals = [fmt.value(code) for code in sorted(codes) if code < first]
     return {SUBNORMAL: subnormals, NORMAL: normals}
@@ -157,7 +159,7 @@ def _errors(axes: Any, fmt: Format) -> None:
 
 
 def _bound(axes: Any, fmt: Format) -> None:
-    """What the relative error of a normal number stays within."""
+    """Draw the bound of the relative error of normal numbers."""
     bound = fmt.eps / 2
     axes.axhline(bound, color=INK, linewidth=1, linestyle=(0, (4, 3)))
     axes.annotate(
@@ -178,7 +180,8 @@ def _zones(axes: Any, fmt: Format) -> None:
 
 
 def _limits(fmt: Format) -> tuple[float, float]:
-    """The octaves shown: those of the format, and a tenth more to either side."""
+    """The ends of the axis, in octaves: the range of the format, and a tenth of it on either
+    side."""
     low, high = math.log2(fmt.min_subnormal), math.log2(fmt.max)
     margin = max(2.0, (high - low) / 10)
     return low - margin, high + margin
@@ -189,7 +192,7 @@ def _power(exponent: float) -> str:
 
 
 def _mathematics(value: float) -> str:
-    """`number(value)` set as a formula."""
+    """`number(value)`, set as a formula."""
     factor, caret, power = number(value).rpartition("2^")
     factor = factor.replace("x", r"\times")
     return f"${factor}2^{{{power}}}$" if caret else power

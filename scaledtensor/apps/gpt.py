@@ -1,4 +1,4 @@
-"""A small GPT in ordinary PyTorch. It imports nothing from scaledtensor, and needs nothing."""
+"""A small GPT in ordinary PyTorch. It imports nothing from scaledtensor."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Pre-LN decoder. `forward` returns the logits and, where it has targets, the mean loss."""
+    """Pre-LN decoder. `forward` returns the logits, and the mean loss if it has targets, else
+    None."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -79,7 +80,8 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(config.n_embd)
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.apply(_init)
-        # GPT-2: two branches a block end in the residual stream, so each starts 1/sqrt(2L) smaller.
+        # As in GPT-2: each block adds two branches to the residual stream, so each branch starts
+        # smaller by 1/sqrt(2L).
         for name, parameter in self.named_parameters():
             if name.endswith(("attention.proj.weight", "mlp.2.weight")):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.n_layer))
@@ -94,7 +96,7 @@ class GPT(nn.Module):
         logits: Tensor = self.head(self.norm(x))
         if targets is None:
             return logits, None
-        # CPU autocast leaves log_softmax in bf16, which would round the loss to three digits.
+        # CPU autocast keeps log_softmax in bf16, which would round the loss to three digits.
         loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
         return logits, loss
 
@@ -106,7 +108,7 @@ class GPT(nn.Module):
         temperature: float = 1.0,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """`tokens` (B, T) continued by `count` sampled ones."""
+        """Return `tokens` (B, T), continued by `count` sampled tokens."""
         for _ in range(count):
             logits, _ = self(tokens[:, -self.config.block_size :])
             chances = F.softmax(logits[:, -1].float() / temperature, dim=-1)

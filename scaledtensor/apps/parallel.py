@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from scaledtensor import checkpoint
 from scaledtensor.apps.checkpoint import compare, identity
-from scaledtensor.apps.commands.train import KINDS
+from scaledtensor.apps.commands import KINDS
 from scaledtensor.apps.gpt import GPT, GPTConfig
 from scaledtensor.apps.training import Alone, Trainer
 from scaledtensor.backends import backend_of
@@ -38,8 +38,8 @@ from scaledtensor.tensors.tensor import ScaledTensor
 
 KEPT = 2  # checkpoints
 
-#: Every rank has whole attention heads' worth of features of each matrix, and whole activations
-#: where heads are attended over: the query, key and value of a head are rows of one matrix here.
+#: Each rank has the features of whole attention heads of each matrix. Activations are whole where
+#: attention reads them, since one matrix has the query, key and value of a head as rows.
 PLAN: dict[str, Callable[[], ParallelStyle]] = {
     "blocks.*.attention.qkv": lambda: ColwiseParallel(output_layouts=Replicate()),
     "blocks.*.attention.proj": lambda: RowwiseParallel(input_layouts=Replicate()),
@@ -50,13 +50,13 @@ PLAN: dict[str, Callable[[], ParallelStyle]] = {
 
 @dataclass(frozen=True)
 class Parallel(Alone):
-    """What this process is among the others."""
+    """This process, as one of several that share a training."""
 
     kind: str
     reduce: str
     device: torch.device
     mesh: Any
-    """Of one dimension, or of two, called "dp" and "tp"."""
+    """A mesh of one dimension, or of the two dimensions "dp" and "tp"."""
     first: bool = True
 
     @property
@@ -122,10 +122,10 @@ class Parallel(Alone):
 
 @contextmanager
 def joined(args: argparse.Namespace, config: GPTConfig) -> Iterator[Parallel]:
-    """Within, this process is one of those that torchrun started; see `start`."""
+    """Join the processes that torchrun started (see `start`), and leave them at the end."""
     processes = start(args, config)
     yield processes
-    dist.destroy_process_group()  # not after an error: the others may be gone
+    dist.destroy_process_group()  # not after an error, when other processes may be gone
 
 
 def start(args: argparse.Namespace, config: GPTConfig) -> Parallel:
@@ -164,7 +164,7 @@ def _ranks() -> int:
 
 
 def _divided(args: argparse.Namespace, config: GPTConfig, ranks: int) -> tuple[int, int]:
-    """How many ranks share the batches and how many the matrices."""
+    """(number of ranks that share the batches, number of ranks that share the matrices)."""
     kind = args.parallel
     tensor = ranks if kind == "tp" else 2 if kind == "fsdp2+tp" else 1
     if ranks % tensor:
@@ -186,7 +186,7 @@ def _divided(args: argparse.Namespace, config: GPTConfig, ranks: int) -> tuple[i
 
 
 def refuse_forgotten() -> None:
-    """Raises DistributedError where torchrun started several processes and nothing says why."""
+    """Raises DistributedError if torchrun started several processes without --parallel."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise DistributedError(
             f"{os.environ['WORLD_SIZE']} processes were started, each of which would train the same"
@@ -198,7 +198,7 @@ def refuse_forgotten() -> None:
 
 
 def check_folder(path: Path) -> None:
-    """Refuse before the first step what would fail at the first save."""
+    """Raises CheckpointError now if the first save would fail."""
     if path.is_file():
         raise CheckpointError(
             f"{path} is a file; with --parallel --checkpoint is a folder, to which each rank writes"
@@ -207,7 +207,7 @@ def check_folder(path: Path) -> None:
 
 
 def save(trainer: Trainer, folder: Path) -> None:
-    """Add the checkpoint of this step to `folder`, where the last of them stay."""
+    """Add the checkpoint of this step to `folder`, which keeps the last few."""
     checkpoint.save(
         checkpoint.step_folder(folder, trainer.steps_done),
         trainer.model,
@@ -224,7 +224,7 @@ def save(trainer: Trainer, folder: Path) -> None:
 
 
 def load(trainer: Trainer, folder: Path) -> Path:
-    """Continue `trainer` from the last checkpoint in `folder`, by whatever number of ranks."""
+    """Continue `trainer` from the last checkpoint in `folder`, on any number of ranks."""
     path = checkpoint.latest(folder)
     if path is None:
         raise CheckpointError(f"{folder} holds no whole checkpoint, so there is nothing to resume")
@@ -237,18 +237,20 @@ def load(trainer: Trainer, folder: Path) -> Path:
     found = checkpoint.load(path, trainer.model, trainer.optimizer)
     trainer.batches.set_state(found.extra["batches"].cpu())
     trainer.steps_done = found.extra["step"]
-    if len(found.per_rank) == dist.get_world_size():  # of another number there are no such states
+    if len(found.per_rank) == dist.get_world_size():  # else no state belongs to this rank
         torch.set_rng_state(found.per_rank[dist.get_rank()].cpu())
     return path
 
 
-# --- what goes wrong between processes -------------------------------------------------------
+# --- failures between processes --------------------------------------------------------------
 
 
 @contextmanager
 def lost_ranks_told(trainer: Trainer, folder: Path) -> Iterator[None]:
-    """Raises DistributedError where a collective failed or torchrun ends this process, as it does
-    within a tenth of a second of another's death, and says how to go on."""
+    """Raises DistributedError, with advice, if a collective fails or torchrun ends this process.
+
+    torchrun does that within a tenth of a second after another process has died.
+    """
 
     def lost(what: str, why: str) -> DistributedError:
         last = checkpoint.latest(folder)
@@ -278,12 +280,12 @@ def _is_of_the_wire(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or any(w in str(error).lower() for w in words)
 
 
-# --- the whole model again -------------------------------------------------------------------
+# --- the whole model -------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def whole(trainer: Trainer) -> GPT:
-    """The trained model on this rank, plain. Every rank calls it."""
+    """The trained model on this rank, with plain parameters. Every rank calls it."""
     state = {}
     for name, p in trainer.model.state_dict().items():
         held = p.full_tensor() if isinstance(p, DTensor) else p

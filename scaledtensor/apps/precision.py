@@ -1,4 +1,4 @@
-"""How a row computes: what is done to the model once, and around each forward pass."""
+"""The arithmetic of a row: a change of the model, and a context around each forward pass."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def _multiplies_bf16(device: torch.device) -> bool:
 
 
 def _bf16_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    # Weights change at every step, so autocast's cache of their casts has nothing to give.
+    # Weights change in every step, so autocast's cache of their casts would save nothing.
     return torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=False)
 
 
 def _autocast_where_fast(device: torch.device) -> AbstractContextManager[Any]:
-    """Around FP8 products that are emulated: bfloat16 between them where the device multiplies it
-    fast. Elsewhere float32, which attention is then computed in."""
+    """The context of FP8 products that are emulated: bfloat16 between them if the device multiplies
+    it fast, else float32. Attention is computed in this dtype too."""
     return _bf16_autocast(device) if _multiplies_bf16(device) else nullcontext()
 
 
@@ -51,7 +51,8 @@ def _never_slow(device: torch.device) -> str | None:
 
 @dataclass(frozen=True)
 class Precision:
-    """`prepare` changes the model in place, `restore` is its way back to plain parameters."""
+    """The arithmetic of a row. `prepare` changes a model in place, and `restore` makes its
+    parameters plain again."""
 
     name: str
     title: str
@@ -59,7 +60,7 @@ class Precision:
     restore: Callable[[nn.Module], object] = _unchanged
     context: Callable[[torch.device], AbstractContextManager[Any]] = _no_context
     slow: Callable[[torch.device], str | None] = _never_slow
-    """Why torch itself takes many times as long for it on a device; None where it does not."""
+    """The reason why torch takes many times as long on a device; None if it does not."""
 
 
 class _UnscaledGemm(torch.autograd.Function):
@@ -79,7 +80,8 @@ class _UnscaledGemm(torch.autograd.Function):
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` rounded to an FP8 dtype, saturating, and held in what the device multiplies fast.
+    """Round `x` to an FP8 dtype, saturating, and hold it in the dtype that the device multiplies
+    fast.
 
     bf16 and fp32 hold every FP8 value, so a GEMM of these operands is the FP8 GEMM.
     """
@@ -88,7 +90,7 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Rounded to bf16, as FP8 units do, in the dtype of the operands."""
+    """The product, rounded to bf16 as by FP8 units, in the dtype of the operands."""
     return (a @ b).bfloat16().to(a.dtype)
 
 
@@ -121,10 +123,10 @@ PLAIN_NAMES = tuple(_PLAIN)
 
 
 def get(name: str) -> Precision:
-    """`fp32`, `bf16`, `fp8` (cast with no scale), or the name of a scaledtensor recipe.
+    """Return the arithmetic called `name`: `fp32`, `bf16`, `fp8` (cast with no scale), or a recipe.
 
     Raises:
-        RecipeError: it is none of them.
+        RecipeError: nothing has this name.
     """
     if name in _PLAIN:
         return _PLAIN[name]

@@ -1,4 +1,4 @@
-"""`scaledtensor sample`: text from a checkpoint of `scaledtensor train`, and from nothing else."""
+"""`scaledtensor sample`: writes text with the model in a checkpoint of `scaledtensor train`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from scaledtensor.errors import CheckpointError
 def run(args: argparse.Namespace) -> int:
     training.apply(args)
     known, state = identity(args.checkpoint, args.device)
-    none = torch.empty(0)  # of the text a checkpoint has the characters alone
+    none = torch.empty(0)  # a checkpoint has the characters of the text, but not the text
     corpus = Corpus(str(args.checkpoint), known["vocabulary"], none, none, known["text_sha256"])
     begin = args.prompt or ("\n" if "\n" in corpus.vocabulary else corpus.vocabulary[0])
     prompt = corpus.encode(begin)
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
 def written(
     model: GPT, corpus: Corpus, prompt: torch.Tensor, count: int, temperature: float, seed: int
 ) -> str:
-    """The prompt, continued by `count` characters."""
+    """Return the prompt, continued by `count` characters."""
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     tokens = model.eval().generate(prompt.to(device)[None], count, temperature, generator)
@@ -41,7 +41,8 @@ def written(
 
 
 def identity(path: Path, device: torch.device) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """What a checkpoint says of its training; and of one in a single file, all that it holds.
+    """(the settings of a checkpoint's training, the content of the file). The content is None for a
+    folder.
 
     Raises:
         CheckpointError: `path` is missing, damaged, or no checkpoint of `scaledtensor train`.
@@ -58,7 +59,7 @@ def identity(path: Path, device: torch.device) -> tuple[dict[str, Any], dict[str
 def load(
     path: Path, known: dict[str, Any], state: dict[str, Any] | None, device: torch.device
 ) -> GPT:
-    """The trained model, plain."""
+    """The trained model, with plain parameters."""
     names = [field.name for field in dataclasses.fields(GPTConfig)]
     config = GPTConfig(**{name: known[name] for name in names})
     how = precision.get(known["recipe"])
@@ -73,5 +74,5 @@ def load(
 
 
 def newest(path: Path) -> Path:
-    """The last checkpoint in a folder, or the folder, where it is one itself."""
+    """The last checkpoint in a folder, or the folder if it is a checkpoint."""
     return folders.latest(path) or path

@@ -1,4 +1,4 @@
-"""The text to learn: a user's file, or the sources of Python's standard library."""
+"""The text of a training: a user's file, or the sources of Python's standard library."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from scaledtensor.errors import TextError
 
 STDLIB_CHARACTERS = 1_500_000
 _OUTSIDE = re.compile(r"[^\n -~]+")  # all but newline and printable ASCII
-# Written at build or install time: they differ from machine to machine.
+# Files that are written at build or install time, so that they differ from machine to machine.
 _GENERATED = ("_sysconfigdata", "sitecustomize", "usercustomize")
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text as character indices; the first 90 % train, the rest is held out."""
+    """A text as indices of characters. The first 90 % are for training, the rest is held out."""
 
     name: str
     vocabulary: str
@@ -38,7 +38,7 @@ class Corpus:
         points, indices = np.unique(np.frombuffer(raw, dtype="<u4"), return_inverse=True)
         tokens = torch.from_numpy(indices.astype(np.int64))
         split = len(tokens) * 9 // 10
-        # A window is block_size inputs and one more target; the held-out tenth must hold one.
+        # A window has block_size inputs and one more target. The held-out tenth must hold one.
         if len(tokens) - split <= block_size:
             raise TextError(
                 f"{name} has {len(tokens)} characters; a context of {block_size} needs at least "
@@ -67,7 +67,7 @@ class Corpus:
 
 
 def load(path: Path | None, block_size: int) -> Corpus:
-    """The user's file, or the standard library where no file is given."""
+    """Read the user's file, or the standard library if no file is given."""
     if path is None:
         return Corpus.from_text("the standard library's sources", stdlib_text(), block_size)
     return Corpus.from_text(str(path), read_text(path), block_size)
@@ -93,9 +93,10 @@ def read_text(path: Path) -> str:
 
 
 def stdlib_text(limit: int = STDLIB_CHARACTERS) -> str:
-    """The top-level modules in order of their names, in newline and printable ASCII only.
+    """The top-level modules in the order of their names, without characters other than newline and
+    printable ASCII.
 
-    One Python version gives one text; the digest of the corpus tells versions apart.
+    Each version of Python gives one text. The digest of the corpus distinguishes the versions.
     """
     root = Path(sysconfig.get_path("stdlib"))
     parts: list[str] = []
@@ -117,7 +118,7 @@ def stdlib_text(limit: int = STDLIB_CHARACTERS) -> str:
 def draw_batch(
     tokens: Tensor, block_size: int, batch_size: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """`batch_size` random windows and, one character on, their targets."""
+    """Draw `batch_size` random windows, and their targets, which begin one character later."""
     starts = torch.randint(len(tokens) - block_size, (batch_size, 1), generator=generator)
     windows = tokens[starts + torch.arange(block_size + 1)]
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()

@@ -1,4 +1,4 @@
-"""One training: an unmodified AdamW, batches from an explicit generator, every loss a float."""
+"""One training: an unmodified AdamW, batches from an explicit generator, and a list of losses."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from scaledtensor.apps.precision import Precision
 from scaledtensor.apps.text import Corpus, draw_batch
 from scaledtensor.errors import ModelError
 
+# --- options of the command line -------------------------------------------------------------
 
-# What the options of `demo` and `train` come to.
+
 def apply(args: argparse.Namespace) -> None:
-    """Set the number of threads, and make of the name of the device what it names; a name that
-    torch has no device for ends the process, as other wrong options do."""
+    """Set the number of threads, and replace the name of the device by the device. If torch has no
+    such device, the process ends as with any other wrong option."""
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     try:
         args.device = torch.empty(0, device=args.device).device
-    except (RuntimeError, AssertionError) as error:  # the latter from a build without CUDA
+    except (RuntimeError, AssertionError) as error:  # a build without CUDA raises the latter
         reason = str(error).partition("\n")[0]
         args.usage.error(f"argument --device: {args.device!r} cannot be used here: {reason}")
 
@@ -52,7 +53,8 @@ def settings(args: argparse.Namespace, loss_multiplier: float = 1.0) -> Settings
     return Settings(args.batch, args.lr, args.seed, loss_multiplier)
 
 
-# Progress of a training on stderr: a bar where tqdm is installed, plain lines elsewhere.
+# --- progress on stderr: a bar if tqdm is installed, else plain lines ------------------------
+
 try:
     from tqdm import tqdm
 except ImportError:
@@ -63,7 +65,10 @@ LINES = 5  # plain lines per training
 
 
 class Progress:
-    """`with Progress("FP32", steps) as progress: ... progress(loss)` after each step."""
+    """Shows the progress of a training.
+
+    In a `with Progress("FP32", steps) as progress:`, call `progress(loss)` after each step.
+    """
 
     def __init__(self, title: str, steps: int, start: int = 0, quiet: bool = False) -> None:
         self.title, self.steps, self.done, self.tells = title, steps, start, not quiet
@@ -102,15 +107,15 @@ class Progress:
             self.bar.close()
 
 
+# --- the training ----------------------------------------------------------------------------
+
 HELD_OUT_BATCHES = 8
-
-
 FINAL_STEPS = 20  # their mean is called the loss of a run
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a training depends on besides its model, its precision and its text."""
+    """The settings of a training besides its model, its precision and its text."""
 
     batch_size: int = 16
     learning_rate: float = 1e-3
@@ -119,13 +124,13 @@ class Settings:
 
 
 class Alone:
-    """One process that does all the work; `demo.parallel` has the others."""
+    """One process that does all the work. `scaledtensor.apps.parallel` has several processes."""
 
     first = True
     """Whether this is the process that writes to the screen."""
 
     def spread(self, model: GPT) -> Callable[..., Any]:
-        """Divide a model, and give what is called in its place."""
+        """Divide a model among processes, and return the module to call in its place."""
         return model
 
     def part(self, batch: Tensor) -> Tensor:
@@ -133,29 +138,29 @@ class Alone:
         return batch
 
     def mean(self, loss: Tensor) -> Tensor:
-        """The loss over the parts of all."""
+        """The mean loss over the parts of all processes."""
         return loss
 
     def any(self, here: bool) -> bool:
-        """Whether it is so in any process."""
+        """Whether `here` is true in any process."""
         return here
 
     def device_of(self, device: torch.device) -> torch.device:
-        """Where this process computes, of what the user named."""
+        """The device of this process, for the device that the user named."""
         return device
 
     def watched(self, trainer: Trainer, kept_in: Path) -> AbstractContextManager[Any]:
-        """Around the steps: what goes wrong between processes is told."""
+        """A context around the steps that explains failures between processes."""
         return nullcontext()
 
     def whole(self, trainer: Trainer) -> GPT:
-        """The trained model, plain, on this process."""
+        """The trained model on this process, with plain parameters."""
         trainer.precision.restore(trainer.model)
         return trainer.model
 
 
 class Trainer:
-    """Model, optimizer and batches of one training; `step` is the whole loop body."""
+    """The model, the optimizer and the batches of one training. `step` is the whole loop body."""
 
     def __init__(
         self,
@@ -166,7 +171,7 @@ class Trainer:
         device: torch.device,
         processes: Alone | None = None,
     ) -> None:
-        torch.manual_seed(settings.seed)  # the initialisation and dropout
+        torch.manual_seed(settings.seed)  # for the initialisation and for dropout
         self.precision, self.corpus = precision, corpus
         self.settings, self.device = settings, device
         self.processes = processes or Alone()
@@ -206,7 +211,7 @@ class Trainer:
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
-        """The mean over batches that are the same for every row and every call."""
+        """The mean loss over batches that are the same for every row and every call."""
         generator = torch.Generator().manual_seed(self.settings.seed)
         self.model.eval()
         losses = [
@@ -217,9 +222,9 @@ class Trainer:
         return sum(losses) / len(losses)
 
     def gradients_at_linears(self, loss_multiplier: float) -> Tensor:
-        """Every element of every gradient that reaches a linear's output, in one flat tensor.
+        """Every element of every gradient at the output of a linear layer, in one flat tensor.
 
-        They are what a cast to FP8 reads: of a ScaledTensor the stored elements, else the values.
+        A cast to FP8 reads these elements. For a ScaledTensor they are the stored elements.
         """
         seen: list[Tensor] = []
 
@@ -247,7 +252,7 @@ class Trainer:
 
 @dataclass(frozen=True)
 class Run:
-    """What one training left behind."""
+    """The results of one training."""
 
     precision: Precision
     settings: Settings
@@ -262,7 +267,7 @@ class Run:
         return sum(last) / len(last)
 
     def identical_to(self, other: Run) -> bool:
-        """Every loss and every final parameter agrees to the last bit."""
+        """Whether every loss and every final parameter agree to the last bit."""
         return _same_bits(torch.tensor(self.losses), torch.tensor(other.losses)) and all(
             _same_bits(parameter, other.parameters[name])
             for name, parameter in self.parameters.items()
@@ -270,7 +275,7 @@ class Run:
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    # Bytes, because == calls 0 and -0 equal and NaN different from itself.
+    # Bytes are compared, since == calls 0 and -0 equal, and a NaN different from itself.
     return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
@@ -285,7 +290,8 @@ def train_run(
     on_step: Callable[[float], object] = lambda loss: None,
     gradients_at: tuple[float, ...] = (),
 ) -> Run:
-    """One training from its seed; `gradients_at` asks for the final gradients by multiplier."""
+    """Run one training from its seed. `gradients_at` lists the loss multipliers for which the final
+    gradients are returned."""
     trainer = Trainer(config, precision, corpus, settings, device)
     losses: list[float] = []
     start = time.perf_counter()

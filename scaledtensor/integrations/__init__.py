@@ -1,2 +1,2 @@
-"""Plug-ins of other libraries. Each module imports its library, and nothing imports the modules
-but a model of that library or the user."""
+"""Plug-ins of other libraries. Each module imports its library. Only the user imports the module,
+or `scale_model` for a model of that library."""

@@ -1,4 +1,4 @@
-"""Lightning: `Trainer(plugins=ScaledPrecision("unit"))` trains a module as ScaledTensors."""
+"""Lightning: `Trainer(plugins=ScaledPrecision("unit"))` trains a module with ScaledTensors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,20 +14,20 @@ from scaledtensor.tensors.steps import is_scaled
 
 __all__ = ["ScaledPrecision"]
 
-#: The entry of a checkpoint that has the histories of delayed scaling.
+#: The key of the histories of delayed scaling in a checkpoint.
 _HISTORIES = "scaledtensor_histories"
 
 
 class ScaledPrecision(Precision):  # type: ignore[misc]
     """Wraps the parameters of a LightningModule by `scale_model`, before its optimizers are made.
 
-    It takes the place of `precision=` in `lightning.pytorch.Trainer`. A module that has
-    ScaledTensor parameters already is left as it is. Checkpoints hold the ScaledTensors, and load
-    into modules that are converted and, by value, into plain ones.
+    It replaces `precision=` in `lightning.pytorch.Trainer`. A module that has ScaledTensor
+    parameters already stays as it is. Checkpoints hold the ScaledTensors. They load into converted
+    modules and, by value, into plain ones.
 
     Args:
-        recipe: how products cast, or the name of a recipe.
-        filter_fn: which modules are converted, as `scale_model` takes it.
+        recipe: a recipe, which says how products cast, or its name.
+        filter_fn: choice of the modules that are converted; see `scale_model`.
 
     Raises:
         RecipeError: no recipe has that name.
@@ -54,7 +54,8 @@ class ScaledPrecision(Precision):  # type: ignore[misc]
         checkpoint[_HISTORIES] = {name: state.pop(name) for name in names}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        # And so it loaded values alone: now there are places for scales, which training goes on by.
+        # So it loaded only values. Now the module has places for scales, with which training
+        # continues.
         if self.module is not None and any(is_scaled(p) for p in self.module.parameters()):
             state = checkpoint["state_dict"] | checkpoint.get(_HISTORIES, {})
             self.module.load_state_dict(state, strict=getattr(self.module, "strict_loading", True))

@@ -1,15 +1,15 @@
 """transformers: `from_pretrained`, `save_pretrained` and Trainer for models of ScaledTensors.
 
-The import registers the quantization method "scaledtensor" with transformers, by which
-`from_pretrained` loads a checkpoint of this method, or converts a plain one:
+The import registers the quantization method "scaledtensor" with transformers. With this method,
+`from_pretrained` loads a checkpoint of ScaledTensors, or converts a plain checkpoint:
 
     import scaledtensor.integrations.transformers as st
 
     config = st.ScaledConfig("unit")
     model = AutoModelForCausalLM.from_pretrained(path, quantization_config=config)
 
-`scaledtensor.scale_model` attaches the same to a model of transformers that it converts, so that
-`save_pretrained` and Trainer save it.
+`scaledtensor.scale_model` attaches the method to a model of transformers that it converts, so that
+`save_pretrained` and Trainer save the model.
 """
 
 import json
@@ -41,7 +41,7 @@ from scaledtensor.tensors.tensor import ScaledTensor, is_stored
 
 __all__ = ["ScaledConfig", "ScaledQuantizer"]
 
-#: What `quant_method` is in config.json.
+#: The value of `quant_method` in config.json.
 METHOD = "scaledtensor"
 
 
@@ -50,14 +50,14 @@ class ScaledConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """The `quantization_config` of a model of ScaledTensors.
 
     Args:
-        recipe: how products cast, the name of a recipe, or what `config.json` has of one.
-        dequantize: `save_pretrained` writes a plain checkpoint of the values, in the original
-            format of the model, and says nothing of this method in config.json. By default it
+        recipe: a recipe, which says how products cast, its name, or its entry in `config.json`.
+        dequantize: let `save_pretrained` write a plain checkpoint of the values, in the original
+            format of the model, with a config.json that does not name this method. By default it
             writes codes, scales and formats, from which `from_pretrained` and Trainer restore all
             bits.
 
     Raises:
-        RecipeError: no recipe has that name, or its fields are outside what it allows.
+        RecipeError: no recipe has that name, or a field has a value that the recipe does not allow.
     """
 
     def __init__(
@@ -72,10 +72,11 @@ class ScaledConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.quant_method = quant_method
 
     def to_dict(self) -> dict[str, Any]:
-        """What JSON can hold: transformers prints it, and writes it to config.json."""
+        """The config in types that JSON has. transformers prints it, and writes it to
+        config.json."""
         try:
             recipe = json.loads(self.recipe.to_json())
-        except RecipeError:  # of a class that is not registered: it prints, and saving it raises
+        except RecipeError:  # its class is not registered: it prints, but saving it raises
             recipe = str(self.recipe)
         return {
             "quant_method": self.quant_method,
@@ -85,10 +86,10 @@ class ScaledConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
 
 class Join(ConversionOps):  # type: ignore[misc]
-    """The parts of a tensor, as they are in a checkpoint, become a ScaledTensor."""
+    """Makes a ScaledTensor of its parts in a checkpoint."""
 
     def __init__(self, hf_quantizer: HfQuantizer) -> None:
-        # By this name transformers sees that it must not cast the parts.
+        # An attribute of this name tells transformers not to cast the parts.
         self.hf_quantizer = hf_quantizer
 
     def convert(
@@ -100,7 +101,7 @@ class Join(ConversionOps):  # type: ignore[misc]
 
 @register_quantizer(METHOD)
 class ScaledQuantizer(HfQuantizer):  # type: ignore[misc]
-    """What transformers asks while it loads and saves a model of ScaledTensors."""
+    """The methods that transformers calls while it loads and saves a model of ScaledTensors."""
 
     requires_calibration = False
 
@@ -109,7 +110,8 @@ class ScaledQuantizer(HfQuantizer):  # type: ignore[misc]
         self.files: list[str] = []
         self.histories: set[str] = set()
         self.serialized_names: dict[str, list[str]] = {}
-        #: In place of the model's conversions while its own names are saved, and those.
+        #: An empty list that replaces the model's conversions while the model's own names are
+        #: saved, and these conversions.
         self.no_conversions: list[Any] = []
         self.conversions: list[Any] | None = None
 
@@ -139,7 +141,7 @@ class ScaledQuantizer(HfQuantizer):  # type: ignore[misc]
             found = [name for name, _ in _read(self.files)]
             leaves = sorted({n.split(".")[-2] for n in found if n.endswith(f".{FACTS}")})
             self.serialized_names = {leaf: parted_names(leaf) for leaf in leaves}
-            # Histories of delayed scaling have a place once their parameters are here.
+            # Histories of delayed scaling have buffers only after their parameters are loaded.
             self.histories = {n for n in found if parameter_of(n) in state and n not in state}
             known = set(model._keys_to_ignore_on_load_unexpected or ())
             model._keys_to_ignore_on_load_unexpected = known | set(map(re.escape, self.histories))
@@ -150,7 +152,8 @@ class ScaledQuantizer(HfQuantizer):  # type: ignore[misc]
     def update_weight_conversions(
         self, weight_conversions: list[Any], model: PreTrainedModel
     ) -> list[Any]:
-        """A checkpoint of parts has the model's own names, and so nothing else to convert."""
+        """The conversions for loading. A checkpoint of parts has the model's own names, so it needs
+        no conversion except for joining the parts."""
         if not self.serialized_names:
             return weight_conversions
         converters: list[WeightConverter] = self.get_weight_conversions()
@@ -159,16 +162,16 @@ class ScaledQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_after_weight_loading(
         self, model: PreTrainedModel, **kwargs: Any
     ) -> PreTrainedModel:
-        # To transformers a quantized model is one that takes no .float() and no .half().
+        # transformers refuses .float() and .half() for a model that it takes to be quantized.
         model.is_quantized = False
-        if not self.serialized_names:  # a plain checkpoint, whatever its config.json says
+        if not self.serialized_names:  # a plain checkpoint, even if config.json names this method
             scale_model(model, self.quantization_config.recipe)
         else:
             vars(model).pop("_weight_conversions", None)
             complete(model)
             for p in model.parameters():
                 if isinstance(p, ScaledTensor) and is_stored(p):
-                    p.requires_grad_(False)  # as it was: transformers asks for gradients of all
+                    p.requires_grad_(False)  # again: transformers has set it for all parameters
             vars(model).pop("_keys_to_ignore_on_load_unexpected", None)
             with torch.no_grad():
                 for name, read in _read(self.files, self.histories):
@@ -181,10 +184,10 @@ class ScaledQuantizer(HfQuantizer):  # type: ignore[misc]
     def get_state_dict_and_metadata(
         self, model: PreTrainedModel
     ) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
-        """The tensors that `save_pretrained` writes, and what it adds to the metadata of files."""
+        """(the tensors that `save_pretrained` writes, its additions to the metadata of files)."""
         _show(model, self.quantization_config)
         if getattr(model, "_hf_peft_config_loaded", False):
-            return None, {}  # adapters, as PEFT asks for them
+            return None, {}  # PEFT saves the adapters by itself
         plain = self.quantization_config.dequantize
         held = vars(model).get("_weight_conversions")
         if not plain and held is not self.no_conversions:
@@ -215,13 +218,13 @@ class ScaledQuantizer(HfQuantizer):  # type: ignore[misc]
         return plain.to(dtype) if isinstance(dtype, torch.dtype) else plain
 
 
-# --- what scale_model calls ------------------------------------------------------------------
+# --- calls of scale_model and unscale_model --------------------------------------------------
 
 
 def attach(
     model: nn.Module, config: ScaledConfig | Recipe, quantizer: ScaledQuantizer | None = None
 ) -> None:
-    """Tell transformers of each of its models in `model` that it consists of ScaledTensors."""
+    """Tell transformers that its models in `model` consist of ScaledTensors."""
     for own in _pretrained(model):
         if quantizer is None:
             held = config if isinstance(config, ScaledConfig) else ScaledConfig(config)
@@ -230,7 +233,7 @@ def attach(
 
 
 def detach(model: nn.Module) -> None:
-    """Tell transformers no more."""
+    """Undo `attach`."""
     for own in _pretrained(model):
         quantizer = vars(own).get("hf_quantizer")
         if isinstance(quantizer, ScaledQuantizer):
@@ -244,13 +247,13 @@ def _pretrained(model: nn.Module) -> Iterator[PreTrainedModel]:
 
 
 def _show(model: PreTrainedModel, config: ScaledConfig) -> None:
-    """Have config.json name this method, where the checkpoint is to be loaded by it."""
+    """Let config.json name this method, if the method will load the checkpoint."""
     before = model.config
     held = getattr(before, "quantization_config", None)
     if config.dequantize and isinstance(held, ScaledConfig):
         del before.quantization_config
     elif not config.dequantize and held is not config:
-        # In a config of its own: other models may be made of the one that it was made of.
+        # The model gets its own config, since other models may share the present one.
         model.config = copy(before)
         model.config.quantization_config = config
         for module in model.modules():
@@ -262,7 +265,7 @@ def _show(model: PreTrainedModel, config: ScaledConfig) -> None:
 
 
 def _read(files: Sequence[str], wanted: Container[str] | None = None) -> Iterator[tuple[str, Any]]:
-    """The names in safetensors files, or those of them that are wanted, each with what reads its
+    """The names in safetensors files, or the wanted ones, each with a function that reads its
     tensor."""
     for path in files:
         if not str(path).endswith(".safetensors"):

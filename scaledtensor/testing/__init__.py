@@ -1,14 +1,14 @@
-"""For tests of casts, kernels and rules: exact answers, inputs where they go wrong, and promises.
+"""Tools for tests of casts, kernels and rules: exact answers, difficult inputs, and promises.
 
     from scaledtensor.testing import check_cast
 
     check_cast(my_cast, "e4m3fn")  # AssertionError: ... a tie: got code 0x39 ..., by bit pattern
 
-`check_cast` puts a cast or kernel through all inputs of 16 bits, every tie and as many random
-numbers as asked. `reference_round`, `reference_code` and `reference_codes` are the exact answers
-that it compares with. `check_rule` holds an operator with a rule of its own to what every rule
-promises. `assert_scaled_close` and `assert_unit_scaled` state one promise each. Strategies for
-hypothesis are in `scaledtensor.testing.strategies`: `pip install 'scaledtensor[testing]'`.
+`check_cast` tests a cast or a kernel on all inputs of 16 bits, on every tie, and on random numbers.
+It compares with the exact answers, which `reference_round`, `reference_code` and `reference_codes`
+give. `check_rule` tests whether a custom operator's rule keeps the promises of every rule.
+`assert_scaled_close` and `assert_unit_scaled` test one promise each. Strategies for hypothesis are
+in `scaledtensor.testing.strategies`: `pip install 'scaledtensor[testing]'`.
 """
 
 from scaledtensor.testing.casts import check_cast

@@ -1,4 +1,4 @@
-"""Somebody's own cast or kernel against the exact answer."""
+"""`check_cast`: compares a custom cast or kernel with the exact answer."""
 
 import math
 from bisect import bisect_right
@@ -18,7 +18,7 @@ from scaledtensor.testing.rules import bits, name_of
 __all__ = ["check_cast"]
 
 _HALVES = (torch.bfloat16, torch.float16)
-#: How many differences a message looks at, and how many it shows of each kind.
+#: The number of differences that a message looks at, and the number that it shows of each kind.
 _LOOKED_AT, _OF_A_KIND = 200, 2
 
 
@@ -33,37 +33,42 @@ def check_cast(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> int:
-    """Compare `function` with the exact cast to `fmt`, and name where it first differs.
+    """Compare `function` with the exact cast to `fmt`, and show the first differences.
 
-    It is given, in each of `dtypes`: the value of every code; every 16-bit input (all of a 16-bit
-    dtype; in float32 and float64 the values of all bfloat16 and float16 numbers); the middle
-    between every two values and numbers up to 3 ulp beside it; zeros, infinities, NaNs and
-    subnormals; and `random` numbers, one half of random bits and one half within the range of
-    `fmt`. Of what a NaN becomes it is compared that it is a NaN, where the format has one. The sign
-    of a zero is compared in codes alone.
+    The inputs, in each of `dtypes`, are:
+
+    - the value of every code;
+    - every 16-bit input: all numbers of a 16-bit dtype, and in float32 and float64 the values of
+      all bfloat16 and float16 numbers;
+    - the middle between every two values, and numbers up to 3 ulp beside it;
+    - zeros, infinities, NaNs and subnormals;
+    - `random` numbers, one half with random bits and one half within the range of `fmt`.
+
+    A NaN has to become any NaN, if the format has one. The sign of a zero is compared only if
+    `function` returns codes.
 
     Args:
-        function: takes a tensor of one dimension on `device`; returns, in its shape, codes (the
-            storage dtype of `fmt`, or integers) or values (floats).
+        function: takes a tensor of one dimension on `device`, and returns, in the same shape, codes
+            (the storage dtype of `fmt`, or integers) or values (floats).
         fmt: a format of up to 16 bits, its name, or the torch dtype of its codes.
-        rounding, overflow: what `function` promises; as `scaledtensor.formats.encode` has them.
-        dtypes: of the inputs: float32, bfloat16, float16, float64.
-        random: how many random inputs, for each dtype.
-        seed: of those.
-        device: where the inputs are.
+        rounding, overflow: the promise of `function`; see `scaledtensor.formats.encode`.
+        dtypes: dtypes of the inputs, out of float32, bfloat16, float16 and float64.
+        random: number of random inputs, for each dtype.
+        seed: seed of the random inputs.
+        device: device of the inputs.
 
     Returns:
-        How many inputs were compared, each bit pattern once a dtype.
+        The number of inputs that were compared. In each dtype, a bit pattern counts once.
 
     Raises:
-        AssertionError: `function` differs. The message has the number of differences and the
-            smallest one of each kind (tie, subnormal, beyond max, ...): input, result and the exact
-            answer, by bit pattern.
-        DTypeError: `function` returned what is neither codes nor values, or an unknown dtype of
-            inputs.
-        FormatError: no such format, rounding or overflow.
+        AssertionError: `function` differs. The message has the number of differences, and for each
+            kind (tie, subnormal, beyond max, ...) the smallest one: input, result and exact answer,
+            by bit pattern.
+        DTypeError: `function` returned neither codes nor values, or a dtype of inputs is unknown.
+        FormatError: `fmt`, `rounding` or `overflow` is unknown.
         ShapeError: `function` returned another shape.
-        UnsupportedError: "stochastic", which has no one answer, or a format of more than 16 bits.
+        UnsupportedError: "stochastic" rounding, which has several answers, or a format of more than
+            16 bits.
     """
     fmt = get(fmt)
     for dtype in dtypes:
@@ -96,7 +101,7 @@ def _inputs(fmt: Format, dtype: torch.dtype, random: int, seed: int) -> Iterator
         yield every.view(half).to(dtype)
     words = torch.randint(-(2**31), 2**31, (random - random // 2,), generator=rng)
     yield words.to(torch.int32).view(torch.float32).to(dtype)
-    # Of every size that the format has, evenly.
+    # Magnitudes that are spread evenly over the binades of the format.
     low, high = (math.log2(v) for v in (float(ladder(fmt)[1]), fmt.max))
     power = torch.rand(random // 2, generator=rng, dtype=torch.float64) * (high - low + 4) + low - 2
     sign = torch.randint(0, 2, power.shape, generator=rng) * 2 - 1
@@ -104,14 +109,14 @@ def _inputs(fmt: Format, dtype: torch.dtype, random: int, seed: int) -> Iterator
 
 
 def _distinct(x: Tensor) -> Tensor:
-    """By bit pattern, in the order of those."""
+    """The elements of `x` with each bit pattern once, in the order of the patterns."""
     patterns = bits(x).sort().values
     first = torch.cat((torch.tensor([True]), patterns[1:] != patterns[:-1]))
     return patterns[first].view(x.dtype)
 
 
 class _Found:
-    """What a cast gave, beside what it should have given."""
+    """The results of a cast beside the exact answers."""
 
     def __init__(self, fmt: Format, x: Tensor, got: Tensor, want: Tensor) -> None:
         self.fmt, self.x, self.want = fmt, x, want
@@ -148,7 +153,8 @@ class _Found:
         )
 
     def _examples(self, order: Tensor) -> list[tuple[str, int]]:
-        """The first place, and the first ones of each kind that some others are of."""
+        """The places to show: the first ones of each kind, out of the first three and of places
+        spread over all others."""
         step = max(1, len(order) // _LOOKED_AT)
         found: list[tuple[str, int]] = []
         for i in [*order[:3].tolist(), *order[3::step].tolist()]:
@@ -173,7 +179,8 @@ class _Found:
 
 
 def _kind(value: float, fmt: Format) -> str:
-    """Where a number lies, as a hint at what goes wrong there."""
+    """The place of a number among the values of a format, as a hint at the cause of a
+    difference."""
     if math.isnan(value):
         return "a NaN"
     if math.isinf(value):
@@ -185,7 +192,7 @@ def _kind(value: float, fmt: Format) -> str:
     if not fmt.signed and value <= 0:
         return "not above zero"
     next_one = bisect_right(values, size)
-    low = values[max(next_one - 1, 0)]  # E8M0 has nothing below its smallest
+    low = values[max(next_one - 1, 0)]  # E8M0 has no value below its smallest
     if size == low:
         return "a value of the format"
     place = "a subnormal, " if fmt.has_subnormals and size < Fraction(fmt.min_normal) else ""

@@ -1,7 +1,7 @@
-"""The exact answer of a cast, by comparing fractions.
+"""The exact answer of a cast, by comparison of fractions.
 
-Nothing here shares arithmetic with `scaledtensor.formats`: a format's values follow from its facts
-as fractions, and a number is rounded by comparing it with the two values around it.
+This module shares no arithmetic with `scaledtensor.formats`. It derives a format's values from its
+facts, as fractions, and rounds a number by comparing it with the two values around it.
 `reference_codes` does the same for a tensor in float64, where every comparison is exact.
 """
 
@@ -25,9 +25,9 @@ __all__ = ["ladder", "near_ties", "reference_code", "reference_codes", "referenc
 
 @cache
 def ladder(fmt: Format) -> tuple[Fraction, ...]:
-    """The values of the codes from 0 to that of max.
+    """The values of the codes from 0 to the code of max.
 
-    Raises UnsupportedError for formats of more than 16 bits, whose values are too many to list.
+    Raises UnsupportedError for formats of more than 16 bits, which have too many values to list.
     """
     if fmt.bits > 16:
         raise UnsupportedError(f"{fmt.name} has too many values to list; take one of up to 16 bits")
@@ -35,7 +35,8 @@ def ladder(fmt: Format) -> tuple[Fraction, ...]:
 
 
 def _definition(code: int, fmt: Format) -> Fraction:
-    """The value of a code without its sign, by the facts alone, also past the code of max."""
+    """The value of a code without its sign, by the facts of the format. The code may be past the
+    code of max."""
     bits = fmt.mantissa_bits
     field, mantissa = divmod(code, 1 << bits)
     if fmt.is_integer:
@@ -47,12 +48,13 @@ def _definition(code: int, fmt: Format) -> Fraction:
 
 @cache
 def _ends(fmt: Format) -> tuple[Fraction, ...]:
-    """The ladder, and where the value after max would be."""
+    """The ladder, and the value that would follow max."""
     return *ladder(fmt), _definition(fmt.max_code + 1, fmt)
 
 
 def _code_beyond(fmt: Format, overflow: str, infinite: bool = False) -> int:
-    """The code, without its sign, of what overflows; FNUZ reaches its NaN by the sign bit."""
+    """The code, without its sign, of a number that overflows. FNUZ sets the sign bit for its
+    NaN."""
     kept = overflow == "ieee" or (infinite and overflow == "saturate_finite")
     return fmt.max_code + int(kept and fmt.has_nan)
 
@@ -67,17 +69,17 @@ def reference_code(
     overflow: Overflow = "saturate",
     draw: Fraction | None = None,
 ) -> int | None:
-    """The code of one number; None for a NaN, of which the format may have several or none.
+    """Return the code of one number; None for a NaN, since a format may have several NaNs or none.
 
     Args:
-        value: any float; it is taken as the float64 that it is.
+        value: any float, taken as a float64.
         fmt: a format of up to 16 bits, its name, or the torch dtype of its codes.
-        rounding, overflow: as `scaledtensor.formats.encode` takes them.
-        draw: for "stochastic", a fraction in [0, 1): a number goes up where its distance from
-            below, in steps, and `draw` reach 1 together.
+        rounding, overflow: see `scaledtensor.formats.encode`.
+        draw: for "stochastic", a fraction in [0, 1). A number goes up if its distance from the
+            value below, in steps, plus `draw` is 1 or more.
 
     Raises:
-        FormatError: no such format, rounding or overflow, or "stochastic" without `draw`.
+        FormatError: `fmt`, `rounding` or `overflow` is unknown, or "stochastic" has no `draw`.
         UnsupportedError: a format of more than 16 bits.
     """
     fmt = get(fmt)
@@ -105,9 +107,9 @@ def reference_round(
     overflow: Overflow = "saturate",
     draw: Fraction | None = None,
 ) -> float:
-    """The value of `reference_code`: `value` rounded once. NaN stays NaN.
+    """Return `value`, rounded once: the value of `reference_code`. NaN stays NaN.
 
-    Takes and raises what `reference_code` does.
+    The arguments and the errors are the same as for `reference_code`.
     """
     fmt = get(fmt)
     code = reference_code(value, fmt, rounding, overflow, draw)
@@ -136,7 +138,7 @@ def _magnitude(
     size, values = Fraction(value), _ends(fmt)
     below = bisect_right(values, size) - 1
     if below < 0:
-        return 0  # E8M0 has nothing below its smallest
+        return 0  # E8M0 has no value below its smallest
     if below > fmt.max_code:
         over = top > fmt.max_code or finite_stay
         return top if over else _code_beyond(fmt, overflow)
@@ -156,7 +158,7 @@ def _goes_up(share: Fraction, below: int, rounding: str, fmt: Format, draw: Frac
         return 1 - below % 2
     if draw is not None and rounding == "stochastic":
         return int(share + draw >= 1)
-    if not fmt.signed:  # as ml_dtypes: ties up, and all of the first gap
+    if not fmt.signed:  # same as ml_dtypes: ties go up, and so do all numbers in the first gap
         return int(share >= half or below == 0)
     if rounding == "nearest_away":
         return int(share >= half)
@@ -172,18 +174,19 @@ def reference_codes(
     rounding: Rounding = "nearest_even",
     overflow: Overflow = "saturate",
 ) -> Tensor:
-    """The codes of `x`, int64, of its shape, as `reference_code` gives them one by one.
+    """Return the codes of `x` as int64, in its shape. They are the same as from `reference_code`.
 
-    The code of a NaN is any.
+    The code of a NaN is arbitrary.
 
     Args:
         x: float64, float32, bfloat16 or float16, of any shape.
-        fmt, rounding, overflow: as `reference_code` takes them, but for "stochastic".
+        fmt, rounding, overflow: same as for `reference_code`, except for "stochastic".
 
     Raises:
         DTypeError: `x` is of another dtype.
-        FormatError: no such format, rounding or overflow.
-        UnsupportedError: "stochastic", which has no one answer, or a format of more than 16 bits.
+        FormatError: `fmt`, `rounding` or `overflow` is unknown.
+        UnsupportedError: "stochastic" rounding, which has several answers, or a format of more than
+            16 bits.
     """
     fmt = get(fmt)
     _check(rounding, overflow)
@@ -236,7 +239,7 @@ def _values(fmt: Format) -> Tensor:
 
 
 def _listed(fmt: Format) -> Sequence[float]:
-    """Both signs of the ladder, and what lies past it."""
+    """The values of all codes: both signs of the ladder, then infinities and NaNs."""
     finite = [float(v) for v in ladder(fmt)]
     if not fmt.signed:
         return [*finite, math.nan]
@@ -260,8 +263,10 @@ def values_of(codes: Tensor, fmt: Format) -> Tensor:
 
 
 def near_ties(fmt: FormatLike, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Where a cast goes wrong if it does: every value of `fmt`, the middle between every two, and
-    numbers a hair to either side of each, of both signs. In float32 a hair is up to 3 ulp.
+    """Return the inputs on which casts are most likely to be wrong, with both signs.
+
+    They are every value of `fmt`, the middle between every two values, and numbers a hair to either
+    side of each. In float32 a hair is up to 3 ulp.
 
     Args:
         fmt: a format of up to 16 bits, its name, or the torch dtype of its codes.
@@ -279,7 +284,7 @@ def near_ties(fmt: FormatLike, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def around(points: Tensor, dtype: torch.dtype) -> Tensor:
-    """Numbers of no sign and what lies a hair beside them, of both signs."""
+    """Positive numbers, their neighbours within a hair, and the same with the other sign."""
     points = points.to(dtype)
     if dtype is torch.float64:
         hairs = [points * (1 + d) for d in (0, 2**-52, -(2**-52), 2**-30, -(2**-30), 2**-26)]

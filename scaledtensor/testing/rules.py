@@ -1,4 +1,4 @@
-"""A rule for an operator against the invariants of every rule."""
+"""`check_rule`: tests whether the rule of an operator keeps the promises of every rule."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +25,6 @@ __all__ = [
 ]
 
 
-# What the checks read of tensors and of functions.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -35,14 +34,18 @@ def bits(x: Tensor) -> Tensor:
 
 
 def exact(x: Tensor) -> Tensor:
-    """The value in float64, apart from any graph."""
+    """The value in float64, detached from autograd's graph."""
     if isinstance(x, ScaledTensor):
         return decode(x.qdata.detach(), x.format, torch.float64) * x.scale.double()
     return x.detach().double()
 
 
 def rms(*samples: Tensor) -> float:
-    """The RMS over all elements of all samples."""
+    """The RMS over all elements of all samples.
+
+    Unlike the RMS in `scaledtensor.scales.measure`, it is infinite or NaN if an element is, since a
+    test has to see such elements.
+    """
     squares = sum(float(s.detach().double().square().sum()) for s in samples)
     return math.sqrt(squares / max(sum(s.numel() for s in samples), 1))
 
@@ -53,12 +56,10 @@ def name_of(function: Callable[..., Any]) -> str:
 
 Shapes = Sequence[Sequence[int]]
 
-
-#: Rounding of one operation in the compute format, relative to the RMS of the result.
+#: The rounding of one operation in the compute format, relative to the RMS of the result.
 TOLERANCE = {torch.float32: 2.0**-17, torch.bfloat16: 2.0**-5}
 
-
-#: As many elements as a measured RMS is taken over, in samples of one population.
+#: The least number of elements for a measured RMS, in samples of one population.
 _ENOUGH = 4096
 
 
@@ -73,30 +74,31 @@ def check_rule(
     differentiable: bool = True,
     seed: int = 0,
 ) -> None:
-    """Hold `operator`, which has a rule, to what every rule promises.
+    """Test whether the rule of `operator` keeps the promises of every rule.
 
-    For Gaussian inputs of every shape in `cases`, in float32 and bfloat16, under scales of up to
-    2^(+-scales):
+    The inputs are Gaussians of every shape in `cases`, in float32 and bfloat16, under scales from
+    2^-scales to 2^scales. The promises are:
 
-    1. scales are exact powers of two, and expected RMS are finite;
-    2. values and gradients are those of the operator on plain float64 tensors, within the rounding
-       of the compute format;
-    3. RMS(qdata) of results and gradients is in [low, high];
-    4. a gradient that comes in times 2^k moves scales by k, and no bit of an element.
+    1. Scales are exact powers of two, and expected RMS are finite.
+    2. Values and gradients are equal to the operator's on plain float64 tensors, within the
+       rounding of the compute format.
+    3. RMS(qdata) of results and gradients is in [low, high].
+    4. If an incoming gradient is multiplied by 2^k, scales are multiplied by 2^k too, and no bit of
+       an element changes.
 
     Args:
-        operator: takes as many tensors as a case has shapes, returns one tensor, which is a
-            ScaledTensor or (a statistic) a plain one.
-        cases: for each call the shapes of its inputs, as `[[(8, 32)], [(4, 1), (4, 16)]]`.
-        tolerance: by what to multiply the tolerance of one rounding, for an operator of several.
-        low, high: other bounds for RMS(qdata), for a rule that cannot know better.
-        scales: the largest exponent of the inputs' scales. Take 0 for an operator whose inputs have
-            to be near 1, as exp.
+        operator: takes as many tensors as a case has shapes, and returns one tensor: a
+            ScaledTensor, or a plain one (a statistic).
+        cases: the shapes of the inputs for each call, such as `[[(8, 32)], [(4, 1), (4, 16)]]`.
+        tolerance: factor for the tolerance of one rounding, for an operator that rounds repeatedly.
+        low, high: bounds for RMS(qdata). Widen them for a rule that cannot expect better.
+        scales: largest exponent of the inputs' scales. Take 0 for an operator whose inputs have to
+            be near 1, such as exp.
         differentiable: whether gradients are checked.
-        seed: of the inputs.
+        seed: seed of the inputs.
 
     Raises:
-        AssertionError: a promise does not hold. The message names it and the case.
+        AssertionError: a promise does not hold. The message names the promise and the case.
         ShapeError: `cases` has no case, or one without a shape.
     """
     if not cases or not all(cases):
@@ -108,7 +110,7 @@ def check_rule(
 
 
 class _Check:
-    """One case in one dtype."""
+    """The check of one case in one dtype."""
 
     def __init__(
         self,
@@ -203,7 +205,7 @@ class _Check:
 
 @contextmanager
 def _named(what: str) -> Iterator[None]:
-    """Put `what` is checked before the message of an AssertionError."""
+    """Put `what`, the checked thing, before the message of an AssertionError."""
     try:
         yield
     except AssertionError as error:
@@ -213,18 +215,19 @@ def _named(what: str) -> Iterator[None]:
 def assert_scaled_close(
     got: Tensor, want: Tensor, *, rtol: float = 1e-5, atol: float = 0.0
 ) -> None:
-    """`got` has the value of `want`, element by element, and the scale if `want` has one.
+    """Assert that `got` has the same values as `want`, and the same scale if `want` has one.
 
-    Of a ScaledTensor `got` the scale has to be an exact power of two, and the expected RMS finite
-    and not negative. NaNs are equal to NaNs.
+    If `got` is a ScaledTensor, its scale has to be an exact power of two, and its expected RMS
+    finite and not negative. NaNs are equal to NaNs.
 
     Args:
         got: a ScaledTensor or a plain tensor.
-        want: the same. If both are ScaledTensors, formats and scales have to be equal.
-        rtol, atol: as `torch.testing.assert_close` has them; values are compared in float64.
+        want: a ScaledTensor or a plain tensor. If both are ScaledTensors, their formats and scales
+            have to be equal.
+        rtol, atol: same as in `torch.testing.assert_close`. Values are compared in float64.
 
     Raises:
-        AssertionError: something differs; the message says what.
+        AssertionError: the two differ. The message names the difference.
     """
     if isinstance(got, ScaledTensor):
         _check(bool(is_power_of_two(got.scale)), f"scale {float(got.scale)!r} is no power of two")
@@ -238,14 +241,14 @@ def assert_scaled_close(
 
 
 def assert_unit_scaled(x: Tensor | Sequence[Tensor], low: float = 0.5, high: float = 2.0) -> None:
-    """The RMS of the elements, those of `qdata` in a ScaledTensor, is in [low, high].
+    """Assert that the RMS of the elements is in [low, high]. A ScaledTensor's elements are `qdata`.
 
     Args:
-        x: a tensor, or several samples of one population, whose elements are taken together.
-        low, high: the bounds.
+        x: a tensor, or several samples of one population. The RMS is over all of their elements.
+        low, high: bounds of the RMS.
 
     Raises:
-        AssertionError: it is not; the message has the RMS.
+        AssertionError: the RMS is outside; the message has it.
         ShapeError: `x` has no element.
     """
     samples = [x] if isinstance(x, Tensor) else list(x)

@@ -1,4 +1,4 @@
-"""What hypothesis draws: formats, numbers where casts go wrong, scales, ScaledTensors."""
+"""Strategies for hypothesis: formats, difficult numbers for casts, scales, and ScaledTensors."""
 
 import math
 from typing import Any
@@ -28,11 +28,11 @@ _SPECIAL = (0.0, -0.0, math.inf, -math.inf, math.nan)
 
 
 def formats(max_bits: int = 16, *, signed: bool | None = None) -> "st.SearchStrategy[Format]":
-    """Formats of the table, of at most `max_bits` bits.
+    """Formats of `scaledtensor.formats.FORMATS` with at most `max_bits` bits.
 
     Args:
         max_bits: 4 to 32.
-        signed: True without E8M0, the only unsigned one; False that one alone; None all.
+        signed: True for signed formats, False for unsigned ones (E8M0 only), None for all.
 
     Raises:
         FormatError: no format is left.
@@ -46,8 +46,8 @@ def formats(max_bits: int = 16, *, signed: bool | None = None) -> "st.SearchStra
 
 @st.composite
 def custom_formats(draw: Any) -> Format:
-    """Formats of up to 8 bits by `scaledtensor.formats.custom`, of any facts that fit together. A
-    few are those of the table."""
+    """Formats of up to 8 bits by `scaledtensor.formats.custom`, with any facts that fit together. A
+    few are equal to a format of `FORMATS`."""
     exponent = draw(st.integers(1, 6))
     mantissa = draw(st.integers(0, 7 - exponent))
     has_inf, has_nan, signed_zero = draw(st.sampled_from(list(SPECIALS)))
@@ -64,9 +64,9 @@ def custom_formats(draw: Any) -> Format:
 
 
 def values_near(fmt: FormatLike, dtype: torch.dtype = torch.float32) -> "st.SearchStrategy[float]":
-    """Numbers of `dtype` where a cast to `fmt` goes wrong if it does.
+    """Numbers of `dtype` on which a cast to `fmt` is most likely to be wrong.
 
-    They are the format's values, its ties and what lies up to 3 ulp beside them; zeros, infinities
+    They are the format's values, its ties, and numbers up to 3 ulp beside them; zeros, infinities
     and NaN; subnormals of both; and any float.
 
     Args:
@@ -91,7 +91,7 @@ def values_near(fmt: FormatLike, dtype: torch.dtype = torch.float32) -> "st.Sear
 
 
 def powers_of_two(low: float = MIN_SCALE, high: float = MAX_SCALE) -> "st.SearchStrategy[float]":
-    """Exact powers of two in [low, high], by default all that a scale may be."""
+    """Exact powers of two in [low, high], by default all powers that a scale can be."""
     least, most = math.ceil(math.log2(low)), math.floor(math.log2(high))
     return st.integers(least, most).map(lambda k: math.ldexp(1.0, k))
 
@@ -107,10 +107,10 @@ def scaled_tensors(
     """ScaledTensors of Gaussian elements, which are drawn from a seed.
 
     Args:
-        shapes: by default 0 to 3 dimensions of 1 to 8.
-        formats: by default FP32, BF16, E4M3FN and E5M2.
-        scales: by default powers of two from 2^-40 to 2^40.
-        dtype: what the tensor is to autograd and optimizers.
+        shapes: strategy for shapes; by default 0 to 3 dimensions of size 1 to 8.
+        formats: strategy for formats; by default FP32, BF16, E4M3FN and E5M2.
+        scales: strategy for scales; by default powers of two from 2^-40 to 2^40.
+        dtype: dtype that autograd and optimizers see.
     """
     if shapes is None:
         shapes = st.lists(st.integers(1, 8), max_size=3).map(tuple)

@@ -1,4 +1,4 @@
-"""The demo's picture: the losses, and where the gradients lie against E5M2's range."""
+"""The demo's picture: the losses, and the gradients beside E5M2's range."""
 
 from __future__ import annotations
 
@@ -18,11 +18,8 @@ from scaledtensor.formats import E5M2
 
 SMOOTHING = 10  # steps in the moving mean of the curves
 INK, MUTED, GRID = "#222222", "#6e6e6e", "#e4e4e4"
-NO_SCALE, SCALED, RANGE = (
-    "#d55e00",
-    "#0072b2",
-    "#009e73",
-)  # Okabe and Ito: kept apart by every colour vision
+# The colours of Okabe and Ito, which every colour vision distinguishes.
+NO_SCALE, SCALED, RANGE = "#d55e00", "#0072b2", "#009e73"
 
 
 class Line(NamedTuple):
@@ -31,7 +28,7 @@ class Line(NamedTuple):
     dashes: Any = "-"
 
 
-# Drawn in this order, wide below narrow, so that curves that coincide all stay visible.
+# Drawn in this order: wide curves lie below narrow ones, so curves that coincide stay visible.
 LINES = {
     "fp32": Line("#b5b5b5", 7.0),
     "bf16": Line("#56b4e9", 4.2),
@@ -42,7 +39,7 @@ LINES = {
 }
 
 STYLE: dict[Any, Any] = {
-    "font.family": "DejaVu Sans",  # the one that matplotlib brings along
+    "font.family": "DejaVu Sans",  # matplotlib contains it
     "font.size": 10.5,
     "text.color": INK,
     "axes.labelcolor": INK,
@@ -57,7 +54,7 @@ STYLE: dict[Any, Any] = {
 
 def draw(runs: Runs, path: Path) -> None:
     with matplotlib.rc_context(STYLE):
-        # No pyplot: its global state and its choice of a window system are not needed for a file.
+        # A file needs no pyplot, with its global state and its choice of a window system.
         layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.04)
         figure = Figure(figsize=(13, 6), layout=layout)
         left, right = figure.subplots(1, 2)
@@ -162,7 +159,7 @@ def _gradients(axes: Any, runs: Runs) -> None:
 
 
 def _histogram(values: Tensor, bins: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Per cent of the elements that are not zero."""
+    """The percentage of the elements in each bin; zeros do not count."""
     octaves = values[values != 0].abs().log2().numpy()
     counts, _ = np.histogram(octaves, bins)
     return 100 * counts / max(1, len(octaves))
@@ -173,6 +170,6 @@ def _heading(axes: Any, words: str) -> None:
 
 
 def _title(name: str) -> str:
-    """The row's title, its power of two set as mathematics."""
+    """The row's title, with its power of two set as mathematics."""
     words, _, factor = ROWS[name].title.partition(", loss x ")
     return rf"{words}, loss $\times\,2^{{{factor[2:]}}}$" if factor else words
