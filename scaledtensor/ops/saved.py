@@ -268,8 +268,8 @@ def _fits_flash(x: Any, query: Tensor) -> bool:
 def _composed_rms_norm(
     x: ScaledTensor, shape: Any, weight: Any = None, eps: float | None = None
 ) -> Any:
-    """r = r_gamma. Without a fused kernel torch composes this norm of parts that round in between,
-    and so does this rule."""
+    """r = rw for the weight. Without a fused kernel torch composes this norm of parts that round in
+    between, and so does this rule."""
     fused = aten._fused_rms_norm.default
     fuses = backend_of(x.qdata).fused_rms_norm
     run = RULES[fused].function if fuses else fused.decompose

@@ -189,7 +189,7 @@ def product_gradient(
     gemm: str,
     gemms: str,
 ) -> Raw:
-    """dgrad: r = rg rb sqrt(N). wgrad: r = ra rg sqrt(M). Operands are cast for this product."""
+    """r_g rb sqrt(N) for dgrad and r_g ra sqrt(M) for wgrad. Operands are cast for this product."""
     how: Gemm = getattr(parsed_gemms(gemms), gemm)
     own = (grad.scale, grad.rms)
     if gemm == "dgrad":
