@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import scaledtensor as sct
-from scaledtensor.optim.keeping import STATE_FORMATS
+from scaledtensor.optim.states import STATE_FORMATS
 
 OPTIMIZERS = {
     "SGD, momentum": (sct.optim.SGD, {"lr": 0.1, "momentum": 0.9}),

@@ -41,7 +41,7 @@ from scaledtensor.apps.precision import Precision
 from scaledtensor.apps.text import load
 from scaledtensor.apps.training import Settings
 from scaledtensor.formats import E4M3FN, fake_quantize
-from scaledtensor.optim.keeping import STATE_FORMATS
+from scaledtensor.optim.states import STATE_FORMATS
 
 LAST, LR = 100, 1e-3
 

@@ -1,5 +1,5 @@
-"""torch.optim's optimizers and Lion, with u-muP's learning rates, read from the tags of the
-parameters, and with states and masters of few bits."""
+"""torch.optim's optimizers and Lion, with u-muP's learning rates, which the tags of parameters
+choose, and with states and masters of few bits."""
 
 from scaledtensor.optim.groups import (
     lr_scale_for_depth,

@@ -1,6 +1,15 @@
-"""Parameters that are stepped together: where what is kept of them lies, and views of it."""
+"""Buckets: parameters that are stepped together, in flat memory.
 
-from collections.abc import Iterator, Mapping, Sequence
+A bucket owns the memory of its parameters' states, each parameter padded to whole groups of 128.
+`optimizer.state` shows views of this memory. A step copies the elements of parameters and gradients
+into scratch memory, calls `kernel.run`, and copies the elements back. A large parameter is a bucket
+by itself and is stepped in place.
+
+A step is by element. If a parameter is a DTensor, each rank steps its part, and the states that the
+rank keeps are parts of DTensors with the parameter's layout.
+"""
+
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -8,38 +17,44 @@ from torch import Tensor
 
 from scaledtensor import _torch
 from scaledtensor.errors import ShapeError
-from scaledtensor.formats import FP16, FP32, get
-from scaledtensor.optim.keeping import GROUP, MASTERS, Kept
-from scaledtensor.optim.updates import RULES, Plan, Units, goes_by_pieces, run, zeros_for
-from scaledtensor.tensors.expanded import ExpandedTensor
+from scaledtensor.formats import get
+from scaledtensor.optim.kernel import Plan, goes_by_pieces, run
+from scaledtensor.optim.masters import MASTERS
+from scaledtensor.optim.states import GROUP, STATES
+from scaledtensor.optim.updates import RULES, Group, Units
 from scaledtensor.tensors.shards import is_dtensor
 from scaledtensor.tensors.tensor import ScaledTensor
 
 __all__ = [
-    "ALONE",
-    "COPIED",
-    "TOGETHER",
     "Bucket",
     "Entry",
-    "Parts",
     "Scratch",
     "as_spread",
+    "batches",
     "check_alike",
-    "groups_in",
     "part",
-    "parts_of",
+    "stands_alone",
 ]
 
+#: From this number of elements on, a parameter of whole groups is stepped in place: a call costs as
+#: much as a copy of so many elements.
+ALONE = 1 << 17
 
-# Parameters and states that are spread over ranks, for steps that are by element: each rank steps
-# its part, and what it keeps of it is a part of a DTensor laid out as the parameter is.
+#: The largest number of elements in one bucket of several parameters.
+TOGETHER = 1 << 20
+
+#: The largest number of groups that are copied at once if a step goes by pieces, so that they are
+#: still in a cache when they are read.
+COPIED = 1 << 11
+
+
 def part(x: Any) -> Any:
-    """What this rank has of a DTensor; anything else as it is."""
+    """Return this rank's part of a DTensor, and any other object unchanged."""
     return _torch.local_part(x) if is_dtensor(x) else x
 
 
 def as_spread(x: Any, like: Tensor) -> Any:
-    """A part, as the DTensor that it is one of, if `like` is one."""
+    """Return the DTensor whose part on this rank is `x`, if `like` is a DTensor."""
     if not is_dtensor(like) or not isinstance(x, Tensor):
         return x
     mesh, cut = like.device_mesh, like.placements
@@ -48,91 +63,75 @@ def as_spread(x: Any, like: Tensor) -> Any:
 
 
 def check_alike(name: str, x: Any, p: Tensor) -> None:
-    """Raises ShapeError where a state is not laid out as its parameter is."""
+    """Raise ShapeError if a state has another layout over ranks than its parameter."""
     layouts = [(t.device_mesh, t.placements) if is_dtensor(t) else None for t in (x, p)]
     if layouts[0] != layouts[1]:
+        told = [
+            f"spread over ranks as {t.placements}" if is_dtensor(t) else "whole" for t in (x, p)
+        ]
         raise ShapeError(
-            f"state {name!r} of a parameter of shape {tuple(p.shape)} is {_told(x)}, and the "
-            f"parameter is {_told(p)}: load it by scaledtensor.checkpoint, which cuts anew"
+            f"state {name!r} of a parameter of shape {tuple(p.shape)} is {told[0]}, and the "
+            f"parameter is {told[1]}: load it by scaledtensor.checkpoint, which cuts anew"
         )
 
 
-def _told(x: Any) -> str:
-    return f"spread over ranks as {x.placements}" if is_dtensor(x) else "whole"
-
-
-class Parts:
-    """The state of one parameter, as this rank's parts."""
-
-    def __init__(self, state: dict[str, Any], parameter: Tensor) -> None:
-        self.state, self.parameter = state, parameter
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.state
-
-    def __getitem__(self, name: str) -> Any:
-        return part(self.state[name])
-
-    def get(self, name: str) -> Any:
-        return part(self.state.get(name))
-
-    def put(self, name: str, x: Tensor) -> Any:
-        """Keep a part; what is kept, whose part shares the memory of `x`."""
-        self.state[name] = kept = as_spread(x, self.parameter)
-        return part(kept)
-
-
-def parts_of(states: Mapping[Tensor, dict[str, Any]], parameter: Tensor) -> Parts:
-    """The state of `parameter`, empty where there is none yet."""
-    return Parts(states[parameter], parameter)
-
-
-#: From this many elements on, a parameter of whole groups is stepped where it is: a call costs as
-#: much as copying that many.
-ALONE = 1 << 17
-
-
-#: So many elements are kept at most in one bucket, if there are more parameters than one in it.
-TOGETHER = 1 << 20
-
-
-#: So many groups are copied at once where steps go by pieces, to be in a cache when they are read.
-COPIED = 1 << 11
-
-
 class Entry(NamedTuple):
-    """A parameter that is to be stepped, checked."""
+    """A checked parameter with a gradient."""
 
     owner: Tensor
-    """The parameter that the optimizer has."""
+    """The parameter of the optimizer."""
     parameter: Tensor
-    """Itself, or this rank's part of it."""
-    state: Parts
-    group: dict[str, Any]
+    """The parameter, or this rank's part of it."""
+    state: dict[str, Any]
+    """The parameter's entry in `optimizer.state`."""
+    group: Group
     plan: Plan
     elements: Tensor
-    """Plain, of the parameter's shape: itself, or the `qdata` of a ScaledTensor."""
+    """A plain tensor of the parameter's shape: the parameter, or the `qdata` of a ScaledTensor."""
     gradient: Tensor
-    """Likewise."""
+    """The elements of the gradient, likewise."""
     units: Units
     fresh: bool
-    """Whether it is a ScaledTensor known to be zero, whose scale is that of what comes."""
+    """Whether the parameter is a ScaledTensor of zeros: it adopts the scale of the first value."""
     first: bool
-    """Whether it has no states yet."""
-
-    @property
-    def alone(self) -> bool:
-        whole = self.elements.numel() % GROUP == 0 and not self.fresh
-        dense = self.elements.is_contiguous() and self.gradient.is_contiguous()
-        return self.elements.numel() >= ALONE and whole and dense
+    """Whether the parameter has no states yet."""
+    alone: bool
+    """Whether the parameter is stepped in place, in a bucket of its own."""
 
 
-def groups_in(x: Tensor) -> int:
+def stands_alone(elements: Tensor, gradient: Tensor, fresh: bool) -> bool:
+    """Whether a parameter is large enough to be stepped in place, and can be."""
+    count = elements.numel()
+    if count < ALONE or count % GROUP or fresh:
+        return False
+    return elements.is_contiguous() and gradient.is_contiguous()
+
+
+def batches(entries: list[Entry]) -> Iterator[list[Entry]]:
+    """Divide the entries of a step into the entries of each bucket."""
+    open_: dict[Any, tuple[list[Entry], int]] = {}
+    for entry in entries:
+        if entry.alone:
+            yield [entry]
+            continue
+        key = (entry.plan, entry.elements.device)
+        batch, size = open_.get(key, ([], 0))
+        more = _groups_in(entry.elements) * GROUP
+        if batch and size + more > TOGETHER:
+            yield batch
+            batch, size = [], 0
+        batch.append(entry)
+        open_[key] = batch, size + more
+    for batch, _ in open_.values():
+        yield batch
+
+
+def _groups_in(x: Tensor) -> int:
     return -(-x.numel() // GROUP)
 
 
 class Scratch:
-    """Memory for copies of elements and gradients, one for all buckets of an optimizer."""
+    """Memory for copies of elements and gradients; the buckets of an optimizer share it."""
 
     def __init__(self) -> None:
         self._held: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
@@ -146,47 +145,64 @@ class Scratch:
 
 
 class Bucket:
-    """Parameters of one plan and one device."""
+    """The states of parameters that have one plan and one device.
+
+    The states that the optimizer has for these parameters are copied into the bucket, and
+    `optimizer.state` then shows views of the bucket. The bucket is valid as long as
+    `optimizer.state` contains these views.
+    """
 
     def __init__(self, plan: Plan, entries: Sequence[Entry]) -> None:
         self.plan = plan
-        self.parameters = [e.parameter for e in entries]
-        counts = [groups_in(p) for p in self.parameters]
+        self.owners = [e.owner for e in entries]  # alive, so that no other object gets their ids
+        self.device = entries[0].elements.device
+        self.shapes = [e.elements.shape for e in entries]
+        counts = [_groups_in(e.elements) for e in entries]
         self.groups = sum(counts)
-        self.ragged = any(p.numel() % GROUP for p in self.parameters)
-        device = entries[0].elements.device
-        self.device = device
+        self.ragged = any(shape.numel() % GROUP for shape in self.shapes)
         ends = torch.tensor(counts).cumsum(0).tolist()
+        #: The groups of each parameter.
         self.spans = [slice(end - n, end) for end, n in zip(ends, counts, strict=True)]
-        self.owner = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).to(device)
-        self.states, self.master = zeros_for(plan, self.groups, device)
+        #: The parameter of each group, by its place in `entries`.
+        self.owner = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+        self.owner = self.owner.to(self.device)
+        #: (parameters, groups) that are copied at once.
         self.pieces = [(slice(0, len(counts)), slice(0, self.groups))]
-        if goes_by_pieces(plan, device):
+        if goes_by_pieces(plan, self.device):
             self.pieces = list(_pieces(self.spans))
-        self.seen: list[dict[str, Tensor]] = []
-        self._viewed: dict[Any, list[Tensor]] = {}
+
+        self.format, self.holder = STATES[plan.state_format], MASTERS[plan.master]
+        self.states = [self.format.empty(self.groups, self.device) for _ in plan.states]
+        self.master = self.holder.empty(self.groups, self.device)
+        #: For each parameter, the views that `optimizer.state` shows.
+        self.shown = [self._adopt(e, span) for e, span in zip(entries, self.spans, strict=True)]
+        self._places: dict[Any, list[Tensor]] = {}
+
+    def _adopt(self, entry: Entry, span: slice) -> dict[str, Tensor]:
+        """Copy the states of a parameter into the bucket, and show views in their place."""
+        p, unit, squared = entry.parameter, entry.units.moment, RULES[self.plan.rule].squared
+        views = {}
+        for name, kept in zip(self.plan.states, self.states, strict=True):
+            its = unit * unit if name in squared else unit
+            views[name] = self.format.shown(tuple(t[span] for t in kept), p, its)
+        if self.holder.state is not None:
+            views[self.holder.state] = self.holder.shown(tuple(t[span] for t in self.master), p)
+        shown = {}
+        for name, view in views.items():
+            if name in entry.state:
+                _copy(part(entry.state[name]), view)
+            shown[name] = entry.state[name] = as_spread(view, entry.owner)
+        if RULES[self.plan.rule].counts and "step" not in entry.state:
+            entry.state["step"] = torch.zeros(())
+        return shown
 
     def holds(self, entries: Sequence[Entry]) -> bool:
-        """Whether what the optimizer has of each parameter is what this made."""
-        for entry, seen in zip(entries, self.seen, strict=True):
-            for name, x in seen.items():
+        """Whether `optimizer.state` still contains the views of this bucket."""
+        for entry, shown in zip(entries, self.shown, strict=True):
+            for name, x in shown.items():
                 if entry.state.get(name) is not x:
                     return False
         return True
-
-    def adopt(self, entries: Sequence[Entry]) -> None:
-        """Take over what the optimizer has, zeros where it has nothing, and show views of it."""
-        for entry, span in zip(entries, self.spans, strict=True):
-            state = entry.state
-            seen = {}
-            for name, kept in self._parts(span).items():
-                view = self._view(name, kept, entry)
-                if name in state:
-                    _copy(state[name], view)
-                seen[name] = state.put(name, view)
-            if RULES[self.plan.rule].counts and "step" not in state:
-                state.state["step"] = torch.zeros(())
-            self.seen.append(seen)
 
     def step(
         self,
@@ -196,95 +212,81 @@ class Bucket:
         keys: Tensor | None,
         compiled: bool,
     ) -> None:
-        """`numbers`: the columns of each parameter."""
-        if not self.groups:  # this rank has no part of any
+        """Make one step.
+
+        Args:
+            entries: the parameters that the bucket was made for.
+            numbers: the columns of each parameter.
+            scratch: memory for copies.
+            keys: keys of stochastic rounding.
+            compiled: whether to compile the step.
+        """
+        if not self.groups:  # this rank has no part of any parameter
             return
         columns = self._columns(numbers)
-        if len(entries) == 1 and entries[0].alone:
-            (entry,) = entries
-            rows = [x.detach().view(-1, GROUP) for x in (entry.elements, entry.gradient)]
-            run(self.plan, rows[0], rows[1], columns, self.states, self.master, keys, compiled)
+        above = [self.format.watch(kept) for kept in self.states]
+        if entries[0].alone:
+            elements = entries[0].elements.detach().view(-1, GROUP)
+            gradient = entries[0].gradient.detach().view(-1, GROUP)
+            kept: Any = (self.states, self.master, above)
+            run(self.plan, elements, gradient, columns, *kept, keys, compiled)
             return
         for batch, span in self.pieces:
-            part = entries[batch]
-            elements, gradient, views = self._copies(part, batch, span, scratch)
-            states = [tuple(t[span] for t in kept) for kept in self.states]
-            master = tuple(t[span] for t in self.master)
-            run(self.plan, elements, gradient, columns[span], states, master, keys, compiled)
-            self._put_back(part, views)
-
-    def _copies(
-        self, entries: Sequence[Entry], batch: slice, span: slice, scratch: Scratch
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Elements and gradients in groups, and the places of each parameter's elements in them."""
-        formats = get(self.plan.elements), get(self.plan.gradient)
-        count = span.stop - span.start
-        elements, gradient = (
-            scratch.rows(name, count, fmt.storage_dtype, self.device)
-            for name, fmt in zip(("elements", "gradient"), formats, strict=True)
-        )
-        if self.ragged:  # the padding of a parameter is stepped as well
-            elements.zero_()
-            gradient.zero_()
-        views = self._views(elements, batch, span.start)
-        _torch.foreach_copy(views, [e.elements for e in entries])
-        places = self._views(gradient, batch, span.start)
-        _torch.foreach_copy(places, [e.gradient for e in entries])
-        return elements, gradient, views
+            elements, gradient, places = self._copies(entries[batch], batch, span, scratch)
+            *states, master = (tuple(t[span] for t in k) for k in (*self.states, self.master))
+            kept = (states, master, [None if x is None else x[span] for x in above])
+            run(self.plan, elements, gradient, columns[span], *kept, keys, compiled)
+            _put_back(entries[batch], places)
 
     def _columns(self, numbers: list[list[float]]) -> Tensor:
-        if all(row is numbers[0] for row in numbers):  # of one group: nothing to look up
+        if all(row is numbers[0] for row in numbers):  # one parameter group: all rows are equal
             row = torch.tensor(numbers[:1], dtype=torch.float32).to(self.device)
             return row.expand(self.groups, -1).contiguous()
         table = torch.tensor(numbers, dtype=torch.float32)
         return table.to(self.device).index_select(0, self.owner)
 
-    def _put_back(self, entries: Sequence[Entry], views: list[Tensor]) -> None:
-        old = [(e.elements, v) for e, v in zip(entries, views, strict=True) if not e.fresh]
-        _torch.foreach_copy([e for e, _ in old], [v for _, v in old])
-        for e, v in zip(entries, views, strict=True):
-            if e.fresh:
-                e.parameter.copy_(v.float())
+    def _copies(
+        self, entries: Sequence[Entry], batch: slice, span: slice, scratch: Scratch
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Return elements and gradients in groups, and the place of each parameter's elements."""
+        copies = []
+        for name, fmt in (("elements", self.plan.elements), ("gradient", self.plan.gradient)):
+            count = span.stop - span.start
+            rows = scratch.rows(name, count, get(fmt).storage_dtype, self.device)
+            if self.ragged:  # the padding of a parameter is stepped as well
+                rows.zero_()
+            sources = [getattr(e, name) for e in entries]
+            places = self._views(rows, batch, span.start)
+            _torch.foreach_copy(places, sources)
+            copies.append((rows, places))
+        (elements, places), (gradient, _) = copies
+        return elements, gradient, places
 
     def _views(self, rows: Tensor, batch: slice, first: int) -> list[Tensor]:
-        """Of each parameter's place in scratch memory: kept, since they take as long as a step."""
+        """Return the place of each parameter in scratch memory. The views are cached, because
+        making them takes as long as a step."""
         key = (rows.data_ptr(), rows.dtype, batch.start)
-        if key not in self._viewed:
+        if key not in self._places:
             flat = rows.view(-1)
-            self._viewed[key] = [
-                flat[(span.start - first) * GROUP :][: p.numel()].view(p.shape)
-                for p, span in zip(self.parameters[batch], self.spans[batch], strict=True)
+            self._places[key] = [
+                flat[(span.start - first) * GROUP :][: shape.numel()].view(shape)
+                for shape, span in zip(self.shapes[batch], self.spans[batch], strict=True)
             ]
-        return self._viewed[key]
+        return self._places[key]
 
-    def _parts(self, span: slice) -> dict[str, Kept]:
-        named = dict(zip(self.plan.states, self.states, strict=True))
-        beside = MASTERS[self.plan.master].state
-        if beside is not None:
-            named[beside] = self.master
-        return {name: tuple(t[span] for t in kept) for name, kept in named.items()}
 
-    def _view(self, name: str, kept: Kept, entry: Entry) -> Tensor:
-        p = entry.parameter
-        first = kept[0].view(-1)[: p.numel()].view(p.shape)
-        if name in ("remainder",) or (name == "master" and len(kept) == 1):
-            return first
-        fmt = FP16 if name == "master" else get(self.plan.state_format)
-        unit = 1.0 if name == "master" else entry.units.moment
-        if name in RULES[self.plan.rule].squared:
-            unit *= unit
-        scale = torch.tensor(unit, dtype=torch.float32, device=self.device)
-        if fmt is not FP32:
-            rest: Any = (fmt, torch.float32, None, False, GROUP)
-            return ExpandedTensor.keep(first, *kept[1:], scale, p.shape, *rest)
-        if not isinstance(p, ScaledTensor):
-            return first
-        return ScaledTensor.make(first, scale, scale.clone(), FP32, torch.float32, None)
+def _put_back(entries: Sequence[Entry], places: list[Tensor]) -> None:
+    """Copy the new elements of parameters from scratch memory."""
+    old = [(e.elements, place) for e, place in zip(entries, places, strict=True) if not e.fresh]
+    _torch.foreach_copy([e for e, _ in old], [place for _, place in old])
+    for e, place in zip(entries, places, strict=True):
+        if e.fresh:
+            e.parameter.copy_(place.float())
 
 
 def _pieces(spans: Sequence[slice]) -> Iterator[tuple[slice, slice]]:
-    """Parameters whose copies lie in the scratch memory at once, and their groups. A rest that is
-    small is no piece: compiled code of one group would be code of its own."""
+    """Divide parameters into pieces whose copies are in the scratch memory at once. A small rest
+    joins the last piece, because one group would need separate compiled code."""
     first, end = 0, spans[-1].stop
     for i in range(1, len(spans)):
         size, rest = spans[i].stop - spans[first].start, end - spans[i].start
@@ -295,7 +297,7 @@ def _pieces(spans: Sequence[slice]) -> Iterator[tuple[slice, slice]]:
 
 
 def _copy(source: Tensor, target: Tensor) -> None:
-    """What is kept of one parameter, part by part: the same bits."""
+    """Copy a state to the bit, inner tensor by inner tensor."""
     if not isinstance(target, ScaledTensor):
         target.copy_(source)
         return

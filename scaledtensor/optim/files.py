@@ -8,83 +8,75 @@ from torch.optim.optimizer import Optimizer
 
 from scaledtensor.errors import FormatError, ShapeError
 from scaledtensor.optim.buckets import as_spread, check_alike, part
-from scaledtensor.optim.keeping import GROUP, MASTERS
-from scaledtensor.optim.updates import RULES
-from scaledtensor.tensors.expanded import ExpandedTensor
+from scaledtensor.optim.masters import MASTER_STATES, MASTERS
+from scaledtensor.optim.states import LARGEST_UNIT, LEAST_UNIT, STATES, unit_of, values_of
+from scaledtensor.optim.updates import RULES, Group
+from scaledtensor.tensors.coded import is_expanded
 from scaledtensor.tensors.tensor import ScaledTensor
-from scaledtensor.tensors.wrap import scaled
 
-__all__ = ["LARGEST_UNIT", "LEAST_UNIT", "adopted", "exported", "holds_groups", "is_low"]
+__all__ = ["exported", "holds_groups", "loaded_states", "widened"]
 
-
-#: Squares of units stay powers of two that are float32 numbers.
-LEAST_UNIT, LARGEST_UNIT = 2.0**-60, 2.0**60
-
-
-def is_low(group: dict[str, Any]) -> bool:
-    """Whether torch's own step does not do for a parameter group."""
-    return group["state_format"] != "fp32" or group["master_format"] is not None
+State = dict[str, Any]
+"""The states of one parameter, by name."""
 
 
 def holds_groups(state_dict: dict[str, Any]) -> bool:
-    """Whether a `state_dict` has states that torch's own classes would not read."""
+    """Whether a `state_dict` has states that torch's own classes cannot read."""
     return any(
-        isinstance(part(x), ExpandedTensor) or name in ("master", "remainder")
+        is_expanded(part(x)) or name in MASTER_STATES
         for state in state_dict["state"].values()
         if isinstance(state, dict)
         for name, x in state.items()
     )
 
 
-def adopted(
+def loaded_states(
     optimizer: Optimizer, state_dict: dict[str, Any], wide: bool
-) -> dict[Tensor, dict[str, Any]]:
-    """The states in a `state_dict`, copied, each in the format that the parameter's group has;
-    "fp32" is float32 where `wide`, else as torch has it, the dtype of the parameter.
+) -> dict[Tensor, State]:
+    """Return copies of the states in a `state_dict`, each in the format of its parameter's group.
 
-    Leaves what torch checks to torch: where parameters do not match it has none.
+    Returns no states if the parameters do not match the file: torch raises the error for this.
+
+    Args:
+        optimizer: the optimizer that loads the states.
+        state_dict: the file.
+        wide: whether "fp32" means float32. Otherwise it means the parameter's dtype, as in torch.
     """
-    saved = state_dict["param_groups"]
-    groups = optimizer.param_groups
+    saved, groups = state_dict["param_groups"], optimizer.param_groups
     if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
         return {}
-    found, rule = {}, getattr(optimizer, "rule", None) if wide else None
-    for own, given in zip(groups, saved, strict=True):
-        for p, place in zip(own["params"], given["params"], strict=True):
+    rule = getattr(optimizer, "rule", None) if wide else None
+    found = {}
+    for group, given in zip(groups, saved, strict=True):
+        for p, place in zip(group["params"], given["params"], strict=True):
             if place in state_dict["state"]:
                 state = state_dict["state"][place]
-                units = _units(rule, own, state)
-                found[p] = _adopted(p, own, state, wide, units)
+                found[p] = _loaded(p, group, state, wide, _units(rule, group, state))
     return found
 
 
-def _units(rule: str | None, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, float]:
-    """The unit of each state in a step, which has one for all: that of the first, and its square
-    for averages of squares. Torch's step has one for each."""
+def _units(rule: str | None, group: Group, saved: State) -> dict[str, float]:
+    """Return the unit of each state. A step of `RULES` has one unit for all: the unit of the first
+    state, and its square for averages of squares. Torch's step has one for each state."""
     if rule is None:
         return {}
     names = RULES[rule].states(group)
-    unit = _unit(part(saved.get(names[0]))) if names else 1.0
+    unit = unit_of(part(saved.get(names[0]))) if names else 1.0
     unit = min(max(unit, LEAST_UNIT), LARGEST_UNIT)
     return {name: unit * unit if name in RULES[rule].squared else unit for name in names}
 
 
-def _unit(x: Any) -> float:
-    if isinstance(x, ExpandedTensor):
-        return float(x.tensor_scale)
-    return float(x.scale) if isinstance(x, ScaledTensor) else 1.0
-
-
-def _adopted(
-    p: Tensor, group: dict[str, Any], saved: dict[str, Any], wide: bool, units: dict[str, float]
-) -> dict[str, Any]:
-    beside = MASTERS[group["master_format"]].state
-    made = {}
+def _loaded(p: Tensor, group: Group, saved: State, wide: bool, units: dict[str, float]) -> State:
+    fmt, holder = STATES[group["state_format"]], MASTERS[group["master_format"]]
+    made: State = {}
     for name, x in saved.items():
-        if x is None:  # SGD's buffer, where it has no momentum
+        if x is None:  # the buffer of SGD without momentum
             continue
-        if not isinstance(x, Tensor) or name == "step":
-            made[name] = torch.tensor(float(x)) if name == "step" else x
+        if name == "step":
+            made[name] = torch.tensor(float(x))
+            continue
+        if not isinstance(x, Tensor):
+            made[name] = x
             continue
         if x.shape != p.shape:
             raise ShapeError(
@@ -93,76 +85,45 @@ def _adopted(
             )
         check_alike(name, x, p)
         own, mine = part(x), part(p)
-        if name in ("master", "remainder"):
-            if name != beside:
+        if name in MASTER_STATES:
+            if name != holder.state:
                 raise FormatError(
                     f"a {name} was saved for a parameter of shape {tuple(p.shape)}, and with "
                     f"master_format={group['master_format']!r} there is none: load it with the "
                     "master_format it was saved with"
                 )
-            kept = _master(own, mine, group["master_format"])
+            kept = holder.converted(own, mine)
+        elif group["state_format"] == "fp32" and not wide:
+            like_torch = widened(own, mine) if isinstance(mine, ScaledTensor) else values_of(own)
+            kept = like_torch.detach().to(mine.device, mine.dtype, copy=True)
         else:
-            unit = units.get(name, _unit(own))
-            if group["state_format"] != "fp32":
-                kept = _grouped(own, mine, group["state_format"], unit)
-            else:
-                kept = _single(own, mine, unit) if wide else _torchs(own, mine)
+            kept = fmt.converted(own, mine, units.get(name, unit_of(own)))
         made[name] = as_spread(kept, p)
     return made
 
 
-def _master(x: Tensor, p: Tensor, name: str) -> Tensor:
-    if name == "bf16+16":
-        if x.dtype != torch.int16:
-            raise FormatError(f"a remainder is int16; got {x.dtype}")
-        return x.detach().to(p.device, copy=True)
-    if name == "fp16":
-        return _grouped(x, p, "fp16", _unit(x))
-    return _values(x).to(p.device, torch.float32, copy=True)
-
-
-def _single(x: Tensor, p: Tensor, unit: float) -> Tensor:
-    if not isinstance(p, ScaledTensor):
-        return _values(x).to(p.device, torch.float32, copy=True)
-    return scaled(_values(x).to(p.device, torch.float32), scale=unit)
-
-
-def _torchs(x: Tensor, p: Tensor) -> Tensor:
-    """As torch's own step keeps it."""
-    if not isinstance(p, ScaledTensor):
-        return _values(x).to(p.device, p.dtype, copy=True)
-    wide = x.widened() if isinstance(x, ExpandedTensor) else x
-    return wide.detach().to(p.device, p.dtype, copy=True)
-
-
-def _grouped(x: Tensor, p: Tensor, name: str, unit: float) -> Tensor:
-    if isinstance(x, ExpandedTensor) and x.format.name == name and x.granularity == GROUP:
-        return x.detach().to(p.device, copy=True)
-    values = _values(x).to(p.device)
-    return ExpandedTensor(values, name, GROUP, dtype=torch.float32, tensor_scale=unit)
-
-
-def _values(x: Tensor) -> Tensor:
-    return x.detach().dequantize() if isinstance(x, ScaledTensor) else x.detach()
-
-
 def exported(optimizer: Optimizer) -> dict[str, Any]:
-    """See `LowPrecision.plain_state_dict`."""
+    """Return the `state_dict` that `LowPrecision.plain_state_dict` describes."""
     held = optimizer.state_dict()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     states = {}
     for place, state in held["state"].items():
         p = parameters[place]
-        scaled = isinstance(part(p), ScaledTensor)
         states[place] = {
-            name: x.clone() if name == "step" else as_spread(_plain(part(x), scaled), p)
+            name: as_spread(_plain(part(x), part(p)), p) if name != "step" else x.clone()
             for name, x in state.items()
-            if name not in ("master", "remainder")
+            if name not in MASTER_STATES
         }
     return {**held, "state": states}
 
 
-def _plain(x: Any, scaled: bool) -> Any:
-    if not isinstance(x, ExpandedTensor):
-        return x.clone() if isinstance(x, Tensor) else x
-    return x.widened() if scaled else x.dequantize()
+def _plain(x: Any, p: Tensor) -> Any:
+    wide = widened(x, p)
+    return x.clone() if wide is x and isinstance(x, Tensor) else wide
+
+
+def widened(x: Any, p: Tensor) -> Any:
+    """Return a state as torch's own step keeps it, if it is in groups; any other one unchanged."""
+    if not is_expanded(x):
+        return x
+    return x.widened() if isinstance(p, ScaledTensor) else x.dequantize()

@@ -1,4 +1,11 @@
-"""Parameter groups with the learning rates that a rule gives each parameter."""
+"""Learning-rate rules of u-muP, and parameter groups with the learning rates of a rule.
+
+A unit-scaled weight has entries of variance 1. The function that it computes has the factor that
+the usual initialisation would have: fan_in^-1/2 in a hidden layer, and 1/fan_in in the readout. An
+optimizer changes this function by the change of the entries times the factor. u-muP requires that
+this change be the same at every width and depth. The rule for the learning rate therefore depends
+on the size of an optimizer's updates.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -6,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from scaledtensor.errors import MupError
@@ -15,7 +21,6 @@ from scaledtensor.mup import fan_in, has_parameter_data, tags
 __all__ = [
     "GroupRule",
     "LRScale",
-    "Tagged",
     "groups_of",
     "lr_scale_for_depth",
     "lr_scale_func_adam",
@@ -27,20 +32,14 @@ __all__ = [
 ]
 
 
-# Learning-rate rules of u-muP: by what a parameter's learning rate is multiplied.  A unit-scaled
-# weight has entries of variance 1, and the function it computes has the factor that the usual
-# initialisation would have: fan_in^-1/2 in a hidden layer, 1/fan_in in the readout. What an
-# optimizer does to the function is the change of the entries times that factor, and u-muP asks
-# that it be the same at every width and depth. So a rule depends on the size of an optimizer's
-# updates.
 LRScale = Callable[[Any], float]
+"""A rule: takes a tagged parameter, and returns the factor of its learning rate."""
 
-
-"""Takes a tagged parameter, returns what its learning rate is multiplied by."""
+Group = dict[str, Any]
 
 
 def lr_scale_for_depth(parameter: Any) -> float:
-    """depth^-1/2 for a parameter in a residual stack of that many layers, 1 outside of one.
+    """Return depth^-1/2 for a parameter in a residual stack of `depth` layers, and 1 for any other.
 
     Source: u-muP (Blake et al., arXiv 2407.17465), after depth-muP (Yang et al., arXiv 2310.02244).
 
@@ -52,9 +51,10 @@ def lr_scale_for_depth(parameter: Any) -> float:
 
 
 def lr_scale_func_adam(parameter: Any) -> float:
-    """The rule for optimizers whose updates have entries of size 1, as Adam, AdamW and Lion do.
+    """The rule for optimizers whose updates have entries of size 1: Adam, AdamW and Lion.
 
-    fan_in^-1/2 for a "weight", 1 for the rest, times the factor for depth. Source: u-muP.
+    The factor is fan_in^-1/2 for a "weight" and 1 for all other types, times the factor for depth.
+    Source: u-muP.
 
     Raises:
         MupError: the parameter has no tags.
@@ -65,16 +65,16 @@ def lr_scale_func_adam(parameter: Any) -> float:
 
 
 def lr_scale_func_sgd(readout_constraint: str | None) -> LRScale:
-    """The rule for SGD, whose updates are as large as the gradients.
+    """Return the rule for SGD, whose updates are as large as the gradients.
 
     Args:
-        readout_constraint: the `constraint` of the model's `LinearReadout`. With None gradients
-            have unit scale, and Adam's rule holds. With "to_output_scale" every gradient below the
-            readout has its factor of 1/width, and every rate makes up for it: weights get
-            fan_in^1/2 and vectors their length, times the factor for depth.
+        readout_constraint: the `constraint` of the model's `LinearReadout`. With None, gradients
+            have unit scale, and Adam's rule holds. With "to_output_scale", every gradient below the
+            readout has the readout's factor of 1/width. The learning rates compensate for it:
+            weights get fan_in^1/2 and vectors their length, times the factor for depth.
 
     Raises:
-        MupError: another constraint; here at once, and in the rule for a parameter without tags.
+        MupError: the constraint is unknown. The rule itself raises it for a parameter without tags.
     """
     if readout_constraint is None:
         return lr_scale_func_adam
@@ -97,22 +97,22 @@ def _sgd_to_output_scale(parameter: Any) -> float:
 
 
 def lr_scale_func_spectral(norm: Callable[[int, int], float]) -> LRScale:
-    """The rule for optimizers that are known by the spectral norm of their updates.
+    """Return the rule for optimizers whose updates have a known spectral norm.
 
-    A layer learns features at every width if its weight matrix and the change of it have spectral
-    norms of the order of (out / in)^1/2 (Yang et al., "A spectral condition for feature learning",
-    arXiv 2310.17813). The change of the function is lr * update * in^-1/2 in a hidden layer, and
-    lr * update / in in the readout. With an update of spectral norm u(out, in) this gives
+    A layer learns features at every width if its weight matrix and the change of this matrix have
+    spectral norms of the order of (out / in)^1/2 (Yang et al., "A spectral condition for feature
+    learning", arXiv 2310.17813). The change of the function is lr * update * in^-1/2 in a hidden
+    layer, and lr * update / in in the readout. If an update has the spectral norm u(out, in), then
 
         hidden: lr = out^1/2 / u           readout: lr = (in * out)^1/2 / u
 
-    and Adam's rule is the case of aligned signs, u = (in * out)^1/2. Vectors get Adam's rule.
+    Adam's rule is the case of aligned signs, u = (in * out)^1/2. Vectors get Adam's rule.
 
     Args:
         norm: u(out, in).
 
     Raises:
-        MupError: in the rule, for a parameter without tags.
+        MupError: the rule raises it for a parameter without tags.
     """
     return partial(_spectral, norm)
 
@@ -128,21 +128,21 @@ def _spectral(norm: Callable[[int, int], float], parameter: Any) -> float:
 
 
 def lr_scale_func_muon(adjust_lr_fn: str | None = None) -> LRScale:
-    """The rule for `torch.optim.Muon`, whose updates are orthogonal matrices.
+    """Return the rule for `torch.optim.Muon`, whose updates are orthogonal matrices.
 
     All singular values of such an update are 1 (Bernstein and Newhouse, "Old optimizer, new norm",
-    arXiv 2409.20325), and torch multiplies it by a factor of the shape: max(1, out / in)^1/2 for
-    "original" and 0.2 max(out, in)^1/2 for "match_rms_adamw". The rule is that of
-    `lr_scale_func_spectral` for the product, so a hidden layer gets min(out, in)^1/2 with
-    "original", and the two choices train alike.
+    arXiv 2409.20325). torch multiplies the update by a factor of the shape: max(1, out / in)^1/2
+    for "original" and 0.2 max(out, in)^1/2 for "match_rms_adamw". `lr_scale_func_spectral` gives
+    the rule for the product. A hidden layer therefore gets min(out, in)^1/2 with "original", and
+    both choices train alike.
 
-    Muon is for matrices between hidden layers; give embeddings and vectors to Adam.
+    Muon is for matrices between hidden layers. Give embeddings and vectors to Adam.
 
     Args:
-        adjust_lr_fn: as of `torch.optim.Muon`; None is "original".
+        adjust_lr_fn: the option of `torch.optim.Muon`; None is "original".
 
     Raises:
-        MupError: another `adjust_lr_fn`; here at once, and in the rule for a parameter that is no
+        MupError: `adjust_lr_fn` is unknown. The rule itself raises it for a parameter that is no
             matrix or has no tags.
     """
     if adjust_lr_fn not in _MUON_NORMS:
@@ -152,38 +152,13 @@ def lr_scale_func_muon(adjust_lr_fn: str | None = None) -> LRScale:
     return partial(_muon, _MUON_NORMS[adjust_lr_fn])
 
 
-def lr_scale_func_soap(parameter: Any) -> float:
-    """The rule for optimizers that run Adam in the eigenbasis of the gradients, as SOAP does.
-
-    Adam's updates have entries of size 1 whose signs follow the few directions of the gradient, so
-    their spectral norm is of the order of (in * out)^1/2. In the eigenbasis these directions are
-    few of the entries (Vyas et al., arXiv 2409.11321), and the others, of size 1 too, are noise:
-    the spectral norm is that of a Gaussian matrix, in^1/2 + out^1/2. By `lr_scale_func_spectral` a
-    hidden layer gets out^1/2 / (in^1/2 + out^1/2), which between layers of one width does not
-    depend on it. Vectors, which SOAP leaves to Adam, get Adam's rule. Derived here, and measured:
-    in a test both norms grow with the width as said.
-
-    Raises:
-        MupError: the parameter has no tags.
-    """
-    return _spectral(_gaussian, parameter)
-
-
-def _gaussian(outputs: int, inputs: int) -> float:
-    return math.sqrt(outputs) + math.sqrt(inputs)
-
-
 def _muon(norm: Callable[[int, int], float], parameter: Any) -> float:
-    _check_matrix(parameter)
-    return _spectral(norm, parameter)
-
-
-def _check_matrix(parameter: torch.Tensor) -> None:
     if parameter.dim() != 2:
         raise MupError(
             f"Muon is for matrices; got a parameter of shape {tuple(parameter.shape)}. "
             "Give the others to Adam"
         )
+    return _spectral(norm, parameter)
 
 
 def _muon_original(outputs: int, inputs: int) -> float:
@@ -201,17 +176,25 @@ _MUON_NORMS: dict[str | None, Callable[[int, int], float]] = {
 }
 
 
-Group = dict[str, Any]
+def lr_scale_func_soap(parameter: Any) -> float:
+    """The rule for optimizers that run Adam in the eigenbasis of the gradients, such as SOAP.
+
+    Adam's updates have entries of size 1 whose signs follow the few directions of the gradient, so
+    their spectral norm is of the order of (in * out)^1/2. In the eigenbasis, few of the entries
+    belong to these directions (Vyas et al., arXiv 2409.11321). The other entries, of size 1 too,
+    are noise, and a Gaussian matrix has the spectral norm in^1/2 + out^1/2. By
+    `lr_scale_func_spectral` a hidden layer gets out^1/2 / (in^1/2 + out^1/2), which does not depend
+    on the width if all layers have one width. Vectors, which SOAP leaves to Adam, get Adam's rule.
+    This rule is derived here. A test measures that both norms grow with the width in this way.
+
+    Raises:
+        MupError: the parameter has no tags.
+    """
+    return _spectral(_gaussian, parameter)
 
 
-@dataclass(frozen=True)
-class Tagged:
-    """What an optimizer was told of parameters without tags."""
-
-    independent_weight_decay: bool | None = None
-    """None: where parameters are tagged."""
-    allow_non_unit_scaling_params: bool | None = None
-    """None: where there are no others. True: beside others too. False: an error."""
+def _gaussian(outputs: int, inputs: int) -> float:
+    return math.sqrt(outputs) + math.sqrt(inputs)
 
 
 @dataclass(frozen=True)
@@ -222,26 +205,34 @@ class GroupRule:
     independent_weight_decay: bool = True
     allow_non_unit_scaling_params: bool = False
     scales: bool = True
-    """Whether there is a tagged parameter; without any, groups stay as they are."""
+    """Whether a parameter is tagged; otherwise groups stay unchanged."""
 
     @classmethod
-    def of(cls, groups: list[Group], lr_scale: LRScale, told: Tagged) -> "GroupRule":
-        """The rule for what an optimizer is constructed with. Groups that are added later are to be
-        of the same kind."""
+    def of(
+        cls, groups: list[Group], lr_scale: LRScale, independent: bool | None, allowed: bool | None
+    ) -> "GroupRule":
+        """Return the rule of an optimizer, from the groups and options of its constructor. Groups
+        that are added later must be of the same kind: with or without tagged parameters.
+
+        Args:
+            groups: the parameter groups.
+            lr_scale: the rule for learning rates.
+            independent: `independent_weight_decay`; None means True if a parameter is tagged.
+            allowed: `allow_non_unit_scaling_params`; None means True if no parameter is tagged.
+        """
         for group in groups:
             group["params"] = _entries(group["params"])  # an iterator is read once
         given = [_parameter(entry) for group in groups for entry in group["params"]]
-        allowed, independent = told.allow_non_unit_scaling_params, told.independent_weight_decay
         scales = allowed is not None or any(map(has_parameter_data, given))
         if independent is None:
             independent = scales
         return cls(lr_scale, independent, not scales if allowed is None else allowed, scales)
 
     def split(self, group: Group) -> Iterator[Group]:
-        """Groups that hold the parameters of `group`, which has an `lr` and a `weight_decay`.
+        """Divide the parameters of `group`, which has an `lr` and a `weight_decay`.
 
-        Parameters whose learning rates are equal stay together, so that fused and foreach forms
-        work on as many at once as they can. All other options are passed on.
+        Parameters with equal learning rates stay together, so that fused and foreach steps take as
+        many parameters at once as possible. All other options stay unchanged.
         """
         _check_numbers(group)
         if not self.scales:
@@ -277,7 +268,8 @@ class GroupRule:
             )
 
     def _decay(self, decay: float, lr: float | Tensor) -> float:
-        """torch decays by lr * weight_decay: independent of the learning rate, divided by it."""
+        """Return torch's `weight_decay`. torch decays by lr * weight_decay, so an independent decay
+        is divided by the learning rate."""
         if not self.independent_weight_decay or decay == 0:
             return decay
         if float(lr) == 0:
@@ -288,13 +280,12 @@ class GroupRule:
         return decay / float(lr)
 
 
-#: Options of torch's optimizers that are numbers, or pairs of them.
+#: Options of torch's optimizers that are numbers or pairs of numbers.
 _NUMBERS = ("lr", "weight_decay", "betas", "eps", "momentum", "dampening")
 
 
 def _check_numbers(group: Group) -> None:
-    """Raises MupError for what torch lets pass: its comparisons hold of infinity, and some of
-    NaN."""
+    """Raise MupError for infinities and NaNs, some of which torch's comparisons accept."""
     for name in _NUMBERS:
         given = group.get(name)
         for x in given if isinstance(given, (tuple, list)) else (given,):
@@ -314,15 +305,15 @@ def scaled_parameters(
     independent_weight_decay: bool = True,
     allow_non_unit_scaling_params: bool = False,
 ) -> list[Group]:
-    """Parameter groups with scaled learning rates, for any optimizer of the form of torch.optim's.
+    """Return parameter groups with scaled learning rates, for any optimizer like torch.optim's.
 
         torch.optim.RAdam(scaled_parameters(model.parameters(), lr_scale_func_adam, lr=1.0))
 
     Args:
-        params: what torch's optimizers take: parameters, pairs of name and parameter, or groups.
+        params: parameters, pairs of name and parameter, or groups, as torch's optimizers take them.
         lr_scale_func: takes a tagged parameter, returns a factor of its learning rate.
-        lr: of parameters in groups that have none of their own.
-        weight_decay: likewise.
+        lr: learning rate of groups without an `lr`.
+        weight_decay: weight decay of groups without a `weight_decay`.
         independent_weight_decay: divide the weight decay by the learning rate, so that a step at
             the given learning rate decays by `weight_decay` itself. A scheduler of the learning
             rate changes both.
@@ -332,8 +323,8 @@ def scaled_parameters(
         One group for each learning rate in each given group, in the order of first parameters.
 
     Raises:
-        MupError: no learning rate, a parameter without tags, or an independent weight decay at
-            learning rate 0.
+        MupError: a group has no learning rate, a parameter has no tags, or a weight decay is
+            independent of a learning rate of 0.
     """
     rule = GroupRule(lr_scale_func, independent_weight_decay, allow_non_unit_scaling_params)
     found: list[Group] = []
@@ -346,9 +337,10 @@ def scaled_parameters(
 
 
 def groups_of(params: Iterable[Any]) -> list[Group]:
-    """Groups in their order; parameters outside of any go together, where the first one was.
+    """Return groups in their order. Loose parameters become one group, in the place of the first.
 
-    torch takes either groups or parameters. The published library takes a mixture, as this does.
+    torch takes either groups or parameters. The published library takes a mixture, and so does this
+    function.
 
     Raises:
         MupError: `params` is one tensor.

@@ -23,7 +23,7 @@ def losses_of(recipe, name, state_format):
     losses = training.train(gpt, 10, optimizer)
     p, state = next(iter(optimizer.state.items()))
     kinds = {type(x).__name__ for x in state.values() if isinstance(x, DTensor)}
-    parts = {part(x).kind for x in state.values() if isinstance(x, DTensor)}
+    parts = {getattr(part(x), "kind", "Tensor") for x in state.values() if isinstance(x, DTensor)}
     return losses, kinds, parts, [x.shape == p.shape for x in state.values() if x.dim()]
 
 

@@ -9,7 +9,7 @@ from tensors import gaussian
 from torch import nn
 
 import scaledtensor as sct
-from scaledtensor.optim import updates
+from scaledtensor.optim.states import GroupedState
 
 OPTIMIZERS = {
     "sgd": (sct.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
@@ -75,13 +75,13 @@ def test__compiled__a_spike_leaves_its_neighbours_alone():
 
 def test__a_training_without_a_spike__has_no_group_that_is_written_again(monkeypatch):
     again = []
-    true = updates.hold_apart
+    true = GroupedState.write_spikes
 
-    def counted(name, kept, rows, found, key, start):
+    def counted(fmt, kept, rows, found, key, start):
         again.append(int(found.sum()))
-        true(name, kept, rows, found, key, start)
+        true(fmt, kept, rows, found, key, start)
 
-    monkeypatch.setattr(updates, "hold_apart", counted)
+    monkeypatch.setattr(GroupedState, "write_spikes", counted)
     _, optimizer = trained("adamw", "e4m3fn", spike=None)
     assert again[:2] == [2, 2]  # All of these were zeros.
     assert not any(again[2:])

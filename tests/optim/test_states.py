@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import scaledtensor as sct
 from scaledtensor.errors import DTypeError, FormatError, ShapeError, UnsupportedError
-from scaledtensor.optim import buckets, states, updates
+from scaledtensor.optim import buckets, kernel, step
 from scaledtensor.tensors.expanded import ExpandedTensor
 
 FORMATS = ("bf16", "fp16", "e4m3fn", "e5m2", "int8")
@@ -206,7 +206,7 @@ def test__compiling__is_chosen_by_size(monkeypatch):
 
     monkeypatch.setattr(buckets, "run", run)
     for wanted, least in ((False, 1 << 18), (True, 100)):
-        monkeypatch.setattr(states, "COMPILED_FROM", least)
+        monkeypatch.setattr(step, "COMPILED_FROM", least)
         model = matrices()
         steps(model, sct.optim.AdamW(model.parameters(), state_format="e4m3fn"), range(1))
         assert seen.pop() is wanted
@@ -677,8 +677,8 @@ def test__large_parameters__are_stepped_where_they_are(monkeypatch):
     monkeypatch.setattr(buckets, "ALONE", 2048)
     for a, b in zip(whole, train(), strict=True):
         assert torch.equal(a, b)
-    monkeypatch.setattr(states, "TOGETHER", 300)
-    monkeypatch.setattr(updates, "_PIECE", 3)
+    monkeypatch.setattr(buckets, "TOGETHER", 300)
+    monkeypatch.setattr(kernel, "_PIECE", 3)
     for a, b in zip(whole, train(), strict=True):
         assert torch.equal(a, b)
 
@@ -725,7 +725,7 @@ def test__a_step_that_fails_midway__counts_what_it_stepped(monkeypatch):
         real(*given)
 
     monkeypatch.setattr(buckets, "run", run)
-    monkeypatch.setattr(states, "TOGETHER", 128)
+    monkeypatch.setattr(buckets, "TOGETHER", 128)
     ps = [nn.Parameter(torch.zeros(128)) for _ in range(3)]
     for p in ps:
         p.grad = torch.ones(128)
@@ -742,12 +742,12 @@ def test__compiled_pieces__are_alike(monkeypatch):
     """The pieces have any number of groups, but never a single group at the end."""
     sizes = []
 
-    def step(elements, *rest):
+    def recorded(elements, *rest):
         sizes.append(len(elements))
         return [None, None]
 
-    monkeypatch.setattr(updates, "_compiled", lambda plan: step)
-    monkeypatch.setattr(updates, "_COMPILED_PIECE", 8)
+    monkeypatch.setattr(kernel, "_compiled", lambda plan: recorded)
+    monkeypatch.setattr(kernel, "_COMPILED_PIECE", 8)
     p = nn.Parameter(torch.zeros(17 * 128))
     p.grad = torch.ones_like(p)
     sct.optim.AdamW([p], state_format="e4m3fn", compiled=True).step()
