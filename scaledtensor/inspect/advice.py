@@ -13,7 +13,16 @@ from scaledtensor.inspect.rows import HELD, LIMITS, Ran, Row, fold
 from scaledtensor.recipes import Current, Recipe, Unit
 from scaledtensor.recipes.casts import Amax, Carried
 
-__all__ = ["Coverage", "Finding", "Setup", "Suggestion", "coverage", "findings", "suggestions"]
+__all__ = [
+    "Coverage",
+    "Finding",
+    "Setup",
+    "Suggestion",
+    "coverage",
+    "findings",
+    "spread",
+    "suggestions",
+]
 
 #: Binades that E4M3FN spans with its subnormals. A drift by this many leaves nothing of a tensor.
 _BINADES = 18

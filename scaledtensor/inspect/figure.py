@@ -17,6 +17,8 @@ from scaledtensor.formats.describe import number
 from scaledtensor.inspect.metrics import Data, Metrics
 from scaledtensor.inspect.scales import label
 
+__all__ = ["Look", "draw"]
+
 INK, MUTED, GRID = "#222222", "#6e6e6e", "#ececec"
 FORWARD, BACKWARD, SUBNORMAL, LOST = "#0072b2", "#d55e00", "#009e73", "#888888"  # Okabe and Ito
 STYLE: dict[Any, Any] = {

@@ -19,7 +19,7 @@ from scaledtensor.inspect.places import Calls, Places
 from scaledtensor.inspect.recorder import Recorder
 from scaledtensor.inspect.scales import Scales
 
-__all__ = ["TrackedModule", "TrackingMode", "track_scales", "tracking"]
+__all__ = ["TrackedModule", "TrackingMode", "original", "track_scales", "tracking"]
 
 
 #: Functions that return tensors and compute none, and functions that are the backward pass.

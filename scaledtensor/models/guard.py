@@ -61,10 +61,8 @@ def after_step(held: Held) -> None:
                     part.site = Site(looks=True)
             elif looks or site.looks or site.new:
                 site.settle(part)
-                site.looks, site.new = (
-                    looks,
-                    site.new and not any(seen.number for seen in site.seen),
-                )
+                site.looks = looks
+                site.new = site.new and not any(seen.number for seen in site.seen)
                 site.forget()
     if any_guarded:
         sites.beside.looks, sites.beside.new = any_due, False
@@ -186,11 +184,8 @@ def calibrate(
 
 def _weights(model: nn.Module) -> dict[str, Any]:
     """The weights that can be sites, by name."""
-    found: dict[str, Any] = {}
-    for name, p in model.named_parameters():
-        if is_scaled(p) and _is_site(part_of(p)):
-            found[name] = part_of(p)
-    return found
+    scaled = {name: part_of(p) for name, p in model.named_parameters() if is_scaled(p)}
+    return {name: part for name, part in scaled.items() if _is_site(part)}
 
 
 def _reshard(model: nn.Module) -> None:

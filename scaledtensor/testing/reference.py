@@ -20,7 +20,15 @@ from scaledtensor.errors import DTypeError, FormatError, UnsupportedError
 from scaledtensor.formats import Format, FormatLike, get
 from scaledtensor.formats.rounding import OVERFLOWS, ROUNDINGS, Overflow, Rounding
 
-__all__ = ["ladder", "near_ties", "reference_code", "reference_codes", "reference_round"]
+__all__ = [
+    "around",
+    "ladder",
+    "near_ties",
+    "reference_code",
+    "reference_codes",
+    "reference_round",
+    "values_of",
+]
 
 
 @cache

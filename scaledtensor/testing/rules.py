@@ -15,6 +15,7 @@ from scaledtensor.tensors.tensor import ScaledTensor
 from scaledtensor.tensors.wrap import scaled
 
 __all__ = [
+    "TOLERANCE",
     "assert_scaled_close",
     "assert_unit_scaled",
     "bits",
