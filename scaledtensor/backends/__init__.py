@@ -39,11 +39,11 @@ BACKENDS = {backend.name: backend for backend in (CPU, CUDA, META)}
 
 def backend_of(x: Tensor | torch.device) -> Backend:
     """Return the backend of a tensor or a device."""
-    if type(x) is torch.device:
+    if isinstance(x, torch.device):
         return BACKENDS.get(x.type, OTHER)
-    if x.is_cpu:  # type: ignore[union-attr]
+    if x.is_cpu:
         return CPU
-    return BACKENDS.get(x.device.type, OTHER)  # type: ignore[union-attr]
+    return BACKENDS.get(x.device.type, OTHER)
 
 
 def units_of(x: Tensor) -> Units | None:

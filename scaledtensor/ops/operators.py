@@ -157,7 +157,7 @@ def define_operator(
             needs = ctx.needs_input_grad  # arguments with their default are not counted
             named["grad_input_mask"] = [i < len(needs) and needs[i] for i in differentiable]
         found = derivative(grads[0], **named)
-        gradients: list[Any] = [None] * len(own._schema.arguments)
+        gradients: list[Any] = [None] * len(arguments)
         found = found if isinstance(found, tuple) else (found,)
         for i, gradient in zip(differentiable, found, strict=False):
             gradients[i] = gradient
