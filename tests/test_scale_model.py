@@ -10,6 +10,7 @@ from torch.nn.utils import parametrizations
 
 import scaledtensor as sct
 from scaledtensor.errors import ModelError, RecipeError, UnsupportedError
+from scaledtensor.models.operands import is_operand
 from scaledtensor.recipes import Unit
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -271,3 +272,39 @@ def test__a_parametrized_module__converts_and_computes_the_same():
         assert_holds(p.grad, q.grad, 0.3)
     sct.unscale_model(model)
     assert_equal(model, state(plain))
+
+
+@pytest.mark.parametrize(
+    ("module", "operands"),
+    [
+        (nn.Linear(4, 4), {"weight"}),
+        (nn.Bilinear(4, 4, 4), {"weight"}),
+        (nn.Conv2d(4, 4, 3), {"weight"}),
+        (nn.ConvTranspose1d(4, 4, 3), {"weight"}),
+        (nn.MultiheadAttention(4, 2), {"in_proj_weight"}),
+        (
+            nn.MultiheadAttention(4, 2, kdim=2),
+            {"q_proj_weight", "k_proj_weight", "v_proj_weight"},
+        ),
+        (nn.Embedding(4, 4), set()),
+        (nn.LayerNorm((4, 4)), set()),
+        (nn.RMSNorm((4, 4)), set()),
+        (nn.LSTM(4, 4, proj_size=2), set()),
+        (nn.GRUCell(4, 4), set()),
+        (sct.nn.LinearReadout(4, 4), {"weight"}),
+        (sct.nn.Embedding(4, 4), set()),
+        # Other classes follow a convention of names; a vector is never an operand.
+        (
+            nn.ParameterDict({"up_proj": torch.ones(2, 4, 4), "position": torch.ones(4, 4)}),
+            {"up_proj"},
+        ),
+        (
+            nn.ParameterDict({"weight": torch.ones(4, 1), "rel_weight": torch.ones(4, 4)}),
+            {"rel_weight"},
+        ),
+    ],
+    ids=lambda x: type(x).__name__ if isinstance(x, nn.Module) else "-".join(sorted(x)) or "none",
+)
+def test__operands_of_products__follow_from_the_class_of_a_layer(module, operands):
+    own = module.named_parameters(recurse=False)
+    assert {name for name, p in own if is_operand(module, name, p)} == operands
