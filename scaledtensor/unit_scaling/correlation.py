@@ -1,15 +1,16 @@
-"""How alike the tokens are that attention without a causal mask reads.
+"""Measurements for a plan: correlations of tokens and elements, and the size of some gradients.
 
-All of its queries see much the same mean of the values, so that what it returns is correlated
-between tokens, and a later layer's mean does not get smaller with their number as it does for
-independent ones: the scale of independent values comes out too large by up to the root of that
-number. The correlation is a property of the architecture, of its residual weights and embeddings,
-at any length. It has no closed form here; it is measured, once, with Gaussian parameters.
+All queries of attention without a causal mask see much the same mean of the values. So the results
+are correlated between tokens, and a later layer's mean does not shrink with the number of tokens,
+as the mean of independent values does. The scale for independent values would be too large by up to
+the root of this number. The correlation is a property of the architecture, its residual weights and
+embeddings, at any length. It has no closed form here, and is measured once, with Gaussian
+parameters.
 
-An average over positions is like that: what it is of has a mean, after a relu, and has one in each
-channel, after a product with what has. And all positions of a window have one gradient, so that
-the gradient of a parameter above is a sum of terms that are alike, as far as activations are. Its
-RMS is measured in the backward pass of that run.
+The same holds for an average over positions. Its operand has a mean after a relu, and a mean in
+each channel after a product with such an operand. All positions of a window have one gradient, so
+the gradient of a parameter above the average is a sum of terms that are as alike as the
+activations. Its RMS is measured in the backward pass of the same run.
 """
 
 import math
@@ -23,27 +24,29 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from scaledtensor import _torch
 from scaledtensor.functional.spellings import COUNTERPARTS
+from scaledtensor.unit_scaling.calls import is_average
 from scaledtensor.unit_scaling.mode import UnitScaling
-from scaledtensor.unit_scaling.plan import Plan, Step, is_average
+from scaledtensor.unit_scaling.plan import Counterpart, Plan, Step
 from scaledtensor.unit_scaling.record import copied, leaves_of, left_alone
 
 __all__ = ["Measured", "measure"]
 
 
 class Measured(NamedTuple):
-    """What a run by a plan had."""
+    """Measurements of one run."""
 
-    #: Of each step with a correlation, in order.
+    #: The correlation of each step that has one, in order.
     correlations: tuple[float, ...]
-    #: RMS by the name of a parameter; empty where the plan has no average.
+    #: RMS of gradients by the name of a parameter; empty if the plan has no average.
     gradients: dict[str, float]
 
 
 def measure(
     module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, plan: Plan
 ) -> Measured:
-    """Of a run by `plan` on these inputs, with Gaussian parameters: what each attention without a
-    causal mask reads, what each average is of, and what gradients parameters above one have."""
+    """Run `plan` on these inputs with Gaussian parameters. Measure the correlation of the tokens
+    that each attention without a causal mask reads, and of the elements that each average reads.
+    Measure the gradients of all parameters if there is an average."""
     mode = _Measuring(plan)
     with torch.inference_mode(False):
         args, kwargs = copied(args, kwargs)
@@ -51,7 +54,7 @@ def measure(
             named = dict(module.named_parameters())
             fresh = {name: _fresh(p, i) for i, (name, p) in enumerate(named.items())}
             given: dict[str, Tensor] = {f"module.{name}": p for name, p in fresh.items()}
-            with torch.set_grad_enabled(any(map(is_average, plan.steps))):
+            with torch.set_grad_enabled(any(is_average(name) for name, _ in plan.steps)):
                 with mode:
                     result = torch.func.functional_call(_Run(module, forward), given, args, kwargs)
                 gradients = _gradients(result, fresh)
@@ -59,8 +62,8 @@ def measure(
 
 
 def _gradients(result: Any, parameters: dict[str, nn.Parameter]) -> dict[str, float]:
-    """RMS of each parameter's gradient: of the losses that a model returns, or else for Gaussian
-    gradients of all that it returns."""
+    """Return the RMS of each parameter's gradient: for the losses that a model returns, or, without
+    losses, for Gaussian gradients of all results."""
     found = [x for x in leaves_of(result) if isinstance(x, Tensor) and x.requires_grad]
     losses = [x for x in found if x.numel() == 1]
     rng = torch.Generator().manual_seed(0)
@@ -81,7 +84,7 @@ def _gradients(result: Any, parameters: dict[str, nn.Parameter]) -> dict[str, fl
 
 
 class _Run(nn.Module):
-    """A module's forward without its transforms."""
+    """Runs the forward of a module without its transforms."""
 
     def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
         super().__init__()
@@ -93,26 +96,28 @@ class _Run(nn.Module):
 
 
 class _Measuring(UnitScaling):
-    """Each attention and average is scaled by what it reads, as later ones will find it."""
+    """Measures the operands of each attention and average, and scales the result accordingly, so
+    that later calls read operands of the right size."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
         self.found: list[float] = []
 
     def scaled(self, step: Step, func: Any, args: Any, kwargs: Any) -> Any:
-        if step.correlation is not None:
+        work = step.work
+        if isinstance(work, Counterpart) and work.correlation is not None:
             if func is scaled_dot_product_attention:
                 value = args[2] if len(args) > 2 else kwargs["value"]
                 self.found.append(_between_rows(value))
             else:
                 self.found.append(_within_windows(func, args, kwargs))
-            step = replace(step, correlation=self.found[-1])
+            step = replace(step, work=replace(work, correlation=self.found[-1]))
         return super().scaled(step, func, args, kwargs)
 
 
 def _fresh(parameter: nn.Parameter, seed: int) -> nn.Parameter:
-    """As at initialisation, whatever was learned since: plans of later calls agree with the first.
-    Gains stay: norms hide their scale from what comes after."""
+    """Return a parameter as it was at initialisation, so that plans of later calls agree with the
+    first. Gains stay, because norms hide their scale from later layers."""
     kind = getattr(parameter, "mup_type", None)
     if kind not in ("weight", "bias"):
         return nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
@@ -123,21 +128,23 @@ def _fresh(parameter: nn.Parameter, seed: int) -> nn.Parameter:
 
 
 def _within_windows(function: Any, args: Any, kwargs: Any) -> float:
-    """The r at which an average is of unit RMS: the mean product of two elements of a window."""
+    """Return the correlation r for which an average has unit RMS: the mean product of two elements
+    of a window."""
     with torch.no_grad():
-        # Those of independent elements, k^-1/2 of which is the average itself.
+        # Squares of the results for independent elements and for equal elements.
         independent, alike = (
             COUNTERPARTS[function](*args, **kwargs, correlation=r).double().square().mean()
             for r in (0.0, 1.0)
         )
-        if not alike > 0 or not alike < independent:  # a window of one element
+        if not alike > 0 or not alike < independent:  # a window has one element
             return 0.0
         share = alike / independent
         return max(float((alike - share) / (1 - share)), 0.0)
 
 
 def _between_rows(x: Tensor) -> float:
-    """Mean correlation of two rows (the dimension before the last), for rows of one variance."""
+    """Return the mean correlation of two rows (the dimension before the last), if all rows have one
+    variance."""
     with _torch.without_function_modes():
         rows = x.shape[-2]
         x = x.detach().double()

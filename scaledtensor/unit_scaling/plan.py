@@ -1,145 +1,200 @@
-"""What unit scaling does to each call of a model: made by a planner, followed by a mode."""
+"""The plan of unit scaling: the changes to each call of a model. A planner makes it, and a mode
+follows it.
 
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+A `Step` has three parts. First it multiplies arguments and their gradients. Then its `work` runs:
+
+- `Counterpart` calls the unit-scaled function in place of the model's function;
+- `Scaled` calls the model's function, and multiplies the result;
+- `Residual` adds a skip connection and a branch with their weights.
+
+Last, it multiplies gradients of the result, and splits the result where a residual branch starts.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn import functional
-from torch.overrides import get_overridable_functions
 
-from scaledtensor.ops.products.table import PRODUCTS
+import scaledtensor.functional as U
+from scaledtensor.functional.residual import residual_weights
+from scaledtensor.functional.spellings import COUNTERPARTS
+from scaledtensor.unit_scaling.calls import Call, Place
 
-__all__ = [
-    "NAMES",
-    "Place",
-    "Plan",
-    "Split",
-    "Step",
-    "Undo",
-    "apart",
-    "given",
-    "is_average",
-    "is_counted",
-]
-
-#: Of every function that a mode sees, but for attributes of tensors, which compilers do not call.
-#: By object: Dynamo looks that up, and reads no name of a builtin.
-NAMES: dict[Any, str] = {
-    function: function.__name__  # type: ignore[attr-defined]
-    for functions in (
-        *get_overridable_functions().values(),
-        *([getattr(space, name) for name in dir(space)] for space in (torch, functional, Tensor)),
-        PRODUCTS,
-    )
-    for function in functions
-    if isinstance(function, Hashable)
-    and not isinstance(function, type)
-    and getattr(function, "__name__", "__get__") != "__get__"
-}
-
-#: Where a call takes an argument: by position, by name, or by either: functions of torch that are
-#: written in Python hand on by name what they were given by position, and compilers see the former.
-Place = tuple[int | None, str | None]
-
-#: A call: the name of the function, and how many of that name on float tensors came before.
-Call = tuple[str, int]
+__all__ = ["Counterpart", "Plan", "Residual", "Scaled", "Split", "Step", "Undo", "Work"]
 
 
-def is_counted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call counts: masks and positions are made of integers, and not alike in every
-    mode of execution."""
-    given = (*args, *kwargs.values())
-    return any(isinstance(x, Tensor) and x.is_floating_point() for x in given)
+@dataclass(frozen=True)
+class Counterpart:
+    """The unit-scaled function takes the place of the call's function."""
+
+    #: Whether its gradients have separate scales: its operands have no other use.
+    free: bool = False
+    #: Whether its gradients are the true ones: one of its parameters has uses without a scale.
+    exact: bool = False
+    #: Whether it looks up rows of a matrix that a product also multiplies by. No edge is cut there:
+    #: both parts of the matrix's gradient have the product's scale.
+    tied: bool = False
+    #: Whether it is attention with a causal mask. The closed form is then the one for causal
+    #: attention in every spelling: models give a mask in one mode of execution, and set
+    #: `is_causal` in another.
+    causal: bool = False
+    #: Correlation of the tokens that attention without a causal mask reads, or of the elements that
+    #: an average reads. None for all other functions.
+    correlation: float | None = None
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self.free or self.exact:
+            kwargs = {**kwargs, "constraint": "exact" if self.exact else None}
+        if self.tied and not self.exact:
+            args = tuple(map(_like_a_products, args))
+            kwargs = {name: _like_a_products(a) for name, a in kwargs.items()}
+        if self.causal:
+            key = args[1] if len(args) > 1 else kwargs["key"]
+            kwargs = {**kwargs, "context_length": key.shape[-2]}
+        if self.correlation:
+            kwargs = {**kwargs, "correlation": self.correlation}
+        return COUNTERPARTS[func](*args, **kwargs)
+
+    def words(self) -> Iterator[str]:
+        yield "unit-scaled" + (", every gradient by itself" if self.free else "")
+        if self.exact:
+            yield "true gradients"
+        if self.tied:
+            yield "tied to a product"
+        if self.correlation:
+            yield f"correlated {self.correlation:.2f}"
 
 
-def given(place: Place, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """The container in which a call has an argument, and its key there."""
-    position, name = place
-    return (kwargs, name) if name in kwargs else (args, position)
+@dataclass(frozen=True)
+class Scaled:
+    """The call's function runs, and its result is multiplied."""
+
+    #: Factor of the result and of its gradient.
+    scale: float = 1.0
+    #: Positions of parameters that are broadcast. Their gradients are sums over the positions.
+    parameters: tuple[int, ...] = ()
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self.parameters:
+            whole = max(a.numel() for a in args if isinstance(a, Tensor))
+            args = tuple(
+                U.scale_bwd(a, (a.numel() / whole) ** 0.5 / self.scale)
+                if i in self.parameters
+                else a
+                for i, a in enumerate(args)
+            )
+        result = func(*args, **kwargs)
+        if result is None:  # `__setitem__` returns nothing
+            result = args[0]
+        if self.scale == 1.0:
+            return result
+        if isinstance(result, (tuple, list)):
+            return [part * self.scale for part in result]
+        return result * self.scale
+
+    def words(self) -> Iterator[str]:
+        if self.parameters:
+            yield "parameters broadcast"
+        if self.scale != 1:
+            yield f"x {self.scale:.4g}"
 
 
-def apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any, Any]:
-    """A call that writes into its first argument, made to write into a copy.
+@dataclass(frozen=True)
+class Residual:
+    """The call is the sum of a skip connection and a residual branch."""
 
-    Returns:
-        The copy, and the arguments with it.
-    """
-    target: Tensor = args[0] if args else kwargs["input"]
-    copy = target.clone()
-    return copy, (copy, *args[1:]) if args else args, kwargs if args else kwargs | {"input": copy}
+    #: Number of the residual sum in the model.
+    index: int
+    #: Position of the skip connection.
+    skip: int
+    #: Weight of the branch relative to the skip connection.
+    tau: float
+    #: Whether the skip connection waits in a split; otherwise the sum scales both terms.
+    waiting: bool
+
+    def run(self, args: Any, waited: Tensor | None) -> Tensor:
+        """Return the sum. `waited` is the skip connection from the split, if it waits there."""
+        skip, branch = args[self.skip], args[1 - self.skip]
+        if waited is not None:
+            return U.residual_add(branch, waited, self.tau)
+        of_branch, of_skip = residual_weights(self.tau)
+        total: Tensor = branch * of_branch + skip * of_skip
+        return total
+
+    def words(self) -> Iterator[str]:
+        yield f"residual sum {self.index}, tau {self.tau:.4g}"
 
 
-def is_average(call: Call) -> bool:
-    """Whether a call is an average over positions, or may be a part of a formula that is none."""
-    name, _ = call
-    return name == "mean" or "avg_pool" in name
+Work = Counterpart | Scaled | Residual
 
 
 @dataclass(frozen=True)
 class Split:
-    """A result that a residual branch starts from: the branch's gradient is delayed to here."""
+    """The result starts a residual branch. The gradient of the branch is delayed up to here."""
 
-    add: int  # which residual sum the skip connection goes to
+    #: Number of the residual sum in which the branch ends.
+    index: int
     tau: float
 
 
 @dataclass(frozen=True)
 class Undo:
-    """Of a result whose gradient is delayed: by what that is multiplied for the call."""
+    """The gradient of a result is delayed: here it gets its factor back."""
 
     factor: float
-    output: int | None  # which of several results
+    #: The index of the result, if the call has several results.
+    output: int | None
 
 
 @dataclass(frozen=True)
 class Step:
-    """Of one call. What is not said stays as it is."""
+    """Changes to one call. Defaults leave the call unchanged."""
 
-    #: Whether the unit-scaled function takes the place of the call's.
-    counterpart: bool = False
-    #: Whether its gradients then have scales of their own: what it is made from has no other use.
-    free: bool = False
-    #: Whether its gradients are the true ones: a parameter of it has uses that have no scale.
-    exact: bool = False
-    #: Whether it looks up rows of a matrix that a product also multiplies by. That is no cut edge:
-    #: both parts of its gradient have the product's scale.
-    tied: bool = False
-    #: Whether its mask is causal. The law then is that of causal attention, however it is spelled:
-    #: models give a mask in one mode of execution, and say `is_causal` in another.
-    causal: bool = False
-    #: Of attention without a causal mask: between the tokens that it reads. Of an average: between
-    #: what it is of. None of all else.
-    correlation: float | None = None
-    #: What the result is multiplied by, forwards and backwards.
-    scale: float = 1.0
-    #: Positions of parameters that are broadcast, whose gradients are sums over as many terms.
-    parameters: tuple[int, ...] = ()
-    #: (which parameter, its place) of those that other calls use as well: the gradient is a
-    #: sum, of which all terms have the scale of the first, however many rows each call has.
-    shared: tuple[tuple[int, Place], ...] = ()
-    #: By place: what arguments are multiplied by, of which no call says that they are complete: a
-    #: tensor that was written through a view of it.
+    work: Work = Scaled()
+
+    #: Factors of arguments, by place. A tensor that was written through a view gets its scale here,
+    #: because no call returns it.
     arguments: tuple[tuple[Place, float], ...] = ()
-    #: By place: what gradients of arguments are multiplied by. They are delayed from here on, or
-    #: have been up to here; or they leave a branch whose gradients are.
+    #: Factors of the gradients of arguments, by place: a delay starts or ends here, or a gradient
+    #: leaves a residual branch whose gradients are delayed.
     delays: tuple[tuple[Place, float], ...] = ()
+    #: (which parameter, its place) of parameters that other calls use too. Their gradient is a sum,
+    #: and all terms get the scale of the first term, however many rows each call has.
+    shared: tuple[tuple[int, Place], ...] = ()
+
     undo: tuple[Undo, ...] = ()
-    #: Whether it chooses some of the elements of a tensor that nothing else uses: the gradient of
-    #: the others is zero, and that of those is multiplied to make up for it.
+    #: Whether the call chooses elements of a tensor that nothing else uses. The gradient of all
+    #: other elements is zero, and a factor of the chosen elements' gradient compensates for it.
     choice: bool = False
-    #: The residual sum that this call is, the position of its skip connection, and its weight.
-    add: int | None = None
-    skip: int = 0
-    tau: float = 1.0
-    #: Whether its skip connection waits in a split; otherwise both terms are scaled here.
-    waiting: bool = True
     split: Split | None = None
-    #: Whether the call writes into its first argument: what becomes of the result is written there.
+
+    #: Whether the call writes into its first argument, which then gets the result.
     in_place: bool = False
     #: Whether a later call writes into the result.
     overwritten: bool = False
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "counterpart" in state:
+            state = _of_version_0_1(state)
+        vars(self).update(state)
+
+    def words(self) -> Iterator[str]:
+        """Describe the changes, in an order in which they could be made."""
+        if self.shared:
+            yield "parameters of other calls"
+        for place, x in self.arguments:
+            yield f"argument {_named(place)} x {x:.4g}"
+        for place, x in self.delays:
+            yield f"gradient of argument {_named(place)} x {x:.4g}"
+        for undo in self.undo:
+            result = "result" if undo.output is None else f"result {undo.output}"
+            yield f"gradient of {result} x {undo.factor:.4g}"
+        yield from self.work.words()
+        if self.choice:
+            yield "gradient makes up for what it leaves out"
+        if self.split is not None:
+            yield f"branch {self.split.index} starts"
 
 
 @dataclass
@@ -147,50 +202,51 @@ class Plan:
     """The calls of a model's forward that unit scaling changes."""
 
     steps: dict[Call, Step] = field(default_factory=dict)
-    #: Calls of every name that has a step, in order: another order is another path.
+    #: Calls of every name that has a step, in order. Another order is another path.
     calls: tuple[str, ...] = ()
-    #: Residual sums, in order: how each is called in a listing.
+    #: Residual sums, in order, as a listing calls them.
     residuals: list[str] = field(default_factory=list)
 
     @property
     def correlations(self) -> list[float]:
-        """Those of its steps, in order."""
-        return [s.correlation for s in self.steps.values() if s.correlation is not None]
+        """The correlations of all steps that have one, in order."""
+        works = [step.work for step in self.steps.values()]
+        return [
+            work.correlation
+            for work in works
+            if isinstance(work, Counterpart) and work.correlation is not None
+        ]
 
     def __str__(self) -> str:
-        lines = [f"{f'{name} {i}':34} {_words(step)}" for (name, i), step in self.steps.items()]
+        lines = [
+            f"{f'{name} {i}':34} {'; '.join(step.words())}"
+            for (name, i), step in self.steps.items()
+        ]
         return "\n".join(lines)
 
 
-def _words(step: Step) -> str:
-    """What becomes of a call, in an order in which it could be done."""
-    said = []
-    if step.shared:
-        said.append("parameters of other calls")
-    said += [f"argument {_named(place)} x {x:.4g}" for place, x in step.arguments]
-    said += [f"gradient of argument {_named(place)} x {x:.4g}" for place, x in step.delays]
-    for undo in step.undo:
-        result = "result" if undo.output is None else f"result {undo.output}"
-        said.append(f"gradient of {result} x {undo.factor:.4g}")
-    if step.counterpart:
-        said.append("unit-scaled" + (", every gradient by itself" if step.free else ""))
-    if step.exact:
-        said.append("true gradients")
-    if step.tied:
-        said.append("tied to a product")
-    if step.correlation:
-        said.append(f"correlated {step.correlation:.2f}")
-    if step.parameters:
-        said.append("parameters broadcast")
-    if step.scale != 1:
-        said.append(f"x {step.scale:.4g}")
-    if step.choice:
-        said.append("gradient makes up for what it leaves out")
-    if step.add is not None:
-        said.append(f"residual sum {step.add}, tau {step.tau:.4g}")
-    if step.split is not None:
-        said.append(f"branch {step.split.add} starts")
-    return "; ".join(said)
+def _of_version_0_1(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a step from a pickle of version 0.1, which had one record for all kinds
+    of work."""
+    kind: type[Work] = Scaled
+    if state["add"] is not None:
+        kind, state = Residual, state | {"index": state["add"]}
+    elif state["counterpart"]:
+        kind = Counterpart
+    work = kind(**{f.name: state[f.name] for f in fields(kind)})
+    split = state["split"]
+    if split is not None:
+        split = Split(vars(split)["add"], split.tau)
+    rest = {f.name: state[f.name] for f in fields(Step) if f.name not in ("work", "split")}
+    return {**rest, "work": work, "split": split}
+
+
+def _like_a_products(x: Any) -> Any:
+    """Give the gradient of a matrix (rows, columns) that is looked up the scale that the gradient
+    of a product's matrix has."""
+    if not (isinstance(x, Tensor) and x.is_floating_point()):
+        return x
+    return U.scale_bwd(x, (x.shape[1] / x.shape[0]) ** 0.5)
 
 
 def _named(place: Place) -> str:

@@ -1,4 +1,4 @@
-"""One run of a model that writes down which function made which tensor from which."""
+"""A recording of one run of a model: which function made which tensor, and from which tensors."""
 
 import contextlib
 import copy
@@ -16,9 +16,13 @@ from scaledtensor import _torch
 from scaledtensor.backends import backend_of
 from scaledtensor.functional.spellings import COUNTERPARTS
 from scaledtensor.models.interpose import ENTERED
-from scaledtensor.unit_scaling.plan import NAMES, is_counted
+from scaledtensor.unit_scaling.calls import NAMES, Call, Family, family_of, is_counted
 
 __all__ = [
+    "CONSTANT",
+    "MOVES",
+    "PARAMETER",
+    "VARIABLE",
     "Layout",
     "Node",
     "Recording",
@@ -34,7 +38,7 @@ CONSTANT, PARAMETER, VARIABLE = "constant", "parameter", "variable"
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor of the run lies in memory. `view` and `contiguous` do by that what they do."""
+    """The place of a tensor in memory, on which `view` and `contiguous` depend."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -48,18 +52,18 @@ class Layout:
 
     @property
     def end(self) -> int:
-        """The elements of memory from its begin to behind the last one that belongs to it."""
+        """The number of elements from the start of the memory to the end of the tensor."""
         if not self.shape.numel():
             return self.offset
         steps = zip(self.shape, self.stride, strict=True)
         return self.offset + sum((n - 1) * step for n, step in steps) + 1
 
     def within(self, memory: Tensor) -> Tensor:
-        """The tensor of this layout in a memory of one dimension."""
+        """Return the tensor with this layout in a memory of one dimension."""
         return memory.as_strided(self.shape, self.stride, self.offset)
 
     def gaussian(self, rng: torch.Generator) -> Tensor:
-        """A tensor that lies as this one does, in memory of its own, of random numbers."""
+        """Return a tensor of random numbers with this layout, in new memory."""
         drawn = torch.randn(self.end - self.offset, generator=rng)
         memory = drawn.to(self.device, self.dtype)
         return memory.as_strided(self.shape, self.stride)
@@ -73,25 +77,28 @@ class Layout:
 
 @dataclass(eq=False)
 class Node:
-    """A float tensor of the run, as it is until a call writes into it: what it then holds has a
-    node of its own, for each tensor that shares the memory. A constant depends on no parameter and
-    no float input; a parameter's node on parameters alone; all else is variable."""
+    """A float tensor of the run, up to the next write into it. After a write, each tensor that
+    shares the memory has a new node.
+
+    A constant depends on no parameter and no float input. A parameter's node depends on parameters
+    alone. All other nodes are variable.
+    """
 
     kind: str
-    name: str  # of the function, "input" or "parameter"
+    name: str  # the function's name, "input" or "parameter"
     func: Any = None
     args: tuple[Any, ...] = ()  # with nodes in place of variable tensors
     kwargs: dict[str, Any] = field(default_factory=dict)
-    call: tuple[str, int] | None = None
+    call: Call | None = None
     output: int | None = None  # which of several results
-    operands: tuple["Node", ...] = ()  # of args, in order, of every kind
-    layout: Layout | None = None  # known with the tensor
+    operands: tuple["Node", ...] = ()  # the tensors among the arguments, in order, of every kind
+    layout: Layout | None = None  # set when the tensor is known
     users: list["Node"] = field(default_factory=list)
     returned: bool = False
-    tensor: Tensor | None = None  # of a parameter's node
+    tensor: Tensor | None = None  # the parameter
     in_place: bool = False  # whether the call writes into its first argument
-    is_view: bool = False  # of a tensor that the model has
-    is_overwritten: bool = False  # by a later call
+    is_view: bool = False  # whether it shares the memory of an operand
+    is_overwritten: bool = False  # whether a later call writes into it
 
     @property
     def shape(self) -> torch.Size:
@@ -101,22 +108,42 @@ class Node:
     def variables(self) -> tuple["Node", ...]:
         return tuple(n for n in self.operands if n.kind == VARIABLE)
 
+    @property
+    def family(self) -> Family | None:
+        return family_of(self.func)
+
+    @property
+    def is_border(self) -> bool:
+        return self.family is Family.BORDER
+
+    @property
+    def moves(self) -> bool:
+        """Whether the call moves or casts the elements of a tensor and does not change them."""
+        return self.name in MOVES
+
 
 def attention_options(node: Node) -> dict[str, Any]:
-    """What a call of `scaled_dot_product_attention` has beside query, key and value, by name."""
+    """Return the arguments of `scaled_dot_product_attention` after query, key and value, by
+    name."""
     names = ("attn_mask", "dropout_p", "is_causal")
     return dict(zip(names, node.args[3:], strict=False)) | node.kwargs
 
 
 @dataclass
 class Recording:
-    """The nodes of a run, and the names of the calls that were counted, both in order."""
+    """The nodes of a run, and the names of the counted calls, both in order."""
 
     nodes: list[Node] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
 
 
-#: Results whose values do not depend on the values of what they are made from.
+#: Functions whose result has the elements of one tensor.
+MOVES = {
+    *("view", "reshape", "transpose", "permute", "contiguous", "to", "type_as", "float"),
+    *("flatten", "unflatten", "unsqueeze", "squeeze", "detach", "clone", "__get__", "alias"),
+}
+
+#: Functions whose result does not depend on the values of their operands.
 _NOT_OF_VALUES = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like")
 
 
@@ -130,7 +157,7 @@ class _Recorder(TorchFunctionMode):
         self.recording = Recording()
         self.counts = Counter[str]()
         self.nodes: dict[int, Node] = {}
-        self.alive: list[Tensor] = []  # an id names a tensor only as long as that lives
+        self.alive: list[Tensor] = []  # an id names a tensor only while the tensor lives
         self.memories: dict[int, list[Tensor]] = {}
 
     def know(self, x: Tensor, node: Node) -> None:
@@ -163,20 +190,20 @@ class _Recorder(TorchFunctionMode):
         several = isinstance(result, (tuple, list))
         outputs = tuple(result) if several else (result,)
         if written and not any(_is_among(out, written) for out in outputs):
-            outputs, several = tuple(written), False  # such as of __setitem__
+            outputs, several = tuple(written), False  # `__setitem__` is such a call
         for i, out in enumerate(outputs):
             if not (isinstance(out, Tensor) and out.is_floating_point()):
                 continue
             in_place = _is_among(out, written)
             if _is_among(out, given) and not in_place:
-                continue  # a cast to the dtype that a tensor has is that tensor
+                continue  # a cast to the present dtype returns the tensor itself
             node = Node(
                 self.kind_of(name, made_of),
                 name,
                 func,
                 self.symbolic(args),
                 self.symbolic(kwargs),
-                # A result with names (values and indices) has no step: it is no plain list.
+                # A named tuple (values, indices) has no step, because it is no plain list.
                 call if not several or type(result) in (tuple, list) else None,
                 i if several else None,
                 made_of,
@@ -196,8 +223,7 @@ class _Recorder(TorchFunctionMode):
         self.recording.nodes.append(node)
 
     def overwrite(self, x: Tensor, written: Node) -> None:
-        """A call has written into `x`: it and all tensors that share its memory, views of it and
-        what it is a view of, are others from now on."""
+        """Note a write into `x`: `x` and all tensors that share its memory get new nodes."""
         layout = Layout.of(x)
         for other in self.memories.get(_torch.memory_of(x), ()):
             before = self.nodes[id(other)]
@@ -221,7 +247,7 @@ class _Recorder(TorchFunctionMode):
     @staticmethod
     def kind_of(name: str, made_of: tuple[Node, ...]) -> str:
         kinds = {n.kind for n in made_of}
-        if name == "embedding" and PARAMETER in kinds:  # a choice of rows by integers of the input
+        if name == "embedding" and PARAMETER in kinds:  # integers of the input choose its rows
             return VARIABLE
         for kind in (VARIABLE, PARAMETER):
             if kind in kinds:
@@ -237,8 +263,8 @@ class _Recorder(TorchFunctionMode):
 
 
 def _targets(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """What a call may write into and hand back: its first argument, or `out`. What it writes
-    elsewhere, such as a norm into its running statistics, is no result."""
+    """Return the tensors that a call may write into and return: its first argument, or `out`. A
+    tensor that it writes elsewhere, such as the running statistics of a norm, is no result."""
     first = args[0] if args else kwargs.get("input")
     leaves = pytree.tree_leaves((first, kwargs.get("out")))
     return [x for x in leaves if isinstance(x, Tensor) and not x.is_inference()]
@@ -249,7 +275,8 @@ def _is_among(x: Any, tensors: list[Tensor]) -> bool:
 
 
 def _overwritten(x: Tensor, written: Tensor, layout: Layout, by: Layout) -> Tensor:
-    """`x` after a write into a tensor that shares its memory, which now is `written`."""
+    """Return `x` after a write into a tensor that shares its memory; `written` is the new
+    tensor."""
     memory = x.new_zeros(max(layout.end, by.end))
     layout.within(memory).copy_(x)
     by.within(memory).copy_(written)
@@ -258,7 +285,7 @@ def _overwritten(x: Tensor, written: Tensor, layout: Layout, by: Layout) -> Tens
 
 @contextlib.contextmanager
 def left_alone(module: nn.Module) -> Iterator[None]:
-    """Running `module` here changes no buffer, no generator and no mode of autograd."""
+    """A context in which a run of `module` changes no buffer and no random generator."""
     devices = {p.device for p in module.parameters() if backend_of(p).own_generator}
     saved = [(b, b.detach().clone()) for b in module.buffers()]
     with torch.random.fork_rng(devices=sorted(devices, key=str)), torch.no_grad():
@@ -270,17 +297,17 @@ def left_alone(module: nn.Module) -> Iterator[None]:
 
 
 def copied(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Arguments for one more run, which may write into a cache."""
+    """Return copies of arguments for another run, which may write into a cache."""
     detached = pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, (args, kwargs))
     result: tuple[Any, Any] = copy.deepcopy(detached)
     return result
 
 
 def record(module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Recording:
-    """Run `forward` on copies of its inputs, without gradients, and write it down.
+    """Record a run of `forward` on copies of its inputs, without gradients.
 
-    The module's buffers and the random generators are afterwards as they were. Memory: all
-    activations of the run live until it ends.
+    The module's buffers and the random generators keep their values. All activations of the run
+    stay in memory until it ends.
     """
     recorder = _Recorder()
     # Tensors of inference mode do not tell whether a call has written into them.
@@ -301,8 +328,8 @@ def record(module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Recording
 
 
 def leaves_of(result: Any) -> list[Any]:
-    """What a model returns, one by one; of classes that pytree does not know (dataclasses,
-    mappings) the values."""
+    """Return the values in a model's result one by one, also of dataclasses and mappings, which
+    pytree does not know."""
     if isinstance(result, dict):
         return pytree.tree_leaves(list(result.values()))
     if hasattr(result, "__dict__") and not isinstance(result, Tensor):

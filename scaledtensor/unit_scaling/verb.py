@@ -1,4 +1,4 @@
-"""`unit_scale(model)`: another function, of unit variance everywhere, from the same code."""
+"""`unit_scale(model)`: the model computes a function with unit variance everywhere."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -19,21 +19,20 @@ from scaledtensor.unit_scaling.record import record
 __all__ = ["VECTOR_LR_MULT", "UnitScale", "unit_parameters", "unit_scale"]
 
 
-# Parameters as unit scaling starts them: weights of unit variance, biases of zero.
-#: By what the learning rate of gains and biases is multiplied. By the published rule a gain moves
-#: by the learning rate itself, and a weight by the learning rate over sqrt(fan_in): at the rates
-#: that are best for weights of unit variance, about 1/2, gains would change by half in one step.
-#: Of 1/16, 1/32 and 1/64 this served GPT-2 and Llama best (benchmarks/unit_scale_training.py).
+#: Factor of the learning rate of gains and biases. By the published rule a gain moves by the
+#: learning rate itself, and a weight by the learning rate over sqrt(fan_in). At the best learning
+#: rates for weights of unit variance, about 1/2, gains would change by half in one step. Of 1/16,
+#: 1/32 and 1/64, the factor 1/32 was best for GPT-2 and Llama (benchmarks/unit_scale_training.py).
 VECTOR_LR_MULT = 2.0**-5
 
 
 def unit_parameters(module: nn.Module) -> None:
-    """Scale every weight to unit RMS and set every bias to zero, in place; tag all for u-muP.
+    """Scale every weight to unit RMS and set every bias to zero, in place. Tag all for u-muP.
 
-    The depth that a tag tells is the length of the outermost `ModuleList` around a parameter.
+    The depth in a tag is the length of the outermost `ModuleList` around a parameter.
 
-    A weight has two or more dimensions; what is constant in it (zeros, a padding row) stays. Of one
-    dimension, biases become zero and gains stay what they are.
+    A weight has two or more dimensions; zeros in it, such as a padding row, stay zero. Of the
+    parameters with one dimension, biases become zero and gains stay unchanged.
     """
     depths = _depths(module)
     for owner in module.modules():
@@ -53,7 +52,8 @@ def unit_parameters(module: nn.Module) -> None:
 
 
 def _depths(module: nn.Module) -> dict[nn.Parameter, int]:
-    """Of the parameters of a stack, a `ModuleList` of several: how many layers it has."""
+    """Return the number of layers of the stack around a parameter. A stack is a `ModuleList` with
+    more than one layer."""
     found: dict[nn.Parameter, int] = {}
     for stack in module.modules():
         if isinstance(stack, nn.ModuleList) and len(stack) > 1:
@@ -63,7 +63,8 @@ def _depths(module: nn.Module) -> dict[nn.Parameter, int]:
 
 
 def _fan_in(owner: nn.Module, weight: Tensor) -> int | None:
-    """The inputs of a matrix that is kept as (in, out): its bias is as long as its rows."""
+    """Return the number of inputs of a matrix (in, out), whose bias is as long as its rows. None
+    for any other weight."""
     bias = getattr(owner, "bias", None)
     if weight.dim() != 2 or not isinstance(bias, Tensor) or len(bias) == weight.shape[0]:
         return None
@@ -89,7 +90,7 @@ Key = tuple[Any, ...]
 
 
 class UnitScale:
-    """The transform: plans by the way a model is called."""
+    """The transform of a model, with one plan for each way of calling it."""
 
     order: ClassVar[int] = 0  # the model's own functions, before any other transform
     mark: ClassVar[str | None] = UNIT_SCALED
@@ -97,8 +98,8 @@ class UnitScale:
     def __init__(self, residual_rule: ResidualRule | None) -> None:
         self.residual_rule = residual_rule
         self.plans: dict[Key, Plan] = {}
-        #: By how many correlations there are in a plan: what was measured for the first plan of so
-        #: many holds for all.
+        #: Measurements by the number of correlations in a plan. The measurements for the first plan
+        #: with this number hold for all plans with it.
         self.measured: dict[int, Measured] = {}
 
     def mode(self, module: nn.Module, args: Any, kwargs: Any) -> UnitScaling:
@@ -108,7 +109,7 @@ class UnitScale:
         return UnitScaling(self.plans[key])
 
     def forward(self, module: nn.Module) -> Callable[..., Any]:
-        """What a plan is made for."""
+        """Return the function that a plan is made for."""
         return original(module)
 
     def make_plan(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -137,7 +138,8 @@ def _plan_uncompiled(transform: UnitScale, module: nn.Module, args: Any, kwargs:
 
 
 def _key(module: nn.Module, args: Any, kwargs: Any) -> Key:
-    """What the path through a model may depend on: the mode, and which arguments are given."""
+    """Return the facts on which the path through a model may depend: whether it trains, and which
+    arguments are given."""
     given = tuple(a is not None for a in args)
     named = tuple(sorted(name for name, a in kwargs.items() if a is not None))
     return (module.training, given, named)
@@ -152,24 +154,24 @@ def unit_scale(
 ) -> M:
     """Make `model` compute its unit-scaled counterpart, in place (arXiv 2303.11257, 2407.17465).
 
-    At initialisation activations, weights and gradients then have about unit variance, so that they
-    fit FP8 without scales; on a `scale_model`led model the carried scales stay near 1. The function
-    changes by constants: train it from scratch. Parameters are set to unit variance (biases to
-    zero) and tagged for u-muP, so `scaledtensor.optim` knows their learning rates; a learning rate
-    near 1/2 is where to begin.
+    At initialisation, activations, weights and gradients then have about unit variance, so they fit
+    FP8 without scales. If `scale_model` was called too, the carried scales stay near 1. The
+    function changes by constants: train it from scratch. Parameters are set to unit variance
+    (biases to zero) and tagged for u-muP, so `scaledtensor.optim` knows their learning rates. Start
+    with a learning rate near 1/2.
 
-    Nothing is replaced by name: the model runs once, on copies and without gradients, and what it
-    calls is written down (scaledtensor.unit_scaling.planner says what becomes of it, and
-    `scaledtensor.inspect.listing(model)` what became of it). It keeps its class and methods; it
-    compiles, pickles, deep-copies and exports. Its state_dict has one more entry, the buffer
-    `unit_scaled`, by which a model that is not unit-scaled refuses it. Every parameter's gradient
-    is a multiple of that of the function computed, if this ends in one loss.
+    No layer is replaced by name. The model runs once, on copies and without gradients, and its
+    calls are recorded. `scaledtensor.unit_scaling.planner` describes the rules, and
+    `scaledtensor.inspect.listing(model)` shows the result. The model keeps its class and methods.
+    It compiles, pickles, deep-copies and exports. Its state_dict has one more entry, the buffer
+    `unit_scaled`, so that a model without unit scaling refuses to load it. Every parameter's
+    gradient is a multiple of the computed function's gradient, if the model returns one loss.
 
     Args:
         model: any module that calls torch functions; compile it afterwards.
-        inputs: arguments of one call, positional or by name, to record at once. Without them each
-            way of calling the model (train or eval, which arguments are given) is recorded when it
-            first comes; `torch.compile(fullgraph=True)` needs that to have happened.
+        inputs: arguments of one call, positional or by name, to record at once. Otherwise each way
+            of calling the model (train or eval, which arguments are given) is recorded at its first
+            call, which must precede `torch.compile(fullgraph=True)`.
         residual_rule: tau of residual branch `i` of `n`; the transformer rule of u-muP by default.
         initialize: whether to set the parameters.
 
@@ -177,9 +179,9 @@ def unit_scale(
         The same model.
 
     Raises:
-        ModelError: `model` is no module, is compiled, or is unit-scaled already. When called: it
-            took another path than when it was recorded.
-        UnsupportedError: when called: a part of it is checkpointed.
+        ModelError: `model` is no module, is compiled, or is unit-scaled already. A call raises it
+            if the model takes another path than when it was recorded.
+        UnsupportedError: a call raises it if a part of the model is checkpointed.
     """
     transform = UnitScale(residual_rule)
     interpose(model, transform)

@@ -49,7 +49,7 @@ def rms(x: Tensor) -> float:
 def correlations(model: nn.Module) -> list[tuple[float, ...]]:
     (transform,) = interpose.transforms(model)
     return [
-        tuple(s.correlation for (name, _), s in plan.steps.items() if "attention" in name)
+        tuple(s.work.correlation for (name, _), s in plan.steps.items() if "attention" in name)
         for plan in transform.plans.values()
     ]
 

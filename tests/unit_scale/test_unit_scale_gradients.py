@@ -375,9 +375,9 @@ def test__those_of_one_matrix__are_delayed_up_to_where_it_is_cut() -> None:
 def test__a_gradient_of_two_uses__has_one_scale() -> None:
     """Only the edges into and out of the part with two uses are cut."""
     _, _, plan = built("Gated")
-    assert [step.free for step in steps(plan, "linear")] == [True, False, False, False, True]
+    assert [step.work.free for step in steps(plan, "linear")] == [True, False, False, False, True]
     _, _, plan = built("Repeated")
-    assert [step.free for step in steps(plan, "linear")] == [True, True, False, True]
+    assert [step.work.free for step in steps(plan, "linear")] == [True, True, False, True]
 
 
 def test__a_loss_of_one_token__has_gradients_of_unit_scale_before_it() -> None:

@@ -21,7 +21,7 @@ import scaledtensor.functional as U
 from scaledtensor import errors, mup
 from scaledtensor.errors import CheckpointError, ModelWarning
 from scaledtensor.models import interpose
-from scaledtensor.unit_scaling.plan import Plan
+from scaledtensor.unit_scaling.plan import Plan, Residual, Scaled
 
 WIDTH = 32
 
@@ -144,7 +144,7 @@ def test__residual_sums__are_those_of_a_branch_with_parameters() -> None:
 
     _, plan = built(Model(), gaussian(8, WIDTH))
     assert plan.residuals == [f"add of (8, {WIDTH})"]
-    (step,) = (s for s in plan.steps.values() if s.add is not None)
+    (step,) = (s.work for s in plan.steps.values() if isinstance(s.work, Residual))
     assert step.skip == 1
 
 
@@ -161,7 +161,10 @@ def test__two_sums_from_one_tensor__both_keep_the_scale() -> None:
             return (x + self.b(x)) * (x + self.a(x))
 
     model, plan = built(Model(), gaussian(8, WIDTH))
-    assert [s.waiting for s in plan.steps.values() if s.add is not None] == [False, False]
+    assert [s.work.waiting for s in plan.steps.values() if isinstance(s.work, Residual)] == [
+        False,
+        False,
+    ]
     # This is a product of two tensors that share a term.
     assert 0.7 < rms(model(gaussian(512, WIDTH, seed=1))) < 3
 
@@ -248,7 +251,7 @@ def test__logits_of_attention__keep_the_models_temperature() -> None:
             return scores.masked_fill(mask, -math.inf).softmax(-1) @ v
 
     model, plan = built(Attention(), gaussian(4, 64, WIDTH))
-    assert all(s.scale == 1.0 for s in plan.steps.values())
+    assert not any(isinstance(s.work, Scaled) and s.work.scale != 1.0 for s in plan.steps.values())
     assert {name for name, _ in plan.steps} == {"linear", "matmul", "softmax"}
     model(gaussian(4, 64, WIDTH)).sum().backward()
     assert model.qkv.weight.grad.isfinite().all()
@@ -409,7 +412,7 @@ def test__a_residual_rule__is_the_callers() -> None:
     sct.unit_scale(model, (gaussian(2, WIDTH),), residual_rule=_half)
     (transform,) = interpose.transforms(model)
     (plan,) = transform.plans.values()
-    assert [s.tau for s in plan.steps.values() if s.add is not None] == [0.5, 0.5]
+    assert [s.work.tau for s in plan.steps.values() if isinstance(s.work, Residual)] == [0.5, 0.5]
 
 
 def _half(index: int, total: int) -> float:

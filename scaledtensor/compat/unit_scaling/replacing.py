@@ -35,8 +35,9 @@ from torch.utils import _pytree as pytree
 
 from scaledtensor.errors import ModelError, UnsupportedError
 from scaledtensor.models.interpose import interpose
+from scaledtensor.unit_scaling.calls import NAMES
 from scaledtensor.unit_scaling.mode import UnitScaling
-from scaledtensor.unit_scaling.plan import NAMES, Step
+from scaledtensor.unit_scaling.plan import Residual, Step
 from scaledtensor.unit_scaling.verb import UnitScale, unit_parameters
 
 __all__ = ["ReplacingUnitScale"]
@@ -194,7 +195,9 @@ class _Running(_Replacing, UnitScaling):
         return self.applied(step, func, args, kwargs or {})
 
     def scaled(self, step: Step, func: Any, args: Any, kwargs: Any) -> Any:
-        if step.add is None and func in self.custom:  # residual sums are never replaced
+        if (
+            not isinstance(step.work, Residual) and func in self.custom
+        ):  # residual sums are never replaced
             return self.call_custom(func, args, kwargs)
         return super().scaled(step, func, args, kwargs)
 
