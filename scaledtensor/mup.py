@@ -1,18 +1,18 @@
-"""u-muP tags: what a parameter is to the rules for learning rates.
+"""u-muP tags of parameters, which choose the learning rate of each parameter.
 
 A tagged parameter is an ordinary `nn.Parameter` with four plain attributes: `mup_type`,
-`mup_scaling_depth`, `mup_fan_in` and `mup_lr_mult`. Attributes belong to the object, and much of
-PyTorch replaces the object: `copy.deepcopy` of a module, `load_state_dict(assign=True)`,
-`to_empty()` from the meta device, and `fully_shard`, which puts a DTensor in its place. All of
-these put the new parameter under the old one's name in the module that owns it. So
-`keep_tags(model)` gives each module of a model a parameter table that knows the tags by name, hands
-them to what takes the name, and is copied and pickled with them. The modules of `scaledtensor.nn`
-do this themselves.
+`mup_scaling_depth`, `mup_fan_in` and `mup_lr_mult`. Attributes belong to the object, and many
+functions of PyTorch replace the object: `copy.deepcopy` of a module,
+`load_state_dict(assign=True)`, `to_empty()` from the meta device, and `fully_shard`, which puts a
+DTensor in its place. All of these put the new parameter under the old one's name in the module that
+owns it. So `keep_tags(model)` gives each module of a model a dictionary of parameters that keeps
+the tags by name and gives them to new parameters. The modules of `scaledtensor.nn` do this
+themselves.
 
-What has no module keeps no tags: `copy.deepcopy` of a single parameter drops every attribute of it.
-`copy_tags` restores them.
+A parameter without a module does not keep its tags: `copy.deepcopy` of a single parameter drops all
+attributes. `copy_tags` restores the tags.
 
-Types and rules are those of u-muP (Blake et al., arXiv 2407.17465).
+The types and the rules come from u-muP (Blake et al., arXiv 2407.17465).
 """
 
 import math
@@ -53,11 +53,11 @@ class Tags:
 
     mup_type: MupType
     mup_scaling_depth: int | None = None
-    """Number of layers of the residual stack that it is in; None outside of one."""
+    """Number of layers of the residual stack around the parameter; None outside of a stack."""
     mup_fan_in: int | None = None
-    """Inputs that one output sums over, where the shape does not tell; None where it does."""
+    """Number of inputs that one output sums over; None if the shape tells it."""
     mup_lr_mult: float = 1.0
-    """By what an optimizer's rule for the learning rate is multiplied: a hyperparameter."""
+    """Factor of the learning rate that an optimizer's rule gives: a hyperparameter."""
 
     def __post_init__(self) -> None:
         if self.mup_type not in _TYPES:
@@ -72,7 +72,7 @@ class Tags:
 
 
 class ParameterData(Protocol):
-    """A tagged parameter, as type checkers see it; it is an `nn.Parameter` as well."""
+    """A tagged parameter, for type checkers; it is an `nn.Parameter` too."""
 
     mup_type: MupType
     mup_scaling_depth: int | None
@@ -88,18 +88,18 @@ def Parameter(  # noqa: N802 - takes the place of the class of this name
     mup_fan_in: int | None = None,
     mup_lr_mult: float = 1.0,
 ) -> nn.Parameter:
-    """An `nn.Parameter` of `data`, tagged.
+    """Return a tagged `nn.Parameter`.
 
     Args:
         data: any tensor that `nn.Parameter` takes, a ScaledTensor too.
         mup_type: "weight", "bias", "norm" or "output".
-        mup_scaling_depth: layers of the residual stack that the parameter is in. The containers
-            `scaledtensor.nn.DepthSequential` and `DepthModuleList` set it.
+        mup_scaling_depth: number of layers of the residual stack around the parameter. The
+            containers `scaledtensor.nn.DepthSequential` and `DepthModuleList` set it.
         mup_fan_in: see `fan_in`.
-        mup_lr_mult: by what the learning rate of `scaledtensor.optim` is multiplied.
+        mup_lr_mult: factor of the learning rate in `scaledtensor.optim`.
 
     Raises:
-        MupError: a tag that is none of these.
+        MupError: a tag has another value.
     """
     return tag(nn.Parameter(data), mup_type, mup_scaling_depth, mup_fan_in, mup_lr_mult)
 
@@ -111,10 +111,10 @@ def tag(
     mup_fan_in: int | None = None,
     mup_lr_mult: float = 1.0,
 ) -> P:
-    """Tag a parameter, in place of any tags it had, and return it.
+    """Tag a parameter and return it. Tags that it had are replaced.
 
     Raises:
-        MupError: a tag that is none of those that `Parameter` lists.
+        MupError: a tag has a value that `Parameter` does not accept.
     """
     its = Tags(mup_type, mup_scaling_depth, mup_fan_in, mup_lr_mult)
     for name, value in vars(its).items():
@@ -128,10 +128,10 @@ def has_parameter_data(parameter: Any) -> TypeGuard[ParameterData]:
 
 
 def tags(parameter: Any) -> Tags:
-    """The tags of a parameter.
+    """Return the tags of a parameter.
 
     Raises:
-        MupError: it has none, or one that was set to what no tag can be.
+        MupError: the parameter has no tags, or a tag was set to an invalid value.
     """
     if not has_parameter_data(parameter):
         raise MupError(
@@ -152,12 +152,12 @@ def copy_tags(source: Tensor, target: P) -> P:
 
 
 def fan_in(parameter: Any) -> int:
-    """How many inputs one output of a weight sums over.
+    """Return the number of inputs that one output of a weight sums over.
 
-    `mup_fan_in` where it is set: transposed convolutions, weights that are stored `[in, out]` and
-    stacks of weights need it. Otherwise of a shape `[out, in, *kernel]` all but the first, and of
-    a vector its length. Of an embedding, `[vocabulary, width]`, that is the width, as u-muP has it
-    (arXiv 2407.17465).
+    This is `mup_fan_in`, if set: transposed convolutions, weights that are stored `[in, out]` and
+    stacks of weights need it. Otherwise it is the product of all dimensions of `[out, in, *kernel]`
+    except the first, and the length of a vector. For an embedding, `[vocabulary, width]`, this is
+    the width, as in u-muP (arXiv 2407.17465).
     """
     explicit = getattr(parameter, "mup_fan_in", None)
     if explicit is not None:
@@ -167,11 +167,11 @@ def fan_in(parameter: Any) -> int:
 
 
 def keep_tags(model: M) -> M:
-    """See to it that parameters of `model` keep their tags when something replaces them.
+    """Make the parameters of `model` keep their tags when they are replaced.
 
-    Call it on a module that has tagged parameters of its own, when they are in place. Parameters
-    that are not tagged stay so. A parameter that takes a tagged one's name inherits its tags,
-    unless it brings tags of its own, as a tied one does.
+    Call it when all tagged parameters are in place. Parameters without tags stay so. A parameter
+    that replaces a tagged one inherits the tags, unless it has tags already, as a tied parameter
+    does.
 
     Returns:
         The same model.
@@ -184,52 +184,53 @@ def keep_tags(model: M) -> M:
 
 
 class _Table(dict[str, nn.Parameter | None]):
-    """`nn.Module._parameters` that knows the tags of its entries.
+    """`nn.Module._parameters` with the tags of its entries.
 
-    A parameter that comes without tags gets those known of its name: when it is put here, and when
-    it is read, since `torch.utils.swap_tensors` (the way of `Module.to` with tensor subclasses)
-    exchanges all attributes of an object that is here already.
+    Torch has no hook for the replacement of a parameter. `Module._apply` and `fully_shard` write
+    into this dictionary directly, and a copy of a module copies it. So the dictionary is the one
+    object through which a new parameter always comes, and it keeps the tags by name.
+
+    A new parameter gets its tags when it is put here. One case needs a check on reading too:
+    `torch.utils.swap_tensors`, which `Module.to` uses for tensor subclasses, exchanges all
+    attributes of a parameter that is here already, and writes nothing here.
     """
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter | None], known: Mapping[str, Tags] | None = None
     ) -> None:
-        self._known = dict(known or {})
         super().__init__(parameters)
-        self._note()
+        self._known = dict(known or {})
+        self._agree()
 
-    def __setitem__(self, name: str, parameter: nn.Parameter | None) -> None:
-        self._note()
-        super().__setitem__(name, parameter)
-        self._note()
-
-    def __getitem__(self, name: str) -> nn.Parameter | None:
-        parameter = dict.__getitem__(self, name)
-        if parameter is not None and not hasattr(parameter, "mup_type"):
-            self._restore(name, parameter)
-        return parameter
-
-    # Torch reads these before it changes parameters, and `model.parameters()` does.
-    def items(self) -> Any:
-        self._note()
-        return super().items()
-
-    def values(self) -> Any:
-        self._note()
-        return super().values()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Tags apart from the parameters: the copy of a parameter loses its attributes."""
-        self._note()
-        return _Table, (dict(self), self._known)
-
-    def _note(self) -> None:
+    def _agree(self) -> None:
+        """Note the tags of each tagged parameter under its name, and tag all others by name."""
         for name, parameter in super().items():
             if has_parameter_data(parameter):
                 self._known[name] = tags(parameter)
-            elif parameter is not None:
-                self._restore(name, parameter)
+            elif parameter is not None and name in self._known:
+                tag(parameter, **vars(self._known[name]))
 
-    def _restore(self, name: str, parameter: nn.Parameter) -> None:
-        if name in self._known:
-            tag(parameter, **vars(self._known[name]))
+    def __setitem__(self, name: str, parameter: nn.Parameter | None) -> None:
+        self._agree()  # the old parameter's tags may have changed
+        super().__setitem__(name, parameter)
+        self._agree()
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        parameter = super().__getitem__(name)
+        if name in self._known and not hasattr(parameter, "mup_type"):
+            self._agree()
+        return parameter
+
+    def items(self) -> Any:
+        self._agree()
+        return super().items()
+
+    def values(self) -> Any:
+        self._agree()
+        return super().values()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle the tags beside the parameters, because copies of parameters lose
+        them."""
+        self._agree()
+        return _Table, (dict(self), self._known)

@@ -228,14 +228,15 @@ class Bucket:
         if entries[0].alone:
             elements = entries[0].elements.detach().view(-1, GROUP)
             gradient = entries[0].gradient.detach().view(-1, GROUP)
-            kept: Any = (self.states, self.master, above)
-            run(self.plan, elements, gradient, columns, *kept, keys, compiled)
+            its = (self.states, self.master, above, keys, compiled)
+            run(self.plan, elements, gradient, columns, *its)
             return
         for batch, span in self.pieces:
             elements, gradient, places = self._copies(entries[batch], batch, span, scratch)
             *states, master = (tuple(t[span] for t in k) for k in (*self.states, self.master))
-            kept = (states, master, [None if x is None else x[span] for x in above])
-            run(self.plan, elements, gradient, columns[span], *kept, keys, compiled)
+            bounds = [None if x is None else x[span] for x in above]
+            own = (states, master, bounds, keys, compiled)
+            run(self.plan, elements, gradient, columns[span], *own)
             _put_back(entries[batch], places)
 
     def _columns(self, numbers: list[list[float]]) -> Tensor:

@@ -32,7 +32,12 @@ _PIECE = 256
 _COMPILED_PIECE = 1 << 11
 
 #: A byte and a power of 8 bits are always a place in the table of values, so no check is needed.
-_UNCHECKED: dict[str, Any] = {"assert_indirect_indexing": False}
+#: Globals are constants of this package, so a call need not guard against a change: these guards
+#: take a CPU up to a tenth of the time of a compiled step.
+_UNCHECKED: dict[str, Any] = {
+    "assert_indirect_indexing": False,
+    "guard_filter_fn": torch.compiler.skip_guard_on_globals_unsafe,
+}
 
 Found = list[tuple[Tensor, Tensor] | None]
 """For each state: its float32 rows and the groups that `write_spikes` must write again."""
