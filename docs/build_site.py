@@ -66,7 +66,7 @@ NAVIGATION = {
     "Measured": ("benchmarks", "reliability"),
     "Contribute": ("architecture", "CONTRIBUTING", "CHANGELOG"),
 }
-#: What a script puts into another page.
+#: Parts of other pages, which scripts write.
 PARTS = ("recipes_measured.md",)
 #: Pages of the folder above this one.
 OUTSIDE = ("CONTRIBUTING.md", "CHANGELOG.md")
@@ -79,7 +79,7 @@ def full_name(module: str) -> str:
 
 
 def load(module: str) -> ModuleType | None:
-    """The running module, or None where a library that it plugs into is not installed."""
+    """Import a module. Return None if the library that it plugs into is not installed."""
     try:
         return importlib.import_module(full_name(module))
     except ModuleNotFoundError as error:
@@ -93,7 +93,7 @@ def source_of(module: str) -> ast.Module:
 
 
 def public_names(module: str) -> list[str]:
-    """`__all__` of a module, or what it defines where it has none."""
+    """Return `__all__` of a module. A module without that list gives the names that it defines."""
     running = load(module)
     if running is None:
         (names,) = (
@@ -207,7 +207,7 @@ def reference_index() -> str:
 
 
 def command_line() -> str:
-    """What `scaledtensor --help` prints, and the help of each command."""
+    """Return the help of `scaledtensor` and of each command."""
 
     def helped(*command: str) -> str:
         program = [sys.executable, "-m", PACKAGE, *command, "--help"]

@@ -145,7 +145,7 @@ def scale() -> None:
 
 
 def step() -> None:
-    """What flows through a training step."""
+    """Draw the tensors of a training step."""
     left, right, wide = 20, 310, 230
     centre, other = left + wide / 2, right + wide / 2
     drawing(
@@ -211,7 +211,7 @@ def casts() -> None:
 
 
 def granularity() -> None:
-    """Which elements share a scale, for a matrix of 8 x 16 cells."""
+    """Draw a matrix of 8 x 16 cells, and the elements that share a scale."""
     names = (
         ("one scale a tensor", "unit, current, delayed", 8, 16),
         ("one scale a row", 'Current(granularity="row")', 1, 16),

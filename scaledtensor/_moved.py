@@ -13,7 +13,7 @@ import torch
 
 __all__ = ["MOVED", "install"]
 
-#: The modules that pickles and the documentation of version 0.1 name, each with its present place and
+#: The modules that files and documents of version 0.1 name, each with its present place and
 #: the functions that are safe for `torch.load(weights_only=True)`.
 MOVED = {
     "coded": ("tensors.coded", ("_rebuild", "CodedTensor")),

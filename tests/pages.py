@@ -2,7 +2,7 @@
 
 A block of Python runs in the namespace of the page's earlier blocks. One that begins with a comment
 that is a file name (`# train.py`) is written to that file instead, and a block of `sh` below it
-runs the file. What either prints must be what the block of `text` below it shows.
+runs the file. The output of either must equal the block of `text` below it.
 """
 
 import os

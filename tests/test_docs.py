@@ -1,4 +1,4 @@
-"""What the README shows runs as it stands there."""
+"""The code in the README and in the pages runs as printed."""
 
 import re
 import subprocess

@@ -273,7 +273,9 @@ def test__a_tensor_of_two_operators__is_kept_once__and_again_where_it_has_change
     out = F.gelu(x) + F.layer_norm(x, (64,)) + x * x
     assert all(part() is not None for part in x.memo.copies[2:])
     del out
-    assert all(part() is None for part in x.memo.copies[2:]), "a copy that nothing needs stays alive"
+    assert all(part() is None for part in x.memo.copies[2:]), (
+        "a copy that nothing needs stays alive"
+    )
 
     first, x.memo = x.memo.copies, NOTHING
     with torch.no_grad():

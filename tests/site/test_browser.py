@@ -60,7 +60,7 @@ def browser() -> Iterator[Any]:
 
 
 class _Marks(HTMLParser):
-    """The ids of a page, what its links name, and what it loads by itself."""
+    """The ids of a page, the targets of its links, and the files that it loads by itself."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ def test__no_page_has_an_error_or_a_failed_request(browser: Any, address: str, s
     page, wrong = context.new_page(), []
     page.on("console", lambda m: m.type in ("error", "warning") and wrong.append(m.text))
     page.on("pageerror", lambda error: wrong.append(str(error)))
-    # The next page ends what this one still asks for; a file that is absent has a status.
+    # The next page cancels open requests of this one; a file that is absent has a status.
     page.on(
         "requestfailed",
         lambda r: r.failure != "net::ERR_ABORTED" and wrong.append(f"failed: {r.url}"),
@@ -231,7 +231,7 @@ def test__drawings_follow_the_choice_of_light_or_dark(browser: Any, address: str
     page.goto(f"{address}/concepts.html")
     ink = "getComputedStyle(document.querySelector('svg.drawing rect + text')).fill"
     seen = {}
-    for _ in range(3):  # what the system has, then light, then dark, in some order
+    for _ in range(3):  # the theme of the system, then light, then dark, in some order
         seen[page.evaluate("document.body.dataset.theme")] = page.evaluate(ink)
         page.locator("button.theme-toggle:visible").first.click()
     assert set(seen) == {"auto", "light", "dark"}

@@ -1,4 +1,4 @@
-"""Pages of the documentation site: their code runs, and scripts made what they say they made."""
+"""Pages of the documentation site: their code runs, and their drawings come from the named scripts."""
 
 import importlib.util
 import re
