@@ -1,4 +1,4 @@
-"""Pages of the documentation site: their code runs, and their drawings come from the named scripts."""
+"""Pages of the site: their code runs, and their drawings come from the scripts that they name."""
 
 import importlib.util
 import re
