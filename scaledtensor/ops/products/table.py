@@ -335,8 +335,8 @@ def _tensordot(multiply: Multiply, a: Any, b: Any, dims: Any = 2, **kwargs: Any)
 
 def _multi_dot(multiply: Multiply, tensors: Any, **kwargs: Any) -> Any:
     _refuse_out(torch.linalg.multi_dot, kwargs)
-    spelled = torch.linalg.multi_dot
-    return multiply(lambda *matrices: spelled(matrices), *tensors, spelled=spelled)
+    function = torch.linalg.multi_dot
+    return multiply(lambda *matrices: function(matrices), *tensors, spelled=function)
 
 
 def _chain(multiply: Multiply, *matrices: Any, **kwargs: Any) -> Any:
