@@ -2,10 +2,8 @@
 
     python tests/plain_english.py scaledtensor docs README.md   # lists the hits, and counts them
     python tests/plain_english.py --counts scaledtensor         # counts only, most hits first
-    python tests/plain_english.py --lower                       # updates the list of open files
 
-`tests/plain_english_open.txt` lists the files that still have hits, with a count each. A count may
-only fall: `--lower` never raises one. `INTENDED` lists the phrases that stay, with a reason each.
+`INTENDED` lists the phrases that stay, with a reason each.
 
 The rules of the language itself are in CONTRIBUTING.md. This program checks only the part of them
 that a pattern finds reliably. Code in backquotes, doctests and code blocks are not searched.
@@ -24,7 +22,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-OPEN = Path(__file__).with_name("plain_english_open.txt")
 
 
 class Riddle(NamedTuple):
@@ -306,36 +303,7 @@ def files(places: list[str], root: Path = ROOT) -> list[Path]:
 # --- the list of open files ---
 
 
-def read_open() -> dict[str, int]:
-    """Path -> how many hits it may have."""
-    rows = [line.split() for line in OPEN.read_text().splitlines() if line[:1] not in ("", "#")]
-    return {path: int(count) for count, path in rows}
-
-
-def lower() -> None:
-    """Write today's counts of the listed files, if they are lower.
-
-    A file that was moved or divided is not listed under its new path. It takes its count from the
-    counts of the files that are gone, as far as these suffice, so that the sum never rises.
-    """
-    head = [line for line in OPEN.read_text().splitlines() if line.startswith("#")]
-    allowed, today = read_open(), {p.relative_to(ROOT).as_posix(): len(find(p)) for p in files([])}
-    gone = sum(count for path, count in allowed.items() if path not in today)
-    rows = []
-    for path, now in sorted(today.items()):
-        count = min(now, allowed.get(path, 0))
-        if path not in allowed:
-            count = min(now, gone)
-            gone -= count
-        if count:
-            rows.append(f"{count} {path}")
-    OPEN.write_text("\n".join([*head, *rows]) + "\n")
-
-
 def main(arguments: list[str]) -> None:
-    if "--lower" in arguments:
-        lower()
-        return
     places = [a for a in arguments if not a.startswith("-")]
     counts: Counter[str] = Counter()
     kinds: Counter[str] = Counter()
