@@ -74,19 +74,3 @@ def test__code_blocks_and_strings__are_not_searched(tmp_path: Path) -> None:
     (tmp_path / "a.md").write_text("Text.\n\n```text\nAs add.\n```\n\n    By value.\n")
     (tmp_path / "a.py").write_text('message = "None where there is none."\n')
     assert find(tmp_path / "a.md", tmp_path) == find(tmp_path / "a.py", tmp_path) == []
-
-
-def test__a_moved_file__takes_its_count_along(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names = {"new.md": "As add.\n\nBy value.", "more.md": "As add.", "same.md": "As add."}
-    for name, text in names.items():
-        (tmp_path / name).write_text(text)
-    (tmp_path / "open.txt").write_text("# a list\n2 old.md\n3 same.md\n")
-    monkeypatch.setattr(plain_english, "ROOT", tmp_path)
-    monkeypatch.setattr(plain_english, "OPEN", tmp_path / "open.txt")
-    monkeypatch.setattr(plain_english, "files", lambda _: [tmp_path / name for name in names])
-    monkeypatch.setattr(plain_english, "find", lambda path: find(path, tmp_path))
-    plain_english.lower()
-    lines = (tmp_path / "open.txt").read_text().splitlines()
-    assert lines == ["# a list", "1 more.md", "1 new.md", "1 same.md"]
