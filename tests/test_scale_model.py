@@ -308,3 +308,8 @@ def test__a_parametrized_module__converts_and_computes_the_same():
 def test__operands_of_products__follow_from_the_class_of_a_layer(module, operands):
     own = module.named_parameters(recurse=False)
     assert {name for name, p in own if is_operand(module, name, p)} == operands
+
+
+def test__what_is_no_module__is_refused_by_name():
+    with pytest.raises(ModelError, match=r"takes an nn\.Module; got Tensor.*scaledtensor\.scaled"):
+        sct.scale_model(torch.ones(2, 2))

@@ -111,8 +111,9 @@ def calibrate(
     Args:
         model: a model under the recipe `Unit` or `Delayed`, or with modules under one of them. It
             may be compiled.
-        batches: the data, one batch after another. `model` is given a tensor as it is, a tuple or
-            list as its arguments, and a mapping as keyword arguments.
+        batches: the data, one batch after another; a tensor gives its rows as batches. `model` gets
+            a batch that is a tensor as it is, a tuple or list as its arguments, and a mapping as
+            keyword arguments.
         call: `call(model, batch)` runs the model; by default as above.
         loss: `loss(model, batch)` returns a loss. Its backward pass corrects the casts of gradients
             as well. By default there are only forward passes.

@@ -89,15 +89,20 @@ def scale_model(
         The same model.
 
     Raises:
-        ModelError: a parameter has no data yet, is of a dtype without a format, is spread over
-            ranks, is a `CodedTensor`, or has hooks of its own; or it cannot stay the same object,
-            since DistributedDataParallel, a graph whose backward pass has not run, a view or a weak
-            reference holds it. The model is then unchanged. The backward pass of a graph that was
-            recorded before the conversion raises ModelError too.
+        ModelError: `model` is no module; a parameter has no data yet, is of a dtype without a
+            format, is spread over ranks, is a `CodedTensor`, or has hooks of its own; or it cannot
+            stay the same object, since DistributedDataParallel, a graph whose backward pass has not
+            run, a view or a weak reference holds it. The model is then unchanged. The backward pass
+            of a graph that was recorded before the conversion raises ModelError too.
         RecipeError: no recipe has that name; a pattern of its overrides matches no module; or a
             weight does not fit its blocks and the recipe has no padding.
         UnsupportedError: the model simulates a format.
     """
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"scale_model takes an nn.Module; got {type(model).__name__}. scaledtensor.scaled(x) "
+            "wraps a single tensor"
+        )
     chosen = get_recipe(recipe)
     refuse_simulated(model)
     _check_patterns(model, chosen)

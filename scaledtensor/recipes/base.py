@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self, cast
 import torch
 
 from scaledtensor.errors import FormatError, RecipeError
-from scaledtensor.formats import BF16, FP16, FP32, Format
+from scaledtensor.formats import BF16, FORMATS, FP16, FP32, Format
 from scaledtensor.formats import get as get_format
 from scaledtensor.recipes.casts import GEMMS, Cast, Gemm, Gemms, check_bool, check_pairs, kept_high
 
@@ -225,9 +225,15 @@ class Recipe:
 
     def _format(self, role: str) -> Format:
         try:
-            return get_format(getattr(self, role))
+            found = get_format(getattr(self, role))
         except FormatError as error:
             raise RecipeError(f"{type(self).__name__}.{role}: {error}") from error
+        if FORMATS.get(found.name) != found:
+            raise RecipeError(
+                f"{type(self).__name__}.{role} is one of {', '.join(FORMATS)}; got the custom "
+                f"format {found.name}. simulate_format takes custom formats"
+            )
+        return found
 
     def _check_formats(self) -> None:
         what = type(self).__name__

@@ -245,8 +245,11 @@ def _divide_by_scale(ctx: Any, grad: Tensor) -> Tensor:
     return cast(Tensor, _as_scaled(ctx, grad) / ctx.scale)
 
 
-#: The elements of `x` under scale 1: x / x.scale.
 drop = operator("drop(Tensor x) -> Tensor", _divide_by_scale, _remember_scale)
+drop.__doc__ = """drop(x): the elements of a ScaledTensor under scale 1, which is x / x.scale.
+
+The result is a ScaledTensor of the shape and format of `x`. Its gradient with respect to `x` is the
+incoming gradient divided by `x.scale`."""
 
 
 # --- plain tensors ---------------------------------------------------------------------------

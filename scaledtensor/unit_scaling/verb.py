@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from scaledtensor import _torch, mup
+from scaledtensor.errors import ModelError
 from scaledtensor.functional import transformer_residual_scaling_rule
 from scaledtensor.models.interpose import UNIT_SCALED, interpose, original
 from scaledtensor.unit_scaling.correlation import Measured, measure
@@ -162,7 +163,9 @@ def unit_scale(
 
     No layer is replaced by name. The model runs once, on copies and without gradients, and its
     calls are recorded. `scaledtensor.unit_scaling.planner` describes the rules, and
-    `scaledtensor.inspect.listing(model)` shows the result. The model keeps its class and methods.
+    `print(*scaledtensor.inspect.plans(model))` lists the changed calls.
+
+    The model keeps its class and methods.
     It compiles, pickles, deep-copies and exports. Its state_dict has one more entry, the buffer
     `unit_scaled`, so that a model without unit scaling refuses to load it. Every parameter's
     gradient is a multiple of the computed function's gradient, if the model returns one loss.
@@ -179,10 +182,16 @@ def unit_scale(
         The same model.
 
     Raises:
-        ModelError: `model` is no module, is compiled, or is unit-scaled already. A call raises it
+        ModelError: `model` is no module, is compiled, or is unit-scaled already; `inputs` is a
+            tensor instead of a tuple. A call raises it
             if the model takes another path than when it was recorded.
         UnsupportedError: a call raises it if a part of the model is checkpointed.
     """
+    if isinstance(inputs, Tensor):
+        raise ModelError(
+            "the inputs of unit_scale are a tuple of arguments or a mapping of keyword arguments, "
+            "as in unit_scale(model, (x,)); got a tensor"
+        )
     transform = UnitScale(residual_rule)
     interpose(model, transform)
     if initialize:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import scaledtensor as sct
-from scaledtensor import recipes
+from scaledtensor import formats, recipes
 from scaledtensor.errors import RecipeError
 from scaledtensor.formats import BF16, E4M3FN, E5M2, FP32
 from scaledtensor.ops.products import by_gemm
@@ -321,3 +321,10 @@ def test__print__shows_recipes_until_they_are_gone():
     assert again[0].extra_repr.args[0] is again[0]
     assert str(sct.unscale_model(model)) == plain
     assert str(sct.unscale_model(again)) == plain
+
+
+@pytest.mark.parametrize("field", ["forward", "weight", "gradient", "saved"])
+def test__a_custom_format__is_refused_when_a_recipe_is_made(field):
+    mine = formats.custom(5, 1)
+    with pytest.raises(RecipeError, match=rf"Unit\.{field} is one of e4m3fn.*simulate_format"):
+        Unit(**{field: mine})

@@ -644,3 +644,12 @@ def test__bad_input__is_named() -> None:
         sct.unit_scale(model)
     with pytest.raises(errors.ModelError, match="compiled"):
         sct.unit_scale(torch.compile(nn.Linear(2, 2)))
+
+
+def test__a_tensor_in_place_of_inputs__is_refused_and_the_model_stays_as_it_was():
+    model = nn.Linear(4, 4)
+    weight = model.weight.detach().clone()
+    with pytest.raises(errors.ModelError, match=r"unit_scale\(model, \(x,\)\); got a tensor"):
+        sct.unit_scale(model, torch.ones(2, 4))
+    assert torch.equal(model.weight, weight)
+    assert not interpose.transforms(model)
