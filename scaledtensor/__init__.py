@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         nn,
         ops,
         optim,
+        quantization,
         recipes,
     )
     from scaledtensor.formats import Format, PerAxis, PerBlock, PerTensor
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from scaledtensor.models.scale_model import scale_model, unscale_model
     from scaledtensor.models.simulate import simulate_format, simulate_fp8
     from scaledtensor.ops import on_missing, products_in
+    from scaledtensor.quantization.configs import Dynamic, Static, WeightOnly
+    from scaledtensor.quantization.tensor import QuantizedTensor
+    from scaledtensor.quantization.verb import quantize_
     from scaledtensor.tensors.coded import CodedTensor
     from scaledtensor.tensors.tensor import ScaledTensor
     from scaledtensor.tensors.verbs import drop
@@ -42,16 +46,21 @@ if TYPE_CHECKING:
 #: The module of each name that is no module itself.
 _HOMES = {
     "CodedTensor": "tensors.coded",
+    "Dynamic": "quantization.configs",
     "Format": "formats",
     "PerAxis": "formats",
     "PerBlock": "formats",
     "PerTensor": "formats",
+    "QuantizedTensor": "quantization.tensor",
     "ScaledTensor": "tensors.tensor",
+    "Static": "quantization.configs",
+    "WeightOnly": "quantization.configs",
     "calibrate": "models.guard",
     "drop": "tensors.verbs",
     "hardware": "inspect.hardware",
     "on_missing": "ops",
     "products_in": "ops",
+    "quantize_": "quantization.verb",
     "rebalance": "models.rebalance",
     "rebalance_every": "models.rebalance",
     "report": "inspect.report",
@@ -67,11 +76,15 @@ _HOMES = {
 
 __all__ = [
     "CodedTensor",
+    "Dynamic",
     "Format",
     "PerAxis",
     "PerBlock",
     "PerTensor",
+    "QuantizedTensor",
     "ScaledTensor",
+    "Static",
+    "WeightOnly",
     "__version__",
     "calibrate",
     "checkpoint",
@@ -88,6 +101,8 @@ __all__ = [
     "ops",
     "optim",
     "products_in",
+    "quantization",
+    "quantize_",
     "rebalance",
     "rebalance_every",
     "recipes",
@@ -130,6 +145,7 @@ def _load() -> None:
     """The kinds of tensors, which torch is told to be safe to load."""
     import_module(f"{__name__}.tensors.expanded")
     import_module(f"{__name__}.tensors.sparse")
+    import_module(f"{__name__}.quantization.tensor")
     import_module(f"{__name__}._moved").install()
 
 

@@ -16,7 +16,8 @@ def source_digest() -> str:
     digest = hashlib.blake2b(__version__.encode(), digest_size=16)
     package = Path(__file__).resolve().parent
     files = list(package.glob("*.py"))
-    for room in ("backends", "formats", "scales", "recipes", "tensors", "ops", "models"):
+    rooms = "backends", "formats", "scales", "recipes", "tensors", "ops", "models", "quantization"
+    for room in rooms:
         files += (package / room).rglob("*.py")
     for path in sorted(files):
         digest.update(path.read_bytes())

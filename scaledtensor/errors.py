@@ -41,6 +41,10 @@ class RecipeWarning(UserWarning):
     """An operator ran without casts, because its recipe does not cover it."""
 
 
+class QuantizationError(ScaledTensorError, ValueError):
+    """A config of `quantize_` that is not allowed, or calibration data that show nothing."""
+
+
 class ModelError(ScaledTensorError, ValueError):
     """A model that cannot be converted, or that was not converted."""
 

@@ -37,6 +37,10 @@ FLOORS: list[dict[str, str]] = [
         "optim": "torch's optimizers and Lion, with u-muP's learning rates",
     },
     {"models": "scale_model, simulate_format, delayed scaling, rebalance, guard, state dicts"},
+    {
+        "quantization": "after training: quantize_, its configs, weights in few bits and their "
+        "products, caches of keys and values"
+    },
     {"unit_scaling": "unit_scale: a recording of a model, a plan, and a mode that follows it"},
     {"inspect": "track_scales, report, hardware: what ran, under which scale and which rule"},
     {

@@ -25,7 +25,7 @@ from scaledtensor.recipes import Delayed
 from scaledtensor.tensors.coded import CodedTensor
 from scaledtensor.tensors.memo import after_overwrite
 from scaledtensor.tensors.tensor import ScaledTensor, is_stored
-from scaledtensor.tensors.wrapper import as_bytes
+from scaledtensor.tensors.wrapper import as_bytes, is_wrapper
 
 __all__ = [
     "NamedState",
@@ -283,7 +283,7 @@ def put(target: Tensor, source: Tensor) -> None:
         # FSDP2 asks all shards again for their common scale and amax, as after any overwriting. It
         # makes new objects of uneven shards before the first step, so no rank may know it earlier.
         after_overwrite(held)
-    elif isinstance(given, ScaledTensor):
+    elif is_wrapper(given) and not is_wrapper(held):
         held.copy_(given.dequantize())
     else:
         held.copy_(given)

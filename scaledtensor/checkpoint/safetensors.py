@@ -35,7 +35,7 @@ from scaledtensor.tensors.codec import (
     prefixed,
     rebuilt,
 )
-from scaledtensor.tensors.tensor import ScaledTensor
+from scaledtensor.tensors.wrapper import is_wrapper
 
 __all__ = ["load_safetensors", "save_safetensors"]
 
@@ -81,8 +81,8 @@ def save_safetensors(
         same = first.setdefault(_identity(name, x), name)
         if same != name:
             tied[name] = same
-        elif dequantized or not isinstance(x, ScaledTensor):
-            plain = x.detach().dequantize() if isinstance(x, ScaledTensor) else x.detach()
+        elif dequantized or not is_wrapper(x):
+            plain = x.detach().dequantize() if is_wrapper(x) else x.detach()
             _add(tensors, name, plain)
         else:
             described[name] = facts_of(x)
@@ -126,7 +126,7 @@ def load_safetensors(
     _check_described(path, found)
     whole = assembled(found)
     if dequantized:
-        return {n: x.dequantize() if isinstance(x, ScaledTensor) else x for n, x in whole.items()}
+        return {n: x.dequantize() if is_wrapper(x) else x for n, x in whole.items()}
     return whole
 
 
@@ -222,10 +222,10 @@ def _check_whole(state: Mapping[str, Any]) -> None:
 
 def _identity(name: str, x: Tensor) -> Any:
     """Return a key that is equal for tensors with the same memory, shape and strides."""
-    q = x.qdata if isinstance(x, ScaledTensor) else x
+    q = x.qdata if is_wrapper(x) else x
     if not q.numel() or q.is_meta:
         return name
-    own = x.scale.data_ptr() if isinstance(x, ScaledTensor) else 0
+    own = getattr(x, x.INNER[1]).data_ptr() if is_wrapper(x) else 0
     return (q.data_ptr(), own, q.dtype, tuple(q.shape), q.stride())
 
 

@@ -8,7 +8,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from scaledtensor.tensors.codec import (
 )
 from scaledtensor.tensors.coded import CodedTensor
 from scaledtensor.tensors.tensor import ScaledTensor
+from scaledtensor.tensors.wrapper import Wrapper, is_wrapper
 
 __all__ = [
     "Level",
@@ -181,7 +182,7 @@ def _apart(state: Mapping[str, Any], path: str, scales: dict[str, float]) -> dic
 def parts(name: str, x: Tensor) -> dict[str, Tensor]:
     """Return the plain tensors and DTensors of `x` by name. They are not copied."""
     held = local(x)
-    if not isinstance(held, ScaledTensor):
+    if not is_wrapper(held):
         return {name: x.detach()}
     found = parts_of(held)
     if isinstance(x, DTensor):
@@ -197,7 +198,7 @@ def parts(name: str, x: Tensor) -> dict[str, Tensor]:
 def described(x: Tensor) -> Facts:
     """Return the facts of the whole of `x`, and of each of its parts, as JSON has them."""
     held = local(x)
-    if not isinstance(held, ScaledTensor):
+    if not is_wrapper(held):
         return facts_of_plain(x)
     facts = _facts_with_parts(held)
     if isinstance(x, DTensor):
@@ -207,7 +208,7 @@ def described(x: Tensor) -> Facts:
     return facts
 
 
-def _facts_with_parts(x: ScaledTensor) -> Facts:
+def _facts_with_parts(x: Wrapper) -> Facts:
     return facts_of(x) | {"parts": {part: facts_of_plain(t) for part, t in parts_of(x).items()}}
 
 
@@ -257,7 +258,7 @@ class TensorToRead:
         made = rebuilt(self.name, found | {"qdata": own}, facts)
         own_level = facts.get("levels", {}).get(str(self.rank))
         if own_level is not None and facts["cut"] == layout(qdata):
-            _restore_level(made, Level(*own_level))
+            _restore_level(cast(ScaledTensor, made), Level(*own_level))
         return of_local(made, qdata)
 
     def _blank(self, told: Facts) -> Tensor:

@@ -37,8 +37,9 @@ from scaledtensor.tensors.steps import is_scaled
 from scaledtensor.tensors.storable import check_strided
 from scaledtensor.tensors.tensor import ScaledTensor, is_stored
 from scaledtensor.tensors.wrap import scaled
+from scaledtensor.tensors.wrapper import Wrapper, is_wrapper
 
-__all__ = ["scale_model", "unscale_model"]
+__all__ = ["scale_model", "show", "unscale_model"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -50,6 +51,7 @@ _OWN = {
     "tensor_scale",
     *CELLS,
     *("format", "recipe", "nonnegative", "coding", "power", "memo", "site", "_is_param"),
+    *("config", "order", "extras", "input_scale", "columns"),
     steps.MARK,
 }
 
@@ -140,7 +142,7 @@ def complete(model: nn.Module) -> None:
         delayed.attach(module, taken)
         state_dicts.attach(module)
     note_ties(model)
-    _show_recipes(model)
+    show(model)
 
 
 def _plug_ins(model: nn.Module) -> list[Any]:
@@ -155,7 +157,8 @@ def _plug_ins(model: nn.Module) -> list[Any]:
 
 
 def unscale_model(model: M) -> M:
-    """Make every ScaledTensor parameter of `model` a plain one of the same value, in place.
+    """Make every ScaledTensor and every quantised parameter of `model` a plain one of the same
+    value, in place.
 
     Parameters stay the same objects, as in `scale_model`. The value is exact if the parameter's
     dtype holds it. Gradients are dequantized too. A weight that was stored as products cast it
@@ -165,8 +168,8 @@ def unscale_model(model: M) -> M:
         The same model.
 
     Raises:
-        ModelError: no parameter of `model` is a ScaledTensor, or one has hooks of its own or cannot
-            stay the same object (see `scale_model`). The model is then unchanged.
+        ModelError: no parameter of `model` is scaled or quantised, or one has hooks of its own or
+            cannot stay the same object (see `scale_model`). The model is then unchanged.
     """
     if any(is_sharded(p) for p in model.parameters()):
         raise ModelError(
@@ -177,16 +180,16 @@ def unscale_model(model: M) -> M:
     changes = {
         id(p): _Change(p, f"{fqn}.{name}" if fqn else name, None, False)
         for _, fqn, name, p in _parameters(model)
-        if isinstance(p, ScaledTensor)
+        if isinstance(p, Wrapper)
     }
     if not changes:
-        raise ModelError("no parameter of this model is a ScaledTensor")
+        raise ModelError("no parameter of this model is a ScaledTensor or quantised")
     _convert(model, list(changes.values()))
     for module in model.modules():
         delayed.detach(module)
         state_dicts.attach(module)
     note_ties(model)
-    _show_recipes(model)
+    show(model)
     for plug_in in _plug_ins(model):
         plug_in.detach(model)
     return model
@@ -236,26 +239,28 @@ def refuse_stored(held: steps.Held) -> None:
 
 
 def _shown(module: nn.Module, own: Callable[[], str] | None) -> str:
-    """A module's `extra_repr`, and the recipe of its parameters."""
+    """A module's `extra_repr`, and the recipe or the config of its parameters."""
     usual = type(module).extra_repr(module) if own is None else own()
-    recipes = {
-        str(part_of(p).recipe)
-        for p in module.parameters(recurse=False)
-        if is_scaled(p) and part_of(p).recipe is not None
-    }
-    return ", ".join(filter(None, (usual, *sorted(recipes))))
+    return ", ".join(filter(None, (usual, *sorted(_told(module)))))
 
 
-def _show_recipes(model: nn.Module) -> None:
-    """Let `extra_repr` of a module with recipes show them, and restore `extra_repr` of all
-    others."""
+def _told(module: nn.Module) -> set[str]:
+    params = list(module.parameters(recurse=False))
+    told = [part_of(p).recipe for p in params if is_scaled(p)]
+    told += [getattr(p, "config", None) for p in params if is_wrapper(p)]
+    return {str(x) for x in told if x is not None}
+
+
+def show(model: nn.Module) -> None:
+    """Let `extra_repr` of a module with recipes or configs show them, and restore `extra_repr` of
+    all others."""
     for module in model.modules():
         present: Any = module.__dict__.get("extra_repr")
         ours = isinstance(present, partial) and present.func is _shown
-        has_recipe = any(is_scaled(p) for p in module.parameters(recurse=False))
-        if has_recipe and not ours:
+        told = bool(_told(module))
+        if told and not ours:
             module.__dict__["extra_repr"] = partial(_shown, module, present)
-        elif ours and not has_recipe:
+        elif ours and not told:
             del module.__dict__["extra_repr"]
             if present.args[1] is not None:
                 module.__dict__["extra_repr"] = present.args[1]
@@ -277,7 +282,7 @@ class _Change(NamedTuple):
     @property
     def swaps(self) -> bool:
         """Whether a plain parameter becomes a ScaledTensor, or the other way round."""
-        return (self.recipe is not None) != isinstance(self.parameter, ScaledTensor)
+        return (self.recipe is not None) != is_wrapper(self.parameter)
 
 
 def _convert(model: nn.Module, changes: list[_Change]) -> None:
@@ -356,6 +361,11 @@ def _check_scalable(p: nn.Parameter, name: str) -> None:
         raise ModelError(
             f"{name} is spread over ranks; call scale_model() before fully_shard() and "
             "parallelize_module()"
+        )
+    if is_wrapper(p) and not isinstance(p, ScaledTensor):
+        raise ModelError(
+            f"{name} is quantised: unscale_model() makes it plain, and a scaled model then trains "
+            "on from its value"
         )
     if isinstance(p, CodedTensor):
         raise ModelError(

@@ -22,7 +22,7 @@ from scaledtensor.errors import CheckpointError
 from scaledtensor.models.delayed import name_of
 from scaledtensor.models.interpose import drop_hooks
 from scaledtensor.tensors.codec import facts_of, part_names, parts_of, prefixed, rebuilt
-from scaledtensor.tensors.tensor import ScaledTensor
+from scaledtensor.tensors.wrapper import Wrapper, is_wrapper
 
 __all__ = ["FACTS", "assembled", "attach", "detach", "joined", "parted", "parted_names"]
 
@@ -32,7 +32,7 @@ FACTS = "facts"
 _TORCH = ("torch.nn.modules.module", __name__)
 
 
-def parted(x: ScaledTensor) -> dict[str, Tensor]:
+def parted(x: Wrapper) -> dict[str, Tensor]:
     """Return the inner tensors of `x`, not copied, and its facts as bytes, by their names.
 
     Raises:
@@ -42,7 +42,7 @@ def parted(x: ScaledTensor) -> dict[str, Tensor]:
     return parts_of(x) | {FACTS: torch.tensor(list(told), dtype=torch.uint8)}
 
 
-def joined(name: str, parts: dict[str, Tensor]) -> ScaledTensor:
+def joined(name: str, parts: dict[str, Tensor]) -> Wrapper:
     """Return the ScaledTensor with the parts that `parted` gave. `name` is for messages.
 
     Raises:
@@ -93,7 +93,7 @@ def _taken(tensors: dict[str, Any], name: str) -> dict[str, Tensor]:
 def attach(module: nn.Module) -> None:
     """Register the hooks on `module` if it has ScaledTensor parameters; otherwise remove them."""
     detach(module)
-    if any(isinstance(p, ScaledTensor) for p in module._parameters.values()):
+    if any(is_wrapper(p) for p in module._parameters.values()):
         module.register_state_dict_post_hook(_give)  # type: ignore[no-untyped-call]
         module.register_load_state_dict_pre_hook(_take)  # type: ignore[no-untyped-call]
 
@@ -104,18 +104,18 @@ def detach(module: nn.Module) -> None:
     drop_hooks(module._load_state_dict_pre_hooks, _take)
 
 
-def _as_parts(name: str, x: ScaledTensor) -> dict[str, Tensor]:
+def _as_parts(name: str, x: Wrapper) -> dict[str, Tensor]:
     return prefixed(name, parted(x))
 
 
-def _as_value(name: str, x: ScaledTensor) -> dict[str, Tensor]:
+def _as_value(name: str, x: Wrapper) -> dict[str, Tensor]:
     return {name: x.detach().dequantize()}
 
 
 #: The modules that hand the state dict of a model to safetensors -> the tensors that each gets.
 #: Parts resume a training bit for bit. Adapters are for any library to read. Libraries know them by
 #: the endings of their names, so they are values, without histories of delayed scaling.
-_READERS: dict[str, Callable[[str, ScaledTensor], dict[str, Tensor]]] = {
+_READERS: dict[str, Callable[[str, Wrapper], dict[str, Tensor]]] = {
     "accelerate.accelerator": _as_parts,
     "safetensors.torch": _as_parts,
     "transformers.trainer": _as_parts,
@@ -130,7 +130,7 @@ def _give(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> 
         return
     for name in module._parameters:
         x = state.get(prefix + name)
-        if isinstance(x, ScaledTensor):
+        if is_wrapper(x):
             del state[prefix + name]
             state.update(reader(prefix + name, x))
             if reader is _as_value and name_of(name) in module._buffers:
@@ -156,7 +156,7 @@ def _take(
 ) -> None:
     """Hook before `load_state_dict()`: join the parts of each ScaledTensor."""
     for name, p in module._parameters.items():
-        if not isinstance(p, ScaledTensor):
+        if not is_wrapper(p):
             continue
         full = prefix + name
         parts = _taken(state, full)

@@ -9,7 +9,7 @@ JSON can hold. Folders of checkpoints, safetensors files and state dicts all use
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from scaledtensor.tensors.coded import CodedTensor
 from scaledtensor.tensors.coding import Coding
 from scaledtensor.tensors.storable import appearance
 from scaledtensor.tensors.tensor import ScaledTensor
+from scaledtensor.tensors.wrapper import Wrapper
 
 __all__ = [
     "Facts",
@@ -40,7 +41,7 @@ __all__ = [
 Facts = dict[str, Any]
 
 
-def parts_of(x: ScaledTensor) -> dict[str, Tensor]:
+def parts_of(x: Wrapper) -> dict[str, Tensor]:
     """Return the inner tensors of `x` by their names in `INNER`. They are not copied."""
     return {part: getattr(x, part).detach() for part in x.INNER}
 
@@ -50,7 +51,7 @@ def prefixed(name: str, parts: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{name}.{part}": x for part, x in parts.items()}
 
 
-def facts_of(x: ScaledTensor) -> Facts:
+def facts_of(x: Wrapper) -> Facts:
     """Return all attributes of `x` that are no tensors, as JSON has them.
 
     Raises:
@@ -69,10 +70,12 @@ def facts_of(x: ScaledTensor) -> Facts:
         found["nonnegative"] = True
     if isinstance(x, CodedTensor):
         found["granularity"] = _written_granularity(x.granularity)
+    elif not isinstance(x, ScaledTensor):
+        found |= x.facts()
     return found
 
 
-def rebuilt(name: str, parts: Mapping[str, Tensor], facts: Facts) -> ScaledTensor:
+def rebuilt(name: str, parts: Mapping[str, Tensor], facts: Facts) -> Wrapper:
     """Return the ScaledTensor that has these parts and facts.
 
     Args:
@@ -91,10 +94,12 @@ def rebuilt(name: str, parts: Mapping[str, Tensor], facts: Facts) -> ScaledTenso
         raise CheckpointError(f"{name} is damaged: {error}") from error
 
 
-def _rebuilt(parts: Mapping[str, Tensor], facts: Facts) -> ScaledTensor:
+def _rebuilt(parts: Mapping[str, Tensor], facts: Facts) -> Wrapper:
     kind, shape, fmt = _kind(facts), tuple(facts["shape"]), _read_format(facts["format"])
     recipe = Recipe.from_json(json.dumps(facts["recipe"])) if "recipe" in facts else None
     dtype, nonnegative = appearance(dtype_from_name(facts["dtype"])), bool(facts.get("nonnegative"))
+    if not issubclass(kind.cls, ScaledTensor):
+        return cast(Wrapper, kind.cls.from_facts(parts, shape, fmt, dtype, facts))
     parts = {part: parts[part] for part in kind.inner}
     context: tuple[Any, ...] = (fmt, dtype, recipe, nonnegative)
     for part in ("rms", "tensor_scale"):
@@ -104,7 +109,7 @@ def _rebuilt(parts: Mapping[str, Tensor], facts: Facts) -> ScaledTensor:
         _check(parts, "qdata", fmt.storage_dtype, shape)
         _check(parts, "scale", torch.float32, ())
         _check_positive(parts["scale"])
-        return kind.cls.put_together(tuple(parts.values()), shape, context)
+        return cast(Wrapper, kind.cls.put_together(tuple(parts.values()), shape, context))
     levels = 2 if parts["scale"].dtype == torch.float8_e4m3fn and not kind.expanded else 1
     coding = Coding(_read_granularity(facts["granularity"]), levels, kind.expanded)
     packed = fmt.storage_dtype if fmt.bits >= 8 else torch.uint8
@@ -112,29 +117,32 @@ def _rebuilt(parts: Mapping[str, Tensor], facts: Facts) -> ScaledTensor:
     if levels == 1 and parts["scale"].dtype != torch.float32:
         raise CheckpointError(f"its scale is {parts['scale'].dtype}")
     coding.check(fmt, shape, tuple(parts.values()))
-    made = kind.cls.put_together(tuple(parts.values()), shape, (*context, coding))
+    made: Wrapper = kind.cls.put_together(tuple(parts.values()), shape, (*context, coding))
     if kind.expanded:
         made.dequantize()  # raises unless the parts can be decoded together
     return made
 
 
 def part_names(facts: Facts | None = None) -> tuple[str, ...]:
-    """Return the names of the parts of a tensor with these facts; by default of any ScaledTensor.
+    """Return the names of the parts of a tensor with these facts; by default of any tensor.
 
     Raises:
         CheckpointError: this release has no class of that name.
     """
     if facts is not None:
-        return _kind(facts).inner
-    return tuple(dict.fromkeys(part for kind in _kinds().values() for part in kind.inner))
+        return (*_kind(facts).inner, *facts.get("extras", ()))
+    kinds = _kinds().values()
+    return tuple(dict.fromkeys(part for kind in kinds for part in (*kind.inner, *kind.extras)))
 
 
 class _Kind(NamedTuple):
     """The class of a tensor in a file, and the names of its inner tensors."""
 
-    cls: type[ScaledTensor]
+    cls: Any
     inner: tuple[str, ...]
     expanded: bool = False
+    extras: tuple[str, ...] = ()
+    """Inner tensors that only some tensors of the kind have. Their facts name them."""
 
 
 def _kind(facts: Facts) -> _Kind:
@@ -148,15 +156,15 @@ def _kind(facts: Facts) -> _Kind:
 
 def _kinds() -> dict[str, _Kind]:
     """Return the kinds of tensors by their names in files."""
-    found = {cls.__name__: _Kind(cls, cls.INNER) for cls in _derived(ScaledTensor)}
+    found = {cls.__name__: _Kind(cls, cls.INNER, extras=cls.EXTRAS) for cls in _derived(Wrapper)}
     for coding in (Coding(PerTensor()), Coding(1, expanded=True)):
         found[coding.kind] = _Kind(CodedTensor, coding.inner, coding.expanded)
     return found
 
 
-def _derived(cls: type[ScaledTensor]) -> Iterator[type[ScaledTensor]]:
-    yield cls
+def _derived(cls: type[Wrapper]) -> Iterator[type[Wrapper]]:
     for other in cls.__subclasses__():
+        yield other
         yield from _derived(other)
 
 

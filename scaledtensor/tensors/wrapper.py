@@ -9,7 +9,7 @@ tensors become a tensor (`put_together`), and how operators treat it.
 import math
 from collections.abc import Sequence
 from copy import deepcopy
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, TypeGuard, TypeVar, cast
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from scaledtensor.formats import get as get_format
 from scaledtensor.recipes import Recipe
 from scaledtensor.tensors.site import Site
 
-__all__ = ["Wrapper", "as_bytes", "is_parameter", "rebuild", "with_autograd"]
+__all__ = ["Wrapper", "as_bytes", "is_parameter", "is_wrapper", "rebuild", "with_autograd"]
 
 T = TypeVar("T", bound="Wrapper")
 
@@ -32,6 +32,7 @@ class Wrapper(Tensor):
 
     Attributes:
         INNER: the names of the inner tensors. Each is an attribute of the tensor.
+        EXTRAS: the names of inner tensors that only some tensors of the class have.
         _FACTS: the names of its other attributes on which the value depends.
         qdata: the first inner tensor, the elements.
         format: the number format of the elements.
@@ -41,6 +42,7 @@ class Wrapper(Tensor):
     """
 
     INNER: tuple[str, ...]
+    EXTRAS: tuple[str, ...] = ()
     _FACTS: tuple[str, ...] = ("format", "recipe", "nonnegative")
 
     qdata: Tensor
@@ -70,6 +72,11 @@ class Wrapper(Tensor):
 
     def dequantize(self) -> Tensor:
         """The plain tensor of the same value, shape and dtype."""
+        raise NotImplementedError
+
+    def facts(self) -> dict[str, Any]:
+        """The attributes that a file keeps beside kind, shape, format and dtype, in types that JSON
+        has."""
         raise NotImplementedError
 
     # --- torch.compile -----------------------------------------------------------------------
@@ -236,6 +243,11 @@ def rebuild(
 def is_parameter(x: Tensor) -> bool:
     """Whether `x` is an nn.Parameter, which for a subclass is a flag."""
     return isinstance(x, torch.nn.Parameter)
+
+
+def is_wrapper(x: Any) -> TypeGuard[Wrapper]:
+    """Whether `x` is a tensor of inner tensors: scaled, coded or quantised."""
+    return isinstance(x, Wrapper)
 
 
 def with_autograd(x: T, requires_grad: bool, is_parameter: bool) -> T:

@@ -38,7 +38,7 @@ from scaledtensor.scales.powers import settle_product
 from scaledtensor.tensors import verbs
 from scaledtensor.tensors.tensor import ScaledTensor
 
-__all__ = ["einsum", "is_product", "matmul", "tensordot", "tensordot_equation"]
+__all__ = ["Side", "by_units", "einsum", "is_product", "matmul", "tensordot", "tensordot_equation"]
 
 
 class Side(NamedTuple):
@@ -247,7 +247,7 @@ def _raw(
     """Return the product of two sides. `a` and `b` are their scales and RMS; `terms` is the length
     of a sum."""
     scale, ratio, rms = settle_product(terms, a, b)
-    q = _by_units(left, right, ratio, fast)
+    q = by_units(left, right, ratio, fast)
     if q is None:
         (x, of_x), (y, of_y) = _matrices(left, -1), _matrices(right, -2)
         x, y = multiplied(x, y)
@@ -270,7 +270,7 @@ def _matrices(side: Side, dim: int) -> tuple[Tensor, Tensor | None]:
     return values.mT, outer if outer is None or outer.dim() == 0 else outer.mT
 
 
-def _by_units(left: Side, right: Side, ratio: Tensor, fast: bool) -> Tensor | None:
+def by_units(left: Side, right: Side, ratio: Tensor, fast: bool) -> Tensor | None:
     """Return the product by the device's FP8 units, times `ratio`; None, with a warning, if they
     refuse it."""
     if not (isinstance(left.held, Coded) and isinstance(right.held, Coded)):

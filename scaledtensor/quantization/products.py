@@ -1,0 +1,309 @@
+"""Products with a QuantizedTensor, on plain tensors.
+
+`linear` multiplies rows of the input by the matrix of codes:
+
+1. The input is divided by the folded powers of two, and mixed if the weight is (`Config`).
+2. `Dynamic` and `Static` cast it. `WeightOnly` leaves it as it is.
+3. If the device has FP8 units for the two operands, they multiply the codes.
+4. Otherwise, on a CPU, a loop in C++ decodes the weight while it multiplies (`native/products.py`).
+5. Otherwise the same values are multiplied by torch, in the dtype that the device multiplies fast
+   if it holds them.
+
+Sums are in float32, and scales that all terms of a sum share are multiplied afterwards. Other
+products (convolutions, einsum, products by a left operand) read the weight's value. Their inputs
+are cast in the same way. Derivatives take the casts of inputs as identities (straight-through).
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaledtensor.errors import QuantizationError, UnsupportedError
+from scaledtensor.formats import (
+    PerTensor,
+    TwoLevelScale,
+    dequantize_blocks,
+    encode_blocks,
+)
+from scaledtensor.ops.algebra import check_dtypes
+from scaledtensor.ops.products import by_gemm
+from scaledtensor.ops.products.dtype import multiplied
+from scaledtensor.ops.products.quantize import Coded, factors, granularity, mixed, quantized
+from scaledtensor.ops.products.table import PRODUCTS
+from scaledtensor.quantization.configs import Config
+from scaledtensor.quantization.tensor import QuantizedTensor
+from scaledtensor.recipes.casts import HADAMARD
+from scaledtensor.tensors import verbs
+from scaledtensor.tensors.tensor import ScaledTensor
+from scaledtensor.tensors.wrapper import Wrapper
+
+__all__ = ["FUNCTIONS", "OPERATORS", "cast_values", "dequantize", "linear", "turned_back"]
+
+
+# --- operators -------------------------------------------------------------------------------
+# torch.compile sees one node for each, and the codes are read below autograd.
+
+
+def _keep_weight(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    # Another tensor of the same codes: Module.to() swaps parameters, and refuses one that is held.
+    ctx.save_for_backward(inputs[1].shared())
+
+
+def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    (weight,) = ctx.saved_tensors
+    return linear_gradient(grad, weight), None
+
+
+def _nothing(ctx: Any, *grads: Any) -> tuple[None, ...]:
+    return None, None
+
+
+def _identity(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return grad, None, None
+
+
+def _forget(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    pass
+
+
+#: The plain tensor of the value of `w`.
+dequantize = verbs.operator("quantized_value(Tensor w) -> Tensor", lambda ctx, grad: None, _forget)
+
+#: Rows of `x`, in any batch, times the matrix of `w`.
+linear = verbs.operator("quantized_linear(Tensor x, Tensor w) -> Tensor", _gradient, _keep_weight)
+
+#: The gradient of `linear` for its input.
+linear_gradient = verbs.operator(
+    "quantized_linear_gradient(Tensor grad, Tensor w) -> Tensor", _nothing, _forget
+)
+
+#: `x` with the values that the config of `w` casts it to. `dim` is the summed dimension.
+cast_input = verbs.operator(
+    "quantized_input(Tensor x, Tensor w, int dim) -> Tensor", _identity, _forget
+)
+
+#: The rows of a table of embeddings.
+rows = verbs.operator("quantized_rows(Tensor w, Tensor ids) -> Tensor", _nothing, _forget)
+
+
+# --- functions of torch, above autograd ------------------------------------------------------
+
+
+def _multiply(
+    function: Callable[..., Any],
+    *operands: Any,
+    spelled: Any = None,
+    lowered: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """`function(*operands)`, where one operand or more is a QuantizedTensor."""
+    for x in operands:
+        if isinstance(x, ScaledTensor):
+            raise UnsupportedError(
+                "a product of a ScaledTensor and a quantised weight: a model is scaled or "
+                "quantised as a whole. unscale_model(model) comes before quantize_(model, ...)"
+            )
+    operands = tuple(map(_under_autocast, operands))
+    if len(operands) == 2 and not kwargs:
+        x, w = operands
+        if isinstance(w, QuantizedTensor) and not isinstance(x, Wrapper):
+            by_rows = function is torch.nn.functional.linear and w.order == "rows"
+            by_columns = function in _MATRIX and w.order == "columns"
+            if (by_rows or by_columns) and w.dim() == 2 and x.dim() > 0:
+                check_dtypes(x, w)
+                return linear(x, w)
+    return function(*_values(operands), **kwargs)
+
+
+_MATRIX = (torch.mm, torch.matmul)
+
+
+def _values(operands: Sequence[Any]) -> list[Any]:
+    """The values of operands: weights are decoded, and inputs are cast as the weight's config
+    says."""
+    place, weight = next((i, x) for i, x in enumerate(operands) if isinstance(x, QuantizedTensor))
+    found: list[Any] = []
+    for i, x in enumerate(operands):
+        if isinstance(x, QuantizedTensor):
+            found.append(dequantize(x))
+        elif isinstance(x, Tensor) and weight.config.input is not None:
+            found.append(cast_input(x, weight, -2 if i > place and x.dim() > 1 else -1))
+        else:
+            found.append(x)
+    return found
+
+
+def _under_autocast(x: Any) -> Any:
+    kind = x.device.type if isinstance(x, Tensor) else "cpu"
+    if not isinstance(x, Tensor) or not torch.is_autocast_enabled(kind):
+        return x
+    return x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(kind))
+
+
+def _embedding(
+    input: Tensor,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if max_norm is not None:
+        raise UnsupportedError(
+            "max_norm writes into the table of an embedding, and codes are not written: leave "
+            "'embedding' out of the roles of the config"
+        )
+    return rows(weight, input)
+
+
+#: Function of torch -> the same with quantised operands.
+FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    spelling: partial(found.on, _multiply)
+    for spelling, found in PRODUCTS.items()
+    if found.on is not None and found.places
+} | {torch.nn.functional.embedding: _embedding}
+
+
+# --- below autograd --------------------------------------------------------------------------
+
+
+def _linear(x: Tensor, w: QuantizedTensor) -> Tensor:
+    *batch, terms = x.shape
+    if terms != w.matrix_shape[-1]:
+        raise_shapes(x, w)
+    held = _entering(x.reshape(-1, terms), w)
+    how = w.config.input
+    y: Tensor | None = None
+    outer: Tensor | None = None
+    if how is not None:
+        coded = coded_input(held, w.config, w.input_scale)
+        y = _by_units(coded, w)
+        if y is None:
+            held, outer = factors(coded, how, -1)
+    if y is None:
+        y = multiplied_by(held, w, outer)
+    return y.to(x.dtype).view(*batch, w.matrix_shape[0])
+
+
+def raise_shapes(x: Tensor, w: QuantizedTensor) -> None:
+    rows, terms = w.matrix_shape[-2:]
+    # As torch words it.
+    raise RuntimeError(
+        f"mat1 and mat2 shapes cannot be multiplied ({x.numel() // max(x.shape[-1], 1)}x"
+        f"{x.shape[-1]} and {terms}x{rows})"
+    )
+
+
+def _entering(x: Tensor, w: QuantizedTensor) -> Tensor:
+    """The input as it meets the codes: divided by the folded powers of two, and mixed."""
+    if w.columns is not None:
+        x = (x / w.columns).to(x.dtype)  # exact, but for subnormals
+    if w.config.rotate:
+        x = mixed(x, -1)
+    return x
+
+
+def coded_input(x: Tensor, config: Config, scale: Tensor | None, dim: int = -1) -> Coded:
+    """The input of a product as codes and scales, as the config casts it."""
+    how = config.input
+    if how is None:
+        raise QuantizationError(f"{config} casts no inputs")
+    if not config.static:
+        return quantized(x, torch.ones((), device=x.device), how, dim)
+    if scale is None:
+        raise QuantizationError(
+            f"{config} has no scale for this input yet: give quantize_ calibration data "
+            "(calibration=batches) that reach this layer"
+        )
+    codes = encode_blocks(x, how.format, PerTensor(), scale, overflow="saturate_finite")
+    return Coded(codes, scale)
+
+
+def _by_units(x: Coded, w: QuantizedTensor) -> Tensor | None:
+    """The product by the FP8 units of the device, or None."""
+    if w.config.input is None or w.config.input.format.bits > 8:
+        return None
+    left = by_gemm.Side(x, w.config.input, -1)
+    right = by_gemm.Side(_coded(w), w.config.weight, -1)
+    return by_gemm.by_units(left, right, torch.ones((), device=w.qdata.device), False)
+
+
+def _coded(w: QuantizedTensor) -> Coded:
+    two = w.scale.dtype == torch.float8_e4m3fn
+    return Coded(w.codes, w.scale, w.tensor_scale if two else None)
+
+
+def multiplied_by(x: Tensor, w: QuantizedTensor, outer: Tensor | None) -> Tensor:
+    """The rows of `x` times the matrix of `w`, and times `outer`, a scale for each row."""
+    values, of_w = factors(_coded(w), w.config.weight, -1)
+    a, b = multiplied(x, values) if x.dtype == values.dtype else (x.float(), values.float())
+    y = torch.mm(a, b.mT)
+    for factor in (None if of_w is None or of_w.dim() == 0 else of_w.mT, outer):
+        if factor is not None:
+            y = y * factor
+    return y * of_w if of_w is not None and of_w.dim() == 0 else y
+
+
+def _linear_gradient(grad: Tensor, w: QuantizedTensor) -> Tensor:
+    matrix = w.matrix(torch.float32)
+    rows = grad.reshape(-1, grad.shape[-1])
+    dx = torch.mm(rows.float(), matrix)
+    if w.config.rotate:
+        dx = turned_back(dx)
+    if w.columns is not None:
+        dx = dx / w.columns
+    return dx.to(grad.dtype).view(*grad.shape[:-1], matrix.shape[-1])
+
+
+def _cast_input(x: Tensor, w: QuantizedTensor, dim: int) -> Tensor:
+    return cast_values(x, w.config, w.input_scale, dim)
+
+
+def cast_values(x: Tensor, config: Config, scale: Tensor | None, dim: int) -> Tensor:
+    """`x` with the values that `config` casts it to, in its dtype. `dim` is the summed dimension,
+    -1 or -2."""
+    how = config.input
+    if how is None:
+        return x
+    coded = coded_input(x, config, scale, dim)
+    cut = granularity(how, dim)
+    held: Any = coded.scale
+    if coded.whole is not None:
+        held = TwoLevelScale(coded.scale, coded.whole)
+    return dequantize_blocks(coded.codes, held, how.format, cut, torch.float32).to(x.dtype)
+
+
+def turned_back(x: Tensor) -> Tensor:
+    """Undo `mixed` along the last dimension: its matrix is orthogonal."""
+    groups = x.float().reshape(*x.shape[:-1], -1, HADAMARD)
+    identity = mixed(torch.eye(HADAMARD, device=x.device), -1)
+    found: Tensor = (groups @ identity.mT).flatten(-2)
+    return found
+
+
+def _rows(w: QuantizedTensor, ids: Tensor) -> Tensor:
+    """Decode the rows that are looked up, and no others."""
+    how = w.config.weight
+    if w.order != "rows" or w.columns is not None or w.config.rotate or how.block[0] > 1:
+        return torch.nn.functional.embedding(ids, w.value_in(w.dtype))
+    flat = ids.reshape(-1)
+    scale = w.scale if w.scale.dim() == 0 else w.scale[flat]
+    part = w.put_together(
+        (w.qdata[flat], scale, w.tensor_scale),
+        (flat.numel(), w.shape[1]),
+        (*w.context[:-1], ()),
+    )
+    return part.value_in(w.dtype).view(*ids.shape, w.shape[1])
+
+
+#: Operator of this module -> its computation on inner tensors.
+OPERATORS: dict[Any, Callable[..., Any]] = {
+    dequantize: lambda w: w.value_in(w.dtype),
+    linear: _linear,
+    linear_gradient: _linear_gradient,
+    cast_input: _cast_input,
+    rows: _rows,
+}

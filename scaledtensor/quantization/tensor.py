@@ -1,0 +1,492 @@
+"""QuantizedTensor: a weight in few bits that a plain model multiplies by.
+
+A QuantizedTensor has the inner tensors of a `CodedTensor`, packed codes and the scales of their
+blocks, and its `Config` says how products cast their inputs. It behaves as a plain tensor of its
+value. A product with it is caught above autograd, in every spelling of the table of products, and
+`quantization/products.py` computes it from the codes. Every other operator reads the plain value.
+A copy, a move to a device, a transposition and a file keep the codes. A gradient flows to the input
+of a product, and none to the weight, so adapters train on a quantised base.
+
+The codes form a matrix whose rows are summed over (`Order`):
+
+    rows      the tensor itself, as the weight of nn.Linear; leading dimensions are a batch
+    columns   its transpose, as the weight of GPT-2's Conv1D, and as `weight.t()`
+    kernel    each output channel of a convolution in one row
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any, Literal, Self, cast
+
+import torch
+from torch import Tensor
+
+from scaledtensor import _torch
+from scaledtensor._version import source_digest
+from scaledtensor.errors import (
+    CheckpointError,
+    DTypeError,
+    QuantizationError,
+    ScaleError,
+    ShapeError,
+    UnsupportedError,
+)
+from scaledtensor.formats import (
+    Format,
+    PerBlock,
+    PerTensor,
+    TwoLevelScale,
+    dequantize_blocks,
+    pack,
+    unpack,
+)
+from scaledtensor.formats.layouts import check_scale_shape, packed_shape
+from scaledtensor.quantization.configs import Config, config_from
+from scaledtensor.recipes.casts import Cast, Microscale, TwoLevel
+from scaledtensor.tensors.storable import appearance
+from scaledtensor.tensors.wrapper import Wrapper
+
+__all__ = ["Order", "QuantizedTensor", "block_of", "matrix_shape", "scale_dtype"]
+
+Order = Literal["rows", "columns", "kernel"]
+
+_INNER = ("qdata", "scale", "tensor_scale")
+
+
+def block_of(cast: Cast) -> PerTensor | PerBlock:
+    """The elements of the matrix of codes that share a scale."""
+    if cast.block == (0, 0):
+        return PerTensor()
+    return PerBlock((cast.block[0] or -1, cast.block[1] or -1))
+
+
+def scale_dtype(cast: Cast) -> torch.dtype:
+    """The dtype of the scales of blocks."""
+    if isinstance(cast.scale, TwoLevel):
+        return torch.float8_e4m3fn
+    return torch.float8_e8m0fnu if isinstance(cast.scale, Microscale) else torch.float32
+
+
+def matrix_shape(shape: Sequence[int], order: Order) -> tuple[int, ...]:
+    """The shape of the matrix of codes of a tensor of `shape`."""
+    if order == "kernel":
+        return shape[0], math.prod(shape[1:])
+    if order == "columns":
+        *batch, rows, columns = shape
+        return *batch, columns, rows
+    return tuple(shape)
+
+
+class _Names:
+    """The names of the inner tensors of a QuantizedTensor."""
+
+    def __get__(self, x: Any, owner: type) -> tuple[str, ...]:
+        return _INNER if x is None else (*_INNER, *x.extras)
+
+
+class QuantizedTensor(Wrapper):
+    """Codes in few bits and the scales of their blocks, with the config by which products use them.
+    `quantize_` makes them.
+
+    Args:
+        codes: the matrix of codes, one an element, in the storage dtype of the config's format.
+        scale: the scales of its blocks, as `formats.quantize_blocks` returns them.
+        config: a `WeightOnly`, `Dynamic` or `Static`, whose `weight` is the cast of the codes.
+        shape: the shape of the tensor; by default the shape of the codes.
+        order: how the codes lie in the tensor (see the module).
+        dtype: the dtype of the value: float32, bfloat16, float16 or float64.
+        input_scale: the scale of inputs, one positive number, for `Static`.
+        columns: powers of two, one for each element along the summed dimension. The codes are of
+            the weight times them, and products divide the input by them (`Config.fold`).
+
+    Attributes:
+        qdata: the packed codes. `codes` are the codes one an element.
+        scale: for each block: float32, float8_e8m0fnu or float8_e4m3fn.
+        tensor_scale: the second level of `TwoLevel` scales, 0-dim float32; else 1.
+        config, order, input_scale, columns: as above.
+
+    Raises:
+        DTypeError, QuantizationError, ScaleError, ShapeError: an argument is not one of the
+            allowed.
+    """
+
+    INNER: tuple[str, ...] = cast(Any, _Names())
+    EXTRAS: tuple[str, ...] = ("input_scale", "columns")
+    _FACTS: tuple[str, ...] = ("format", "config", "order", "extras")
+
+    config: Config
+    order: Order
+    extras: tuple[str, ...]
+    scale: Tensor
+    tensor_scale: Tensor
+    input_scale: Tensor | None = None
+    columns: Tensor | None = None
+    recipe = None
+    nonnegative = False
+
+    @staticmethod
+    def __new__(
+        cls,
+        codes: Tensor,
+        scale: Tensor | TwoLevelScale,
+        config: Config,
+        shape: Sequence[int] | None = None,
+        *,
+        order: Order = "rows",
+        dtype: torch.dtype = torch.float32,
+        input_scale: Tensor | float | None = None,
+        columns: Tensor | None = None,
+    ) -> Self:
+        if not isinstance(config, Config):
+            raise QuantizationError(f"a config is WeightOnly(...) or the like; got {config!r}")
+        fmt = config.weight.format
+        if not isinstance(codes, Tensor) or codes.dtype != fmt.storage_dtype:
+            told = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
+            raise DTypeError(f"codes of {fmt.name} are {fmt.storage_dtype}; got {told}")
+        full = tuple(codes.shape if shape is None else shape)
+        if tuple(codes.shape) != matrix_shape(full, order):
+            raise ShapeError(
+                f"codes of a tensor of {full} in {order} have shape "
+                f"{matrix_shape(full, order)}; got {tuple(codes.shape)}"
+            )
+        levels = scale if isinstance(scale, TwoLevelScale) else (scale, None)
+        whole = torch.ones((), device=codes.device) if levels[1] is None else levels[1]
+        extras: dict[str, Tensor] = {}
+        if input_scale is not None:
+            given = torch.as_tensor(input_scale, dtype=torch.float32, device=codes.device)
+            extras["input_scale"] = given.detach().reshape(())
+        if columns is not None:
+            extras["columns"] = columns.detach().float()
+        inner = (
+            pack(codes.detach(), fmt).contiguous(),
+            levels[0].detach(),
+            whole,
+            *extras.values(),
+        )
+        context = (fmt, appearance(dtype), config, order, tuple(extras))
+        check_inner(inner, full, context)
+        return cls.put_together(inner, full, context)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    @classmethod
+    @_torch.inlined_only
+    def put_together(cls, inner: Sequence[Tensor], shape: Sequence[int], context: Any) -> Self:
+        """The one constructor path, unchecked."""
+        fmt, dtype, config, order, extras = context
+        self = cast(Self, _torch.make_wrapper(cls, inner[0], dtype, shape))
+        self.format, self.config, self.order, self.extras = fmt, config, order, extras
+        for name, tensor in zip((*_INNER, *extras), inner, strict=True):
+            setattr(self, name, tensor)
+        return self
+
+    @property
+    @_torch.inlined_only
+    def context(self) -> Any:
+        """The facts by which the inner tensors are read."""
+        return self.format, self.dtype, self.config, self.order, self.extras
+
+    # --- the value ---------------------------------------------------------------------------
+
+    @property
+    def matrix_shape(self) -> tuple[int, ...]:
+        """The shape of the matrix of codes."""
+        return matrix_shape(self.shape, self.order)
+
+    @property
+    def codes(self) -> Tensor:
+        """The matrix of codes, one an element."""
+        return unpack(self.qdata, self.format, self.matrix_shape)
+
+    def matrix(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The values of the codes as a matrix, as products multiply by them."""
+        held: Any = self.scale
+        if isinstance(self.config.weight.scale, TwoLevel):
+            held = TwoLevelScale(self.scale, self.tensor_scale)
+        return dequantize_blocks(self.codes, held, self.format, block_of(self.config.weight), dtype)
+
+    def value_in(self, dtype: torch.dtype) -> Tensor:
+        """The plain tensor of the value."""
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        held = self.matrix(wide)
+        if self.config.rotate:
+            held = _products().turned_back(held)
+        if self.columns is not None:
+            held = held / self.columns
+        held = held.mT if self.order == "columns" else held.reshape(self.shape)
+        return held.to(dtype)
+
+    def dequantize(self) -> Tensor:
+        """The plain tensor of the same value, shape and dtype."""
+        return _dequantize(self)
+
+    def shared(self) -> Self:
+        """Another tensor of the same codes, and no view of this one."""
+        return self.like(*(getattr(self, name) for name in self.INNER))
+
+    # --- torch -------------------------------------------------------------------------------
+
+    @classmethod
+    @_torch.inlined_only
+    def __tensor_unflatten__(
+        cls, inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
+    ) -> Self:
+        *_, extras = context
+        return cls.put_together([inner[n] for n in (*_INNER, *extras)], outer_size, context)
+
+    @classmethod
+    @_torch.inlined_only
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in _torch.BODIES:
+            return _torch.BODIES[func](*args, **(kwargs or {}))
+        own = _products().FUNCTIONS.get(func)
+        if own is None or _torch.is_transforming():
+            return _torch.without_torch_function(func, types, args, kwargs or {})
+        with _torch.disable_torch_function():
+            return own(*args, **(kwargs or {}))
+
+    @classmethod
+    @_torch.uncompiled
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with _torch.disable_torch_function():
+            own = _OWN.get(func) or _products().OPERATORS.get(func)
+            made = own(*args, **kwargs) if own is not None else NotImplemented
+            if made is not NotImplemented:
+                return made
+            _refuse_writing(func, args, kwargs)
+            read, named = torch.utils._pytree.tree_map(_read, (args, kwargs))
+            return func(*read, **named)
+
+    @classmethod
+    def _fingerprint(cls) -> str:
+        return source_digest()
+
+    # --- Python ------------------------------------------------------------------------------
+
+    def _spelled_scale(self) -> str:
+        return f"{tuple(self.scale.shape)} {self.config}"
+
+    def _spelled_facts(self) -> tuple[Any, ...]:
+        return self.dtype, self.config.to_json(), self.order, self.extras
+
+    @classmethod
+    def _unpickled(
+        cls, inner: Sequence[Tensor], shape: Sequence[int], fmt: Format, *facts: Any
+    ) -> Self:
+        dtype, config, order, extras = facts
+        return cls.checked(inner, shape, (fmt, dtype, config_from(config), order, tuple(extras)))
+
+    # --- files -------------------------------------------------------------------------------
+
+    def facts(self) -> dict[str, Any]:
+        """The facts by which the codec rebuilds this tensor, beside the facts of every tensor."""
+        told = {"config": self.config.to_json(), "order": self.order}
+        return told | {"extras": list(self.extras)}
+
+    @classmethod
+    def from_facts(
+        cls,
+        parts: Mapping[str, Tensor],
+        shape: Sequence[int],
+        fmt: Format,
+        dtype: torch.dtype,
+        facts: Mapping[str, Any],
+    ) -> Self:
+        """The tensor that has these parts and facts.
+
+        Raises:
+            CheckpointError, QuantizationError, ShapeError, ScaleError: they do not fit together.
+        """
+        extras, order = tuple(facts["extras"]), facts["order"]
+        if not set(extras) <= set(cls.EXTRAS) or order not in ("rows", "columns", "kernel"):
+            raise CheckpointError(f"this release does not know {extras} or {order!r}")
+        context = (fmt, dtype, config_from(facts["config"]), order, extras)
+        return cls.checked([parts[name] for name in (*_INNER, *extras)], shape, context)
+
+    @classmethod
+    def checked(cls, inner: Sequence[Tensor], shape: Sequence[int], context: Any) -> Self:
+        """The tensor of inner tensors that came from a file."""
+        fmt, _, config, *_ = context
+        held = config.weight
+        wanted = (fmt.storage_dtype if fmt.bits >= 8 else torch.uint8, scale_dtype(held))
+        read = [
+            x.view(d) if x.dtype == torch.uint8 and d.itemsize == 1 else x
+            for x, d in zip(inner[:2], wanted, strict=True)
+        ]
+        inner = (*read, *inner[2:])
+        check_inner(inner, shape, context)
+        return cls.put_together(inner, shape, context)
+
+
+torch.serialization.add_safe_globals([QuantizedTensor])
+
+
+def check_inner(inner: Sequence[Tensor], shape: Sequence[int], context: Any) -> None:
+    """Raise an error unless the inner tensors fit a QuantizedTensor of `shape` and `context`."""
+    fmt, _, config, order, extras = context
+    qdata, scale, whole = inner[:3]
+    matrix, how = matrix_shape(shape, order), config.weight
+    if fmt != how.format:
+        raise QuantizationError(
+            f"the config stores {how.format.name}, and the codes are {fmt.name}"
+        )
+    if tuple(qdata.shape) != packed_shape(fmt, matrix):
+        raise ShapeError(
+            f"codes of {fmt.name} for a matrix of {matrix} have shape {packed_shape(fmt, matrix)}; "
+            f"got {tuple(qdata.shape)}"
+        )
+    if scale.dtype != scale_dtype(how):
+        raise ScaleError(f"scales of {how} are {scale_dtype(how)}; got {scale.dtype}")
+    check_scale_shape(scale, block_of(how), matrix)
+    named = dict(zip(extras, inner[3:], strict=True))
+    for name, x in {"tensor_scale": whole, **named}.items():
+        wanted = () if name != "columns" else (matrix[-1],)
+        if x.dtype != torch.float32 or tuple(x.shape) != wanted:
+            raise ScaleError(
+                f"{name} is float32 of shape {wanted}; got {x.dtype} of {tuple(x.shape)}"
+            )
+    for name, x in {"scale": scale, "tensor_scale": whole, **named}.items():
+        if not x.is_meta and not _torch.is_tracing(x):
+            numbers = x.detach().float()
+            # A NaN marks a block that held one. The E4M3FN scale of a block of zeros may be 0.
+            if not ((numbers >= 0) & (numbers < math.inf) | numbers.isnan()).all():
+                raise ScaleError(f"{name} holds numbers that are negative or infinite")
+
+
+def _products() -> Any:
+    """The products, which load the operators on first use."""
+    return import_module("scaledtensor.quantization.products")
+
+
+# --- operators -------------------------------------------------------------------------------
+
+_aten = torch.ops.aten
+
+
+def _dequantize(x: QuantizedTensor) -> Tensor:
+    return cast(Tensor, _products().dequantize(x))
+
+
+def _share(x: QuantizedTensor) -> QuantizedTensor:
+    # As views are: made outside inference mode, where this tensor was.
+    with torch.inference_mode(torch.is_inference_mode_enabled() and x.is_inference()):
+        return x.shared()
+
+
+def _copy(x: QuantizedTensor, **options: Any) -> QuantizedTensor:
+    return x.like(*(getattr(x, name).clone() for name in x.INNER))
+
+
+def _to(
+    x: QuantizedTensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    non_blocking: bool = False,
+    **options: Any,
+) -> Any:
+    """A float dtype is the dtype of the value; the codes stay. Any other dtype is a reading."""
+    kept = x.dtype if dtype is None else dtype
+    if not kept.is_floating_point:
+        return x.value_in(torch.float32).to(dtype=kept, device=device)
+    move = {"device": device, "non_blocking": non_blocking, "copy": True}
+    moved = [getattr(x, name).to(**move) for name in x.INNER]
+    fmt, _, *rest = x.context
+    return x.put_together(moved, x.shape, (fmt, appearance(kept), *rest))
+
+
+def _transposed(x: QuantizedTensor, *dims: int) -> Any:
+    """The codes stay: rows become columns. Other dimensions are read."""
+    n = x.dim()
+    last = n >= 2 and (not dims or {d % n for d in dims} == {n - 2, n - 1})
+    if x.order == "kernel" or not last or (not dims and n != 2):
+        return NotImplemented
+    fmt, dtype, config, order, extras = x.context
+    turned = "rows" if order == "columns" else "columns"
+    shape = (*x.shape[:-2], x.shape[-1], x.shape[-2])
+    inner = [getattr(x, name) for name in x.INNER]
+    return x.put_together(inner, shape, (fmt, dtype, config, turned, extras))
+
+
+def _selected(x: QuantizedTensor, dim: int, index: Any) -> Any:
+    """One matrix of a batch, as the weight of one expert. Other parts are read."""
+    if dim != 0 or x.dim() != 3 or x.order == "kernel":
+        return NotImplemented
+    scale = x.scale if x.scale.dim() == 0 else x.scale[index]
+    inner = (x.qdata[index], scale, *(getattr(x, name) for name in x.INNER[2:]))
+    return x.put_together(inner, x.shape[1:], x.context)
+
+
+def _view(x: QuantizedTensor, shape: Sequence[int]) -> Any:
+    return _share(x) if tuple(shape) == tuple(x.shape) else NotImplemented
+
+
+def _write(x: Any, source: Any, *rest: Any) -> Any:
+    """`load_state_dict` copies codes between tensors of one config."""
+    if not isinstance(x, QuantizedTensor):
+        return NotImplemented
+    if not isinstance(source, QuantizedTensor) or _kept(source) != _kept(x):
+        what = (
+            f"a {type(source).__name__}"
+            if not isinstance(source, QuantizedTensor)
+            else f"{source.config} of {tuple(source.shape)}"
+        )
+        raise UnsupportedError(
+            f"a weight of {x.config} takes the codes of another one of the same shape and config; "
+            f"got {what}. Load plain weights into the plain model, before quantize_()"
+        )
+    for name in x.INNER:
+        getattr(x, name).copy_(getattr(source, name))
+    return x
+
+
+def _kept(x: QuantizedTensor) -> Any:
+    fmt, _, *facts = x.context
+    return tuple(x.shape), fmt, *facts
+
+
+#: Operators that keep codes as they are.
+_OWN: dict[Any, Callable[..., Any]] = {
+    _aten.alias.default: _share,
+    _aten.clone.default: _copy,
+    _aten.copy_.default: _write,
+    _aten.detach.default: _share,
+    _aten.lift_fresh.default: _share,
+    _aten._to_copy.default: _to,
+    _aten.t.default: _transposed,
+    _aten.transpose.int: _transposed,
+    _aten.select.int: _selected,
+    _aten.view.default: _view,
+}
+
+
+def _read(x: Any) -> Any:
+    return x.value_in(x.dtype) if isinstance(x, QuantizedTensor) else x
+
+
+def _refuse_writing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not func._schema.is_mutable:
+        return
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    for a in func._schema.arguments:
+        if a.alias_info is None or not a.alias_info.is_write or a.name not in given:
+            continue
+        targets = given[a.name] if isinstance(given[a.name], (list, tuple)) else [given[a.name]]
+        for t in targets:
+            if isinstance(t, QuantizedTensor):
+                raise UnsupportedError(
+                    f"{func} would write into a weight of {t.config}, whose codes and scales are "
+                    "made together: unscale_model(model) makes it plain; train adapters on it, or "
+                    "quantize_ with a plain copy of the weight again"
+                )

@@ -1,0 +1,263 @@
+"""`quantize_` converts the weights of a model for inference, in place."""
+
+import fnmatch
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from scaledtensor.errors import ModelError, QuantizationError, UnsupportedError
+from scaledtensor.formats import TwoLevelScale
+from scaledtensor.models import state_dicts
+from scaledtensor.models.operands import TABLES, is_operand
+from scaledtensor.models.scale_model import show
+from scaledtensor.models.simulate import refuse_simulated
+from scaledtensor.ops.products.quantize import mixed, quantized
+from scaledtensor.quantization.configs import Config, Plan, config_for, plan_of
+from scaledtensor.quantization.tensor import Order, QuantizedTensor, matrix_shape
+from scaledtensor.recipes.casts import HADAMARD
+from scaledtensor.tensors.shards import is_dtensor
+from scaledtensor.tensors.steps import is_scaled
+from scaledtensor.tensors.wrapper import Wrapper
+
+__all__ = ["Weight", "quantize_", "quantized_weight", "role_of", "weights_of"]
+
+M = TypeVar("M", bound=nn.Module)
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+#: Output layers by name, for models without transformers' `get_output_embeddings`.
+_HEADS = ("lm_head", "head", "unembed", "output_layer")
+
+
+def quantize_(
+    model: M,
+    config: Plan,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    *,
+    calibration: Iterable[Any] | None = None,
+) -> M:
+    """Convert the weights of matrix products of `model` to few bits, in place.
+
+    Each converted weight becomes a frozen `QuantizedTensor` parameter under its old name. Modules,
+    hooks and all other parameters stay as they are. Results of products are plain tensors, in the
+    dtype of their input. `print(model)` shows the config of each module. `unscale_model(model)`
+    ends it: weights become plain parameters of the quantised value.
+
+    Args:
+        model: a plain module, in float32, bfloat16 or float16.
+        config: `WeightOnly`, `Dynamic` or `Static` for all weights; or a mapping from patterns of
+            module names to configs, such as `{"*.mlp.*": WeightOnly("nvfp4"), "*":
+            WeightOnly("e4m3fn")}`. The first pattern that matches decides. None leaves a module as
+            it is.
+        filter_fn: called as `filter_fn(module, fqn)` with a module that owns parameters and its
+            fully qualified name. False leaves this module as it is.
+        calibration: batches for configs that need data (`Static`, `fold`, `error_feedback`). Each
+            is passed to the model: a mapping as keyword arguments, a tuple or list as positional
+            arguments, anything else as the only argument. The model runs in its present mode,
+            without gradients.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ModelError: `model` is no module, or a weight has no data yet, is a ScaledTensor, is
+            quantised already, or is spread over ranks.
+        QuantizationError: the config is none, needs data that were not given, chooses no weight,
+            or a pattern matches no module; or no batch reached a chosen weight.
+        UnsupportedError: the model simulates a format.
+
+    After an error the model is as it was.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"quantize_ takes an nn.Module; got {type(model).__name__}")
+    plan = plan_of(config)
+    refuse_simulated(model)
+    weights = weights_of(model, plan, filter_fn)
+    if not weights:
+        raise QuantizationError(
+            "the config chooses no weight of this model: it has no linear or convolution layer of "
+            "the roles, or the filter leaves all of them out"
+        )
+    seen = _observed(model, weights, calibration)
+    made = [
+        quantized_weight(w.parameter.detach(), w.config, w.order, seen.get(w.name)) for w in weights
+    ]
+    for weight, held in zip(weights, made, strict=True):
+        p = nn.Parameter(held, requires_grad=False)
+        for module, name in weight.owners:
+            module._parameters[name] = p
+    for module in model.modules():
+        state_dicts.attach(module)
+    show(model)
+    return model
+
+
+def _observed(
+    model: nn.Module, weights: "list[Weight]", calibration: Iterable[Any] | None
+) -> dict[str, Any]:
+    """What the calibration data show of the inputs of each weight, by the weight's name."""
+    wanting = [w for w in weights if w.config.needs_data]
+    if not wanting:
+        if calibration is not None:
+            raise QuantizationError(
+                f"calibration was given, and {weights[0].config} needs none: it is for Static, "
+                "fold=True and rounding='error_feedback'"
+            )
+        return {}
+    if calibration is None:
+        raise QuantizationError(
+            f"{wanting[0].config} needs data: quantize_(model, config, calibration=batches), with "
+            "some batches of inputs as the model gets them"
+        )
+    raise UnsupportedError("calibration")
+
+
+# --- which weights ---------------------------------------------------------------------------
+
+
+class Weight(NamedTuple):
+    """A weight to convert."""
+
+    name: str
+    """The fully qualified name of the parameter, under its first owner."""
+    parameter: nn.Parameter
+    config: Config
+    order: Order
+    owners: list[tuple[nn.Module, str]]
+    """All modules that own the parameter, with its name in each."""
+
+
+def weights_of(
+    model: nn.Module,
+    plan: list[tuple[str, Config | None]],
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+) -> list[Weight]:
+    """The weights that a plan chooses. All owners of a tied weight must have a listed role.
+
+    Raises:
+        ModelError, QuantizationError: as `quantize_` says.
+    """
+    names = {fqn for fqn, _ in model.named_modules()}
+    for pattern, _ in plan:
+        if not fnmatch.filter(names, pattern):
+            raise QuantizationError(
+                f"the config names {pattern!r}, and no module of this model has such a name: they "
+                f"are {', '.join(sorted(names - {''})[:8])}, ..."
+            )
+    found: dict[int, Weight] = {}
+    left: set[int] = set()
+    head = output_layer(model)
+    for module, fqn, name, p in _parameters(model):
+        full = f"{fqn}.{name}" if fqn else name
+        config = config_for(plan, fqn)
+        role = role_of(module, fqn, name, p, head)
+        chosen = config is not None and role in config.roles
+        if chosen and filter_fn is not None:
+            chosen = filter_fn(module, fqn)
+        if not chosen or config is None:
+            left.add(id(p))
+            continue
+        _check(p, full)
+        owners = found[id(p)].owners if id(p) in found else []
+        owners.append((module, name))
+        if id(p) not in found:
+            found[id(p)] = Weight(full, p, config, order_of(module, p), owners)
+    return [w for key, w in found.items() if key not in left]
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:
+    for fqn, module in model.named_modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                yield module, fqn, name, p
+
+
+def output_layer(model: nn.Module) -> nn.Module | None:
+    """The output layer of the vocabulary, which transformers' models name."""
+    get = getattr(model, "get_output_embeddings", None)
+    if not callable(get):
+        return None
+    try:
+        found = get()
+    except (AttributeError, NotImplementedError):
+        return None
+    return found if isinstance(found, nn.Module) else None
+
+
+def role_of(
+    module: nn.Module, fqn: str, name: str, p: Tensor, head: nn.Module | None = None
+) -> str | None:
+    """The role of a parameter, out of `configs.ROLES`; None if `quantize_` never converts it."""
+    if is_lazy(p) or not p.dtype.is_floating_point:
+        return None
+    if isinstance(module, TABLES):
+        return "embedding" if name == "weight" else None
+    if isinstance(module, nn.modules.conv._ConvTransposeNd) or not is_operand(module, name, p):
+        return None
+    if isinstance(module, _CONVOLUTIONS):
+        return "convolution"
+    if p.dim() not in (2, 3) or isinstance(module, nn.Bilinear):
+        return None
+    named = head is None and fqn.rpartition(".")[2] in _HEADS
+    return "head" if module is head or named else "linear"
+
+
+def order_of(module: nn.Module, p: Tensor) -> Order:
+    """How the summed dimension of products lies in a weight. transformers' Conv1D sums over its
+    rows; all other layers over the columns."""
+    if isinstance(module, _CONVOLUTIONS):
+        return "kernel"
+    return "columns" if type(module).__name__ == "Conv1D" else "rows"
+
+
+def _check(p: nn.Parameter, name: str) -> None:
+    if isinstance(p, QuantizedTensor):
+        raise ModelError(
+            f"{name} is quantised already ({p.config}): unscale_model(model) makes it plain first"
+        )
+    if is_dtensor(p):
+        raise ModelError(f"{name} is spread over ranks; call quantize_() before fully_shard()")
+    if is_scaled(p) or isinstance(p, Wrapper):
+        raise ModelError(
+            f"{name} is a ScaledTensor: unscale_model(model), which is exact, comes before "
+            "quantize_(model, ...)"
+        )
+    if p.dtype not in _DTYPES:
+        raise ModelError(f"{name} is {p.dtype}; weights are float32, bfloat16 or float16")
+
+
+# --- the conversion --------------------------------------------------------------------------
+
+
+def quantized_weight(
+    weight: Tensor, config: Config, order: Order = "rows", seen: Any = None
+) -> QuantizedTensor:
+    """The weight as a config stores it.
+
+    Args:
+        weight: a plain weight of any layer.
+        config: the config.
+        order: how the summed dimension lies in the weight.
+        seen: what calibration data show of the inputs.
+
+    Raises:
+        QuantizationError: the config does not fit the shape.
+    """
+    shape = tuple(weight.shape)
+    matrix = weight.mT if order == "columns" else weight.reshape(matrix_shape(shape, order))
+    matrix = matrix.float().contiguous()
+    if config.rotate:
+        if matrix.shape[-1] % HADAMARD:
+            raise QuantizationError(
+                f"rotate mixes {HADAMARD} elements along the summed dimension, and a weight of "
+                f"{shape} has {matrix.shape[-1]}: leave its module out"
+            )
+        matrix = mixed(matrix, -1)
+    coded = quantized(matrix, torch.ones((), device=matrix.device), config.weight, -1)
+    scale: Any = coded.scale
+    if coded.whole is not None:
+        scale = TwoLevelScale(coded.scale, coded.whole)
+    return QuantizedTensor(coded.codes, scale, config, shape, order=order, dtype=weight.dtype)
