@@ -21,6 +21,7 @@ ERRORS = {
     "ModelError": "ValueError",
     "ModelWarning": "UserWarning",
     "MupError": "ValueError",
+    "QuantizationError": "ValueError",
     "RecipeError": "ValueError",
     "RecipeWarning": "UserWarning",
     "RegistryError": "ValueError",
