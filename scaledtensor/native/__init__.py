@@ -1,7 +1,7 @@
 """Loops in C++ for eager CPU tensors, built at first use.
 
 `casts.cpp` has casts. `elements.cpp` has loops that would take many passes over memory as PyTorch's
-operators. A call with at least `WORTH_IT` elements builds the library, which takes a few seconds.
+operators. `products.cpp` multiplies with codes, which PyTorch's operators decode first. A call with at least `WORTH_IT` elements builds the library, which takes a few seconds.
 The compiler is the one of `torch.compile`: the environment variable CXX, else g++, clang++ or c++.
 The library is in the user's cache folder, under a name that covers the sources, the flags, the
 compiler and the CPU. `SCALEDTENSOR_NATIVE=0` leaves it out. `status()` describes the library, and
@@ -36,7 +36,8 @@ __all__ = ["WORTH_IT", "built", "left_out", "library", "status", "takes"]
 WORTH_IT = 1 << 12
 
 VARIABLE = "SCALEDTENSOR_NATIVE"
-_SOURCES = tuple(Path(__file__).with_name(name) for name in ("casts.cpp", "elements.cpp"))
+_NAMES = ("casts.cpp", "elements.cpp", "products.cpp")
+_SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
 _COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = (
     *("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread"),
@@ -124,6 +125,7 @@ _FUNCTIONS = {
     "scaledtensor_cast": (*(_word, _word, _at, _at, _real, _real, _at, _at, _at, _count, _word),),
     "scaledtensor_adam": (*(_word, _at, _at, _at, _at, _at, _count, _word),),
     "scaledtensor_rounded_rows": (_at, _at, _at, _real, _real, _real, _count, _count, _word),
+    "scaledtensor_product": (_at, _word),
 }
 
 
@@ -162,7 +164,7 @@ def _built(compiler: list[str], *more: str) -> Path:
 def _of_cpu() -> tuple[str, ...]:
     """Return the flags for the instructions that torch itself uses."""
     if torch.backends.cpu.get_cpu_capability() == "AVX2":
-        return ("-mavx2", "-mfma")
+        return ("-mavx2", "-mfma", "-mf16c")
     # Compilers for ARM take the CPU by another flag.
     return ("-march=native",) if platform.machine() in ("x86_64", "AMD64") else ("-mcpu=native",)
 

@@ -1,0 +1,603 @@
+// Products of float rows with rows of codes, for eager CPU tensors. The codes are decoded in registers.
+//
+// THE ORDER OF ADDITIONS. For a row x and a row w of values, both of K elements,
+//
+//     lane[j] = fma(x[k], w[k], lane[j])    for j = k mod 8, k = 0, 1, ..., K - 1, from lane[j] = 0
+//     s[j] = lane[j] + lane[j + 4]          for j = 0, 1, 2, 3
+//     sum = ((s[0] + s[2]) + (s[1] + s[3])) + 0
+//     y = sum * factor                      factor = scale * whole, one rounding
+//
+// All of it is float32. Each `fma` rounds once; it rounds nothing more than an addition does if the
+// product x[k] * w[k] is a float32 itself. A scale for each block of a row belongs to the values,
+// w[k] = code * scale with one rounding, and `factor` is `whole` alone. The last step adds +0, so that no
+// sum is -0. Zeros that follow the last element change no lane. Hence a result depends on its two
+// rows alone, not on the other rows, the number of threads or the vectors of the CPU.
+//
+// Decoders may give values times 2^-SHIFT, and x is then multiplied by 2^SHIFT beforehand. Both are
+// exact, so every product is the same. (Exceptions: a value below 2^-100 times a block's scale may
+// lose its last bits. An x of 2^100 or more is multiplied with values from the table, without a shift.)
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+
+#include "threads.h"
+
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define VECTORS 1
+#include <immintrin.h>
+#endif
+
+// The fields are described in `products.py`.
+struct Product {
+    const void *x;
+    const uint8_t *codes;
+    const void *scale;
+    const float *table;
+    void *y;
+    int64_t batches, m, n, k;
+    int64_t x_row, x_batch, w_row, w_batch;  // of x in elements, of the codes in bytes
+    int64_t block, rows, scale_row;
+    int32_t kind, bits, half, scale_kind;
+    float whole;
+};
+
+namespace {
+
+enum Kind { FP32, BF16, E4M3, E5M2, INT8, FOUR, E3M2, E2M3, TABLE };
+enum ScaleKind { NONE, SINGLE, POWER, SHORT };  // float32, E8M0, E4M3FN
+
+constexpr int64_t CHUNK = 32;  // elements that are decoded at once
+
+inline float as_float(uint32_t x) { float y; std::memcpy(&y, &x, 4); return y; }
+inline uint32_t as_bits(float x) { uint32_t y; std::memcpy(&y, &x, 4); return y; }
+
+// Rounds to the nearest bfloat16, ties to even. Every NaN becomes the same NaN, as in PyTorch.
+inline uint16_t bfloat16(float x) {
+    const uint32_t bits = as_bits(x);
+    const uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+    return uint16_t((bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : rounded);
+}
+
+// --- eight lanes -----------------------------------------------------------------------------
+
+#ifdef VECTORS
+using V = __m256;
+inline V zero() { return _mm256_setzero_ps(); }
+inline V load(const float *x) { return _mm256_loadu_ps(x); }
+inline void store(float *x, V v) { _mm256_storeu_ps(x, v); }
+inline V all(float x) { return _mm256_set1_ps(x); }
+inline V times(V a, V b) { return _mm256_mul_ps(a, b); }
+inline V fma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
+inline float sum(V v) {
+    const __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    const __m128 t = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(t, _mm_movehdup_ps(t))) + 0.0f;
+}
+#else
+struct V { float lane[8]; };
+template <class F> inline V each(F f) {
+    V v;
+    for (int j = 0; j < 8; j++) v.lane[j] = f(j);
+    return v;
+}
+inline V zero() { return V{}; }
+inline V load(const float *x) { V v; std::memcpy(&v, x, 32); return v; }
+inline void store(float *x, const V &v) { std::memcpy(x, &v, 32); }
+inline V all(float x) { return each([=](int) { return x; }); }
+inline V times(const V &a, const V &b) { return each([&](int j) { return a.lane[j] * b.lane[j]; }); }
+inline V fma(const V &a, const V &b, const V &c) {
+    return each([&](int j) { return std::fma(a.lane[j], b.lane[j], c.lane[j]); });
+}
+inline float sum(const V &v) {
+    float s[4];
+    for (int j = 0; j < 4; j++) s[j] = v.lane[j] + v.lane[j + 4];
+    return ((s[0] + s[2]) + (s[1] + s[3])) + 0.0f;
+}
+#endif
+
+// --- decoders --------------------------------------------------------------------------------
+//
+// `decode(codes, w)` gives the 32 values of a chunk times 2^-SHIFT. `failed` tells whether a chunk
+// since the decoder's making had a code that only the table decodes.
+
+struct Single {
+    static constexpr int SHIFT = 0;
+    explicit Single(const Product &, const float *) {}
+    void decode(const uint8_t *codes, V *w) {
+        for (int i = 0; i < 4; i++) {
+            float x[8];
+            std::memcpy(x, codes + 32 * i, 32);
+            w[i] = load(x);
+        }
+    }
+    bool failed() const { return false; }
+};
+
+// Every format of at most 8 bits.
+struct Table {
+    static constexpr int SHIFT = 0;
+    const float *table;
+    const int bits;
+    Table(const Product &p, const float *values) : table(values), bits(p.bits) {}
+    void decode(const uint8_t *codes, V *w) {
+        float x[CHUNK];
+        if (bits == 8)
+            for (int i = 0; i < CHUNK; i++) x[i] = table[codes[i]];
+        else
+            for (int i = 0; i < CHUNK; i++) {
+                const int at = i * bits, low = at & 7;
+                int word = codes[at >> 3];
+                if (low + bits > 8) word |= codes[(at >> 3) + 1] << 8;
+                x[i] = table[(word >> low) & ((1 << bits) - 1)];
+            }
+        for (int i = 0; i < 4; i++) w[i] = load(x + 8 * i);
+    }
+    bool failed() const { return false; }
+};
+
+#ifdef VECTORS
+inline __m128i eight(const uint8_t *x) {
+    return _mm_loadl_epi64(reinterpret_cast<const __m128i *>(x));
+}
+inline __m128i sixteen(const uint8_t *x) {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i *>(x));
+}
+inline __m256i twice(__m128i x) { return _mm256_broadcastsi128_si256(x); }
+// Sixteen binary16 numbers as float32.
+inline void from_half(__m256i x, V *w) {
+    w[0] = _mm256_cvtph_ps(_mm256_castsi256_si128(x));
+    w[1] = _mm256_cvtph_ps(_mm256_extracti128_si256(x, 1));
+}
+
+struct Brain {
+    static constexpr int SHIFT = 0;
+    explicit Brain(const Product &, const float *) {}
+    void decode(const uint8_t *codes, V *w) {
+        for (int i = 0; i < 4; i++)
+            w[i] = _mm256_castsi256_ps(
+                _mm256_slli_epi32(_mm256_cvtepu16_epi32(sixteen(codes + 16 * i)), 16));
+    }
+    bool failed() const { return false; }
+};
+
+// The bits of E4M3FN, one place higher, are a binary16 number of 2^-8 times the value. So bit 14 has
+// to be 0. NaN has the bits of 480, and only the table gives a NaN.
+struct Fine {
+    static constexpr int SHIFT = 8;
+    __m256i most = _mm256_set1_epi8(-128);
+    explicit Fine(const Product &, const float *) {}
+    void decode(const uint8_t *codes, V *w) {
+        const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(codes));
+        most = _mm256_max_epi8(most, _mm256_or_si256(raw, _mm256_set1_epi8(-128)));
+        for (int i = 0; i < 2; i++) {
+            const __m256i wide = _mm256_cvtepi8_epi16(sixteen(codes + 16 * i));
+            const __m256i half = _mm256_and_si256(_mm256_slli_epi16(wide, 7),
+                                                  _mm256_set1_epi16(int16_t(0xBFFF)));
+            from_half(half, w + 2 * i);
+        }
+    }
+    // Only the bits 0x7F and 0xFF are -1 with the sign bit set.
+    bool failed() const {
+        return _mm256_movemask_epi8(_mm256_cmpeq_epi8(most, _mm256_set1_epi8(-1))) != 0;
+    }
+};
+
+// E5M2 is the upper byte of binary16.
+struct Coarse {
+    static constexpr int SHIFT = 0;
+    explicit Coarse(const Product &, const float *) {}
+    void decode(const uint8_t *codes, V *w) {
+        for (int i = 0; i < 2; i++)
+            from_half(_mm256_slli_epi16(_mm256_cvtepu8_epi16(sixteen(codes + 16 * i)), 8),
+                      w + 2 * i);
+    }
+    bool failed() const { return false; }
+};
+
+struct Integer {
+    static constexpr int SHIFT = 0;
+    explicit Integer(const Product &, const float *) {}
+    void decode(const uint8_t *codes, V *w) {
+        for (int i = 0; i < 4; i++)
+            w[i] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(eight(codes + 8 * i)));
+    }
+    bool failed() const { return false; }
+};
+
+// A format of 4 bits. Its values are bfloat16 numbers, whose bytes two tables of 16 have.
+struct Four {
+    static constexpr int SHIFT = 0;
+    __m256i high, low;
+    Four(const Product &, const float *values) {
+        alignas(16) uint8_t bytes[2][16];
+        for (int i = 0; i < 16; i++) {
+            bytes[0][i] = uint8_t(as_bits(values[i]) >> 24);
+            bytes[1][i] = uint8_t(as_bits(values[i]) >> 16);
+        }
+        high = twice(sixteen(bytes[0]));
+        low = twice(sixteen(bytes[1]));
+    }
+    void decode(const uint8_t *codes, V *w) {
+        // One byte of the source to a 16-bit word. Each unpacking below interleaves halves of the
+        // two 128-bit lanes, and this order makes the order of the results natural.
+        const __m256i place = _mm256_setr_epi8(0, -1, 1, -1, 4, -1, 5, -1, 8, -1, 9, -1, 12, -1, 13,
+                                               -1, 2, -1, 3, -1, 6, -1, 7, -1, 10, -1, 11, -1, 14,
+                                               -1, 15, -1);
+        const __m256i pair = _mm256_shuffle_epi8(twice(sixteen(codes)), place);
+        const __m256i nibbles = _mm256_and_si256(
+            _mm256_or_si256(pair, _mm256_slli_epi16(pair, 4)), _mm256_set1_epi8(15));
+        const __m256i upper = _mm256_shuffle_epi8(high, nibbles);
+        const __m256i lower = _mm256_shuffle_epi8(low, nibbles);
+        const __m256i a = _mm256_unpacklo_epi8(lower, upper);
+        const __m256i b = _mm256_unpackhi_epi8(lower, upper), none = _mm256_setzero_si256();
+        w[0] = _mm256_castsi256_ps(_mm256_unpacklo_epi16(none, a));
+        w[1] = _mm256_castsi256_ps(_mm256_unpackhi_epi16(none, a));
+        w[2] = _mm256_castsi256_ps(_mm256_unpacklo_epi16(none, b));
+        w[3] = _mm256_castsi256_ps(_mm256_unpackhi_epi16(none, b));
+    }
+    bool failed() const { return false; }
+};
+
+// Four codes of 6 bits in 3 bytes. Their bits, shifted right to the exponent of binary16, are a
+// binary16 number of 2^-SHIFT times the value.
+template <int EXPONENT> struct Six {
+    static constexpr int SHIFT = EXPONENT == 3 ? 12 : 14;
+    explicit Six(const Product &, const float *) {}
+    void decode(const uint8_t *codes, V *w) {
+        const __m256i shifts = _mm256_set1_epi64x(int64_t(1) << 48 | int64_t(1) << 38 |
+                                                  int64_t(1) << 20 | int64_t(1) << 10);
+        const __m256i mask = _mm256_set1_epi16(int16_t(EXPONENT == 3 ? 0x9F00 : 0x8F80));
+        for (int i = 0; i < 2; i++) {
+            // The second 16 codes are bytes 12 to 23, read from byte 8.
+            const char at = char(4 * i);
+            const __m256i place = _mm256_add_epi8(
+                _mm256_setr_epi8(0, 1, 0, 1, 1, 2, 1, 2, 3, 4, 3, 4, 4, 5, 4, 5, 6, 7, 6, 7, 7, 8,
+                                 7, 8, 9, 10, 9, 10, 10, 11, 10, 11),
+                _mm256_set1_epi8(at));
+            const __m256i words = _mm256_shuffle_epi8(twice(sixteen(codes + 8 * i)), place);
+            const __m256i top = _mm256_mullo_epi16(words, shifts);  // the code in the upper bits
+            from_half(_mm256_and_si256(_mm256_srai_epi16(top, 5 - EXPONENT), mask), w + 2 * i);
+        }
+    }
+    bool failed() const { return false; }
+};
+#else
+struct Brain {
+    static constexpr int SHIFT = 0;
+    explicit Brain(const Product &, const float *) {}
+    void decode(const uint8_t *codes, V *w) {
+        uint16_t x[CHUNK];
+        std::memcpy(x, codes, sizeof x);
+        for (int i = 0; i < 4; i++)
+            w[i] = each([&](int j) { return as_float(uint32_t(x[8 * i + j]) << 16); });
+    }
+    bool failed() const { return false; }
+};
+using Fine = Table;
+using Coarse = Table;
+using Integer = Table;
+using Four = Table;
+template <int> using Six = Table;
+#endif
+
+// --- a call ----------------------------------------------------------------------------------
+
+struct Call : Product {
+    const float *rows_of_x;  // float32 times 2^SHIFT; zeros fill a row to a multiple of 32
+    int64_t row_of_x, batch_of_x;
+    int64_t chunks;  // of a row, without a last one that is shorter
+    int64_t blocks;  // of a row, each with a scale; 0 if scales do not belong to the values
+    int shift;       // half chunk i has the scale i >> shift
+    float values[256], powers[256];  // of codes, times 2^-SHIFT, and of scales in 8 bits
+};
+
+inline float scale_at(const Call &c, int64_t i) {
+    if (c.scale_kind == NONE) return 1.0f;
+    if (c.scale_kind == SINGLE) return static_cast<const float *>(c.scale)[i];
+    return c.powers[static_cast<const uint8_t *>(c.scale)[i]];
+}
+
+inline float factor(const Call &c, int64_t n) {
+    return c.blocks ? c.whole : scale_at(c, n / c.rows * c.scale_row) * c.whole;
+}
+
+inline void scales_of(const Call &c, int64_t n, float *scales) {
+    const int64_t first = n / c.rows * c.scale_row;
+    for (int64_t i = 0; i < c.blocks; i++) scales[i] = scale_at(c, first + i);
+    scales[c.blocks] = 0.0f;  // the half chunk beyond K may have its index
+}
+
+inline void put(const Call &c, int64_t batch, int64_t m, int64_t n, float sum) {
+    const int64_t at = (batch * c.m + m) * c.n + n;
+    const float y = sum * factor(c, n);
+    if (c.half)
+        static_cast<uint16_t *>(c.y)[at] = bfloat16(y);
+    else
+        static_cast<float *>(c.y)[at] = y;
+}
+
+// The values of one chunk of a row: codes times scales.
+template <class D, bool SCALED>
+inline void values_of(D &decoder, const uint8_t *codes, int64_t chunk, const float *scales,
+                      int shift, V *w) {
+    decoder.decode(codes, w);
+    if (SCALED) {
+        const V a = all(scales[(2 * chunk) >> shift]), b = all(scales[(2 * chunk + 1) >> shift]);
+        for (int i = 0; i < 4; i++) w[i] = times(w[i], i < 2 ? a : b);
+    }
+}
+
+// A last chunk that is shorter, with codes 0 behind it. Every format has the value 0 there.
+struct Tail {
+    uint8_t codes[4 * CHUNK] = {};
+    Tail(const Call &c, const uint8_t *row) {
+        const int64_t done = c.chunks * c.bits * 4;
+        std::memcpy(codes, row + done, size_t((c.k * c.bits + 7) / 8 - done));
+    }
+};
+
+inline bool has_tail(const Call &c) { return c.chunks * CHUNK < c.k; }
+
+// --- up to four rows of x: decoded values stay in registers ----------------------------------
+
+// The rows m to m + M - 1 of x with the rows n to n + N - 1 of the codes. A row beyond the last one is
+// the last one, and its result is not written. Returns false if the decoder failed.
+template <class D, bool SCALED, int M, int N>
+bool tile(const Call &c, int64_t batch, int64_t m, int64_t n, int64_t end, float *scales) {
+    const float *x[M];
+    const uint8_t *w[N];
+    V lanes[M][N];
+    const int64_t step = c.bits * 4, stride = c.blocks + 1;
+    D decoder(c, c.values);
+    for (int i = 0; i < M; i++) {
+        const int64_t row = m + i < c.m ? m + i : c.m - 1;
+        x[i] = c.rows_of_x + batch * c.batch_of_x + row * c.row_of_x;
+    }
+    for (int j = 0; j < N; j++) {
+        const int64_t row = n + j < end ? n + j : end - 1;
+        w[j] = c.codes + batch * c.w_batch + row * c.w_row;
+        if (SCALED) scales_of(c, row, scales + j * stride);
+        for (int i = 0; i < M; i++) lanes[i][j] = zero();
+    }
+    const auto add = [&](int j, const uint8_t *codes, int64_t chunk) {
+        V values[4];
+        values_of<D, SCALED>(decoder, codes, chunk, scales + j * stride, c.shift, values);
+        for (int q = 0; q < 4; q++)
+            for (int i = 0; i < M; i++)
+                lanes[i][j] = fma(load(x[i] + chunk * CHUNK + 8 * q), values[q], lanes[i][j]);
+    };
+    for (int64_t chunk = 0; chunk < c.chunks; chunk++)
+        for (int j = 0; j < N; j++) {
+            add(j, w[j] + chunk * step, chunk);
+        }
+    if (has_tail(c))
+        for (int j = 0; j < N; j++) add(j, Tail(c, w[j]).codes, c.chunks);
+    if (decoder.failed()) return false;
+    for (int i = 0; i < M && m + i < c.m; i++)
+        for (int j = 0; j < N && n + j < end; j++) put(c, batch, m + i, n + j, sum(lanes[i][j]));
+    return true;
+}
+
+template <class D, bool SCALED, int M, int N>
+void few(const Call &c, int64_t batch, int64_t begin, int64_t end) {
+    const std::unique_ptr<float[]> scales(new float[N * (c.blocks + 1)]);
+    for (int64_t n = begin; n < end; n += N)
+        for (int64_t m = 0; m < c.m; m += M)
+            if (!tile<D, SCALED, M, N>(c, batch, m, n, end, scales.get()))
+                tile<Table, SCALED, M, N>(c, batch, m, n, end, scales.get());
+}
+
+// --- more rows of x: decoded values go to memory of the first caches -------------------------
+
+constexpr int64_t ROWS = 64, COLUMNS = 24, DEPTH = 512;  // of x, of the codes, and along K
+constexpr int HIGH = 4, WIDE = 3;                        // a tile whose lanes are registers
+
+template <class D, bool SCALED>
+bool decoded(const Call &c, const uint8_t *row, int64_t first, int64_t last, const float *scales,
+             float *out) {
+    D decoder(c, c.values);
+    for (int64_t chunk = first; chunk < last; chunk++, out += CHUNK) {
+        V values[4];
+        if (chunk < c.chunks)
+            values_of<D, SCALED>(decoder, row + chunk * c.bits * 4, chunk, scales, c.shift, values);
+        else
+            values_of<D, SCALED>(decoder, Tail(c, row).codes, chunk, scales, c.shift, values);
+        for (int q = 0; q < 4; q++) store(out + 8 * q, values[q]);
+    }
+    return !decoder.failed();
+}
+
+// `lanes` has eight numbers for each of HIGH x WIDE results, which this continues.
+inline void multiply(const float *const *x, const float *w, int64_t depth, float *lanes) {
+    V sums[HIGH][WIDE];
+    for (int i = 0; i < HIGH; i++)
+        for (int j = 0; j < WIDE; j++) sums[i][j] = load(lanes + 8 * (i * WIDE + j));
+    for (int64_t k = 0; k < depth; k += 8) {
+        const V a = load(w + k), b = load(w + DEPTH + k), d = load(w + 2 * DEPTH + k);
+        for (int i = 0; i < HIGH; i++) {
+            const V row = load(x[i] + k);
+            sums[i][0] = fma(row, a, sums[i][0]);
+            sums[i][1] = fma(row, b, sums[i][1]);
+            sums[i][2] = fma(row, d, sums[i][2]);
+        }
+    }
+    for (int i = 0; i < HIGH; i++)
+        for (int j = 0; j < WIDE; j++) store(lanes + 8 * (i * WIDE + j), sums[i][j]);
+}
+
+struct Memory {
+    float w[COLUMNS * DEPTH], lanes[8 * ROWS * COLUMNS];
+};
+
+template <class D, bool SCALED>
+void many(const Call &c, int64_t batch, int64_t begin, int64_t end) {
+    const std::unique_ptr<Memory> memory(new Memory);
+    const int64_t stride = c.blocks + 1, chunks = c.chunks + has_tail(c);
+    const std::unique_ptr<float[]> scales(new float[COLUMNS * stride]);
+    for (int64_t n = begin; n < end; n += COLUMNS) {
+        const int64_t columns = n + COLUMNS < end ? COLUMNS : end - n;
+        if (SCALED)
+            for (int64_t j = 0; j < columns; j++) scales_of(c, n + j, scales.get() + j * stride);
+        for (int64_t m = 0; m < c.m; m += ROWS) {
+            const int64_t rows = m + ROWS < c.m ? ROWS : c.m - m;
+            std::memset(memory->lanes, 0, sizeof memory->lanes);
+            for (int64_t first = 0; first < chunks; first += DEPTH / CHUNK) {
+                const int64_t last = first + DEPTH / CHUNK < chunks ? first + DEPTH / CHUNK : chunks;
+                for (int64_t j = 0; j < columns; j++) {
+                    const uint8_t *row = c.codes + batch * c.w_batch + (n + j) * c.w_row;
+                    const float *own = scales.get() + j * stride;
+                    float *out = memory->w + j * DEPTH;
+                    if (!decoded<D, SCALED>(c, row, first, last, own, out))
+                        decoded<Table, SCALED>(c, row, first, last, own, out);
+                }
+                for (int64_t i = 0; i < rows; i += HIGH) {
+                    const float *x[HIGH];
+                    for (int64_t h = 0; h < HIGH; h++) {
+                        const int64_t row = i + h < rows ? m + i + h : m + rows - 1;
+                        x[h] = c.rows_of_x + batch * c.batch_of_x + row * c.row_of_x + first * CHUNK;
+                    }
+                    // Columns beyond the last one have old numbers, whose results are not read.
+                    for (int64_t j = 0; j < columns; j += WIDE)
+                        multiply(x, memory->w + j * DEPTH, (last - first) * CHUNK,
+                                 memory->lanes + 8 * (i * COLUMNS + j * HIGH));
+                }
+            }
+            for (int64_t i = 0; i < rows; i++)
+                for (int64_t j = 0; j < columns; j++) {
+                    const int64_t tile = i / HIGH * HIGH * COLUMNS + j / WIDE * WIDE * HIGH;
+                    const int64_t at = tile + i % HIGH * WIDE + j % WIDE;
+                    put(c, batch, m + i, n + j, sum(load(memory->lanes + 8 * at)));
+                }
+        }
+    }
+}
+
+// --- the choice ------------------------------------------------------------------------------
+
+using Loop = void (*)(const Call &, int64_t, int64_t, int64_t);
+
+template <class D, bool SCALED> Loop loop_of(int64_t m) {
+    return m == 1   ? few<D, SCALED, 1, 4>
+           : m == 2 ? few<D, SCALED, 2, 4>
+           : m <= 4 ? few<D, SCALED, 4, 2>
+                    : many<D, SCALED>;
+}
+
+template <class D> Loop chosen(const Call &c) {
+    return c.blocks ? loop_of<D, true>(c.m) : loop_of<D, false>(c.m);
+}
+
+Loop chosen(const Call &c) {
+    switch (c.kind) {
+    case FP32: return chosen<Single>(c);
+    case BF16: return chosen<Brain>(c);
+    case E4M3: return chosen<Fine>(c);
+    case E5M2: return chosen<Coarse>(c);
+    case INT8: return chosen<Integer>(c);
+    case FOUR: return chosen<Four>(c);
+    case E3M2: return chosen<Six<3>>(c);
+    case E2M3: return chosen<Six<2>>(c);
+    default: return chosen<Table>(c);
+    }
+}
+
+int shift_of(int kind) {
+    switch (kind) {
+    case E4M3: return Fine::SHIFT;
+    case E3M2: return Six<3>::SHIFT;
+    case E2M3: return Six<2>::SHIFT;
+    default: return 0;
+    }
+}
+
+// --- x ---------------------------------------------------------------------------------------
+
+// Writes a row of x times `power` as float32. Returns whether a finite number is 2^100 or more.
+inline bool wide_row(const Product &p, const void *x, int64_t at, float power, float *out) {
+    int large = 0;
+    const auto write = [&](int64_t k, float value) {
+        const uint32_t size = as_bits(value) & 0x7FFFFFFF;
+        large |= (size >= 0x71800000) & (size < 0x7F800000);
+        out[k] = value * power;
+    };
+    if (p.half)
+        for (int64_t k = 0; k < p.k; k++)
+            write(k, as_float(uint32_t(static_cast<const uint16_t *>(x)[at + k]) << 16));
+    else
+        for (int64_t k = 0; k < p.k; k++) write(k, static_cast<const float *>(x)[at + k]);
+    return large;
+}
+
+// Copies all rows of x, each filled with zeros to `row` numbers.
+bool wide_rows(const Product &p, float power, int64_t row, float *out, int threads) {
+    bool large = false;
+    in_parts(p.batches * p.m, row, threads, [&](int64_t a, int64_t b) {
+        bool found = false;
+        for (int64_t i = a; i < b; i++) {
+            const int64_t at = i / p.m * p.x_batch + i % p.m * p.x_row;
+            found |= wide_row(p, p.x, at, power, out + i * row);
+            for (int64_t k = p.k; k < row; k++) out[i * row + k] = 0.0f;
+        }
+        if (found) {
+#pragma omp atomic write
+            large = true;
+        }
+    });
+    return large;
+}
+
+float power_of_two(int code) {  // a scale in E8M0
+    return as_float(code == 255 ? 0x7FC00000u : code ? uint32_t(code) << 23 : 1u << 22);
+}
+
+float fine_scale(int code) {  // a scale in E4M3FN
+    const int size = code & 0x7F, exponent = size >> 3, mantissa = size & 7;
+    if (size == 0x7F) return as_float(0x7FC00000u);
+    const float value = exponent ? std::ldexp(float(8 + mantissa), exponent - 10)
+                                 : std::ldexp(float(mantissa), -9);
+    return code & 0x80 ? -value : value;
+}
+
+}  // namespace
+
+extern "C" void scaledtensor_product(const Product *product, int threads) {
+    Call c{};
+    static_cast<Product &>(c) = *product;
+    c.chunks = c.k / CHUNK;
+    c.blocks = c.block ? (c.k + c.block - 1) / c.block : 0;
+    while (c.block && c.blocks > 1 && CHUNK / 2 << c.shift < c.block) c.shift++;
+    if (c.blocks == 1) c.shift = 62;
+    const int64_t row = (c.k + CHUNK - 1) / CHUNK * CHUNK, rows = c.batches * c.m;
+    int shift = shift_of(c.kind);
+    std::unique_ptr<float[]> copy;
+    c.rows_of_x = static_cast<const float *>(c.x);
+    c.row_of_x = c.x_row;
+    c.batch_of_x = c.x_batch;
+    if (c.half || shift || row != c.k) {
+        copy.reset(new float[rows * row]);
+        if (wide_rows(c, std::ldexp(1.0f, shift), row, copy.get(), threads) && shift) {
+            c.kind = TABLE;
+            shift = 0;
+            wide_rows(c, 1.0f, row, copy.get(), threads);
+        }
+        c.rows_of_x = copy.get();
+        c.row_of_x = row;
+        c.batch_of_x = c.m * row;
+    }
+    if (c.bits <= 8)
+        for (int i = 0; i < 1 << c.bits; i++) c.values[i] = std::ldexp(c.table[i], -shift);
+    if (c.scale_kind > SINGLE)
+        for (int i = 0; i < 256; i++)
+            c.powers[i] = c.scale_kind == POWER ? power_of_two(i) : fine_scale(i);
+    const Loop loop = chosen(c);
+    in_parts(c.batches * c.n, c.m * c.k, threads, [&](int64_t a, int64_t b) {
+        while (a < b) {
+            const int64_t batch = a / c.n, first = a - batch * c.n;
+            const int64_t last = b - batch * c.n < c.n ? b - batch * c.n : c.n;
+            loop(c, batch, first, last);
+            a += last - first;
+        }
+    });
+}
