@@ -74,7 +74,7 @@ along the summed dimension, or a block (across, along)."""
 
 @dataclass(frozen=True)
 class Config:
-    """What all configs have. `WeightOnly`, `Dynamic` and `Static` are the configs to use.
+    """The fields of all configs. `WeightOnly`, `Dynamic` and `Static` are the configs to use.
 
     Raises:
         QuantizationError: a field has a value that is not allowed, or two fields contradict.
@@ -320,7 +320,7 @@ def config_from(written: str | Mapping[str, Any]) -> Config:
     """The config that `to_json` wrote.
 
     Raises:
-        QuantizationError: there is no such config, or a field is not allowed.
+        QuantizationError: no config has that name, or a field is not allowed.
     """
     values = dict(json.loads(written) if isinstance(written, str) else written)
     kind = CONFIGS.get(values.pop("config", ""))

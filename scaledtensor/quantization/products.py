@@ -21,13 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scaledtensor import native
+from scaledtensor.backends import backend_of
 from scaledtensor.errors import QuantizationError, UnsupportedError
 from scaledtensor.formats import (
     PerTensor,
     TwoLevelScale,
     dequantize_blocks,
     encode_blocks,
+    unpack,
 )
+from scaledtensor.native import products
 from scaledtensor.ops.algebra import check_dtypes
 from scaledtensor.ops.products import by_gemm
 from scaledtensor.ops.products.dtype import multiplied
@@ -35,7 +39,7 @@ from scaledtensor.ops.products.quantize import Coded, factors, granularity, mixe
 from scaledtensor.ops.products.table import PRODUCTS
 from scaledtensor.quantization.configs import Config
 from scaledtensor.quantization.tensor import QuantizedTensor
-from scaledtensor.recipes.casts import HADAMARD
+from scaledtensor.recipes.casts import HADAMARD, Cast, TwoLevel, parsed_cast
 from scaledtensor.tensors import verbs
 from scaledtensor.tensors.tensor import ScaledTensor
 from scaledtensor.tensors.wrapper import Wrapper
@@ -190,7 +194,7 @@ def _linear(x: Tensor, w: QuantizedTensor) -> Tensor:
 
 def raise_shapes(x: Tensor, w: QuantizedTensor) -> None:
     rows, terms = w.matrix_shape[-2:]
-    # As torch words it.
+    # The message of torch.
     raise RuntimeError(
         f"mat1 and mat2 shapes cannot be multiplied ({x.numel() // max(x.shape[-1], 1)}x"
         f"{x.shape[-1]} and {terms}x{rows})"
@@ -200,7 +204,7 @@ def raise_shapes(x: Tensor, w: QuantizedTensor) -> None:
 def _entering(x: Tensor, w: QuantizedTensor) -> Tensor:
     """The input as it meets the codes: divided by the folded powers of two, and mixed."""
     if w.columns is not None:
-        x = (x / w.columns).to(x.dtype)  # exact, but for subnormals
+        x = (x / w.columns).to(x.dtype)  # exact except for subnormals
     if w.config.rotate:
         x = mixed(x, -1)
     return x
@@ -238,13 +242,71 @@ def _coded(w: QuantizedTensor) -> Coded:
 
 def multiplied_by(x: Tensor, w: QuantizedTensor, outer: Tensor | None) -> Tensor:
     """The rows of `x` times the matrix of `w`, and times `outer`, a scale for each row."""
-    values, of_w = factors(_coded(w), w.config.weight, -1)
+    y = _by_loop(x, w)
+    if y is None:
+        y = _by_torch(x, _coded(w), w.config.weight)
+    return y if outer is None else y * outer
+
+
+def _by_torch(x: Tensor, coded: Coded, how: Cast) -> Tensor:
+    values, outer = factors(coded, how, -1)
     a, b = multiplied(x, values) if x.dtype == values.dtype else (x.float(), values.float())
     y = torch.mm(a, b.mT)
-    for factor in (None if of_w is None or of_w.dim() == 0 else of_w.mT, outer):
-        if factor is not None:
-            y = y * factor
-    return y * of_w if of_w is not None and of_w.dim() == 0 else y
+    return y if outer is None else y * (outer.mT if outer.dim() else outer)
+
+
+# --- the loop in C++ -------------------------------------------------------------------------
+
+#: Up to this number of rows, a product reads the codes once. Beyond it, decoding the weight first
+#: and multiplying by torch's own product is faster.
+FEW_ROWS = 32
+
+
+def _by_loop(x: Tensor, w: QuantizedTensor) -> Tensor | None:
+    """The product by the loop in C++, or None: there is none for this device or these rows."""
+    cast = w.config.weight
+    if not (backend_of(x).host and x.dtype in _LOOPED and native.built()):
+        return None
+    if x.shape[0] > FEW_ROWS or torch.compiler.is_exporting():
+        return None
+    y: Tensor = coded_product(x.contiguous(), w.qdata, w.scale, w.tensor_scale, cast.spec)
+    return y
+
+
+_LOOPED = (torch.float32, torch.bfloat16)
+
+verbs.LIBRARY.define(  # type: ignore[no-untyped-call]
+    "coded_product(Tensor x, Tensor qdata, Tensor scale, Tensor whole, str cast) -> Tensor"
+)
+#: `x` (M, K) times the matrix (N, K) of packed codes, in the dtype of `x`.
+coded_product = torch.ops.scaledtensor.coded_product.default
+
+
+def _coded_product(x: Tensor, qdata: Tensor, scale: Tensor, whole: Tensor, cast: str) -> Tensor:
+    how = parsed_cast(cast)
+    shape, (rows, block) = (qdata.shape[0], x.shape[1]), how.block
+    per_block = how.block != (0, 0) and block != 0
+    made = products.coded_product(
+        *(x, qdata, how.format, scale.contiguous(), block if per_block else 0, whole, shape),
+        rows or (shape[0] if how.block != (0, 0) else 1),
+    )
+    if made is not None:
+        return made
+    two = isinstance(how.scale, TwoLevel)
+    coded = Coded(unpack(qdata, how.format, shape), scale, whole if two else None)
+    return _by_torch(x, coded, how).to(x.dtype)
+
+
+verbs.LIBRARY.impl(  # type: ignore[no-untyped-call]
+    "coded_product", _coded_product, "CompositeExplicitAutograd"
+)
+
+
+def _imagined(x: Tensor, qdata: Tensor, scale: Tensor, whole: Tensor, cast: str) -> Tensor:
+    return x.new_empty(x.shape[0], qdata.shape[0])
+
+
+torch.library.register_fake("scaledtensor::coded_product", _imagined, lib=verbs.LIBRARY)
 
 
 def _linear_gradient(grad: Tensor, w: QuantizedTensor) -> Tensor:

@@ -112,7 +112,7 @@ class QuantizedTensor(Wrapper):
     """
 
     INNER: tuple[str, ...] = cast(Any, _Names())
-    EXTRAS: tuple[str, ...] = ("input_scale", "columns")
+    _EXTRAS: tuple[str, ...] = ("input_scale", "columns")
     _FACTS: tuple[str, ...] = ("format", "config", "order", "extras")
 
     config: Config
@@ -309,7 +309,7 @@ class QuantizedTensor(Wrapper):
             CheckpointError, QuantizationError, ShapeError, ScaleError: they do not fit together.
         """
         extras, order = tuple(facts["extras"]), facts["order"]
-        if not set(extras) <= set(cls.EXTRAS) or order not in ("rows", "columns", "kernel"):
+        if not set(extras) <= set(cls._EXTRAS) or order not in ("rows", "columns", "kernel"):
             raise CheckpointError(f"this release does not know {extras} or {order!r}")
         context = (fmt, dtype, config_from(facts["config"]), order, extras)
         return cls.checked([parts[name] for name in (*_INNER, *extras)], shape, context)

@@ -98,7 +98,7 @@ def quantize_(
 def _observed(
     model: nn.Module, weights: "list[Weight]", calibration: Iterable[Any] | None
 ) -> dict[str, Any]:
-    """What the calibration data show of the inputs of each weight, by the weight's name."""
+    """Facts about the inputs of each weight from the calibration data, by the weight's name."""
     wanting = [w for w in weights if w.config.needs_data]
     if not wanting:
         if calibration is not None:
@@ -241,7 +241,7 @@ def quantized_weight(
         weight: a plain weight of any layer.
         config: the config.
         order: how the summed dimension lies in the weight.
-        seen: what calibration data show of the inputs.
+        seen: facts about the inputs from the calibration data.
 
     Raises:
         QuantizationError: the config does not fit the shape.

@@ -71,7 +71,7 @@ def facts_of(x: Wrapper) -> Facts:
     if isinstance(x, CodedTensor):
         found["granularity"] = _written_granularity(x.granularity)
     elif not isinstance(x, ScaledTensor):
-        found |= x.facts()
+        found |= cast(Any, x).facts()
     return found
 
 
@@ -156,7 +156,7 @@ def _kind(facts: Facts) -> _Kind:
 
 def _kinds() -> dict[str, _Kind]:
     """Return the kinds of tensors by their names in files."""
-    found = {cls.__name__: _Kind(cls, cls.INNER, extras=cls.EXTRAS) for cls in _derived(Wrapper)}
+    found = {cls.__name__: _Kind(cls, cls.INNER, extras=cls._EXTRAS) for cls in _derived(Wrapper)}
     for coding in (Coding(PerTensor()), Coding(1, expanded=True)):
         found[coding.kind] = _Kind(CodedTensor, coding.inner, coding.expanded)
     return found

@@ -32,7 +32,7 @@ class Wrapper(Tensor):
 
     Attributes:
         INNER: the names of the inner tensors. Each is an attribute of the tensor.
-        EXTRAS: the names of inner tensors that only some tensors of the class have.
+        _EXTRAS: the names of inner tensors that only some tensors of the class have.
         _FACTS: the names of its other attributes on which the value depends.
         qdata: the first inner tensor, the elements.
         format: the number format of the elements.
@@ -42,7 +42,7 @@ class Wrapper(Tensor):
     """
 
     INNER: tuple[str, ...]
-    EXTRAS: tuple[str, ...] = ()
+    _EXTRAS: tuple[str, ...] = ()
     _FACTS: tuple[str, ...] = ("format", "recipe", "nonnegative")
 
     qdata: Tensor
@@ -72,11 +72,6 @@ class Wrapper(Tensor):
 
     def dequantize(self) -> Tensor:
         """The plain tensor of the same value, shape and dtype."""
-        raise NotImplementedError
-
-    def facts(self) -> dict[str, Any]:
-        """The attributes that a file keeps beside kind, shape, format and dtype, in types that JSON
-        has."""
         raise NotImplementedError
 
     # --- torch.compile -----------------------------------------------------------------------
