@@ -65,7 +65,7 @@ inline uint16_t bfloat16(float x) {
 #ifdef VECTORS
 using V = __m256;
 inline V zero() { return _mm256_setzero_ps(); }
-inline V load(const float *x) { return _mm256_loadu_ps(x); }
+inline V load(const void *x) { return _mm256_loadu_ps(static_cast<const float *>(x)); }
 inline void store(float *x, V v) { _mm256_storeu_ps(x, v); }
 inline V all(float x) { return _mm256_set1_ps(x); }
 inline V times(V a, V b) { return _mm256_mul_ps(a, b); }
@@ -83,7 +83,7 @@ template <class F> inline V each(F f) {
     return v;
 }
 inline V zero() { return V{}; }
-inline V load(const float *x) { V v; std::memcpy(&v, x, 32); return v; }
+inline V load(const void *x) { V v; std::memcpy(&v, x, 32); return v; }
 inline void store(float *x, const V &v) { std::memcpy(x, &v, 32); }
 inline V all(float x) { return each([=](int) { return x; }); }
 inline V times(const V &a, const V &b) { return each([&](int j) { return a.lane[j] * b.lane[j]; }); }
@@ -106,11 +106,7 @@ struct Single {
     static constexpr int SHIFT = 0;
     explicit Single(const Product &, const float *) {}
     void decode(const uint8_t *codes, V *w) {
-        for (int i = 0; i < 4; i++) {
-            float x[8];
-            std::memcpy(x, codes + 32 * i, 32);
-            w[i] = load(x);
-        }
+        for (int i = 0; i < 4; i++) w[i] = load(codes + 32 * i);
     }
     bool failed() const { return false; }
 };
@@ -151,6 +147,8 @@ inline void from_half(__m256i x, V *w) {
     w[1] = _mm256_cvtph_ps(_mm256_extracti128_si256(x, 1));
 }
 
+inline __m256i one_bit(int place) { return _mm256_set1_epi32(1 << place); }
+
 struct Brain {
     static constexpr int SHIFT = 0;
     explicit Brain(const Product &, const float *) {}
@@ -162,15 +160,19 @@ struct Brain {
     bool failed() const { return false; }
 };
 
-// The bits of E4M3FN, one place higher, are a binary16 number of 2^-8 times the value. So bit 14 has
-// to be 0. NaN has the bits of 480, and only the table gives a NaN.
+// The bits of E4M3FN, after a shift, are a binary16 number of 2^-8 times the value. The bit below the
+// sign has to be 0. NaN has the bits of 480, and only the table gives a NaN.
+inline __m128i fine_half(__m128i wide) {
+    return _mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16(int16_t(0xBFFF)));
+}
+
 struct Fine {
     static constexpr int SHIFT = 8;
-    __m256i most = _mm256_set1_epi8(-128);
+    __m256i most = _mm256_setzero_si256();
     explicit Fine(const Product &, const float *) {}
     void decode(const uint8_t *codes, V *w) {
         const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(codes));
-        most = _mm256_max_epi8(most, _mm256_or_si256(raw, _mm256_set1_epi8(-128)));
+        most = _mm256_max_epu8(most, _mm256_or_si256(raw, _mm256_set1_epi8(-128)));
         for (int i = 0; i < 2; i++) {
             const __m256i wide = _mm256_cvtepi8_epi16(sixteen(codes + 16 * i));
             const __m256i half = _mm256_and_si256(_mm256_slli_epi16(wide, 7),
@@ -178,7 +180,7 @@ struct Fine {
             from_half(half, w + 2 * i);
         }
     }
-    // Only the bits 0x7F and 0xFF are -1 with the sign bit set.
+    // With the sign bit set, only NaN is 0xFF.
     bool failed() const {
         return _mm256_movemask_epi8(_mm256_cmpeq_epi8(most, _mm256_set1_epi8(-1))) != 0;
     }
@@ -220,22 +222,23 @@ struct Four {
         low = twice(sixteen(bytes[1]));
     }
     void decode(const uint8_t *codes, V *w) {
-        // One byte of the source to a 16-bit word. Each unpacking below interleaves halves of the
-        // two 128-bit lanes, and this order makes the order of the results natural.
-        const __m256i place = _mm256_setr_epi8(0, -1, 1, -1, 4, -1, 5, -1, 8, -1, 9, -1, 12, -1, 13,
-                                               -1, 2, -1, 3, -1, 6, -1, 7, -1, 10, -1, 11, -1, 14,
-                                               -1, 15, -1);
-        const __m256i pair = _mm256_shuffle_epi8(twice(sixteen(codes)), place);
-        const __m256i nibbles = _mm256_and_si256(
-            _mm256_or_si256(pair, _mm256_slli_epi16(pair, 4)), _mm256_set1_epi8(15));
+        // A 32-bit lane gets the codes i and i + 8 in its two words, for i = 0 to 7 and 16 to 23.
+        const __m256i place =
+            _mm256_setr_epi8(0, 4, 0, 4, 1, 5, 1, 5, 8, 12, 8, 12, 9, 13, 9, 13, 2, 6, 2, 6, 3, 7, 3,
+                             7, 10, 14, 10, 14, 11, 15, 11, 15);
+        const __m256i pairs = _mm256_shuffle_epi8(twice(sixteen(codes)), place);
+        const __m256i nibbles =
+            _mm256_and_si256(_mm256_blend_epi16(pairs, _mm256_srli_epi16(pairs, 4), 0xAA),
+                             _mm256_set1_epi8(15));
         const __m256i upper = _mm256_shuffle_epi8(high, nibbles);
         const __m256i lower = _mm256_shuffle_epi8(low, nibbles);
         const __m256i a = _mm256_unpacklo_epi8(lower, upper);
-        const __m256i b = _mm256_unpackhi_epi8(lower, upper), none = _mm256_setzero_si256();
-        w[0] = _mm256_castsi256_ps(_mm256_unpacklo_epi16(none, a));
-        w[1] = _mm256_castsi256_ps(_mm256_unpackhi_epi16(none, a));
-        w[2] = _mm256_castsi256_ps(_mm256_unpacklo_epi16(none, b));
-        w[3] = _mm256_castsi256_ps(_mm256_unpackhi_epi16(none, b));
+        const __m256i b = _mm256_unpackhi_epi8(lower, upper);
+        const __m256i odd = _mm256_set1_epi32(int32_t(0xFFFF0000));
+        w[0] = _mm256_castsi256_ps(_mm256_slli_epi32(a, 16));
+        w[1] = _mm256_castsi256_ps(_mm256_and_si256(a, odd));
+        w[2] = _mm256_castsi256_ps(_mm256_slli_epi32(b, 16));
+        w[3] = _mm256_castsi256_ps(_mm256_and_si256(b, odd));
     }
     bool failed() const { return false; }
 };
@@ -303,10 +306,32 @@ inline float factor(const Call &c, int64_t n) {
     return c.blocks ? c.whole : scale_at(c, n / c.rows * c.scale_row) * c.whole;
 }
 
+// The scales of a row's blocks, and 0 for a half chunk beyond K.
 inline void scales_of(const Call &c, int64_t n, float *scales) {
     const int64_t first = n / c.rows * c.scale_row;
-    for (int64_t i = 0; i < c.blocks; i++) scales[i] = scale_at(c, first + i);
-    scales[c.blocks] = 0.0f;  // the half chunk beyond K may have its index
+    int64_t i = 0;
+#ifdef VECTORS
+    const uint8_t *codes = static_cast<const uint8_t *>(c.scale) + first;
+    if (c.scale_kind == POWER)
+        for (; i + 8 <= c.blocks; i += 8) {
+            const __m256i code = _mm256_cvtepu8_epi32(eight(codes + i));
+            const __m256i nan = _mm256_cmpeq_epi32(code, _mm256_set1_epi32(255));
+            const __m256i power = _mm256_max_epi32(_mm256_slli_epi32(code, 23), one_bit(22));
+            store(scales + i, _mm256_castsi256_ps(_mm256_or_si256(
+                                  power, _mm256_and_si256(nan, one_bit(22)))));
+        }
+    if (c.scale_kind == SHORT)
+        for (; i + 8 <= c.blocks; i += 8) {
+            const __m128i code = eight(codes + i);
+            const __m128i size = _mm_and_si128(code, _mm_set1_epi8(0x7F));
+            const __m256i nan =
+                _mm256_cvtepi8_epi32(_mm_cmpeq_epi8(size, _mm_set1_epi8(0x7F)));
+            const V value = times(_mm256_cvtph_ps(fine_half(_mm_cvtepi8_epi16(code))), all(256.0f));
+            store(scales + i, _mm256_or_ps(value, _mm256_castsi256_ps(nan)));
+        }
+#endif
+    for (; i < c.blocks; i++) scales[i] = scale_at(c, first + i);
+    scales[c.blocks] = 0.0f;
 }
 
 inline void put(const Call &c, int64_t batch, int64_t m, int64_t n, float sum) {
@@ -370,6 +395,8 @@ bool tile(const Call &c, int64_t batch, int64_t m, int64_t n, int64_t end, float
     };
     for (int64_t chunk = 0; chunk < c.chunks; chunk++)
         for (int j = 0; j < N; j++) {
+            // The hardware does not foresee a row of codes, which is often one page of memory.
+            __builtin_prefetch(w[j] + chunk * step + 2 * N * c.w_row, 0, 2);
             add(j, w[j] + chunk * step, chunk);
         }
     if (has_tail(c))
@@ -474,6 +501,19 @@ void many(const Call &c, int64_t batch, int64_t begin, int64_t end) {
     }
 }
 
+// Subnormal numbers count, whatever `torch.set_flush_denormal` chose for a thread.
+struct Subnormals {
+    Subnormals(const Subnormals &) = delete;
+#ifdef VECTORS
+    const unsigned before = _mm_getcsr();
+    Subnormals() { _mm_setcsr(before & ~0x8040u); }
+    ~Subnormals() { _mm_setcsr(before); }
+#else
+    Subnormals() {}
+    ~Subnormals() {}
+#endif
+};
+
 // --- the choice ------------------------------------------------------------------------------
 
 using Loop = void (*)(const Call &, int64_t, int64_t, int64_t);
@@ -534,6 +574,7 @@ inline bool wide_row(const Product &p, const void *x, int64_t at, float power, f
 bool wide_rows(const Product &p, float power, int64_t row, float *out, int threads) {
     bool large = false;
     in_parts(p.batches * p.m, row, threads, [&](int64_t a, int64_t b) {
+        const Subnormals counted;
         bool found = false;
         for (int64_t i = a; i < b; i++) {
             const int64_t at = i / p.m * p.x_batch + i % p.m * p.x_row;
@@ -593,6 +634,7 @@ extern "C" void scaledtensor_product(const Product *product, int threads) {
             c.powers[i] = c.scale_kind == POWER ? power_of_two(i) : fine_scale(i);
     const Loop loop = chosen(c);
     in_parts(c.batches * c.n, c.m * c.k, threads, [&](int64_t a, int64_t b) {
+        const Subnormals counted;
         while (a < b) {
             const int64_t batch = a / c.n, first = a - batch * c.n;
             const int64_t last = b - batch * c.n < c.n ? b - batch * c.n : c.n;
