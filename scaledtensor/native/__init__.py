@@ -46,7 +46,7 @@ _FLAGS = (
 )
 #: Compilers without OpenMP, such as Apple's, refuse this flag. A loop then runs on one thread.
 _THREADS = "-fopenmp"
-_SECONDS = 120
+_SECONDS = 300
 
 
 def takes(x: Tensor) -> bool:

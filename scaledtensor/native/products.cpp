@@ -13,7 +13,7 @@
 // sum is -0. Zeros that follow the last element change no lane. Hence a result depends on its two
 // rows alone, not on the other rows, the number of threads or the vectors of the CPU.
 //
-// Decoders may give values times 2^-SHIFT, and x is then multiplied by 2^SHIFT beforehand. Both are
+// Decoders may give values times 2^-shift, and x is then multiplied by 2^shift beforehand. Both are
 // exact, so every product is the same. (Exceptions: a value below 2^-100 times a block's scale may
 // lose its last bits. An x of 2^100 or more is multiplied with values from the table, without a shift.)
 
@@ -99,11 +99,10 @@ inline float sum(const V &v) {
 
 // --- decoders --------------------------------------------------------------------------------
 //
-// `decode(codes, w)` gives the 32 values of a chunk times 2^-SHIFT. `failed` tells whether a chunk
+// `decode(codes, w)` gives the 32 values of a chunk times 2^-shift. `failed` tells whether a chunk
 // since the decoder's making had a code that only the table decodes.
 
 struct Single {
-    static constexpr int SHIFT = 0;
     explicit Single(const Product &, const float *) {}
     void decode(const uint8_t *codes, V *w) {
         for (int i = 0; i < 4; i++) w[i] = load(codes + 32 * i);
@@ -113,7 +112,6 @@ struct Single {
 
 // Every format of at most 8 bits.
 struct Table {
-    static constexpr int SHIFT = 0;
     const float *table;
     const int bits;
     Table(const Product &p, const float *values) : table(values), bits(p.bits) {}
@@ -150,7 +148,6 @@ inline void from_half(__m256i x, V *w) {
 inline __m256i one_bit(int place) { return _mm256_set1_epi32(1 << place); }
 
 struct Brain {
-    static constexpr int SHIFT = 0;
     explicit Brain(const Product &, const float *) {}
     void decode(const uint8_t *codes, V *w) {
         for (int i = 0; i < 4; i++)
@@ -167,7 +164,6 @@ inline __m128i fine_half(__m128i wide) {
 }
 
 struct Fine {
-    static constexpr int SHIFT = 8;
     __m256i most = _mm256_setzero_si256();
     explicit Fine(const Product &, const float *) {}
     void decode(const uint8_t *codes, V *w) {
@@ -188,7 +184,6 @@ struct Fine {
 
 // E5M2 is the upper byte of binary16.
 struct Coarse {
-    static constexpr int SHIFT = 0;
     explicit Coarse(const Product &, const float *) {}
     void decode(const uint8_t *codes, V *w) {
         for (int i = 0; i < 2; i++)
@@ -199,7 +194,6 @@ struct Coarse {
 };
 
 struct Integer {
-    static constexpr int SHIFT = 0;
     explicit Integer(const Product &, const float *) {}
     void decode(const uint8_t *codes, V *w) {
         for (int i = 0; i < 4; i++)
@@ -210,7 +204,6 @@ struct Integer {
 
 // A format of 4 bits. Its values are bfloat16 numbers, whose bytes two tables of 16 have.
 struct Four {
-    static constexpr int SHIFT = 0;
     __m256i high, low;
     Four(const Product &, const float *values) {
         alignas(16) uint8_t bytes[2][16];
@@ -243,32 +236,32 @@ struct Four {
     bool failed() const { return false; }
 };
 
-// Four codes of 6 bits in 3 bytes. Their bits, shifted right to the exponent of binary16, are a
-// binary16 number of 2^-SHIFT times the value.
-template <int EXPONENT> struct Six {
-    static constexpr int SHIFT = EXPONENT == 3 ? 12 : 14;
-    explicit Six(const Product &, const float *) {}
+// Four codes of 6 bits in 3 bytes. Their bits, after a shift, are a binary16 number of 2^-12 (E3M2FN)
+// or 2^-14 (E2M3FN) times the value.
+struct Six {
+    const __m256i mask;
+    const __m128i right;
+    Six(const Product &p, const float *)
+        : mask(_mm256_set1_epi16(int16_t(p.kind == E3M2 ? 0x9F00 : 0x8F80))),
+          right(_mm_cvtsi32_si128(p.kind == E3M2 ? 2 : 3)) {}
     void decode(const uint8_t *codes, V *w) {
-        const __m256i shifts = _mm256_set1_epi64x(int64_t(1) << 48 | int64_t(1) << 38 |
-                                                  int64_t(1) << 20 | int64_t(1) << 10);
-        const __m256i mask = _mm256_set1_epi16(int16_t(EXPONENT == 3 ? 0x9F00 : 0x8F80));
+        const __m256i left = _mm256_set1_epi64x(int64_t(1) << 48 | int64_t(1) << 38 |
+                                                int64_t(1) << 20 | int64_t(1) << 10);
         for (int i = 0; i < 2; i++) {
             // The second 16 codes are bytes 12 to 23, read from byte 8.
-            const char at = char(4 * i);
             const __m256i place = _mm256_add_epi8(
                 _mm256_setr_epi8(0, 1, 0, 1, 1, 2, 1, 2, 3, 4, 3, 4, 4, 5, 4, 5, 6, 7, 6, 7, 7, 8,
                                  7, 8, 9, 10, 9, 10, 10, 11, 10, 11),
-                _mm256_set1_epi8(at));
+                _mm256_set1_epi8(char(4 * i)));
             const __m256i words = _mm256_shuffle_epi8(twice(sixteen(codes + 8 * i)), place);
-            const __m256i top = _mm256_mullo_epi16(words, shifts);  // the code in the upper bits
-            from_half(_mm256_and_si256(_mm256_srai_epi16(top, 5 - EXPONENT), mask), w + 2 * i);
+            const __m256i top = _mm256_mullo_epi16(words, left);  // the code in the upper bits
+            from_half(_mm256_and_si256(_mm256_sra_epi16(top, right), mask), w + 2 * i);
         }
     }
     bool failed() const { return false; }
 };
 #else
 struct Brain {
-    static constexpr int SHIFT = 0;
     explicit Brain(const Product &, const float *) {}
     void decode(const uint8_t *codes, V *w) {
         uint16_t x[CHUNK];
@@ -282,18 +275,18 @@ using Fine = Table;
 using Coarse = Table;
 using Integer = Table;
 using Four = Table;
-template <int> using Six = Table;
+using Six = Table;
 #endif
 
 // --- a call ----------------------------------------------------------------------------------
 
 struct Call : Product {
-    const float *rows_of_x;  // float32 times 2^SHIFT; zeros fill a row to a multiple of 32
+    const float *rows_of_x;  // float32 times 2^shift; zeros fill a row to a multiple of 32
     int64_t row_of_x, batch_of_x;
     int64_t chunks;  // of a row, without a last one that is shorter
     int64_t blocks;  // of a row, each with a scale; 0 if scales do not belong to the values
     int shift;       // half chunk i has the scale i >> shift
-    float values[256], powers[256];  // of codes, times 2^-SHIFT, and of scales in 8 bits
+    float values[256], powers[256];  // of codes, times 2^-shift, and of scales in 8 bits
 };
 
 inline float scale_at(const Call &c, int64_t i) {
@@ -427,6 +420,8 @@ bool decoded(const Call &c, const uint8_t *row, int64_t first, int64_t last, con
     D decoder(c, c.values);
     for (int64_t chunk = first; chunk < last; chunk++, out += CHUNK) {
         V values[4];
+        for (int64_t line = 0; line < c.bits * 4; line += 64)
+            __builtin_prefetch(row + c.w_row + chunk * c.bits * 4 + line, 0, 2);
         if (chunk < c.chunks)
             values_of<D, SCALED>(decoder, row + chunk * c.bits * 4, chunk, scales, c.shift, values);
         else
@@ -531,25 +526,25 @@ template <class D> Loop chosen(const Call &c) {
 
 Loop chosen(const Call &c) {
     switch (c.kind) {
-    case FP32: return chosen<Single>(c);
-    case BF16: return chosen<Brain>(c);
+    case FP32: return loop_of<Single, false>(c.m);
+    case BF16: return loop_of<Brain, false>(c.m);
     case E4M3: return chosen<Fine>(c);
     case E5M2: return chosen<Coarse>(c);
     case INT8: return chosen<Integer>(c);
     case FOUR: return chosen<Four>(c);
-    case E3M2: return chosen<Six<3>>(c);
-    case E2M3: return chosen<Six<2>>(c);
+    case E3M2:
+    case E2M3: return chosen<Six>(c);
     default: return chosen<Table>(c);
     }
 }
 
+// Decoders give values times 2^-shift.
 int shift_of(int kind) {
-    switch (kind) {
-    case E4M3: return Fine::SHIFT;
-    case E3M2: return Six<3>::SHIFT;
-    case E2M3: return Six<2>::SHIFT;
-    default: return 0;
-    }
+#ifdef VECTORS
+    return kind == E4M3 ? 8 : kind == E3M2 ? 12 : kind == E2M3 ? 14 : 0;
+#else
+    return 0;
+#endif
 }
 
 // --- x ---------------------------------------------------------------------------------------

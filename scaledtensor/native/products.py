@@ -120,6 +120,8 @@ def coded_product(
     blocks = -(-k // block) if block else 1
     if block and blocks > 1 and (block < _SMALLEST_BLOCK or block & (block - 1)):
         return None
+    if block and scale is not None and fmt.bits > 8:
+        return None
     kind_of_scale = scale_row = 0
     if scale is not None:
         if not _reads(scale, contiguous=True) or scale.dtype not in _SCALES:
