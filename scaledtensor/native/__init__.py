@@ -1,7 +1,8 @@
 """Loops in C++ for eager CPU tensors, built at first use.
 
 `casts.cpp` has casts. `elements.cpp` has loops that would take many passes over memory as PyTorch's
-operators. `products.cpp` multiplies with codes, which PyTorch's operators decode first. A call with at least `WORTH_IT` elements builds the library, which takes a few seconds.
+operators. `products.cpp` multiplies by codes, which PyTorch's operators would decode into memory
+first. A call with at least `WORTH_IT` elements builds the library, which takes some ten seconds.
 The compiler is the one of `torch.compile`: the environment variable CXX, else g++, clang++ or c++.
 The library is in the user's cache folder, under a name that covers the sources, the flags, the
 compiler and the CPU. `SCALEDTENSOR_NATIVE=0` leaves it out. `status()` describes the library, and
@@ -45,7 +46,7 @@ _FLAGS = (
 )
 #: Compilers without OpenMP, such as Apple's, refuse this flag. A loop then runs on one thread.
 _THREADS = "-fopenmp"
-_SECONDS = 120
+_SECONDS = 300
 
 
 def takes(x: Tensor) -> bool:

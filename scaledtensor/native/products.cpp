@@ -13,7 +13,7 @@
 // sum is -0. Zeros that follow the last element change no lane. Hence a result depends on its two
 // rows alone, not on the other rows, the number of threads or the vectors of the CPU.
 //
-// Decoders may give values times 2^-SHIFT, and x is then multiplied by 2^SHIFT beforehand. Both are
+// Decoders may give values times 2^-shift, and x is then multiplied by 2^shift beforehand. Both are
 // exact, so every product is the same. (Exceptions: a value below 2^-100 times a block's scale may
 // lose its last bits. An x of 2^100 or more is multiplied with values from the table, without a shift.)
 
@@ -65,7 +65,7 @@ inline uint16_t bfloat16(float x) {
 #ifdef VECTORS
 using V = __m256;
 inline V zero() { return _mm256_setzero_ps(); }
-inline V load(const float *x) { return _mm256_loadu_ps(x); }
+inline V load(const void *x) { return _mm256_loadu_ps(static_cast<const float *>(x)); }
 inline void store(float *x, V v) { _mm256_storeu_ps(x, v); }
 inline V all(float x) { return _mm256_set1_ps(x); }
 inline V times(V a, V b) { return _mm256_mul_ps(a, b); }
@@ -83,7 +83,7 @@ template <class F> inline V each(F f) {
     return v;
 }
 inline V zero() { return V{}; }
-inline V load(const float *x) { V v; std::memcpy(&v, x, 32); return v; }
+inline V load(const void *x) { V v; std::memcpy(&v, x, 32); return v; }
 inline void store(float *x, const V &v) { std::memcpy(x, &v, 32); }
 inline V all(float x) { return each([=](int) { return x; }); }
 inline V times(const V &a, const V &b) { return each([&](int j) { return a.lane[j] * b.lane[j]; }); }
@@ -99,25 +99,19 @@ inline float sum(const V &v) {
 
 // --- decoders --------------------------------------------------------------------------------
 //
-// `decode(codes, w)` gives the 32 values of a chunk times 2^-SHIFT. `failed` tells whether a chunk
+// `decode(codes, w)` gives the 32 values of a chunk times 2^-shift. `failed` tells whether a chunk
 // since the decoder's making had a code that only the table decodes.
 
 struct Single {
-    static constexpr int SHIFT = 0;
     explicit Single(const Product &, const float *) {}
     void decode(const uint8_t *codes, V *w) {
-        for (int i = 0; i < 4; i++) {
-            float x[8];
-            std::memcpy(x, codes + 32 * i, 32);
-            w[i] = load(x);
-        }
+        for (int i = 0; i < 4; i++) w[i] = load(codes + 32 * i);
     }
     bool failed() const { return false; }
 };
 
 // Every format of at most 8 bits.
 struct Table {
-    static constexpr int SHIFT = 0;
     const float *table;
     const int bits;
     Table(const Product &p, const float *values) : table(values), bits(p.bits) {}
@@ -151,8 +145,9 @@ inline void from_half(__m256i x, V *w) {
     w[1] = _mm256_cvtph_ps(_mm256_extracti128_si256(x, 1));
 }
 
+inline __m256i one_bit(int place) { return _mm256_set1_epi32(1 << place); }
+
 struct Brain {
-    static constexpr int SHIFT = 0;
     explicit Brain(const Product &, const float *) {}
     void decode(const uint8_t *codes, V *w) {
         for (int i = 0; i < 4; i++)
@@ -162,15 +157,18 @@ struct Brain {
     bool failed() const { return false; }
 };
 
-// The bits of E4M3FN, one place higher, are a binary16 number of 2^-8 times the value. So bit 14 has
-// to be 0. NaN has the bits of 480, and only the table gives a NaN.
+// The bits of E4M3FN, after a shift, are a binary16 number of 2^-8 times the value. The bit below the
+// sign has to be 0. NaN has the bits of 480, and only the table gives a NaN.
+inline __m128i fine_half(__m128i wide) {
+    return _mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16(int16_t(0xBFFF)));
+}
+
 struct Fine {
-    static constexpr int SHIFT = 8;
-    __m256i most = _mm256_set1_epi8(-128);
+    __m256i most = _mm256_setzero_si256();
     explicit Fine(const Product &, const float *) {}
     void decode(const uint8_t *codes, V *w) {
         const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(codes));
-        most = _mm256_max_epi8(most, _mm256_or_si256(raw, _mm256_set1_epi8(-128)));
+        most = _mm256_max_epu8(most, _mm256_or_si256(raw, _mm256_set1_epi8(-128)));
         for (int i = 0; i < 2; i++) {
             const __m256i wide = _mm256_cvtepi8_epi16(sixteen(codes + 16 * i));
             const __m256i half = _mm256_and_si256(_mm256_slli_epi16(wide, 7),
@@ -178,7 +176,7 @@ struct Fine {
             from_half(half, w + 2 * i);
         }
     }
-    // Only the bits 0x7F and 0xFF are -1 with the sign bit set.
+    // With the sign bit set, only NaN is 0xFF.
     bool failed() const {
         return _mm256_movemask_epi8(_mm256_cmpeq_epi8(most, _mm256_set1_epi8(-1))) != 0;
     }
@@ -186,7 +184,6 @@ struct Fine {
 
 // E5M2 is the upper byte of binary16.
 struct Coarse {
-    static constexpr int SHIFT = 0;
     explicit Coarse(const Product &, const float *) {}
     void decode(const uint8_t *codes, V *w) {
         for (int i = 0; i < 2; i++)
@@ -197,7 +194,6 @@ struct Coarse {
 };
 
 struct Integer {
-    static constexpr int SHIFT = 0;
     explicit Integer(const Product &, const float *) {}
     void decode(const uint8_t *codes, V *w) {
         for (int i = 0; i < 4; i++)
@@ -208,7 +204,6 @@ struct Integer {
 
 // A format of 4 bits. Its values are bfloat16 numbers, whose bytes two tables of 16 have.
 struct Four {
-    static constexpr int SHIFT = 0;
     __m256i high, low;
     Four(const Product &, const float *values) {
         alignas(16) uint8_t bytes[2][16];
@@ -220,52 +215,53 @@ struct Four {
         low = twice(sixteen(bytes[1]));
     }
     void decode(const uint8_t *codes, V *w) {
-        // One byte of the source to a 16-bit word. Each unpacking below interleaves halves of the
-        // two 128-bit lanes, and this order makes the order of the results natural.
-        const __m256i place = _mm256_setr_epi8(0, -1, 1, -1, 4, -1, 5, -1, 8, -1, 9, -1, 12, -1, 13,
-                                               -1, 2, -1, 3, -1, 6, -1, 7, -1, 10, -1, 11, -1, 14,
-                                               -1, 15, -1);
-        const __m256i pair = _mm256_shuffle_epi8(twice(sixteen(codes)), place);
-        const __m256i nibbles = _mm256_and_si256(
-            _mm256_or_si256(pair, _mm256_slli_epi16(pair, 4)), _mm256_set1_epi8(15));
+        // A 32-bit lane gets the codes i and i + 8 in its two words, for i = 0 to 7 and 16 to 23.
+        const __m256i place =
+            _mm256_setr_epi8(0, 4, 0, 4, 1, 5, 1, 5, 8, 12, 8, 12, 9, 13, 9, 13, 2, 6, 2, 6, 3, 7, 3,
+                             7, 10, 14, 10, 14, 11, 15, 11, 15);
+        const __m256i pairs = _mm256_shuffle_epi8(twice(sixteen(codes)), place);
+        const __m256i nibbles =
+            _mm256_and_si256(_mm256_blend_epi16(pairs, _mm256_srli_epi16(pairs, 4), 0xAA),
+                             _mm256_set1_epi8(15));
         const __m256i upper = _mm256_shuffle_epi8(high, nibbles);
         const __m256i lower = _mm256_shuffle_epi8(low, nibbles);
         const __m256i a = _mm256_unpacklo_epi8(lower, upper);
-        const __m256i b = _mm256_unpackhi_epi8(lower, upper), none = _mm256_setzero_si256();
-        w[0] = _mm256_castsi256_ps(_mm256_unpacklo_epi16(none, a));
-        w[1] = _mm256_castsi256_ps(_mm256_unpackhi_epi16(none, a));
-        w[2] = _mm256_castsi256_ps(_mm256_unpacklo_epi16(none, b));
-        w[3] = _mm256_castsi256_ps(_mm256_unpackhi_epi16(none, b));
+        const __m256i b = _mm256_unpackhi_epi8(lower, upper);
+        const __m256i odd = _mm256_set1_epi32(int32_t(0xFFFF0000));
+        w[0] = _mm256_castsi256_ps(_mm256_slli_epi32(a, 16));
+        w[1] = _mm256_castsi256_ps(_mm256_and_si256(a, odd));
+        w[2] = _mm256_castsi256_ps(_mm256_slli_epi32(b, 16));
+        w[3] = _mm256_castsi256_ps(_mm256_and_si256(b, odd));
     }
     bool failed() const { return false; }
 };
 
-// Four codes of 6 bits in 3 bytes. Their bits, shifted right to the exponent of binary16, are a
-// binary16 number of 2^-SHIFT times the value.
-template <int EXPONENT> struct Six {
-    static constexpr int SHIFT = EXPONENT == 3 ? 12 : 14;
-    explicit Six(const Product &, const float *) {}
+// Four codes of 6 bits in 3 bytes. Their bits, after a shift, are a binary16 number of 2^-12 (E3M2FN)
+// or 2^-14 (E2M3FN) times the value.
+struct Six {
+    const __m256i mask;
+    const __m128i right;
+    Six(const Product &p, const float *)
+        : mask(_mm256_set1_epi16(int16_t(p.kind == E3M2 ? 0x9F00 : 0x8F80))),
+          right(_mm_cvtsi32_si128(p.kind == E3M2 ? 2 : 3)) {}
     void decode(const uint8_t *codes, V *w) {
-        const __m256i shifts = _mm256_set1_epi64x(int64_t(1) << 48 | int64_t(1) << 38 |
-                                                  int64_t(1) << 20 | int64_t(1) << 10);
-        const __m256i mask = _mm256_set1_epi16(int16_t(EXPONENT == 3 ? 0x9F00 : 0x8F80));
+        const __m256i left = _mm256_set1_epi64x(int64_t(1) << 48 | int64_t(1) << 38 |
+                                                int64_t(1) << 20 | int64_t(1) << 10);
         for (int i = 0; i < 2; i++) {
             // The second 16 codes are bytes 12 to 23, read from byte 8.
-            const char at = char(4 * i);
             const __m256i place = _mm256_add_epi8(
                 _mm256_setr_epi8(0, 1, 0, 1, 1, 2, 1, 2, 3, 4, 3, 4, 4, 5, 4, 5, 6, 7, 6, 7, 7, 8,
                                  7, 8, 9, 10, 9, 10, 10, 11, 10, 11),
-                _mm256_set1_epi8(at));
+                _mm256_set1_epi8(char(4 * i)));
             const __m256i words = _mm256_shuffle_epi8(twice(sixteen(codes + 8 * i)), place);
-            const __m256i top = _mm256_mullo_epi16(words, shifts);  // the code in the upper bits
-            from_half(_mm256_and_si256(_mm256_srai_epi16(top, 5 - EXPONENT), mask), w + 2 * i);
+            const __m256i top = _mm256_mullo_epi16(words, left);  // the code in the upper bits
+            from_half(_mm256_and_si256(_mm256_sra_epi16(top, right), mask), w + 2 * i);
         }
     }
     bool failed() const { return false; }
 };
 #else
 struct Brain {
-    static constexpr int SHIFT = 0;
     explicit Brain(const Product &, const float *) {}
     void decode(const uint8_t *codes, V *w) {
         uint16_t x[CHUNK];
@@ -279,18 +275,18 @@ using Fine = Table;
 using Coarse = Table;
 using Integer = Table;
 using Four = Table;
-template <int> using Six = Table;
+using Six = Table;
 #endif
 
 // --- a call ----------------------------------------------------------------------------------
 
 struct Call : Product {
-    const float *rows_of_x;  // float32 times 2^SHIFT; zeros fill a row to a multiple of 32
+    const float *rows_of_x;  // float32 times 2^shift; zeros fill a row to a multiple of 32
     int64_t row_of_x, batch_of_x;
     int64_t chunks;  // of a row, without a last one that is shorter
     int64_t blocks;  // of a row, each with a scale; 0 if scales do not belong to the values
     int shift;       // half chunk i has the scale i >> shift
-    float values[256], powers[256];  // of codes, times 2^-SHIFT, and of scales in 8 bits
+    float values[256], powers[256];  // of codes, times 2^-shift, and of scales in 8 bits
 };
 
 inline float scale_at(const Call &c, int64_t i) {
@@ -303,10 +299,32 @@ inline float factor(const Call &c, int64_t n) {
     return c.blocks ? c.whole : scale_at(c, n / c.rows * c.scale_row) * c.whole;
 }
 
+// The scales of a row's blocks, and 0 for a half chunk beyond K.
 inline void scales_of(const Call &c, int64_t n, float *scales) {
     const int64_t first = n / c.rows * c.scale_row;
-    for (int64_t i = 0; i < c.blocks; i++) scales[i] = scale_at(c, first + i);
-    scales[c.blocks] = 0.0f;  // the half chunk beyond K may have its index
+    int64_t i = 0;
+#ifdef VECTORS
+    const uint8_t *codes = static_cast<const uint8_t *>(c.scale) + first;
+    if (c.scale_kind == POWER)
+        for (; i + 8 <= c.blocks; i += 8) {
+            const __m256i code = _mm256_cvtepu8_epi32(eight(codes + i));
+            const __m256i nan = _mm256_cmpeq_epi32(code, _mm256_set1_epi32(255));
+            const __m256i power = _mm256_max_epi32(_mm256_slli_epi32(code, 23), one_bit(22));
+            store(scales + i, _mm256_castsi256_ps(_mm256_or_si256(
+                                  power, _mm256_and_si256(nan, one_bit(22)))));
+        }
+    if (c.scale_kind == SHORT)
+        for (; i + 8 <= c.blocks; i += 8) {
+            const __m128i code = eight(codes + i);
+            const __m128i size = _mm_and_si128(code, _mm_set1_epi8(0x7F));
+            const __m256i nan =
+                _mm256_cvtepi8_epi32(_mm_cmpeq_epi8(size, _mm_set1_epi8(0x7F)));
+            const V value = times(_mm256_cvtph_ps(fine_half(_mm_cvtepi8_epi16(code))), all(256.0f));
+            store(scales + i, _mm256_or_ps(value, _mm256_castsi256_ps(nan)));
+        }
+#endif
+    for (; i < c.blocks; i++) scales[i] = scale_at(c, first + i);
+    scales[c.blocks] = 0.0f;
 }
 
 inline void put(const Call &c, int64_t batch, int64_t m, int64_t n, float sum) {
@@ -370,6 +388,8 @@ bool tile(const Call &c, int64_t batch, int64_t m, int64_t n, int64_t end, float
     };
     for (int64_t chunk = 0; chunk < c.chunks; chunk++)
         for (int j = 0; j < N; j++) {
+            // The hardware does not foresee a row of codes, which is often one page of memory.
+            __builtin_prefetch(w[j] + chunk * step + 2 * N * c.w_row, 0, 2);
             add(j, w[j] + chunk * step, chunk);
         }
     if (has_tail(c))
@@ -400,6 +420,8 @@ bool decoded(const Call &c, const uint8_t *row, int64_t first, int64_t last, con
     D decoder(c, c.values);
     for (int64_t chunk = first; chunk < last; chunk++, out += CHUNK) {
         V values[4];
+        for (int64_t line = 0; line < c.bits * 4; line += 64)
+            __builtin_prefetch(row + c.w_row + chunk * c.bits * 4 + line, 0, 2);
         if (chunk < c.chunks)
             values_of<D, SCALED>(decoder, row + chunk * c.bits * 4, chunk, scales, c.shift, values);
         else
@@ -474,6 +496,19 @@ void many(const Call &c, int64_t batch, int64_t begin, int64_t end) {
     }
 }
 
+// Subnormal numbers count, whatever `torch.set_flush_denormal` chose for a thread.
+struct Subnormals {
+    Subnormals(const Subnormals &) = delete;
+#ifdef VECTORS
+    const unsigned before = _mm_getcsr();
+    Subnormals() { _mm_setcsr(before & ~0x8040u); }
+    ~Subnormals() { _mm_setcsr(before); }
+#else
+    Subnormals() {}
+    ~Subnormals() {}
+#endif
+};
+
 // --- the choice ------------------------------------------------------------------------------
 
 using Loop = void (*)(const Call &, int64_t, int64_t, int64_t);
@@ -491,25 +526,25 @@ template <class D> Loop chosen(const Call &c) {
 
 Loop chosen(const Call &c) {
     switch (c.kind) {
-    case FP32: return chosen<Single>(c);
-    case BF16: return chosen<Brain>(c);
+    case FP32: return loop_of<Single, false>(c.m);
+    case BF16: return loop_of<Brain, false>(c.m);
     case E4M3: return chosen<Fine>(c);
     case E5M2: return chosen<Coarse>(c);
     case INT8: return chosen<Integer>(c);
     case FOUR: return chosen<Four>(c);
-    case E3M2: return chosen<Six<3>>(c);
-    case E2M3: return chosen<Six<2>>(c);
+    case E3M2:
+    case E2M3: return chosen<Six>(c);
     default: return chosen<Table>(c);
     }
 }
 
+// Decoders give values times 2^-shift.
 int shift_of(int kind) {
-    switch (kind) {
-    case E4M3: return Fine::SHIFT;
-    case E3M2: return Six<3>::SHIFT;
-    case E2M3: return Six<2>::SHIFT;
-    default: return 0;
-    }
+#ifdef VECTORS
+    return kind == E4M3 ? 8 : kind == E3M2 ? 12 : kind == E2M3 ? 14 : 0;
+#else
+    return 0;
+#endif
 }
 
 // --- x ---------------------------------------------------------------------------------------
@@ -534,6 +569,7 @@ inline bool wide_row(const Product &p, const void *x, int64_t at, float power, f
 bool wide_rows(const Product &p, float power, int64_t row, float *out, int threads) {
     bool large = false;
     in_parts(p.batches * p.m, row, threads, [&](int64_t a, int64_t b) {
+        const Subnormals counted;
         bool found = false;
         for (int64_t i = a; i < b; i++) {
             const int64_t at = i / p.m * p.x_batch + i % p.m * p.x_row;
@@ -593,6 +629,7 @@ extern "C" void scaledtensor_product(const Product *product, int threads) {
             c.powers[i] = c.scale_kind == POWER ? power_of_two(i) : fine_scale(i);
     const Loop loop = chosen(c);
     in_parts(c.batches * c.n, c.m * c.k, threads, [&](int64_t a, int64_t b) {
+        const Subnormals counted;
         while (a < b) {
             const int64_t batch = a / c.n, first = a - batch * c.n;
             const int64_t last = b - batch * c.n < c.n ? b - batch * c.n : c.n;

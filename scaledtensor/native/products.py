@@ -1,8 +1,8 @@
 """Products of float rows with rows of codes: the functions of `products.cpp`.
 
-Every sum has one order of additions, which the source states. So an element of a result depends on
-its two rows alone. It has the same bits for every number of rows, threads and CPU, in prefill and in
-decoding, and for a weight in codes and the same values in float32.
+Every sum has one order of additions, which the source states. So an element of a result depends
+on its two rows alone. It has the same bits for every number of rows, threads and CPU, in prefill
+and in decoding, and for a weight in codes and the same values in float32.
 
 The functions read memory, so they are for eager code. Under `torch.compile` a caller wraps them in
 an operator of its own, whose fake result is `x.new_empty(*x.shape[:-1], N)`.
@@ -89,10 +89,10 @@ def coded_product(
         x: (M, K), float32 or bfloat16, contiguous. The result is (M, N) in the same dtype.
         codes: The codes of W, row by row, as `formats.pack` stores them; contiguous.
         fmt: The format of the codes: FP32, BF16, or any format of at most 8 bits.
-        scale: float32, float8_e8m0fnu or float8_e4m3fn, contiguous. With `block` 0, one number, or
-            one for each row of W; it multiplies a sum: y = sum * (scale * whole). With a `block`, one
-            number for each block, (N, ceil(K / block)); it multiplies the values: w = code * scale,
-            rounded to float32, and y = sum * whole. None stands for 1.
+        scale: float32, float8_e8m0fnu or float8_e4m3fn, contiguous. With `block` 0, one number,
+            or one for each row of W; it multiplies a sum: y = sum * (scale * whole). With a
+            `block`, one number for each block, (N, ceil(K / block)); it multiplies the values:
+            w = code * scale, rounded to float32, and y = sum * whole. None stands for 1.
         block: The number of consecutive elements of a row that share a scale: a power of two from
             16 on, or any number from K on. 0 if rows have one scale, or the tensor has one.
         whole: One more scale for the tensor, as NVFP4 has; one number.
@@ -100,8 +100,8 @@ def coded_product(
         rows: The number of consecutive rows of W that share their scales; 128 for squares of 128.
 
     Returns:
-        The product. None if there is no C++ library, or if a dtype, a device, a layout or `block` is
-        none of these. The caller then multiplies by PyTorch's operators.
+        The product. None if there is no C++ library, or if a dtype, a device, a layout or
+        `block` is none of these. The caller then multiplies by PyTorch's operators.
 
     Raises:
         ShapeError: The shapes of `x`, the codes and the scales contradict each other.
@@ -114,11 +114,13 @@ def coded_product(
     row = -(-k * fmt.bits // 8)
     if x.dim() != 2 or x.shape[1] != k or codes.numel() * codes.element_size() != n * row:
         raise ShapeError(
-            f"a product takes x of shape (M, {k}) and {n * row} bytes of codes for a weight of shape "
-            f"{(n, k)}; got {tuple(x.shape)} and {codes.numel() * codes.element_size()} bytes"
+            f"a product takes x of shape (M, {k}) and {n * row} bytes of codes for a weight of "
+            f"shape {(n, k)}; got {tuple(x.shape)} and {codes.numel() * codes.element_size()} bytes"
         )
     blocks = -(-k // block) if block else 1
     if block and blocks > 1 and (block < _SMALLEST_BLOCK or block & (block - 1)):
+        return None
+    if block and scale is not None and fmt.bits > 8:
         return None
     kind_of_scale = scale_row = 0
     if scale is not None:
@@ -129,8 +131,8 @@ def coded_product(
         wanted = 1 if of_tensor else -(-n // rows) * blocks
         if scale.numel() != wanted:
             raise ShapeError(
-                f"a weight of shape {(n, k)} with blocks of {(rows, block or k)} elements has {wanted} "
-                f"scales; got shape {tuple(scale.shape)}"
+                f"a weight of shape {(n, k)} with blocks of {(rows, block or k)} elements has "
+                f"{wanted} scales; got shape {tuple(scale.shape)}"
             )
         scale_row = 0 if of_tensor else blocks
     y = torch.empty(x.shape[0], n, dtype=x.dtype)
@@ -152,8 +154,8 @@ def dot_rows(a: Tensor, b: Tensor) -> Tensor | None:
     """Return `a @ b.mT` with the order of additions of `coded_product`.
 
     Args:
-        a: (B, M, K), float32 or bfloat16. The elements of a row are adjacent in memory. The result is
-            (B, M, N) in the same dtype; its sums are float32.
+        a: (B, M, K), float32 or bfloat16. The elements of a row are adjacent in memory. The
+            result is (B, M, N) in the same dtype; its sums are float32.
         b: (B, N, K), as `a`.
 
     Returns:
