@@ -35,6 +35,7 @@ from scaledtensor.native import products
 from scaledtensor.ops.algebra import check_dtypes
 from scaledtensor.ops.products import by_gemm
 from scaledtensor.ops.products.dtype import multiplied
+from scaledtensor.ops.products.linear import is_alone
 from scaledtensor.ops.products.quantize import Coded, factors, granularity, mixed, quantized
 from scaledtensor.ops.products.table import PRODUCTS
 from scaledtensor.quantization.configs import Config
@@ -118,7 +119,10 @@ def _multiply(
             by_columns = function in _MATRIX and w.order == "columns"
             if (by_rows or by_columns) and w.dim() == 2 and x.dim() > 0:
                 check_dtypes(x, w)
-                return linear(x, w)
+                # Eager code without a gradient needs no node: the operator would take as long as a
+                # small product.
+                recorded = torch.is_grad_enabled() and x.requires_grad
+                return linear(x, w) if recorded or not is_alone() else _linear(x, w)
     return function(*_values(operands), **kwargs)
 
 
@@ -259,7 +263,7 @@ def _by_torch(x: Tensor, coded: Coded, how: Cast) -> Tensor:
 
 #: Up to this number of rows, a product reads the codes once. Beyond it, decoding the weight first
 #: and multiplying by torch's own product is faster.
-FEW_ROWS = 32
+FEW_ROWS = 128
 
 
 def _by_loop(x: Tensor, w: QuantizedTensor) -> Tensor | None:
@@ -269,7 +273,8 @@ def _by_loop(x: Tensor, w: QuantizedTensor) -> Tensor | None:
         return None
     if x.shape[0] > FEW_ROWS or torch.compiler.is_exporting():
         return None
-    y: Tensor = coded_product(x.contiguous(), w.qdata, w.scale, w.tensor_scale, cast.spec)
+    run = _coded_product if is_alone() else coded_product
+    y: Tensor = run(x.contiguous(), w.qdata, w.scale, w.tensor_scale, cast.spec)
     return y
 
 
