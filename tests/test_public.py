@@ -50,6 +50,7 @@ MEMBERS = [
     "like",
     "make",
     "memo",
+    "nbytes",
     "new",
     "numpy",
     "put_together",

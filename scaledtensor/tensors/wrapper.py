@@ -145,6 +145,11 @@ class Wrapper(Tensor):
             return torch.stack([self.detach().flatten()[:0]])
         return super().new(*args, **kwargs)
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all inner tensors."""
+        return sum(getattr(self, name).nbytes for name in self.INNER)
+
     def share_memory_(self) -> Self:
         for name in self.INNER:  # the wrapper has no memory
             getattr(self, name).share_memory_()
