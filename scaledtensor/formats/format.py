@@ -127,10 +127,6 @@ class Format:
     ml_dtype: type | None = None
     signed: bool = True
 
-    def __hash__(self) -> int:
-        # Formats are keys of tables that products read. A hash of all fields takes 2 us.
-        return hash(self.name)
-
     def __post_init__(self) -> None:
         if not self.name or self.name != self.name.lower():
             raise FormatError(f"a format's name is non-empty and lower case, got {self.name!r}")
