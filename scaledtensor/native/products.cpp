@@ -327,9 +327,8 @@ inline void scales_of(const Call &c, int64_t n, float *scales) {
     scales[c.blocks] = 0.0f;
 }
 
-inline void put(const Call &c, int64_t batch, int64_t m, int64_t n, float sum) {
+inline void put(const Call &c, int64_t batch, int64_t m, int64_t n, float y) {
     const int64_t at = (batch * c.m + m) * c.n + n;
-    const float y = sum * factor(c, n);
     if (c.half)
         static_cast<uint16_t *>(c.y)[at] = bfloat16(y);
     else
@@ -395,8 +394,11 @@ bool tile(const Call &c, int64_t batch, int64_t m, int64_t n, int64_t end, float
     if (has_tail(c))
         for (int j = 0; j < N; j++) add(j, Tail(c, w[j]).codes, c.chunks);
     if (decoder.failed()) return false;
-    for (int i = 0; i < M && m + i < c.m; i++)
-        for (int j = 0; j < N && n + j < end; j++) put(c, batch, m + i, n + j, sum(lanes[i][j]));
+    for (int j = 0; j < N && n + j < end; j++) {
+        const float by = factor(c, n + j);
+        for (int i = 0; i < M && m + i < c.m; i++)
+            put(c, batch, m + i, n + j, sum(lanes[i][j]) * by);
+    }
     return true;
 }
 
@@ -431,11 +433,13 @@ bool decoded(const Call &c, const uint8_t *row, int64_t first, int64_t last, con
     return !decoder.failed();
 }
 
-// `lanes` has eight numbers for each of HIGH x WIDE results, which this continues.
-inline void multiply(const float *const *x, const float *w, int64_t depth, float *lanes) {
+// `lanes` has eight numbers for each of HIGH x WIDE results, which this starts or continues.
+inline void multiply(const float *const *x, const float *w, int64_t depth, bool start,
+                     float *lanes) {
     V sums[HIGH][WIDE];
     for (int i = 0; i < HIGH; i++)
-        for (int j = 0; j < WIDE; j++) sums[i][j] = load(lanes + 8 * (i * WIDE + j));
+        for (int j = 0; j < WIDE; j++)
+            sums[i][j] = start ? zero() : load(lanes + 8 * (i * WIDE + j));
     for (int64_t k = 0; k < depth; k += 8) {
         const V a = load(w + k), b = load(w + DEPTH + k), d = load(w + 2 * DEPTH + k);
         for (int i = 0; i < HIGH; i++) {
@@ -460,11 +464,13 @@ void many(const Call &c, int64_t batch, int64_t begin, int64_t end) {
     const std::unique_ptr<float[]> scales(new float[COLUMNS * stride]);
     for (int64_t n = begin; n < end; n += COLUMNS) {
         const int64_t columns = n + COLUMNS < end ? COLUMNS : end - n;
-        if (SCALED)
-            for (int64_t j = 0; j < columns; j++) scales_of(c, n + j, scales.get() + j * stride);
+        float factors[COLUMNS];
+        for (int64_t j = 0; j < columns; j++) {
+            factors[j] = factor(c, n + j);
+            if (SCALED) scales_of(c, n + j, scales.get() + j * stride);
+        }
         for (int64_t m = 0; m < c.m; m += ROWS) {
             const int64_t rows = m + ROWS < c.m ? ROWS : c.m - m;
-            std::memset(memory->lanes, 0, sizeof memory->lanes);
             for (int64_t first = 0; first < chunks; first += DEPTH / CHUNK) {
                 const int64_t last = first + DEPTH / CHUNK < chunks ? first + DEPTH / CHUNK : chunks;
                 for (int64_t j = 0; j < columns; j++) {
@@ -482,7 +488,7 @@ void many(const Call &c, int64_t batch, int64_t begin, int64_t end) {
                     }
                     // Columns beyond the last one have old numbers, whose results are not read.
                     for (int64_t j = 0; j < columns; j += WIDE)
-                        multiply(x, memory->w + j * DEPTH, (last - first) * CHUNK,
+                        multiply(x, memory->w + j * DEPTH, (last - first) * CHUNK, first == 0,
                                  memory->lanes + 8 * (i * COLUMNS + j * HIGH));
                 }
             }
@@ -490,7 +496,7 @@ void many(const Call &c, int64_t batch, int64_t begin, int64_t end) {
                 for (int64_t j = 0; j < columns; j++) {
                     const int64_t tile = i / HIGH * HIGH * COLUMNS + j / WIDE * WIDE * HIGH;
                     const int64_t at = tile + i % HIGH * WIDE + j % WIDE;
-                    put(c, batch, m + i, n + j, sum(load(memory->lanes + 8 * at)));
+                    put(c, batch, m + i, n + j, sum(load(memory->lanes + 8 * at)) * factors[j]);
                 }
         }
     }
