@@ -39,6 +39,7 @@ WORTH_IT = 1 << 12
 VARIABLE = "SCALEDTENSOR_NATIVE"
 _NAMES = ("casts.cpp", "elements.cpp", "products.cpp")
 _SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
+_HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 _COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = (
     *("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread"),
@@ -144,7 +145,8 @@ def _built(compiler: list[str], *more: str) -> Path:
         [*compiler, "--version"], capture_output=True, text=True, check=True, timeout=_SECONDS
     ).stdout
     facts = sorted(torch.cpu.get_capabilities().items())
-    covers = repr(([source.read_text() for source in _SOURCES], compiler, flags, version, facts))
+    texts = [text.read_text() for text in (*_SOURCES, *_HEADERS)]
+    covers = repr((texts, compiler, flags, version, facts))
     name = f"loops-{hashlib.blake2b(covers.encode(), digest_size=12).hexdigest()}.so"
     made = _folder() / name
     if made.exists():

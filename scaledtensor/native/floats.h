@@ -1,0 +1,20 @@
+// The bits of float32 numbers, and rounding to bfloat16.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+inline float as_float(uint32_t x) { float y; std::memcpy(&y, &x, 4); return y; }
+inline uint32_t as_bits(float x) { uint32_t y; std::memcpy(&y, &x, 4); return y; }
+
+// Rounds to the nearest bfloat16, ties to even. Every NaN becomes the same NaN, as in PyTorch.
+inline uint16_t bfloat16(float x) {
+    const uint32_t bits = as_bits(x);
+    const uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+    return uint16_t((bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : rounded);
+}
+
+}  // namespace
