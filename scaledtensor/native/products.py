@@ -25,6 +25,7 @@ __all__ = ["coded_product", "dot_rows"]
 class Codes(Protocol):
     """The facts about a format that this module reads; `formats.Format` has them."""
 
+    def __hash__(self) -> int: ...
     @property
     def bits(self) -> int: ...
     @property

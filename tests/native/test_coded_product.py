@@ -224,7 +224,7 @@ def test__a_product_that_the_loop_does_not_serve__is_none_and_wrong_shapes_raise
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="vectors of another kind")
 def test__a_cpu_without_these_vectors__gives_the_same_bits(monkeypatch):
-    """The C++ source without AVX2 is what other CPUs run."""
+    """Other CPUs run the C++ source without AVX2."""
     monkeypatch.setattr(native, "_SOURCES", native._SOURCES[-1:])
     monkeypatch.setattr(native, "_FLAGS", (*native._FLAGS[1:], "-O1"))
     monkeypatch.setattr(native, "_of_cpu", lambda: ("-mfma",))
