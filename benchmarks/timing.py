@@ -12,26 +12,35 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 def interleaved(
-    steps: Mapping[Name, Step], rounds: int, device: torch.device, warm_up: int = 3
+    steps: Mapping[Name, Step],
+    rounds: int,
+    device: torch.device,
+    warm_up: int = 3,
+    *,
+    wall: bool = False,
 ) -> dict[Name, float]:
     """Return the median milliseconds of each step over `rounds`, after `warm_up` rounds that
     compile and warm up.
 
-    The time is CPU time of this process on a CPU, and event time on a CUDA device.
+    The time is CPU time of this process on a CPU, and event time on a CUDA device. With `wall` it
+    is wall time on a CPU, for threads that share the work.
     """
+    clock = time.perf_counter if wall else time.process_time
     times: dict[Name, list[float]] = {name: [] for name in steps}
     for i in range(rounds + warm_up):
         for name, run in steps.items():
-            spent = cuda_milliseconds(run) if device.type == "cuda" else cpu_milliseconds(run)
+            spent = (
+                cuda_milliseconds(run) if device.type == "cuda" else cpu_milliseconds(run, clock)
+            )
             if i >= warm_up:
                 times[name].append(spent)
     return {name: statistics.median(spent) for name, spent in times.items()}
 
 
-def cpu_milliseconds(run: Step) -> float:
-    start = time.process_time()
+def cpu_milliseconds(run: Step, clock: Callable[[], float] = time.process_time) -> float:
+    start = clock()
     run()
-    return 1e3 * (time.process_time() - start)
+    return 1e3 * (clock() - start)
 
 
 def cuda_milliseconds(run: Step) -> float:

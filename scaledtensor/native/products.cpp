@@ -89,7 +89,10 @@ inline void scales_of(const Call &c, int64_t n, float *scales) {
             store(scales + i, _mm256_or_ps(value, _mm256_castsi256_ps(nan)));
         }
 #endif
-    for (; i < c.blocks; i++) scales[i] = scale_at(c, first + i);
+    if (c.scale_kind == SINGLE)
+        std::memcpy(scales, static_cast<const float *>(c.scale) + first, size_t(c.blocks) * 4);
+    else
+        for (; i < c.blocks; i++) scales[i] = scale_at(c, first + i);
     scales[c.blocks] = 0.0f;
 }
 
@@ -107,7 +110,8 @@ inline void values_of(D &decoder, const uint8_t *codes, int64_t chunk, const flo
                       int shift, V *w) {
     decoder.decode(codes, w);
     if (SCALED) {
-        const V a = all(scales[(2 * chunk) >> shift]), b = all(scales[(2 * chunk + 1) >> shift]);
+        const V a = all(scales[(2 * chunk) >> shift]);
+        const V b = shift ? a : all(scales[2 * chunk + 1]);
         for (int i = 0; i < 4; i++) w[i] = times(w[i], i < 2 ? a : b);
     }
 }
