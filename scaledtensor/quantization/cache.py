@@ -15,6 +15,7 @@ from scaledtensor.formats import get as get_format
 from scaledtensor.formats.tensors import FLOATS, named
 from scaledtensor.quantization.cache_codes import Plan, Position, has_range
 from scaledtensor.quantization.cache_layer import Layer
+from scaledtensor.tensors.tensor import ScaledTensor
 
 __all__ = ["KVCache"]
 
@@ -139,7 +140,7 @@ class KVCache:
         Args:
             layer: the number of the layer, from 0 on.
             keys: float32, bfloat16, float16 or float64, of shape (batch, heads, new tokens,
-                head_dim).
+                head_dim). The cache stores the value of a ScaledTensor, and returns plain tensors.
             values: of the same dtype and shape; its head_dim may differ.
 
         Returns:
@@ -154,7 +155,7 @@ class KVCache:
         if not isinstance(layer, int) or isinstance(layer, bool) or layer < 0:
             raise ShapeError(f"a layer is a number from 0 on; got {layer!r}")
         _check_tokens(keys, values)
-        return self._layer(layer).update(keys.detach(), values.detach())
+        return self._layer(layer).update(_plain(keys), _plain(values))
 
     def tokens(self, layer: int = 0) -> int:
         """Return the number of tokens that a layer has seen."""
@@ -292,6 +293,10 @@ def _plan(given: FormatLike, scale: str | float | None, block: int | None, of_ke
     if has_range(fmt) or _is_number(scale) or (not of_keys and fmt.bits >= 8):
         return Plan(fmt, scale, None)
     return Plan(fmt, scale, block or (16 if fmt.bits <= 4 else 32))
+
+
+def _plain(x: Tensor) -> Tensor:
+    return (x.dequantize() if isinstance(x, ScaledTensor) else x).detach()
 
 
 def _is_number(scale: Any) -> TypeGuard[float]:

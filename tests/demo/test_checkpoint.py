@@ -15,7 +15,7 @@ from scaledtensor.apps import (
     precision,
 )
 from scaledtensor.apps import (
-    sample as sample_command,
+    generate as generate_command,
 )
 from scaledtensor.apps import (
     train as train_command,
@@ -82,7 +82,7 @@ def test__a_sample__needs_nothing_but_the_checkpoint(recipe, train, words, tmp_p
     path = str(tmp_path / "run.pt")
     words.unlink()
     # Several processes keep it in the same way, in a folder for each step.
-    known, state = sample_command.identity(tmp_path / "run.pt", torch.device("cpu"))
+    known, state = generate_command.identity(tmp_path / "run.pt", torch.device("cpu"))
     model = GPT(GPTConfig(len(known["vocabulary"]), 8, 1, 2, 16))
     precision.get(recipe).prepare(model)
     model.load_state_dict(state["model"])
@@ -185,9 +185,9 @@ def test__ctrl_c_from_outside__exits_with_130_and_nothing_lost(words, tiny, tmp_
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--width", "32"), "n_embd is 16 there and 32 here"),
-        (("--lr", "0.5"), "learning_rate is 0.001 there and 0.5 here"),
-        (("--recipe", "bf16"), "recipe is 'fp32' there and 'bf16' here"),
+        (("--width", "32"), "--width is 16 there and 32 here"),
+        (("--lr", "0.5"), "--lr is 0.001 there and 0.5 here"),
+        (("--recipe", "bf16"), "--recipe is 'fp32' there and 'bf16' here"),
     ],
 )
 def test__checkpoint_of_another_training__is_refused_with_both_sides(
