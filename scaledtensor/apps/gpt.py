@@ -128,8 +128,8 @@ class GPT(nn.Module):
         """Return `tokens` (B, T), continued by `count` sampled tokens.
 
         Without a cache each token sees the last `block_size` tokens, which are computed again. With
-        a cache only the new token is computed. As positions are absolute, a full cache starts anew
-        with the last half of its tokens.
+        a cache only the new token is computed. Positions are absolute, so a full cache is
+        emptied, and the last half of its tokens is computed again.
 
         `temperature` 0 takes the likeliest token. A streamer has the methods `put` and `end` of
         streamers of transformers.

@@ -13,7 +13,7 @@ from scaledtensor.errors import DTypeError, FormatError, ScaleError, ShapeError,
 from scaledtensor.formats import FormatLike
 from scaledtensor.formats import get as get_format
 from scaledtensor.formats.tensors import FLOATS, named
-from scaledtensor.quantization.cache_codes import Plan, Position, has_range
+from scaledtensor.quantization.cache_codes import Plan, Position, has_range, usual_block
 from scaledtensor.quantization.cache_layer import Layer
 from scaledtensor.tensors.tensor import ScaledTensor
 
@@ -63,7 +63,8 @@ class KVCache:
             the scale of all elements, without any measurement. Default: "unit" for formats of four
             or more exponent bits, "amax" for others.
         block: elements that share a scale in formats with less than four exponent bits. Default: 16
-            for at most 4 bits, else 32. Values in 8 bits have one scale for all channels.
+            for at most 4 bits, else 32; for values the largest divisor of both 16 or 32 and
+            head_dim. Values in 8 bits have one scale for all channels.
         max_tokens: allocate memory for so many tokens at the first update, and never again.
             `update` then returns `max_tokens` tokens, and `mask` hides those that are not there
             yet. The cache works under torch.compile(fullgraph=True). Default: memory grows, by a
@@ -292,7 +293,7 @@ def _plan(given: FormatLike, scale: str | float | None, block: int | None, of_ke
         _check_count("block", block)
     if has_range(fmt) or _is_number(scale) or (not of_keys and fmt.bits >= 8):
         return Plan(fmt, scale, None)
-    return Plan(fmt, scale, block or (16 if fmt.bits <= 4 else 32))
+    return Plan(fmt, scale, block or (usual_block(fmt) if of_keys else None))
 
 
 def _plain(x: Tensor) -> Tensor:

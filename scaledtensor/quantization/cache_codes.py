@@ -7,7 +7,7 @@ and its scale is exact in float32, and it is rounded once to the dtype of the re
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from math import nan
+from math import gcd, nan
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from scaledtensor.formats import E4M3FN, E8M0FNU, Format, decode, encode, pack, 
 from scaledtensor.formats.layouts import packed_shape
 from scaledtensor.scales.powers import nearest_power_of_two
 
-__all__ = ["Fixed", "Grouped", "PerToken", "Plan", "Position", "Store", "has_range"]
+__all__ = ["Fixed", "Grouped", "PerToken", "Plan", "Position", "Store", "has_range", "usual_block"]
 
 #: A number of tokens: an int, or a 0-dim int64 tensor in a cache of fixed memory.
 Position = int | Tensor
@@ -36,6 +36,11 @@ def has_range(fmt: Format) -> bool:
     return fmt.exponent_bits >= 4
 
 
+def usual_block(fmt: Format) -> int:
+    """The number of elements that share a scale in formats without range."""
+    return 16 if fmt.bits <= 4 else 32
+
+
 @dataclass(frozen=True)
 class Plan:
     """How keys or values are coded.
@@ -44,7 +49,8 @@ class Plan:
         fmt: the format of the elements.
         scale: "unit", "amax", or the number that is the scale of all elements.
         block: elements that share a scale: tokens of a channel for keys, channels of a token for
-            values. None: all later tokens, or all channels.
+            values. None: all later tokens; for values in fewer than 8 bits `usual_block` channels,
+            or fewer if the head_dim is no multiple; for other values all channels.
     """
 
     fmt: Format
@@ -245,7 +251,8 @@ class PerToken(Store):
 
     def __init__(self, plan: Plan, x: Tensor, rows: int) -> None:
         super().__init__(plan, x, rows)
-        block = plan.block or self.head_dim
+        usual = gcd(usual_block(plan.fmt), self.head_dim) if plan.fmt.bits < 8 else self.head_dim
+        block = plan.block or usual
         if self.head_dim % block:
             raise ShapeError(
                 f"values of head_dim {self.head_dim} have no whole blocks of {block} channels; "
