@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import scaledtensor as sct
 from scaledtensor import checkpoint as folders
@@ -72,13 +71,7 @@ def report(clock: Clock, prompt: int, model: nn.Module, cache: Any) -> None:
 
 def bytes_of(model: nn.Module) -> int:
     """The bytes of all parameters and buffers; of codes and scales, if they are quantized."""
-    return sum(_size(t) for t in (*model.parameters(), *model.buffers()))
-
-
-def _size(t: Tensor) -> int:
-    if not is_traceable_wrapper_subclass(t):
-        return t.nbytes
-    return sum(_size(getattr(t, name)) for name in t.__tensor_flatten__()[0])
+    return sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
 
 
 def bytes_of_cache(cache: Any) -> int:
