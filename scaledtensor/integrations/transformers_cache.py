@@ -41,7 +41,7 @@ class TransformersCache(KVCache, Cache):  # type: ignore[misc]
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Take `update(layer, keys, values)`, and `update(keys, values, layer)`, which transformers
         calls."""
-        if args and isinstance(args[0], int):
+        if "layer" in kwargs or (args and isinstance(args[0], int)):
             return super().update(*args, **kwargs)
         return self._update(*args, **kwargs)
 
