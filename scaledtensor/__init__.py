@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from scaledtensor.models.scale_model import scale_model, unscale_model
     from scaledtensor.models.simulate import simulate_format, simulate_fp8
     from scaledtensor.ops import on_missing, products_in
+    from scaledtensor.quantization.cache import KVCache
     from scaledtensor.quantization.configs import Dynamic, Static, WeightOnly
     from scaledtensor.quantization.tensor import QuantizedTensor
     from scaledtensor.quantization.verb import quantize_
@@ -48,6 +49,7 @@ _HOMES = {
     "CodedTensor": "tensors.coded",
     "Dynamic": "quantization.configs",
     "Format": "formats",
+    "KVCache": "quantization.cache",
     "PerAxis": "formats",
     "PerBlock": "formats",
     "PerTensor": "formats",
@@ -78,6 +80,7 @@ __all__ = [
     "CodedTensor",
     "Dynamic",
     "Format",
+    "KVCache",
     "PerAxis",
     "PerBlock",
     "PerTensor",

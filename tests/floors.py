@@ -53,7 +53,7 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "__main__": "the command line",
-        "apps": "the commands: demo, train, sample, formats; their parsers load no torch",
+        "apps": "the commands: demo, train, generate, formats; their parsers load no torch",
         "compat": "the names of other libraries over this one",
         "integrations": "plug-ins of other libraries",
         "testing": "exact answers and promises, for tests of casts and rules",

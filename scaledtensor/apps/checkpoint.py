@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from scaledtensor.apps.training import Trainer
+from scaledtensor.apps.training import OPTIONS, Trainer
 from scaledtensor.checkpoint import files
 from scaledtensor.checkpoint.files import check_random_state, is_count, need, read_torch
 from scaledtensor.errors import CheckpointError
@@ -105,13 +105,19 @@ def read(path: Path, device: torch.device) -> dict[str, Any]:
 
 def compare(path: Path, found: dict[str, Any], expected: dict[str, Any]) -> None:
     """Raises CheckpointError unless two trainings have the same settings."""
-    differences = [
-        f"{name} is {_short(found.get(name))} there and {_short(value)} here"
-        for name, value in expected.items()
-        if found.get(name) != value
+    different = [name for name, value in expected.items() if found.get(name) != value]
+    if not different:
+        return
+    told = [
+        f"{OPTIONS.get(name, name)} is {_short(found.get(name))} there and "
+        f"{_short(expected[name])} here"
+        for name in different
     ]
-    if differences:
-        raise CheckpointError(f"{path} belongs to another training: {'; '.join(differences)}")
+    again = [f"{OPTIONS[name]} {found.get(name)}" for name in different if name in OPTIONS]
+    advice = f". To resume, give the options of its training again: {' '.join(again)}"
+    raise CheckpointError(
+        f"{path} belongs to another training: {'; '.join(told)}{advice if again else ''}"
+    )
 
 
 def _fits(path: Path, found: dict[str, Any], expected: dict[str, Any]) -> None:

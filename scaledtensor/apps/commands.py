@@ -39,7 +39,7 @@ def add(subparsers: Any) -> None:
     returns the exit code."""
     _add_demo(subparsers)
     _add_train(subparsers)
-    _add_sample(subparsers)
+    _add_generate(subparsers)
     _add_formats(subparsers)
     _add_hardware(subparsers)
 
@@ -157,36 +157,63 @@ def _add_train(subparsers: Any) -> None:
     parser.set_defaults(run=_run_module("train"))
 
 
-def _add_sample(subparsers: Any) -> None:
+def _add_generate(subparsers: Any) -> None:
     parser = subparsers.add_parser(
-        "sample",
-        help="write text with a model that `train` saved",
-        description="Write text with a model that `scaledtensor train` saved. The checkpoint "
-        "contains the model's size, its recipe and its characters.",
+        "generate",
+        aliases=["sample"],
+        help="write text with a model that `train` saved, or a model of transformers",
+        description="Write text with a model. The text goes to stdout. Tokens per second, and the "
+        "bytes of weights and cache, go to stderr. A checkpoint of `scaledtensor train` contains "
+        "the model's size, its recipe and its characters. `sample` is another name of this "
+        "command.",
     )
     parser.add_argument(
-        "checkpoint",
+        "model",
         type=Path,
-        metavar="CHECKPOINT",
-        help="a file or folder of `train --checkpoint`, or one folder in it",
+        metavar="MODEL",
+        help="a file or folder of `train --checkpoint`, one folder in it, or a folder of "
+        "transformers with a model and its tokenizer",
     )
+    parser.add_argument("--prompt", help="beginning of the text (default: a new line)")
     parser.add_argument(
+        "--tokens",
         "--count",
         type=not_negative,
         default=200,
         metavar="N",
-        help="characters to write (default %(default)s)",
+        help="tokens to write; a model of `train` has a token for each character (default "
+        "%(default)s)",
     )
-    parser.add_argument("--prompt", help="beginning of the text (default: a new line)")
-    _add_temperature(parser)
+    _add_temperature(parser, greedy=True)
+    parser.add_argument(
+        "--top-k",
+        type=positive,
+        metavar="N",
+        help="choose among the N likeliest tokens (default: all)",
+    )
     parser.add_argument(
         "--seed",
         type=not_negative,
         metavar="N",
-        help="seed of the random choices (default: the seed of the training)",
+        help="seed of the random choices (default: the seed of the training, or 0)",
+    )
+    parser.add_argument(
+        "--cache",
+        default="none",
+        metavar="FORMAT",
+        help="format of the keys and values of past tokens, such as e4m3fn, int8 or e2m1fn. none: "
+        "a model of `train` computes them again for each token, and a model of transformers keeps "
+        "them in its own dtype (default %(default)s)",
+    )
+    parser.add_argument(
+        "--weights",
+        default="none",
+        metavar="FORMAT",
+        help="format of the weights of matrix products, such as e4m3fn, int8, nvfp4 or mxfp4. "
+        "none: as they are in the files (default %(default)s)",
     )
     _add_machine(parser)
-    parser.set_defaults(run=_run_module("sample"))
+    parser.set_defaults(run=_run_module("generate"))
 
 
 def _add_formats(subparsers: Any) -> None:
@@ -258,13 +285,14 @@ def _add_text(parser: argparse.ArgumentParser, *, required: bool) -> None:
     parser.add_argument("--text", type=Path, metavar="FILE", required=required, help=help)
 
 
-def _add_temperature(parser: argparse.ArgumentParser) -> None:
+def _add_temperature(parser: argparse.ArgumentParser, greedy: bool = False) -> None:
+    more = "; 0 takes the likeliest token" if greedy else ""
     parser.add_argument(
         "--temperature",
-        type=positive_float,
+        type=not_negative_float if greedy else positive_float,
         metavar="X",
         default=0.8,
-        help="temperature of the random choices (default %(default)s)",
+        help=f"temperature of the random choices{more} (default %(default)s)",
     )
 
 
@@ -356,6 +384,13 @@ def positive_float(text: str) -> float:
     number = float(text)
     if not (number > 0 and math.isfinite(number)):
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return number
+
+
+def not_negative_float(text: str) -> float:
+    number = float(text)
+    if not (number >= 0 and math.isfinite(number)):
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 on")
     return number
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,12 +38,16 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.proj = nn.Linear(config.n_embd, config.n_embd)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, layer: int = 0, cache: Any = None, mask: Tensor | None = None
+    ) -> Tensor:
         B, T, C = x.shape
         heads = (B, T, self.n_head, C // self.n_head)
         q, k, v = (part.view(heads).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        if cache is not None:
+            k, v = cache.update(layer, k, v)
         dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=cache is None)
         out: Tensor = self.proj(y.transpose(1, 2).reshape(B, T, C))
         return out
 
@@ -60,15 +65,19 @@ class Block(nn.Module):
         )
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention(self.norm1(x)))
+    def forward(
+        self, x: Tensor, layer: int = 0, cache: Any = None, mask: Tensor | None = None
+    ) -> Tensor:
+        x = x + self.dropout(self.attention(self.norm1(x), layer, cache, mask))
         out: Tensor = x + self.dropout(self.mlp(self.norm2(x)))
         return out
 
 
 class GPT(nn.Module):
-    """Pre-LN decoder. `forward` returns the logits, and the mean loss if it has targets, else
-    None."""
+    """Pre-LN decoder. `forward` returns the logits, and the mean loss if it has targets, else None.
+
+    With a cache, such as `scaledtensor.KVCache`, `tokens` continue the tokens that the cache holds.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -87,12 +96,17 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.n_layer))
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None
+        self, tokens: Tensor, targets: Tensor | None = None, cache: Any = None
     ) -> tuple[Tensor, Tensor | None]:
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        count = tokens.shape[1]
+        if cache is None:
+            positions, mask = torch.arange(count, device=tokens.device), None
+        else:
+            positions = cache.positions(count).to(tokens.device)
+            mask = cache.mask(count).to(tokens.device)
         x = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
-        for block in self.blocks:
-            x = block(x)
+        for layer, block in enumerate(self.blocks):
+            x = block(x) if cache is None else block(x, layer, cache, mask)
         logits: Tensor = self.head(self.norm(x))
         if targets is None:
             return logits, None
@@ -107,14 +121,50 @@ class GPT(nn.Module):
         count: int,
         temperature: float = 1.0,
         generator: torch.Generator | None = None,
+        top_k: int | None = None,
+        cache: Any = None,
+        streamer: Any = None,
     ) -> Tensor:
-        """Return `tokens` (B, T), continued by `count` sampled tokens."""
+        """Return `tokens` (B, T), continued by `count` sampled tokens.
+
+        Without a cache each token sees the last `block_size` tokens, which are computed again. With
+        a cache only the new token is computed. Positions are absolute, so a full cache is
+        emptied, and the last half of its tokens is computed again.
+
+        `temperature` 0 takes the likeliest token. A streamer has the methods `put` and `end` of
+        streamers of transformers.
+        """
+        size, first = self.config.block_size, max(tokens.shape[1] - self.config.block_size, 0)
+        if streamer is not None:
+            streamer.put(tokens)
         for _ in range(count):
-            logits, _ = self(tokens[:, -self.config.block_size :])
-            chances = F.softmax(logits[:, -1].float() / temperature, dim=-1)
-            token = torch.multinomial(chances, 1, generator=generator)
+            if cache is None:
+                logits, _ = self(tokens[:, -size:])
+            else:
+                if tokens.shape[1] - first > size:
+                    first = tokens.shape[1] - max(size // 2, 1)
+                    cache.reset()
+                logits, _ = self(tokens[:, first + cache.tokens() :], cache=cache)
+            token = _sampled(logits[:, -1].float(), temperature, top_k, generator)
             tokens = torch.cat((tokens, token), dim=1)
+            if streamer is not None:
+                streamer.put(token)
+        if streamer is not None:
+            streamer.end()
         return tokens
+
+
+def _sampled(
+    logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None
+) -> Tensor:
+    """One token for each row of `logits` (B, vocabulary)."""
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    if top_k is not None and top_k < logits.shape[-1]:
+        least = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -math.inf)
+    chances = F.softmax(logits / temperature, dim=-1)
+    return torch.multinomial(chances, 1, generator=generator)
 
 
 def _init(module: nn.Module) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import FrameType
 
 from scaledtensor.apps import checkpoint, parallel, precision, text, training
+from scaledtensor.apps.generate import written
 from scaledtensor.apps.gpt import GPTConfig
-from scaledtensor.apps.sample import written
 from scaledtensor.apps.training import Alone, Progress, Trainer
 from scaledtensor.checkpoint import files, latest
 from scaledtensor.errors import CheckpointError

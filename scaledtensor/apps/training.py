@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -21,6 +22,19 @@ from scaledtensor.apps.text import Corpus, draw_batch
 from scaledtensor.errors import ModelError
 
 # --- options of the command line -------------------------------------------------------------
+
+#: Field of `GPTConfig` or `Settings` -> the option of the command line that sets it.
+OPTIONS = {
+    "recipe": "--recipe",
+    "block_size": "--context",
+    "n_layer": "--layers",
+    "n_head": "--heads",
+    "n_embd": "--width",
+    "dropout": "--dropout",
+    "batch_size": "--batch",
+    "learning_rate": "--lr",
+    "seed": "--seed",
+}
 
 
 def apply(args: argparse.Namespace) -> None:
@@ -46,7 +60,8 @@ def config(args: argparse.Namespace, vocab_size: int, dropout: float = 0.0) -> G
             dropout=dropout,
         )
     except ValueError as error:
-        raise ModelError(str(error)) from error
+        told = re.sub(r"\b[a-z]+_[a-z]+\b", lambda m: OPTIONS.get(m[0], m[0]), str(error))
+        raise ModelError(told) from error
 
 
 def settings(args: argparse.Namespace, loss_multiplier: float = 1.0) -> Settings:

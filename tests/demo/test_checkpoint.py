@@ -1,4 +1,5 @@
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from scaledtensor.apps import (
     precision,
 )
 from scaledtensor.apps import (
-    sample as sample_command,
+    generate as generate_command,
 )
 from scaledtensor.apps import (
     train as train_command,
@@ -82,7 +83,7 @@ def test__a_sample__needs_nothing_but_the_checkpoint(recipe, train, words, tmp_p
     path = str(tmp_path / "run.pt")
     words.unlink()
     # Several processes keep it in the same way, in a folder for each step.
-    known, state = sample_command.identity(tmp_path / "run.pt", torch.device("cpu"))
+    known, state = generate_command.identity(tmp_path / "run.pt", torch.device("cpu"))
     model = GPT(GPTConfig(len(known["vocabulary"]), 8, 1, 2, 16))
     precision.get(recipe).prepare(model)
     model.load_state_dict(state["model"])
@@ -100,11 +101,35 @@ def test__a_sample__needs_nothing_but_the_checkpoint(recipe, train, words, tmp_p
     assert "'§' does not occur" in capsys.readouterr().err
 
 
+def test__generate__says_speed_and_bytes_of_a_cache_and_of_quantized_weights(
+    train, tmp_path, capsys
+):
+    train()
+    sizes = []
+    for cache, weights in (("none", "none"), ("fp32", "none"), ("e4m3fn", "int8")):
+        capsys.readouterr()
+        options = ["--cache", cache, "--weights", weights, "--temperature", "0", "--tokens", "6"]
+        assert main(["generate", str(tmp_path / "run.pt"), "--prompt", "o", *options]) == 0
+        out, err = capsys.readouterr()
+        assert len(out) == len("o" + "123456" + "\n")
+        assert "prefill: 1 tokens, " in err
+        assert "decode: 5 tokens, " in err
+        told = re.search(r"weights: ([\d,]+) bytes, cache: ([\d,]+) bytes", err)
+        sizes.append((out, *(int(n.replace(",", "")) for n in told.groups())))
+    plain, cached, small = sizes
+    assert plain[:2] == cached[:2]  # the same tokens with a cache
+    assert plain[2] == 0 < small[2] < cached[2]
+    assert small[1] < cached[1]
+    for option, words in (("--cache", "e8m0fnu"), ("--weights", "fp7")):
+        assert main(["generate", str(tmp_path / "run.pt"), option, words]) == 2
+        assert words in capsys.readouterr().err.lower()
+
+
 def test__a_sample_from_something_else__is_refused(tmp_path, capsys):
     torch.save({}, tmp_path / "other.pt")
     sct.checkpoint.save(tmp_path / "folder", torch.nn.Linear(2, 2), extra={"step": 1})
     for name, words in (
-        ("nowhere.pt", "does not exist"),
+        ("nowhere.pt", "does not exist; give a file or folder"),
         ("other.pt", "not one that `scaledtensor train` saved"),
         ("folder", "no checkpoint of `scaledtensor train`"),
         (".", "is no checkpoint"),
@@ -185,9 +210,9 @@ def test__ctrl_c_from_outside__exits_with_130_and_nothing_lost(words, tiny, tmp_
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--width", "32"), "n_embd is 16 there and 32 here"),
-        (("--lr", "0.5"), "learning_rate is 0.001 there and 0.5 here"),
-        (("--recipe", "bf16"), "recipe is 'fp32' there and 'bf16' here"),
+        (("--width", "32"), "--width is 16 there and 32 here. To resume, give the options"),
+        (("--lr", "0.5"), "--lr is 0.001 there and 0.5 here"),
+        (("--recipe", "bf16"), "--recipe is 'fp32' there and 'bf16' here"),
     ],
 )
 def test__checkpoint_of_another_training__is_refused_with_both_sides(

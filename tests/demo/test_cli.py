@@ -92,7 +92,7 @@ def test__progress_without_tqdm__is_plain_lines(words, tiny, tmp_path, capsys, m
     [
         (["demo", "--text", "nowhere.txt"], "nowhere.txt does not exist"),
         (["demo", "--text", "."], ". is a directory"),
-        (["demo", "--width", "30"], "n_embd=30 is not divisible by n_head=4"),
+        (["demo", "--width", "30"], "--width=30 is not divisible by --heads=4"),
         (["train", "--text", "{words}", "--checkpoint", "no/where.pt"], "no is not a directory"),
         (["train", "--text", "{words}", "--checkpoint", "."], ". is a directory"),
         (["train", "--text", "{words}", "--checkpoint", "{tmp}/a", "--recipe", "x"], "recipe 'x'"),
@@ -141,7 +141,7 @@ def test__bad_arguments__exit_with_two(arguments, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["demo", "--help"], ["train", "--help"], ["sample", "--help"]]
+    "arguments", [["--help"], ["demo", "--help"], ["train", "--help"], ["generate", "--help"]]
 )
 def test__help__is_there(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
