@@ -146,7 +146,7 @@ class Wrapper(Tensor):
         return super().new(*args, **kwargs)
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> int:  # type: ignore[override]
         """The bytes of all inner tensors."""
         return sum(getattr(self, name).nbytes for name in self.INNER)
 
