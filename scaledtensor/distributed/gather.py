@@ -131,6 +131,8 @@ def _weight_cast(part: ScaledTensor, module: nn.Module) -> Cast | None:
     once = None if part.recipe is None else part.recipe.gemms.once
     if once is None or not isinstance(once[1].scale, _SENT_AS_CODES) or once[1].format.bits > 8:
         return None
+    if getattr(once[1].scale, "least_error", False):  # the error is of the whole tensor
+        return None
     alike = [
         is_only_operand(module, name, p)
         for name, p in module._parameters.items()

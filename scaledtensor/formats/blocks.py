@@ -103,6 +103,7 @@ def quantize_blocks(
     overflow: Overflow = "saturate",
     generator: Randomness = None,
     random_bits: int | None = None,
+    tensor_scale: Tensor | None = None,
 ) -> tuple[Tensor, Scale]:
     """Codes and scales: codes * scale is `x` up to rounding. The module's docstring has the rules.
 
@@ -114,6 +115,8 @@ def quantize_blocks(
         scale_format: "e8m0", "pow2", "fp32" or "nvfp4".
         mode: how e8m0 and pow2 round to a power of two. The other two take only "rceil".
         rounding, overflow, generator, random_bits: how the elements are cast; see `encode`.
+        tensor_scale: the scale of the tensor for "nvfp4", 0-dim float32; by default from the amax
+            of `x`. A block too large for it gets the largest scale of E4M3FN, and saturates.
 
     Returns:
         Codes in the storage dtype of `fmt`, of the shape of `x`, and scales in the shape that
@@ -142,7 +145,7 @@ def quantize_blocks(
         work = torch.float64 if _needs_float64(x, fmt, rounding) else torch.float32
         divide = _multiplied
     else:
-        scale, factor = _ratios(amax, lost, fmt, scale_format, shape)
+        scale, factor = _ratios(amax, lost, fmt, scale_format, shape, tensor_scale)
         work, divide = torch.float64, _divided
     return _codes(divide, blocks, factor.to(work), fmt, granularity, x.shape, options), scale
 
@@ -151,7 +154,7 @@ def encode_blocks(
     x: Tensor,
     fmt: FormatLike,
     block: Granularity | int | tuple[int, ...],
-    scale: Tensor,
+    scale: Scale,
     *,
     rounding: Rounding = "nearest_even",
     overflow: Overflow = "saturate",
@@ -161,7 +164,8 @@ def encode_blocks(
     """Codes of `x` under given scales, nearest to the exact x / scale.
 
     Args:
-        scale: float32, positive, in the shape that `scale_shape` gives.
+        scale: positive, in the shape that `scale_shape` gives: float32, float8_e8m0fnu or a
+            `TwoLevelScale`.
         x, fmt, block, rounding, overflow, generator, random_bits: the arguments of
             `quantize_blocks`.
 
@@ -171,17 +175,17 @@ def encode_blocks(
     check_tensor(x, "encode_blocks")
     fmt, granularity = get(fmt), as_granularity(block)
     _check(x, fmt, "fp32", "rceil")
-    check_tensor(scale, "encode_blocks", "scale")
-    if scale.dtype is not torch.float32:
-        raise DTypeError(f"scales that are given are float32; got {scale.dtype}")
-    check_scale_shape(scale, granularity, x.shape)
+    outer, inner = _levels(scale, "encode_blocks")
+    check_scale_shape(inner, granularity, x.shape)
+    numbers = inner if inner.dtype is torch.float32 else decode(inner, from_dtype(inner.dtype))
+    whole = numbers.double() if outer is None else numbers.double() * outer.double()
     options: dict[str, Any] = {
         "rounding": rounding,
         "overflow": overflow,
         "generator": generator,
         "random_bits": random_bits,
     }
-    factor = beside_blocks(scale.double(), granularity, x.shape)
+    factor = beside_blocks(whole, granularity, x.shape)
     blocks = to_blocks(x.detach(), granularity)
     return _codes(_divided, blocks, factor, fmt, granularity, x.shape, options)
 
@@ -243,7 +247,7 @@ def dequantize_blocks(
     fmt, granularity = get(fmt), as_granularity(block)
     if dtype not in FLOATS:
         raise DTypeError(f"cannot dequantize to {dtype}; allowed are {named(FLOATS)}")
-    outer, inner = _levels(scale)
+    outer, inner = _levels(scale, "dequantize_blocks")
     check_scale_shape(inner, granularity, codes.shape)
     work = _dtype_of_products(fmt, scale, dtype)
     blocks_scale = inner if inner.dtype is torch.float32 else decode(inner, from_dtype(inner.dtype))
@@ -346,7 +350,12 @@ def _powers_of_two(
 
 
 def _ratios(
-    amax: Tensor, lost: Tensor | None, fmt: Format, scale_format: str, shape: Shape
+    amax: Tensor,
+    lost: Tensor | None,
+    fmt: Format,
+    scale_format: str,
+    shape: Shape,
+    tensor: Tensor | None,
 ) -> tuple[Scale, Tensor]:
     """The scale of each block, and the divisor of its elements, in float64.
 
@@ -355,8 +364,9 @@ def _ratios(
     than half a step away from t.
     """
     if scale_format == "nvfp4":
-        whole = amax.amax() if amax.numel() else amax.sum()
-        tensor = _least_above(whole, E4M3FN.max * fmt.max)
+        if tensor is None:
+            whole = amax.amax() if amax.numel() else amax.sum()
+            tensor = _least_above(whole, E4M3FN.max * fmt.max)
         ratio = torch.where(amax == 0, 1.0, amax / (tensor.double() * fmt.max))
         of_block = decode(encode(ratio.clamp(min=E4M3FN.min_subnormal), E4M3FN), E4M3FN)
         block = encode(_marked(of_block, lost).view(shape), E4M3FN)
@@ -431,10 +441,10 @@ def _dtype_of_products(fmt: Format, scale: Scale, dtype: torch.dtype) -> torch.d
     return torch.float32 if once and dtype is not torch.float64 else torch.float64
 
 
-def _levels(scale: Scale) -> tuple[Tensor | None, Tensor]:
+def _levels(scale: Scale, function: str) -> tuple[Tensor | None, Tensor]:
     if isinstance(scale, TwoLevelScale):
         for name, level in scale._asdict().items():
-            check_tensor(level, "dequantize_blocks", f"scale.{name}")
+            check_tensor(level, function, f"scale.{name}")
         if scale.block.dtype is not torch.float8_e4m3fn or scale.tensor.dtype is not torch.float32:
             raise DTypeError(
                 "a two-level scale is float8_e4m3fn for the blocks and float32 for the tensor; got"
@@ -442,7 +452,7 @@ def _levels(scale: Scale) -> tuple[Tensor | None, Tensor]:
             )
         check_scale_shape(scale.tensor, PerTensor(), ())
         return scale.tensor, scale.block
-    check_tensor(scale, "dequantize_blocks", "scale")
+    check_tensor(scale, function, "scale")
     if scale.dtype not in (torch.float8_e8m0fnu, torch.float32):
         raise DTypeError(
             f"scales are float8_e8m0fnu, float32 or a TwoLevelScale; got {scale.dtype}"

@@ -13,8 +13,7 @@ tells of them.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from scaledtensor import _torch
 from scaledtensor.errors import ModelError, UnsupportedError
 from scaledtensor.models import delayed
+from scaledtensor.models.passes import as_it_was, called
 from scaledtensor.models.rebalance import COUNT
 from scaledtensor.ops.products import sites
 from scaledtensor.ops.products.sites import Site
@@ -147,13 +147,13 @@ def calibrate(
     count, done = 0, False
     try:
         grads = torch.set_grad_enabled(loss is not None)
-        with sites.calibrating(), _torch.uncompiled_calls(), _as_it_was(model, kept), grads:
+        with sites.calibrating(), _torch.uncompiled_calls(), as_it_was(model, kept), grads:
             for batch in batches:
                 count += 1
                 if loss is not None:
                     loss(model, batch).backward()  # type: ignore[no-untyped-call]
                 else:
-                    (call or _called)(model, batch)
+                    (call or called)(model, batch)
         if not count:
             raise ModelError("calibrate was given no batch")
         seen = any(seen.number for p in weights.values() for seen in p.site.seen)
@@ -201,32 +201,3 @@ def _reshard(model: nn.Module) -> None:
 def _is_site(weight: Any) -> bool:
     recipe = weight.recipe
     return isinstance(recipe, Unit) and weight.dim() > 1 and recipe.gemms.once is not None
-
-
-def _called(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, (list, tuple)) else model(batch)
-
-
-@contextmanager
-def _as_it_was(model: nn.Module, kept: list[Tensor]) -> Iterator[None]:
-    """Evaluation mode within it. At the end the modes of all modules, the gradients, and all
-    buffers except for histories are as before."""
-    modes = [(m, m.training) for m in model.modules()]
-    others = (b for b in model.buffers() if not any(b is history for history in kept))
-    buffers = [(b, b.detach().clone()) for b in others]
-    grads = [(p, p.grad) for p in model.parameters()]
-    for p, _ in grads:
-        p.grad = None
-    model.eval()
-    try:
-        yield
-    finally:
-        for m, mode in modes:
-            m.training = mode
-        with torch.no_grad():
-            for b, was in buffers:
-                b.copy_(was)
-        for p, grad in grads:
-            p.grad = grad

@@ -39,13 +39,17 @@ __all__ = [
     "plan_of",
 ]
 
-#: Name of a scale -> the choice of scales that it stands for.
+#: Name of a scale -> the choice of scales that it stands for. For blocks and channels,
+#: "least_error" is written out as the name of their scale with "_least_error".
 SCALES: dict[str, Scale] = {
     "amax": Amax(),
     "power_of_two": Amax(power_of_two=True),
     "e8m0": Microscale(),
     "two_level": TwoLevel(),
     "least_error": LeastError(),
+    "amax_least_error": Amax(least_error=True),
+    "e8m0_least_error": Microscale(least_error=True),
+    "two_level_least_error": TwoLevel(least_error=True),
 }
 
 #: Name of a granularity -> the block (across, along) that shares a scale. 0 is all of a direction.
@@ -86,7 +90,9 @@ class Config:
     """Elements of the weight that share a scale. None takes the block of the scheme, or else
     "channel"."""
     scale: str | None = None
-    """A name of `SCALES`. None takes the scale of the scheme, or else "amax"."""
+    """A name of `SCALES`. None takes the scale of the scheme, or else "amax". "least_error" tries
+    scales of this kind that are near it, and takes the one with the least squared error for each
+    block."""
     rounding: str = "nearest"
     """"nearest", or "error_feedback": each column's rounding error is spread over the columns that
     are still to be rounded (Frantar et al., GPTQ, arXiv 2210.17323). It needs `calibration`."""
@@ -184,11 +190,13 @@ class Config:
             ) from error
         if fmt.bits > 8:
             raise self._error(f"{prefix}format", "a format of 8 bits or fewer")
+        found = self._block(block if granularity is None else granularity, f"{prefix}granularity")
+        if scale == "least_error" and (scheme or found != (0, 0)):
+            scale = f"{kind}_least_error"
         kind = kind if scale is None else scale
         if kind not in SCALES:
             raise self._error(f"{prefix}scale", f"one of {', '.join(map(repr, SCALES))}")
-        block = block if granularity is None else granularity
-        return fmt, self._block(block, f"{prefix}granularity"), kind
+        return fmt, found, kind
 
     def _block(self, given: Any, name: str) -> tuple[int, int]:
         if isinstance(given, str) and given in (*GRANULARITIES, "token"):

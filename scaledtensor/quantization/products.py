@@ -45,7 +45,17 @@ from scaledtensor.tensors import verbs
 from scaledtensor.tensors.tensor import ScaledTensor
 from scaledtensor.tensors.wrapper import Wrapper
 
-__all__ = ["FUNCTIONS", "OPERATORS", "cast_values", "dequantize", "linear", "turned_back"]
+__all__ = [
+    "FUNCTIONS",
+    "OPERATORS",
+    "cast_values",
+    "dequantize",
+    "entering",
+    "linear",
+    "summed_dim",
+    "turned_back",
+    "under_autocast",
+]
 
 
 # --- operators -------------------------------------------------------------------------------
@@ -111,7 +121,7 @@ def _multiply(
                 "a product of a ScaledTensor and a quantised weight: a model is scaled or "
                 "quantised as a whole. unscale_model(model) comes before quantize_(model, ...)"
             )
-    operands = tuple(map(_under_autocast, operands))
+    operands = tuple(map(under_autocast, operands))
     if len(operands) == 2 and not kwargs:
         x, w = operands
         if isinstance(w, QuantizedTensor) and not isinstance(x, Wrapper):
@@ -138,13 +148,19 @@ def _values(operands: Sequence[Any]) -> list[Any]:
         if isinstance(x, QuantizedTensor):
             found.append(dequantize(x))
         elif isinstance(x, Tensor) and weight.config.input is not None:
-            found.append(cast_input(x, weight, -2 if i > place and x.dim() > 1 else -1))
+            found.append(cast_input(x, weight, summed_dim(i, place, x)))
         else:
             found.append(x)
     return found
 
 
-def _under_autocast(x: Any) -> Any:
+def summed_dim(i: int, weight: int, x: Tensor) -> int:
+    """The dimension that a product sums over in operand `i`, `x`, if operand `weight` is the
+    weight."""
+    return -2 if i > weight and x.dim() > 1 else -1
+
+
+def under_autocast(x: Any) -> Any:
     kind = x.device.type if isinstance(x, Tensor) else "cpu"
     if not isinstance(x, Tensor) or not torch.is_autocast_enabled(kind):
         return x
@@ -182,7 +198,7 @@ def _linear(x: Tensor, w: QuantizedTensor) -> Tensor:
     *batch, terms = x.shape
     if terms != w.matrix_shape[-1]:
         raise_shapes(x, w)
-    held = _entering(x.reshape(-1, terms), w)
+    held = entering(x.reshape(-1, terms), w)
     how = w.config.input
     y: Tensor | None = None
     outer: Tensor | None = None
@@ -205,13 +221,35 @@ def raise_shapes(x: Tensor, w: QuantizedTensor) -> None:
     )
 
 
-def _entering(x: Tensor, w: QuantizedTensor) -> Tensor:
-    """The input as it meets the codes: divided by the folded powers of two, and mixed."""
+def entering(x: Tensor, w: Any, dim: int = -1) -> Tensor:
+    """The input as it meets the codes: divided by the folded powers of two, and mixed. `dim` is the
+    summed dimension. Inputs of convolutions, and of einsums that sum over another dimension, meet
+    the value of the weight, so they stay as they are."""
+    if not _enters(x, w, dim):
+        return x
+    x = x.movedim(dim, -1)
     if w.columns is not None:
         x = (x / w.columns).to(x.dtype)  # exact except for subnormals
     if w.config.rotate:
         x = mixed(x, -1)
-    return x
+    return x.movedim(-1, dim)
+
+
+def leaving(x: Tensor, w: QuantizedTensor, dim: int) -> Tensor:
+    """Undo `entering`."""
+    if not _enters(x, w, dim):
+        return x
+    held = x.movedim(dim, -1)
+    if w.config.rotate:
+        held = turned_back(held)
+    if w.columns is not None:
+        held = held * w.columns
+    return held.to(x.dtype).movedim(-1, dim)
+
+
+def _enters(x: Tensor, w: Any, dim: int) -> bool:
+    changes: bool = w.columns is not None or w.config.rotate
+    return changes and w.order != "kernel" and x.shape[dim] == w.matrix_shape[-1]
 
 
 def coded_input(x: Tensor, config: Config, scale: Tensor | None, dim: int = -1) -> Coded:
@@ -326,7 +364,8 @@ def _linear_gradient(grad: Tensor, w: QuantizedTensor) -> Tensor:
 
 
 def _cast_input(x: Tensor, w: QuantizedTensor, dim: int) -> Tensor:
-    return cast_values(x, w.config, w.input_scale, dim)
+    held = cast_values(entering(x, w, dim), w.config, w.input_scale, dim)
+    return leaving(held, w, dim).to(x.dtype)
 
 
 def cast_values(x: Tensor, config: Config, scale: Tensor | None, dim: int) -> Tensor:

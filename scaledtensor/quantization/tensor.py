@@ -47,7 +47,7 @@ from scaledtensor.recipes.casts import Cast, Microscale, TwoLevel
 from scaledtensor.tensors.storable import appearance
 from scaledtensor.tensors.wrapper import Wrapper
 
-__all__ = ["Order", "QuantizedTensor", "block_of", "matrix_shape", "scale_dtype"]
+__all__ = ["Order", "QuantizedTensor", "block_of", "matrix_of", "matrix_shape", "scale_dtype"]
 
 Order = Literal["rows", "columns", "kernel"]
 
@@ -76,6 +76,12 @@ def matrix_shape(shape: Sequence[int], order: Order) -> tuple[int, ...]:
         *batch, rows, columns = shape
         return *batch, columns, rows
     return tuple(shape)
+
+
+def matrix_of(weight: Tensor, order: Order) -> Tensor:
+    """The matrix, float32, whose codes a tensor of a plain weight holds."""
+    matrix = weight.mT if order == "columns" else weight.reshape(matrix_shape(weight.shape, order))
+    return matrix.float().contiguous()
 
 
 class _Names:

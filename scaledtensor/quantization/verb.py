@@ -8,15 +8,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from scaledtensor.errors import ModelError, QuantizationError, UnsupportedError
+from scaledtensor.errors import ModelError, QuantizationError
 from scaledtensor.formats import TwoLevelScale
 from scaledtensor.models import state_dicts
 from scaledtensor.models.operands import TABLES, is_operand
 from scaledtensor.models.scale_model import show
 from scaledtensor.models.simulate import refuse_simulated
 from scaledtensor.ops.products.quantize import mixed, quantized
+from scaledtensor.quantization.calibration import observed
 from scaledtensor.quantization.configs import Config, Plan, config_for, plan_of
-from scaledtensor.quantization.tensor import Order, QuantizedTensor, matrix_shape
+from scaledtensor.quantization.error_feedback import rounded_with_feedback
+from scaledtensor.quantization.observing import Seen
+from scaledtensor.quantization.tensor import Order, QuantizedTensor, matrix_of
 from scaledtensor.recipes.casts import HADAMARD
 from scaledtensor.tensors.shards import is_dtensor
 from scaledtensor.tensors.steps import is_scaled
@@ -56,8 +59,8 @@ def quantize_(
             fully qualified name. False leaves this module as it is.
         calibration: batches for configs that need data (`Static`, `fold`, `error_feedback`). Each
             is passed to the model: a mapping as keyword arguments, a tuple or list as positional
-            arguments, anything else as the only argument. The model runs in its present mode,
-            without gradients.
+            arguments, anything else as the only argument. The model runs in evaluation mode and
+            without gradients. Its modes and buffers are then as before.
 
     Returns:
         The same model.
@@ -66,7 +69,8 @@ def quantize_(
         ModelError: `model` is no module, or a weight has no data yet, is a ScaledTensor, is
             quantised already, or is spread over ranks.
         QuantizationError: the config is none, needs data that were not given, chooses no weight,
-            or a pattern matches no module; or no batch reached a chosen weight.
+            or a pattern matches no module. There is no batch, a batch does not fit the model, an
+            input has a NaN or an infinity, or no batch reached a chosen weight.
         UnsupportedError: the model simulates a format.
 
     After an error the model is as it was.
@@ -82,9 +86,7 @@ def quantize_(
             "the roles, or the filter leaves all of them out"
         )
     seen = _observed(model, weights, calibration)
-    made = [
-        quantized_weight(w.parameter.detach(), w.config, w.order, seen.get(w.name)) for w in weights
-    ]
+    made = [_converted(w, seen.get(w.name)) for w in weights]
     for weight, held in zip(weights, made, strict=True):
         p = nn.Parameter(held, requires_grad=False)
         for module, name in weight.owners:
@@ -96,23 +98,31 @@ def quantize_(
 
 
 def _observed(
-    model: nn.Module, weights: "list[Weight]", calibration: Iterable[Any] | None
-) -> dict[str, Any]:
+    model: nn.Module, weights: "list[Weight]", batches: Iterable[Any] | None
+) -> dict[str, Seen]:
     """Facts about the inputs of each weight from the calibration data, by the weight's name."""
     wanting = [w for w in weights if w.config.needs_data]
     if not wanting:
-        if calibration is not None:
+        if batches is not None:
             raise QuantizationError(
                 f"calibration was given, and {weights[0].config} needs none: it is for Static, "
                 "fold=True and rounding='error_feedback'"
             )
         return {}
-    if calibration is None:
+    if batches is None:
         raise QuantizationError(
             f"{wanting[0].config} needs data: quantize_(model, config, calibration=batches), with "
             "some batches of inputs as the model gets them"
         )
-    raise UnsupportedError("calibration")
+    return observed(model, wanting, batches)
+
+
+def _converted(w: "Weight", seen: Seen | None) -> QuantizedTensor:
+    order = w.order if seen is None else seen.order
+    try:
+        return quantized_weight(w.parameter.detach(), w.config, order, seen)
+    except QuantizationError as error:
+        raise QuantizationError(f"{w.name}: {error}") from error
 
 
 # --- which weights ---------------------------------------------------------------------------
@@ -233,7 +243,7 @@ def _check(p: nn.Parameter, name: str) -> None:
 
 
 def quantized_weight(
-    weight: Tensor, config: Config, order: Order = "rows", seen: Any = None
+    weight: Tensor, config: Config, order: Order = "rows", seen: Seen | None = None
 ) -> QuantizedTensor:
     """The weight as a config stores it.
 
@@ -247,8 +257,10 @@ def quantized_weight(
         QuantizationError: the config does not fit the shape.
     """
     shape = tuple(weight.shape)
-    matrix = weight.mT if order == "columns" else weight.reshape(matrix_shape(shape, order))
-    matrix = matrix.float().contiguous()
+    matrix = matrix_of(weight, order)
+    columns = None if seen is None else seen.columns
+    if columns is not None:
+        matrix = matrix * columns
     if config.rotate:
         if matrix.shape[-1] % HADAMARD:
             raise QuantizationError(
@@ -256,8 +268,20 @@ def quantized_weight(
                 f"{shape} has {matrix.shape[-1]}: leave its module out"
             )
         matrix = mixed(matrix, -1)
-    coded = quantized(matrix, torch.ones((), device=matrix.device), config.weight, -1)
+    if config.rounding == "error_feedback" and seen is not None and seen.moments is not None:
+        coded = rounded_with_feedback(matrix, seen.entering_moments(), config.weight)
+    else:
+        coded = quantized(matrix, torch.ones((), device=matrix.device), config.weight, -1)
     scale: Any = coded.scale
     if coded.whole is not None:
         scale = TwoLevelScale(coded.scale, coded.whole)
-    return QuantizedTensor(coded.codes, scale, config, shape, order=order, dtype=weight.dtype)
+    return QuantizedTensor(
+        coded.codes,
+        scale,
+        config,
+        shape,
+        order=order,
+        dtype=weight.dtype,
+        input_scale=None if seen is None else seen.input_scale,
+        columns=columns,
+    )

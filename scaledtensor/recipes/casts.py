@@ -26,6 +26,9 @@ of largest value F: code = round(x / s), value = code * s. amax is the largest f
     Microscale   a power of two by amax, as in OCP MX 1.0, section 6.3
     History      same as Amax, with the amax of earlier steps
     TwoLevel     a float32 for the tensor, an E4M3FN number for each block (NVFP4)
+
+With `least_error`, Amax, Microscale and TwoLevel try scales near the one by amax. Of these, a block
+takes the one with the least sum of (code s - x)^2.
 """
 
 import json
@@ -93,9 +96,13 @@ class Amax:
     power_of_two: bool = False
     margin: int = 0
     """Binades left free above amax."""
+    least_error: bool = False
+    """Whether a scale near this one is taken in place of it, if its sum of (code s - x)^2 is
+    less."""
 
     def __post_init__(self) -> None:
         check_bool(self, "power_of_two")
+        check_bool(self, "least_error")
         check_exponent(self, "margin", range(33))
 
 
@@ -125,8 +132,11 @@ class Microscale:
     """A power of two in E8M0, by the amax of its block."""
 
     mode: str = "rceil"
+    least_error: bool = False
+    """As in `Amax`."""
 
     def __post_init__(self) -> None:
+        check_bool(self, "least_error")
         if self.mode not in MODES:
             raise RecipeError(
                 f"Microscale.mode is one of {', '.join(map(repr, MODES))}; got {self.mode!r}"
@@ -154,6 +164,12 @@ class History:
 @dataclass(frozen=True)
 class TwoLevel:
     """The scales of NVFP4: t = amax / (448 F) for the tensor, and amax / (F t) for each block."""
+
+    least_error: bool = False
+    """As in `Amax`, for the scales of blocks."""
+
+    def __post_init__(self) -> None:
+        check_bool(self, "least_error")
 
 
 Scale = Carried | Amax | Fixed | History | LeastError | Microscale | TwoLevel
@@ -268,6 +284,7 @@ class Cast:
     def __str__(self) -> str:
         kind = next(k for k, v in KINDS.items() if v is type(self.scale))
         across, along = ("all" if n == 0 else str(n) for n in self.block)
+        kind += " least_error" if getattr(self.scale, "least_error", False) else ""
         shared = "" if self.block == (0, 0) else f" {across}x{along}"
         rounded = "" if self.rounding == ROUNDINGS[0] else f" {self.rounding}"
         return f"{self.format.name} {kind}{shared}{rounded}"

@@ -24,8 +24,10 @@ from scaledtensor.formats import (
     encode,
     encode_blocks,
     fake_quantize,
+    from_dtype,
     quantize_blocks,
 )
+from scaledtensor.formats.layouts import beside_blocks, block_dims, to_blocks
 from scaledtensor.ops.algebra import elements
 from scaledtensor.ops.products.dtype import product_dtype
 from scaledtensor.ops.registry import rule
@@ -51,6 +53,7 @@ __all__ = [
     "factors",
     "granularity",
     "is_exact",
+    "least_error",
     "mixed",
     "part_quantized",
     "quantized",
@@ -93,12 +96,14 @@ def gradient_quantize(x: ScaledTensor, cast: str) -> ScaledTensor:
     return x.like(x.qdata, x.scale, x.rms)
 
 
-def quantized(q: Tensor, held: Tensor, cast: Cast, dim: int) -> Coded:
+def quantized(q: Tensor, held: Tensor, cast: Cast, dim: int, whole: Tensor | None = None) -> Coded:
     """Cast `q`, elements under the scale `held`, for a product that sums over dimension `dim` (-1
-    or -2)."""
+    or -2). `whole` is the second level of `TwoLevel` scales; by default it follows from `q`."""
     fmt, cut = cast.format, granularity(cast, dim)
     how = rounding_options(cast, q)
     match cast.scale:
+        case Amax() | Microscale() | TwoLevel() if cast.scale.least_error:
+            return _searched(q, cast, dim, how, whole)
         case Amax(power_of_two, margin):
             kind: Any = "pow2" if power_of_two else "fp32"
             if margin == 0:
@@ -111,13 +116,13 @@ def quantized(q: Tensor, held: Tensor, cast: Cast, dim: int) -> Coded:
             codes, scale = quantize_blocks(q, fmt, cut, "e8m0", typing.cast(Any, mode), **how)
             return Coded(codes, _single(scale))
         case TwoLevel():
-            codes, levels = quantize_blocks(q, fmt, cut, "nvfp4", **how)
+            codes, levels = quantize_blocks(q, fmt, cut, "nvfp4", **how, tensor_scale=whole)
             return Coded(codes, *levels)
         case Fixed(exponent):
             relative = (2.0**exponent / held.double()).clamp(MIN_SCALE, MAX_SCALE).float()
             return Coded(encode_blocks(q, fmt, cut, relative, **how), relative)
         case LeastError(below):
-            scale = _least_error(q, fmt, below)
+            scale = least_error(q, fmt, below=below)
             return Coded(encode_blocks(q, fmt, cut, scale, **how), scale)
         case _:
             one = torch.ones((), device=q.device)
@@ -229,19 +234,65 @@ def _by_row(scale: Tensor, cut: PerBlock, shape: torch.Size, dim: int) -> Tensor
     return spread.narrow(other, 0, shape[other])
 
 
-def _least_error(q: Tensor, fmt: Format, below: int) -> Tensor:
+def least_error(
+    q: Tensor, fmt: Format, counts: Tensor | None = None, *, below: int = LeastError().below
+) -> Tensor:
     """Return the power of two under which the cast of `q` has the least squared error, 0-dim
-    float32."""
+    float32. An element counts `counts` times."""
     top = _single(quantize_blocks(q, fmt, PerTensor(), "pow2")[1])
     scales = [(top * 2.0**-k).clamp_min(MIN_SCALE) for k in range(below + 1)]
-    finite = q.float().nan_to_num(0.0, 0.0, 0.0)
+    return _best(q, fmt, PerTensor(), scales, counts=counts)
+
+
+def _best(
+    q: Tensor,
+    fmt: Format,
+    cut: PerTensor | PerBlock,
+    scales: list[Tensor],
+    whole: Tensor | None = None,
+    counts: Tensor | None = None,
+) -> Tensor:
+    """Return for each block the one of `scales`, float32, with the least squared error. The first
+    of several is taken. `whole` is a factor of all scales."""
+    finite = to_blocks(q.float().nan_to_num(0.0, 0.0, 0.0), cut)
+    dims = block_dims(finite)
     errors = []
     for scale in scales:
-        error = fake_quantize(finite / scale, fmt) * scale - finite
-        errors.append(error.double().square().sum())
+        s = beside_blocks(scale if whole is None else scale * whole, cut, q.shape)
+        error = (fake_quantize(finite / s, fmt) * s - finite).double().square()
+        if counts is not None:
+            error = error * counts
+        errors.append(error.sum(dims).view(scale.shape))
     least = torch.stack(errors).argmin(0, keepdim=True)  # to gather: an index would be read
     found: Tensor = torch.stack(scales).gather(0, least).squeeze(0)
     return found
+
+
+#: Factors of the scale by amax among which the least squared error decides. In a format of 4 bits
+#: the largest codes are far apart, so that a larger scale can be better too.
+_FACTORS = (1, *(1 - k / 32 for k in range(1, 13)), 1.125, 1.25, 1.5)
+_BINARY_FACTORS = (1, 0.5, 0.25, 2)
+
+
+def _searched(q: Tensor, cast: Cast, dim: int, how: dict[str, Any], whole: Tensor | None) -> Coded:
+    """Cast `q` under scales near the scales by amax, those with the least squared error."""
+    fmt, scale = cast.format, replace(cast.scale, least_error=False)  # type: ignore[arg-type]
+    plain, cut = replace(cast, scale=scale), granularity(cast, dim)
+    first = quantized(q, torch.ones((), device=q.device), plain, dim, whole)
+    kind = first.scale.dtype
+    numbers = first.scale if kind == torch.float32 else decode(first.scale, from_dtype(kind))
+    binary = kind == torch.float8_e8m0fnu or getattr(scale, "power_of_two", False)
+    tried = [numbers * f for f in (_BINARY_FACTORS if binary else _FACTORS)]
+    stored = None if kind == torch.float32 else from_dtype(kind)
+    if stored is None:
+        tried = [s.clamp(MIN_SCALE, MAX_SCALE) for s in tried]
+    else:
+        least = stored.min_subnormal
+        tried = [decode(encode(s.clamp_min(least), stored), stored) for s in tried]
+    best = _best(q, fmt, cut, tried, first.whole)
+    held = best if stored is None else encode(best, stored)
+    levels: Any = held if first.whole is None else TwoLevelScale(held, first.whole)
+    return Coded(encode_blocks(q, fmt, cut, levels, **how), held, first.whole)
 
 
 # --- the random Hadamard transform -----------------------------------------------------------
