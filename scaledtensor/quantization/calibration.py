@@ -1,9 +1,9 @@
 """Calibration of `quantize_`: data run through the plain model, and each weight's inputs are
 observed (`quantization/observing.py`).
 
-All weights see the inputs that the plain model gives them, and not those of a model whose earlier
-layers are converted. The batches are run once, and a second time for weights whose inputs are
-measured after they are divided by `fold`'s factors.
+All weights see the inputs that the plain model gives them. The inputs of a model whose earlier
+layers are converted would differ slightly. The batches run once. They run a second time if a
+`Static` config has `fold`, since its inputs are measured after the division by `fold`'s factors.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -47,8 +47,8 @@ def observed(
     weights: Sequence[Weight],
     batches: Iterable[Any],
 ) -> dict[str, Seen]:
-    """What `batches` show of the inputs of each weight, by the weight's name. Tables of embeddings
-    have no inputs, and are left out.
+    """The facts that `batches` show about the inputs of each weight, by the weight's name. Tables
+    of embeddings have no inputs, and are left out.
 
     Args:
         model: the plain model.

@@ -70,7 +70,7 @@ def rounded_with_feedback(matrix: Tensor, moments: Tensor, cast: Cast) -> Coded:
         cast: format, scale and block.
 
     Raises:
-        QuantizationError: the moments are not those of inputs of this matrix.
+        QuantizationError: the inputs of the moments do not fit this matrix.
     """
     k = matrix.shape[-1]
     if moments.shape[-1] != k or matrix.numel() // k % moments.shape[0]:
@@ -81,10 +81,12 @@ def rounded_with_feedback(matrix: Tensor, moments: Tensor, cast: Cast) -> Coded:
     held = matrix.double().clone()
     by_moments = held.view(moments.shape[0], -1, k)  # the same memory
     # A second level is for the whole tensor, before any column is updated.
-    start = quantized(matrix, torch.ones((), device=matrix.device), cast, -1)
+    one = torch.ones((), device=matrix.device)
+    start = quantized(matrix, one, cast, -1)
     codes, scale = torch.empty_like(start.codes), start.scale
     along = cast.block[1]
     grouped = 0 < along < k
+    of_part = replace(cast, block=(cast.block[0] or matrix.shape[-2], 0))
     if not grouped:
         along, factor = k, _numbers(start, cast, matrix.shape)
     else:
@@ -98,9 +100,9 @@ def rounded_with_feedback(matrix: Tensor, moments: Tensor, cast: Cast) -> Coded:
         for j in range(a, b):
             if grouped and j % along == 0:
                 part = held[..., j : j + along]
-                found = quantized(part.float(), torch.ones(()), _of_part(cast), -1, start.whole)
+                found = quantized(part.float(), one, of_part, -1, start.whole)
                 scale[..., j // along] = found.scale[..., 0]
-                factor = _numbers(found, _of_part(cast), part.shape)
+                factor = _numbers(found, of_part, part.shape)
             s = factor[..., j % along]
             code = encode(held[..., j] / s, cast.format, overflow="saturate_finite")
             codes[..., j] = code
@@ -110,11 +112,6 @@ def rounded_with_feedback(matrix: Tensor, moments: Tensor, cast: Cast) -> Coded:
             errors[..., j - a] = error
         by_moments[..., b:] -= errors @ u[:, a:b, b:]
     return Coded(codes, scale, start.whole)
-
-
-def _of_part(cast: Cast) -> Cast:
-    """The cast of the columns of one block."""
-    return replace(cast, block=(cast.block[0], 0))
 
 
 def _numbers(coded: Coded, cast: Cast, shape: torch.Size) -> Tensor:

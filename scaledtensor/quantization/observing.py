@@ -26,7 +26,7 @@ from scaledtensor.quantization import products
 from scaledtensor.quantization.configs import Config, Static
 from scaledtensor.quantization.tensor import Order, matrix_shape
 
-__all__ = ["Histogram", "Observed", "Seen"]
+__all__ = ["Histogram", "Observed", "Seen", "windows"]
 
 #: Mantissa bits of a magnitude that choose its place in a histogram.
 _BITS = 10
@@ -66,7 +66,7 @@ class Histogram:
 
 
 class Seen:
-    """What the calibration data show of the inputs of one weight.
+    """The facts that calibration data show about the inputs of one weight.
 
     Args:
         name: the name of the weight, for messages.
@@ -166,9 +166,9 @@ class Observed(Tensor):
 
     seen: Seen
     turned: bool
-    """Whether the last two dimensions are those of the weight in the other order."""
+    """Whether this is the transpose of the weight, in its last two dimensions."""
     matrix: int | None
-    """Which matrix of a batch of matrices this is."""
+    """The index of this matrix in a weight that is a batch of matrices."""
 
     @classmethod
     def of(cls, x: Tensor, seen: Seen, turned: bool = False, matrix: int | None = None) -> Self:
@@ -312,7 +312,7 @@ def _rows(made: _Call) -> _Found | None:
         if name not in _CONVOLUTIONS or made.weight_first:
             return None
         given = _given(made)
-        return _Found(True, _windows(x, w, given), given.get("groups", 1))
+        return _Found(True, windows(x, w, given), given.get("groups", 1))
     if function is torch.nn.functional.linear or function is torch.inner:
         return _Found(True, iter([(None, x.reshape(-1, x.shape[-1]))]), experts)
     if isinstance(function, partial) and function.func is torch.tensordot:
@@ -388,7 +388,7 @@ def _given(made: _Call) -> dict[str, Any]:
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _windows(x: Tensor, w: Tensor, given: dict[str, Any]) -> Rows:
+def windows(x: Tensor, w: Tensor, given: dict[str, Any]) -> Rows:
     """The windows of a convolution's input, one a row, for each group of channels."""
     n = w.dim() - 2
     x = x if x.dim() == n + 2 else x[None]

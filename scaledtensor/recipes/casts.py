@@ -133,7 +133,7 @@ class Microscale:
 
     mode: str = "rceil"
     least_error: bool = False
-    """As in `Amax`."""
+    """The same as in `Amax`."""
 
     def __post_init__(self) -> None:
         check_bool(self, "least_error")
@@ -166,7 +166,7 @@ class TwoLevel:
     """The scales of NVFP4: t = amax / (448 F) for the tensor, and amax / (F t) for each block."""
 
     least_error: bool = False
-    """As in `Amax`, for the scales of blocks."""
+    """The same as in `Amax`, for the scales of blocks."""
 
     def __post_init__(self) -> None:
         check_bool(self, "least_error")
