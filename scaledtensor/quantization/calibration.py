@@ -75,7 +75,8 @@ def observed(
         if found.order != "kernel":
             found.order = "rows" if found.sums_last is not False else "columns"
         if found.config.fold:
-            found.columns = folded(matrix_of(w.parameter.detach(), found.order), found)
+            with torch.autocast(w.parameter.device.type, enabled=False):
+                found.columns = folded(matrix_of(w.parameter.detach(), found.order), found)
         changed = found.columns is not None or (found.config.rotate and found.order != turned)
         if found.config.static and changed:
             again.append(w)

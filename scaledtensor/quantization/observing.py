@@ -245,20 +245,21 @@ def _observe(
     **kwargs: Any,
 ) -> Any:
     """`function(*operands)`, which tells the first observed operand of the plain ones."""
-    operands = tuple(map(products.under_autocast, operands))
-    place = next((i for i, x in enumerate(operands) if isinstance(x, Observed)), None)
-    plain = [x.as_subclass(Tensor) if isinstance(x, Observed) else x for x in operands]
-    if place is not None:
+    weights = [i for i, x in enumerate(operands) if isinstance(x, Observed)]
+    plain = [
+        products.under_autocast(x.as_subclass(Tensor) if i in weights else x)
+        for i, x in enumerate(operands)
+    ]
+    if weights:
+        place = weights[0]
         weight: Observed = operands[place]
-        inputs = [
-            (i, x)
-            for i, x in enumerate(operands)
-            if isinstance(x, Tensor) and not isinstance(x, Observed)
-        ]
-        for i, x in inputs:
-            weight.seen.measure(x, products.summed_dim(i, place, x))
-        if len(operands) == 2 and inputs:
-            _collect(_Call(call, function, inputs[0][1], weight, place == 0))
+        inputs = [(i, x) for i, x in enumerate(plain) if isinstance(x, Tensor) and i not in weights]
+        # The figures are products too, and autocast would calculate them in 16 bits.
+        with torch.autocast(weight.device.type, enabled=False):
+            for i, x in inputs:
+                weight.seen.measure(x, products.summed_dim(i, place, x))
+            if len(operands) == 2 and inputs:
+                _collect(_Call(call, function, inputs[0][1], weight, place == 0))
     return function(*plain, **kwargs)
 
 

@@ -120,7 +120,8 @@ def _observed(
 def _converted(w: "Weight", seen: Seen | None) -> QuantizedTensor:
     order = w.order if seen is None else seen.order
     try:
-        return quantized_weight(w.parameter.detach(), w.config, order, seen)
+        with torch.autocast(w.parameter.device.type, enabled=False):
+            return quantized_weight(w.parameter.detach(), w.config, order, seen)
     except QuantizationError as error:
         raise QuantizationError(f"{w.name}: {error}") from error
 

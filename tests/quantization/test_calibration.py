@@ -237,6 +237,31 @@ def test__every_spelling__is_observed():
     assert_each(SPELLINGS, check)
 
 
+def test__layers_of_torch__are_observed():
+    """An encoder layer multiplies by its weights in fused operators, and under autocast in
+    bfloat16."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)).eval()
+    x = gaussian(2, 8, 32)
+
+    def check(autocast):
+        config = Static("int8", "channel", rounding="error_feedback")
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            made = quantised(plain, config, [x])
+        found = {n for n, p in made.named_parameters() if isinstance(p, QuantizedTensor)}
+        assert {n.rpartition("0.")[2] for n in found} == {
+            *("self_attn.in_proj_weight", "self_attn.out_proj.weight"),
+            *("linear1.weight", "linear2.weight"),
+        }
+        top = x.bfloat16().float() if autocast else x
+        scale = made[0].self_attn.in_proj_weight.input_scale
+        assert float(scale) == pytest.approx(float(top.abs().max()) / 127, rel=1e-6)
+        with torch.no_grad():
+            assert (made(x) - plain(x)).norm() < 0.03 * plain(x).norm()
+
+    assert_each([False, True], check)
+
+
 def test__folding__keeps_the_product_and_evens_its_channels():
     """SmoothQuant's factors for a model whose inputs have two large channels."""
     torch.manual_seed(0)
@@ -344,3 +369,57 @@ def test__encode_blocks__takes_every_kind_of_scale():
     for kind in ("e8m0", "fp32", "pow2", "nvfp4"):
         codes, scale = quantize_blocks(x, "e2m1fn", 16, kind)
         assert torch.equal(encode_blocks(x, "e2m1fn", 16, scale), codes)
+
+
+def of_transformers() -> dict[str, nn.Module]:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 60,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+    small = {"vocab_size": 60, "n_layer": 1, "n_embd": 32, "n_head": 2, "n_positions": 32}
+    gpt2 = transformers.GPT2Config(**small, bos_token_id=0, eos_token_id=1)
+    mixtral = transformers.MixtralConfig(**sizes, num_local_experts=3)
+    return {
+        "Llama": transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)),
+        "GPT-2": transformers.GPT2LMHeadModel(gpt2),
+        "Mixtral": transformers.MixtralForCausalLM(mixtral),
+    }
+
+
+def test__models_of_transformers__are_calibrated():
+    """GPT-2's layers are Conv1D, and Mixtral's experts are matrices of three dimensions."""
+    ids = torch.randint(0, 60, (2, 16), generator=torch.Generator().manual_seed(0))
+    models = of_transformers()
+    encoding = pytest.importorskip("transformers").BatchEncoding
+    data = [encoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)}), (ids.flip(1),)]
+
+    def check(case):
+        name, config, bound = case
+        plain = models[name].train()
+        made = quantised(plain, config, data)
+        assert made.training
+        wanted, logits = (m.eval()(input_ids=ids).logits.detach() for m in (plain, made))
+        assert (logits - wanted).norm() < bound * wanted.norm()
+        for module_name, p in made.named_parameters():
+            if isinstance(p, QuantizedTensor):
+                assert (p.order == "columns") == (".c_" in module_name)
+                assert (p.input_scale is None) == (config.input is None)
+
+    folds = Static("int8", "channel", fold=True)
+    feedback = WeightOnly("int4", 16, rounding="error_feedback", rotate=True)
+    cases = [
+        ("Llama", Static(), 0.08),
+        ("GPT-2", folds, 0.03),
+        ("GPT-2", feedback, 0.12),
+        ("Mixtral", Static(), 0.08),
+        ("Mixtral", feedback, 0.12),
+    ]
+    assert_each(cases, check)
