@@ -9,8 +9,9 @@ the squared error of the product stays least:
     e     (W[:, k] - rounded(W[:, k])) / U[k, k]
     W[:, j] -= e U[k, j]    for each j > k
 
-The damping is 1 % of the mean of H's diagonal, as in the paper. A channel that was always zero in
-the data (a dead one) takes no part: its column is rounded to nearest.
+The damping is 1 % of the mean of H's diagonal, as in the paper. If H was measured so inexactly that
+this is not enough for a factor, it is 10 % or 100 %. A channel that was always zero in the data (a
+dead one) takes no part: its column is rounded to nearest.
 
 Scales of blocks along the summed dimension are chosen when the first column of the block is
 reached, from the columns as they are then. A scale that all columns share is chosen at the start.
@@ -42,22 +43,27 @@ def factor_of(moments: Tensor) -> Tensor:
     """U, the upper Cholesky factor of the inverse of the damped moments: (..., K, K), float64.
 
     Raises:
-        QuantizationError: the moments are not positive semi-definite.
+        QuantizationError: the moments are infinite, or are no moments.
     """
-    h = moments.double().clone()
-    diagonal = h.diagonal(dim1=-2, dim2=-1)
-    mean = diagonal.mean(-1, keepdim=True)
-    dead = diagonal <= 0
-    diagonal += torch.where(dead, torch.where(mean > 0, mean, 1.0), DAMPING * mean)
-    lower, failed = torch.linalg.cholesky_ex(h)
-    if failed.any():
+    if not moments.isfinite().all():
         raise QuantizationError(
-            "the second moments of the inputs are not positive definite: a calibration batch is "
-            "too large for float32"
+            "the sum of the squared inputs of the calibration data is beyond float32: the inputs "
+            "are too large"
         )
-    inverse = torch.cholesky_inverse(lower)
-    factor: Tensor = torch.linalg.cholesky(inverse, upper=True)
-    return factor
+    for damping in (DAMPING, 10 * DAMPING, 100 * DAMPING):
+        h = moments.double().clone()
+        diagonal = h.diagonal(dim1=-2, dim2=-1)
+        mean = diagonal.mean(-1, keepdim=True)
+        dead = diagonal <= 0
+        diagonal += torch.where(dead, torch.where(mean > 0, mean, 1.0), damping * mean)
+        lower, failed = torch.linalg.cholesky_ex(h)
+        if not failed.any():
+            factor, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            if not failed.any():
+                return factor
+    raise QuantizationError(
+        "a matrix of second moments is symmetric and has no negative eigenvalue"
+    )
 
 
 def rounded_with_feedback(matrix: Tensor, moments: Tensor, cast: Cast) -> Coded:
@@ -70,12 +76,17 @@ def rounded_with_feedback(matrix: Tensor, moments: Tensor, cast: Cast) -> Coded:
         cast: format, scale and block.
 
     Raises:
-        QuantizationError: the inputs of the moments do not fit this matrix.
+        QuantizationError: the inputs of the moments do not fit this matrix, or numbers are not
+            finite.
     """
     k = matrix.shape[-1]
     if moments.shape[-1] != k or matrix.numel() // k % moments.shape[0]:
         raise QuantizationError(
             f"second moments {tuple(moments.shape)} do not fit a matrix {tuple(matrix.shape)}"
+        )
+    if not matrix.isfinite().all():
+        raise QuantizationError(
+            "the weight has a NaN or an infinity, which error feedback would spread over its row"
         )
     u = factor_of(moments)
     held = matrix.double().clone()

@@ -12,7 +12,11 @@ import scaledtensor as sct
 from scaledtensor import Dynamic, QuantizedTensor, Static, WeightOnly
 from scaledtensor.errors import QuantizationError
 from scaledtensor.formats import decode, encode, get
-from scaledtensor.quantization.error_feedback import DAMPING, rounded_with_feedback
+from scaledtensor.quantization.error_feedback import (
+    DAMPING,
+    factor_of,
+    rounded_with_feedback,
+)
 from scaledtensor.quantization.observing import windows
 from scaledtensor.recipes.casts import Amax, Cast, Microscale
 from tests.assertions import assert_each
@@ -238,6 +242,22 @@ def test__least_error__never_has_more_error_than_amax():
     assert_each(cases, check)
     whole = made(layer(), WeightOnly("int4", "tensor", "least_error"), None)[0].weight
     assert whole.config.scale == "least_error"
+
+
+def test__numbers_that_feedback_would_spread__are_refused_by_name():
+    config, x = WeightOnly("int4", rounding="error_feedback"), correlated(64, 192)
+    plain = layer()
+    with pytest.raises(QuantizationError, match=r"0\.weight: .* beyond float32"):
+        made(plain, config, [x * 1e20])
+    plain[0].weight.data[3, 5] = float("nan")
+    with pytest.raises(QuantizationError, match=r"0\.weight: the weight has a NaN"):
+        made(plain, config, [x])
+    with pytest.raises(QuantizationError, match="do not fit a matrix"):
+        rounded_with_feedback(x, torch.eye(5)[None], Cast(get("int4"), Amax(), (1, 0)))
+    with pytest.raises(QuantizationError, match="no negative eigenvalue"):
+        factor_of(
+            torch.eye(4)[None] - 2 * torch.ones(1, 4, 4).triu(1) - 2 * torch.ones(4, 4).tril(-1)
+        )
 
 
 def test__a_config_that_does_not_fit__changes_nothing():
