@@ -60,8 +60,8 @@ def made(plain: nn.Module, config, data) -> nn.Module:
 
 
 def by_columns(w: Tensor, moments: Tensor, fmt, group: int, scale_of) -> tuple[Tensor, Tensor]:
-    """GPTQ column by column in float64, with the inverse of what is left made anew for each column
-    (equations 2 and 3 of arXiv 2210.17323), without its Cholesky factor."""
+    """GPTQ column by column in float64 (equations 2 and 3 of arXiv 2210.17323). Each column inverts
+    the moments of the remaining columns, in place of a Cholesky factor."""
     w, k = w.double().clone(), w.shape[1]
     h = moments.double().clone()
     h += torch.eye(k, dtype=torch.float64) * DAMPING * h.diagonal().mean()
