@@ -60,6 +60,7 @@ __all__ = [
     "scaled_grouped_mm",
     "scaled_mm",
     "swap",
+    "trace_through",
     "uncompiled",
     "uncompiled_calls",
     "without_function_modes",
@@ -376,6 +377,23 @@ def innermost_checkpoint() -> Any:
     while frame is not None and frame.f_globals is not vars(checkpoint):
         frame = frame.f_back  # type: ignore[assignment]
     return frame
+
+
+def trace_through(name: str, function: Callable[..., Any], library: Any) -> None:
+    """Let tracing see the operators that the operator `name` calls, if it makes a wrapper of plain
+    tensors. By default torch takes a result for a plain tensor. The three modes of `torch.compile`
+    have no public names.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.functional_tensor import FunctionalTensorMode
+    from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+
+    def through(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with mode:
+            return function(*args, **(kwargs or {}))
+
+    for kind in (FakeTensorMode, FunctionalTensorMode, ProxyTorchDispatchMode):
+        torch.library.register_torch_dispatch(name, kind, through, lib=library)
 
 
 @contextlib.contextmanager

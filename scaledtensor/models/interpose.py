@@ -55,8 +55,16 @@ class Transform(Protocol):
     #: None if they serve the plain model too.
     mark: ClassVar[str | None]
 
+    #: Whether it gives the parameters another meaning, as `scale_model` does: then the model has no
+    #: other transform, and `unscale_model` takes it away.
+    alone: ClassVar[bool] = False
+
     def mode(self, module: nn.Module, args: Any, kwargs: Any) -> TorchFunctionMode:
         """Return a new mode for one call of `module`'s original forward."""
+        raise NotImplementedError
+
+    def removed(self, module: nn.Module) -> None:
+        """Called when `remove` took the transform away from `module`."""
 
 
 class Mode(TorchFunctionMode):
@@ -153,7 +161,8 @@ def interpose(module: M, transform: Transform) -> M:
     """Run `module`'s forward under `transform`, in place, in addition to its present transforms.
 
     Raises:
-        ModelError: `module` is no nn.Module, is compiled, or has a transform of the same order.
+        ModelError: `module` is no nn.Module, is compiled, or has a transform of the same order or
+            one that goes with no other.
     """
     if not isinstance(module, nn.Module):
         raise ModelError(f"a transform takes an nn.Module; got {type(module).__name__}")
@@ -161,16 +170,17 @@ def interpose(module: M, transform: Transform) -> M:
         raise ModelError(
             "this model is compiled already: transform it first, and compile the result"
         )
+    for t in transforms(module):
+        if t.order == transform.order or t.alone or transform.alone:
+            raise ModelError(
+                f"the model has a {type(t).__name__} already, and no {type(transform).__name__} "
+                "goes with it; scaledtensor.models.interpose.remove(model) takes its transforms "
+                "away"
+            )
     interposed = _interposed(module)
     if interposed is None:
         interposed = Interposed(module, module.__dict__.get("forward"))
         module.__dict__["forward"] = _made(interposed)
-    for t in interposed.transforms:
-        if t.order == transform.order:
-            raise ModelError(
-                f"the model has a {type(t).__name__} already; "
-                "scaledtensor.models.interpose.remove(model) takes its transforms away"
-            )
     if transform.mark is not None:
         _mark(module, transform.mark)
     # `run` enters the transform of the lowest order last.
@@ -191,16 +201,25 @@ def original(module: nn.Module) -> Callable[..., Any]:
     return module.forward if interposed is None else interposed.original
 
 
-def remove(module: M) -> M:
-    """Restore the original forward of `module`, in place. Its parameters stay as they are."""
+def remove(module: M, *given: Transform) -> M:
+    """Take transforms away from `module`, in place; by default all of them. Without a transform its
+    original forward is restored. Its parameters stay as they are."""
     interposed = _interposed(module)
-    if interposed is not None:
+    if interposed is None:
+        return module
+    gone = given or interposed.transforms
+    for t in gone:
+        if t.mark is not None:
+            del module._buffers[t.mark]
+    interposed.transforms = tuple(t for t in interposed.transforms if t not in gone)
+    if not interposed.transforms:
         del module.__dict__["forward"]
         if interposed.own is not None:
             module.__dict__["forward"] = interposed.own
-        for mark in _marks(interposed):
-            del module._buffers[mark]
+    if not _marks(interposed):
         drop_hooks(module._load_state_dict_pre_hooks, _note_missing)
+    for t in gone:
+        t.removed(module)
     return module
 
 

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from scaledtensor import _torch
 from scaledtensor.errors import ModelError, RecipeError, UnsupportedError
-from scaledtensor.models import delayed, state_dicts
+from scaledtensor.models import delayed, interpose, state_dicts
 from scaledtensor.models.operands import is_operand, note_ties
 from scaledtensor.models.simulate import refuse_simulated
 from scaledtensor.ops.products.sites import Site
@@ -39,7 +39,7 @@ from scaledtensor.tensors.tensor import ScaledTensor, is_stored
 from scaledtensor.tensors.wrap import scaled
 from scaledtensor.tensors.wrapper import Wrapper, is_wrapper
 
-__all__ = ["scale_model", "show", "unscale_model"]
+__all__ = ["TRAINS_AS", "scale_model", "show", "unscale_model"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -54,6 +54,11 @@ _OWN = {
     *("config", "order", "extras", "input_scale", "columns"),
     steps.MARK,
 }
+
+
+#: The attribute of a module that tells which of its weights train for few bits, and how
+#: (`quantization/training.py`).
+TRAINS_AS = "_trains_as"
 
 
 def scale_model(
@@ -107,6 +112,12 @@ def scale_model(
         )
     chosen = get_recipe(recipe)
     refuse_simulated(model)
+    for module in model.modules():
+        if any(t.alone for t in interpose.transforms(module)):
+            raise ModelError(
+                "this model trains for few bits (quantize_(..., train=True)): unscale_model(model) "
+                "ends that, and comes before scale_model(model, ...)"
+            )
     _check_patterns(model, chosen)
     changes: dict[int, _Change] = {}
     for module, fqn, name, p in _parameters(model):
@@ -158,7 +169,8 @@ def _plug_ins(model: nn.Module) -> list[Any]:
 
 def unscale_model(model: M) -> M:
     """Make every ScaledTensor and every quantised parameter of `model` a plain one of the same
-    value, in place.
+    value, in place. It ends a training for few bits too (`quantize_(..., train=True)`), whose
+    parameters are plain and stay as they are.
 
     Parameters stay the same objects, as in `scale_model`. The value is exact if the parameter's
     dtype holds it. Gradients are dequantized too. A weight that was stored as products cast it
@@ -182,9 +194,12 @@ def unscale_model(model: M) -> M:
         for _, fqn, name, p in _parameters(model)
         if isinstance(p, Wrapper)
     }
-    if not changes:
+    ended = [(m, t) for m in model.modules() for t in interpose.transforms(m) if t.alone]
+    if not changes and not ended:
         raise ModelError("no parameter of this model is a ScaledTensor or quantised")
     _convert(model, list(changes.values()))
+    for module, transform in ended:
+        interpose.remove(module, transform)
     for module in model.modules():
         delayed.detach(module)
         state_dicts.attach(module)
@@ -248,6 +263,7 @@ def _told(module: nn.Module) -> set[str]:
     params = list(module.parameters(recurse=False))
     told = [part_of(p).recipe for p in params if is_scaled(p)]
     told += [getattr(p, "config", None) for p in params if is_wrapper(p)]
+    told += module.__dict__.get(TRAINS_AS, {}).values()
     return {str(x) for x in told if x is not None}
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from scaledtensor.errors import UnsupportedError
 from scaledtensor.formats import E4M3FN, E5M2, Format, FormatLike, fake_quantize, get
 from scaledtensor.formats.rounding import Overflow, Rounding
-from scaledtensor.models.interpose import ENTERED, Mode, interpose, transforms
+from scaledtensor.models.interpose import ENTERED, Mode, Transform, interpose, transforms
 from scaledtensor.ops.products.table import PRODUCTS
 from scaledtensor.tensors.steps import is_scaled
 from scaledtensor.tensors.tensor import ScaledTensor
@@ -31,7 +31,7 @@ _BOTH = (
 
 
 @dataclass(frozen=True)
-class SimulateFormat:
+class SimulateFormat(Transform):
     """The transform: rounds forwards to one format and backwards to another; None rounds
     nothing."""
 
@@ -171,7 +171,8 @@ def simulate_format(
 
 
 def refuse_simulated(model: nn.Module) -> None:
-    """For `scale_model`: raises UnsupportedError if a module of `model` simulates a format."""
+    """For verbs that change parameters: raises UnsupportedError if a module of `model` simulates a
+    format."""
     for module in model.modules():
         if any(isinstance(t, SimulateFormat) for t in transforms(module)):
             raise UnsupportedError(

@@ -62,22 +62,55 @@ __all__ = [
 # torch.compile sees one node for each, and the codes are read below autograd.
 
 
-def _keep_weight(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _keep_operands(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     # Another tensor of the same codes: Module.to() swaps parameters, and refuses one that is held.
+    x, weight = inputs
+    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight.shared())
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    x, weight = ctx.saved_tensors
+    of_x = linear_gradient(grad, weight) if ctx.needs_input_grad[0] else None
+    return of_x, None if x is None else weight_gradient(grad, x, weight)
+
+
+def _keep_weight(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(inputs[1].shared())
 
 
-def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+def _back_to_output(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    """`linear_gradient` is linear in the gradient of the result, which is not cast."""
     (weight,) = ctx.saved_tensors
-    return linear_gradient(grad, weight), None
+    value = dequantize(weight)
+    return torch.matmul(grad, value if weight.order == "columns" else value.mT), None
 
 
-def _nothing(ctx: Any, *grads: Any) -> tuple[None, ...]:
-    return None, None
+def _refuse_second(ctx: Any, grad: Tensor) -> None:
+    raise UnsupportedError(
+        "second derivatives of a weight that trains for few bits: casts are taken as identities in "
+        "the first derivative only. quantize_(model, config) freezes the weights, and "
+        "unscale_model(model) makes them plain"
+    )
 
 
 def _identity(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     return grad, None, None
+
+
+def _keep_ids(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    weight, ids, ctx.padding, ctx.by_frequency = inputs
+    ctx.count = weight.shape[0]
+    ctx.save_for_backward(ids)
+
+
+def _rows_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+    if not ctx.needs_input_grad[0]:
+        return None, None, None, None
+    (ids,) = ctx.saved_tensors
+    of_table = torch.ops.aten.embedding_dense_backward(
+        grad, ids, ctx.count, ctx.padding, ctx.by_frequency
+    )
+    return of_table, None, None, None
 
 
 def _forget(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -85,14 +118,21 @@ def _forget(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 #: The plain tensor of the value of `w`.
-dequantize = verbs.operator("quantized_value(Tensor w) -> Tensor", lambda ctx, grad: None, _forget)
+dequantize = verbs.operator("quantized_value(Tensor w) -> Tensor", lambda ctx, grad: grad, _forget)
 
 #: Rows of `x`, in any batch, times the matrix of `w`.
-linear = verbs.operator("quantized_linear(Tensor x, Tensor w) -> Tensor", _gradient, _keep_weight)
+linear = verbs.operator(
+    "quantized_linear(Tensor x, Tensor w) -> Tensor", _gradients, _keep_operands
+)
 
 #: The gradient of `linear` for its input.
 linear_gradient = verbs.operator(
-    "quantized_linear_gradient(Tensor grad, Tensor w) -> Tensor", _nothing, _forget
+    "quantized_linear_gradient(Tensor grad, Tensor w) -> Tensor", _back_to_output, _keep_weight
+)
+
+#: The gradient of `linear` for its weight. The cast of the weight is taken as the identity.
+weight_gradient = verbs.operator(
+    "quantized_weight_gradient(Tensor grad, Tensor x, Tensor w) -> Tensor", _refuse_second, _forget
 )
 
 #: `x` with the values that the config of `w` casts it to. `dim` is the summed dimension.
@@ -100,8 +140,12 @@ cast_input = verbs.operator(
     "quantized_input(Tensor x, Tensor w, int dim) -> Tensor", _identity, _forget
 )
 
-#: The rows of a table of embeddings.
-rows = verbs.operator("quantized_rows(Tensor w, Tensor ids) -> Tensor", _nothing, _forget)
+#: The rows of a table of embeddings. The row `padding` has no gradient.
+rows = verbs.operator(
+    "quantized_rows(Tensor w, Tensor ids, int padding=-1, bool by_frequency=False) -> Tensor",
+    _rows_gradient,
+    _keep_ids,
+)
 
 
 # --- functions of torch, above autograd ------------------------------------------------------
@@ -172,15 +216,22 @@ def _embedding(
     weight: Any,
     padding_idx: int | None = None,
     max_norm: float | None = None,
-    *args: Any,
-    **kwargs: Any,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
 ) -> Any:
     if max_norm is not None:
         raise UnsupportedError(
             "max_norm writes into the table of an embedding, and codes are not written: leave "
             "'embedding' out of the roles of the config"
         )
-    return rows(weight, input)
+    if sparse and weight.requires_grad:
+        raise UnsupportedError(
+            "sparse=True: an embedding that trains for few bits has dense gradients; leave "
+            "'embedding' out of the roles of the config, or let sparse be False"
+        )
+    padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
+    return rows(weight, input, padding, scale_grad_by_freq)
 
 
 #: Function of torch -> the same with quantised operands.
@@ -363,6 +414,17 @@ def _linear_gradient(grad: Tensor, w: QuantizedTensor) -> Tensor:
     return dx.to(grad.dtype).view(*grad.shape[:-1], matrix.shape[-1])
 
 
+def _weight_gradient(grad: Tensor, x: Tensor, w: QuantizedTensor) -> Tensor:
+    held = entering(x.reshape(-1, x.shape[-1]), w)
+    held = cast_values(held, w.config, w.input_scale, -1).float()
+    of_matrix = torch.mm(grad.reshape(-1, grad.shape[-1]).float().mT, held)
+    if w.config.rotate:
+        of_matrix = turned_back(of_matrix)
+    if w.columns is not None:
+        of_matrix = of_matrix * w.columns
+    return (of_matrix.mT if w.order == "columns" else of_matrix).to(w.dtype)
+
+
 def _cast_input(x: Tensor, w: QuantizedTensor, dim: int) -> Tensor:
     held = cast_values(entering(x, w, dim), w.config, w.input_scale, dim)
     return leaving(held, w, dim).to(x.dtype)
@@ -390,7 +452,7 @@ def turned_back(x: Tensor) -> Tensor:
     return found
 
 
-def _rows(w: QuantizedTensor, ids: Tensor) -> Tensor:
+def _rows(w: QuantizedTensor, ids: Tensor, *of_gradients: Any) -> Tensor:
     """Decode the rows that are looked up, and no others."""
     how = w.config.weight
     if w.order != "rows" or w.columns is not None or w.config.rotate or how.block[0] > 1:
@@ -410,6 +472,7 @@ OPERATORS: dict[Any, Callable[..., Any]] = {
     dequantize: lambda w: w.value_in(w.dtype),
     linear: _linear,
     linear_gradient: _linear_gradient,
+    weight_gradient: _weight_gradient,
     cast_input: _cast_input,
     rows: _rows,
 }

@@ -15,6 +15,7 @@ from scaledtensor.models.operands import TABLES, is_operand
 from scaledtensor.models.scale_model import show
 from scaledtensor.models.simulate import refuse_simulated
 from scaledtensor.ops.products.quantize import mixed, quantized
+from scaledtensor.quantization import training
 from scaledtensor.quantization.calibration import observed
 from scaledtensor.quantization.configs import Config, Plan, config_for, plan_of
 from scaledtensor.quantization.error_feedback import rounded_with_feedback
@@ -41,6 +42,7 @@ def quantize_(
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     *,
     calibration: Iterable[Any] | None = None,
+    train: bool = False,
 ) -> M:
     """Convert the weights of matrix products of `model` to few bits, in place.
 
@@ -61,6 +63,13 @@ def quantize_(
             is passed to the model: a mapping as keyword arguments, a tuple or list as positional
             arguments, anything else as the only argument. The model runs in evaluation mode and
             without gradients. Its modes and buffers are then as before.
+        train: leave the weights plain and trainable, and let the model train for few bits
+            (quantisation-aware training). Every call of `model` itself rounds weights and inputs as
+            the config says, with the results of the converted model to the bit. Gradients pass
+            through the casts unchanged. Parameters stay the same objects, so optimizers keep
+            working. `Static` keeps the scales of inputs that `calibration` chose.
+            `quantize_(model, config)` afterwards converts the weights, and `unscale_model(model)`
+            ends the training without that.
 
     Returns:
         The same model.
@@ -70,8 +79,11 @@ def quantize_(
             quantised already, or is spread over ranks.
         QuantizationError: the config is none, needs data that were not given, chooses no weight,
             or a pattern matches no module. There is no batch, a batch does not fit the model, an
-            input has a NaN or an infinity, or no batch reached a chosen weight.
-        UnsupportedError: the model simulates a format.
+            input has a NaN or an infinity, or no batch reached a chosen weight. The model trains
+            for another config, or for all and `calibration` is given; or it is to train, and trains already or has a config with `fold` or
+            `error_feedback`.
+        UnsupportedError: the model simulates a format. When a model that trains is called: a part
+            of it is checkpointed.
 
     After an error the model is as it was.
     """
@@ -85,12 +97,24 @@ def quantize_(
             "the config chooses no weight of this model: it has no linear or convolution layer of "
             "the roles, or the filter leaves all of them out"
         )
-    seen = _observed(model, weights, calibration)
+    if train:
+        training.check(model, weights)
+        training.begin(model, weights, _observed(model, weights, calibration))
+        return model
+    training.check_same(model, weights)
+    seen = training.seen(weights)
+    others = [w for w in weights if w.name not in seen]
+    if calibration is not None and not others:
+        raise QuantizationError(
+            "calibration was given, and all weights keep the scales of inputs with which they train"
+        )
+    seen |= _observed(model, others, calibration)
     made = [_converted(w, seen.get(w.name)) for w in weights]
     for weight, held in zip(weights, made, strict=True):
         p = nn.Parameter(held, requires_grad=False)
         for module, name in weight.owners:
             module._parameters[name] = p
+    training.end(model)
     for module in model.modules():
         state_dicts.attach(module)
     show(model)

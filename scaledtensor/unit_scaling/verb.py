@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from scaledtensor import _torch, mup
 from scaledtensor.errors import ModelError
 from scaledtensor.functional import transformer_residual_scaling_rule
-from scaledtensor.models.interpose import UNIT_SCALED, interpose, original
+from scaledtensor.models.interpose import UNIT_SCALED, Transform, interpose, original
 from scaledtensor.unit_scaling.correlation import Measured, measure
 from scaledtensor.unit_scaling.mode import UnitScaling
 from scaledtensor.unit_scaling.plan import Plan
@@ -90,7 +90,7 @@ M = TypeVar("M", bound=nn.Module)
 Key = tuple[Any, ...]
 
 
-class UnitScale:
+class UnitScale(Transform):
     """The transform of a model, with one plan for each way of calling it."""
 
     order: ClassVar[int] = 0  # the model's own functions, before any other transform
