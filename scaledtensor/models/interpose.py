@@ -65,6 +65,7 @@ class Transform(Protocol):
 
     def removed(self, module: nn.Module) -> None:
         """Called when `remove` took the transform away from `module`."""
+        return
 
 
 class Mode(TorchFunctionMode):

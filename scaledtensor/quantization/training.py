@@ -35,7 +35,7 @@ class Trained(NamedTuple):
     """How a weight trains. Modules keep one for each such weight, as `TRAINS_AS`."""
 
     config: str
-    """As JSON."""
+    """The config as JSON."""
     order: str
     """How the summed dimension lies in the weight."""
     input_scale: float | None = None
@@ -115,7 +115,7 @@ _VIEWS = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH")}
 def _quantized(w: Tensor, config: str, order: Any, input_scale: float | None = None) -> Tensor:
     how = _seen("", tuple(w.shape), Trained(config, order, input_scale))
     verb = import_module("scaledtensor.quantization.verb")
-    # As in `quantize_`, which runs outside of autocast.
+    # `quantize_` runs outside of autocast.
     with _torch.disable_torch_function(), torch.autocast(w.device.type, enabled=False):
         made: QuantizedTensor = verb.quantized_weight(w.detach(), how.config, order, how)
     return made

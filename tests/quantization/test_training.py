@@ -1,5 +1,4 @@
-"""Training for few bits: the model computes what the converted model will, and plain weights
-train."""
+"""Training for few bits: plain weights train, and results are the converted model's."""
 
 import copy
 import io
