@@ -175,7 +175,7 @@ def _multiply(
                 check_dtypes(x, w)
                 # Eager code without a gradient needs no node: the operator would take as long as a
                 # small product.
-                recorded = torch.is_grad_enabled() and x.requires_grad
+                recorded = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
                 return linear(x, w) if recorded or not is_alone() else _linear(x, w)
     return function(*_values(operands), **kwargs)
 
