@@ -25,7 +25,7 @@ from scaledtensor.inspect.advice import (
 from scaledtensor.inspect.operators import OperatorRecorder
 from scaledtensor.inspect.passes import differentiate, left_untouched, start_of_backward
 from scaledtensor.inspect.places import Origins
-from scaledtensor.inspect.rows import HELD, PROBLEMS, Row, fold
+from scaledtensor.inspect.rows import HELD, PROBLEMS, Row, aligned, fold
 from scaledtensor.ops.registry import observed, on_missing
 from scaledtensor.recipes import Recipe
 from scaledtensor.tensors.shards import part_of
@@ -131,7 +131,7 @@ class Report:
 
     def _summary(self) -> Iterator[str]:
         told = self.coverage
-        yield from _aligned(
+        yield from aligned(
             [
                 ("share of", "recipe's format", "rule, 16/32 bit", "no rule", "plain"),
                 (f"{_count(told.flops)}FLOP of products", *_shares(told.products)),
@@ -165,7 +165,7 @@ class Report:
         folded = fold(shown)
         yield f"{len(self.records) - len(shown)} rows of views and of plain tensors are not shown"
         yield ""
-        yield from _aligned([heads, *(_cells(f.row, len(f.rows)) for f in folded)])
+        yield from aligned([heads, *(_cells(f.row, len(f.rows)) for f in folded)])
 
 
 def _shares(of: dict[str, float]) -> tuple[str, ...]:
@@ -185,13 +185,6 @@ def _count(n: int) -> str:
 def _short(names: tuple[str, ...]) -> str:
     more = f" and {len(names) - 2} more" if len(names) > 2 else ""
     return ", ".join(names[:2]) + more
-
-
-def _aligned(table: list[tuple[str, ...]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for row in table:
-        cells = (c.ljust(w) for c, w in zip(row, widths, strict=True))
-        yield "  ".join(cells).rstrip()
 
 
 def _cells(r: Row, count: int) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-__all__ = ["HELD", "LIMITS", "PROBLEMS", "Folded", "Ran", "Row", "fold"]
+__all__ = ["HELD", "LIMITS", "PROBLEMS", "Folded", "Ran", "Row", "aligned", "fold"]
 
 #: The range in which the rules hold RMS(qdata).
 HELD = (0.5, 2.0)
@@ -220,3 +220,14 @@ def _spelled(part: _Part) -> str:
     if len(part) == last - first + 1:
         return f"{first}..{last}"
     return "{" + ",".join(map(str, part)) + "}"
+
+
+# --- text ------------------------------------------------------------------------------------
+
+
+def aligned(table: list[tuple[str, ...]]) -> Iterator[str]:
+    """The lines of a table, whose columns begin below each other."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        cells = (c.ljust(w) for c, w in zip(row, widths, strict=True))
+        yield "  ".join(cells).rstrip()

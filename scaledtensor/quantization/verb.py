@@ -26,7 +26,7 @@ from scaledtensor.tensors.shards import is_dtensor
 from scaledtensor.tensors.steps import is_scaled
 from scaledtensor.tensors.wrapper import Wrapper
 
-__all__ = ["Weight", "quantize_", "quantized_weight", "role_of", "weights_of"]
+__all__ = ["Weight", "conversions", "quantize_", "quantized_weight", "role_of", "weights_of"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -80,7 +80,8 @@ def quantize_(
         QuantizationError: the config is none, needs data that were not given, chooses no weight,
             or a pattern matches no module. There is no batch, a batch does not fit the model, an
             input has a NaN or an infinity, or no batch reached a chosen weight. The model trains
-            for another config, or for all and `calibration` is given; or it is to train, and trains already or has a config with `fold` or
+            for another config, or all its weights have scales of their training and `calibration`
+            is given. With `train`: the model trains already, or the config has `fold` or
             `error_feedback`.
         UnsupportedError: the model simulates a format. When a model that trains is called: a part
             of it is checkpointed.
@@ -102,14 +103,7 @@ def quantize_(
         training.begin(model, weights, _observed(model, weights, calibration))
         return model
     training.check_same(model, weights)
-    seen = training.seen(weights)
-    others = [w for w in weights if w.name not in seen]
-    if calibration is not None and not others:
-        raise QuantizationError(
-            "calibration was given, and all weights keep the scales of inputs with which they train"
-        )
-    seen |= _observed(model, others, calibration)
-    made = [_converted(w, seen.get(w.name)) for w in weights]
+    made = conversions(model, weights, calibration)
     for weight, held in zip(weights, made, strict=True):
         p = nn.Parameter(held, requires_grad=False)
         for module, name in weight.owners:
@@ -119,6 +113,20 @@ def quantize_(
         state_dicts.attach(module)
     show(model)
     return model
+
+
+def conversions(
+    model: nn.Module, weights: "list[Weight]", calibration: Iterable[Any] | None
+) -> list[QuantizedTensor]:
+    """The weights as their configs store them. The model is unchanged."""
+    seen = training.seen(weights)
+    others = [w for w in weights if w.name not in seen]
+    if calibration is not None and not others:
+        raise QuantizationError(
+            "calibration was given, and all weights keep the scales of inputs with which they train"
+        )
+    seen |= _observed(model, others, calibration)
+    return [_converted(w, seen.get(w.name)) for w in weights]
 
 
 def _observed(

@@ -144,6 +144,23 @@ def test__a_model_that_trains__computes_what_the_converted_model_does() -> None:
     assert_each([(m, c) for m in MODELS for c in CONFIGS], check)
 
 
+def test__static_scales__are_chosen_once_and_kept() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 48), nn.GELU(), Conv1D(16, 48))
+    config = {"0": sct.Static("e4m3fn"), "2": sct.Static("int8", rotate=True)}
+    quantize_(model, config, calibration=[data()], train=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(data() * 2).square().mean().backward()
+        optimizer.step()
+    y = copy.deepcopy(model)(data())
+    scales = {m.weight.input_scale for m in (quantize_(model, config)[0], model[2])}
+    assert len(scales) == 2
+    assert all(float(s) > 0 for s in scales)
+    assert torch.equal(model(data()), y)
+
+
 def test__gradients__pass_through_the_casts() -> None:
     """They are the gradients of the product of the cast operands."""
 
@@ -384,10 +401,15 @@ def test__what_cannot_train__is_refused_by_name() -> None:
         return quantize_(model(), fp8, train=True)
 
     cases: dict[str, tuple[Any, type[Exception], str]] = {
-        "Static": (
+        "Static without data": (
             lambda: quantize_(model(), sct.Static(), train=True),
-            UnsupportedError,
-            "Dynamic",
+            QuantizationError,
+            "needs data",
+        ),
+        "data once more": (
+            lambda: quantize_(trains(), fp8, calibration=[data()]),
+            QuantizationError,
+            "with which they train",
         ),
         "error feedback": (
             lambda: quantize_(
