@@ -74,7 +74,7 @@ class Sensitivity:
         what = "relative error of outputs"
         if self.loss is not None:
             what = f"rise of the loss from {self.loss:.6g}"
-        table = [("module", "config", "bits", "bytes", what)]
+        table: list[tuple[str, ...]] = [("module", "config", "bits", "bytes", what)]
         for e in sorted(self.effects, key=lambda e: -_number(e.rise)):
             cells = (_spelled(e.modules), str(e.config), f"{e.bits:.2f}", str(e.bytes))
             table.append((*cells, f"{e.rise:.3g}" if self.loss is None else f"{e.rise:+.3g}"))
@@ -242,7 +242,8 @@ def sensitivity(
         plain = _Run(model, data, loss_fn)
         for config, weights in chosen:
             calibration = data if config.needs_data else None
-            made = dict(zip((w.name for w in weights), conversions(model, weights, calibration)))
+            held = conversions(model, weights, calibration)
+            made = {w.name: x for w, x in zip(weights, held, strict=True)}
             for modules, names in groups.items():
                 own = [w for w in weights if w.name in names]
                 if own:
