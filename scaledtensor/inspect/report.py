@@ -26,6 +26,13 @@ from scaledtensor.inspect.operators import OperatorRecorder
 from scaledtensor.inspect.passes import differentiate, left_untouched, start_of_backward
 from scaledtensor.inspect.places import Origins
 from scaledtensor.inspect.rows import HELD, PROBLEMS, Row, aligned, fold
+from scaledtensor.inspect.weights import (
+    WeightRow,
+    in_few_bits,
+    other_bytes,
+    weight_rows,
+    weight_table,
+)
 from scaledtensor.ops.registry import observed, on_missing
 from scaledtensor.recipes import Recipe
 from scaledtensor.tensors.shards import part_of
@@ -40,12 +47,17 @@ _WORST = 5
 
 @dataclass
 class Report:
-    """One forward and backward pass of a model. `str()` is a summary and a table."""
+    """One forward and backward pass of a model, or the weights of a quantised one. `str()` is a
+    summary and a table."""
 
     records: list[Row] = field(default_factory=list)
     setup: Setup = field(default_factory=lambda: Setup({}, frozenset()))
     whole: "Report | None" = None
     """The report that this one is a part of."""
+    weights: list[WeightRow] = field(default_factory=list)
+    """The weights of a quantised model; empty for all other models."""
+    others: int = 0
+    """The bytes of the parameters and buffers that are not in `weights`."""
 
     def rows(self) -> list[Row]:
         """A row for each operator in each module, forward and backward, in the order in which they
@@ -80,7 +92,10 @@ class Report:
             and fnmatch.fnmatchcase(r.op, operator)
             and (problem is None or problem in r.problems or (problem == "*" and r.problems))
         ]
-        return replace(self, records=found, whole=self.whole or self)
+        weights = [
+            w for w in self.weights if fnmatch.fnmatchcase(w.name.rpartition(".")[0], module)
+        ]
+        return replace(self, records=found, whole=self.whole or self, weights=weights)
 
     @property
     def missing(self) -> list[str]:
@@ -124,9 +139,13 @@ class Report:
                 for s in self.suggestions
             ],
             "rows": [r.to_dict() for r in self.records],
+            "weights": [asdict(w) for w in self.weights],
         }
 
     def __str__(self) -> str:
+        if (self.whole or self).weights:
+            others = self.others if self.whole is None else None
+            return "\n".join(weight_table(self.weights, others))
         return "\n".join([*self._summary(), "", *self._table()])
 
     def _summary(self) -> Iterator[str]:
@@ -259,12 +278,27 @@ def report(model: nn.Module, *inputs: Any, **options: Any) -> Report:
     differentiable result. Buffers, gradients and the state of the random number generators are as
     before afterwards.
 
+    The report on a quantised model is on its weights (`report.weights`), and runs nothing:
+    `sct.report(model)`. For each weight it shows the config that stores it, its bytes now and
+    before, or why it was left as it is.
+
     Raises:
-        ModelError: no parameter is a ScaledTensor, or no result is differentiable.
+        ModelError: no parameter is scaled or quantised, or no result is differentiable; or the
+            model is quantised and inputs are given.
     """
     model = getattr(model, "_orig_mod", model)
     if not any(isinstance(p, ScaledTensor) for p in model.parameters()):
-        raise ModelError("no parameter of this model is a ScaledTensor; scale_model(model) first")
+        if not in_few_bits(model):
+            raise ModelError(
+                "no parameter of this model is a ScaledTensor; scale_model(model) first, or "
+                "quantize_(model, config) for a report on its weights"
+            )
+        if inputs or options:
+            raise ModelError(
+                "the report on a quantised model is on its weights, and it runs nothing: "
+                "sct.report(model) without inputs"
+            )
+        return Report(weights=weight_rows(model), others=other_bytes(model))
     wanted: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
     with left_untouched(model), _recorded(model) as recorder:
         out, seed = start_of_backward(model(*inputs, **options))

@@ -41,6 +41,10 @@ class Trained(NamedTuple):
     input_scale: float | None = None
     """The scale of inputs that calibration chose, for `Static`."""
 
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return _config(self.config).roles
+
     def __str__(self) -> str:
         return f"trains for {_config(self.config)}"
 
