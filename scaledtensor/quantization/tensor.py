@@ -25,7 +25,6 @@ from torch import Tensor
 from scaledtensor import _torch
 from scaledtensor._version import source_digest
 from scaledtensor.errors import (
-    CheckpointError,
     DTypeError,
     QuantizationError,
     ScaleError,
@@ -315,8 +314,6 @@ class QuantizedTensor(Wrapper):
             CheckpointError, QuantizationError, ShapeError, ScaleError: they do not fit together.
         """
         extras, order = tuple(facts["extras"]), facts["order"]
-        if not set(extras) <= set(cls._EXTRAS) or order not in ("rows", "columns", "kernel"):
-            raise CheckpointError(f"this release does not know {extras} or {order!r}")
         context = (fmt, dtype, config_from(facts["config"]), order, extras)
         return cls.checked([parts[name] for name in (*_INNER, *extras)], shape, context)
 
@@ -341,12 +338,20 @@ torch.serialization.add_safe_globals([QuantizedTensor])
 def check_inner(inner: Sequence[Tensor], shape: Sequence[int], context: Any) -> None:
     """Raise an error unless the inner tensors fit a QuantizedTensor of `shape` and `context`."""
     fmt, _, config, order, extras = context
+    known = tuple(name for name in QuantizedTensor._EXTRAS if name in extras)
+    if tuple(extras) != known or order not in ("rows", "columns", "kernel"):
+        raise QuantizationError(f"this release does not know {extras} or the order {order!r}")
     qdata, scale, whole = inner[:3]
+    if len(shape) < 2 or min(shape) < 0:
+        raise ShapeError(f"a quantised weight has two dimensions or more; got {tuple(shape)}")
     matrix, how = matrix_shape(shape, order), config.weight
     if fmt != how.format:
         raise QuantizationError(
             f"the config stores {how.format.name}, and the codes are {fmt.name}"
         )
+    packed = fmt.storage_dtype if fmt.bits >= 8 else torch.uint8
+    if qdata.dtype != packed:
+        raise DTypeError(f"packed codes of {fmt.name} are {packed}; got {qdata.dtype}")
     if tuple(qdata.shape) != packed_shape(fmt, matrix):
         raise ShapeError(
             f"codes of {fmt.name} for a matrix of {matrix} have shape {packed_shape(fmt, matrix)}; "
@@ -368,6 +373,8 @@ def check_inner(inner: Sequence[Tensor], shape: Sequence[int], context: Any) -> 
             # A NaN marks a block that held one. The E4M3FN scale of a block of zeros may be 0.
             if not ((numbers >= 0) & (numbers < math.inf) | numbers.isnan()).all():
                 raise ScaleError(f"{name} holds numbers that are negative or infinite")
+            if name in named and not (numbers > 0).all():
+                raise ScaleError(f"{name} divides inputs, and holds a number that is not positive")
 
 
 def _products() -> Any:
