@@ -21,6 +21,7 @@ from scaledtensor.checkpoint.shards import local, of_local
 from scaledtensor.errors import CheckpointError
 from scaledtensor.models.delayed import parameter_of
 from scaledtensor.models.interpose import UNIT_SCALED, note_missing
+from scaledtensor.quantization.tensor import QuantizedTensor
 from scaledtensor.recipes import Delayed
 from scaledtensor.tensors.coded import CodedTensor
 from scaledtensor.tensors.memo import after_overwrite
@@ -234,7 +235,7 @@ def _check_fit(where: Any, name: str, target: Tensor, source: Any) -> None:
             )
     if held.is_floating_point() != given.dtype.is_floating_point:
         refuse(given.dtype, held.dtype)
-    if isinstance(held, CodedTensor):
+    if isinstance(held, (CodedTensor, QuantizedTensor)):
         there, here = _told_codes(given), _told_codes(held)
         if there != here:
             refuse(
@@ -252,6 +253,9 @@ def _told_layout(x: Any) -> str:
 
 def _told_codes(x: Any) -> str:
     kind = f"a {type(x).__name__}"
+    if isinstance(x, QuantizedTensor):
+        more = (f"codes in {x.order}", *x.extras)
+        return f"{kind} of {x.config}, {', '.join(more)}"
     return f"{kind} of {x.format.name}, {x.granularity}" if isinstance(x, CodedTensor) else kind
 
 

@@ -292,12 +292,17 @@ def test__a_forged_pickle__is_refused_by_name() -> None:
     )
 
 
-def test__codes_of_another_config__do_not_load() -> None:
+def test__codes_of_another_config__do_not_load(tmp_path: Path) -> None:
     model, other = made(), quantize_(plain(1), sct.WeightOnly("e4m3fn"))
     before = logits(other)
     name = "blocks.0.mlp.0.weight"
     with pytest.raises(RuntimeError, match="same shape and config"):
         other.load_state_dict({name: model.state_dict()[name]}, strict=False)
-    with pytest.raises((RuntimeError, ScaledTensorError)):
+    with pytest.raises(CheckpointError, match=r"WeightOnly.*e4m3fn.* here"):
         load_into(other, model.state_dict())
+    save(tmp_path / "folder", model)
+    with pytest.raises(CheckpointError, match=r"WeightOnly.*e4m3fn.* here"):
+        load(tmp_path / "folder", other)
+    with pytest.raises(CheckpointError, match=r"WeightOnly.*e4m3fn.* here"):
+        load_into(other, plain().state_dict())
     assert torch.equal(logits(other), before)
