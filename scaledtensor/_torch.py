@@ -1,5 +1,4 @@
-"""The private names of torch that this library uses, each with the reason for its use. Apart from
-`scales/_inductor.py`, no other module uses private names."""
+"""The private names of torch, and why they are used. Beside it, `scales/_inductor.py` has some."""
 
 import contextlib
 import math
@@ -12,21 +11,22 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-# The class of tensors without data, which stand for real tensors in tracing. Code that counts has
-# to tell the two apart.
+# Tensors without data stand for real ones in tracing. Code that counts has to tell them apart.
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._subclasses import FakeTensor as FakeTensor
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.autograd.graph import get_gradient_edge
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.optim import optimizer
 from torch.utils import checkpoint
 
-# A mode that sees every operator of a thread, also operators that C++ calls. torch documents it by
-# its own tools (`torch.utils.flop_counter`), and has no public name for it.
+# It sees every operator of a thread, also from C++. torch documents it by `utils.flop_counter`.
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "BODIES",
+    "TRACING",
     "DispatchMode",
     "FakeTensor",
     "coerce_plain_tangents",
@@ -60,7 +60,6 @@ __all__ = [
     "scaled_grouped_mm",
     "scaled_mm",
     "swap",
-    "trace_through",
     "uncompiled",
     "uncompiled_calls",
     "without_function_modes",
@@ -75,6 +74,9 @@ disable_torch_function = torch._C.DisableTorchFunctionSubclass
 # The same for one call, (func, types, args, kwargs), without the 2 us of the context manager.
 # torch's own subclasses use it as their `__torch_function__`.
 without_torch_function: Any = torch._C._disabled_torch_function_impl
+
+#: The modes under which torch.compile runs operators. They have no public names.
+TRACING = (FakeTensorMode, FunctionalTensorMode, ProxyTorchDispatchMode)
 
 # The older, private name of `torch.nn.functional.grouped_mm`, which models still use.
 grouped_mm = torch._grouped_mm
@@ -377,23 +379,6 @@ def innermost_checkpoint() -> Any:
     while frame is not None and frame.f_globals is not vars(checkpoint):
         frame = frame.f_back  # type: ignore[assignment]
     return frame
-
-
-def trace_through(name: str, function: Callable[..., Any], library: Any) -> None:
-    """Let tracing see the operators that the operator `name` calls, if it makes a wrapper of plain
-    tensors. By default torch takes a result for a plain tensor. The three modes of `torch.compile`
-    have no public names.
-    """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch._subclasses.functional_tensor import FunctionalTensorMode
-    from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
-
-    def through(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with mode:
-            return function(*args, **(kwargs or {}))
-
-    for kind in (FakeTensorMode, FunctionalTensorMode, ProxyTorchDispatchMode):
-        torch.library.register_torch_dispatch(name, kind, through, lib=library)
 
 
 @contextlib.contextmanager

@@ -346,16 +346,12 @@ def check_inner(inner: Sequence[Tensor], shape: Sequence[int], context: Any) -> 
         raise ShapeError(f"a quantised weight has two dimensions or more; got {tuple(shape)}")
     matrix, how = matrix_shape(shape, order), config.weight
     if fmt != how.format:
-        raise QuantizationError(
-            f"the config stores {how.format.name}, and the codes are {fmt.name}"
-        )
-    packed = fmt.storage_dtype if fmt.bits >= 8 else torch.uint8
-    if qdata.dtype != packed:
-        raise DTypeError(f"packed codes of {fmt.name} are {packed}; got {qdata.dtype}")
-    if tuple(qdata.shape) != packed_shape(fmt, matrix):
+        raise QuantizationError(f"the config stores {how.format.name}; got codes in {fmt.name}")
+    packed = fmt.storage_dtype if fmt.bits >= 8 else torch.uint8, packed_shape(fmt, matrix)
+    if (qdata.dtype, tuple(qdata.shape)) != packed:
         raise ShapeError(
-            f"codes of {fmt.name} for a matrix of {matrix} have shape {packed_shape(fmt, matrix)}; "
-            f"got {tuple(qdata.shape)}"
+            f"codes of {fmt.name} for a matrix of {matrix} are {packed[0]} of shape {packed[1]}; "
+            f"got {qdata.dtype} of {tuple(qdata.shape)}"
         )
     if scale.dtype != scale_dtype(how):
         raise ScaleError(f"scales of {how} are {scale_dtype(how)}; got {scale.dtype}")
@@ -364,13 +360,12 @@ def check_inner(inner: Sequence[Tensor], shape: Sequence[int], context: Any) -> 
     for name, x in {"tensor_scale": whole, **named}.items():
         wanted = () if name != "columns" else (matrix[-1],)
         if x.dtype != torch.float32 or tuple(x.shape) != wanted:
-            raise ScaleError(
-                f"{name} is float32 of shape {wanted}; got {x.dtype} of {tuple(x.shape)}"
-            )
+            got = f"{x.dtype} of {tuple(x.shape)}"
+            raise ScaleError(f"{name} is float32 of shape {wanted}; got {got}")
     for name, x in {"scale": scale, "tensor_scale": whole, **named}.items():
         if not x.is_meta and not _torch.is_tracing(x):
             numbers = x.detach().float()
-            # A NaN marks a block that held one. The E4M3FN scale of a block of zeros may be 0.
+            # A NaN marks a block that held one. The scale of a block of zeros may be 0.
             if not ((numbers >= 0) & (numbers < math.inf) | numbers.isnan()).all():
                 raise ScaleError(f"{name} holds numbers that are negative or infinite")
             if name in named and not (numbers > 0).all():

@@ -141,7 +141,17 @@ _NAME = LIBRARY.define(  # type: ignore[no-untyped-call]
 )
 LIBRARY.impl(_NAME, _quantized, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 torch.library.register_autograd(f"scaledtensor::{_NAME}", _straight_through, lib=LIBRARY)
-_torch.trace_through(f"scaledtensor::{_NAME}", _quantized, LIBRARY)
+
+
+def _traced(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
+    """Let tracing see the operators that make the result. torch would take it for a plain
+    tensor."""
+    with mode:
+        return _quantized(*args, **(kwargs or {}))
+
+
+for _mode in _torch.TRACING:
+    torch.library.register_torch_dispatch(f"scaledtensor::{_NAME}", _mode, _traced, lib=LIBRARY)
 
 #: The QuantizedTensor of a plain weight, as `config` in JSON stores it. The gradient of the plain
 #: weight is the gradient of the quantised one.

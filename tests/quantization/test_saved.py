@@ -212,7 +212,7 @@ def forged() -> dict[str, tuple[dict[str, Any], dict[str, Tensor], str]]:
         "an unknown config": (config(config="magic"), parts, "weight_only"),
         "a config that is none": (changed(config="magic"), parts, "weight is damaged"),
         "an unknown field": (config(x=1), parts, "'x'"),
-        "another format": (config(format="e4m3fn"), parts, "codes are e2m1fn"),
+        "another format": (config(format="e4m3fn"), parts, "codes in e2m1fn"),
         "an unknown scale": (config(scale="magic"), parts, "scale is one of"),
         "an unknown order": (changed(order="x"), parts, "'x'"),
         "no order": ({k: v for k, v in facts.items() if k != "order"}, parts, "no order"),

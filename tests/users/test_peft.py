@@ -124,3 +124,42 @@ def test__trainer__saves_and_resumes_adapters(order, tmp_path):
     resumed = go(tmp_path / "two", str(tmp_path / "one" / "checkpoint-3"))
     # The file of an adapter has no scale of its weights, so the last bits may differ.
     assert resumed == pytest.approx(straight, rel=1e-3)
+
+
+# --- a quantised base ------------------------------------------------------------------------
+
+
+def quantised(order: str, config: Any) -> Any:
+    torch.manual_seed(1)
+    if order == "peft first":
+        model = get_peft_model(llama(), lora())
+        return sct.quantize_(model, config, lambda module, fqn: "lora_" not in fqn)
+    return get_peft_model(sct.quantize_(llama(), config), lora())
+
+
+@torch.no_grad()
+def plain_logits(model: Any) -> torch.Tensor:
+    return model.eval()(input_ids=TEXT).logits
+
+
+@pytest.mark.parametrize("order", ["peft first", "quantize_ first"])
+def test__adapters__train_on_a_quantised_base(order, tmp_path):
+    for config in (sct.WeightOnly("nvfp4"), sct.Dynamic("mxfp8")):
+        model = quantised(order, config)
+        held = {n: p for n, p in model.named_parameters() if isinstance(p, sct.QuantizedTensor)}
+        assert len(held) == 15
+        codes = {name: p.qdata.clone() for name, p in held.items()}
+        before = plain_logits(model)
+        y = plain_logits(trained(model))
+        assert not torch.equal(y, before)
+        assert all(torch.equal(p.qdata, codes[name]) for name, p in held.items())
+        model.save_pretrained(tmp_path)
+        assert all("lora_" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
+        again = PeftModel.from_pretrained(sct.quantize_(llama(), config), tmp_path)
+        assert torch.equal(plain_logits(again), y)
+        # Codes take no adapter. The plain value of the base does.
+        with pytest.raises(sct.errors.UnsupportedError, match="unscale_model"):
+            model.merge_and_unload()
+        unscaled = sct.unscale_model(again)
+        want = plain_logits(unscaled)
+        torch.testing.assert_close(plain_logits(unscaled.merge_and_unload()), want)
