@@ -5,7 +5,7 @@ blocks, and its `Config` says how products cast their inputs. It behaves as a pl
 value. A product with it is caught above autograd, in every spelling of the table of products, and
 `quantization/products.py` computes it from the codes. Every other operator reads the plain value.
 A copy, a move to a device, a transposition and a file keep the codes. A gradient flows to the input
-of a product, and none to the weight, so adapters train on a quantised base.
+of a product, so adapters train on a quantised base, and to a weight only in `training.py`.
 
 The codes form a matrix whose rows are summed over (`Order`):
 
