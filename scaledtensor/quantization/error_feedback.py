@@ -15,6 +15,8 @@ dead one) takes no part: its column is rounded to nearest.
 
 Scales of blocks along the summed dimension are chosen when the first column of the block is
 reached, from the columns as they are then. A scale that all columns share is chosen at the start.
+(Scales of all blocks from the start, with or without an order of columns by size, gave about the
+same losses in a small GPT: the differences had no one sign.)
 The arithmetic is in float64. Columns are updated 128 at a time, so the work is mostly matrix
 products: N K^2 multiplications for a weight (N, K), and K^3 for the factor.
 """
@@ -58,8 +60,9 @@ def factor_of(moments: Tensor) -> Tensor:
         diagonal += torch.where(dead, torch.where(mean > 0, mean, 1.0), damping * mean)
         lower, failed = torch.linalg.cholesky_ex(h)
         if not failed.any():
-            factor, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-            if not failed.any():
+            found = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            if not found.info.any():
+                factor: Tensor = found.L
                 return factor
     raise QuantizationError(
         "a matrix of second moments is symmetric and has no negative eigenvalue"
