@@ -284,7 +284,8 @@ def _collect(made: _Call) -> None:
     last = found.last != weight.turned
     if seen.sums_last is None:
         seen.sums_last = last
-    if seen.wants_rows and seen.sums_last == last:
+    first_pass = seen.columns is None
+    if seen.wants_rows and first_pass and seen.sums_last == last:
         for index, each in found.rows:
             seen.collect(weight.matrix if index is None else index, each, found.matrices)
 
