@@ -55,7 +55,7 @@ class GPT(nn.Module):
 
 
 def jobs(model: GPT, context: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
-    """Return what is timed: name -> one run."""
+    """Return the runs that are timed, by name."""
     model.to(dtype)
     tokens = torch.randint(VOCABULARY, (4, context))
     caches: dict[int, list[list[Tensor]]] = {}

@@ -3,9 +3,8 @@
 import contextlib
 import math
 import sys
-import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, FunctionType
 from typing import Any, Literal, TypeVar
 
@@ -35,12 +34,10 @@ __all__ = [
     "disable_torch_function",
     "error_on_graph_break",
     "fma",
-    "force_eager",
     "foreach_copy",
     "foreach_increment",
     "functional_twin",
     "grouped_mm",
-    "has_function_modes",
     "holder_of",
     "inlined",
     "inlined_only",
@@ -58,7 +55,6 @@ __all__ = [
     "mark_rows_dynamic",
     "memory_of",
     "outside_modes",
-    "override",
     "process_group_named",
     "reshape_wrapper",
     "scaled_grouped_mm",
@@ -385,11 +381,6 @@ def innermost_checkpoint() -> Any:
     return frame
 
 
-def has_function_modes() -> bool:
-    """Whether a mode sees the functions of torch that this thread calls. See `is_watched`."""
-    return bool(torch._C._len_torch_function_stack())
-
-
 @contextlib.contextmanager
 def without_function_modes() -> Iterator[None]:
     """A context in which no function mode is active. torch has a public way to enter modes, and
@@ -419,34 +410,6 @@ def uncompiled_calls() -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
     forced: contextlib.AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
     return forced
-
-
-def force_eager() -> Callable[[], None]:
-    """Run compiled functions as Python from now on. The result restores the stance before.
-
-    The public `torch.compiler.set_stance` restores it as a context manager only, and loads Dynamo.
-    """
-    stance: Any = torch.compiler.set_stance("force_eager")
-    return lambda: stance.__exit__(None, None, None)
-
-
-def override(kernels: Iterable[tuple[str, str, Callable[..., Any]]]) -> Callable[[], None]:
-    """Register kernels (operator, dispatch key, function of the keys and arguments) in the place of
-    torch's. The result takes them away, for which `torch.library.Library` has a private name only.
-
-    torch warns of the first kernel that takes the place of another one.
-    """
-    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            for name, key, function in kernels:
-                library.impl(name, function, key, with_keyset=True)
-        except BaseException:
-            library._destroy()
-            raise
-    end: Callable[[], None] = library._destroy
-    return end
 
 
 def is_within_step() -> bool:

@@ -168,7 +168,7 @@ def _in_order(
 ) -> Any:
     """Run a replacement. Function modes and classes of tensors do not see the calls in it."""
     given = {name: x for name, x in kwargs.items() if name not in outs} if outs else kwargs
-    if not _torch.has_function_modes() and all(type(x) in _UNSEEN for x in args):
+    if not _torch.is_watched() and all(type(x) in _UNSEEN for x in args):
         return function(torchs, *args, **given)
     with _torch.without_function_modes(), _torch.disable_torch_function():
         return function(torchs, *map(_plain, args), **given)

@@ -1,7 +1,7 @@
 """The setting `batch_invariant`."""
 
 import threading
-from collections.abc import Callable
+import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -76,28 +76,29 @@ class batch_invariant(Setting):  # noqa: N801 - reads as a verb, like torch.no_g
 
 
 _lock = threading.Lock()
-_ends: list[Callable[[], None]] = []
-"""The functions that take the kernels away; empty if the kernels are torch's own."""
+_held: list[Any] = []
+"""The library of kernels, and the stance of the compiler; empty without the setting. A library's
+kernels are there for as long as the object is."""
 
 
 def _follow() -> None:
     """Put the kernels in place, or take them away, as the setting says."""
     with _lock:
-        if batch_invariant._now.on == bool(_ends):
+        if batch_invariant._now.on == bool(_held):
             return
-        if _ends:
-            while _ends:
-                _ends.pop()()
+        if _held:
+            _, stance = _held
+            _held.clear()
+            stance.__exit__(None, None, None)
             return
         from scaledtensor.ops.invariant.kernels import kernels
 
-        eager_again = _torch.force_eager()
-        try:
-            _ends.append(_torch.override(kernels()))
-        except BaseException:
-            eager_again()
-            raise
-        _ends.append(eager_again)
+        library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        with warnings.catch_warnings():  # torch warns of the first kernel that replaces another
+            warnings.simplefilter("ignore")
+            for name, key, kernel in kernels():
+                library.impl(name, kernel, key, with_keyset=True)
+        _held.extend((library, torch.compiler.set_stance("force_eager")))
 
 
 def is_on() -> bool:

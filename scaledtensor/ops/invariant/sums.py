@@ -30,6 +30,8 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def rows(a: Tensor, b: Tensor) -> Tensor:
     """Return `a @ b.mT` of (B, M, K) and (B, N, K), as (B, M, N) in the dtype of `a`."""
+    if not a.shape[2]:
+        return a.new_zeros(*a.shape[:2], b.shape[1])
     if a.dtype == b.dtype and a.dtype in (torch.float32, torch.bfloat16):
         y = dot_rows(*(x if x.stride(2) == 1 else x.contiguous() for x in (a, b)))
         if y is not None:
