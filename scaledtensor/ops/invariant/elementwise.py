@@ -49,7 +49,7 @@ def of_one(torchs: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     n = x.numel()
     filled = _filled(n)
     if filled == n and x.dim() and x.is_contiguous():
-        return torchs(x, *args, **kwargs)
+        return torchs(x, *args, **kwargs)  # type: ignore[no-any-return]
     y: Tensor = torchs(_line(x, n, filled), *args, **kwargs)
     return y[:n].view(x.shape)
 
@@ -64,7 +64,7 @@ def of_two(torchs: Any, x: Tensor, y: Tensor) -> Tensor:
     shape = torch.broadcast_shapes(x.shape, y.shape)  # type: ignore[no-untyped-call]
     n = math.prod(shape)
     if n == 0:
-        return torchs(x, y)
+        return torchs(x, y)  # type: ignore[no-any-return]
     # A tensor of no dimension stays one, since it counts as a number in the choice of the dtype.
     given = [_line(t.expand(shape), n, _filled(n)) if t.dim() or not shape else t for t in (x, y)]
     made: Tensor = torchs(*given)

@@ -66,8 +66,9 @@ def weighted(p: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     if held is not None:
         return held
     y, sums = p.new_zeros(*p.shape[:2], v.shape[2]), p.new_zeros(*p.shape[:2], 1)
-    for weight, row in zip(p.split(1, 2), v.split(1, 1), strict=True):
-        y = y + weight * row
+    for i in range(p.shape[2]):
+        weight = p[:, :, i : i + 1]
+        y = y + weight * v[:, i : i + 1]
         sums = sums + weight
     return y, sums
 
