@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from scaledtensor.models.rebalance import rebalance, rebalance_every, statistics
     from scaledtensor.models.scale_model import scale_model, unscale_model
     from scaledtensor.models.simulate import simulate_format, simulate_fp8
-    from scaledtensor.ops import on_missing, products_in
+    from scaledtensor.ops import batch_invariant, on_missing, products_in
     from scaledtensor.quantization.cache import KVCache
     from scaledtensor.quantization.configs import Dynamic, Static, WeightOnly
     from scaledtensor.quantization.tensor import QuantizedTensor
@@ -57,6 +57,7 @@ _HOMES = {
     "ScaledTensor": "tensors.tensor",
     "Static": "quantization.configs",
     "WeightOnly": "quantization.configs",
+    "batch_invariant": "ops",
     "calibrate": "models.guard",
     "drop": "tensors.verbs",
     "hardware": "inspect.hardware",
@@ -89,6 +90,7 @@ __all__ = [
     "Static",
     "WeightOnly",
     "__version__",
+    "batch_invariant",
     "calibrate",
     "checkpoint",
     "distributed",

@@ -26,7 +26,7 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "ops": "the registry; rules/: one file for each operator family; products/: the table of "
-        "products and the casts of their operands"
+        "products and the casts of their operands; invariant/: kernels of a fixed order"
     },
     {
         "functional": "unit-scaled functions, and torch's spellings of each",

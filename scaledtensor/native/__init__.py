@@ -37,7 +37,7 @@ __all__ = ["WORTH_IT", "built", "left_out", "library", "status", "takes"]
 WORTH_IT = 1 << 12
 
 VARIABLE = "SCALEDTENSOR_NATIVE"
-_NAMES = ("casts.cpp", "elements.cpp", "products.cpp")
+_NAMES = ("casts.cpp", "elements.cpp", "products.cpp", "weighted.cpp")
 _SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
 _HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 _COMPILERS = ("g++", "clang++", "c++")
@@ -128,6 +128,7 @@ _FUNCTIONS = {
     "scaledtensor_adam": (*(_word, _at, _at, _at, _at, _at, _count, _word),),
     "scaledtensor_rounded_rows": (_at, _at, _at, _real, _real, _real, _count, _count, _word),
     "scaledtensor_product": (_at, _word),
+    "scaledtensor_weighted": (_at, _word),
 }
 
 

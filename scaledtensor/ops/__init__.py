@@ -39,6 +39,7 @@ from scaledtensor.ops.rules import (  # noqa: F401 - imported for the rules that
 # These two read the table of rules, so the rules are registered before.
 # isort: split
 from scaledtensor.ops import derivatives, saved
+from scaledtensor.ops.invariant import batch_invariant
 from scaledtensor.ops.products.dtype import products_in, state
 from scaledtensor.ops.registry import (
     RULES,
@@ -54,7 +55,17 @@ from scaledtensor.ops.registry import (
 from scaledtensor.tensors import steps
 from scaledtensor.tensors.tensor import Engine, ScaledTensor
 
-__all__ = ["RULES", "Raw", "Rule", "absent", "missing", "on_missing", "products_in", "rule"]
+__all__ = [
+    "RULES",
+    "Raw",
+    "Rule",
+    "absent",
+    "batch_invariant",
+    "missing",
+    "on_missing",
+    "products_in",
+    "rule",
+]
 
 _FUNCTIONS = {
     **table.FUNCTIONS,

@@ -18,6 +18,7 @@ from scaledtensor import _torch
 from scaledtensor.backends import backend_of
 from scaledtensor.errors import DTypeMismatchError, UnsupportedError
 from scaledtensor.formats import Format, decode
+from scaledtensor.ops import invariant
 from scaledtensor.ops.products.dtype import product_dtype
 from scaledtensor.ops.registry import Overload, Raw
 from scaledtensor.scales.forms import Form
@@ -204,6 +205,7 @@ def mismatch(first: torch.dtype, other: torch.dtype) -> DTypeMismatchError:
 
 def operand(x: Any, like: ScaledTensor) -> Operand:
     """Return `x` with a scale: a ScaledTensor has one, a plain tensor is measured, a number has 1.
+    Under `batch_invariant` a plain tensor counts as of unit scale in a forward pass.
 
     A Python number keeps its float32 value. In the storage dtype, Adam's eps could become 0.
     """
@@ -225,9 +227,12 @@ def operand(x: Any, like: ScaledTensor) -> Operand:
         x = x.to(like.device, torch.float32)
         scale = nearest_power_of_two(x.abs())
         return Operand(x / scale, scale, x.abs())
+    q = x if x.dtype == torch.bfloat16 else x.float()
+    if invariant.assumes_unit_scale():
+        one = torch.ones((), device=x.device)
+        return Operand(q, one, one.clone())
     rms = measured_rms(x)
     scale = nearest_power_of_two(rms)
-    q = x if x.dtype == torch.bfloat16 else x.float()
     return Operand(q / scale, scale, rms)
 
 

@@ -32,6 +32,7 @@ from scaledtensor.formats import (
     unpack,
 )
 from scaledtensor.native import products
+from scaledtensor.ops import invariant
 from scaledtensor.ops.algebra import check_dtypes
 from scaledtensor.ops.products import by_gemm
 from scaledtensor.ops.products.dtype import multiplied
@@ -309,6 +310,10 @@ def coded_input(x: Tensor, config: Config, scale: Tensor | None, dim: int = -1) 
     if how is None:
         raise QuantizationError(f"{config} casts no inputs")
     if not config.static:
+        if invariant.is_on():
+            invariant.check_cast(
+                how, "this Dynamic", "input_granularity='token', WeightOnly, or Static"
+            )
         return quantized(x, torch.ones((), device=x.device), how, dim)
     if scale is None:
         raise QuantizationError(
@@ -360,7 +365,7 @@ def _by_loop(x: Tensor, w: QuantizedTensor) -> Tensor | None:
     cast = w.config.weight
     if not (backend_of(x).host and x.dtype in _LOOPED and native.built()):
         return None
-    if x.shape[0] > FEW_ROWS or torch.compiler.is_exporting():
+    if (x.shape[0] > FEW_ROWS and not invariant.is_on()) or torch.compiler.is_exporting():
         return None
     run = _coded_product if is_alone() else coded_product
     y: Tensor = run(x.contiguous(), w.qdata, w.scale, w.tensor_scale, cast.spec)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from scaledtensor import _torch
 from scaledtensor.errors import RecipeWarning, UnsupportedError
+from scaledtensor.ops import invariant
 from scaledtensor.ops.algebra import check_dtypes
 from scaledtensor.ops.products import by_gemm, counted, delayed, sites
 from scaledtensor.ops.products import linear as as_one
@@ -109,6 +110,8 @@ def _governing(*operands: Any) -> tuple[Recipe | None, ScaledTensor | None]:
                 found = x.recipe
         elif isinstance(x, torch.nn.Parameter):
             return None, None
+    if found is not None and invariant.is_on():
+        invariant.check_recipe(found, all(isinstance(x, ScaledTensor) for x in operands))
     return found, weight
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scaledtensor.ops import invariant
 from scaledtensor.ops.algebra import (
     Side,
     at_value,
@@ -97,7 +98,7 @@ def term(x: Any, like: ScaledTensor) -> Side:
         return side(x, like)
     if is_table(x):
         x = x.float()
-        rms = single_of(_table_rms(x))
+        rms = ONE if invariant.assumes_unit_scale() else single_of(_table_rms(x))
         return Side(x, torch.ones_like(rms) if isinstance(rms, Tensor) else ONE, rms)
     return side(x, like)
 

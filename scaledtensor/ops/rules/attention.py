@@ -27,7 +27,9 @@ import torch
 from torch import Tensor
 
 from scaledtensor.backends import backend_of
+from scaledtensor.errors import UnsupportedError
 from scaledtensor.formats import BF16
+from scaledtensor.ops import invariant
 from scaledtensor.ops.algebra import Side, bounded_square, elements, first_scaled, measured, side
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Raw, rule
@@ -55,6 +57,12 @@ def attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> An
     dtype in which a tensor appears, and has its fastest one for bfloat16 only. Here the dtype of
     the elements decides.
     """
+    if invariant.is_on() and not all(isinstance(x, ScaledTensor) for x in (query, key, value)):
+        raise UnsupportedError(
+            "attention of scaled and plain tensors under scaledtensor.batch_invariant: plain keys "
+            "and values lose the scale that the training forward has. Take a cache that keeps "
+            "ScaledTensors, as transformers' DynamicCache does"
+        )
     if query.numel() and key.numel() and value.numel():
         held = _for_flash(query, key, value, *args, **kwargs)
         if held is not None:
@@ -161,7 +169,13 @@ class _Call(NamedTuple):
         return _Call(query, key, a, b, c, operands, mask, factor, seen)
 
     def attended(self, out: Tensor) -> Raw:
-        return Raw(out, self.c.scale, self.c.rms * self._moments()[0])
+        keys = invariant.context_length()
+        if keys is None:
+            return Raw(out, self.c.scale, self.c.rms * self._moments()[0])
+        # The same number for every number of keys and every kind of cache: the scale of the result
+        # is the scale of the next cast.
+        root = _known_moments(Single(1.0), causally_visible(keys, keys))[0]
+        return Raw(out, self.c.scale, self.c.scale * root)
 
     def backward(self, g: Side, out: ScaledTensor) -> tuple[Tensor, ...]:
         """Return the gradient, the folded query, key and value, and the output of these."""

@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from scaledtensor.backends import backend_of
 from scaledtensor.formats import FP32
+from scaledtensor.ops import invariant
 from scaledtensor.ops.algebra import first_scaled, operand, plain, quadrature, side, value
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Raw, rule
@@ -144,6 +146,11 @@ def rms_norm(
     x: ScaledTensor, shape: Sequence[int], weight: Any, eps: float | None
 ) -> tuple[Raw, Tensor]:
     """r = rw for the weight. The reciprocal RMS of the rows is plain float32."""
+    fuses = backend_of(first_scaled(x, weight).qdata).fused_rms_norm
+    if invariant.is_on() and not fuses:
+        # It arrives in inference mode only. With gradients, torch runs the operators one by one.
+        parts: Any = aten._fused_rms_norm.default.decompose(x, shape, weight, eps)
+        return parts  # type: ignore[no-any-return]
     v = plain(x).float()
     dims = tuple(range(-len(shape), 0))
     eps = torch.finfo(x.dtype).eps if eps is None else eps
