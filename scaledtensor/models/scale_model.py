@@ -51,7 +51,7 @@ _OWN = {
     "tensor_scale",
     *CELLS,
     *("format", "recipe", "nonnegative", "coding", "power", "memo", "site", "_is_param"),
-    *("config", "order", "extras", "input_scale", "columns"),
+    *("config", "order", "extras", "input_scale", "columns", "loop"),
     steps.MARK,
 }
 

@@ -19,7 +19,7 @@ from scaledtensor import _torch, native
 from scaledtensor.backends import backend_of
 from scaledtensor.errors import ShapeError
 
-__all__ = ["coded_product", "dot_rows"]
+__all__ = ["Prepared", "coded_product", "dot_rows", "prepared"]
 
 
 class Codes(Protocol):
@@ -107,16 +107,70 @@ def coded_product(
     Raises:
         ShapeError: The shapes of `x`, the codes and the scales contradict each other.
     """
-    if not (_reads(x, contiguous=True) and _reads(codes, contiguous=True)):
+    if not _reads(x, contiguous=True) or x.dtype not in _FLOATS:
         return None
-    if x.dtype not in _FLOATS or codes.dtype not in _dtypes(fmt) or native.library() is None:
+    if shape is None:
+        shape = codes.shape[0], x.shape[-1]
+    made = prepared(codes, fmt, scale, block, whole, shape, rows)
+    return None if made is None else made(x)
+
+
+class Prepared:
+    """A weight of `coded_product` whose arguments are checked: a call has only the input to check.
+
+    It reads the memory of the codes and the scales, so it is valid as long as they are there
+    (`reads`), and as long as `whole` has the same value.
+    """
+
+    def __init__(self, call: "_Product", held: tuple[Tensor, ...]) -> None:
+        self._call = call
+        self._held = held  # keeps the memory
+        self._places = tuple(t.data_ptr() for t in held)
+
+    def reads(self, *held: Tensor | None) -> bool:
+        """Whether it reads these codes and these scales."""
+        return self._places == tuple(t.data_ptr() for t in held if t is not None)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The product with `x`, (M, K) in float32 or bfloat16, contiguous, of this process.
+
+        Raises:
+            ShapeError: `x` is of another shape.
+        """
+        call = _Product.from_buffer_copy(self._call)
+        if x.dim() != 2 or x.shape[1] != call.k:
+            raise ShapeError(
+                f"a product with a weight of shape {(call.n, call.k)} takes x of shape "
+                f"(M, {call.k}); got {tuple(x.shape)}"
+            )
+        y = torch.empty(x.shape[0], call.n, dtype=x.dtype)
+        call.x, call.y, call.m = x.data_ptr(), y.data_ptr(), x.shape[0]
+        call.half = x.dtype is torch.bfloat16
+        _run(call, y)
+        return y
+
+
+def prepared(
+    codes: Tensor,
+    fmt: Codes,
+    scale: Tensor | None,
+    block: int,
+    whole: Tensor | float,
+    shape: tuple[int, int],
+    rows: int = 1,
+) -> Prepared | None:
+    """Check the weight of a `coded_product` once for many calls. The arguments, and the reasons
+    for None and for errors, are as `coded_product` has them."""
+    if not _reads(codes, contiguous=True) or codes.dtype not in _dtypes(fmt):
         return None
-    n, k = (codes.shape[0], x.shape[-1]) if shape is None else shape
+    if native.library() is None:
+        return None
+    n, k = shape
     row = -(-k * fmt.bits // 8)
-    if x.dim() != 2 or x.shape[1] != k or codes.numel() * codes.element_size() != n * row:
+    if codes.numel() * codes.element_size() != n * row:
         raise ShapeError(
-            f"a product takes x of shape (M, {k}) and {n * row} bytes of codes for a weight of "
-            f"shape {(n, k)}; got {tuple(x.shape)} and {codes.numel() * codes.element_size()} bytes"
+            f"a product takes {n * row} bytes of codes for a weight of shape {(n, k)}; got "
+            f"{codes.numel() * codes.element_size()} bytes"
         )
     blocks = -(-k // block) if block else 1
     if block and blocks > 1 and (block < _SMALLEST_BLOCK or block & (block - 1)):
@@ -136,19 +190,16 @@ def coded_product(
                 f"{wanted} scales; got shape {tuple(scale.shape)}"
             )
         scale_row = 0 if of_tensor else blocks
-    y = torch.empty(x.shape[0], n, dtype=x.dtype)
     kind, table = _decoder(fmt)
     call = _Product(
-        *(x.data_ptr(), codes.data_ptr(), None if scale is None else scale.data_ptr()),
-        *(table, y.data_ptr()),
-        *(1, x.shape[0], n, k),
+        *(None, codes.data_ptr(), None if scale is None else scale.data_ptr(), table, None),
+        *(1, 0, n, k),
         *(k, 0, row, 0),
         *(0 if scale is None else block, rows, scale_row),
-        *(kind, fmt.bits, x.dtype is torch.bfloat16, kind_of_scale),
+        *(kind, fmt.bits, False, kind_of_scale),
         float(whole),
     )
-    _run(call, y)
-    return y
+    return Prepared(call, (codes,) if scale is None else (codes, scale))
 
 
 def dot_rows(a: Tensor, b: Tensor) -> Tensor | None:

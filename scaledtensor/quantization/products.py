@@ -367,8 +367,15 @@ def _by_loop(x: Tensor, w: QuantizedTensor) -> Tensor | None:
         return None
     if (x.shape[0] > FEW_ROWS and not invariant.is_on()) or torch.compiler.is_exporting():
         return None
-    run = _coded_product if is_alone() else coded_product
-    y: Tensor = run(x.contiguous(), w.qdata, w.scale, w.tensor_scale, cast.spec)
+    x = x.contiguous()
+    if type(x) is Tensor and is_alone():
+        ready = w.loop
+        if ready is None or not ready.reads(w.qdata, w.scale):
+            ready = w.loop = _prepared(w.qdata, w.scale, w.tensor_scale, cast, x.shape[1])
+        if ready is not None:
+            made: Tensor = ready(x)
+            return made
+    y: Tensor = coded_product(x, w.qdata, w.scale, w.tensor_scale, cast.spec)
     return y
 
 
@@ -381,16 +388,23 @@ verbs.LIBRARY.define(  # type: ignore[no-untyped-call]
 coded_product = torch.ops.scaledtensor.coded_product.default
 
 
+def _prepared(
+    qdata: Tensor, scale: Tensor, whole: Tensor, how: Cast, terms: int
+) -> products.Prepared | None:
+    shape, (rows, block) = (qdata.shape[0], terms), how.block
+    return products.prepared(
+        *(qdata, how.format, scale, block, whole, shape),
+        rows or (shape[0] if block else 1),
+    )
+
+
 def _coded_product(x: Tensor, qdata: Tensor, scale: Tensor, whole: Tensor, cast: str) -> Tensor:
     how = parsed_cast(cast)
-    shape, (rows, block) = (qdata.shape[0], x.shape[1]), how.block
-    per_block = how.block != (0, 0) and block != 0
-    made = products.coded_product(
-        *(x, qdata, how.format, scale.contiguous(), block if per_block else 0, whole, shape),
-        rows or (shape[0] if how.block != (0, 0) else 1),
-    )
-    if made is not None:
-        return made
+    if type(x) in (Tensor, torch.nn.Parameter):
+        ready = _prepared(qdata, scale.contiguous(), whole, how, x.shape[1])
+        if ready is not None:
+            return ready(x.contiguous())
+    shape = qdata.shape[0], x.shape[1]
     two = isinstance(how.scale, TwoLevel)
     coded = Coded(unpack(qdata, how.format, shape), scale, whole if two else None)
     return _by_torch(x, coded, how).to(x.dtype)

@@ -44,7 +44,7 @@ from scaledtensor.formats.layouts import check_scale_shape, packed_shape
 from scaledtensor.quantization.configs import Config, config_from
 from scaledtensor.recipes.casts import Cast, Microscale, TwoLevel
 from scaledtensor.tensors.storable import appearance
-from scaledtensor.tensors.wrapper import Wrapper
+from scaledtensor.tensors.wrapper import Wrapper, written_by
 
 __all__ = ["Order", "QuantizedTensor", "block_of", "matrix_of", "matrix_shape", "scale_dtype"]
 
@@ -126,6 +126,7 @@ class QuantizedTensor(Wrapper):
     scale: Tensor
     tensor_scale: Tensor
     input_scale: Tensor | None = None
+    loop: Any = None  # `native.products.Prepared`, made by the first product
     columns: Tensor | None = None
     recipe = None
     nonnegative = False
@@ -456,6 +457,7 @@ def _write(x: Any, source: Any, *rest: Any) -> Any:
         )
     for name in x.INNER:
         getattr(x, name).copy_(getattr(source, name))
+    x.loop = None
     return x
 
 
@@ -484,17 +486,10 @@ def _read(x: Any) -> Any:
 
 
 def _refuse_writing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if not func._schema.is_mutable:
-        return
-    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-    for a in func._schema.arguments:
-        if a.alias_info is None or not a.alias_info.is_write or a.name not in given:
-            continue
-        targets = given[a.name] if isinstance(given[a.name], (list, tuple)) else [given[a.name]]
-        for t in targets:
-            if isinstance(t, QuantizedTensor):
-                raise UnsupportedError(
-                    f"{func} would write into a weight of {t.config}, whose codes and scales are "
-                    "made together: unscale_model(model) makes it plain; train adapters on it, or "
-                    "quantize_ with a plain copy of the weight again"
-                )
+    for t in written_by(func, args, kwargs):
+        if isinstance(t, QuantizedTensor):
+            raise UnsupportedError(
+                f"{func} would write into a weight of {t.config}, whose codes and scales are made "
+                "together: unscale_model(model) makes it plain; train adapters on it, or quantize_ "
+                "with a plain copy of the weight again"
+            )

@@ -44,7 +44,7 @@ from scaledtensor.tensors import verbs
 from scaledtensor.tensors.coding import BLOCKS, Coding, checked_levels
 from scaledtensor.tensors.storable import appearance, check_strided
 from scaledtensor.tensors.tensor import ScaledTensor, from_plain
-from scaledtensor.tensors.wrapper import rebuild
+from scaledtensor.tensors.wrapper import rebuild, written_by
 
 __all__ = ["CodedTensor", "is_expanded"]
 
@@ -361,16 +361,9 @@ def _read(x: Any) -> Any:
 
 
 def _refuse_writing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if not func._schema.is_mutable:
-        return
-    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-    for a in func._schema.arguments:
-        if a.alias_info is None or not a.alias_info.is_write or a.name not in given:
-            continue
-        targets = given[a.name] if isinstance(given[a.name], (list, tuple)) else [given[a.name]]
-        for t in targets:
-            if isinstance(t, CodedTensor):
-                raise UnsupportedError(_refusal_of_writing(t, func))
+    for t in written_by(func, args, kwargs):
+        if isinstance(t, CodedTensor):
+            raise UnsupportedError(_refusal_of_writing(t, func))
 
 
 def _refusal_of_writing(x: CodedTensor, func: Any) -> str:

@@ -7,7 +7,7 @@ tensors become a tensor (`put_together`), and how operators treat it.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from typing import Any, Self, TypeGuard, TypeVar, cast
 
@@ -22,7 +22,15 @@ from scaledtensor.formats import get as get_format
 from scaledtensor.recipes import Recipe
 from scaledtensor.tensors.site import Site
 
-__all__ = ["Wrapper", "as_bytes", "is_parameter", "is_wrapper", "rebuild", "with_autograd"]
+__all__ = [
+    "Wrapper",
+    "as_bytes",
+    "is_parameter",
+    "is_wrapper",
+    "rebuild",
+    "with_autograd",
+    "written_by",
+]
 
 T = TypeVar("T", bound="Wrapper")
 
@@ -216,6 +224,17 @@ class Wrapper(Tensor):
         qdata, *others = inner
         elements = qdata if qdata.dtype == fmt.storage_dtype else qdata.view(fmt.storage_dtype)
         return cls.put_together((elements, *others), shape, (fmt, *facts))
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """The arguments of a call of an operator that it writes into."""
+    if not func._schema.is_mutable:
+        return
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    for a in func._schema.arguments:
+        if a.alias_info is not None and a.alias_info.is_write and a.name in given:
+            held = given[a.name]
+            yield from held if isinstance(held, (list, tuple)) else [held]
 
 
 def as_bytes(x: Tensor) -> Tensor:
