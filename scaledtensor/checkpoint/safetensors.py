@@ -37,7 +37,7 @@ from scaledtensor.tensors.codec import (
 )
 from scaledtensor.tensors.wrapper import is_wrapper
 
-__all__ = ["load_safetensors", "save_safetensors"]
+__all__ = ["files_of", "library", "load_safetensors", "read_file", "save_safetensors"]
 
 #: The entry of a file's metadata that this library writes.
 KEY = "scaledtensor"
@@ -95,11 +95,10 @@ def save_safetensors(
         sums = {name: _checksum(x) for name, x in held.items()}
         index = {"version": VERSION, "tensors": described, "tied": tied}
         metadata[KEY] = json.dumps(index | {"dtypes": others, "crc32": sums})
-    library = _library()
     with replacing(path) as temporary:
         try:
-            library.torch.save_file(held, temporary, metadata)
-        except library.SafetensorError as error:
+            library().torch.save_file(held, temporary, metadata)
+        except library().SafetensorError as error:
             raise CheckpointError(f"{path} could not be saved: {reason(error)}") from error
 
 
@@ -121,7 +120,7 @@ def load_safetensors(
         CheckpointError: the file does not exist, is damaged, or is from a later release.
     """
     found: dict[str, Tensor] = {}
-    for file in _files(Path(path)):
+    for file in files_of(Path(path)):
         found |= _load(file, dequantized, torch.device(device))
     _check_described(path, found)
     whole = assembled(found)
@@ -130,7 +129,12 @@ def load_safetensors(
     return whole
 
 
-def _files(path: Path) -> list[Path]:
+def files_of(path: Path) -> list[Path]:
+    """Return the safetensors files of a checkpoint: one file, or the files of a folder.
+
+    Raises:
+        CheckpointError: there are none, or one that the folder's index names is missing.
+    """
     if not path.is_dir():
         if not path.exists():
             raise CheckpointError(f"{path} does not exist")
@@ -155,14 +159,22 @@ def _files(path: Path) -> list[Path]:
     return files
 
 
-def _load(path: Path, dequantized: bool, device: torch.device) -> dict[str, Tensor]:
-    library = _library()
+def read_file(path: Path, device: torch.device) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors of one safetensors file by name, as they are, and its metadata.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
     try:
-        with library.safe_open(path, framework="pt", device=str(device)) as file:
-            metadata = file.metadata() or {}
+        with library().safe_open(path, framework="pt", device=str(device)) as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, library.SafetensorError) as error:
+            return tensors, file.metadata() or {}
+    except (OSError, library().SafetensorError) as error:
         raise CheckpointError(f"{path} is damaged or no safetensors file: {error}") from error
+
+
+def _load(path: Path, dequantized: bool, device: torch.device) -> dict[str, Tensor]:
+    tensors, metadata = read_file(path, device)
     if KEY not in metadata:
         return tensors
     try:
@@ -247,7 +259,12 @@ def _checksum(x: Tensor) -> int:
     return zlib.crc32(raw.numpy())  # type: ignore[arg-type]  # an array is a buffer
 
 
-def _library() -> Any:
+def library() -> Any:
+    """Return the package of safetensors, with its module for torch.
+
+    Raises:
+        CheckpointError: it is not installed.
+    """
     try:
         importlib.import_module("safetensors.torch")
         return importlib.import_module("safetensors")

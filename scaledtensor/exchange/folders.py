@@ -1,0 +1,145 @@
+"""Folders of safetensors files with a config.json, as the Hugging Face hub has them."""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from scaledtensor.checkpoint.files import check_writable, reason, replacing
+from scaledtensor.checkpoint.safetensors import files_of, library, read_file
+from scaledtensor.errors import CheckpointError
+from scaledtensor.exchange import modelopt
+from scaledtensor.tensors.codec import dtype_name
+
+__all__ = ["Folder", "config_of_model", "read", "write"]
+
+_CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+ENTRY = "quantization_config"
+
+
+class Folder(NamedTuple):
+    """What a folder holds."""
+
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+    """The metadata of all its safetensors files."""
+    where: str
+    """The file and the entry that say how weights are written, for messages."""
+    told: dict[str, Any] | None
+    """This entry; None if there is none."""
+    dtype: torch.dtype
+    """The dtype of the model, by config.json."""
+
+
+def read(path: Path, device: torch.device) -> Folder:
+    """Read the files of a folder, or one safetensors file and the config beside it.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    tensors: dict[str, Tensor] = {}
+    metadata: dict[str, str] = {}
+    for file in files_of(path):
+        found, own = read_file(file, device)
+        tensors |= found
+        metadata |= own
+    folder = path if path.is_dir() else path.parent
+    config = _read_json(folder / _CONFIG) or {}
+    where, told = f"{ENTRY} of {folder / _CONFIG}", config.get(ENTRY)
+    second = folder / modelopt.FILE
+    if told is None and second.exists():
+        where, told = str(second), {"quant_method": modelopt.METHOD, **(_read_json(second) or {})}
+    if told is not None and not isinstance(told, dict):
+        raise CheckpointError(f"{where} is damaged: it is no table of fields")
+    return Folder(tensors, metadata, where, told, _dtype(config, folder / _CONFIG))
+
+
+def _read_json(file: Path) -> dict[str, Any] | None:
+    if not file.exists():
+        return None
+    try:
+        told = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is damaged or no JSON: {error}") from error
+    if not isinstance(told, dict):
+        raise CheckpointError(f"{file} is damaged: it holds no table of fields")
+    return told
+
+
+def _dtype(config: Mapping[str, Any], file: Path) -> torch.dtype:
+    inner = config.get("text_config")
+    told = [c.get(k) for c in (config, inner) if isinstance(c, dict) for k in ("dtype", "torch_dtype")]
+    name = next((t for t in told if t is not None), "float32")
+    found = getattr(torch, str(name).removeprefix("torch."), None)
+    if found not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        raise CheckpointError(f"{file} is damaged: it says dtype {name!r}")
+    return found
+
+
+# --- writing ---------------------------------------------------------------------------------
+
+
+def write(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    config: Mapping[str, Any],
+    told: dict[str, Any],
+) -> None:
+    """Write a folder: weights first, and then the config that says how to read them.
+
+    Raises:
+        CheckpointError: a file cannot be written, or the folder holds a checkpoint of several
+            files, which readers would take in place of the new one.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file; a checkpoint is a folder")
+    check_writable(folder)
+    if (folder / _INDEX).exists():
+        raise CheckpointError(
+            f"{folder} has {_INDEX} of another checkpoint, which readers take first: choose an "
+            "empty folder"
+        )
+    folder.mkdir(exist_ok=True)
+    held = {name: x.detach().contiguous() for name, x in tensors.items()}
+    with replacing(folder / _WEIGHTS) as temporary:
+        try:
+            library().torch.save_file(held, temporary, {"format": "pt", **metadata})
+        except library().SafetensorError as error:
+            raise CheckpointError(f"{folder} could not be saved: {reason(error)}") from error
+    _write_json(folder / _CONFIG, {**config, ENTRY: told})
+    second = folder / modelopt.FILE
+    if told["quant_method"] == modelopt.METHOD:
+        _write_json(second, modelopt.second_file(told))
+    else:
+        second.unlink(missing_ok=True)
+
+
+def _write_json(file: Path, told: Mapping[str, Any]) -> None:
+    with replacing(file) as temporary:
+        temporary.write_text(json.dumps(told, indent=2) + "\n")
+
+
+def config_of_model(model: Any, folder: Path | None = None) -> dict[str, Any]:
+    """The fields of config.json of a model of transformers; of any other model, its dtype.
+
+    With a folder, the generation config of a model of transformers is written there.
+    """
+    dtype = next((p.dtype for p in model.parameters()), torch.float32) if _is_module(model) else None
+    transformers = sys.modules.get("transformers")
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+        return {} if dtype is None else {"dtype": dtype_name(dtype)}
+    told: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=True))
+    told.pop(ENTRY, None)
+    told |= {"architectures": [type(model).__name__], "dtype": dtype_name(dtype or model.dtype)}
+    if folder is not None and getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(folder)
+    return told
+
+
+def _is_module(model: Any) -> bool:
+    return isinstance(model, nn.Module)

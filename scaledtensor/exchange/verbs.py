@@ -1,0 +1,306 @@
+"""save, load and load_into: models of quantised weights in the files of other libraries."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scaledtensor.checkpoint.files import check_writable
+from scaledtensor.checkpoint.fit import matched, put, tensors_of
+from scaledtensor.errors import CheckpointError, UnsupportedError
+from scaledtensor.exchange import compressed_tensors, fine_grained, folders, gguf, modelopt, torchao
+from scaledtensor.exchange.layouts import parts_of_weight, weight_of_parts
+from scaledtensor.exchange.table import family_of, layout_for, rows
+from scaledtensor.models import state_dicts
+from scaledtensor.models.scale_model import show
+from scaledtensor.quantization.tensor import QuantizedTensor
+from scaledtensor.tensors.shards import is_dtensor
+from scaledtensor.tensors.wrapper import Wrapper
+
+__all__ = ["load", "load_into", "save"]
+
+#: quant_method -> the module that reads and writes its entry of config.json.
+_METHODS: dict[str, Any] = {
+    m.METHOD: m for m in (compressed_tensors, fine_grained, modelopt, torchao)
+}
+_METHODS["modelopt_fp4"] = modelopt  # the name of files of 2025
+
+_KEPT = {nn.Linear: "Linear", nn.Embedding: "Embedding"}
+
+
+def save(
+    source: nn.Module | Mapping[str, Tensor], path: str | Path, format: str = "compressed-tensors"
+) -> None:
+    """Write a model of quantised weights as another library does.
+
+    Weights that `quantize_` converted are written in the layout of their config. All other tensors
+    are written as they are, tied ones once.
+
+    Args:
+        source: a model, or tensors by name. The folder of a model of transformers has its whole
+            config.json, so that transformers and servers open it.
+        path: the folder; for GGUF the file.
+        format: a name of `FORMATS`.
+
+    Raises:
+        UnsupportedError: the format is unknown, or it has no place for a weight. Nothing is
+            written then.
+        CheckpointError: the source has no quantised weight, a shard of a tensor, or something else
+            than tensors; or a file cannot be written.
+    """
+    family, path = family_of(format), Path(path)
+    state = _state_of(source)
+    layouts = {
+        name: layout_for(family, x.config, name)
+        for name, x in state.items()
+        if isinstance(x, QuantizedTensor)
+    }
+    if not layouts:
+        raise CheckpointError(
+            "the model has no quantised weight: quantize_(model, config) comes before save"
+        )
+    if family.name == gguf.METHOD:
+        check_writable(path)
+        gguf.save({name: (layouts.get(name), x) for name, x in state.items()}, path)
+        return
+    tensors: dict[str, Tensor] = {}
+    for name, x in state.items():
+        if not isinstance(x, QuantizedTensor):
+            tensors[name] = x
+            continue
+        module, _, own = name.rpartition(".")
+        if own != "weight":
+            raise UnsupportedError(
+                f"{name} is quantised, and files of {family.library} have quantised parameters "
+                "with the name 'weight' alone: leave its module out of quantize_"
+            )
+        parts = parts_of_weight(layouts[name], x, name)
+        if family.name == torchao.METHOD:
+            parts |= torchao.extra_parts(layouts[name], x)
+        tensors |= {f"{module}.{part}" if module else part: t for part, t in parts.items()}
+    kinds = _kinds_of(source, state)
+    found = {_module(name): (layouts[name], state[name].config) for name in layouts}  # type: ignore[attr-defined]
+    left = [name for name in kinds if name not in found]
+    told = _METHODS[family.method].entry(found, kinds, left)
+    metadata = torchao.metadata(state, layouts) if family.name == torchao.METHOD else {}
+    config = folders.config_of_model(source)
+    folders.write(path, tensors, metadata, config, told)
+    folders.config_of_model(source, path)
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _state_of(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors to write, by name: quantised ones, and plain ones of all others."""
+    given = tensors_of(source) if isinstance(source, nn.Module) else dict(source)
+    found: dict[str, Tensor] = {}
+    first: dict[int, str] = {}
+    for name, x in given.items():
+        if not isinstance(x, Tensor):
+            raise CheckpointError(f"files hold tensors; {name} is a {type(x).__name__}")
+        if is_dtensor(x):
+            raise CheckpointError(
+                f"{name} is a shard of a tensor: gather the model on one process to export it"
+            )
+        same = first.setdefault(id(x), name)
+        if same != name and isinstance(x, QuantizedTensor):
+            raise UnsupportedError(
+                f"{name} and {same} are one quantised weight, which other libraries do not tie: "
+                "leave it out of quantize_"
+            )
+        if same == name:
+            quantised = isinstance(x, QuantizedTensor)
+            found[name] = x.detach() if quantised or not isinstance(x, Wrapper) else x.dequantize()
+    return found
+
+
+def _kinds_of(
+    source: nn.Module | Mapping[str, Tensor], state: Mapping[str, Tensor]
+) -> dict[str, str | None]:
+    """The class of each module that has a weight which a file may quantise; None if it is
+    unknown.
+
+    Raises:
+        UnsupportedError: a quantised weight is in a module of another class.
+    """
+    if not isinstance(source, nn.Module):
+        matrices = (name for name, x in state.items() if name.endswith("weight") and x.dim() == 2)
+        return {_module(name): None for name in matrices}
+    found: dict[str, str | None] = {}
+    for name, module in source.named_modules():
+        kind = next((k for cls, k in _KEPT.items() if isinstance(module, cls)), None)
+        if kind is not None:
+            found[name] = kind
+        elif isinstance(module._parameters.get("weight"), QuantizedTensor):
+            raise UnsupportedError(
+                f"{name} is a {type(module).__name__}, and files of other libraries have quantised "
+                "weights of nn.Linear and nn.Embedding alone: leave it out of quantize_"
+            )
+    return found
+
+
+# --- reading ---------------------------------------------------------------------------------
+
+
+def load(path: str | Path, *, device: str | torch.device = "cpu") -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint of another library by name.
+
+    Args:
+        path: a folder with config.json and safetensors files, a safetensors file of torchao, or a
+            file that ends in .gguf.
+        device: the device of the tensors.
+
+    Returns:
+        A `QuantizedTensor` for each quantised weight, whose `config` says what the file says, and
+        all other tensors as they are.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or a scale is missing, has another shape or
+            dtype, or is NaN. The message names the file and the tensor.
+        UnsupportedError: the file has a scheme that no layout of `FORMATS` covers.
+    """
+    return _load(Path(path), torch.device(device), {})
+
+
+def _load(path: Path, device: torch.device, kinds: Mapping[str, str | None]) -> dict[str, Tensor]:
+    if path.suffix == ".gguf":
+        return {name: x.to(device) for name, x in gguf.load(path).items()}
+    folder = folders.read(path, device)
+    method = str((folder.told or {}).get("quant_method") or "")
+    if method == torchao.METHOD or "tensor_names" in folder.metadata:
+        return _load_torchao(path, folder)
+    module = _METHODS.get(method)
+    if folder.told is None or module is None:
+        has = f"has the quant_method {method!r}" if method else f"has no {folders.ENTRY}"
+        raise UnsupportedError(
+            f"{path} {has}; known are {', '.join(_METHODS)} and files of GGUF. "
+            "checkpoint.load_safetensors reads a plain checkpoint"
+        )
+    scheme = module.scheme_reader(folder.where, folder.told)
+    found: dict[str, Tensor] = {}
+    for name, parts in _by_module(folder.tensors).items():
+        where = f"{name} of {path}"
+        if not _is_quantised(parts):
+            found |= {_joined(name, leaf): x for leaf, x in parts.items()}
+            continue
+        for leaf, meaning in module.FOREIGN.items():
+            if leaf in parts:
+                raise UnsupportedError(f"{where} has {leaf}, {meaning}: not supported")
+        chosen = scheme(name, kinds.get(name))
+        if chosen is None:
+            raise CheckpointError(
+                f"{where} has {', '.join(sorted(_VOCABULARY & parts.keys()))}, and {folder.where} "
+                "does not say that this module is quantised"
+            )
+        layout, config = chosen
+        own = {*layout.names, layout.input_scale}
+        if strange := sorted((_VOCABULARY & parts.keys()) - own):
+            raise CheckpointError(
+                f"{where} has {', '.join(strange)}, for which weights of {layout.name} have no place"
+            )
+        found[_joined(name, "weight")] = weight_of_parts(layout, config, parts, where, folder.dtype)
+        found |= {_joined(name, leaf): x for leaf, x in parts.items() if leaf not in own}
+    return found
+
+
+#: The names of all tensors that only quantised weights have.
+_VOCABULARY = {
+    leaf
+    for _, layout in rows()
+    for leaf in (layout.codes, layout.scale, layout.tensor_scale, layout.input_scale, layout.size)
+} - {"", "weight"}
+
+_SHORT = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def _is_quantised(parts: Mapping[str, Tensor]) -> bool:
+    short = "weight" in parts and parts["weight"].dtype in _SHORT
+    return short or not _VOCABULARY.isdisjoint(parts)
+
+
+def _by_module(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, x in tensors.items():
+        module, _, leaf = name.rpartition(".")
+        found.setdefault(module, {})[leaf] = x
+    return found
+
+
+def _joined(module: str, leaf: str) -> str:
+    return f"{module}.{leaf}" if module else leaf
+
+
+def _load_torchao(path: Path, folder: folders.Folder) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, told in torchao.described(str(path), folder.metadata).items():
+        where = f"{name} of {path}"
+        if not told.parts:
+            if name not in folder.tensors:
+                raise CheckpointError(f"{path} is damaged: {name} is missing")
+            found[name] = folder.tensors[name]
+            continue
+        module = _module(name)
+        names = {leaf: _joined(module, leaf) for leaf in told.parts}
+        parts = {leaf: folder.tensors[n] for leaf, n in names.items() if n in folder.tensors}
+        layout, config, dtype = torchao.config_of(where, told, parts)
+        found[name] = weight_of_parts(layout, config, parts, where, dtype)
+    return found
+
+
+def load_into(model: nn.Module, path: str | Path) -> None:
+    """Put a checkpoint of another library into a plain model. Its quantised weights become
+    `QuantizedTensor` parameters, as `quantize_` makes them.
+
+    Everything is read and compared before the model is changed.
+
+    Args:
+        model: a plain module with the names of the checkpoint.
+        path: as `load` takes it.
+
+    Raises:
+        CheckpointError, UnsupportedError: as `load`; or a name is missing or unknown, or a tensor
+            has another shape. The model is then unchanged.
+    """
+    kinds = {name: next((k for c, k in _KEPT.items() if isinstance(m, c)), type(m).__name__)
+             for name, m in model.named_modules()}
+    tensors = _load(Path(path), torch.device("cpu"), kinds)
+    put_into(model, tensors, str(path))
+
+
+def put_into(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:
+    """Put tensors that `load` returned into a plain model. `where` names them in messages."""
+    targets = tensors_of(model)
+    for name, x in targets.items():
+        if isinstance(x, Wrapper) or is_dtensor(x) or x.is_meta:
+            raise CheckpointError(
+                f"{name} of the model is no plain tensor with data: make the model anew, on one "
+                "process, and load into it before anything else"
+            )
+    pairs = matched(where, targets, tensors)
+    made = {}
+    for name, (target, source) in pairs.items():
+        if isinstance(source, QuantizedTensor):
+            if not isinstance(target, nn.Parameter):
+                raise CheckpointError(f"{name} of the model is no parameter, and {where} has codes")
+            moved = source.to(device=target.device, dtype=target.dtype)
+            made[id(target)] = nn.Parameter(moved, requires_grad=False)
+    for target, source in pairs.values():
+        if id(target) not in made:
+            put(target, source)
+    place(model, made)
+
+
+def place(model: nn.Module, made: Mapping[int, nn.Parameter]) -> None:
+    """Replace parameters of a model, tied ones in all their modules; `made` has the new ones by the
+    `id` of the old."""
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if id(p) in made:
+                module._parameters[name] = made[id(p)]
+    for module in model.modules():
+        state_dicts.attach(module)
+    show(model)
