@@ -48,6 +48,10 @@ FLOORS: list[dict[str, str]] = [
         "distributed": "fully_shard's gathers, tensor parallelism, FP8 reductions, bytes counted",
     },
     {
+        "exchange": "quantised models in the files of other libraries: compressed-tensors, "
+        "fine-grained FP8, ModelOpt, torchao, GGUF"
+    },
+    {
         "__init__": "the public names, each loaded on first use",
         "_moved": "modules that old files name",
     },

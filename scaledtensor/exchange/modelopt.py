@@ -63,13 +63,12 @@ def entry(
             f"{tables[0]} is an embedding, and ModelOpt's checkpoints hold linear layers: leave "
             "the role 'embedding' out of the config"
         )
-    ignored = [name for name in left if kinds[name] != "Embedding"]
     algorithms = {layout.name for layout, _ in found.values()}
     told: dict[str, Any] = {
         "quant_method": METHOD,
         "producer": {"name": "scaledtensor", "version": __version__},
         "kv_cache_scheme": None,
-        "ignore": ignored,
+        "ignore": sorted(left),
     }
     if len(algorithms) == 1:
         layout, config = next(iter(found.values()))
