@@ -1,8 +1,8 @@
 """Quantised models in the files of other libraries: save, load, and the table of formats.
 
-    sct.exchange.save(model, "folder", "compressed-tensors")
-    tensors = sct.exchange.load("folder")
-    sct.exchange.load_into(model, "folder")
+sct.exchange.save(model, "folder", "compressed-tensors")
+tensors = sct.exchange.load("folder")
+sct.exchange.load_into(model, "folder")
 """
 
 from scaledtensor.exchange.layouts import Layout, parts_of_weight, weight_of_parts

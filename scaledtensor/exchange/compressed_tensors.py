@@ -8,6 +8,7 @@ that no group names, or that `ignore` names, are plain.
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,54 +26,52 @@ __all__ = ["FOREIGN", "LAYOUTS", "METHOD", "arguments", "entry", "scheme_reader"
 METHOD = "compressed-tensors"
 
 _SERVERS = ("vLLM", "SGLang", "transformers")
-_E8M0 = {"dtype": torch.uint8, "decoded": "0"}
-_TYPED: dict[str, Any] = {"written": "float-quantized", "readers": _SERVERS}
-_WORDS: dict[str, Any] = {
-    "written": "pack-quantized",
-    "codes": "weight_packed",
-    "packing": "words",
-    "size": "weight_shape",
-    "readers": _SERVERS,
-}
-_MXFP4: dict[str, Any] = {
-    "written": "mxfp4-pack-quantized",
-    "codes": "weight_packed",
-    "packing": "bytes",
-    "readers": ("vLLM", "transformers"),
-} | _E8M0
-_MXFP8: dict[str, Any] = {"written": "mxfp8-quantized", "readers": ("vLLM", "transformers")} | _E8M0
-_NVFP4: dict[str, Any] = {
-    "written": "nvfp4-pack-quantized",
-    "codes": "weight_packed",
-    "packing": "bytes",
-    "dtype": torch.float8_e4m3fn,
-    "tensor_scale": "weight_global_scale",
-    "reciprocal": True,
-    "difference": "0 for a power of two as the scale of the tensor, else 2^-23",
-    "decoded": "0 for a power of two as the scale of the tensor, else 2^-8 (it decodes to BF16)",
-    "readers": ("vLLM", "SGLang", "transformers"),
-}
+_fp8 = partial(Layout, written="float-quantized", readers=_SERVERS)
+_fp8_alone = partial(Layout, written="naive-quantized", readers=_SERVERS)
+_int8 = partial(Layout, written="int-quantized", readers=_SERVERS)
+_words = partial(
+    Layout,
+    written="pack-quantized",
+    codes="weight_packed",
+    packing="words",
+    size="weight_shape",
+    groups=True,
+    readers=_SERVERS,
+)
+_packed = partial(Layout, codes="weight_packed", packing="bytes", dtype=torch.uint8)
+_mxfp4 = partial(_packed, written="mxfp4-pack-quantized", readers=("vLLM", "transformers"))
+_mxfp6 = partial(_packed, written="mxfp6-pack-quantized", readers=("transformers",))
+_mxfp8 = partial(
+    Layout, written="mxfp8-quantized", dtype=torch.uint8, readers=("vLLM", "transformers")
+)
+_nvfp4 = partial(
+    _packed,
+    written="nvfp4-pack-quantized",
+    dtype=torch.float8_e4m3fn,
+    tensor_scale="weight_global_scale",
+    reciprocal=True,
+    difference="0 if the scale of the tensor is a power of two; else 2^-23",
+    decoded="0 if the scale of the tensor is a power of two; else 2^-8, in BF16",
+    readers=_SERVERS,
+)
 
 LAYOUTS: tuple[Layout, ...] = (
-    Layout("FP8", Static("e4m3fn"), shape="one", input_scale="input_scale", **_TYPED),
-    Layout("FP8_DYNAMIC", Dynamic("e4m3fn"), **_TYPED),
-    Layout("FP8_BLOCK", Dynamic("fp8_block"), whole=False, **_TYPED),
-    Layout("FP8A16", WeightOnly("e4m3fn"), "naive-quantized", groups=True, readers=_SERVERS),
-    Layout("FP8A16 per tensor", WeightOnly("e4m3fn", "tensor"), "naive-quantized", shape="one",
-           readers=_SERVERS),
-    Layout("W8A8", Dynamic("int8"), "int-quantized", readers=_SERVERS),
-    Layout("W8A8 static", Static("int8", "channel"), "int-quantized", input_scale="input_scale",
-           readers=_SERVERS),
-    Layout("W8A16", WeightOnly("int8"), groups=True, **_WORDS),
-    Layout("W4A16", WeightOnly("int4", 128), groups=True, **_WORDS),
-    Layout("MXFP4A16", WeightOnly("mxfp4"), **_MXFP4),
-    Layout("MXFP4", Dynamic("mxfp4"), **_MXFP4),
-    Layout("MXFP6A16", WeightOnly("e2m3fn", 32, "e8m0"), "mxfp6-pack-quantized",
-           codes="weight_packed", packing="bytes", readers=("transformers",), **_E8M0),
-    Layout("MXFP8A16", WeightOnly("mxfp8"), **_MXFP8),
-    Layout("MXFP8", Dynamic("mxfp8"), **_MXFP8),
-    Layout("NVFP4A16", WeightOnly("nvfp4"), **_NVFP4),
-    Layout("NVFP4", Dynamic("nvfp4"), input_scale="input_global_scale", **_NVFP4),
+    _fp8("FP8", Static("e4m3fn"), shape="one", input_scale="input_scale"),
+    _fp8("FP8_DYNAMIC", Dynamic("e4m3fn")),
+    _fp8("FP8_BLOCK", Dynamic("fp8_block"), whole=False),
+    _fp8_alone("FP8A16", WeightOnly("e4m3fn"), groups=True),
+    _fp8_alone("FP8A16 per tensor", WeightOnly("e4m3fn", "tensor"), shape="one"),
+    _int8("W8A8", Dynamic("int8")),
+    _int8("W8A8 static", Static("int8", "channel"), input_scale="input_scale"),
+    _words("W8A16", WeightOnly("int8")),
+    _words("W4A16", WeightOnly("int4", 128)),
+    _mxfp4("MXFP4A16", WeightOnly("mxfp4")),
+    _mxfp4("MXFP4", Dynamic("mxfp4")),
+    _mxfp6("MXFP6A16", WeightOnly("e2m3fn", 32, "e8m0")),
+    _mxfp8("MXFP8A16", WeightOnly("mxfp8")),
+    _mxfp8("MXFP8", Dynamic("mxfp8")),
+    _nvfp4("NVFP4A16", WeightOnly("nvfp4")),
+    _nvfp4("NVFP4", Dynamic("nvfp4"), input_scale="input_global_scale"),
 )
 
 #: Names of tensors that mean something else than the layouts say -> what they mean.
@@ -265,9 +264,7 @@ _ALIKE = {
 }
 
 
-def _read_arguments(
-    where: str, told: Mapping[str, Any]
-) -> tuple[Format, tuple[int, int], str]:
+def _read_arguments(where: str, told: Mapping[str, Any]) -> tuple[Format, tuple[int, int], str]:
     """The format, the block and the kind of scales that `QuantizationArgs` stand for."""
     if not told.get("symmetric", True):
         raise UnsupportedError(f"{where} are asymmetric: zero points are not supported")

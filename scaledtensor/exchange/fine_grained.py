@@ -1,7 +1,7 @@
 """Fine-grained FP8: the checkpoints of DeepSeek-V3, which transformers, vLLM and SGLang read.
 
-A weight is float8_e4m3fn with `weight_scale_inv`, the scales of its blocks of 128 x 128. In spite of
-the name they are factors, not their reciprocals: value = code * scale. They are float32, or E8M0
+A weight is float8_e4m3fn with `weight_scale_inv`, the scales of its blocks of 128 x 128. In spite
+of the name they are factors, not reciprocals: value = code * scale. They are float32, or E8M0
 (`scale_fmt` "ue8m0", DeepSeek-V3.1). `quantization_config` of config.json has the `quant_method`
 "fp8" and the size of blocks; None stands for one scale for the tensor.
 
@@ -10,6 +10,7 @@ scales. It misreads shorter last blocks, so all blocks are whole here.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,20 +24,15 @@ __all__ = ["FOREIGN", "LAYOUTS", "METHOD", "entry", "scheme_reader"]
 
 METHOD = "fp8"
 
-_INV: dict[str, Any] = {
-    "scale": "weight_scale_inv",
-    "readers": ("transformers", "vLLM", "SGLang"),
-}
+_inv = partial(Layout, scale="weight_scale_inv", readers=("transformers", "vLLM", "SGLang"))
+_micro = Dynamic("e4m3fn", (128, 128), "e8m0", input_granularity=128, input_scale="e8m0")
+_whole = Dynamic("e4m3fn", "tensor", input_granularity="tensor")
 
 LAYOUTS: tuple[Layout, ...] = (
-    Layout("128 x 128", Dynamic("fp8_block"), **_INV),
-    Layout("128 x 128 UE8M0",
-           Dynamic("e4m3fn", (128, 128), "e8m0", input_granularity=128, input_scale="e8m0"),
-           dtype=torch.float8_e8m0fnu, **_INV),
-    Layout("per tensor", Dynamic("e4m3fn", "tensor", input_granularity="tensor"), shape="number",
-           **_INV),
-    Layout("per tensor static", Static("e4m3fn"), shape="number", input_scale="activation_scale",
-           **_INV),
+    _inv("128 x 128", Dynamic("fp8_block")),
+    _inv("128 x 128 UE8M0", _micro, dtype=torch.float8_e8m0fnu),
+    _inv("per tensor", _whole, shape="number"),
+    _inv("per tensor static", Static("e4m3fn"), shape="number", input_scale="activation_scale"),
 )
 
 FOREIGN: dict[str, str] = {}
@@ -56,7 +52,7 @@ def entry(
             f"weights are in {' and '.join(layouts)}, and fine-grained FP8 has one layout for a "
             "model: choose one config in quantize_, or export as compressed-tensors"
         )
-    ((layout, config),) = layouts.values()
+    config = next(iter(layouts.values()))[1]
     tables = [name for name in found if kinds[name] == "Embedding"]
     if tables:
         raise UnsupportedError(

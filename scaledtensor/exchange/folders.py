@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from scaledtensor.checkpoint.safetensors import files_of, library, read_file
 from scaledtensor.errors import CheckpointError
 from scaledtensor.exchange import modelopt
 from scaledtensor.tensors.codec import dtype_name
+from scaledtensor.tensors.storable import APPEARANCES
 
 __all__ = ["Folder", "config_of_model", "read", "write"]
 
@@ -72,12 +73,13 @@ def _read_json(file: Path) -> dict[str, Any] | None:
 
 def _dtype(config: Mapping[str, Any], file: Path) -> torch.dtype:
     inner = config.get("text_config")
-    told = [c.get(k) for c in (config, inner) if isinstance(c, dict) for k in ("dtype", "torch_dtype")]
+    tables = [config, inner] if isinstance(inner, dict) else [config]
+    told = [table.get(key) for table in tables for key in ("dtype", "torch_dtype")]
     name = next((t for t in told if t is not None), "float32")
-    found = getattr(torch, str(name).removeprefix("torch."), None)
-    if found not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+    found: Any = getattr(torch, str(name).removeprefix("torch."), None)
+    if found not in APPEARANCES:
         raise CheckpointError(f"{file} is damaged: it says dtype {name!r}")
-    return found
+    return cast(torch.dtype, found)
 
 
 # --- writing ---------------------------------------------------------------------------------
@@ -124,22 +126,21 @@ def _write_json(file: Path, told: Mapping[str, Any]) -> None:
         temporary.write_text(json.dumps(told, indent=2) + "\n")
 
 
-def config_of_model(model: Any, folder: Path | None = None) -> dict[str, Any]:
-    """The fields of config.json of a model of transformers; of any other model, its dtype.
+def config_of_model(source: Any, folder: Path | None = None) -> dict[str, Any]:
+    """The fields of config.json of a model of transformers; of any other model, its dtype; none for
+    tensors by name.
 
     With a folder, the generation config of a model of transformers is written there.
     """
-    dtype = next((p.dtype for p in model.parameters()), torch.float32) if _is_module(model) else None
+    if not isinstance(source, nn.Module):
+        return {}
+    dtype = dtype_name(next((p.dtype for p in source.parameters()), torch.float32))
     transformers = sys.modules.get("transformers")
-    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
-        return {} if dtype is None else {"dtype": dtype_name(dtype)}
+    if transformers is None or not isinstance(source, transformers.PreTrainedModel):
+        return {"dtype": dtype}
+    model: Any = source
     told: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=True))
     told.pop(ENTRY, None)
-    told |= {"architectures": [type(model).__name__], "dtype": dtype_name(dtype or model.dtype)}
     if folder is not None and getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(folder)
-    return told
-
-
-def _is_module(model: Any) -> bool:
-    return isinstance(model, nn.Module)
+    return told | {"architectures": [type(model).__name__], "dtype": dtype}

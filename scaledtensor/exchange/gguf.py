@@ -3,19 +3,20 @@
 A row of a weight is a series of blocks of 32 elements. Each block has its scale before its codes:
 
     Q8_0    float16 scale, 32 bytes of integers
-    Q4_0    float16 scale, 16 bytes: element i in the low nibble of byte i, element i + 16 in the high
-            one, each an integer plus 8
+    Q4_0    float16 scale, 16 bytes: element i in the low nibble of byte i, element i + 16 in the
+            high one, each an integer plus 8
     MXFP4   E8M0 scale, 16 bytes of E2M1 codes in the order of Q4_0
 
 A float16 scale holds the powers of two from 2^-24 to 2^15, and 11 bits of any other number from
-2^-14 on. `save` rounds a float32 scale to it. The codes do not change, so that a value changes by at
-most 2^-11 of itself. A scale below 2^-14 loses more bits, and one beyond 65504 has no float16: `save`
-refuses both.
+2^-14 on. `save` rounds a float32 scale to it. The codes do not change, so that a value changes by
+at most 2^-11 of itself. A scale below 2^-14 would lose more bits, and one beyond 65504 has no
+float16: `save` refuses both.
 """
 
 import importlib
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +33,18 @@ __all__ = ["LAYOUTS", "METHOD", "blocks_of", "load", "save", "weight_of"]
 
 METHOD = "gguf"
 
-_ROUNDED: dict[str, Any] = {
-    "difference": "0 if float16 holds the scales, as it does powers of two; else 2^-11",
-    "dtype": torch.float16,
-    "readers": ("llama.cpp",),
-}
+_layout = partial(Layout, readers=("llama.cpp",))
+_rounded = partial(
+    _layout,
+    dtype=torch.float16,
+    difference="0 if float16 holds the scales, as it holds powers of two; else 2^-11",
+    decoded="as saved and loaded",
+)
 
 LAYOUTS: tuple[Layout, ...] = (
-    Layout("Q8_0", WeightOnly("int8", 32), "Q8_0", packing="typed", **_ROUNDED),
-    Layout("Q4_0", WeightOnly("int4", 32), "Q4_0", packing="halves", **_ROUNDED),
-    Layout("MXFP4", WeightOnly("mxfp4"), "MXFP4", packing="halves", dtype=torch.uint8,
-           readers=("llama.cpp",)),
+    _rounded("Q8_0", WeightOnly("int8", 32), "Q8_0"),
+    _rounded("Q4_0", WeightOnly("int4", 32), "Q4_0", packing="halves"),
+    _layout("MXFP4", WeightOnly("mxfp4"), "MXFP4", packing="halves", dtype=torch.uint8),
 )
 
 _BLOCK = 32
@@ -88,8 +90,8 @@ def _halved(scale: Tensor, where: str) -> Tensor:
     kept = (held.float() == scale) | ((scale >= 2.0**-14) & held.isfinite())
     if not kept.all():
         raise UnsupportedError(
-            f"{where} has the scale {scale[~kept][0].item():g}, which a float16 does not hold to 11 "
-            "bits: GGUF's scales are from 2^-14 to 65504"
+            f"{where} has the scale {scale[~kept][0].item():g}, which a float16 does not hold to "
+            "11 bits: scales in GGUF are from 2^-14 to 65504"
         )
     return held
 
@@ -134,8 +136,8 @@ def _positive(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, WeightOnly]
     -8 becomes 8 there, which 4 bits do not hold, so the codes become 8-bit integers."""
     wide = _SIGNED[codes.long() & 15] if codes.amax() < 16 else codes.view(torch.int8)
     sign = torch.where(scale < 0, -1, 1).to(torch.int8)
-    turned = wide.unflatten(-1, (-1, _BLOCK)) * sign.unsqueeze(-1)
-    return turned.flatten(-2).view(torch.uint8), scale.abs(), WeightOnly("int8", _BLOCK)
+    turned = wide.view(len(wide), -1, _BLOCK) * sign.unsqueeze(-1)
+    return turned.flatten(1).view(torch.uint8), scale.abs(), WeightOnly("int8", _BLOCK)
 
 
 #: The values of INT4 codes.

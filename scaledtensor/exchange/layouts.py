@@ -1,8 +1,8 @@
-"""How a file of another library keeps a weight: layouts as data, and two functions that follow them.
+"""How a file of another library keeps a weight: layouts as data, and two functions that follow.
 
 A `Layout` names the plain tensors that stand for one weight, and says how each of them is written.
-`parts_of_weight` writes a `QuantizedTensor` as these tensors, and `weight_of_parts` reads them. Both
-are pure: they change nothing, and share no memory with packed codes that they rewrite.
+`parts_of_weight` writes a `QuantizedTensor` as these tensors, and `weight_of_parts` reads them.
+Both are pure functions.
 
 Codes are written in one of three ways (`Layout.packing`):
 
@@ -261,8 +261,8 @@ def _read_codes(
     dtype = _dtype_of_codes(layout.packing, fmt)
     if given.dtype != dtype or given.dim() != 2:
         raise CheckpointError(
-            f"{where} is {given.dtype} of shape {tuple(given.shape)}; {layout.name} has a matrix of "
-            f"{dtype}"
+            f"{where} is {given.dtype} of shape {tuple(given.shape)}; {layout.name} has a matrix "
+            f"of {dtype}"
         )
     rows, size = given.shape
     if layout.packing == "typed":
@@ -322,8 +322,8 @@ _FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 def _read_single(layout: Layout, given: Tensor, where: str) -> Tensor:
     if given.dtype not in _FLOATS or given.numel() != 1:
         raise CheckpointError(
-            f"{where} is {given.dtype} of shape {tuple(given.shape)}; {layout.name} has one float32 "
-            "number"
+            f"{where} is {given.dtype} of shape {tuple(given.shape)}; {layout.name} has one number "
+            "in float32"
         )
     held = given.detach().double().reshape(())
     _check_positive(held, where)

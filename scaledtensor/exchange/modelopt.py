@@ -9,6 +9,7 @@ and the same stands in config.json with the `quant_method` "modelopt".
 
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,24 +25,23 @@ METHOD = "modelopt"
 #: The name of the file beside config.json.
 FILE = "hf_quant_config.json"
 
-_READERS = ("TensorRT-LLM", "vLLM", "SGLang")
-_NVFP4: dict[str, Any] = {
-    "packing": "bytes",
-    "dtype": torch.float8_e4m3fn,
-    "tensor_scale": "weight_scale_2",
-    "shape": "blocks",
-    "decoded": "2^-23 in float32",
-    "readers": _READERS,
-}
+_layout = partial(Layout, readers=("TensorRT-LLM", "vLLM", "SGLang"))
+_nvfp4 = partial(
+    _layout,
+    packing="bytes",
+    dtype=torch.float8_e4m3fn,
+    tensor_scale="weight_scale_2",
+    decoded="2^-23: it rounds twice",
+)
 
 LAYOUTS: tuple[Layout, ...] = (
-    Layout("FP8", Static("e4m3fn"), shape="number", input_scale="input_scale", readers=_READERS),
-    Layout("FP8_PER_CHANNEL_PER_TOKEN", Dynamic("e4m3fn"), shape="vector", readers=_READERS),
-    Layout("FP8_PB_WO", WeightOnly("fp8_block"), shape="spread", readers=_READERS),
-    Layout("NVFP4", Dynamic("nvfp4"), input_scale="input_scale", **_NVFP4),
-    Layout("W4A16_NVFP4", WeightOnly("nvfp4"), **_NVFP4),
-    Layout("MXFP8", Dynamic("mxfp8"), dtype=torch.uint8, readers=_READERS),
-    Layout("W8A16", WeightOnly("int8"), shape="vector", readers=("TensorRT-LLM",)),
+    _layout("FP8", Static("e4m3fn"), shape="number", input_scale="input_scale"),
+    _layout("FP8_PER_CHANNEL_PER_TOKEN", Dynamic("e4m3fn"), shape="vector"),
+    _layout("FP8_PB_WO", WeightOnly("fp8_block"), shape="spread"),
+    _nvfp4("NVFP4", Dynamic("nvfp4"), input_scale="input_scale"),
+    _nvfp4("W4A16_NVFP4", WeightOnly("nvfp4")),
+    _layout("MXFP8", Dynamic("mxfp8"), dtype=torch.uint8),
+    _layout("W8A16", WeightOnly("int8"), shape="vector", readers=("TensorRT-LLM",)),
 )
 
 FOREIGN = {
@@ -104,11 +104,11 @@ def scheme_reader(
         raise CheckpointError(f"{where} is damaged: it names no quant_algo")
     ignored = own.get("exclude_modules", own.get("ignore")) or []
     if own["quant_algo"] != "MIXED_PRECISION":
-        whole = _layout(where, own)
+        whole = _read_layout(where, own)
         layers = None
     else:
         whole = None
-        layers = {k: _layout(f"{where}, {k},", v) for k, v in own["quantized_layers"].items()}
+        layers = {k: _read_layout(f"{where}, {k},", v) for k, v in own["quantized_layers"].items()}
 
     def scheme(name: str, kind: str | None) -> tuple[Layout, Config] | None:
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in ignored):
@@ -118,7 +118,7 @@ def scheme_reader(
     return scheme
 
 
-def _layout(where: str, told: Mapping[str, Any]) -> tuple[Layout, Config]:
+def _read_layout(where: str, told: Mapping[str, Any]) -> tuple[Layout, Config]:
     algorithm = str(told.get("quant_algo")).upper()
     found = next((layout for layout in LAYOUTS if layout.name == algorithm), None)
     if found is None:

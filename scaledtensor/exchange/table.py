@@ -34,12 +34,27 @@ class Family:
 FORMATS: dict[str, Family] = {
     family.name: family
     for family in (
-        Family("compressed-tensors", "compressed-tensors (LLM Compressor)",
-               "compressed-tensors 0.20.0", compressed_tensors.METHOD, compressed_tensors.LAYOUTS),
-        Family("fine-grained-fp8", "DeepSeek-V3's fine-grained FP8", "transformers 5.23.0",
-               fine_grained.METHOD, fine_grained.LAYOUTS),
-        Family("modelopt", "NVIDIA ModelOpt", "nvidia-modelopt 0.47.0", modelopt.METHOD,
-               modelopt.LAYOUTS),
+        Family(
+            "compressed-tensors",
+            "compressed-tensors (LLM Compressor)",
+            "compressed-tensors 0.20.0",
+            compressed_tensors.METHOD,
+            compressed_tensors.LAYOUTS,
+        ),
+        Family(
+            "fine-grained-fp8",
+            "DeepSeek-V3's fine-grained FP8",
+            "transformers 5.23.0",
+            fine_grained.METHOD,
+            fine_grained.LAYOUTS,
+        ),
+        Family(
+            "modelopt",
+            "NVIDIA ModelOpt",
+            "nvidia-modelopt 0.47.0",
+            modelopt.METHOD,
+            modelopt.LAYOUTS,
+        ),
         Family("torchao", "torchao", "torchao 0.18.0", torchao.METHOD, torchao.LAYOUTS),
         Family("gguf", "GGUF (llama.cpp)", "gguf 0.19.0", gguf.METHOD, gguf.LAYOUTS),
     )

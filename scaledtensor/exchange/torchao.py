@@ -7,6 +7,7 @@ attributes are the arguments of the class in torchao 0.18.
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,27 +34,35 @@ __all__ = [
 
 METHOD = "torchao"
 
-_NAMES: dict[str, Any] = {
-    "codes": "_weight_qdata",
-    "scale": "_weight_scale",
-    "readers": ("torchao", "transformers"),
-}
-_MX: dict[str, Any] = _NAMES | {"dtype": torch.float8_e8m0fnu, "readers": ("torchao",)}
+_layout = partial(
+    Layout,
+    codes="_weight_qdata",
+    scale="_weight_scale",
+    readers=("torchao", "transformers", "vLLM"),
+)
+_float8 = partial(_layout, written="Float8Tensor")
+_int8 = partial(_layout, written="Int8Tensor")
+_intx = partial(_layout, written="IntxUnpackedToInt8Tensor", groups=True)
+_mx = partial(_layout, written="MXTensor", dtype=torch.float8_e8m0fnu, readers=("torchao",))
+_nvfp4 = partial(
+    _mx,
+    written="NVFP4Tensor",
+    packing="bytes",
+    dtype=torch.float8_e4m3fn,
+    tensor_scale="_weight_per_tensor_scale",
+    decoded="2^-23: it rounds twice",
+)
 
 LAYOUTS: tuple[Layout, ...] = (
-    Layout("Float8Tensor per tensor", WeightOnly("e4m3fn", "tensor"), "Float8Tensor",
-           shape="one by one", **_NAMES),
-    Layout("Float8Tensor", WeightOnly("e4m3fn"), "Float8Tensor", groups=True, **_NAMES),
-    Layout("Float8Tensor dynamic", Dynamic("e4m3fn"), "Float8Tensor", **_NAMES),
-    Layout("Int8Tensor", WeightOnly("int8"), "Int8Tensor", **_NAMES),
-    Layout("Int8Tensor dynamic", Dynamic("int8"), "Int8Tensor", **_NAMES),
-    Layout("IntxUnpackedToInt8Tensor", WeightOnly("int4", 32), "IntxUnpackedToInt8Tensor",
-           groups=True, **_NAMES),
-    Layout("MXTensor FP8", WeightOnly("mxfp8"), "MXTensor", **_MX),
-    Layout("MXTensor FP4", WeightOnly("mxfp4"), "MXTensor", packing="bytes", **_MX),
-    Layout("NVFP4Tensor", WeightOnly("nvfp4"), "NVFP4Tensor", packing="bytes",
-           tensor_scale="_weight_per_tensor_scale",
-           **_MX | {"dtype": torch.float8_e4m3fn, "decoded": "2^-23 in float32"}),
+    _float8("Float8Tensor per tensor", WeightOnly("e4m3fn", "tensor"), shape="one by one"),
+    _float8("Float8Tensor", WeightOnly("e4m3fn"), groups=True),
+    _float8("Float8Tensor dynamic", Dynamic("e4m3fn")),
+    _int8("Int8Tensor", WeightOnly("int8")),
+    _int8("Int8Tensor dynamic", Dynamic("int8")),
+    _intx("IntxUnpackedToInt8Tensor", WeightOnly("int4", 32)),
+    _mx("MXTensor FP8", WeightOnly("mxfp8")),
+    _mx("MXTensor FP4", WeightOnly("mxfp4"), packing="bytes"),
+    _nvfp4("NVFP4Tensor", WeightOnly("nvfp4")),
 )
 
 _ZERO = "_weight_zero_point"
@@ -186,6 +195,10 @@ _INT8_INPUT = _typed(
 # --- reading ---------------------------------------------------------------------------------
 
 
+#: Parts that some weights have for their inputs.
+_OF_INPUTS = ("act_pre_scale", "act_quant_scale", "act_quant_zero_point", "act_per_tensor_scale")
+
+
 class Described(NamedTuple):
     """What the metadata say of one tensor."""
 
@@ -233,7 +246,12 @@ def config_of(
         if name not in parts:
             raise CheckpointError(f"{where} has no {name}, which its metadata name")
     facts = told.facts
-    for name in ("act_pre_scale", "act_quant_scale", "act_quant_zero_point", "act_per_tensor_scale"):
+    for name in (
+        "act_pre_scale",
+        "act_quant_scale",
+        "act_quant_zero_point",
+        "act_per_tensor_scale",
+    ):
         if f"_weight_{name}" in parts:
             raise UnsupportedError(f"{where} has {name}, for which there is no place here")
     if _ZERO in parts and parts[_ZERO].any():

@@ -200,7 +200,8 @@ def _load(path: Path, device: torch.device, kinds: Mapping[str, str | None]) -> 
         own = {*layout.names, layout.input_scale}
         if strange := sorted((_VOCABULARY & parts.keys()) - own):
             raise CheckpointError(
-                f"{where} has {', '.join(strange)}, for which weights of {layout.name} have no place"
+                f"{where} has {', '.join(strange)}, for which weights of {layout.name} have no "
+                "place"
             )
         found[_joined(name, "weight")] = weight_of_parts(layout, config, parts, where, folder.dtype)
         found |= {_joined(name, leaf): x for leaf, x in parts.items() if leaf not in own}
@@ -265,8 +266,10 @@ def load_into(model: nn.Module, path: str | Path) -> None:
         CheckpointError, UnsupportedError: as `load`; or a name is missing or unknown, or a tensor
             has another shape. The model is then unchanged.
     """
-    kinds = {name: next((k for c, k in _KEPT.items() if isinstance(m, c)), type(m).__name__)
-             for name, m in model.named_modules()}
+    kinds = {
+        name: next((k for c, k in _KEPT.items() if isinstance(m, c)), type(m).__name__)
+        for name, m in model.named_modules()
+    }
     tensors = _load(Path(path), torch.device("cpu"), kinds)
     put_into(model, tensors, str(path))
 

@@ -1,5 +1,5 @@
-"""Weights that other libraries quantised, wrote and decoded are read to the same values, and written
-again to the same bytes (`samples.json`, see `write_samples.py`)."""
+"""Weights that other libraries quantised, wrote and decoded are read to the same values, and
+written again to the same bytes (`samples.json`, see `write_samples.py`)."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,6 @@ from scaledtensor.exchange import (
     gguf,
     modelopt,
     parts_of_weight,
-    torchao,
     weight_of_parts,
 )
 from scaledtensor.exchange.torchao import Described, config_of, describe, extra_parts
@@ -45,7 +44,9 @@ def read(family: str, sample: dict[str, Any]) -> tuple[Any, Any, dict[str, Tenso
     if family == "torchao":
         told = json.loads(sample["entry"])
         names = tuple(f"_weight_{name}" for name in told["_tensor_data_names"])
-        layout, config, _ = config_of("sample", Described(told["_type"], told["_data"], names), parts)
+        layout, config, _ = config_of(
+            "sample", Described(told["_type"], told["_data"], names), parts
+        )
     else:
         method = READERS[FORMATS[family].method]
         layout, config = method.scheme_reader("sample", sample["entry"])("m", None)

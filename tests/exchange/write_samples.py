@@ -151,7 +151,9 @@ def of_torchao(name: str) -> dict[str, Any]:
         case "Int8Tensor":
             x = Int8Tensor.from_hp(w, PerRow())
         case "Int8Tensor dynamic":
-            x = Int8Tensor.from_hp(w, PerRow(), act_quant_kwargs=QuantizeTensorToInt8Kwargs(PerRow()))
+            x = Int8Tensor.from_hp(
+                w, PerRow(), act_quant_kwargs=QuantizeTensorToInt8Kwargs(PerRow())
+            )
         case "IntxUnpackedToInt8Tensor":
             module = torch.nn.Linear(*w.shape[::-1], bias=False)
             module.weight.data = w
