@@ -16,7 +16,7 @@ from scaledtensor.exchange import modelopt
 from scaledtensor.tensors.codec import dtype_name
 from scaledtensor.tensors.storable import APPEARANCES
 
-__all__ = ["Folder", "config_of_model", "read", "write"]
+__all__ = ["ENTRY", "Folder", "config_of_model", "read", "told_of", "write"]
 
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 ENTRY = "quantization_config"
@@ -49,14 +49,24 @@ def read(path: Path, device: torch.device) -> Folder:
         tensors |= found
         metadata |= own
     folder = path if path.is_dir() else path.parent
+    where, told = told_of(folder)
     config = _read_json(folder / _CONFIG) or {}
-    where, told = f"{ENTRY} of {folder / _CONFIG}", config.get(ENTRY)
-    second = folder / modelopt.FILE
+    return Folder(tensors, metadata, where, told, _dtype(config, folder / _CONFIG))
+
+
+def told_of(folder: Path) -> tuple[str, dict[str, Any] | None]:
+    """The entry that says how weights are written, after its file and name; None if there is none.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
+    config, second = folder / _CONFIG, folder / modelopt.FILE
+    where, told = f"{ENTRY} of {config}", (_read_json(config) or {}).get(ENTRY)
     if told is None and second.exists():
         where, told = str(second), {"quant_method": modelopt.METHOD, **(_read_json(second) or {})}
     if told is not None and not isinstance(told, dict):
         raise CheckpointError(f"{where} is damaged: it is no table of fields")
-    return Folder(tensors, metadata, where, told, _dtype(config, folder / _CONFIG))
+    return where, told
 
 
 def _read_json(file: Path) -> dict[str, Any] | None:

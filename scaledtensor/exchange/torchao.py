@@ -21,6 +21,7 @@ from scaledtensor.quantization.tensor import QuantizedTensor
 from scaledtensor.tensors.codec import dtype_name
 
 __all__ = [
+    "FOREIGN",
     "LAYOUTS",
     "METHOD",
     "Described",
@@ -66,6 +67,11 @@ LAYOUTS: tuple[Layout, ...] = (
 )
 
 _ZERO = "_weight_zero_point"
+#: Parts that some weights have for their inputs.
+_OF_INPUTS = ("act_pre_scale", "act_quant_scale", "act_quant_zero_point", "act_per_tensor_scale")
+
+#: Names of other tensors of a weight -> what they are (see `compressed_tensors.FOREIGN`).
+FOREIGN = {f"_weight_{name}": "of inputs" for name in _OF_INPUTS} | {_ZERO: "zero points"}
 
 
 # --- writing ---------------------------------------------------------------------------------
@@ -193,10 +199,6 @@ _INT8_INPUT = _typed(
 
 
 # --- reading ---------------------------------------------------------------------------------
-
-
-#: Parts that some weights have for their inputs.
-_OF_INPUTS = ("act_pre_scale", "act_quant_scale", "act_quant_zero_point", "act_per_tensor_scale")
 
 
 class Described(NamedTuple):

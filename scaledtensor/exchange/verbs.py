@@ -1,6 +1,7 @@
 """save, load and load_into: models of quantised weights in the files of other libraries."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +12,21 @@ from scaledtensor.checkpoint.files import check_writable
 from scaledtensor.checkpoint.fit import matched, put, tensors_of
 from scaledtensor.errors import CheckpointError, UnsupportedError
 from scaledtensor.exchange import compressed_tensors, fine_grained, folders, gguf, modelopt, torchao
-from scaledtensor.exchange.layouts import parts_of_weight, weight_of_parts
+from scaledtensor.exchange.layouts import Layout, parts_of_weight, weight_of_parts
 from scaledtensor.exchange.table import family_of, layout_for, rows
-from scaledtensor.models import state_dicts
-from scaledtensor.models.scale_model import show
+from scaledtensor.quantization.configs import Config
 from scaledtensor.quantization.tensor import QuantizedTensor
+from scaledtensor.quantization.verb import place
 from scaledtensor.tensors.shards import is_dtensor
 from scaledtensor.tensors.wrapper import Wrapper
 
-__all__ = ["load", "load_into", "save"]
+__all__ = ["METHODS", "load", "load_into", "reader_of", "save", "serialized_names"]
 
 #: quant_method -> the module that reads and writes its entry of config.json.
-_METHODS: dict[str, Any] = {
+METHODS: dict[str, Any] = {
     m.METHOD: m for m in (compressed_tensors, fine_grained, modelopt, torchao)
 }
-_METHODS["modelopt_fp4"] = modelopt  # the name of files of 2025
+METHODS["modelopt_fp4"] = modelopt  # the name of files of 2025
 
 _KEPT = {nn.Linear: "Linear", nn.Embedding: "Embedding"}
 
@@ -83,7 +84,7 @@ def save(
     kinds = _kinds_of(source, state)
     found = {_module(name): (layouts[name], state[name].config) for name in layouts}  # type: ignore[attr-defined]
     left = [name for name in kinds if name not in found]
-    told = _METHODS[family.method].entry(found, kinds, left)
+    told = METHODS[family.method].entry(found, kinds, left)
     metadata = torchao.metadata(state, layouts) if family.name == torchao.METHOD else {}
     config = folders.config_of_model(source)
     folders.write(path, tensors, metadata, config, told)
@@ -170,42 +171,107 @@ def _load(path: Path, device: torch.device, kinds: Mapping[str, str | None]) -> 
     if path.suffix == ".gguf":
         return {name: x.to(device) for name, x in gguf.load(path).items()}
     folder = folders.read(path, device)
-    method = str((folder.told or {}).get("quant_method") or "")
-    if method == torchao.METHOD or "tensor_names" in folder.metadata:
-        return _load_torchao(path, folder)
-    module = _METHODS.get(method)
-    if folder.told is None or module is None:
+    weight = reader_of(path, folder.where, folder.told, folder.metadata)
+    found: dict[str, Tensor] = {}
+    for module, parts in _by_module(folder.tensors).items():
+        left = parts
+        if _is_quantised(parts):
+            own = {leaf: x for leaf, x in parts.items() if leaf in _OWN}
+            found[_joined(module, "weight")] = weight(module, kinds.get(module), own, folder.dtype)
+            left = {leaf: x for leaf, x in parts.items() if leaf not in _OWN}
+        found |= {_joined(module, leaf): x for leaf, x in left.items()}
+    if folder.metadata and "tensor_names" in folder.metadata:
+        _check_complete(path, folder.metadata, found)
+    return found
+
+
+#: Makes the weight of a module from the module's name, the name of its class if it is known, its
+#: tensors by their names in the module, and the dtype of the weight.
+Reader = Callable[[str, str | None, Mapping[str, Tensor], torch.dtype], Tensor]
+
+
+def reader_of(
+    path: Path, where: str, told: Mapping[str, Any] | None, metadata: Mapping[str, str]
+) -> Reader:
+    """How the weights of a folder are read.
+
+    Args:
+        path: the folder.
+        where: the file and the entry that say how weights are written.
+        told: this entry; None if there is none.
+        metadata: the metadata of the safetensors files.
+
+    Raises:
+        CheckpointError: the entry is damaged.
+        UnsupportedError: there is none, or it is of a method or a scheme that no layout covers.
+    """
+    method = str((told or {}).get("quant_method") or "")
+    if method == torchao.METHOD or (told is None and "tensor_names" in metadata):
+        described = torchao.described(str(path), metadata)
+        return partial(_weight_of_torchao, path, described)
+    if told is None or method not in METHODS:
         has = f"has the quant_method {method!r}" if method else f"has no {folders.ENTRY}"
         raise UnsupportedError(
-            f"{path} {has}; known are {', '.join(_METHODS)} and files of GGUF. "
+            f"{path} {has}; known are {', '.join(METHODS)} and files of GGUF. "
             "checkpoint.load_safetensors reads a plain checkpoint"
         )
-    scheme = module.scheme_reader(folder.where, folder.told)
-    found: dict[str, Tensor] = {}
-    for name, parts in _by_module(folder.tensors).items():
-        where = f"{name} of {path}"
-        if not _is_quantised(parts):
-            found |= {_joined(name, leaf): x for leaf, x in parts.items()}
-            continue
-        for leaf, meaning in module.FOREIGN.items():
-            if leaf in parts:
-                raise UnsupportedError(f"{where} has {leaf}, {meaning}: not supported")
-        chosen = scheme(name, kinds.get(name))
-        if chosen is None:
-            raise CheckpointError(
-                f"{where} has {', '.join(sorted(_VOCABULARY & parts.keys()))}, and {folder.where} "
-                "does not say that this module is quantised"
-            )
-        layout, config = chosen
-        own = {*layout.names, layout.input_scale}
-        if strange := sorted((_VOCABULARY & parts.keys()) - own):
-            raise CheckpointError(
-                f"{where} has {', '.join(strange)}, for which weights of {layout.name} have no "
-                "place"
-            )
-        found[_joined(name, "weight")] = weight_of_parts(layout, config, parts, where, folder.dtype)
-        found |= {_joined(name, leaf): x for leaf, x in parts.items() if leaf not in own}
-    return found
+    module = METHODS[method]
+    return partial(_weight_of, path, where, module.FOREIGN, module.scheme_reader(where, told))
+
+
+def _weight_of(
+    path: Path,
+    told_by: str,
+    foreign: Mapping[str, str],
+    scheme: Callable[[str, str | None], tuple[Layout, Config] | None],
+    module: str,
+    kind: str | None,
+    parts: Mapping[str, Tensor],
+    dtype: torch.dtype,
+) -> Tensor:
+    """The weight of one module, quantised or plain."""
+    where = f"{module} of {path}"
+    if not _is_quantised(parts):
+        return parts["weight"].to(dtype)
+    for leaf, meaning in foreign.items():
+        if leaf in parts:
+            raise UnsupportedError(f"{where} has {leaf}, {meaning}: not supported")
+    chosen = scheme(module, kind)
+    if chosen is None:
+        raise CheckpointError(
+            f"{where} has {', '.join(sorted(parts))}, and {told_by} does not say that this module "
+            "is quantised"
+        )
+    layout, config = chosen
+    if strange := sorted(parts.keys() - {*layout.names, layout.input_scale}):
+        raise CheckpointError(
+            f"{where} has {', '.join(strange)}, for which weights of {layout.name} have no place"
+        )
+    return weight_of_parts(layout, config, parts, where, dtype)
+
+
+def _weight_of_torchao(
+    path: Path,
+    described: Mapping[str, torchao.Described],
+    module: str,
+    kind: str | None,
+    parts: Mapping[str, Tensor],
+    dtype: torch.dtype,
+) -> Tensor:
+    name = _joined(module, "weight")
+    where = f"{name} of {path}"
+    if not _is_quantised(parts):
+        return parts["weight"].to(dtype)
+    if name not in described:
+        raise CheckpointError(f"{where} has {', '.join(sorted(parts))}, and no metadata of them")
+    layout, config, own = torchao.config_of(where, described[name], parts)
+    return weight_of_parts(layout, config, parts, where, own)
+
+
+def _check_complete(path: Path, metadata: Mapping[str, str], found: Mapping[str, Tensor]) -> None:
+    for name in torchao.described(str(path), metadata):
+        if name not in found:
+            raise CheckpointError(f"{path} is damaged: {name} is missing")
 
 
 #: The names of all tensors that only quantised weights have.
@@ -214,8 +280,16 @@ _VOCABULARY = {
     for _, layout in rows()
     for leaf in (layout.codes, layout.scale, layout.tensor_scale, layout.input_scale, layout.size)
 } - {"", "weight"}
+#: The same, with the names of tensors that mean what no layout covers.
+_STRANGERS = {leaf for module in METHODS.values() for leaf in module.FOREIGN}
+_OWN = {"weight"} | _VOCABULARY | _STRANGERS
 
 _SHORT = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def serialized_names() -> list[str]:
+    """The names, relative to a module, of all tensors of quantised weights."""
+    return sorted(_OWN)
 
 
 def _is_quantised(parts: Mapping[str, Tensor]) -> bool:
@@ -233,23 +307,6 @@ def _by_module(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 def _joined(module: str, leaf: str) -> str:
     return f"{module}.{leaf}" if module else leaf
-
-
-def _load_torchao(path: Path, folder: folders.Folder) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for name, told in torchao.described(str(path), folder.metadata).items():
-        where = f"{name} of {path}"
-        if not told.parts:
-            if name not in folder.tensors:
-                raise CheckpointError(f"{path} is damaged: {name} is missing")
-            found[name] = folder.tensors[name]
-            continue
-        module = _module(name)
-        names = {leaf: _joined(module, leaf) for leaf in told.parts}
-        parts = {leaf: folder.tensors[n] for leaf, n in names.items() if n in folder.tensors}
-        layout, config, dtype = torchao.config_of(where, told, parts)
-        found[name] = weight_of_parts(layout, config, parts, where, dtype)
-    return found
 
 
 def load_into(model: nn.Module, path: str | Path) -> None:
@@ -284,26 +341,14 @@ def put_into(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> Non
                 "process, and load into it before anything else"
             )
     pairs = matched(where, targets, tensors)
-    made = {}
+    made: dict[int, QuantizedTensor] = {}
     for name, (target, source) in pairs.items():
         if isinstance(source, QuantizedTensor):
             if not isinstance(target, nn.Parameter):
                 raise CheckpointError(f"{name} of the model is no parameter, and {where} has codes")
-            moved = source.to(device=target.device, dtype=target.dtype)
-            made[id(target)] = nn.Parameter(moved, requires_grad=False)
+            moved: Any = source.to(device=target.device, dtype=target.dtype)
+            made[id(target)] = moved
     for target, source in pairs.values():
         if id(target) not in made:
             put(target, source)
     place(model, made)
-
-
-def place(model: nn.Module, made: Mapping[int, nn.Parameter]) -> None:
-    """Replace parameters of a model, tied ones in all their modules; `made` has the new ones by the
-    `id` of the old."""
-    for module in model.modules():
-        for name, p in module._parameters.items():
-            if id(p) in made:
-                module._parameters[name] = made[id(p)]
-    for module in model.modules():
-        state_dicts.attach(module)
-    show(model)

@@ -8,6 +8,10 @@ The import registers the quantization method "scaledtensor" with transformers. W
     config = st.ScaledConfig("unit")
     model = AutoModelForCausalLM.from_pretrained(path, quantization_config=config)
 
+The folders of `scaledtensor.exchange` open in the same way, as models of quantised weights:
+
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=st.ScaledConfig())
+
 `scaledtensor.scale_model` attaches the method to a model of transformers that it converts, so that
 `save_pretrained` and Trainer save the model.
 """
@@ -25,6 +29,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers import (
+    AutoHfQuantizer,
     HfQuantizer,
     register_quantization_config,
     register_quantizer,
@@ -32,12 +37,17 @@ from transformers.quantizers import (
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from scaledtensor.errors import CheckpointError, RecipeError
+from scaledtensor.integrations.foreign import Foreign, JoinForeign, foreign_files, is_foreign
 from scaledtensor.models.delayed import parameter_of
 from scaledtensor.models.scale_model import complete, scale_model, unscale_model
 from scaledtensor.models.state_dicts import FACTS, joined, parted, parted_names
+from scaledtensor.quantization.configs import Config, config_from
+from scaledtensor.quantization.tensor import QuantizedTensor
+from scaledtensor.quantization.verb import place, quantize_
 from scaledtensor.recipes import Recipe, Unit
 from scaledtensor.recipes import get as get_recipe
 from scaledtensor.tensors.tensor import ScaledTensor, is_stored
+from scaledtensor.tensors.wrapper import is_wrapper
 
 __all__ = ["ScaledConfig", "ScaledQuantizer"]
 
@@ -50,7 +60,10 @@ class ScaledConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """The `quantization_config` of a model of ScaledTensors.
 
     Args:
-        recipe: a recipe, which says how products cast, its name, or its entry in `config.json`.
+        recipe: a recipe, which says how products cast, its name, or its entry in `config.json`; by
+            default `Unit()`. A config of `quantize_`, such as `WeightOnly("nvfp4")`, quantises the
+            weights after they are loaded. A folder that `scaledtensor.exchange` reads takes no
+            recipe, since the folder says how its weights are quantised.
         dequantize: let `save_pretrained` write a plain checkpoint of the values, in the original
             format of the model, with a config.json that does not name this method. By default it
             writes codes, scales and formats, from which `from_pretrained` and Trainer restore all
@@ -62,12 +75,12 @@ class ScaledConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     def __init__(
         self,
-        recipe: Recipe | str | dict[str, Any] = Unit(),  # noqa: B008 - frozen
+        recipe: Recipe | Config | str | dict[str, Any] | None = None,
         dequantize: bool = False,
         quant_method: str = METHOD,
     ) -> None:
-        told = isinstance(recipe, dict)
-        self.recipe = Recipe.from_json(json.dumps(recipe)) if told else get_recipe(recipe)  # type: ignore[arg-type]
+        self.given = recipe is not None
+        self.recipe = _read_recipe(Unit() if recipe is None else recipe)
         self.dequantize = dequantize
         self.quant_method = quant_method
 
@@ -83,6 +96,14 @@ class ScaledConfig(QuantizationConfigMixin):  # type: ignore[misc]
             "recipe": recipe,
             "dequantize": self.dequantize,
         }
+
+
+def _read_recipe(given: Any) -> Recipe | Config:
+    if isinstance(given, Config):
+        return given
+    if not isinstance(given, dict):
+        return get_recipe(given)
+    return config_from(given) if "config" in given else Recipe.from_json(json.dumps(given))
 
 
 class Join(ConversionOps):  # type: ignore[misc]
@@ -108,6 +129,7 @@ class ScaledQuantizer(HfQuantizer):  # type: ignore[misc]
     def __init__(self, quantization_config: ScaledConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self.files: list[str] = []
+        self.foreign: Foreign | None = None
         self.histories: set[str] = set()
         self.serialized_names: dict[str, list[str]] = {}
         #: An empty list that replaces the model's conversions while the model's own names are
@@ -135,7 +157,16 @@ class ScaledQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
     ) -> None:
-        if self.pre_quantized:
+        self.foreign = foreign_files(checkpoint_files or ())
+        if self.foreign is not None:
+            if self.quantization_config.given:
+                raise RecipeError(
+                    f"{self.foreign.where} says how the weights are quantised, and ScaledConfig() "
+                    f"opens them so: {self.quantization_config.recipe} is for a plain checkpoint"
+                )
+            self.pre_quantized = True
+            self.serialized_names = {"weight": self.foreign.names}
+        elif self.pre_quantized:
             self.files = list(checkpoint_files or ())
             state = model.state_dict()
             found = [name for name, _ in _read(self.files)]
@@ -147,7 +178,8 @@ class ScaledQuantizer(HfQuantizer):  # type: ignore[misc]
             model._keys_to_ignore_on_load_unexpected = known | set(map(re.escape, self.histories))
 
     def get_load_operations(self) -> dict[str, Any]:
-        return {"deserialize": Join, "dequantize": Join}
+        operation = Join if self.foreign is None else JoinForeign
+        return {"deserialize": operation, "dequantize": operation}
 
     def update_weight_conversions(
         self, weight_conversions: list[Any], model: PreTrainedModel
@@ -156,6 +188,8 @@ class ScaledQuantizer(HfQuantizer):  # type: ignore[misc]
         no conversion except for joining the parts."""
         if not self.serialized_names:
             return weight_conversions
+        if self.foreign is not None:
+            return [*weight_conversions, *self.get_weight_conversions()]
         converters: list[WeightConverter] = self.get_weight_conversions()
         return converters
 
@@ -164,13 +198,24 @@ class ScaledQuantizer(HfQuantizer):  # type: ignore[misc]
     ) -> PreTrainedModel:
         # transformers refuses .float() and .half() for a model that it takes to be quantized.
         model.is_quantized = False
-        if not self.serialized_names:  # a plain checkpoint, even if config.json names this method
-            scale_model(model, self.quantization_config.recipe)
+        recipe = self.quantization_config.recipe
+        if self.foreign is not None:
+            held = [p for p in model.parameters() if isinstance(p, QuantizedTensor)]
+            for p in held:
+                p.requires_grad_(False)
+            place(model, {})
+            if held:  # config.json of the model's own codes names one of their configs
+                self.quantization_config.recipe = held[0].config
+        elif not self.serialized_names:  # a plain checkpoint, even if config.json names this method
+            if isinstance(recipe, Config):
+                quantize_(model, recipe)
+            else:
+                scale_model(model, recipe)
         else:
             vars(model).pop("_weight_conversions", None)
             complete(model)
             for p in model.parameters():
-                if isinstance(p, ScaledTensor) and is_stored(p):
+                if isinstance(p, QuantizedTensor) or (isinstance(p, ScaledTensor) and is_stored(p)):
                     p.requires_grad_(False)  # again: transformers has set it for all parameters
             vars(model).pop("_keys_to_ignore_on_load_unexpected", None)
             with torch.no_grad():
@@ -198,12 +243,12 @@ class ScaledQuantizer(HfQuantizer):  # type: ignore[misc]
         ties = model.all_tied_weights_keys.items()
         left = {name for name, source in ties if state.get(name) is state.get(source)}
         if plain:
-            left |= {n for n in state if isinstance(state.get(parameter_of(n)), ScaledTensor)}
+            left |= {n for n in state if is_wrapper(state.get(parameter_of(n)))}
         found: dict[str, Tensor] = {}
         for name, x in state.items():
             if name in left:
                 continue
-            if not isinstance(x, ScaledTensor):
+            if not is_wrapper(x):
                 found[name] = x.detach() if isinstance(x, Tensor) else x
             elif plain:
                 found[name] = x.detach().dequantize()
@@ -218,11 +263,29 @@ class ScaledQuantizer(HfQuantizer):  # type: ignore[misc]
         return plain.to(dtype) if isinstance(dtype, torch.dtype) else plain
 
 
+# --- folders of other methods ----------------------------------------------------------------
+
+_usual = AutoHfQuantizer.merge_quantization_configs
+
+
+def _merged(cls: Any, told: Any, given: Any) -> Any:
+    """A ScaledConfig that was passed to `from_pretrained` wins over the config of a folder of
+    another method, if `scaledtensor.exchange` reads it. transformers refuses two methods."""
+    if isinstance(given, ScaledConfig) and is_foreign(told):
+        return given
+    return _usual(told, given)
+
+
+AutoHfQuantizer.merge_quantization_configs = classmethod(_merged)
+
+
 # --- calls of scale_model and unscale_model --------------------------------------------------
 
 
 def attach(
-    model: nn.Module, config: ScaledConfig | Recipe, quantizer: ScaledQuantizer | None = None
+    model: nn.Module,
+    config: ScaledConfig | Recipe | Config,
+    quantizer: ScaledQuantizer | None = None,
 ) -> None:
     """Tell transformers that its models in `model` consist of ScaledTensors."""
     for own in _pretrained(model):

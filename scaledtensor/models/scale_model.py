@@ -140,7 +140,7 @@ def scale_model(
     frozen = _frozen_weights(model)
     _convert(model, [c._replace(stored=c.stored and key in frozen) for key, c in changes.items()])
     complete(model)
-    for plug_in in _plug_ins(model):
+    for plug_in in plug_ins(model):
         plug_in.attach(model, chosen)
     return model
 
@@ -156,7 +156,7 @@ def complete(model: nn.Module) -> None:
     show(model)
 
 
-def _plug_ins(model: nn.Module) -> list[Any]:
+def plug_ins(model: nn.Module) -> list[Any]:
     """The plug-in for transformers, if `model` contains one of its models. Only then has the user
     loaded transformers."""
     library, models = map(sys.modules.get, ("transformers", "transformers.modeling_utils"))
@@ -205,7 +205,7 @@ def unscale_model(model: M) -> M:
         state_dicts.attach(module)
     note_ties(model)
     show(model)
-    for plug_in in _plug_ins(model):
+    for plug_in in plug_ins(model):
         plug_in.detach(model)
     return model
 

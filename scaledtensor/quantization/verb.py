@@ -1,7 +1,7 @@
 """`quantize_` converts the weights of a model for inference, in place."""
 
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -12,7 +12,7 @@ from scaledtensor.errors import ModelError, QuantizationError
 from scaledtensor.formats import TwoLevelScale
 from scaledtensor.models import state_dicts
 from scaledtensor.models.operands import TABLES, is_operand
-from scaledtensor.models.scale_model import show
+from scaledtensor.models.scale_model import plug_ins, show
 from scaledtensor.models.simulate import refuse_simulated
 from scaledtensor.ops.products.quantize import mixed, quantized
 from scaledtensor.quantization import training
@@ -26,7 +26,15 @@ from scaledtensor.tensors.shards import is_dtensor
 from scaledtensor.tensors.steps import is_scaled
 from scaledtensor.tensors.wrapper import Wrapper
 
-__all__ = ["Weight", "conversions", "quantize_", "quantized_weight", "role_of", "weights_of"]
+__all__ = [
+    "Weight",
+    "conversions",
+    "place",
+    "quantize_",
+    "quantized_weight",
+    "role_of",
+    "weights_of",
+]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -104,15 +112,32 @@ def quantize_(
         return model
     training.check_same(model, weights)
     made = conversions(model, weights, calibration)
-    for weight, held in zip(weights, made, strict=True):
-        p = nn.Parameter(held, requires_grad=False)
-        for module, name in weight.owners:
-            module._parameters[name] = p
+    place(model, {id(w.parameter): held for w, held in zip(weights, made, strict=True)})
+    return model
+
+
+def place(model: nn.Module, made: Mapping[int, QuantizedTensor]) -> None:
+    """Put quantised weights into `model`, with everything that goes with them: hooks of state
+    dicts, configs in `print(model)`, and the plug-in of transformers. A training under configs
+    ends.
+
+    Args:
+        model: the model; it may have quantised weights already.
+        made: the weights, by the `id` of the parameter that each replaces. A tied parameter is
+            replaced in all its modules.
+    """
+    new = {key: nn.Parameter(held, requires_grad=False) for key, held in made.items()}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if id(p) in new:
+                module._parameters[name] = new[id(p)]
     training.end(model)
     for module in model.modules():
         state_dicts.attach(module)
     show(model)
-    return model
+    config = next((p.config for p in model.parameters() if isinstance(p, QuantizedTensor)), None)
+    for plug_in in plug_ins(model):
+        plug_in.attach(model, config)
 
 
 def conversions(
