@@ -43,6 +43,7 @@ MODULES = (
     "inspect",
     "checkpoint",
     "distributed",
+    "exchange",
     "testing",
     "errors",
     "integrations.transformers",
@@ -56,7 +57,8 @@ NAVIGATION = {
     "How to": (
         *("how_to/pre_train", "how_to/fine_tune", "how_to/lora", "how_to/transformers"),
         *("how_to/compile", "how_to/several_devices", "how_to/save_and_load"),
-        *("how_to/quantize", "how_to/serve", "how_to/cache", "how_to/same_bits"),
+        *("how_to/quantize", "how_to/serve", "how_to/cache"),
+        *("how_to/same_bits", "how_to/exchange"),
         *("how_to/simulate", "how_to/formats", "how_to/calibrate", "how_to/test_casts"),
     ),
     "Guide": (

@@ -74,7 +74,7 @@ LAYOUTS: tuple[Layout, ...] = (
     _nvfp4("NVFP4", Dynamic("nvfp4"), input_scale="input_global_scale"),
 )
 
-#: Names of tensors that mean something else than the layouts say -> what they mean.
+#: Names of tensors that no layout covers -> their meaning.
 FOREIGN = {
     "weight_zero_point": "zero points: the scheme is asymmetric",
     "input_zero_point": "zero points of inputs: the scheme is asymmetric",

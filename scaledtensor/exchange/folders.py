@@ -23,7 +23,7 @@ ENTRY = "quantization_config"
 
 
 class Folder(NamedTuple):
-    """What a folder holds."""
+    """The contents of a folder."""
 
     tensors: dict[str, Tensor]
     metadata: dict[str, str]

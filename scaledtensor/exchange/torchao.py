@@ -70,7 +70,7 @@ _ZERO = "_weight_zero_point"
 #: Parts that some weights have for their inputs.
 _OF_INPUTS = ("act_pre_scale", "act_quant_scale", "act_quant_zero_point", "act_per_tensor_scale")
 
-#: Names of other tensors of a weight -> what they are (see `compressed_tensors.FOREIGN`).
+#: Names of other tensors of a weight -> their meaning (see `compressed_tensors.FOREIGN`).
 FOREIGN = {f"_weight_{name}": "of inputs" for name in _OF_INPUTS} | {_ZERO: "zero points"}
 
 
@@ -202,7 +202,7 @@ _INT8_INPUT = _typed(
 
 
 class Described(NamedTuple):
-    """What the metadata say of one tensor."""
+    """One tensor, as the metadata describe it."""
 
     kind: str
     """The name of its class; "Tensor" for a plain one."""
@@ -237,7 +237,7 @@ def config_of(
 
     Args:
         where: the name of the file and the tensor in messages.
-        told: what the metadata say of it.
+        told: its entry in the metadata.
         parts: its tensors, by their names in the layout.
 
     Raises:

@@ -280,7 +280,7 @@ _VOCABULARY = {
     for _, layout in rows()
     for leaf in (layout.codes, layout.scale, layout.tensor_scale, layout.input_scale, layout.size)
 } - {"", "weight"}
-#: The same, with the names of tensors that mean what no layout covers.
+#: The names of tensors that no layout covers.
 _STRANGERS = {leaf for module in METHODS.values() for leaf in module.FOREIGN}
 _OWN = {"weight"} | _VOCABULARY | _STRANGERS
 
