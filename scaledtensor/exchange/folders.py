@@ -2,7 +2,8 @@
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -11,12 +12,12 @@ from torch import Tensor, nn
 
 from scaledtensor.checkpoint.files import check_writable, reason, replacing
 from scaledtensor.checkpoint.safetensors import files_of, library, read_file
-from scaledtensor.errors import CheckpointError
+from scaledtensor.errors import CheckpointError, UnsupportedError
 from scaledtensor.exchange import modelopt
 from scaledtensor.tensors.codec import dtype_name
 from scaledtensor.tensors.storable import APPEARANCES
 
-__all__ = ["ENTRY", "Folder", "config_of_model", "read", "told_of", "write"]
+__all__ = ["ENTRY", "Folder", "check_names", "config_of_model", "read", "told_of", "write"]
 
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 ENTRY = "quantization_config"
@@ -136,6 +137,40 @@ def _write_json(file: Path, told: Mapping[str, Any]) -> None:
         temporary.write_text(json.dumps(told, indent=2) + "\n")
 
 
+def check_names(source: Any, names: Iterable[str]) -> None:
+    """Check that a model of transformers has the names that its checkpoints have.
+
+    Raises:
+        UnsupportedError: transformers renames or merges some of these tensors while it loads them,
+            as it merges the experts of a layer. Servers would look for other names.
+    """
+    if not _is_of_transformers(source):
+        return
+    loading = import_module("transformers.core_model_loading")
+    mapping = import_module("transformers.conversion_mapping").get_model_conversion_mapping
+    # A change of prefix is for checkpoints that were loaded, as in `revert_weight_conversion`.
+    transforms = [
+        t.reverse_transform()
+        for t in reversed(mapping(source, add_legacy=False))
+        if not isinstance(t, loading.PrefixChange)
+    ]
+    converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
+    renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
+    for name in names:
+        _, converted = loading.apply_converters(name, converters)
+        if converted is not None or loading.apply_renamings(name, renamings) != name:
+            raise UnsupportedError(
+                f"checkpoints of {type(source).__name__} have {name} under other names, or in "
+                "pieces: transformers converts it while it loads. Such a model is exported to GGUF "
+                "alone, under its own names"
+            )
+
+
+def _is_of_transformers(source: Any) -> bool:
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(source, transformers.PreTrainedModel)
+
+
 def config_of_model(source: Any, folder: Path | None = None) -> dict[str, Any]:
     """The fields of config.json of a model of transformers; of any other model, its dtype; none for
     tensors by name.
@@ -145,8 +180,7 @@ def config_of_model(source: Any, folder: Path | None = None) -> dict[str, Any]:
     if not isinstance(source, nn.Module):
         return {}
     dtype = dtype_name(next((p.dtype for p in source.parameters()), torch.float32))
-    transformers = sys.modules.get("transformers")
-    if transformers is None or not isinstance(source, transformers.PreTrainedModel):
+    if not _is_of_transformers(source):
         return {"dtype": dtype}
     model: Any = source
     told: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=True))

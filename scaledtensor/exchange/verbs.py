@@ -63,9 +63,12 @@ def save(
             "the model has no quantised weight: quantize_(model, config) comes before save"
         )
     if family.name == gguf.METHOD:
+        if path.suffix != ".gguf":
+            raise CheckpointError(f"{path} is to be a file of GGUF: give it a name with .gguf")
         check_writable(path)
         gguf.save({name: (layouts.get(name), x) for name, x in state.items()}, path)
         return
+    folders.check_names(source, state)
     tensors: dict[str, Tensor] = {}
     for name, x in state.items():
         if not isinstance(x, QuantizedTensor):

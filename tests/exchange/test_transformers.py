@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import scaledtensor as sct
-from scaledtensor.errors import RecipeError
+from scaledtensor.errors import RecipeError, UnsupportedError
 from scaledtensor.quantization.configs import Config, Dynamic, WeightOnly
 
 pytest.importorskip("transformers", minversion="5")
@@ -86,3 +86,15 @@ def test__a_folder_that_does_not_fit__is_refused(tmp_path: Path) -> None:
     # transformers prints the CheckpointError in its report.
     with pytest.raises(RuntimeError, match="conversion"):
         AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=ScaledConfig())
+
+
+def test__a_model_whose_checkpoints_have_other_names__is_refused(tmp_path: Path) -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2}
+    made = MixtralForCausalLM(MixtralConfig(vocab_size=32, **sizes, **heads))
+    sct.quantize_(made, {"*.self_attn.*": WeightOnly("int8")})
+    with pytest.raises(UnsupportedError, match=r"MixtralForCausalLM.*other names"):
+        sct.exchange.save(made, tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()

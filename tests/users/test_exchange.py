@@ -406,6 +406,8 @@ def test__a_file_of_gguf_that_is_cut_or_holds_other_types__is_refused(tmp_path: 
     writer.close()
     with pytest.raises(UnsupportedError, match="Q5_0"):
         sct.exchange.load(path)
+    with pytest.raises(CheckpointError, match=r"\.gguf"):
+        sct.exchange.save(given, tmp_path / "a folder", "gguf")
     small = weight(WeightOnly("int8", 32), plain_weight() * 1e-4)
     with pytest.raises(UnsupportedError, match="2\\^-14"):
         sct.exchange.save({"m.weight": small}, tmp_path / "b.gguf", "gguf")
