@@ -145,8 +145,8 @@ def parts_of_weight(layout: Layout, x: QuantizedTensor, where: str) -> dict[str,
         parts[layout.input_scale] = _single(layout, x.input_scale)
     elif layout.input_scale:
         raise UnsupportedError(
-            f"{where} has no scale of its input, and {layout.name} keeps one: calibrate the model "
-            "by quantize_ with Static, or quantise the weights alone by WeightOnly"
+            f"{where} has no scale of its input, and {layout.name} keeps one: give save some data "
+            "(calibration=batches), or quantise the weights alone by WeightOnly"
         )
     return parts
 

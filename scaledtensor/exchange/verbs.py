@@ -1,6 +1,6 @@
 """save, load and load_into: models of quantised weights in the files of other libraries."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from scaledtensor.checkpoint.files import check_writable
 from scaledtensor.checkpoint.fit import matched, put, tensors_of
-from scaledtensor.errors import CheckpointError, UnsupportedError
+from scaledtensor.errors import CheckpointError, QuantizationError, UnsupportedError
 from scaledtensor.exchange import compressed_tensors, fine_grained, folders, gguf, modelopt, torchao
+from scaledtensor.exchange.inputs import measured_inputs
 from scaledtensor.exchange.layouts import Layout, parts_of_weight, weight_of_parts
 from scaledtensor.exchange.table import family_of, layout_for, rows
 from scaledtensor.quantization.configs import Config
@@ -32,7 +33,11 @@ _KEPT = {nn.Linear: "Linear", nn.Embedding: "Embedding"}
 
 
 def save(
-    source: nn.Module | Mapping[str, Tensor], path: str | Path, format: str = "compressed-tensors"
+    source: nn.Module | Mapping[str, Tensor],
+    path: str | Path,
+    format: str = "compressed-tensors",
+    *,
+    calibration: Iterable[Any] | None = None,
 ) -> None:
     """Write a model of quantised weights as another library does.
 
@@ -44,8 +49,11 @@ def save(
             config.json, so that transformers and servers open it.
         path: the folder; for GGUF the file.
         format: a name of `FORMATS`.
+        calibration: batches as `quantize_` takes them, for weights of `Dynamic("nvfp4")`. Their
+            files keep a scale of the inputs, which `save` then measures.
 
     Raises:
+        QuantizationError: the batches reach no such weight, or show no finite inputs.
         UnsupportedError: the format is unknown, or it has no place for a weight. Nothing is
             written then.
         CheckpointError: the source has no quantised weight, a shard of a tensor, or something else
@@ -69,6 +77,8 @@ def save(
         gguf.save({name: (layouts.get(name), x) for name, x in state.items()}, path)
         return
     folders.check_names(source, state)
+    if calibration is not None:
+        state |= _calibrated(source, state, layouts, calibration)
     tensors: dict[str, Tensor] = {}
     for name, x in state.items():
         if not isinstance(x, QuantizedTensor):
@@ -92,6 +102,25 @@ def save(
     config = folders.config_of_model(source)
     folders.write(path, tensors, metadata, config, told)
     folders.config_of_model(source, path)
+
+
+def _calibrated(
+    source: nn.Module | Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
+    layouts: Mapping[str, Layout],
+    calibration: Iterable[Any],
+) -> Mapping[str, Tensor]:
+    wanting = [
+        name
+        for name, layout in layouts.items()
+        if layout.input_scale and getattr(state[name], "input_scale", None) is None
+    ]
+    if not wanting or not isinstance(source, nn.Module):
+        raise QuantizationError(
+            "calibration is for a model with weights whose file keeps a scale of inputs that they "
+            'do not have, such as Dynamic("nvfp4")'
+        )
+    return measured_inputs(source, wanting, calibration)
 
 
 def _module(name: str) -> str:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import scaledtensor as sct
-from scaledtensor.errors import CheckpointError, UnsupportedError
+from scaledtensor.errors import CheckpointError, QuantizationError, UnsupportedError
 from scaledtensor.exchange import FORMATS, Family, Layout
 from scaledtensor.quantization.configs import Config, Dynamic, WeightOnly
 
@@ -137,6 +137,31 @@ def test__the_config__names_layers_and_leaves_plain_ones_out(tmp_path: Path) -> 
     # Another format in the same folder leaves no file of the old one.
     entry(Dynamic("e4m3fn"), "compressed-tensors")
     assert not (tmp_path / "folder" / "hf_quant_config.json").exists()
+
+
+def test__nvfp4_with_inputs__is_saved_with_the_scale_of_inputs(tmp_path: Path) -> None:
+    given = model(Dynamic("nvfp4"))
+    expected = given(IDS)
+    batches = [IDS, (IDS.flip(1),)]
+    inputs = given.table(torch.stack([IDS, IDS.flip(1)])).abs().amax()
+    for family in ("compressed-tensors", "modelopt"):
+        sct.exchange.save(given, tmp_path / family, family, calibration=batches)
+        held: Any = sct.exchange.load(tmp_path / family)["layers.0.weight"]
+        torch.testing.assert_close(held.input_scale, inputs / (448 * 6), rtol=2.0**-22, atol=0)
+    assert given.layers[0].weight.input_scale is None
+    assert torch.equal(given(IDS), expected)
+    told = json.loads((tmp_path / "compressed-tensors" / "config.json").read_text())
+    group = told["quantization_config"]["config_groups"]["group_0"]
+    assert group["input_activations"]["dynamic"] == "local"
+    wrong: list[tuple[Any, Any, str]] = [
+        (given, [], "no batch"),
+        (model(WeightOnly("nvfp4")), [IDS], "calibration is for"),
+        (dict(given.state_dict()), [IDS], "calibration is for"),
+    ]
+    for source, data, words in wrong:
+        with pytest.raises(QuantizationError, match=words):
+            sct.exchange.save(source, tmp_path / "wrong", calibration=data)
+    assert not (tmp_path / "wrong").exists()
 
 
 def test__modelopt_s_own_file__is_enough(tmp_path: Path) -> None:

@@ -155,12 +155,12 @@ def test__its_library__decodes_the_values_that_were_saved(family: str, tmp_path:
         same_codes = torch.equal(loaded.qdata, x.qdata)
         assert same_codes, "codes"
         exact = x.value_in(torch.float64)
-        # What the table of docs/how_to/exchange.md says of values that are saved and loaded, ...
+        # The table of docs/how_to/exchange.md bounds values that are saved and loaded ...
         bound = {"0": 0.0, "2": 2.0**-23}[layout.difference[:1]]
         bound = 2.0**-11 if "float16" in layout.difference else bound
         bound = 2.0**-23 if layout.reciprocal else bound
         assert worst(loaded.value_in(torch.float64), exact) <= bound
-        # ... and of values that the library decodes in its own precision.
+        # ... and values that the library decodes in its own precision.
         if layout.decoded == "0" or family == "gguf":
             ours = loaded.value_in(torch.float32).to(decoded.dtype)
             assert torch.equal(decoded, ours)
