@@ -39,7 +39,7 @@ _layout = partial(
     Layout,
     codes="_weight_qdata",
     scale="_weight_scale",
-    readers=("torchao", "transformers", "vLLM"),
+    readers=("torchao", "transformers"),
 )
 _float8 = partial(_layout, written="Float8Tensor")
 _int8 = partial(_layout, written="Int8Tensor")

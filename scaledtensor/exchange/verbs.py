@@ -70,6 +70,8 @@ def save(
         raise CheckpointError(
             "the model has no quantised weight: quantize_(model, config) comes before save"
         )
+    if calibration is not None:
+        state |= _calibrated(source, state, layouts, calibration)
     if family.name == gguf.METHOD:
         if path.suffix != ".gguf":
             raise CheckpointError(f"{path} is to be a file of GGUF: give it a name with .gguf")
@@ -77,8 +79,6 @@ def save(
         gguf.save({name: (layouts.get(name), x) for name, x in state.items()}, path)
         return
     folders.check_names(source, state)
-    if calibration is not None:
-        state |= _calibrated(source, state, layouts, calibration)
     tensors: dict[str, Tensor] = {}
     for name, x in state.items():
         if not isinstance(x, QuantizedTensor):
