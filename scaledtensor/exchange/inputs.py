@@ -5,7 +5,7 @@ servers read. Products of `Dynamic("nvfp4")` measure it in each call. `measured_
 model to find the largest amax of some batches.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from scaledtensor.errors import QuantizationError
 from scaledtensor.formats import E4M3FN, TwoLevelScale
+from scaledtensor.models.passes import as_it_was, called
 from scaledtensor.quantization.tensor import QuantizedTensor
 
 __all__ = ["measured_inputs"]
@@ -24,10 +25,9 @@ def measured_inputs(
     """Weights with the scale of their inputs, by name.
 
     Args:
-        model: the model; it is run in its present mode, without gradients.
+        model: the model; it is run without gradients, in evaluation mode, and is then as before.
         names: the names of weights without the scale.
-        batches: as `quantize_` takes calibration data: a mapping holds keyword arguments, a tuple
-            or list holds positional arguments, and anything else is the only argument.
+        batches: as `quantize_` takes calibration data.
 
     Raises:
         QuantizationError: there is no batch, no input reached a weight, or an input is zero, NaN or
@@ -36,12 +36,9 @@ def measured_inputs(
     found: dict[str, Tensor] = {}
     hooks = [_watch(model, name.rpartition(".")[0], found) for name in names]
     try:
-        with torch.no_grad():
+        with as_it_was(model), torch.no_grad():
             for batch in batches:
-                if isinstance(batch, Mapping):
-                    model(**batch)
-                else:
-                    model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+                called(model, batch)
     finally:
         for hook in hooks:
             hook.remove()
