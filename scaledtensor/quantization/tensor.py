@@ -266,7 +266,7 @@ class QuantizedTensor(Wrapper):
     ) -> Any:
         kwargs = kwargs or {}
         with _torch.disable_torch_function():
-            own = _OWN.get(func) or _products().OPERATORS.get(func)
+            own = _products().computation(func) or _OWN.get(func)
             made = own(*args, **kwargs) if own is not None else NotImplemented
             if made is not NotImplemented:
                 return made
@@ -482,7 +482,10 @@ _OWN: dict[Any, Callable[..., Any]] = {
 
 
 def _read(x: Any) -> Any:
-    return x.value_in(x.dtype) if isinstance(x, QuantizedTensor) else x
+    if not isinstance(x, QuantizedTensor):
+        return x
+    products = _products()
+    return products.computation(products.dequantize)(x)
 
 
 def _refuse_writing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,0 +1,1 @@
+"""Quantised models in the files of other libraries."""
