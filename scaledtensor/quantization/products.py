@@ -373,7 +373,9 @@ def _by_loop(x: Tensor, w: QuantizedTensor) -> Tensor | None:
     cast = w.config.weight
     if not (backend_of(x).host and x.dtype in _LOOPED and native.built()):
         return None
-    if (x.shape[0] > FEW_ROWS and not invariant.is_on()) or torch.compiler.is_exporting():
+    # A program of exporters has torch's operators alone. A graph for any number of rows leaves the
+    # choice to the operator.
+    if torch.compiler.is_exporting() or (isinstance(x.shape[0], int) and not _few(x)):
         return None
     x = x.contiguous()
     if type(x) is Tensor and is_alone():
@@ -388,6 +390,11 @@ def _by_loop(x: Tensor, w: QuantizedTensor) -> Tensor | None:
 
 
 _LOOPED = (torch.float32, torch.bfloat16)
+
+
+def _few(x: Tensor) -> bool:
+    return x.shape[0] <= FEW_ROWS or invariant.is_on()
+
 
 verbs.LIBRARY.define(  # type: ignore[no-untyped-call]
     "coded_product(Tensor x, Tensor qdata, Tensor scale, Tensor whole, str cast) -> Tensor"
@@ -408,7 +415,7 @@ def _prepared(
 
 def _coded_product(x: Tensor, qdata: Tensor, scale: Tensor, whole: Tensor, cast: str) -> Tensor:
     how = parsed_cast(cast)
-    if type(x) in (Tensor, torch.nn.Parameter):
+    if type(x) in (Tensor, torch.nn.Parameter) and _few(x):
         ready = _prepared(qdata, scale.contiguous(), whole, how, x.shape[1])
         if ready is not None:
             return ready(x.contiguous())
