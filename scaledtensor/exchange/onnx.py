@@ -15,8 +15,8 @@ gives its value:
     e3m2fn, e2m3fn                 FLOAT8E4M3FN, which has their numbers  19; blocks 21
 
 `Static` and `Dynamic` put QuantizeLinear and DequantizeLinear before the input of a product, too.
-`Dynamic` measures amax by ONNX operators, since DynamicQuantizeLinear makes only uint8. The scales
-of `Dynamic` are those of eager code to the bit. QuantizeLinear rounds the quotient x / scale to
+`Dynamic` measures amax by ONNX operators, since DynamicQuantizeLinear makes only uint8. Its scales
+have the bits of eager code. QuantizeLinear rounds the quotient x / scale to
 float32 before it rounds to the format. So a code is the other neighbour if x / scale is within
 2^-24 of a tie, and only under scales that are no powers of two. ONNX saturates infinities.
 

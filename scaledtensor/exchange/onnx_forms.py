@@ -1,4 +1,5 @@
-"""What the operators on quantised weights are in ONNX: `exchange/onnx.py` traces a model in them.
+"""Operators on quantised weights in operators that ONNX has. `exchange/onnx.py` traces a model in
+these forms.
 
 The forms consist of operators of torch that torch's exporter translates, and of two operators that
 `exchange/onnx_graph.py` writes out afterwards, since their types have no torch dtype:
@@ -151,7 +152,7 @@ class Forms:
                 self.round_trip(x / scale, torch.ones((), device=x.device), how.format, 0) * scale
             )
         padded = torch.nn.functional.pad(size, (0, -columns % along))
-        amax = padded.unflatten(-1, (-1, along)).amax(-1)
+        amax = padded.view(*x.shape[:-1], -1, along).amax(-1)
         return self.round_trip(x, _scale(amax, _whole(size), how), how.format, along)
 
     def round_trip(self, x: Tensor, scale: Tensor, fmt: Format, group: int) -> Tensor:

@@ -36,7 +36,7 @@ class _Expansion:
 
         self.ir, self.graph, self.native, self.names = onnx_ir, model.graph, native, names
         self.made: dict[Any, Any] = {}
-        """The initializers that are made, by what they hold."""
+        """The initializers that are made, by their contents."""
 
     def run(self) -> None:
         for node in list(self.graph):

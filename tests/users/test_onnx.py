@@ -4,11 +4,12 @@ pip install onnx onnxscript onnxruntime
 """
 
 import copy
+import importlib
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from assertions import assert_each
@@ -24,6 +25,7 @@ from scaledtensor.quantization.configs import Config
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
+importlib.import_module("onnx.reference")
 
 pytestmark = pytest.mark.users
 
@@ -59,9 +61,21 @@ INPUTS = [
 ]
 
 
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 32)).eval()
+class Each(nn.Module):
+    """A product for each config."""
+
+    def __init__(self, configs: Sequence[Config], width: int = 64) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(width, 48) for _ in configs)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(layer(x) for layer in self.layers)
+
+
+def each(configs: Sequence[Config], **more: Any) -> nn.Module:
+    named = {f"layers.{i}": config for i, config in enumerate(configs)}
+    return sct.quantize_(Each(configs).eval(), named, **more)
 
 
 def session(model: Any) -> Any:
@@ -73,11 +87,11 @@ def session(model: Any) -> Any:
     return onnxruntime.InferenceSession(given, options, providers=["CPUExecutionProvider"])
 
 
-def run(file: Path, *args: torch.Tensor) -> torch.Tensor:
+def run(file: Path, *args: torch.Tensor) -> list[torch.Tensor]:
     onnx.checker.check_model(str(file))
     held = session(file)
     named = {put.name: x.numpy() for put, x in zip(held.get_inputs(), args, strict=True)}
-    return torch.from_numpy(held.run(None, named)[0])
+    return [torch.from_numpy(y) for y in held.run(None, named)]
 
 
 def decoded(program: Any, name: str) -> torch.Tensor:
@@ -109,63 +123,70 @@ def sources(node: Any, nodes: dict[str, Any]) -> set[str]:
     return found
 
 
+def assert_near(configs: Sequence[Config], got: Any, wanted: Any, by: Any = 1.0) -> None:
+    """The results agree up to the rounding of float32 sums, relative to the sizes of the inputs."""
+
+    def check(case: tuple[Config, torch.Tensor, torch.Tensor]) -> None:
+        torch.testing.assert_close(case[1] / by, case[2] / by, rtol=0, atol=3e-6)
+
+    assert_each(list(zip(configs, got, wanted, strict=True)), check)
+
+
 def test__weights__decode_to_the_same_bits__and_products_are_near(tmp_path):
     x, more = torch.randn(4, 64), torch.randn(9, 64)
+    configs, file = list(WEIGHTS), tmp_path / "model.onnx"
+    model = each(configs)
+    program = export_onnx(model, (x,), file, dynamic_shapes=({0: "batch"},))
+    with torch.no_grad():
+        for given in (x, more):
+            assert_near(configs, run(file, given), model(given))
+    types = {i.name: i.data_type for i in program.model_proto.graph.initializer}
 
-    def check(config: Config) -> None:
-        model = sct.quantize_(network(), config)
-        with torch.no_grad():
-            wanted, others = model(x), model(more)
-        file = tmp_path / "model.onnx"
-        program = export_onnx(model, (x,), file, dynamic_shapes=({0: "batch"},))
-        assert isinstance(model[0].weight, QuantizedTensor)  # the model is as it was
-        torch.testing.assert_close(run(file, x), wanted, rtol=0, atol=2e-6)
-        torch.testing.assert_close(run(file, more), others, rtol=0, atol=2e-6)
-        types = {i.name: i.data_type for i in program.model_proto.graph.initializer}
-        assert onnx.TensorProto.DataType.Name(types["2.weight"]) == WEIGHTS[config]
-        held, weight = decoded(program, "0.weight"), model[0].weight
-        values = weight.matrix()
+    def check(case: tuple[int, Config]) -> None:
+        i, config = case
+        name, weight = f"layers.{i}.weight", model.layers[i].weight
+        assert isinstance(weight, QuantizedTensor)  # the model is as it was
+        assert onnx.TensorProto.DataType.Name(types[name]) == WEIGHTS[config]
+        held, values = decoded(program, name), weight.matrix()
         held = held.mT if held.shape != values.shape else held
         if weight.scale.dtype == torch.float8_e4m3fn:
             held = held * weight.tensor_scale
         assert torch.equal(held, values)
 
-    assert_each(WEIGHTS, check)
+    assert_each(list(enumerate(configs)), check)
 
 
 def test__inputs__are_cast_as_in_eager_code(tmp_path):
-    x = torch.randn(6, 64) * torch.tensor([1e-3, 1.0, 30.0, 1.0, 1e4, 1.0])[:, None]
+    size = torch.tensor([1e-3, 1.0, 30.0, 1.0, 1e4, 1.0])[:, None]
+    x = torch.randn(6, 64) * size
     x[3] = 0
     file = tmp_path / "model.onnx"
-
-    def check(config: Config) -> None:
-        model = sct.quantize_(network()[:1], config)
-        with torch.no_grad():
-            wanted = model(x)
-        export_onnx(model, (x,), file, dynamic_shapes=({0: "batch"},))
-        amax = x.abs().amax(-1, keepdim=True)
-        torch.testing.assert_close(
-            run(file, x) / amax.clamp(min=1e-3), wanted / amax.clamp(min=1e-3), rtol=0, atol=3e-6
+    model = each(INPUTS)
+    export_onnx(model, (x[:2],), file, dynamic_shapes=({0: "batch"},))
+    with torch.no_grad():
+        wanted = model(x)
+    whole = [config.input.block == (0, 0) for config in INPUTS]
+    for tensor in (True, False):
+        chosen = [i for i, w in enumerate(whole) if w is tensor]
+        got = run(file, x)
+        assert_near(
+            [INPUTS[i] for i in chosen],
+            [got[i] for i in chosen],
+            [wanted[i] for i in chosen],
+            1e4 if tensor else size,
         )
-
-    assert_each(INPUTS, check)
 
 
 def test__static__inputs_have_one_scale_in_the_file(tmp_path):
     x = torch.randn(5, 64)
-
-    def check(config: Static) -> None:
-        model = sct.quantize_(network(), config, calibration=[x])
-        with torch.no_grad():
-            wanted = model(x)
-        file = tmp_path / "model.onnx"
-        program = export_onnx(model, (x,), file, dynamic_shapes=({0: "batch"},))
-        torch.testing.assert_close(run(file, x), wanted, rtol=0, atol=3e-6)
-        count = Counter(node.op_type for node in program.model_proto.graph.node)
-        assert count["QuantizeLinear"] == 2  # and no operator that measures
-        assert not {"ReduceMax", "Abs", "Div"} & set(count)
-
-    assert_each([Static("e4m3fn"), Static("int8", "channel")], check)
+    configs = [Static("e4m3fn"), Static("int8", "channel")]
+    model, file = each(configs, calibration=[x]), tmp_path / "model.onnx"
+    program = export_onnx(model, (x,), file, dynamic_shapes=({0: "batch"},))
+    with torch.no_grad():
+        assert_near(configs, run(file, x), model(x))
+    count = Counter(node.op_type for node in program.model_proto.graph.node)
+    assert count["QuantizeLinear"] == 2  # and no operator that measures
+    assert not {"ReduceMax", "Abs", "Div"} & set(count)
 
 
 class Language(nn.Module):
@@ -196,23 +217,22 @@ def test__a_language_model__of_any_batch_and_length(tmp_path):
             wanted = model(more)
         file = tmp_path / "model.onnx"
         export_onnx(model, (ids,), file, dynamic_shapes=({0: "batch", 1: "length"},))
-        torch.testing.assert_close(run(file, more), wanted, rtol=0, atol=2e-5)
+        torch.testing.assert_close(run(file, more)[0], wanted, rtol=0, atol=2e-5)
 
     assert_each([WeightOnly("int4", 16, roles=roles), Dynamic("e4m3fn", roles=roles)], check)
 
 
 def test__fp4__in_its_own_type__is_a_valid_file(tmp_path):
     x = torch.randn(4, 64)
-    model = sct.quantize_(network(), WeightOnly("mxfp4"))
-    file = tmp_path / "model.onnx"
+    configs = [WeightOnly("mxfp4"), WeightOnly("nvfp4")]
+    model, file = each(configs), tmp_path / "model.onnx"
     export_onnx(model, (x,), file, fp4="float4e2m1")
     onnx.checker.check_model(str(file))
-    with torch.no_grad():
-        wanted = model(x)
     # onnx's own evaluator stands for a runtime that has the type.
     evaluator = onnx.reference.ReferenceEvaluator(str(file))
-    got = evaluator.run(None, {evaluator.input_names[0]: x.numpy()})[0]
-    np.testing.assert_allclose(got, wanted.numpy(), rtol=0, atol=2e-6)
+    got = evaluator.run(None, {evaluator.input_names[0]: x.numpy()})
+    with torch.no_grad():
+        assert_near(configs, map(torch.from_numpy, got), model(x))
 
 
 def test__the_page__runs_as_printed(tmp_path, monkeypatch, capsys):
