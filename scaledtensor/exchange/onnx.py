@@ -42,8 +42,8 @@ from scaledtensor.errors import (
 )
 from scaledtensor.exchange.onnx_forms import TYPES, Forms, check_config
 from scaledtensor.exchange.onnx_graph import expand
-from scaledtensor.quantization.products import written_as
 from scaledtensor.quantization.tensor import QuantizedTensor
+from scaledtensor.quantization.written import written_as
 from scaledtensor.tensors.wrapper import is_wrapper
 
 __all__ = ["export_onnx"]

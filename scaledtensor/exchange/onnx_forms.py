@@ -76,7 +76,7 @@ class Forms:
     """The formats that QuantizeLinear makes."""
 
     def table(self) -> dict[Any, Callable[..., Any]]:
-        """Operator -> its form, for `products.written_as`."""
+        """Operator -> its form, for `written_as`."""
         aten = torch.ops.aten
         return {
             products.linear: self.linear,
@@ -124,9 +124,9 @@ class Forms:
     # --- inputs ------------------------------------------------------------------------------
 
     def cast_input(self, x: Tensor, w: QuantizedTensor, dim: int) -> Tensor:
-        held = x.float() if dim == -1 else x.float().mT
-        held = self.cast(held, w.config, w.input_scale)
-        return (held if dim == -1 else held.mT).to(x.dtype)
+        held = products.entering(x, w, dim).float()
+        held = self.cast(held if dim == -1 else held.mT, w.config, w.input_scale)
+        return products.leaving(held if dim == -1 else held.mT, w, dim).to(x.dtype)
 
     def cast(self, x: Tensor, config: Config, scale: Tensor | None) -> Tensor:
         """float32 `x` with the values that a config casts it to, summed over its last dimension."""

@@ -14,11 +14,8 @@ products (convolutions, einsum, products by a left operand) read the weight's va
 are cast in the same way. Derivatives take the casts of inputs as identities (straight-through).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -54,7 +51,6 @@ __all__ = [
     "OPERATORS",
     "cast_input",
     "cast_values",
-    "computation",
     "dequantize",
     "entering",
     "leaving",
@@ -63,7 +59,6 @@ __all__ = [
     "summed_dim",
     "turned_back",
     "under_autocast",
-    "written_as",
 ]
 
 
@@ -510,23 +505,3 @@ OPERATORS: dict[Any, Callable[..., Any]] = {
     cast_input: _cast_input,
     rows: _rows,
 }
-
-_written: ContextVar[Mapping[Any, Callable[..., Any]]] = ContextVar(
-    "written", default=MappingProxyType({})
-)
-
-
-def computation(operator: Any) -> Callable[..., Any] | None:
-    """The computation of an operator on a QuantizedTensor, or None if this module has none."""
-    return _written.get().get(operator) or OPERATORS.get(operator)
-
-
-@contextmanager
-def written_as(forms: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
-    """A context in which `forms` compute operators in place of `OPERATORS`. A program that is
-    traced in it consists of operators that another library knows (`exchange/onnx.py`)."""
-    token = _written.set(forms)
-    try:
-        yield
-    finally:
-        _written.reset(token)
