@@ -58,7 +58,7 @@ NAVIGATION = {
         *("how_to/pre_train", "how_to/fine_tune", "how_to/lora", "how_to/transformers"),
         *("how_to/compile", "how_to/several_devices", "how_to/save_and_load"),
         *("how_to/quantize", "how_to/serve", "how_to/cache"),
-        *("how_to/same_bits", "how_to/exchange"),
+        *("how_to/same_bits", "how_to/exchange", "how_to/export", "how_to/onnx"),
         *("how_to/simulate", "how_to/formats", "how_to/calibrate", "how_to/test_casts"),
     ),
     "Guide": (

@@ -49,10 +49,13 @@ from scaledtensor.tensors.wrapper import Wrapper
 __all__ = [
     "FUNCTIONS",
     "OPERATORS",
+    "cast_input",
     "cast_values",
     "dequantize",
     "entering",
+    "leaving",
     "linear",
+    "rows",
     "summed_dim",
     "turned_back",
     "under_autocast",
@@ -114,8 +117,7 @@ def _rows_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, N
     return of_table, None, None, None
 
 
-def _forget(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    pass
+def _forget(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None: ...
 
 
 #: The plain tensor of the value of `w`.
@@ -363,9 +365,11 @@ FEW_ROWS = 128
 def _by_loop(x: Tensor, w: QuantizedTensor) -> Tensor | None:
     """The product by the loop in C++, or None: there is none for this device or these rows."""
     cast = w.config.weight
-    if not (backend_of(x).host and x.dtype in _LOOPED and native.built()):
+    has_loop = backend_of(x).host and x.dtype in _LOOPED and native.built()
+    if not has_loop or torch.compiler.is_exporting():
         return None
-    if (x.shape[0] > FEW_ROWS and not invariant.is_on()) or torch.compiler.is_exporting():
+    rows = x.shape[0]  # symbolic in a graph for any number of rows: then the operator decides
+    if isinstance(rows, int) and rows > FEW_ROWS and not invariant.is_on():
         return None
     x = x.contiguous()
     if type(x) is Tensor and is_alone():
@@ -373,13 +377,12 @@ def _by_loop(x: Tensor, w: QuantizedTensor) -> Tensor | None:
         if ready is None or not ready.reads(w.qdata, w.scale):
             ready = w.loop = _prepared(w.qdata, w.scale, w.tensor_scale, cast, x.shape[1])
         if ready is not None:
-            made: Tensor = ready(x)
-            return made
-    y: Tensor = coded_product(x, w.qdata, w.scale, w.tensor_scale, cast.spec)
-    return y
+            return ready(x)  # type: ignore[no-any-return]
+    return coded_product(x, w.qdata, w.scale, w.tensor_scale, cast.spec)  # type: ignore[no-any-return]
 
 
 _LOOPED = (torch.float32, torch.bfloat16)
+
 
 verbs.LIBRARY.define(  # type: ignore[no-untyped-call]
     "coded_product(Tensor x, Tensor qdata, Tensor scale, Tensor whole, str cast) -> Tensor"
@@ -400,7 +403,8 @@ def _prepared(
 
 def _coded_product(x: Tensor, qdata: Tensor, scale: Tensor, whole: Tensor, cast: str) -> Tensor:
     how = parsed_cast(cast)
-    if type(x) in (Tensor, torch.nn.Parameter):
+    few = x.shape[0] <= FEW_ROWS or invariant.is_on()
+    if few and type(x) in (Tensor, torch.nn.Parameter):
         ready = _prepared(qdata, scale.contiguous(), whole, how, x.shape[1])
         if ready is not None:
             return ready(x.contiguous())
@@ -467,8 +471,7 @@ def turned_back(x: Tensor) -> Tensor:
     """Undo `mixed` along the last dimension: its matrix is orthogonal."""
     groups = x.float().reshape(*x.shape[:-1], -1, HADAMARD)
     identity = mixed(torch.eye(HADAMARD, device=x.device), -1)
-    found: Tensor = (groups @ identity.mT).flatten(-2)
-    return found
+    return torch.matmul(groups, identity.mT).flatten(-2)
 
 
 def _rows(w: QuantizedTensor, ids: Tensor, *of_gradients: Any) -> Tensor:

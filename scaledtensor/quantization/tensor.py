@@ -42,6 +42,7 @@ from scaledtensor.formats import (
 )
 from scaledtensor.formats.layouts import check_scale_shape, packed_shape
 from scaledtensor.quantization.configs import Config, config_from
+from scaledtensor.quantization.written import form_of
 from scaledtensor.recipes.casts import Cast, Microscale, TwoLevel
 from scaledtensor.tensors.storable import appearance
 from scaledtensor.tensors.wrapper import Wrapper, written_by
@@ -226,7 +227,7 @@ class QuantizedTensor(Wrapper):
 
     def dequantize(self) -> Tensor:
         """The plain tensor of the same value, shape and dtype."""
-        return _dequantize(self)
+        return cast(Tensor, _products().dequantize(self))
 
     def shared(self) -> Self:
         """Another tensor of the same codes, and no view of this one."""
@@ -266,7 +267,7 @@ class QuantizedTensor(Wrapper):
     ) -> Any:
         kwargs = kwargs or {}
         with _torch.disable_torch_function():
-            own = _OWN.get(func) or _products().OPERATORS.get(func)
+            own = form_of(func) or _OWN.get(func) or _products().OPERATORS.get(func)
             made = own(*args, **kwargs) if own is not None else NotImplemented
             if made is not NotImplemented:
                 return made
@@ -383,10 +384,6 @@ def _products() -> Any:
 _aten = torch.ops.aten
 
 
-def _dequantize(x: QuantizedTensor) -> Tensor:
-    return cast(Tensor, _products().dequantize(x))
-
-
 def _share(x: QuantizedTensor) -> QuantizedTensor:
     # As views are: made outside inference mode, where this tensor was.
     with torch.inference_mode(torch.is_inference_mode_enabled() and x.is_inference()):
@@ -482,7 +479,10 @@ _OWN: dict[Any, Callable[..., Any]] = {
 
 
 def _read(x: Any) -> Any:
-    return x.value_in(x.dtype) if isinstance(x, QuantizedTensor) else x
+    if not isinstance(x, QuantizedTensor):
+        return x
+    form = form_of(_products().dequantize)
+    return x.value_in(x.dtype) if form is None else form(x)
 
 
 def _refuse_writing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -317,6 +317,8 @@ def _hadamard(device: torch.device) -> Tensor:
     h = torch.ones(1, 1, device=device)
     while h.shape[0] < HADAMARD:
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
-    signs = torch.tensor(_SIGNS, dtype=torch.float32, device=device)
+    # By arithmetic: a tensor of numbers of the host would be a constant of an exported program.
+    bits = sum(1 << i for i, sign in enumerate(_SIGNS) if sign < 0)
+    signs = 1.0 - 2.0 * (bits >> torch.arange(HADAMARD, device=device) & 1)
     matrix: Tensor = signs[:, None] * h / HADAMARD**0.5
     return matrix
