@@ -15,8 +15,8 @@ machine slows all of them alike. Figures are medians over all tokens after the f
   GB/s       bytes that a token reads (weights of products, and the cache) over its time; the share
              is of the machine's read bandwidth, which is measured before
 
-"compiled" calls `torch.compile(model.forward)` with a static cache. The last row has the same
-layers with a width of 64: its time is Python's. Rows of torchao (`pip install --no-deps torchao`)
+"compiled" calls `torch.compile(model.forward)` with a static cache. The last row has as
+many layers, of width 64: its time is Python's. Rows of torchao (`pip install --no-deps torchao`)
 are left out with a message if it is not installed or refuses this machine.
 """
 
@@ -50,7 +50,7 @@ QUICK = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 512} | {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
 }
-OVERHEAD = "24 layers of width 64"
+OVERHEAD = "the same layers, width 64"
 
 
 def llama(size: dict[str, int]) -> Any:
@@ -116,9 +116,8 @@ def run(options: argparse.Namespace, folder: Path) -> list[Row]:
     """Return the rows of all variants that run here. Their processes take turns."""
     context = multiprocessing.get_context("forkserver")
     # The server imports once, and runs no thread before it forks.
-    context.set_forkserver_preload(
-        ["transformers.models.llama.modeling_llama", "benchmarks.decode"]
-    )
+    modules = ["transformers.models.llama.modeling_llama", "benchmarks.decode_processes"]
+    context.set_forkserver_preload(modules)
     known, workers, rows = variants(), {}, []
     for name in [*options.variants, OVERHEAD]:
         plain = name == OVERHEAD
@@ -129,19 +128,15 @@ def run(options: argparse.Namespace, folder: Path) -> list[Row]:
         held = folder / ("small" if plain else "model")
         worker = Worker(context, "FP32" if plain else name, held, options.threads)
         facts = worker.ask()
-        made = (
-            []
-            if isinstance(facts, str)
-            else [Row(name, path, dict(facts)) for path in options.paths]
-        )
         if isinstance(facts, str):
             told(name, library, facts)
-        for row in made:
-            answer = worker.ask((row.path, 3))  # compiles and warms up
+            continue
+        for path in options.paths:
+            answer = worker.ask((path, 3))  # compiles and warms up
             if isinstance(answer, str):
-                told(f"{name}, {row.path},", library, answer)
+                told(f"{name}, {path},", library, answer)
             else:
-                rows.append(row)
+                rows.append(Row(name, path, dict(facts)))
         workers[name] = worker
     try:
         for _ in range(options.rounds):
@@ -296,7 +291,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
         count = save(folder / "model", size)
-        save(folder / "small", QUICK | {"hidden_size": 64, "num_hidden_layers": 24})
+        save(
+            folder / "small", size | {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 64}
+        )
         found = machine(options.threads, 2**20 if options.quick else 2**27)
         rows = run(options, folder)
     for row in rows:

@@ -98,7 +98,9 @@ class Decoder:
 
     def __init__(self, folder: Path, variant: Variant) -> None:
         from transformers import LlamaForCausalLM
+        from transformers.utils.logging import disable_progress_bar
 
+        disable_progress_bar()
         self.model = LlamaForCausalLM.from_pretrained(folder, dtype=variant.dtype).eval()
         variant.convert(self.model)
         self.eager = self.model.forward

@@ -37,7 +37,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from scaledtensor.quantization import Dynamic, Static, WeightOnly
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -49,6 +48,7 @@ from benchmarks.timing import device_name
 from scaledtensor.apps.gpt import GPT
 from scaledtensor.apps.text import Corpus, draw_batch, load
 from scaledtensor.formats.describe import markdown
+from scaledtensor.quantization.configs import Config, Dynamic, Static, WeightOnly
 
 Batches = list[dict[str, Tensor]]
 Figures = dict[str, float]
@@ -76,7 +76,7 @@ class Row:
     library: str = "torch"
 
 
-def ours(config: Any) -> Row:
+def ours(config: Config) -> Row:
     def prepare(model: nn.Module, batches: Batches) -> None:
         sct.quantize_(model, config, calibration=batches if config.needs_data else None)
 
