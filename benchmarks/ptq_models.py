@@ -37,17 +37,17 @@ CLASSES = 20
 class Sizes:
     """Sizes of the models and of their trainings. Each is part of the name of a kept model."""
 
-    layers: int = 6
+    layers: int = 4
     width: int = 256
     context: int = 64
     batch: int = 8
-    steps: int = 1600
+    steps: int = 800
     bert_layers: int = 4
     bert_width: int = 192
     tokens: int = 64
     bert_batch: int = 16
     masked_steps: int = 1000
-    epochs: int = 3
+    epochs: int = 2
     functions: int = 400
     """The most functions of one package."""
     text: int = 1_500_000
