@@ -1,4 +1,4 @@
-"""Decode with a Llama at batch 1: tokens per second, memory, and what limits them.
+"""Decode with a Llama at batch 1: tokens per second, memory, and the roofline.
 
     python -m benchmarks.decode [--threads 2] [--variants NAME ...] [--paths eager compiled]
         [--rounds 5] [--tokens 12] [--folder FOLDER] [--json FILE] [--picture FILE.png] [--quick]
@@ -224,8 +224,8 @@ def verdicts(rows: list[Row]) -> list[tuple[str, bool]]:
 
 
 def limits(rows: list[Row], found: dict[str, float]) -> Iterable[str]:
-    """Say for each variant what takes its time: reading at the measured bandwidth, Python (the time
-    of the small model), or the rest, which is arithmetic."""
+    """Divide the time of each row into reading at the measured bandwidth, Python (the time of the
+    small model), and the rest, which is arithmetic. The largest part limits the row."""
     for row in rows:
         python = min(r.token for r in rows if r.name == OVERHEAD and r.path == row.path)
         if row.name == OVERHEAD:

@@ -1,7 +1,7 @@
 """Quantise trained models without training: loss, accuracy and bytes of every config.
 
     python -m benchmarks.ptq --text FILE [--models FOLDER] [--seeds 3] [--only gpt bert]
-        [--rows NAME ...] [--windows 256] [--json FILE] [--quick]
+        [--rows NAME ...] [--windows 256] [--sizes NAME=N ...] [--json FILE] [--quick]
 
 A GPT is trained on the characters of FILE. A BERT is trained by masked tokens on the standard
 library's sources, and fine-tuned to tell which of 20 packages a function is from. There is one GPT
@@ -29,7 +29,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -367,18 +367,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=("gpt", "bert"), default=("gpt", "bert"))
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW")
-    parser.add_argument("--layers", type=int, help="layers of the GPT")
-    parser.add_argument("--width", type=int, help="width of the GPT; 8 layers of 320 are 10 M")
-    parser.add_argument("--steps", type=int, help="training steps of the GPT")
+    parser.add_argument(
+        "--sizes", nargs="+", default=[], metavar="NAME=N", help="fields of `ptq_models.Sizes`"
+    )
     parser.add_argument("--windows", type=int, default=256, help="held-out windows of the GPT")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument("--quick", action="store_true", help="models of no use, in seconds")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    given = {k: getattr(options, k) for k in ("layers", "width", "steps")}
-    sizes = ptq_models.QUICK if options.quick else ptq_models.Sizes()
-    options.sizes = replace(sizes, **{k: v for k, v in given.items() if v is not None})
+    options.sizes = sizes_of(options.sizes, options.quick, parser)
     if not installed("torchao"):
         print("torchao is not installed: its rows are left out")
     found: dict[str, Runs] = {}
@@ -412,6 +410,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
     return 0 if good or options.quick else 1
+
+
+def sizes_of(given: list[str], quick: bool, parser: argparse.ArgumentParser) -> ptq_models.Sizes:
+    """Return the sizes that the command line asks for."""
+    sizes = ptq_models.QUICK if quick else ptq_models.Sizes()
+    known = asdict(sizes)
+    for text in given:
+        name, _, value = text.partition("=")
+        if name not in known or not value.isdigit():
+            parser.error(f"--sizes takes {'=N, '.join(known)}=N with whole numbers; got {text!r}")
+        known[name] = int(value)
+    return ptq_models.Sizes(**known)
 
 
 def maker(kind: str, options: argparse.Namespace) -> Callable[[int], Subject] | None:

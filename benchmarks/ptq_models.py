@@ -1,7 +1,7 @@
 """The trained models of `benchmarks.ptq`, kept in a folder so that they are trained once.
 
-The GPT is that of `scaledtensor.apps`, trained on a text file, one training a seed. The BERT is
-that of transformers. One training by masked tokens reads the top-level modules of the standard
+The GPT is `scaledtensor.apps.gpt.GPT`, trained on a text file, one training a seed. The BERT is
+transformers' `BertModel`. One training by masked tokens reads the top-level modules of the standard
 library; then each seed fine-tunes on functions of the library's packages, to tell the package from
 the function. No held-out function is part of either training. All trainings are plain float32 and
 `torch.optim.AdamW`.
@@ -38,15 +38,15 @@ class Sizes:
     """Sizes of the models and of their trainings. Each is part of the name of a kept model."""
 
     layers: int = 4
-    width: int = 256
+    width: int = 192
     context: int = 64
     batch: int = 8
-    steps: int = 800
+    steps: int = 700
     bert_layers: int = 4
-    bert_width: int = 192
+    bert_width: int = 128
     tokens: int = 64
     bert_batch: int = 16
-    masked_steps: int = 1000
+    masked_steps: int = 400
     epochs: int = 2
     functions: int = 400
     """The most functions of one package."""
@@ -64,8 +64,8 @@ def short_name(kind: str, parts: dict[str, Any]) -> str:
 
 
 def kept(folder: Path | None, name: str, train: Callable[[], nn.Module], model: nn.Module) -> None:
-    """Fill `model` with the weights of `folder / name`. If there is no such file, train, and keep
-    the weights there."""
+    """Fill `model` with the weights in `folder / name`. If the file is missing, train, and write
+    it."""
     path = None if folder is None else folder / name
     if path is not None and path.exists():
         model.load_state_dict(torch.load(path))
@@ -232,7 +232,7 @@ def bert_config(data: Functions, sizes: Sizes) -> Any:
         vocab_size=data.vocabulary,
         hidden_size=sizes.bert_width,
         num_hidden_layers=sizes.bert_layers,
-        num_attention_heads=max(sizes.bert_width // 48, 1),
+        num_attention_heads=max(sizes.bert_width // 32, 1),
         intermediate_size=4 * sizes.bert_width,
         max_position_embeddings=sizes.tokens,
         attention_probs_dropout_prob=0.0,
