@@ -60,13 +60,22 @@ def llama(size: dict[str, int]) -> Any:
     return LlamaConfig(**size, eos_token_id=None, bos_token_id=None, tie_word_embeddings=False)
 
 
+def read_size(folder: Path, size: dict[str, int]) -> dict[str, int] | None:
+    """Return the size of the model in a folder, or None if there is none."""
+    path = folder / "config.json"
+    if not path.exists():
+        return None
+    held = json.loads(path.read_text())
+    return {name: held[name] for name in size}
+
+
 def save(folder: Path, size: dict[str, int]) -> int:
     """Save a Llama with random weights, unless the folder has it, and return its parameters."""
     from transformers import LlamaForCausalLM
 
     with torch.device("meta"):
         count = sum(p.numel() for p in LlamaForCausalLM(llama(size)).parameters())
-    if not (folder / "config.json").exists():
+    if read_size(folder, size) != size:
         torch.manual_seed(0)
         LlamaForCausalLM(llama(size)).save_pretrained(folder)
     return count
@@ -277,6 +286,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=PATHS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=12, help="tokens of a turn")
+    parser.add_argument("--layers", type=int, help="layers of the model (default: 24)")
     parser.add_argument("--folder", type=Path, help="keep the random model there")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the roofline there")
@@ -287,7 +297,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if "FP32" not in options.variants:
         options.variants = ["FP32", *options.variants]
-    size = QUICK if options.quick else SIZE
+    size = dict(QUICK if options.quick else SIZE)
+    size["num_hidden_layers"] = options.layers or size["num_hidden_layers"]
     with TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
         count = save(folder / "model", size)

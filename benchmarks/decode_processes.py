@@ -1,5 +1,7 @@
 """The variants of `benchmarks.decode`, each in a process of its own."""
 
+import ctypes
+import gc
 import resource
 import sys
 import time
@@ -102,7 +104,10 @@ class Decoder:
 
         disable_progress_bar()
         self.model = LlamaForCausalLM.from_pretrained(folder, dtype=variant.dtype).eval()
+        for p in self.model.parameters():  # a view of the file would keep all of it in memory
+            p.data = p.data.clone()
         variant.convert(self.model)
+        release()
         self.eager = self.model.forward
         self.compiled = torch.compile(self.model.forward, fullgraph=True, dynamic=False)
 
@@ -147,6 +152,13 @@ def serve(pipe: Connection, name: str, folder: Path, threads: int) -> None:
             if decoder is None:
                 return
         request = pipe.recv()
+
+
+def release() -> None:
+    """Give the memory that the conversion freed back to the system. Only glibc has to be told."""
+    gc.collect()
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def reset_peak() -> None:
