@@ -15,9 +15,10 @@ machine slows all of them alike. Figures are medians over all tokens after the f
   GB/s       bytes that a token reads (weights of products, and the cache) over its time; the share
              is of the machine's read bandwidth, which is measured before
 
-"compiled" calls `torch.compile(model.forward)` with a static cache. The last row has as
-many layers, of width 64: its time is Python's. Rows of torchao (`pip install --no-deps torchao`)
-are left out with a message if it is not installed or refuses this machine.
+"compiled" calls `torch.compile(model.forward)` with a static cache. The last row has as many
+layers, of width 64: its time is Python's. Rows of torchao (`pip install --no-deps torchao`) and of
+llama.cpp (`pip install xllamacpp gguf`) are left out with a message if the package is not installed
+or refuses this machine. llama.cpp decodes in its own loop, not in `generate`.
 """
 
 import argparse
@@ -140,7 +141,7 @@ def run(options: argparse.Namespace, folder: Path) -> list[Row]:
         if isinstance(facts, str):
             told(name, library, facts)
             continue
-        for path in options.paths:
+        for path in ["llama.cpp"] if library == "xllamacpp" else options.paths:
             answer = worker.ask((path, 3))  # compiles and warms up
             if isinstance(answer, str):
                 told(f"{name}, {path},", library, answer)
@@ -236,7 +237,8 @@ def limits(rows: list[Row], found: dict[str, float]) -> Iterable[str]:
     """Divide the time of each row into reading at the measured bandwidth, Python (the time of the
     small model), and the rest, which is arithmetic. The largest part limits the row."""
     for row in rows:
-        python = min(r.token for r in rows if r.name == OVERHEAD and r.path == row.path)
+        small = (r.token for r in rows if r.name == OVERHEAD and r.path == row.path)
+        python = next(small, 0.0)  # llama.cpp runs none
         if row.name == OVERHEAD:
             continue
         reading = row.facts["read"] / found["bandwidth"]
@@ -311,7 +313,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         row.facts["read"] += cache_bytes(size, row.name, options.tokens)
     packages = ", ".join(
         f"{name} {version(name)}"
-        for name in ("torch", "transformers", "torchao")
+        for name in ("torch", "transformers", "torchao", "xllamacpp")
         if installed(name)
     )
     print(f"{count:,} parameters; {packages}; {device_name(torch.device('cpu'))}; reads ", end="")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import scaledtensor as sct
+from benchmarks.decode_llama_cpp import LlamaCpp
 from benchmarks.memory import storages
 
 PROMPT = 8
@@ -34,6 +36,12 @@ class Variant:
     library: str = "torch"
     bits: int = 32
     """Bits of an element. The bars depend on it."""
+    gguf: str | None = None
+    """The type of the matrices in the GGUF file, for llama.cpp."""
+
+    def open(self, folder: Path) -> Any:
+        """Return the decoder of the model in a folder."""
+        return Decoder(folder, self) if self.gguf is None else LlamaCpp(folder, self.gguf)
 
 
 def ours(dtype: torch.dtype = torch.float32, **options: Any) -> Variant:
@@ -66,6 +74,8 @@ def variants() -> dict[str, Variant]:
         "torchao int8, BF16": torchao(bf16, 8, *int8),
         "torchao int4": torchao(torch.float32, 4, *int4, **packed),
         "torchao int4, BF16": torchao(bf16, 4, *int4, **packed),
+        "llama.cpp Q8_0": Variant(library="xllamacpp", bits=8, gguf="Q8_0"),
+        "llama.cpp Q4_0": Variant(library="xllamacpp", bits=4, gguf="Q4_0"),
         "ours e4m3fn": ours(format="e4m3fn"),
         "ours e4m3fn, BF16": ours(bf16, format="e4m3fn"),
         "ours int8": ours(format="int8"),
@@ -92,7 +102,7 @@ class Clock:
 
     def seconds(self) -> list[float]:
         """The time of each token after the first, which includes the prompt."""
-        return [b - a for a, b in zip(self.times[1:], self.times[2:], strict=False)]
+        return [b - a for a, b in pairwise(self.times[1:])]
 
 
 class Decoder:
@@ -117,14 +127,14 @@ class Decoder:
         return {"bytes": held, "read": held - table}
 
     @torch.inference_mode()
-    def decode(self, path: str, count: int) -> list[float]:
+    def decode(self, path: str, count: int, prompt: int) -> list[float]:
         """Return the seconds of each token after the first."""
         self.model.forward = getattr(self, path)
         clock = Clock()
-        prompt = torch.arange(PROMPT)[None] + 1
+        tokens = torch.arange(prompt)[None] + 1
         self.model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
+            tokens,
+            attention_mask=torch.ones_like(tokens),
             max_new_tokens=count,
             do_sample=False,
             streamer=clock,
@@ -137,16 +147,16 @@ def serve(pipe: Connection, name: str, folder: Path, threads: int) -> None:
     """Build a variant, send its facts, and answer each (path, tokens) with the seconds of tokens
     and the peak of memory. An error is sent as its text."""
     torch.set_num_threads(threads)
-    decoder: Decoder | None = None
+    decoder: Any = None
     request: Any = ()
     while request is not None:
         try:
             if decoder is None:
-                decoder = Decoder(folder, variants()[name])
+                decoder = variants()[name].open(folder)
                 pipe.send(decoder.facts())
             else:
                 reset_peak()
-                pipe.send((decoder.decode(*request), peak()))
+                pipe.send((decoder.decode(*request, PROMPT), peak()))
         except Exception as error:  # whatever another library raises here
             pipe.send(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
             if decoder is None:
