@@ -9,6 +9,7 @@ greedily with `model.generate` after a prompt of 8 tokens. The processes take tu
 machine slows all of them alike. Figures are medians over all tokens after the first:
 
   tokens/s   one over the wall time of a token
+  CPU ms     CPU time of a token, of all threads; a busy machine changes it less
   peak MB    the largest resident memory while it decodes; on Linux loading and converting are not
              part of it
   bytes      bytes of all parameters with their scales, over FP32's
@@ -38,7 +39,7 @@ import torch
 
 from benchmarks.decode_processes import PROMPT, Worker, variants
 from benchmarks.peers import installed
-from benchmarks.timing import device_name
+from benchmarks.timing import Moment, device_name
 from scaledtensor.formats.describe import markdown
 
 PATHS = ("eager", "compiled")
@@ -113,13 +114,18 @@ class Row:
     name: str
     path: str
     facts: dict[str, float]
-    seconds: list[float] = field(default_factory=list)
+    seconds: list[Moment] = field(default_factory=list)
     peak: float = 0.0
 
     @property
     def token(self) -> float:
         """The median seconds of a token."""
-        return statistics.median(self.seconds)
+        return statistics.median(wall for wall, _ in self.seconds)
+
+    @property
+    def processor(self) -> float:
+        """The median CPU seconds of a token, of all threads."""
+        return statistics.median(cpu for _, cpu in self.seconds)
 
 
 def run(options: argparse.Namespace, folder: Path) -> list[Row]:
@@ -186,6 +192,7 @@ def table(rows: list[Row], bandwidth: float) -> str:
                 "path": row.path,
                 "tokens/s": f"{1 / row.token:.1f}",
                 "ms": f"{1e3 * row.token:.2f}",
+                "CPU ms": f"{1e3 * row.processor:.2f}",
                 "x FP32": f"{base.token / row.token:.2f}",
                 "peak MB": f"{row.peak / 1e6:.0f}",
                 "bytes": "" if row.name == OVERHEAD else f"{share(rows, row):.3f}",
@@ -266,7 +273,7 @@ def draw(rows: list[Row], found: dict[str, float], path: Path) -> None:
     for row in shown:
         color = next((c for n, c in colors.items() if row.name.startswith(n)), "#0072b2")
         at = operations / row.facts["read"], operations / row.token / 1e9
-        marker = "o" if row.path == "eager" else "^"
+        marker = {"eager": "o", "compiled": "^"}.get(row.path, "s")
         axis.plot(*at, marker, color=color)
         if row is fastest(shown, row.name):
             axis.annotate(row.name, at, textcoords="offset points", xytext=(6, -3), fontsize=7)
@@ -274,7 +281,9 @@ def draw(rows: list[Row], found: dict[str, float], path: Path) -> None:
     axis.set_yscale("log", base=2)
     axis.set_xlabel("operations for each byte that a token reads")
     axis.set_ylabel("10^9 operations a second")
-    axis.set_title("Decoding at batch 1 (circles: eager, triangles: compiled)", fontsize=10)
+    axis.set_title(
+        "Decoding at batch 1 (circles: eager, triangles: compiled, squares: llama.cpp)", fontsize=10
+    )
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False)
     figure.savefig(path, dpi=110)

@@ -1,13 +1,13 @@
 """llama.cpp as a variant of `benchmarks.decode`, through the wheels of `xllamacpp` and `gguf`."""
 
 import json
-import time
-from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
+
+from benchmarks.timing import Moment, between, now
 
 
 def write(folder: Path, path: Path, kind: str) -> int:
@@ -83,15 +83,15 @@ class LlamaCpp:
     def facts(self) -> dict[str, float]:
         return {"bytes": self.bytes, "read": self.bytes - self.table}
 
-    def ask(self, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
+    def ask(self, prompt: list[int], count: int) -> tuple[list[int], list[Moment]]:
         """Return the tokens after a prompt, and the times at which they arrived."""
         tokens: list[int] = []
-        times: list[float] = []
+        times: list[Moment] = []
 
         def arrived(answer: str) -> bool:
             word = json.loads(answer)["choices"][0]["text"]
             if word:
-                times.append(time.perf_counter())
+                times.append(now())
                 tokens.append(int(word.removeprefix("t")))
             return False
 
@@ -100,7 +100,7 @@ class LlamaCpp:
         self.server.handle_completions(json.dumps(wanted | greedy), arrived)
         return tokens, times
 
-    def decode(self, path: str, count: int, prompt: int) -> list[float]:
+    def decode(self, path: str, count: int, prompt: int) -> list[Moment]:
         """Return the seconds of each token after the first."""
         _, times = self.ask(list(range(1, prompt + 1)), count)
-        return [b - a for a, b in pairwise(times)]
+        return between(times)

@@ -4,12 +4,10 @@ import ctypes
 import gc
 import resource
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
-from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from torch import Tensor, nn
 import scaledtensor as sct
 from benchmarks.decode_llama_cpp import LlamaCpp
 from benchmarks.memory import storages
+from benchmarks.timing import Moment, between, now
 
 PROMPT = 8
 
@@ -92,17 +91,13 @@ class Clock:
     """A streamer of `generate`: the time at which each token arrives, the prompt first."""
 
     def __init__(self) -> None:
-        self.times: list[float] = []
+        self.times: list[Moment] = []
 
     def put(self, value: Tensor) -> None:
-        self.times.append(time.perf_counter())
+        self.times.append(now())
 
     def end(self) -> None:
         pass
-
-    def seconds(self) -> list[float]:
-        """The time of each token after the first, which includes the prompt."""
-        return [b - a for a, b in pairwise(self.times[1:])]
 
 
 class Decoder:
@@ -127,8 +122,8 @@ class Decoder:
         return {"bytes": held, "read": held - table}
 
     @torch.inference_mode()
-    def decode(self, path: str, count: int, prompt: int) -> list[float]:
-        """Return the seconds of each token after the first."""
+    def decode(self, path: str, count: int, prompt: int) -> list[Moment]:
+        """Return the seconds of each token after the first, which includes the prompt."""
         self.model.forward = getattr(self, path)
         clock = Clock()
         tokens = torch.arange(prompt)[None] + 1
@@ -140,7 +135,7 @@ class Decoder:
             streamer=clock,
             cache_implementation="static" if path == "compiled" else None,
         )
-        return clock.seconds()
+        return between(clock.times[1:])
 
 
 def serve(pipe: Connection, name: str, folder: Path, threads: int) -> None:
