@@ -243,11 +243,12 @@ def weight_bytes(model: nn.Module) -> int:
 
 #: Rows whose operators are counted. `Dynamic` shows that the count is not blind.
 COUNTED = ("Static(e4m3fn), per tensor, amax", "Dynamic(e4m3fn), per tensor")
-MEASURES = ("amax", "amin", "aminmax", "max", "min", "abs", "norm", "linalg_vector_norm")
+MEASURES = ("amax", "amin", "aminmax", "max", "min", "norm", "linalg_vector_norm")
 
 
 class Operators(TorchDispatchMode):
-    """Counts the operators of a forward pass."""
+    """Counts the operators of a forward pass on plain tensors, the operators inside a quantised
+    product among them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -256,6 +257,8 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # the quantised weight calls operators on its parts next
         self.counts[func.overloadpacket.__name__] += 1
         return func(*args, **(kwargs or {}))
 
@@ -391,7 +394,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             tell = partial(print, f"{kind}, seed {seed},", file=sys.stderr, flush=True)
             runs.append(measure(chosen_rows(kind, options), subject, tell))
         parameters = sum(p.numel() for p in subject.model.parameters())
-        print(f"\n{kind}, {parameters:,} parameters, {options.seeds} seeds; ", end="")
+        print(f"\n{kind}, {parameters:,} parameters, seeds: {options.seeds}; ", end="")
         print(f"torch {torch.__version__}; {device_name(torch.device('cpu'))}\n")
         print(table(kind, runs) + "\n")
         for name in COUNTED:
