@@ -112,13 +112,15 @@ ROWS: dict[str, Row] = {
             "e2m3fn, 32": WeightOnly("e2m3fn", 32, "e8m0"),
             "e3m2fn, 32": WeightOnly("mxfp6"),
             "int4, 32": WeightOnly("int4", 32),
-            "int4, 64": WeightOnly("int4", 64),
+            "int4, 128": WeightOnly("int4", 128),
             "nvfp4": WeightOnly("nvfp4"),
             "mxfp4": WeightOnly("mxfp4"),
             "int4, 32, error feedback": WeightOnly("int4", 32, **FEEDBACK),
-            "int4, 64, error feedback": WeightOnly("int4", 64, **FEEDBACK),
+            "int4, 128, error feedback": WeightOnly("int4", 128, **FEEDBACK),
             "nvfp4, error feedback": WeightOnly("nvfp4", **FEEDBACK),
             "mxfp4, error feedback": WeightOnly("mxfp4", **FEEDBACK),
+            "mxfp4, rotate": WeightOnly("mxfp4", rotate=True),
+            "mxfp4, rotate, error feedback": WeightOnly("mxfp4", rotate=True, **FEEDBACK),
         }.items()
     },
     "Dynamic(e4m3fn), per token": ours(Dynamic("e4m3fn")),
@@ -130,6 +132,10 @@ ROWS: dict[str, Row] = {
         f"Static({name}), per tensor, {observer}": ours(Static(name, observer=observer))
         for name in ("e4m3fn", "int8")
         for observer in ("amax", "percentile", "least_error")
+    },
+    **{
+        f"Static({name}), per tensor, amax, fold": ours(Static(name, fold=True))
+        for name in ("e4m3fn", "int8")
     },
     **{
         f"KVCache({name})": Row(cache=lambda name=name: sct.KVCache(name))
