@@ -16,10 +16,11 @@ machine slows all of them alike. Figures are medians over all tokens after the f
   GB/s       bytes that a token reads (weights of products, and the cache) over its time; the share
              is of the machine's read bandwidth, which is measured before
 
-"compiled" calls `torch.compile(model.forward)` with a static cache. The last row has as many
-layers, of width 64: its time is Python's. Rows of torchao (`pip install --no-deps torchao`) and of
-llama.cpp (`pip install xllamacpp gguf`) are left out with a message if the package is not installed
-or refuses this machine. llama.cpp decodes in its own loop, not in `generate`.
+"compiled" calls `torch.compile(model.forward)` for all tokens but the prompt, with a static cache.
+Compiling takes minutes for each variant. The last row has as many layers, of width 64: its time is
+Python's. Rows of torchao (`pip install --no-deps torchao`) and of llama.cpp (`pip install xllamacpp
+gguf`) are left out with a message if the package is not installed or refuses this machine.
+llama.cpp decodes in its own loop, not in `generate`.
 """
 
 import argparse

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import wraps
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -114,7 +115,14 @@ class Decoder:
         variant.convert(self.model)
         release()
         self.eager = self.model.forward
-        self.compiled = torch.compile(self.model.forward, fullgraph=True, dynamic=False)
+        step = torch.compile(self.eager, fullgraph=True, dynamic=False)
+
+        @wraps(self.eager)
+        def compiled(*args: Any, **kwargs: Any) -> Any:
+            """As in `generate` on a GPU, the prompt is not compiled."""
+            return (step if kwargs["input_ids"].shape[1] == 1 else self.eager)(*args, **kwargs)
+
+        self.compiled = compiled
 
     def facts(self) -> dict[str, float]:
         held = sum(storages(self.model.parameters()).values())
