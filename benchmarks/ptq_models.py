@@ -47,7 +47,7 @@ class Sizes:
     tokens: int = 64
     bert_batch: int = 16
     masked_steps: int = 400
-    epochs: int = 2
+    epochs: int = 6
     functions: int = 400
     """The most functions of one package."""
     text: int = 1_500_000
