@@ -1,4 +1,4 @@
-"""benchmarks.ptq at a small size: models are kept, every row is measured, and bars are judged."""
+"""benchmarks.ptq at a small size: models are kept, all rows are measured, and bars are judged."""
 
 import json
 import random
@@ -23,31 +23,43 @@ def run(text, folder, *more):
     return json.loads(figures.read_text())
 
 
-def test__every_row__is_measured_on_both_models_that_are_trained_once(text, tmp_path, capsys):
+def test__every_row__is_measured_on_a_model_that_is_trained_once(text, tmp_path, capsys):
     from benchmarks import ptq
-    from benchmarks.peers import installed
 
-    kinds = ["gpt", *(["bert"] if installed("transformers") and installed("tokenizers") else [])]
-    found = run(text, tmp_path)
+    found = run(text, tmp_path, "--only", "gpt")["gpt"][0]
     printed = capsys.readouterr().out
     kept = {p: p.stat().st_mtime_ns for p in (tmp_path / "models").iterdir()}
-    assert list(found) == kinds
-    assert len(kept) == (1 if kinds == ["gpt"] else 3)  # the BERT before and after fine-tuning
-    options = type("Options", (), {"rows": list(ptq.ROWS)})
-    for kind, (figures,) in found.items():
-        assert list(figures) == ptq.chosen_rows(kind, options)
-        whole = figures["FP32"]["bytes"]
-        assert figures["BF16"]["bytes"] == whole / 2
-        assert 0.25 < figures["WeightOnly(e4m3fn)"]["bytes"] / whole < 0.3
-        assert 0.14 < figures["WeightOnly(nvfp4)"]["bytes"] / whole < 0.16
-        assert figures["WeightOnly(e5m2)"]["loss"] != figures["FP32"]["loss"]
+    assert len(kept) == 1
+    assert list(found) == [r for r in ptq.ROWS if r in found]
+    assert {r for r, row in ptq.ROWS.items() if row.library == "torch"} <= set(found)
+    whole = found["FP32"]["bytes"]
+    assert found["BF16"]["bytes"] == whole / 2
+    assert 0.25 < found["WeightOnly(e4m3fn)"]["bytes"] / whole < 0.3
+    assert 0.14 < found["WeightOnly(nvfp4)"]["bytes"] / whole < 0.16
+    assert found["WeightOnly(e5m2)"]["loss"] != found["FP32"]["loss"]
     judged = [line for line in printed.splitlines() if "(bar: at most" in line]
-    assert len(judged) == sum(bar.model in kinds for bar in ptq.BARS)
+    assert len(judged) == sum(bar.model == "gpt" for bar in ptq.BARS)
     # The second run trains nothing, and measures the same.
-    again = run(text, tmp_path, "--rows", "WeightOnly(e4m3fn)")
+    again = run(text, tmp_path, "--only", "gpt", "--rows", "WeightOnly(e4m3fn)")["gpt"][0]
     assert {p: p.stat().st_mtime_ns for p in kept} == kept
-    for kind, (figures,) in again.items():
-        assert figures == {r: found[kind][0][r] for r in ("FP32", "WeightOnly(e4m3fn)")}
+    assert again == {r: found[r] for r in ("FP32", "WeightOnly(e4m3fn)")}
+
+
+def test__the_bert__reads_functions_of_twenty_packages(text, tmp_path, capsys):
+    pytest.importorskip("transformers")
+    pytest.importorskip("tokenizers")
+    from benchmarks import ptq, ptq_models
+
+    data = ptq_models.functions(ptq_models.QUICK)
+    assert len(data.packages) == 20
+    assert not {tuple(f) for f in data.train} & {tuple(f) for f in data.held_out}
+    rows = [bar.row for bar in ptq.BARS if bar.model == "bert" and "feedback" not in bar.row]
+    found = run(text, tmp_path, "--only", "bert", "--rows", *rows)["bert"][0]
+    assert list(found) == ["FP32", *rows]
+    assert all(0 <= f["accuracy"] <= 100 and f["loss"] > 0 for f in found.values())
+    assert len(list((tmp_path / "models").iterdir())) == 2  # before and after fine-tuning
+    printed = capsys.readouterr().out
+    assert printed.count("(bar: at most") == len(rows)
 
 
 def test__static_inference__measures_nothing_and_the_count_is_not_blind(text, tmp_path, capsys):
