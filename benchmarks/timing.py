@@ -2,12 +2,15 @@
 
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
 
 Step = Callable[[], object]
+Moment = tuple[float, float]
+"""Seconds by the clock on the wall, and of CPU time."""
 Name = TypeVar("Name", bound=Hashable)
 
 
@@ -50,6 +53,16 @@ def cuda_milliseconds(run: Step) -> float:
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end)
+
+
+def now() -> Moment:
+    """Return the wall time, and the CPU time of all threads of this process."""
+    return time.perf_counter(), time.process_time()
+
+
+def between(moments: Sequence[Moment]) -> list[Moment]:
+    """Return the seconds from each moment to the next."""
+    return [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(moments)]
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
