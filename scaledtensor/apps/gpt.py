@@ -47,7 +47,8 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.update(layer, k, v)
         dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=cache is None)
+        how = {"is_causal": True} if cache is None else {"attn_mask": mask}
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, **how)
         out: Tensor = self.proj(y.transpose(1, 2).reshape(B, T, C))
         return out
 
