@@ -111,8 +111,10 @@ def quantize_(
         training.begin(model, weights, _observed(model, weights, calibration))
         return model
     training.check_same(model, weights)
-    made = conversions(model, weights, calibration)
-    place(model, {id(w.parameter): held for w, held in zip(weights, made, strict=True)})
+    # A parameter made in inference mode could not be read where gradients are recorded.
+    with torch.inference_mode(False):
+        made = conversions(model, weights, calibration)
+        place(model, {id(w.parameter): held for w, held in zip(weights, made, strict=True)})
     return model
 
 

@@ -220,6 +220,14 @@ def test__copies_and_files__keep_the_codes():
     assert_each(CONFIGS, check)
 
 
+def test__a_model_converted_in_inference_mode__records_gradients_later():
+    model = network()
+    with torch.inference_mode():
+        sct.quantize_(model, WeightOnly())
+    model(inputs().requires_grad_()).sum().backward()
+    assert model[0].bias.grad is not None
+
+
 def test__few_bits__take_few_bytes():
     sizes = {}
     for name in ("e4m3fn", "int4", "nvfp4", "mxfp4"):
