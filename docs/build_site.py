@@ -44,6 +44,7 @@ MODULES = (
     "checkpoint",
     "distributed",
     "exchange",
+    "quantization",
     "testing",
     "errors",
     "integrations.transformers",
