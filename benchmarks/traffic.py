@@ -156,7 +156,8 @@ def count(row: str) -> Count:
     weights = sum(sent for name, _, _, sent in rows if gathers and name == "all-gather")
     tensors = [t for p in parallel.parameters() for t in (p, p.grad)]
     tensors += [t for s in optimizer.state.values() for t in s.values() if t.dim()]
-    held = sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
+    local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
+    held = sum(t.numel() * t.itemsize for t in local)  # elements; scales are a few bytes a tensor
     return Count(rows, weights, traffic.sent - weights, held, parameters)
 
 
