@@ -253,7 +253,7 @@ class _Counter(_torch.DispatchMode):  # type: ignore[no-untyped-call]
             payload = 0
         sent = sent_bytes(known.name, payload, ranks)
         if operator == "alltoall_":
-            sent = payload - tensors[rank].nbytes
+            sent = payload - tensors[rank].numel() * tensors[rank].element_size()
         elif operator in _SPLITS and (splits := args[_SPLITS[operator]]):
             sent = payload - splits[rank] * payload // sum(splits)
         self.traffic.add(known.name, dtype, ranks, payload, sent)
