@@ -27,6 +27,7 @@ __all__ = [
     "Mode",
     "Transform",
     "interpose",
+    "is_alone",
     "original",
     "remove",
     "transforms",
@@ -66,6 +67,12 @@ class Transform(Protocol):
     def removed(self, module: nn.Module) -> None:
         """Called when `remove` took the transform away from `module`."""
         return
+
+
+def is_alone(transform: Transform) -> bool:
+    """Whether a model has no other transform beside this one. A transform need not derive from
+    `Transform`, so it may lack the attributes that have defaults."""
+    return getattr(transform, "alone", False)
 
 
 class Mode(TorchFunctionMode):
@@ -172,7 +179,7 @@ def interpose(module: M, transform: Transform) -> M:
             "this model is compiled already: transform it first, and compile the result"
         )
     for t in transforms(module):
-        if t.order == transform.order or t.alone or transform.alone:
+        if t.order == transform.order or is_alone(t) or is_alone(transform):
             raise ModelError(
                 f"the model has a {type(t).__name__} already, and no {type(transform).__name__} "
                 "goes with it; scaledtensor.models.interpose.remove(model) takes its transforms "
@@ -220,7 +227,8 @@ def remove(module: M, *given: Transform) -> M:
     if not _marks(interposed):
         drop_hooks(module._load_state_dict_pre_hooks, _note_missing)
     for t in gone:
-        t.removed(module)
+        if hasattr(t, "removed"):
+            t.removed(module)
     return module
 
 

@@ -113,7 +113,7 @@ def scale_model(
     chosen = get_recipe(recipe)
     refuse_simulated(model)
     for module in model.modules():
-        if any(t.alone for t in interpose.transforms(module)):
+        if any(interpose.is_alone(t) for t in interpose.transforms(module)):
             raise ModelError(
                 "this model trains for few bits (quantize_(..., train=True)): unscale_model(model) "
                 "ends that, and comes before scale_model(model, ...)"
@@ -194,7 +194,8 @@ def unscale_model(model: M) -> M:
         for _, fqn, name, p in _parameters(model)
         if isinstance(p, Wrapper)
     }
-    ended = [(m, t) for m in model.modules() for t in interpose.transforms(m) if t.alone]
+    modules = ((m, t) for m in model.modules() for t in interpose.transforms(m))
+    ended = [(m, t) for m, t in modules if interpose.is_alone(t)]
     if not changes and not ended:
         raise ModelError("no parameter of this model is a ScaledTensor or quantised")
     _convert(model, list(changes.values()))
