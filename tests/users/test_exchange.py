@@ -269,6 +269,7 @@ def test__transformers__opens_folders_of_compressed_tensors_by_itself(tmp_path: 
 
 
 def test__transformers__opens_folders_of_fine_grained_fp8_by_itself(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")  # transformers asks for it before it reads such a folder
     from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
     configs = [layout.config for layout in FORMATS["fine-grained-fp8"].layouts]
