@@ -45,7 +45,7 @@ from scaledtensor.quantization.configs import Config, config_from
 from scaledtensor.quantization.written import form_of
 from scaledtensor.recipes.casts import Cast, Microscale, TwoLevel
 from scaledtensor.tensors.storable import appearance
-from scaledtensor.tensors.wrapper import Wrapper, written_by
+from scaledtensor.tensors.wrapper import Wrapper, refuse_jit, written_by
 
 __all__ = ["Order", "QuantizedTensor", "block_of", "matrix_of", "matrix_shape", "scale_dtype"]
 
@@ -257,6 +257,7 @@ class QuantizedTensor(Wrapper):
         own = _products().FUNCTIONS.get(func)
         if own is None or _torch.is_transforming():
             return _torch.without_torch_function(func, types, args, kwargs or {})
+        refuse_jit(cls)
         with _torch.disable_torch_function():
             return own(*args, **(kwargs or {}))
 
@@ -439,9 +440,13 @@ def _view(x: QuantizedTensor, shape: Sequence[int]) -> Any:
 
 
 def _write(x: Any, source: Any, *rest: Any) -> Any:
-    """`load_state_dict` copies codes between tensors of one config."""
+    """`load_state_dict` copies codes between tensors of one config. Plain values that the weight
+    has already change nothing: DistributedDataParallel sends the values of rank 0 to all ranks."""
     if not isinstance(x, QuantizedTensor):
         return NotImplemented
+    alike = type(source) is Tensor and source.dtype is x.dtype and source.device == x.device
+    if alike and torch.equal(_read(x), source):
+        return x
     if not isinstance(source, QuantizedTensor) or _kept(source) != _kept(x):
         what = (
             f"a {type(source).__name__}"

@@ -28,6 +28,7 @@ __all__ = [
     "is_parameter",
     "is_wrapper",
     "rebuild",
+    "refuse_jit",
     "with_autograd",
     "written_by",
 ]
@@ -257,6 +258,20 @@ def rebuild(
     made = with_autograd(made, requires_grad, is_parameter)
     made.site = None if history is None else Site(own=history)
     return made
+
+
+def refuse_jit(cls: type[Tensor]) -> None:
+    """Raise an error inside `torch.jit.trace`, which records inner tensors as constants or not at
+    all.
+
+    Raises:
+        UnsupportedError: `torch.jit.trace` is recording.
+    """
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        raise UnsupportedError(
+            f"torch.jit.trace does not record what a {cls.__name__} computes: use "
+            "torch.export.export, or trace the plain model that unscale_model(model) makes"
+        )
 
 
 def is_parameter(x: Tensor) -> bool:

@@ -5,6 +5,7 @@ import io
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -218,6 +219,29 @@ def test__copies_and_files__keep_the_codes():
         assert config_from(config.to_json()) == config
 
     assert_each(CONFIGS, check)
+
+
+def test__plain_values_of_its_own__are_written_and_others_are_refused():
+    """DistributedDataParallel writes the values of rank 0 into the weights of all ranks."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = sct.quantize_(network(), WeightOnly("nvfp4"))
+        held, codes = model[0].weight, model[0].weight.qdata.clone()
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        assert torch.equal(wrapped(inputs()), model(inputs()))
+        assert torch.equal(held.qdata, codes)
+        with torch.no_grad(), pytest.raises(UnsupportedError, match="codes of another one"):
+            held.copy_(held.dequantize() + 1)
+        assert torch.equal(held.qdata, codes)
+    finally:
+        dist.destroy_process_group()
+
+
+def test__jit_trace__is_an_error_that_names_export():
+    for convert in (sct.scale_model, lambda m: sct.quantize_(m, WeightOnly())):
+        model = convert(network())
+        with pytest.raises(UnsupportedError, match=r"torch\.export\.export"):
+            torch.jit.trace(model, inputs())
 
 
 def test__a_model_converted_in_inference_mode__records_gradients_later():

@@ -30,6 +30,7 @@ from scaledtensor.recipes.casts import Carried, Cast, Fixed
 from scaledtensor.tensors import verbs
 from scaledtensor.tensors.sparse import is_sparse
 from scaledtensor.tensors.tensor import ScaledTensor, is_parameter
+from scaledtensor.tensors.wrapper import refuse_jit
 
 __all__ = ["FUNCTIONS", "PRODUCTS", "Product", "cast_input", "cast_once", "linear", "plus"]
 
@@ -141,6 +142,7 @@ def _product(
     """Return `function(*operands)` with every operand cast, and the gradient cast once. If the
     recipe casts for each of the three products, `lowered` or the entry of `BY_GEMM` makes the
     product. A warning names `spelled` if there is neither."""
+    refuse_jit(ScaledTensor)
     recipe, weight = _governing(*operands)
     if any(map(is_sparse, operands)):
         return function(*_beside_sparse(operands, recipe), **kwargs)
