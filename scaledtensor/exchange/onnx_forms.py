@@ -18,7 +18,7 @@ from torch import Tensor
 
 from scaledtensor.errors import UnsupportedError
 from scaledtensor.formats import Format
-from scaledtensor.quantization import products
+from scaledtensor.quantization import inputs, products
 from scaledtensor.quantization.configs import Config
 from scaledtensor.quantization.tensor import QuantizedTensor, scale_dtype
 from scaledtensor.recipes.casts import Amax, Cast, Microscale, TwoLevel
@@ -135,7 +135,7 @@ class Forms:
             return x
         if config.static:
             if scale is None:
-                products.coded_input(x, config, scale)  # raises the error that names the way out
+                inputs.coded_input(x, config, scale)  # raises the error that names the way out
             return self.round_trip(x, scale, how.format, 0)  # type: ignore[arg-type]
         along = how.block[1] if how.block != (0, 0) else 0
         columns = x.shape[-1]

@@ -57,11 +57,13 @@ from scaledtensor.formats.stochastic import Randomness
 from scaledtensor.formats.tensors import FLOATS, check_tensor, named
 
 __all__ = [
+    "LEAST_EXPONENT",
     "MODES",
     "Mode",
     "Scale",
     "ScaleFormat",
     "TwoLevelScale",
+    "carry_of",
     "dequantize_blocks",
     "encode_blocks",
     "quantize_blocks",
@@ -71,8 +73,9 @@ ScaleFormat = Literal["e8m0", "pow2", "fp32", "nvfp4"]
 Mode = Literal["floor", "rceil", "ceil", "even"]
 
 MODES = ("floor", "rceil", "ceil", "even")
-_LEAST_EXPONENT = {"e8m0": -127, "pow2": -126}
-_SCALE_FORMATS = (*_LEAST_EXPONENT, "fp32", "nvfp4")
+#: Scale format -> the exponent of its smallest power of two.
+LEAST_EXPONENT = {"e8m0": -127, "pow2": -126}
+_SCALE_FORMATS = (*LEAST_EXPONENT, "fp32", "nvfp4")
 _MANTISSA = 52  # of float64; every amax is exact in it, and normal unless a float64 subnormal
 _BIAS = 1023
 _PIECE = 1 << 16
@@ -274,7 +277,7 @@ def _check(x: Tensor, fmt: Format, scale_format: str, mode: str) -> None:
         )
     if mode not in MODES:
         raise FormatError(f"unknown mode {mode!r}; allowed are {', '.join(MODES)}")
-    if mode != "rceil" and scale_format not in _LEAST_EXPONENT:
+    if mode != "rceil" and scale_format not in LEAST_EXPONENT:
         raise FormatError(
             f"mode {mode!r} is a way to round to a power of two, and scales in {scale_format} are"
             " none: leave it out, or take scale_format 'e8m0' or 'pow2'"
@@ -321,12 +324,9 @@ def _marked(scale: Tensor, lost: Tensor | None) -> Tensor:
     return scale if lost is None else torch.where(lost, nan, scale)
 
 
-def _exponent(amax: Tensor, fmt: Format, mode: str, least: int) -> Tensor:
-    """The exponent of the scale, int64, from `least` to 127; 0 for a block of zeros.
-
-    The carry is added to the bits of amax. It reaches the exponent field if the mode wants the next
-    power of two.
-    """
+def carry_of(fmt: Format, mode: str) -> tuple[int, int]:
+    """Return what is added to the bits of an amax, a float64, and what is then subtracted from its
+    exponent field: the difference is the exponent of the scale."""
     significand, above = frexp(fmt.max)
     ones = (1 << _MANTISSA) - 1
     carry = {
@@ -335,7 +335,17 @@ def _exponent(amax: Tensor, fmt: Format, mode: str, least: int) -> Tensor:
         "ceil": ones,
         "even": 1 << (_MANTISSA - 1 - _bits_of_max(fmt)),
     }[mode]
-    exponent = ((amax.view(torch.int64) + carry) >> _MANTISSA) - (_BIAS + above - 1)
+    return carry, _BIAS + above - 1
+
+
+def _exponent(amax: Tensor, fmt: Format, mode: str, least: int) -> Tensor:
+    """The exponent of the scale, int64, from `least` to 127; 0 for a block of zeros.
+
+    The carry is added to the bits of amax. It reaches the exponent field if the mode wants the next
+    power of two.
+    """
+    carry, above = carry_of(fmt, mode)
+    exponent = ((amax.view(torch.int64) + carry) >> _MANTISSA) - above
     return torch.where(amax == 0, 0, exponent.clamp(least, 127))
 
 
@@ -343,7 +353,7 @@ def _powers_of_two(
     amax: Tensor, lost: Tensor | None, fmt: Format, scale_format: str, mode: str, shape: Shape
 ) -> tuple[Scale, Tensor]:
     """The scale of each block, and the factor for its elements: exact on every device."""
-    exponent = _exponent(amax, fmt, mode, _LEAST_EXPONENT[scale_format])
+    exponent = _exponent(amax, fmt, mode, LEAST_EXPONENT[scale_format])
     scale = _marked(_power_of_two(exponent), lost).view(shape)
     scale = encode(scale, E8M0FNU) if scale_format == "e8m0" else scale
     return scale, _power_of_two(-exponent)

@@ -1,8 +1,9 @@
 """Loops in C++ for eager CPU tensors, built at first use.
 
-`casts.cpp` has casts. `elements.cpp` has loops that would take many passes over memory as PyTorch's
-operators. `products.cpp` multiplies by codes, which PyTorch's operators would decode into memory
-first. A call with at least `WORTH_IT` elements builds the library, which takes some ten seconds.
+`casts.cpp` has casts, and `blocks.cpp` has casts under scales of blocks. `elements.cpp` has loops
+that would take many passes over memory as PyTorch's operators. `products.cpp` multiplies by codes,
+which PyTorch's operators would decode into memory first. A call with at least `WORTH_IT` elements
+builds the library, which takes some ten seconds.
 The compiler is the one of `torch.compile`: the environment variable CXX, else g++, clang++ or c++.
 The library is in the user's cache folder, under a name that covers the sources, the flags, the
 compiler and the CPU. `SCALEDTENSOR_NATIVE=0` leaves it out. `status()` describes the library, and
@@ -37,7 +38,7 @@ __all__ = ["WORTH_IT", "built", "left_out", "library", "status", "takes"]
 WORTH_IT = 1 << 12
 
 VARIABLE = "SCALEDTENSOR_NATIVE"
-_NAMES = ("casts.cpp", "elements.cpp", "products.cpp", "weighted.cpp")
+_NAMES = ("blocks.cpp", "casts.cpp", "elements.cpp", "products.cpp", "weighted.cpp")
 _SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
 _HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 _COMPILERS = ("g++", "clang++", "c++")
@@ -117,7 +118,7 @@ def _loaded() -> tuple[Any, str]:
         return None, f"{otherwise}{compiler[0]} did not build the C++ sources: {said.strip()}"
     for name, arguments in _FUNCTIONS.items():
         function = getattr(found, name)
-        function.argtypes, function.restype = arguments, None
+        function.argtypes, function.restype = arguments, _RESULTS.get(name)
     return found, f"casts are C++, built by {compiler[0]}"
 
 
@@ -129,7 +130,10 @@ _FUNCTIONS = {
     "scaledtensor_rounded_rows": (_at, _at, _at, _real, _real, _real, _count, _count, _word),
     "scaledtensor_product": (_at, _word),
     "scaledtensor_weighted": (_at, _word),
+    "scaledtensor_blocks": (_at, _word),
 }
+#: The results of functions that return something.
+_RESULTS = {"scaledtensor_blocks": _word}
 
 
 def _compiler() -> list[str] | None:

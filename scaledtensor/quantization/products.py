@@ -22,13 +22,9 @@ import torch
 from torch import Tensor
 
 from scaledtensor import native
-from scaledtensor.backends import backend_of
-from scaledtensor.errors import QuantizationError, UnsupportedError
+from scaledtensor.backends import backend_of, units_of
+from scaledtensor.errors import UnsupportedError
 from scaledtensor.formats import (
-    PerTensor,
-    TwoLevelScale,
-    dequantize_blocks,
-    encode_blocks,
     unpack,
 )
 from scaledtensor.native import products
@@ -37,9 +33,9 @@ from scaledtensor.ops.algebra import check_dtypes
 from scaledtensor.ops.products import by_gemm
 from scaledtensor.ops.products.dtype import multiplied
 from scaledtensor.ops.products.linear import is_alone
-from scaledtensor.ops.products.quantize import Coded, factors, granularity, mixed, quantized
+from scaledtensor.ops.products.quantize import Coded, factors, mixed
 from scaledtensor.ops.products.table import PRODUCTS
-from scaledtensor.quantization.configs import Config
+from scaledtensor.quantization import inputs
 from scaledtensor.quantization.tensor import QuantizedTensor
 from scaledtensor.recipes.casts import HADAMARD, Cast, TwoLevel, parsed_cast
 from scaledtensor.tensors import verbs
@@ -50,7 +46,6 @@ __all__ = [
     "FUNCTIONS",
     "OPERATORS",
     "cast_input",
-    "cast_values",
     "dequantize",
     "entering",
     "leaving",
@@ -257,10 +252,9 @@ def _linear(x: Tensor, w: QuantizedTensor) -> Tensor:
     y: Tensor | None = None
     outer: Tensor | None = None
     if how is not None:
-        coded = coded_input(held, w.config, w.input_scale)
-        y = _by_units(coded, w)
+        y = _by_units(held, w)
         if y is None:
-            held, outer = factors(coded, how, -1)
+            held, outer = inputs.factored(held, w.config, w.input_scale)
     if y is None:
         y = multiplied_by(held, w, outer)
     return y.to(x.dtype).view(*batch, w.matrix_shape[0])
@@ -306,31 +300,11 @@ def _enters(x: Tensor, w: Any, dim: int) -> bool:
     return changes and w.order != "kernel" and x.shape[dim] == w.matrix_shape[-1]
 
 
-def coded_input(x: Tensor, config: Config, scale: Tensor | None, dim: int = -1) -> Coded:
-    """The input of a product as codes and scales, as the config casts it."""
-    how = config.input
-    if how is None:
-        raise QuantizationError(f"{config} casts no inputs")
-    if not config.static:
-        if invariant.is_on():
-            invariant.check_cast(
-                how, "this Dynamic", "input_granularity='token', WeightOnly, or Static"
-            )
-        return quantized(x, torch.ones((), device=x.device), how, dim)
-    if scale is None:
-        raise QuantizationError(
-            f"{config} has no scale for this input yet: give quantize_ calibration data "
-            "(calibration=batches) that reach this layer"
-        )
-    codes = encode_blocks(x, how.format, PerTensor(), scale, overflow="saturate_finite")
-    return Coded(codes, scale)
-
-
-def _by_units(x: Coded, w: QuantizedTensor) -> Tensor | None:
+def _by_units(x: Tensor, w: QuantizedTensor) -> Tensor | None:
     """The product by the FP8 units of the device, or None."""
-    if w.config.input is None or w.config.input.format.bits > 8:
+    if units_of(x) is None or w.config.input is None or w.config.input.format.bits > 8:
         return None
-    left = by_gemm.Side(x, w.config.input, -1)
+    left = by_gemm.Side(inputs.coded_input(x, w.config, w.input_scale), w.config.input, -1)
     right = by_gemm.Side(_coded(w), w.config.weight, -1)
     return by_gemm.by_units(left, right, torch.ones((), device=w.qdata.device), False)
 
@@ -439,7 +413,7 @@ def _linear_gradient(grad: Tensor, w: QuantizedTensor) -> Tensor:
 
 def _weight_gradient(grad: Tensor, x: Tensor, w: QuantizedTensor) -> Tensor:
     held = entering(x.reshape(-1, x.shape[-1]), w)
-    held = cast_values(held, w.config, w.input_scale, -1).float()
+    held = inputs.cast_values(held, w.config, w.input_scale, -1).float()
     of_matrix = torch.mm(grad.reshape(-1, grad.shape[-1]).float().mT, held)
     if w.config.rotate:
         of_matrix = turned_back(of_matrix)
@@ -449,22 +423,8 @@ def _weight_gradient(grad: Tensor, x: Tensor, w: QuantizedTensor) -> Tensor:
 
 
 def _cast_input(x: Tensor, w: QuantizedTensor, dim: int) -> Tensor:
-    held = cast_values(entering(x, w, dim), w.config, w.input_scale, dim)
+    held = inputs.cast_values(entering(x, w, dim), w.config, w.input_scale, dim)
     return leaving(held, w, dim).to(x.dtype)
-
-
-def cast_values(x: Tensor, config: Config, scale: Tensor | None, dim: int) -> Tensor:
-    """`x` with the values that `config` casts it to, in its dtype. `dim` is the summed dimension,
-    -1 or -2."""
-    how = config.input
-    if how is None:
-        return x
-    coded = coded_input(x, config, scale, dim)
-    cut = granularity(how, dim)
-    held: Any = coded.scale
-    if coded.whole is not None:
-        held = TwoLevelScale(coded.scale, coded.whole)
-    return dequantize_blocks(coded.codes, held, how.format, cut, torch.float32).to(x.dtype)
 
 
 def turned_back(x: Tensor) -> Tensor:

@@ -201,7 +201,7 @@ def factors(coded: Coded, cast: Cast, dim: int) -> tuple[Tensor, Tensor | None]:
         one = TwoLevelScale(scale, torch.ones_like(whole))
         return dequantize_blocks(codes, one, fmt, cut, dtype), whole
     if isinstance(cut, PerTensor):
-        return decode(codes, fmt, dtype), scale
+        return decode(codes, fmt, dtype), _numbers(scale)
     if cut.block[dim] == -1:
         return decode(codes, fmt, dtype), _by_row(_numbers(scale), cut, shape, dim)
     return dequantize_blocks(codes, scale, fmt, cut, dtype), None
