@@ -325,8 +325,8 @@ def _marked(scale: Tensor, lost: Tensor | None) -> Tensor:
 
 
 def carry_of(fmt: Format, mode: str) -> tuple[int, int]:
-    """Return what is added to the bits of an amax, a float64, and what is then subtracted from its
-    exponent field: the difference is the exponent of the scale."""
+    """Return a carry and an offset. The exponent of a scale is the exponent field of amax, a
+    float64, minus the offset, after the carry was added to the bits of amax."""
     significand, above = frexp(fmt.max)
     ones = (1 << _MANTISSA) - 1
     carry = {

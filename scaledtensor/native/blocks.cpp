@@ -56,6 +56,13 @@ template <class F> inline float largest(const typename F::Stored *x, int64_t n) 
     return as_float(most);
 }
 
+// Whether no element is infinite or NaN. Nothing is measured.
+template <class F> inline bool finite(const typename F::Stored *x, int64_t n) {
+    uint32_t found = 0;
+    for (int64_t i = 0; i < n; i++) found |= (as_bits(F::load(x[i])) & 0x7F800000) == 0x7F800000;
+    return !found;
+}
+
 // The nearest number with `mantissa` bits after the leading one, and an exponent of at least that of `normal`.
 inline double nearest(double size, double normal, double shift) {
     double power = as_double(as_bits(size) & 0x7FF0000000000000);
@@ -104,9 +111,11 @@ inline void cast(const Blocks &c, const typename X::Stored *x, typename Y::Store
 template <class X, class Y> bool run(const Blocks &c, int threads) {
     const auto *x = static_cast<const typename X::Stored *>(c.x);
     auto *y = static_cast<typename Y::Stored *>(c.y);
+    const bool given = c.kind == GIVEN;
+    if (given && !finite<X>(x, c.m * c.k)) return false;
     const int64_t parts = (c.k + c.block - 1) / c.block;
-    std::vector<float> amax(c.m * parts);
-    in_parts(c.m, c.k, threads, [&](int64_t a, int64_t b) {
+    std::vector<float> amax(given ? 0 : c.m * parts);
+    if (!given) in_parts(c.m, c.k, threads, [&](int64_t a, int64_t b) {
         for (int64_t i = a; i < b; i++)
             for (int64_t j = 0; j < parts; j++) {
                 const int64_t at = j * c.block, n = at + c.block < c.k ? c.block : c.k - at;
@@ -127,7 +136,7 @@ template <class X, class Y> bool run(const Blocks &c, int threads) {
         for (int64_t i = a; i < b; i++)
             for (int64_t j = 0; j < parts; j++) {
                 const int64_t at = j * c.block, n = at + c.block < c.k ? c.block : c.k - at;
-                const double size = amax[i * parts + j];
+                const double size = given ? 0 : amax[i * parts + j];
                 double divisor = whole, factor = 1;
                 if (c.kind == TWO_LEVEL) {
                     factor = block_scale(c, size, whole);

@@ -1,7 +1,6 @@
 """Casts under scales of blocks: the function of `blocks.cpp`.
 
-`formats/blocks.py` states what a scale is and how elements are cast, and its functions give the
-same bits.
+`formats/blocks.py` defines scales and casts. Its functions give the same bits.
 """
 
 import ctypes

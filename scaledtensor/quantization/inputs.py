@@ -16,6 +16,7 @@ from scaledtensor.formats.blocks import LEAST_EXPONENT, carry_of
 from scaledtensor.native import blocks
 from scaledtensor.ops import invariant
 from scaledtensor.ops.products.dtype import product_dtype
+from scaledtensor.ops.products.linear import is_alone
 from scaledtensor.ops.products.quantize import Coded, factors, granularity, is_exact, quantized
 from scaledtensor.quantization.configs import Config
 from scaledtensor.recipes.casts import Amax, Cast, Microscale, TwoLevel
@@ -79,7 +80,7 @@ def _by_loop(x: Tensor, how: Cast, given: Tensor | None) -> tuple[Tensor, Tensor
     across, along = how.block
     if type(x) is not Tensor or how.rounding != "nearest_even" or how.format.bits > 8:
         return None
-    if across > 1 or torch.compiler.is_exporting():
+    if across > 1 or torch.compiler.is_exporting() or not is_alone():
         return None
     power: blocks.Power | None = None
     kind: blocks.Kind

@@ -71,7 +71,7 @@ def test__a_product__is_the_product_of_the_values():
         model = sct.quantize_(network(), config)
         weight, layer = model[0].weight, model[0]
         values = weight.dequantize().double()
-        entering = sct.quantization.products.cast_values(x, config, None, -1)
+        entering = sct.quantization.inputs.cast_values(x, config, None, -1)
         if config.input is None:
             assert torch.equal(entering, x)
         wanted = entering.double() @ values.T + layer.bias.double()
