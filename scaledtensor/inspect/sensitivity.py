@@ -23,6 +23,7 @@ from scaledtensor.inspect.rows import aligned
 from scaledtensor.models.passes import as_it_was, called
 from scaledtensor.models.scale_model import TRAINS_AS
 from scaledtensor.models.simulate import refuse_simulated
+from scaledtensor.quantization.calibration import fitted
 from scaledtensor.quantization.configs import Config, plan_of
 from scaledtensor.quantization.verb import Weight, conversions, weights_of
 
@@ -271,7 +272,10 @@ class _Run:
 
     def __init__(self, model: nn.Module, data: list[Any], loss_fn: Any) -> None:
         self.model, self.data, self.loss_fn = model, data, loss_fn
-        results = [(called(model, batch), batch) for batch in data]
+        instead = (
+            "batches=[x for x, _ in loader], or give a module that takes both and returns a loss"
+        )
+        results = [(fitted(model, b, f"batch {i}", instead), b) for i, b in enumerate(data)]
         losses = [self._loss(*r) for r in results]
         self.mean: float | None = None
         self.outputs: list[list[Tensor]] = []

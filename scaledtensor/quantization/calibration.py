@@ -112,16 +112,28 @@ def _run(
 ) -> None:
     with as_it_was(model), torch.no_grad(), _torch.uncompiled_calls(), _in_place(weights, seen):
         for number, batch in enumerate(batches):
-            try:
-                called(model, batch)
-            except (TypeError, AttributeError) as error:
-                raise QuantizationError(
-                    f"batch {number} of the calibration data, a {type(batch).__name__}, does not "
-                    f"fit the model ({type(error).__name__}: {error}). The model gets a mapping as "
-                    "keyword arguments, a tuple or list as positional arguments, and anything else "
-                    "as its only argument. For a loader of (input, label) pairs write "
-                    "calibration=(x for x, _ in loader)"
-                ) from error
+            fitted(
+                *(model, batch, f"batch {number} of the calibration data"),
+                "calibration=(x for x, _ in loader)",
+            )
+
+
+def fitted(model: nn.Module, batch: Any, what: str, instead: str) -> Any:
+    """Call the model with a batch, and return the result.
+
+    Raises:
+        QuantizationError: the batch does not fit the model. The error calls the batch `what`, and
+            names `instead` for pairs of inputs and labels.
+    """
+    try:
+        return called(model, batch)
+    except (TypeError, AttributeError) as error:
+        raise QuantizationError(
+            f"{what}, a {type(batch).__name__}, does not fit the model ({type(error).__name__}: "
+            f"{error}). The model gets a mapping as keyword arguments, a tuple or list as "
+            "positional arguments, and anything else as its only argument. For a loader of "
+            f"(input, label) pairs write {instead}"
+        ) from error
 
 
 @contextmanager
@@ -148,6 +160,13 @@ def _check_reached(weights: Sequence[Weight], seen: Mapping[str, Seen]) -> None:
             f"the calibration data reached no product with {', '.join(missed[:8])}{more}: these "
             "weights saw no data. Give batches that reach them, or leave them as they are by "
             f"filter_fn or by a pattern, as in {{{pattern!r}: None, '*': config}}"
+        )
+    zeros = [w.name for w in weights if w.config.static and seen[w.name].amax == 0]
+    if zeros:
+        raise QuantizationError(
+            f"all inputs of {', '.join(zeros[:8])} in the calibration data are zero, so there is "
+            "no scale for others: give batches of real inputs, or leave these weights as they are "
+            "by filter_fn"
         )
     for w in weights:
         found = seen[w.name]

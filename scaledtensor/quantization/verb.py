@@ -1,6 +1,7 @@
 """`quantize_` converts the weights of a model for inference, in place."""
 
 import fnmatch
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -210,6 +211,7 @@ def weights_of(
     Raises:
         ModelError, QuantizationError: as `quantize_` says.
     """
+    _check_filter(filter_fn)
     names = {fqn for fqn, _ in model.named_modules()}
     for pattern, _ in plan:
         if not fnmatch.filter(names, pattern):
@@ -226,7 +228,7 @@ def weights_of(
         role = role_of(module, fqn, name, p, head)
         chosen = config is not None and role in config.roles
         if chosen and filter_fn is not None:
-            chosen = filter_fn(module, fqn)
+            chosen = bool(filter_fn(module, fqn))
         if not chosen or config is None:
             left.add(id(p))
             continue
@@ -238,8 +240,34 @@ def weights_of(
     return [w for key, w in found.items() if key not in left]
 
 
+def _check_filter(filter_fn: Any) -> None:
+    if filter_fn is None:
+        return
+    wanted = "filter_fn is called as filter_fn(module, fqn), and returns a bool"
+    if not callable(filter_fn):
+        raise QuantizationError(
+            f"{wanted}; got {type(filter_fn).__name__}. Names are patterns of a mapping, as in "
+            "{'*.mlp.*': config}"
+        )
+    try:
+        signature = inspect.signature(filter_fn)
+    except ValueError:  # some callables of C have none
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise QuantizationError(f"{wanted}; it does not take two arguments: {error}") from error
+
+
 def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:
+    """The parameters of a model without the adapters of peft, which train and are merged in full
+    precision. A layer of peft lists the names of its adapters."""
+    adapters: list[str] = []
     for fqn, module in model.named_modules():
+        listed = getattr(module, "adapter_layer_names", ())
+        adapters += [f"{fqn}.{name}".removeprefix(".") for name in listed]
+        if any(fqn == name or fqn.startswith(f"{name}.") for name in adapters):
+            continue
         for name, p in module._parameters.items():
             if p is not None:
                 yield module, fqn, name, p
@@ -265,7 +293,10 @@ def role_of(
         return None
     if isinstance(module, TABLES):
         return "embedding" if name == "weight" else None
-    if isinstance(module, nn.modules.conv._ConvTransposeNd) or not is_operand(module, name, p):
+    # `is_operand` leaves out matrices of one row or column, which may be gains.
+    of_linear = isinstance(module, nn.Linear) and name == "weight"
+    transposed = isinstance(module, nn.modules.conv._ConvTransposeNd)
+    if transposed or not (of_linear or is_operand(module, name, p)):
         return None
     if isinstance(module, _CONVOLUTIONS):
         return "convolution"

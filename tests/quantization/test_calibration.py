@@ -109,6 +109,13 @@ def test__static_inference__measures_nothing():
     assert measuring(Dynamic(), None)
 
 
+def test__inputs_of_zeros__give_no_scale():
+    model = network()
+    with pytest.raises(QuantizationError, match="are zero"):
+        sct.quantize_(model, Static(), calibration=[torch.zeros(4, 32)])
+    assert not any(isinstance(p, QuantizedTensor) for p in model.parameters())
+
+
 def test__a_model__is_as_it_was_after_calibration_and_after_errors():
     def check(case):
         config, data, match = case

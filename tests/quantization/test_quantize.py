@@ -2,6 +2,7 @@
 
 import copy
 import io
+from itertools import product
 
 import pytest
 import torch
@@ -235,6 +236,51 @@ def test__plain_values_of_its_own__are_written_and_others_are_refused():
         assert torch.equal(held.qdata, codes)
     finally:
         dist.destroy_process_group()
+
+
+def test__every_linear_layer__is_converted_also_with_one_row_or_column():
+    def check(case):
+        config, (rows, columns) = case
+        model = nn.Sequential(nn.Linear(columns, rows))
+        sct.quantize_(model, config)
+        x = torch.randn(3, columns)
+        held = model[0].weight
+        assert isinstance(held, QuantizedTensor)
+        if config.input is None:
+            wanted = F.linear(x, held.dequantize(), model[0].bias)
+            torch.testing.assert_close(model(x), wanted)
+        else:
+            assert model(x).isfinite().all()
+
+    mixing = [c for c in CONFIGS if c.rotate]  # 16 elements along the summed dimension
+    others = [c for c in CONFIGS if not c.rotate]
+    shapes = (1, 16), (16, 1), (1, 1)
+    assert_each([(c, shapes[0]) for c in mixing] + list(product(others, shapes)), check)
+
+
+def test__adapters_of_peft__stay_as_they_are():
+    class Adapted(nn.Module):
+        adapter_layer_names = ("lora_A",)
+
+        def __init__(self):
+            super().__init__()
+            self.base_layer = nn.Linear(8, 8)
+            self.lora_A = nn.ModuleDict({"default": nn.Linear(8, 4)})
+
+    model = nn.Sequential(Adapted(), nn.Linear(8, 8))
+    sct.quantize_(model, WeightOnly())
+    assert isinstance(model[0].base_layer.weight, QuantizedTensor)
+    assert isinstance(model[1].weight, QuantizedTensor)
+    assert model[0].lora_A["default"].weight.requires_grad
+
+
+def test__a_filter_of_another_signature__is_named():
+    for bad, match in (
+        (["0"], "got list"),
+        (lambda name: True, "two arguments"),
+    ):
+        with pytest.raises(QuantizationError, match=match):
+            sct.quantize_(network(), WeightOnly(), bad)
 
 
 def test__jit_trace__is_an_error_that_names_export():

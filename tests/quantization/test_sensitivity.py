@@ -217,3 +217,9 @@ def test__what_cannot_be_measured__is_refused_by_name() -> None:
         sensitivity(model, FP8, inputs(), loss)
     assert all(type(p) is nn.Parameter for p in model.parameters())
     assert model.training
+
+
+def test__a_loader_of_pairs__is_named():
+    model = nn.Sequential(nn.Linear(8, 4))
+    with pytest.raises(QuantizationError, match="a tuple, does not fit"):
+        sct.inspect.sensitivity(model, [sct.WeightOnly()], [(torch.randn(2, 8), torch.zeros(2))])
