@@ -276,14 +276,18 @@ def directive(module: str, name: str, value: Any) -> list[str]:
     if inspect.isclass(value):
         kind = "exception" if issubclass(value, BaseException) else "class"
         # A tensor's docstring describes its public fields; all others are its own.
-        # The methods of a base without a public name are listed with the class's own.
+        # The methods of a base without a public name are listed with the class's own. A property
+        # that the docstring describes has its entry there.
+        described = re.findall(r"^    (\w+): ", inspect.getdoc(value) or "", re.MULTILINE)
         bases = [c for c in value.__bases__ if c.__module__.partition(".")[0] == PACKAGE]
         own = [value, *(c for c in bases if not hasattr(load(PACKAGE), c.__name__))]
         methods = {
             n: None
             for c in own
             for n, x in vars(c).items()
-            if not n.startswith("_") and (inspect.isroutine(x) or isinstance(x, property))
+            if not n.startswith("_")
+            and n not in described
+            and (inspect.isroutine(x) or isinstance(x, property))
         }
         members = ", ".join(methods) if issubclass(value, torch.Tensor) else ""
         return [f".. auto{kind}:: {path}", f"   :members: {members}".rstrip()]
