@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scaledtensor import native
+from scaledtensor.backends import backend_of
 from scaledtensor.errors import QuantizationError
 from scaledtensor.formats import Format, PerTensor, TwoLevelScale, dequantize_blocks, encode_blocks
 from scaledtensor.formats.blocks import LEAST_EXPONENT, carry_of
@@ -19,7 +21,8 @@ from scaledtensor.ops.products.dtype import product_dtype
 from scaledtensor.ops.products.linear import is_alone
 from scaledtensor.ops.products.quantize import Coded, factors, granularity, is_exact, quantized
 from scaledtensor.quantization.configs import Config
-from scaledtensor.recipes.casts import Amax, Cast, Microscale, TwoLevel
+from scaledtensor.recipes.casts import Amax, Cast, Microscale, TwoLevel, parsed_cast
+from scaledtensor.tensors import verbs
 
 __all__ = ["cast_values", "coded_input", "factored"]
 
@@ -27,19 +30,24 @@ __all__ = ["cast_values", "coded_input", "factored"]
 def factored(x: Tensor, config: Config, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return the rows of `x` as `config` casts them, and the factor of their product: see
     `factors`."""
-    how = _input_cast(config, scale)
-    made = _by_loop(x, how, scale if config.static else None)
-    return made or factors(coded_input(x, config, scale), how, -1)
+    how, given = _input_cast(config, scale), scale if config.static else None
+    if _is_compiled(x):
+        values, outer = cast_rows(x, given, how.spec)
+        return values, outer if _shape_of_outer(x, how) is not None else None
+    return _by_loop(x, how, given) or factors(coded_input(x, config, scale), how, -1)
 
 
 def coded_input(x: Tensor, config: Config, scale: Tensor | None, dim: int = -1) -> Coded:
     """The input of a product as codes and scales, as the config casts it."""
     how = _input_cast(config, scale)
-    if not config.static:
+    return _coded(x, how, scale if config.static else None, dim)
+
+
+def _coded(x: Tensor, how: Cast, given: Tensor | None, dim: int = -1) -> Coded:
+    if given is None:
         return quantized(x, torch.ones((), device=x.device), how, dim)
-    assert scale is not None  # else there was an error
-    codes = encode_blocks(x, how.format, PerTensor(), scale, overflow="saturate_finite")
-    return Coded(codes, scale)
+    codes = encode_blocks(x, how.format, PerTensor(), given, overflow="saturate_finite")
+    return Coded(codes, given)
 
 
 def cast_values(x: Tensor, config: Config, scale: Tensor | None, dim: int) -> Tensor:
@@ -73,6 +81,54 @@ def _input_cast(config: Config, scale: Tensor | None) -> Cast:
 
 
 # --- the loop in C++ -------------------------------------------------------------------------
+
+
+def _is_compiled(x: Tensor) -> bool:
+    """Whether torch.compile traces a call that a CPU will run. The loop is then one node. Traced,
+    the reference is some forty nodes, which take longer to compile than the rest of a layer."""
+    return (
+        torch.compiler.is_compiling()
+        and not torch.compiler.is_exporting()
+        and backend_of(x).host
+        and x.dtype in (torch.float32, torch.bfloat16)
+        and native.built()
+    )
+
+
+verbs.LIBRARY.define(  # type: ignore[no-untyped-call]
+    "cast_rows(Tensor x, Tensor? given, str cast) -> (Tensor, Tensor)"
+)
+#: `factored` as one node: values, and the factor of their product, or 1 if there is none.
+cast_rows = torch.ops.scaledtensor.cast_rows.default
+
+
+def _cast_rows(x: Tensor, given: Tensor | None, cast: str) -> tuple[Tensor, Tensor]:
+    how = parsed_cast(cast)
+    made = _by_loop(x.contiguous(), how, given)
+    if made is None:
+        coded = _coded(x, how, given)
+        made = factors(coded, how, -1)
+    values, outer = made
+    return values, torch.ones(()) if outer is None else outer
+
+
+def _imagined_rows(x: Tensor, given: Tensor | None, cast: str) -> tuple[Tensor, Tensor]:
+    how = parsed_cast(cast)
+    dtype = product_dtype(x.device) if is_exact(how, -1) else torch.float32
+    shape = _shape_of_outer(x, how)
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(shape or (), dtype=torch.float32)
+
+
+def _shape_of_outer(x: Tensor, how: Cast) -> tuple[Any, ...] | None:
+    if how.block == (0, 0) or isinstance(how.scale, TwoLevel):
+        return ()
+    return (x.shape[0], 1) if how.block == (1, 0) else None
+
+
+verbs.LIBRARY.impl(  # type: ignore[no-untyped-call]
+    "cast_rows", _cast_rows, "CompositeExplicitAutograd"
+)
+torch.library.register_fake("scaledtensor::cast_rows", _imagined_rows, lib=verbs.LIBRARY)
 
 
 def _by_loop(x: Tensor, how: Cast, given: Tensor | None) -> tuple[Tensor, Tensor | None] | None:
