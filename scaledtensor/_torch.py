@@ -43,7 +43,6 @@ __all__ = [
     "inlined_only",
     "innermost_checkpoint",
     "is_composite",
-    "is_recorded",
     "is_tracing",
     "is_transforming",
     "is_watched",
@@ -57,6 +56,7 @@ __all__ = [
     "memory_of",
     "outside_modes",
     "process_group_named",
+    "recording_modes",
     "reshape_wrapper",
     "scaled_grouped_mm",
     "scaled_mm",
@@ -350,10 +350,9 @@ def is_watched() -> bool:
     )
 
 
-def is_recorded() -> bool:
-    """Whether a mode sees the operators of this thread. A loop in C++ that writes memory is none,
-    so a recording would lack its results. torch has no public way to ask."""
-    return bool(torch._C._len_torch_dispatch_stack())
+#: The number of modes that see the operators of this thread. A loop in C++ that writes memory is no
+#: operator, so a recording would lack its results. torch has no public way to ask.
+recording_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 def is_within_backward() -> bool:

@@ -60,7 +60,7 @@ def takes(x: Tensor) -> bool:
         and backend_of(x).host
         and (_found is not None or x.numel() >= WORTH_IT)
         and not _torch.is_transforming()
-        and not _torch.is_recorded()
+        and not _torch.recording_modes()
         and library() is not None
     )
 
