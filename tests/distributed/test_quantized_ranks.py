@@ -23,7 +23,6 @@ def written():
         lambda: dist.all_reduce(weight),
         lambda: dist.broadcast(weight.data, 0),
         lambda: dist.reduce(weight, 0),
-        lambda: dist.all_gather([weight, layer(0).weight], torch.ones(24, 32)),
         lambda: dist.all_gather_into_tensor(weight.data, torch.ones(12, 32)),
     ):
         with pytest.raises(sct.errors.UnsupportedError) as caught:

@@ -182,7 +182,7 @@ def test__gradients__pass_through_the_casts() -> None:
             cast = x.detach().flatten(0, 1)
             if config.input is not None and not config.rotate:
                 eye = torch.eye(32)
-                unit = sct.quantization.products.cast_values(cast, config, None, -1)
+                unit = sct.quantization.inputs.cast_values(cast, config, None, -1)
                 assert not torch.equal(unit, cast)
                 cast = unit @ eye
             expected = g.flatten(0, 1).mT @ cast
