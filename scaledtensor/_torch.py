@@ -56,6 +56,7 @@ __all__ = [
     "memory_of",
     "outside_modes",
     "process_group_named",
+    "recording_modes",
     "reshape_wrapper",
     "scaled_grouped_mm",
     "scaled_mm",
@@ -86,11 +87,8 @@ def make_wrapper(
     cls: type[Tensor], like: Tensor, dtype: torch.dtype, shape: Sequence[int] | None = None
 ) -> Any:
     """A tensor of class `cls` without storage: with the geometry of `like`, or contiguous and of
-    `shape`.
-
-    `_make_wrapper_subclass` is the documented-by-example constructor of wrapper subclasses
-    (torch/testing/_internal/two_tensor.py); there is no public spelling.
-    """
+    `shape`. torch has no public constructor of wrapper subclasses, and shows this one by example
+    (torch/testing/_internal/two_tensor.py)."""
     if shape is not None:
         return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=like.device)
     return Tensor._make_wrapper_subclass(
@@ -113,10 +111,7 @@ def make_sparse_wrapper(cls: type[Tensor], like: Tensor, dtype: torch.dtype) -> 
 
 def reshape_wrapper(op: torch._ops.OpOverload, x: Tensor, *args: Any, **kwargs: Any) -> None:
     """Change the geometry of the wrapper alone, by an operator such as `squeeze_` or `resize_`.
-
-    A wrapper's sizes cannot be assigned. torch's own subclasses run the operator on the wrapper
-    with dispatch off in this way (`return_and_correct_aliasing`).
-    """
+    torch's own subclasses run it with dispatch off in this way (`return_and_correct_aliasing`)."""
     with torch._C._DisableTorchDispatch():
         op(x, *args, **kwargs)
 
@@ -160,10 +155,7 @@ def foreach_copy(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 def foreach_increment(targets: list[Tensor]) -> None:
     """`target += 1` for each target, in one call. torch's own optimizers count their steps so.
-
-    The 1 is a tensor. torch would make a tensor of a number for each target, which takes four times
-    as long.
-    """
+    The 1 is a tensor, since torch would make one for each target, in four times the time."""
     if targets:
         torch._foreach_add_(targets, torch.ones(()), alpha=1.0)
 
@@ -356,6 +348,11 @@ def is_watched() -> bool:
         or torch._C._len_torch_function_stack()
         or torch._C._is_any_autocast_enabled()
     )
+
+
+#: The number of modes that see the operators of this thread. A loop in C++ that writes memory is no
+#: operator, so a recording would lack its results. torch has no public way to ask.
+recording_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 def is_within_backward() -> bool:

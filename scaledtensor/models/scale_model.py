@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from scaledtensor import _torch
 from scaledtensor.errors import ModelError, RecipeError, UnsupportedError
-from scaledtensor.models import delayed, interpose, state_dicts
+from scaledtensor.models import delayed, interpose, scripting, state_dicts
 from scaledtensor.models.operands import is_operand, note_ties
 from scaledtensor.models.simulate import refuse_simulated
 from scaledtensor.ops.products.sites import Site
@@ -152,6 +152,7 @@ def complete(model: nn.Module) -> None:
     for module in model.modules():
         delayed.attach(module, taken)
         state_dicts.attach(module)
+        scripting.attach(module)
     note_ties(model)
     show(model)
 
@@ -204,6 +205,7 @@ def unscale_model(model: M) -> M:
     for module in model.modules():
         delayed.detach(module)
         state_dicts.attach(module)
+        scripting.attach(module)
     note_ties(model)
     show(model)
     for plug_in in plug_ins(model):

@@ -53,12 +53,14 @@ _SECONDS = 300
 
 def takes(x: Tensor) -> bool:
     """Whether loops of the library can read and write `x`: it is memory of this process, and has
-    enough elements to build the library."""
+    enough elements to build the library. No mode sees the loops, so under a mode that records or
+    counts operators PyTorch's operators make the same bits."""
     return (
         type(x) is Tensor
         and backend_of(x).host
         and (_found is not None or x.numel() >= WORTH_IT)
         and not _torch.is_transforming()
+        and not _torch.recording_modes()
         and library() is not None
     )
 

@@ -252,6 +252,7 @@ def _reads(x: Tensor, contiguous: bool = False) -> bool:
         type(x) in (Tensor, torch.nn.Parameter)
         and backend_of(x).host
         and not _torch.is_transforming()
+        and not _torch.recording_modes()
         and (not contiguous or x.is_contiguous())
     )
 

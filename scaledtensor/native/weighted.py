@@ -33,7 +33,9 @@ def weighted_sums(p: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
     for x in (p, v):
         if type(x) is not Tensor or x.dtype is not torch.float32 or not backend_of(x).host:
             return None
-        if _torch.is_transforming() or (x.shape[2] > 1 and x.stride(2) != 1):
+        if _torch.is_transforming() or _torch.recording_modes():
+            return None
+        if x.shape[2] > 1 and x.stride(2) != 1:
             return None
     if native.library() is None:
         return None

@@ -35,8 +35,9 @@ from scaledtensor.ops.products.dtype import multiplied
 from scaledtensor.ops.products.linear import is_alone
 from scaledtensor.ops.products.quantize import Coded, factors, mixed
 from scaledtensor.ops.products.table import PRODUCTS
-from scaledtensor.quantization import inputs
+from scaledtensor.quantization import flops, inputs, writing
 from scaledtensor.quantization.tensor import QuantizedTensor
+from scaledtensor.quantization.writing import as_parts, guarded, read_only, refuse_writing
 from scaledtensor.recipes.casts import HADAMARD, Cast, TwoLevel, parsed_cast
 from scaledtensor.tensors import verbs
 from scaledtensor.tensors.tensor import ScaledTensor
@@ -45,11 +46,15 @@ from scaledtensor.tensors.wrapper import Wrapper
 __all__ = [
     "FUNCTIONS",
     "OPERATORS",
+    "as_parts",
     "cast_input",
     "dequantize",
     "entering",
+    "guarded",
     "leaving",
     "linear",
+    "read_only",
+    "refuse_writing",
     "rows",
     "summed_dim",
     "turned_back",
@@ -145,6 +150,8 @@ rows = verbs.operator(
     _keep_ids,
 )
 
+flops.register(linear, linear_gradient, weight_gradient)
+
 
 # --- functions of torch, above autograd ------------------------------------------------------
 
@@ -237,7 +244,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     spelling: partial(found.on, _multiply)
     for spelling, found in PRODUCTS.items()
     if found.on is not None and found.places
-} | {torch.nn.functional.embedding: _embedding}
+} | {torch.nn.functional.embedding: _embedding, **writing.FUNCTIONS}
 
 
 # --- below autograd --------------------------------------------------------------------------
@@ -457,4 +464,5 @@ OPERATORS: dict[Any, Callable[..., Any]] = {
     weight_gradient: _weight_gradient,
     cast_input: _cast_input,
     rows: _rows,
+    torch.ops.aten.copy_.default: writing.copy_into,
 }

@@ -16,6 +16,7 @@ The codes form a matrix whose rows are summed over (`Order`):
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from typing import Any, Literal, Self, cast
 
@@ -29,7 +30,6 @@ from scaledtensor.errors import (
     QuantizationError,
     ScaleError,
     ShapeError,
-    UnsupportedError,
 )
 from scaledtensor.formats import (
     Format,
@@ -45,7 +45,7 @@ from scaledtensor.quantization.configs import Config, config_from
 from scaledtensor.quantization.written import form_of
 from scaledtensor.recipes.casts import Cast, Microscale, TwoLevel
 from scaledtensor.tensors.storable import appearance
-from scaledtensor.tensors.wrapper import Wrapper, refuse_jit, written_by
+from scaledtensor.tensors.wrapper import Wrapper, refuse_jit
 
 __all__ = ["Order", "QuantizedTensor", "block_of", "matrix_of", "matrix_shape", "scale_dtype"]
 
@@ -254,9 +254,12 @@ class QuantizedTensor(Wrapper):
     ) -> Any:
         if func in _torch.BODIES:
             return _torch.BODIES[func](*args, **(kwargs or {}))
-        own = _products().FUNCTIONS.get(func)
+        products = _products()
+        own = products.FUNCTIONS.get(func)
         if own is None or _torch.is_transforming():
-            return _torch.without_torch_function(func, types, args, kwargs or {})
+            made = _torch.without_torch_function(func, types, args, kwargs or {})
+            viewed = type(made) in (Tensor, tuple) and not torch.compiler.is_compiling()
+            return products.guarded(made) if viewed else made
         refuse_jit(cls)
         with _torch.disable_torch_function():
             return own(*args, **(kwargs or {}))
@@ -266,21 +269,34 @@ class QuantizedTensor(Wrapper):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        with _torch.disable_torch_function():
-            own = form_of(func) or _OWN.get(func) or _products().OPERATORS.get(func)
+        kwargs, products = kwargs or {}, _products()
+        inferring = func.is_view and torch.is_inference_mode_enabled()
+        # Views of a tensor are made outside inference mode if the tensor was.
+        where = torch.inference_mode(args[0].is_inference()) if inferring else nullcontext()
+        with _torch.disable_torch_function(), where:
+            own = form_of(func) or _OWN.get(func) or products.OPERATORS.get(func)
             made = own(*args, **kwargs) if own is not None else NotImplemented
             if made is not NotImplemented:
                 return made
-            _refuse_writing(func, args, kwargs)
+            products.refuse_writing(func, args, kwargs)
             read, named = torch.utils._pytree.tree_map(_read, (args, kwargs))
-            return func(*read, **named)
+            made = func(*read, **named)
+            # Autograd does not know all views that are made in inference mode, such as `w.T`.
+            return products.as_parts(made) if inferring else made
 
     @classmethod
     def _fingerprint(cls) -> str:
         return source_digest()
 
     # --- Python ------------------------------------------------------------------------------
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The values as a NumPy array: a copy, which is read-only."""
+        return _products().read_only(super().numpy(force=force))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        made = super().__array__(dtype, copy)
+        return made.copy() if copy else made
 
     def _spelled_scale(self) -> str:
         return f"{tuple(self.scale.shape)} {self.config}"
@@ -386,9 +402,7 @@ _aten = torch.ops.aten
 
 
 def _share(x: QuantizedTensor) -> QuantizedTensor:
-    # As views are: made outside inference mode, where this tensor was.
-    with torch.inference_mode(torch.is_inference_mode_enabled() and x.is_inference()):
-        return x.shared()
+    return x.shared()
 
 
 def _copy(x: QuantizedTensor, **options: Any) -> QuantizedTensor:
@@ -439,40 +453,10 @@ def _view(x: QuantizedTensor, shape: Sequence[int]) -> Any:
     return _share(x) if tuple(shape) == tuple(x.shape) else NotImplemented
 
 
-def _write(x: Any, source: Any, *rest: Any) -> Any:
-    """`load_state_dict` copies codes between tensors of one config. Plain values that the weight
-    has already change nothing: DistributedDataParallel sends the values of rank 0 to all ranks."""
-    if not isinstance(x, QuantizedTensor):
-        return NotImplemented
-    alike = type(source) is Tensor and source.dtype is x.dtype and source.device == x.device
-    if alike and torch.equal(_read(x), source):
-        return x
-    if not isinstance(source, QuantizedTensor) or _kept(source) != _kept(x):
-        what = (
-            f"a {type(source).__name__}"
-            if not isinstance(source, QuantizedTensor)
-            else f"{source.config} of {tuple(source.shape)}"
-        )
-        raise UnsupportedError(
-            f"a weight of {x.config} takes the codes of another one of the same shape and config; "
-            f"got {what}. Load plain weights into the plain model, before quantize_()"
-        )
-    for name in x.INNER:
-        getattr(x, name).copy_(getattr(source, name))
-    x.loop = None
-    return x
-
-
-def _kept(x: QuantizedTensor) -> Any:
-    fmt, _, *facts = x.context
-    return tuple(x.shape), fmt, *facts
-
-
 #: Operators that keep codes as they are.
 _OWN: dict[Any, Callable[..., Any]] = {
     _aten.alias.default: _share,
     _aten.clone.default: _copy,
-    _aten.copy_.default: _write,
     _aten.detach.default: _share,
     _aten.lift_fresh.default: _share,
     _aten._to_copy.default: _to,
@@ -488,13 +472,3 @@ def _read(x: Any) -> Any:
         return x
     form = form_of(_products().dequantize)
     return x.value_in(x.dtype) if form is None else form(x)
-
-
-def _refuse_writing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for t in written_by(func, args, kwargs):
-        if isinstance(t, QuantizedTensor):
-            raise UnsupportedError(
-                f"{func} would write into a weight of {t.config}, whose codes and scales are made "
-                "together: unscale_model(model) makes it plain; train adapters on it, or quantize_ "
-                "with a plain copy of the weight again"
-            )

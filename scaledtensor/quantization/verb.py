@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from scaledtensor.errors import ModelError, QuantizationError
 from scaledtensor.formats import TwoLevelScale
-from scaledtensor.models import state_dicts
+from scaledtensor.models import scripting, state_dicts
 from scaledtensor.models.operands import TABLES, is_operand
 from scaledtensor.models.scale_model import plug_ins, show
 from scaledtensor.models.simulate import refuse_simulated
@@ -86,12 +86,12 @@ def quantize_(
     Raises:
         ModelError: `model` is no module, or a weight has no data yet, is a ScaledTensor, is
             quantised already, or is spread over ranks.
-        QuantizationError: the config is none, needs data that were not given, chooses no weight,
-            or a pattern matches no module. There is no batch, a batch does not fit the model, an
-            input has a NaN or an infinity, or no batch reached a chosen weight. The model trains
-            for another config, or all its weights have scales of their training and `calibration`
-            is given. With `train`: the model trains already, or the config has `fold` or
-            `error_feedback`.
+        QuantizationError: the config is none, needs data that were not given, chooses no weight, or
+            has two configs for one weight, or a pattern matches no module. There is no batch, a
+            batch does not fit the model, an input has a NaN or an infinity, or no batch reached a
+            chosen weight. The model trains for another config, or all its weights have scales of
+            their training and `calibration` is given. With `train`: the model trains already, or
+            the config has `fold` or `error_feedback`.
         UnsupportedError: the model simulates a format. When a model that trains is called: a part
             of it is checkpointed.
 
@@ -137,6 +137,7 @@ def place(model: nn.Module, made: Mapping[int, QuantizedTensor]) -> None:
     training.end(model)
     for module in model.modules():
         state_dicts.attach(module)
+        scripting.attach(module)
     show(model)
     config = next((p.config for p in model.parameters() if isinstance(p, QuantizedTensor)), None)
     for plug_in in plug_ins(model):
@@ -221,6 +222,7 @@ def weights_of(
             )
     found: dict[int, Weight] = {}
     left: set[int] = set()
+    differing: dict[int, str] = {}
     head = output_layer(model)
     for module, fqn, name, p in _parameters(model):
         full = f"{fqn}.{name}" if fqn else name
@@ -237,6 +239,14 @@ def weights_of(
         owners.append((module, name))
         if id(p) not in found:
             found[id(p)] = Weight(full, p, config, order_of(module, p), owners)
+        elif found[id(p)].config != config:
+            first = found[id(p)]
+            differing[id(p)] = (
+                f"{first.name} and {full} are one weight, and the config has {first.config} for "
+                f"the former and {config} for the latter: give both modules the same config"
+            )
+    for key in differing.keys() - left:
+        raise QuantizationError(differing[key])
     return [w for key, w in found.items() if key not in left]
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 import scaledtensor as sct
 from scaledtensor import Dynamic, QuantizedTensor, WeightOnly, native
@@ -288,6 +289,43 @@ def test__jit_trace__is_an_error_that_names_export():
         model = convert(network())
         with pytest.raises(UnsupportedError, match=r"torch\.export\.export"):
             torch.jit.trace(model, inputs())
+
+
+def test__jit_script__is_an_error_until_the_model_is_plain_again():
+    for convert in (sct.scale_model, lambda m: sct.quantize_(m, Dynamic())):
+        model = convert(network())
+        for held in (model, nn.Sequential(model), copy.deepcopy(model), reloaded(model)):
+            with pytest.raises(UnsupportedError, match=r"torch\.export\.export"):
+                torch.jit.script(held)
+        sct.unscale_model(model)
+        assert torch.equal(torch.jit.script(model)(inputs()), model(inputs()))
+
+
+def reloaded(model: nn.Module) -> nn.Module:
+    kept = io.BytesIO()
+    torch.save(model, kept)
+    kept.seek(0)
+    return torch.load(kept, weights_only=False)
+
+
+def test__flops_of_products__are_counted():
+    def counted(model: nn.Module) -> int:
+        counter = FlopCounterMode(display=False)
+        with counter:
+            model(inputs().requires_grad_()).sum().backward()
+        return counter.get_total_flops()
+
+    def check(config):
+        plain = network()
+        for p in (plain[0].weight, plain[3].weight):
+            p.requires_grad_(False)
+        products = 5 * 64 * 160 + 5 * 160 * 32
+        wanted = 2 * 2 * products  # of the results, and of the gradients of inputs
+        assert counted(plain) == counted(sct.quantize_(network(), config)) == wanted
+        trains = sct.quantize_(network(), config, train=True)
+        assert counted(trains) == counted(network()) == 3 * wanted // 2
+
+    assert_each([WeightOnly(), WeightOnly("nvfp4", rotate=False), Dynamic()], check)
 
 
 def test__a_model_converted_in_inference_mode__records_gradients_later():

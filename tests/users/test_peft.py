@@ -1,5 +1,6 @@
 """Programs in the style of PEFT put adapters on a scaled model, or scale a model with adapters."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import scaledtensor as sct
 pytest.importorskip("peft")
 pytest.importorskip("transformers", minversion="5")
 
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -163,3 +164,36 @@ def test__adapters__train_on_a_quantised_base(order, tmp_path):
         unscaled = sct.unscale_model(again)
         want = plain_logits(unscaled)
         torch.testing.assert_close(plain_logits(unscaled.merge_and_unload()), want)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "ia3"])
+def test__a_merge__is_an_error_on_codes__and_exact_on_the_plain_base(kind):
+    targets = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+    if kind == "ia3":
+        config = IA3Config(feedforward_modules=[], **targets)
+    else:
+        config = LoraConfig(r=4, use_dora=kind == "dora", **targets)
+    torch.manual_seed(1)
+    model = trained(get_peft_model(sct.quantize_(llama(), sct.WeightOnly()), config))
+    want = plain_logits(model)
+    for safe in (False, True):
+        with pytest.raises(sct.errors.UnsupportedError, match=r"unscale_model\(model\)"):
+            copy.deepcopy(model).merge_and_unload(safe_merge=safe)
+    merged = sct.unscale_model(model).merge_and_unload()
+    torch.testing.assert_close(plain_logits(merged), want, rtol=1e-4, atol=1e-4)
+
+
+def test__adapters_that_change_the_base__are_an_error():
+    config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights="pissa")
+    with pytest.raises(sct.errors.UnsupportedError, match=r"unscale_model\(model\)"):
+        get_peft_model(sct.quantize_(llama(), sct.WeightOnly()), config)
+
+
+def test__a_quantised_module_to_save__is_an_error__and_a_filter_leaves_it_out():
+    config = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    with pytest.raises(sct.errors.UnsupportedError, match="filter_fn"):
+        get_peft_model(sct.quantize_(llama(), sct.WeightOnly()), config)
+    base = sct.quantize_(llama(), sct.WeightOnly(), lambda module, fqn: fqn != "lm_head")
+    model = get_peft_model(base, config)
+    before = plain_logits(model)
+    assert not torch.equal(plain_logits(trained(model)), before)
