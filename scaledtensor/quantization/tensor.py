@@ -45,7 +45,7 @@ from scaledtensor.quantization.parts import (
     matrix_shape,
     scale_dtype,
 )
-from scaledtensor.quantization.written import form_of
+from scaledtensor.quantization.written import form_of, refuse_onnx
 from scaledtensor.recipes.casts import TwoLevel
 from scaledtensor.tensors.storable import appearance
 from scaledtensor.tensors.wrapper import Wrapper, refuse_jit, written_by
@@ -254,7 +254,10 @@ class QuantizedTensor(Wrapper):
     ) -> Any:
         kwargs = kwargs or {}
         with _torch.disable_torch_function():
-            own = form_of(func) or _OWN.get(func) or _products().OPERATORS.get(func)
+            own = form_of(func) or _OWN.get(func)
+            if own is None:
+                own = _products().OPERATORS.get(func)
+                refuse_onnx()
             made = own(*args, **kwargs) if own is not None else NotImplemented
             if made is not NotImplemented:
                 return made
