@@ -17,7 +17,7 @@ from scaledtensor.errors import CheckpointError, QuantizationError, UnsupportedE
 from scaledtensor.exchange.layouts import Layout
 from scaledtensor.formats import E2M1FN, E2M3FN, E4M3FN, INT4, INT8, Format
 from scaledtensor.quantization.configs import Config, Dynamic, Static, WeightOnly
-from scaledtensor.quantization.tensor import scale_dtype
+from scaledtensor.quantization.parts import scale_dtype
 from scaledtensor.recipes.casts import Cast
 
 __all__ = ["FOREIGN", "LAYOUTS", "METHOD", "arguments", "entry", "scheme_reader"]

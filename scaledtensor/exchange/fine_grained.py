@@ -18,7 +18,7 @@ import torch
 from scaledtensor.errors import CheckpointError, UnsupportedError
 from scaledtensor.exchange.layouts import Layout
 from scaledtensor.quantization.configs import Config, Dynamic, Static
-from scaledtensor.quantization.tensor import scale_dtype
+from scaledtensor.quantization.parts import scale_dtype
 
 __all__ = ["FOREIGN", "LAYOUTS", "METHOD", "entry", "scheme_reader"]
 

@@ -27,7 +27,8 @@ from scaledtensor.errors import CheckpointError, ScaledTensorError, UnsupportedE
 from scaledtensor.formats import E8M0FNU, INT8, Format, TwoLevelScale, pack, unpack
 from scaledtensor.formats.layouts import packed_shape, scale_shape
 from scaledtensor.quantization.configs import Config
-from scaledtensor.quantization.tensor import QuantizedTensor, block_of, scale_dtype
+from scaledtensor.quantization.parts import block_of, scale_dtype
+from scaledtensor.quantization.tensor import QuantizedTensor
 from scaledtensor.recipes.casts import Cast
 
 __all__ = ["SHAPES", "Layout", "parts_of_weight", "weight_of_parts"]

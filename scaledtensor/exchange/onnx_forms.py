@@ -20,7 +20,8 @@ from scaledtensor.errors import UnsupportedError
 from scaledtensor.formats import Format
 from scaledtensor.quantization import inputs, products
 from scaledtensor.quantization.configs import Config
-from scaledtensor.quantization.tensor import QuantizedTensor, scale_dtype
+from scaledtensor.quantization.parts import scale_dtype
+from scaledtensor.quantization.tensor import QuantizedTensor
 from scaledtensor.recipes.casts import Amax, Cast, Microscale, TwoLevel
 
 __all__ = ["DOMAIN", "TYPES", "Forms", "check_config"]

@@ -177,15 +177,17 @@ def from_blocks(blocks: Tensor, granularity: Granularity, shape: Sequence[int]) 
     if tuple(whole.shape) == tuple(shape):
         return whole
     if torch.compiler.is_compiling() and backend_of(whole).writes_cpp:
-        cropped: Tensor = torch.ops.scaledtensor.crop(whole, shape)
-        return cropped
-    return _crop(whole, shape)
-
-
-def _crop(x: Tensor, shape: Sequence[int]) -> Tensor:
-    for dim, n in enumerate(shape):
-        x = x.narrow(dim, 0, n)
-    return x.clone(memory_format=torch.contiguous_format)
+        # If Inductor fuses a crop with a tensor that is read once per block, its C++ (torch 2.13,
+        # `try_loop_split`) visits whole blocks only, and leaves the other elements unwritten.
+        # Before it reads a tensor by strides, it computes the whole tensor in a loop of its own.
+        # The strides cover `whole`, so a copy of `whole` (pytorch issue 197431) is as good.
+        whole = whole.contiguous()
+        part = whole.as_strided(tuple(shape), whole.stride())
+    else:
+        part = whole
+        for dim, n in enumerate(shape):
+            part = part.narrow(dim, 0, n)
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 def beside_blocks(scale: Tensor, granularity: Granularity, shape: Sequence[int]) -> Tensor:
@@ -229,19 +231,6 @@ def _interleaved(cuts: Sequence[tuple[int, int]]) -> list[int]:
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-# The crop is opaque to Inductor. If Inductor fuses a crop with a tensor that is read once per
-# block, its C++ (torch 2.13, `try_loop_split`) visits whole blocks only, and leaves the other
-# elements unwritten.
-_LIBRARY = torch.library.Library("scaledtensor", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define("crop(Tensor x, SymInt[] shape) -> Tensor")  # type: ignore[no-untyped-call]
-_LIBRARY.impl("crop", _crop, "CPU")  # type: ignore[no-untyped-call]
-
-
-@torch.library.register_fake("scaledtensor::crop", lib=_LIBRARY)  # type: ignore[untyped-decorator]
-def _(x: Tensor, shape: Sequence[int]) -> Tensor:
-    return x.new_empty(shape)
 
 
 # --- packed codes --------------------------------------------------------------------------------

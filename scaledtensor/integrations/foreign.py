@@ -4,6 +4,7 @@ transformers gives the tensors of one module, by their names in the folder, to a
 (`JoinForeign`), which makes the weight of them.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from scaledtensor.errors import CheckpointError
 from scaledtensor.exchange.folders import told_of
 from scaledtensor.exchange.verbs import METHODS, reader_of, serialized_names
 
-__all__ = ["Foreign", "JoinForeign", "foreign_files", "is_foreign"]
+__all__ = ["Foreign", "JoinForeign", "dtype_of", "foreign_files", "is_foreign"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,16 @@ def foreign_files(files: Sequence[str]) -> Foreign | None:
     return Foreign(where, serialized_names(), weight)
 
 
+def dtype_of(model: Any, name: str) -> torch.dtype:
+    """The dtype in which transformers loads a plain weight of this name: `from_pretrained(dtype=)`,
+    or float32 in modules that the model keeps in float32."""
+    dtype: torch.dtype = model.get_parameter(name).dtype
+    for pattern, kept in model._get_dtype_plan(dtype).items():
+        if re.search(pattern.replace("*", ".*"), name):
+            dtype = kept
+    return dtype
+
+
 class JoinForeign(ConversionOps):  # type: ignore[misc]
     """Makes a quantised weight of its tensors in a folder of another library."""
 
@@ -78,7 +89,7 @@ class JoinForeign(ConversionOps):  # type: ignore[misc]
         parts = {n: x[0] if isinstance(x, list) else x for n, x in input_dict.items()}
         module = full_layer_name.rpartition(".")[0]
         owner = model.get_submodule(module)
-        dtype = owner.get_parameter("weight").dtype
+        dtype = dtype_of(model, f"{module}.weight")
         made = foreign.weight(module, type(owner).__name__, parts, dtype)
         if made.shape != owner.weight.shape:
             raise CheckpointError(

@@ -37,7 +37,13 @@ from transformers.quantizers import (
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from scaledtensor.errors import CheckpointError, RecipeError
-from scaledtensor.integrations.foreign import Foreign, JoinForeign, foreign_files, is_foreign
+from scaledtensor.integrations.foreign import (
+    Foreign,
+    JoinForeign,
+    dtype_of,
+    foreign_files,
+    is_foreign,
+)
 from scaledtensor.models.delayed import parameter_of
 from scaledtensor.models.scale_model import complete, scale_model, unscale_model
 from scaledtensor.models.state_dicts import FACTS, joined, parted, parted_names
@@ -114,10 +120,18 @@ class Join(ConversionOps):  # type: ignore[misc]
         self.hf_quantizer = hf_quantizer
 
     def convert(
-        self, input_dict: dict[str, Any], *args: Any, full_layer_name: str, **kwargs: Any
+        self,
+        input_dict: dict[str, Any],
+        *args: Any,
+        full_layer_name: str,
+        model: Any,
+        **kwargs: Any,
     ) -> dict[str, Tensor]:
         parts = {name.rpartition(".")[2]: found[0] for name, found in input_dict.items()}
-        return {full_layer_name: joined(full_layer_name, parts)}
+        made = joined(full_layer_name, parts)
+        if isinstance(made, QuantizedTensor):  # codes stay, and results have the model's dtype
+            return {full_layer_name: made.to(dtype_of(model, full_layer_name))}
+        return {full_layer_name: made}
 
 
 @register_quantizer(METHOD)

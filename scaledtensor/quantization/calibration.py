@@ -22,7 +22,7 @@ from scaledtensor.ops.products.quantize import least_error
 from scaledtensor.quantization.configs import Config, Static
 from scaledtensor.quantization.folding import folded
 from scaledtensor.quantization.observing import Observed, Seen
-from scaledtensor.quantization.tensor import Order, matrix_of
+from scaledtensor.quantization.parts import Order, matrix_of
 
 __all__ = ["input_scale", "observed"]
 

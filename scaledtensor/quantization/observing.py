@@ -24,7 +24,7 @@ from scaledtensor.ops.products.quantize import mixed
 from scaledtensor.ops.products.table import BY_GEMM, PRODUCTS
 from scaledtensor.quantization import products
 from scaledtensor.quantization.configs import Config, Static
-from scaledtensor.quantization.tensor import Order, matrix_shape
+from scaledtensor.quantization.parts import Order, matrix_shape
 
 __all__ = ["Histogram", "Observed", "Seen", "windows"]
 

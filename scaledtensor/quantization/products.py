@@ -210,8 +210,10 @@ def summed_dim(i: int, weight: int, x: Tensor) -> int:
 
 
 def under_autocast(x: Any) -> Any:
-    kind = x.device.type if isinstance(x, Tensor) else "cpu"
-    if not isinstance(x, Tensor) or not torch.is_autocast_enabled(kind):
+    if not isinstance(x, Tensor) or x.is_meta:  # torch.autocast has no meta device
+        return x
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind):
         return x
     return x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(kind))
 

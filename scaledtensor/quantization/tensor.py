@@ -14,11 +14,10 @@ The codes form a matrix whose rows are summed over (`Order`):
     kernel    each output channel of a convolution in one row
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from importlib import import_module
-from typing import Any, Literal, Self, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -28,60 +27,32 @@ from scaledtensor._version import source_digest
 from scaledtensor.errors import (
     DTypeError,
     QuantizationError,
-    ScaleError,
     ShapeError,
 )
 from scaledtensor.formats import (
     Format,
-    PerBlock,
-    PerTensor,
     TwoLevelScale,
     dequantize_blocks,
     pack,
     unpack,
 )
-from scaledtensor.formats.layouts import check_scale_shape, packed_shape
 from scaledtensor.quantization.configs import Config, config_from
-from scaledtensor.quantization.written import form_of
-from scaledtensor.recipes.casts import Cast, Microscale, TwoLevel
+from scaledtensor.quantization.parts import (
+    EXTRAS,
+    Order,
+    block_of,
+    check_inner,
+    matrix_shape,
+    scale_dtype,
+)
+from scaledtensor.quantization.written import form_of, refuse_onnx
+from scaledtensor.recipes.casts import TwoLevel
 from scaledtensor.tensors.storable import appearance
 from scaledtensor.tensors.wrapper import Wrapper, refuse_jit
 
-__all__ = ["Order", "QuantizedTensor", "block_of", "matrix_of", "matrix_shape", "scale_dtype"]
-
-Order = Literal["rows", "columns", "kernel"]
+__all__ = ["QuantizedTensor"]
 
 _INNER = ("qdata", "scale", "tensor_scale")
-
-
-def block_of(cast: Cast) -> PerTensor | PerBlock:
-    """The elements of the matrix of codes that share a scale."""
-    if cast.block == (0, 0):
-        return PerTensor()
-    return PerBlock((cast.block[0] or -1, cast.block[1] or -1))
-
-
-def scale_dtype(cast: Cast) -> torch.dtype:
-    """The dtype of the scales of blocks."""
-    if isinstance(cast.scale, TwoLevel):
-        return torch.float8_e4m3fn
-    return torch.float8_e8m0fnu if isinstance(cast.scale, Microscale) else torch.float32
-
-
-def matrix_shape(shape: Sequence[int], order: Order) -> tuple[int, ...]:
-    """The shape of the matrix of codes of a tensor of `shape`."""
-    if order == "kernel":
-        return shape[0], math.prod(shape[1:])
-    if order == "columns":
-        *batch, rows, columns = shape
-        return *batch, columns, rows
-    return tuple(shape)
-
-
-def matrix_of(weight: Tensor, order: Order) -> Tensor:
-    """The matrix, float32, whose codes a tensor of a plain weight holds."""
-    matrix = weight.mT if order == "columns" else weight.reshape(matrix_shape(weight.shape, order))
-    return matrix.float().contiguous()
 
 
 class _Names:
@@ -105,6 +76,9 @@ class QuantizedTensor(Wrapper):
         input_scale: the scale of inputs, one positive number, for `Static`.
         columns: powers of two, one for each element along the summed dimension. The codes are of
             the weight times them, and products divide the input by them (`Config.fold`).
+        requires_grad: for libraries that make a parameter again, as accelerate does, by
+            `type(p)(x, requires_grad=p.requires_grad)`: `x` is a QuantizedTensor, in place of
+            `codes`, and the result is the parameter of its codes.
 
     Attributes:
         qdata: the packed codes. `codes` are the codes one an element.
@@ -118,7 +92,7 @@ class QuantizedTensor(Wrapper):
     """
 
     INNER: tuple[str, ...] = cast(Any, _Names())
-    _EXTRAS: tuple[str, ...] = ("input_scale", "columns")
+    _EXTRAS: tuple[str, ...] = EXTRAS
     _FACTS: tuple[str, ...] = ("format", "config", "order", "extras")
 
     config: Config
@@ -136,17 +110,29 @@ class QuantizedTensor(Wrapper):
     def __new__(
         cls,
         codes: Tensor,
-        scale: Tensor | TwoLevelScale,
-        config: Config,
+        scale: Tensor | TwoLevelScale | None = None,
+        config: Config | None = None,
         shape: Sequence[int] | None = None,
         *,
         order: Order = "rows",
         dtype: torch.dtype = torch.float32,
         input_scale: Tensor | float | None = None,
         columns: Tensor | None = None,
+        requires_grad: bool = False,
     ) -> Self:
-        if not isinstance(config, Config):
-            raise QuantizationError(f"a config is WeightOnly(...) or the like; got {config!r}")
+        if scale is None and config is None:
+            if isinstance(codes, cls):
+                return cast(Self, torch.nn.Parameter(codes.detach(), requires_grad))
+            raise QuantizationError(
+                "a QuantizedTensor is made of codes, their scales and a config, and the values of "
+                "a tensor are none of them: quantize_(model, config) makes it. accelerate's "
+                "disk_offload keeps values and not codes: use cpu_offload, which keeps the codes"
+            )
+        if not isinstance(config, Config) or scale is None:
+            raise QuantizationError(
+                "a config is WeightOnly(...) or the like, and comes with the scales of the codes; "
+                f"got {config!r} and {type(scale).__name__}"
+            )
         fmt = config.weight.format
         if not isinstance(codes, Tensor) or codes.dtype != fmt.storage_dtype:
             told = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
@@ -274,7 +260,10 @@ class QuantizedTensor(Wrapper):
         # Views of a tensor are made outside inference mode if the tensor was.
         where = torch.inference_mode(args[0].is_inference()) if inferring else nullcontext()
         with _torch.disable_torch_function(), where:
-            own = form_of(func) or _OWN.get(func) or products.OPERATORS.get(func)
+            own = form_of(func) or _OWN.get(func)
+            if own is None:
+                own = products.OPERATORS.get(func)
+                refuse_onnx()
             made = own(*args, **kwargs) if own is not None else NotImplemented
             if made is not NotImplemented:
                 return made
@@ -354,43 +343,6 @@ class QuantizedTensor(Wrapper):
 torch.serialization.add_safe_globals([QuantizedTensor])
 
 
-def check_inner(inner: Sequence[Tensor], shape: Sequence[int], context: Any) -> None:
-    """Raise an error unless the inner tensors fit a QuantizedTensor of `shape` and `context`."""
-    fmt, _, config, order, extras = context
-    known = tuple(name for name in QuantizedTensor._EXTRAS if name in extras)
-    if tuple(extras) != known or order not in ("rows", "columns", "kernel"):
-        raise QuantizationError(f"this release does not know {extras} or the order {order!r}")
-    qdata, scale, whole = inner[:3]
-    if len(shape) < 2 or min(shape) < 0:
-        raise ShapeError(f"a quantised weight has two dimensions or more; got {tuple(shape)}")
-    matrix, how = matrix_shape(shape, order), config.weight
-    if fmt != how.format:
-        raise QuantizationError(f"the config stores {how.format.name}; got codes in {fmt.name}")
-    packed = fmt.storage_dtype if fmt.bits >= 8 else torch.uint8, packed_shape(fmt, matrix)
-    if (qdata.dtype, tuple(qdata.shape)) != packed:
-        raise ShapeError(
-            f"codes of {fmt.name} for a matrix of {matrix} are {packed[0]} of shape {packed[1]}; "
-            f"got {qdata.dtype} of {tuple(qdata.shape)}"
-        )
-    if scale.dtype != scale_dtype(how):
-        raise ScaleError(f"scales of {how} are {scale_dtype(how)}; got {scale.dtype}")
-    check_scale_shape(scale, block_of(how), matrix)
-    named = dict(zip(extras, inner[3:], strict=True))
-    for name, x in {"tensor_scale": whole, **named}.items():
-        wanted = () if name != "columns" else (matrix[-1],)
-        if x.dtype != torch.float32 or tuple(x.shape) != wanted:
-            got = f"{x.dtype} of {tuple(x.shape)}"
-            raise ScaleError(f"{name} is float32 of shape {wanted}; got {got}")
-    for name, x in {"scale": scale, "tensor_scale": whole, **named}.items():
-        if not x.is_meta and not _torch.is_tracing(x):
-            numbers = x.detach().float()
-            # A NaN marks a block that held one. The scale of a block of zeros may be 0.
-            if not ((numbers >= 0) & (numbers < math.inf) | numbers.isnan()).all():
-                raise ScaleError(f"{name} holds numbers that are negative or infinite")
-            if name in named and not (numbers > 0).all():
-                raise ScaleError(f"{name} divides inputs, and holds a number that is not positive")
-
-
 def _products() -> Any:
     """The products, which load the operators on first use."""
     return import_module("scaledtensor.quantization.products")
@@ -427,6 +379,14 @@ def _to(
     return x.put_together(moved, x.shape, (fmt, appearance(kept), *rest))
 
 
+def _empty(x: QuantizedTensor, *, device: Any = None, **options: Any) -> Any:
+    """`Module.to_empty` makes room for the codes of a file on another device. Other callers make
+    a plain tensor like the value."""
+    if device is None:
+        return NotImplemented
+    return x.like(*(torch.empty_like(getattr(x, name), device=device) for name in x.INNER))
+
+
 def _transposed(x: QuantizedTensor, *dims: int) -> Any:
     """The codes stay: rows become columns. Other dimensions are read."""
     n = x.dim()
@@ -458,6 +418,7 @@ _OWN: dict[Any, Callable[..., Any]] = {
     _aten.alias.default: _share,
     _aten.clone.default: _copy,
     _aten.detach.default: _share,
+    _aten.empty_like.default: _empty,
     _aten.lift_fresh.default: _share,
     _aten._to_copy.default: _to,
     _aten.t.default: _transposed,

@@ -22,7 +22,8 @@ from scaledtensor.models.scale_model import TRAINS_AS, show
 from scaledtensor.quantization.calibration import Weight
 from scaledtensor.quantization.configs import config_from
 from scaledtensor.quantization.observing import Seen
-from scaledtensor.quantization.tensor import Order, QuantizedTensor
+from scaledtensor.quantization.parts import Order
+from scaledtensor.quantization.tensor import QuantizedTensor
 from scaledtensor.tensors.shards import is_dtensor
 from scaledtensor.tensors.verbs import LIBRARY
 
@@ -120,7 +121,7 @@ def _quantized(w: Tensor, config: str, order: Any, input_scale: float | None = N
     how = _seen("", tuple(w.shape), Trained(config, order, input_scale))
     verb = import_module("scaledtensor.quantization.verb")
     # `quantize_` runs outside of autocast.
-    with _torch.disable_torch_function(), torch.autocast(w.device.type, enabled=False):
+    with _torch.disable_torch_function(), verb.without_autocast(w):
         made: QuantizedTensor = verb.quantized_weight(w.detach(), how.config, order, how)
     return made
 

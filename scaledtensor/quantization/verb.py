@@ -3,6 +3,7 @@
 import fnmatch
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -21,7 +22,8 @@ from scaledtensor.quantization.calibration import observed
 from scaledtensor.quantization.configs import Config, Plan, config_for, plan_of
 from scaledtensor.quantization.error_feedback import rounded_with_feedback
 from scaledtensor.quantization.observing import Seen
-from scaledtensor.quantization.tensor import Order, QuantizedTensor, matrix_of
+from scaledtensor.quantization.parts import Order, matrix_of
+from scaledtensor.quantization.tensor import QuantizedTensor
 from scaledtensor.recipes.casts import HADAMARD
 from scaledtensor.tensors.shards import is_dtensor
 from scaledtensor.tensors.steps import is_scaled
@@ -35,6 +37,7 @@ __all__ = [
     "quantized_weight",
     "role_of",
     "weights_of",
+    "without_autocast",
 ]
 
 M = TypeVar("M", bound=nn.Module)
@@ -58,7 +61,8 @@ def quantize_(
     Each converted weight becomes a frozen `QuantizedTensor` parameter under its old name. Modules,
     hooks and all other parameters stay as they are. Results of products are plain tensors, in the
     dtype of their input. `print(model)` shows the config of each module. `unscale_model(model)`
-    ends it: weights become plain parameters of the quantised value.
+    ends it: weights become plain parameters of the quantised value. On the meta device it gives a
+    model without values, into which `load_state_dict(..., assign=True)` puts codes.
 
     Args:
         model: a plain module, in float32, bfloat16 or float16.
@@ -84,8 +88,9 @@ def quantize_(
         The same model.
 
     Raises:
-        ModelError: `model` is no module, or a weight has no data yet, is a ScaledTensor, is
-            quantised already, or is spread over ranks.
+        ModelError: `model` is no module, or a weight has no data yet, is a ScaledTensor or a
+            tensor of another library, is quantised already, belongs to a scripted module, or is
+            spread over ranks. Weights are on the meta device, and the config needs data.
         QuantizationError: the config is none, needs data that were not given, chooses no weight, or
             has two configs for one weight, or a pattern matches no module. There is no batch, a
             batch does not fit the model, an input has a NaN or an infinity, or no batch reached a
@@ -175,13 +180,20 @@ def _observed(
             f"{wanting[0].config} needs data: quantize_(model, config, calibration=batches), with "
             "some batches of inputs as the model gets them"
         )
+    for w in wanting:
+        if w.parameter.is_meta:
+            raise ModelError(
+                f"{w.name} is on the meta device and has no values, so no input can be observed, "
+                f"and {w.config} needs inputs: load the weights first, or quantize_ a model that "
+                "has them and load its state dict"
+            )
     return observed(model, wanting, batches)
 
 
 def _converted(w: "Weight", seen: Seen | None) -> QuantizedTensor:
     order = w.order if seen is None else seen.order
     try:
-        with torch.autocast(w.parameter.device.type, enabled=False):
+        with without_autocast(w.parameter):
             return quantized_weight(w.parameter.detach(), w.config, order, seen)
     except QuantizationError as error:
         raise QuantizationError(f"{w.name}: {error}") from error
@@ -234,7 +246,7 @@ def weights_of(
         if not chosen or config is None:
             left.add(id(p))
             continue
-        _check(p, full)
+        _check(module, p, full)
         owners = found[id(p)].owners if id(p) in found else []
         owners.append((module, name))
         if id(p) not in found:
@@ -324,7 +336,12 @@ def order_of(module: nn.Module, p: Tensor) -> Order:
     return "columns" if type(module).__name__ == "Conv1D" else "rows"
 
 
-def _check(p: nn.Parameter, name: str) -> None:
+def _check(module: nn.Module, p: nn.Parameter, name: str) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ModelError(
+            f"{name} belongs to a module of torch.jit.script, whose code is fixed: call quantize_ "
+            "on the model that was scripted, and torch.export.export in place of torch.jit.script"
+        )
     if isinstance(p, QuantizedTensor):
         raise ModelError(
             f"{name} is quantised already ({p.config}): unscale_model(model) makes it plain first"
@@ -336,11 +353,25 @@ def _check(p: nn.Parameter, name: str) -> None:
             f"{name} is a ScaledTensor: unscale_model(model), which is exact, comes before "
             "quantize_(model, ...)"
         )
+    if hasattr(p, "__tensor_flatten__"):
+        library = type(p).__module__.partition(".")[0]
+        raise ModelError(
+            f"{name} is a {type(p).__name__} of {library}, and quantize_ takes plain weights: give "
+            "it the model as it was before, or put nn.Parameter(weight.dequantize()) in its place"
+        )
     if p.dtype not in _DTYPES:
         raise ModelError(f"{name} is {p.dtype}; weights are float32, bfloat16 or float16")
 
 
 # --- the conversion --------------------------------------------------------------------------
+
+
+def without_autocast(weight: Tensor) -> AbstractContextManager[Any]:
+    """A context without autocast, in which weights are quantised. On the meta device torch has no
+    autocast, and cannot switch it off."""
+    if weight.is_meta:
+        return nullcontext()
+    return torch.autocast(weight.device.type, enabled=False)
 
 
 def quantized_weight(

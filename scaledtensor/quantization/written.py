@@ -11,7 +11,11 @@ from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["form_of", "written_as"]
+import torch
+
+from scaledtensor.errors import UnsupportedError
+
+__all__ = ["form_of", "refuse_onnx", "written_as"]
 
 _forms: ContextVar[Mapping[Any, Callable[..., Any]]] = ContextVar(
     "forms", default=MappingProxyType({})
@@ -31,3 +35,16 @@ def written_as(forms: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
         yield
     finally:
         _forms.reset(token)
+
+
+def refuse_onnx() -> None:
+    """Raise an error inside `torch.onnx.export`, which has no translation of decoding by bits.
+
+    Raises:
+        UnsupportedError: `torch.onnx.export` is exporting, and no `written_as` is in force.
+    """
+    if torch.compiler.is_exporting() and not _forms.get() and torch.onnx.is_in_onnx_export():
+        raise UnsupportedError(
+            "torch.onnx.export does not translate the codes of quantised weights: "
+            "scaledtensor.exchange.export_onnx(model, args, path) writes them as ONNX's own types"
+        )

@@ -98,3 +98,40 @@ def test__a_model_whose_checkpoints_have_other_names__is_refused(tmp_path: Path)
     with pytest.raises(UnsupportedError, match=r"MixtralForCausalLM.*other names"):
         sct.exchange.save(made, tmp_path / "folder")
     assert not (tmp_path / "folder").exists()
+
+
+@pytest.mark.parametrize("before", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("after", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", [None, "compressed-tensors"])
+def test__dtype_of_from_pretrained__is_the_dtype_of_results_and_codes_stay(
+    family: str | None, before: torch.dtype, after: torch.dtype, tmp_path: Path
+) -> None:
+    config = WeightOnly("int4", 64)
+    saved, wanted = llama(config, before).eval(), llama(config, after).eval()
+    wanted.load_state_dict(saved.state_dict())
+    more: dict[str, Any] = {}
+    if family is None:
+        saved.save_pretrained(tmp_path)
+    else:
+        sct.exchange.save(saved, tmp_path, family)
+        more["quantization_config"] = ScaledConfig()
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=after, **more)
+    assert {p.dtype for p in opened.parameters()} == {after}
+    layer, source = opened.model.layers[0].mlp.up_proj, saved.model.layers[0].mlp.up_proj
+    assert torch.equal(layer.weight.qdata, source.weight.qdata)
+    with torch.no_grad():
+        assert torch.equal(opened(IDS).logits, wanted(IDS).logits)
+
+
+class KeepsFloat32(LlamaForCausalLM):
+    _keep_in_fp32_modules_strict = frozenset({"up_proj"})
+
+
+def test__a_module_that_the_model_keeps_in_float32__stays_so(tmp_path: Path) -> None:
+    llama(WeightOnly("int4", 64)).save_pretrained(tmp_path)
+    opened = KeepsFloat32.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    layer = opened.model.layers[0].mlp
+    assert (layer.up_proj.weight.dtype, layer.gate_proj.weight.dtype) == (
+        torch.float32,
+        torch.bfloat16,
+    )

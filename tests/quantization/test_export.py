@@ -107,6 +107,27 @@ def test__exported__a_file_gives_the_same_bits_in_a_fresh_process(tmp_path):
     run(READ, tmp_path)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(WeightOnly("int4", size) for size in (32, 128)),
+        *(WeightOnly(name) for name in ("fp8_block", "nvfp4", "mxfp4")),
+        *(Dynamic(name) for name in ("fp8_block", "mxfp8")),
+    ],
+    ids=str,
+)
+def test__decomposed__blocks_that_do_not_divide_a_weight_leave_aten_only(config):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv1d(5, 6, 3), nn.Flatten(), nn.Linear(42, 200), nn.Linear(200, 9))
+    model, x = sct.quantize_(plain.eval(), config), torch.randn(2, 5, 9)
+    sizes = ({0: torch.export.Dim.DYNAMIC},)
+    program = torch.export.export(model, (x,), dynamic_shapes=sizes).run_decompositions()
+    assert operators(program) == {"aten"}
+    with torch.no_grad():
+        for given in (x, torch.randn(3, 5, 9)):
+            torch.testing.assert_close(program.module()(given), model(given), rtol=1e-5, atol=1e-5)
+
+
 def run(code: str, *arguments: object) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
@@ -130,7 +151,11 @@ assert "scaledtensor" not in sys.modules
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [WeightOnly(), Dynamic("mxfp8")], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [WeightOnly(), Dynamic("mxfp8"), WeightOnly("int4", 48), WeightOnly("fp8_block")],
+    ids=str,
+)
 def test__a_package_of_aotinductor__runs_without_this_library(config, tmp_path):
     x, other = inputs(), inputs(3, 9)
     with torch.no_grad():

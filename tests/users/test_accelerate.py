@@ -102,3 +102,28 @@ def test__parts_in_several_files__need_all_of_them(tmp_path, assert_same_bits):
     other = delayed()
     sct.checkpoint.load_into(other, sct.checkpoint.load_safetensors(tmp_path))
     assert_same_bits(program.model, other)
+
+
+def test__cpu_offload__keeps_the_codes(tmp_path):
+    from accelerate.hooks import remove_hook_from_submodules
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 8))
+    sct.quantize_(model.eval(), sct.WeightOnly("int4", 32))
+    x = torch.randn(3, 64)
+    with torch.no_grad():
+        wanted = model(x)
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+        for _ in range(2):
+            assert model[0].weight.is_meta
+            assert torch.equal(model(x), wanted)
+        remove_hook_from_submodules(model)
+        for name, p in model.named_parameters():
+            assert isinstance(p, nn.Parameter), name
+            assert not p.is_meta, name
+        assert isinstance(model[0].weight, sct.QuantizedTensor)
+        assert torch.equal(model(x), wanted)
+        # The file that accelerate writes has values, from which codes are not made again.
+        accelerate.disk_offload(model, tmp_path, execution_device=torch.device("cpu"))
+        with pytest.raises(sct.errors.QuantizationError, match="disk_offload"):
+            model(x)

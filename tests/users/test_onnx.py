@@ -252,3 +252,13 @@ def test__every_format__has_a_type_or_an_error():
                 export_onnx(model, (torch.ones(1, 32),))
 
     assert_each([f for f in FORMATS.values() if f.bits <= 8 and f.has_zero], check)
+
+
+def test__torch_onnx_export__is_an_error_that_names_export_onnx():
+    model, x = (
+        sct.quantize_(nn.Sequential(nn.Linear(64, 8)).eval(), WeightOnly()),
+        torch.ones(2, 64),
+    )
+    for given in (model, torch.export.export(model, (x,))):
+        with pytest.raises(Exception, match=r"exchange\.export_onnx"):
+            torch.onnx.export(given, (x,), dynamo=True, verbose=False)
