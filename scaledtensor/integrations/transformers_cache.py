@@ -5,6 +5,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, get_layer_types_and_kwargs
 
@@ -13,6 +14,11 @@ from scaledtensor.quantization.cache import KVCache
 
 __all__ = ["TransformersCache", "windows"]
 
+_TWO = (
+    "One cache would mix the keys of self-attention and of cross-attention; give two, without "
+    "`config`: EncoderDecoderCache(sct.KVCache(...), sct.KVCache(...)), where EncoderDecoderCache "
+    "is a class of transformers"
+)
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 
 
@@ -20,8 +26,11 @@ def windows(config: Any) -> list[int | None]:
     """Return the window of each layer of a model of transformers, None for full attention.
 
     Raises:
-        UnsupportedError: a layer has no keys and values, or keeps them in another way.
+        UnsupportedError: a layer has no keys and values, or keeps them in another way; or the model
+            has an encoder and a decoder.
     """
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedError(f"{type(config).__name__} has an encoder and a decoder. {_TWO}")
     kinds, options = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
     other = dict.fromkeys(kind for kind in kinds if kind not in _ATTENTION)
     if other:
@@ -37,6 +46,7 @@ class TransformersCache(KVCache, Cache):  # type: ignore[misc]
 
     offloading = False
     layer_class_to_replicate = None
+    _last = 0  # the layer that transformers updated last
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Take `update(layer, keys, values)`, and `update(keys, values, layer)`, which transformers
@@ -48,7 +58,29 @@ class TransformersCache(KVCache, Cache):  # type: ignore[misc]
     def _update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        return KVCache.update(self, layer_idx, key_states, value_states)
+        if torch.compiler.is_compiling():  # a guard on `_last` would compile each layer alone
+            return KVCache.update(self, layer_idx, key_states, value_states)
+        # A decoder updates a layer once in a pass, after the layer before. Layer 0 cannot tell,
+        # since a model of one layer updates it again and again; nor can the only layer of a stage.
+        if 0 < layer_idx == self._last and self.layers[layer_idx - 1].stores():
+            raise UnsupportedError(
+                f"layer {layer_idx} was updated twice without layer {layer_idx - 1} in between, as "
+                f"in a model with an encoder and a decoder. {_TWO}. In a loop of your own, call "
+                "update(layer, keys, values)"
+            )
+        made = KVCache.update(self, layer_idx, key_states, value_states)
+        self._last = layer_idx
+        return made
+
+    def reset(self) -> None:
+        """Forget all tokens. A cache with `max_tokens` keeps its memory."""
+        super().reset()
+        self._last = 0
+
+    def crop(self, tokens: int) -> None:
+        """Keep the first `tokens` tokens, or, if it is negative or 0, remove the last -`tokens`."""
+        super().crop(tokens)
+        self._last = 0
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """Return the number of tokens: an int, or a tensor in a cache of fixed memory."""

@@ -51,7 +51,8 @@ class KVCache:
     exception, results do not depend on how tokens are divided among calls: in the first format
     family above, the first update decides the scale. A number as `scale` removes this exception.
 
-    No gradient flows through a cache.
+    Gradients of the tokens that a call brings go straight through to its `keys` and `values`. The
+    tokens of earlier calls have no gradient, and the cache keeps no graph in memory.
 
     Args:
         format: the format of keys and values: a `Format`, its name, or a torch dtype.
@@ -297,7 +298,7 @@ def _plan(given: FormatLike, scale: str | float | None, block: int | None, of_ke
 
 
 def _plain(x: Tensor) -> Tensor:
-    return (x.dequantize() if isinstance(x, ScaledTensor) else x).detach()
+    return x.dequantize() if isinstance(x, ScaledTensor) else x
 
 
 def _is_number(scale: Any) -> TypeGuard[float]:

@@ -273,7 +273,7 @@ class PerToken(Store):
     def read(self, start: int, stop: int, end: Position) -> Tensor:
         scale = self.plan.read([level[:, :, start:stop] for level in self.levels])
         values = torch.unflatten(self._decode(start, stop), 3, self.blocks)
-        return values.mul_(scale.unsqueeze(4)).flatten(3).to(self.dtype)
+        return (values * scale.unsqueeze(4)).flatten(3).to(self.dtype)
 
 
 class Grouped(Store):
@@ -337,7 +337,7 @@ class Grouped(Store):
         scale = self.plan.read([level[:, :, start:stop] for level in self.levels]).unsqueeze(3)
         values = self._decode(start * self.group, stop * self.group)
         blocks = torch.unflatten(values, 2, (stop - start, self.group))
-        return blocks.mul_(scale).flatten(2, 3).to(self.dtype)
+        return (blocks * scale).flatten(2, 3).to(self.dtype)
 
     def crop(self, stop: int, end: int) -> None:
         last, tokens = stop // self.group, stop % self.group

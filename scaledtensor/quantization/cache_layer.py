@@ -1,5 +1,7 @@
 """One layer of a `KVCache`: its keys and its values, and which of their tokens are held."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,30 @@ STEP = 64
 SPARE = 64
 
 
+class _Through(torch.autograd.Function):
+    """Decoded tokens. The gradient of their rows from `at` on is the gradient of the new tokens.
+
+    The codes have no graph, so a cache keeps no graph of an older call in memory.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, new: Tensor, decoded: Tensor, at: Position) -> Tensor:
+        ctx.rows = new.shape[2]
+        ctx.at = at if isinstance(at, int) else None
+        if isinstance(at, Tensor):
+            ctx.save_for_backward(at)
+        return (
+            decoded.clone()
+        )  # autograd makes a view of an input, which nobody may change in place
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.at is not None:
+            return grad.narrow(2, ctx.at, ctx.rows), None, None
+        (at,) = ctx.saved_tensors
+        return grad.index_select(2, torch.arange(ctx.rows, device=grad.device) + at), None, None
+
+
 class Layer:
     """The keys and values of one layer.
 
@@ -35,20 +61,59 @@ class Layer:
     ) -> None:
         self.plans = key_plan, value_plan
         self.max_tokens, self.window = max_tokens, window
-        self.keys: Store | None = None
-        self.values: Store | None = None
+        self.key_store: Store | None = None
+        self.value_store: Store | None = None
         self.length: Position = 0
         self.first = 0
 
     def stores(self) -> tuple[Store, ...]:
-        return () if self.keys is None or self.values is None else (self.keys, self.values)
+        if self.key_store is None or self.value_store is None:
+            return ()
+        return self.key_store, self.value_store
+
+    @property
+    def keys(self) -> Tensor | None:
+        """The decoded keys that the last token saw; with `max_tokens`, so many rows. The result is
+        None before the first update. Models of transformers read the keys of their encoder here."""
+        return self._decoded(self.key_store)
+
+    @property
+    def values(self) -> Tensor | None:
+        """The decoded values, as `keys`."""
+        return self._decoded(self.value_store)
+
+    def _decoded(self, store: Store | None) -> Tensor | None:
+        if store is None:
+            return None
+        if self.max_tokens is not None:
+            return store.read(0, self.max_tokens, self.length)
+        length = int(self.length)
+        oldest = 0 if self.window is None else length - self.window
+        end = length - self.first
+        return store.read(max(oldest - self.first, 0), end, end)
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        count = keys.shape[2]
-        self._check(keys, values, count)
-        if self.max_tokens is not None:
-            return self._update_fixed(keys, values, count, self.max_tokens)
-        length = int(self.length)
+        """Store new tokens, and return those that their queries see, with gradients straight to the
+        new ones."""
+        self._check(keys, values, keys.shape[2])
+        given = keys, values
+        through = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+        if self.max_tokens is None:
+            k, v = self._update(keys.detach(), values.detach())
+            at: Position = k.shape[2] - keys.shape[2]
+        else:
+            k, v = self._update_fixed(keys.detach(), values.detach(), self.max_tokens)
+            at = self.length - keys.shape[2] if through else 0
+        if not through:
+            return k, v
+        k, v = (
+            _Through.apply(x, y, at)  # type: ignore[no-untyped-call]
+            for x, y in zip(given, (k, v), strict=True)
+        )
+        return k, v
+
+    def _update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        count, length = keys.shape[2], int(self.length)
         seen = length if self.window is None else min(self.window - 1, length)
         self._make_room(keys, values, length, count)
         for store, x in zip(self.stores(), (keys, values), strict=True):
@@ -60,16 +125,14 @@ class Layer:
             self._shrink(end)
         return k, v
 
-    def _update_fixed(
-        self, keys: Tensor, values: Tensor, count: int, rows: int
-    ) -> tuple[Tensor, Tensor]:
+    def _update_fixed(self, keys: Tensor, values: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         length = self.length
         if not isinstance(length, Tensor):
             self._allocate(keys, values, rows)
             self.length = length = torch.zeros((), dtype=torch.int64, device=keys.device)
         for store, x in zip(self.stores(), (keys, values), strict=True):
             store.write(x, length)
-        end = length.add_(count)
+        end = length.add_(keys.shape[2])
         k, v = (store.read(0, rows, end) for store in self.stores())
         return k, v
 
@@ -81,23 +144,25 @@ class Layer:
         spare = group if self.max_tokens is not None else 0
         whole = -(-rows // group) * group + spare if kind is Grouped else rows
         made = kind(plan, keys, whole)
-        self.values = (Fixed if not isinstance(other.scale, str) else PerToken)(other, values, rows)
-        self.keys = made
+        self.value_store = (Fixed if not isinstance(other.scale, str) else PerToken)(
+            other, values, rows
+        )
+        self.key_store = made
 
     def _make_room(self, keys: Tensor, values: Tensor, length: int, count: int) -> None:
         """See that `count` rows are free, and forget tokens before the window."""
-        if self.values is None:
+        if self.value_store is None:
             self._allocate(keys, values, self._grown(count))
-        elif length - self.first + count > self.values.rows:
+        elif length - self.first + count > self.value_store.rows:
             oldest = self._oldest(length)
-            rows = max(self._grown(length - oldest + count), self.values.rows)
+            rows = max(self._grown(length - oldest + count), self.value_store.rows)
             self._move(oldest, length, rows)
 
     def _shrink(self, length: int) -> None:
         """Return memory after an update of many more tokens than the window."""
         oldest = self._oldest(length)
         rows = self._grown(length - oldest)
-        if self.values is not None and self.values.rows > 2 * rows:
+        if self.value_store is not None and self.value_store.rows > 2 * rows:
             self._move(oldest, length, rows)
 
     def _move(self, oldest: int, length: int, rows: int) -> None:
@@ -123,7 +188,7 @@ class Layer:
             for store in self.stores():
                 store.reset()
         else:
-            self.keys = self.values = None
+            self.key_store = self.value_store = None
             self.length = self.first = 0
 
     def check_crop(self, tokens: int) -> None:
@@ -154,9 +219,9 @@ class Layer:
         return min(tokens, length) if tokens > 0 else length + tokens
 
     def _check(self, keys: Tensor, values: Tensor, count: int) -> None:
-        if self.keys is not None and self.values is not None:
-            known = self.keys.codes.shape
-            facts = (*known[:2], self.keys.head_dim, self.values.head_dim)
+        if self.key_store is not None and self.value_store is not None:
+            known = self.key_store.codes.shape
+            facts = (*known[:2], self.key_store.head_dim, self.value_store.head_dim)
             given = (*keys.shape[:2], keys.shape[3], values.shape[3])
             if facts != given:
                 raise ShapeError(
@@ -164,9 +229,9 @@ class Layer:
                     f"keys and {facts[3]} of values; got {given[0]}, {given[1]}, {given[2]} and "
                     f"{given[3]}. For another batch, call reset() or make a new cache"
                 )
-            if keys.dtype is not self.keys.dtype:
+            if keys.dtype is not self.key_store.dtype:
                 raise DTypeError(
-                    f"the cache returns {self.keys.dtype}, the dtype of its first tokens; got "
+                    f"the cache returns {self.key_store.dtype}, the dtype of its first tokens; got "
                     f"{keys.dtype}. For another dtype, call reset() or make a new cache"
                 )
         if self.max_tokens is None or torch.compiler.is_compiling():
