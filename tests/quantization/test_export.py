@@ -84,9 +84,17 @@ assert torch.equal(model(x).dequantize(), scaled)
 """
 
 
+def files_hold_e8m0() -> bool:
+    """Whether files of torch.export hold float8_e8m0fnu: those of torch 2.11 do not."""
+    from torch._export.serde.schema import ScalarType
+
+    return hasattr(ScalarType, "FLOAT8E8M0FNU")
+
+
 def test__exported__a_file_gives_the_same_bits_in_a_fresh_process(tmp_path):
     x, other, wanted, others = inputs(), inputs(3, 9), [], []
-    for i, config in enumerate(CONFIGS):
+    saved = [c for c in CONFIGS if files_hold_e8m0() or c.scale != "e8m0"]
+    for i, config in enumerate(saved):
         program = exported(config)
         with torch.no_grad():
             eager = block(config)
