@@ -85,7 +85,7 @@ assert torch.equal(model(x).dequantize(), scaled)
 
 
 def files_hold_e8m0() -> bool:
-    """Whether files of torch.export hold float8_e8m0fnu: those of torch 2.11 do not."""
+    """Whether files of torch.export hold float8_e8m0fnu. torch 2.11 refuses to write it."""
     from torch._export.serde.schema import ScalarType
 
     return hasattr(ScalarType, "FLOAT8E8M0FNU")
