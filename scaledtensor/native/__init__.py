@@ -2,8 +2,9 @@
 
 `casts.cpp` has casts, and `blocks.cpp` has casts under scales of blocks. `elements.cpp` has loops
 that would take many passes over memory as PyTorch's operators. `products.cpp` multiplies by codes,
-which PyTorch's operators would decode into memory first. A call with at least `WORTH_IT` elements
-builds the library, which takes some ten seconds.
+which PyTorch's operators would decode into memory first. `rows.cpp` decodes the rows of a cache of
+keys and values. A call with at least `WORTH_IT` elements builds the library, which takes some ten
+seconds.
 The compiler is the one of `torch.compile`: the environment variable CXX, else g++, clang++ or c++.
 The library is in the user's cache folder, under a name that covers the sources, the flags, the
 compiler and the CPU. `SCALEDTENSOR_NATIVE=0` leaves it out. `status()` describes the library, and
@@ -38,7 +39,9 @@ __all__ = ["WORTH_IT", "built", "left_out", "library", "status", "takes"]
 WORTH_IT = 1 << 12
 
 VARIABLE = "SCALEDTENSOR_NATIVE"
-_NAMES = ("blocks.cpp", "casts.cpp", "elements.cpp", "products.cpp", "weighted.cpp")
+_NAMES = tuple(
+    f"{name}.cpp" for name in ("blocks", "casts", "elements", "products", "rows", "weighted")
+)
 _SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
 _HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 _COMPILERS = ("g++", "clang++", "c++")
@@ -131,6 +134,7 @@ _FUNCTIONS = {
     "scaledtensor_adam": (*(_word, _at, _at, _at, _at, _at, _count, _word),),
     "scaledtensor_rounded_rows": (_at, _at, _at, _real, _real, _real, _count, _count, _word),
     "scaledtensor_product": (_at, _word),
+    "scaledtensor_rows": (_at, _word),
     "scaledtensor_weighted": (_at, _word),
     "scaledtensor_blocks": (_at, _word),
 }

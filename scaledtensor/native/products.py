@@ -19,7 +19,7 @@ from scaledtensor import _torch, native
 from scaledtensor.backends import backend_of
 from scaledtensor.errors import ShapeError
 
-__all__ = ["Prepared", "coded_product", "dot_rows", "prepared"]
+__all__ = ["Prepared", "coded_product", "decoder_of", "dot_rows", "prepared"]
 
 
 class Codes(Protocol):
@@ -190,7 +190,7 @@ def prepared(
                 f"{wanted} scales; got shape {tuple(scale.shape)}"
             )
         scale_row = 0 if of_tensor else blocks
-    kind, table = _decoder(fmt)
+    kind, table = decoder_of(fmt)
     call = _Product(
         *(None, codes.data_ptr(), None if scale is None else scale.data_ptr(), table, None),
         *(1, 0, n, k),
@@ -266,7 +266,7 @@ def _dtypes(fmt: Codes) -> tuple[torch.dtype, ...]:
 
 
 @cache
-def _decoder(fmt: Codes) -> tuple[int, int | None]:
+def decoder_of(fmt: Codes) -> tuple[int, int | None]:
     """The decoder of a format, and the address of the values of its codes."""
     if fmt.storage_dtype in _FLOATS:
         return _FLOATS[fmt.storage_dtype], None
@@ -278,4 +278,4 @@ def _decoder(fmt: Codes) -> tuple[int, int | None]:
 
 
 _TABLES: list[ctypes.Array[ctypes.c_float]] = []
-"""The tables of `_decoder`, which stay in memory."""
+"""The tables of `decoder_of`, which stay in memory."""

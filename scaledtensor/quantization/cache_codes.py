@@ -2,7 +2,9 @@
 
 Keys and values have shape (batch, heads, tokens, head_dim). A token is a row. A store has a buffer
 of rows for the codes, and buffers of rows for the levels of the scales. Every product of a code
-and its scale is exact in float32, and it is rounded once to the dtype of the result.
+and its scale is exact in float32, and it is rounded once to the dtype of the result. On a CPU a
+loop of C++ decodes rows and multiplies by their scales in one pass. Compiled code and other devices
+take PyTorch's operators, with the same bits.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,6 +17,7 @@ from torch import Tensor
 from scaledtensor.errors import ShapeError
 from scaledtensor.formats import E4M3FN, E8M0FNU, Format, decode, encode, pack, unpack
 from scaledtensor.formats.layouts import packed_shape
+from scaledtensor.native.rows import decoded_rows
 from scaledtensor.scales.powers import nearest_power_of_two
 
 __all__ = ["Fixed", "Grouped", "PerToken", "Plan", "Position", "Store", "has_range", "usual_block"]
@@ -195,6 +198,14 @@ class Store:
             return decode(unpack(codes, fmt, (*codes.shape[:3], self.head_dim)), fmt)
         return decode(codes.view(fmt.storage_dtype), fmt)
 
+    def _products(
+        self, start: int, stop: int, scale: Tensor | float, group: int = 1
+    ) -> Tensor | None:
+        """The values of rows, in one pass; or None if PyTorch's operators have to make them."""
+        codes, first = self.codes[:, :, start:stop], start % group
+        facts = self.plan.fmt, scale, self.head_dim, self.dtype
+        return decoded_rows(codes, *facts, group, first)
+
     def _count(self, x: Tensor, scale: Tensor | float) -> None:
         if self.plan.fmt.exponent_bits < 8:  # others have the range of float32
             self.saturated.add_((x.abs() > scale * self.plan.fmt.max).sum())
@@ -242,7 +253,9 @@ class Fixed(Store):
         _put(self.codes, at, self._encode(x / self._scale))
 
     def read(self, start: int, stop: int, end: Position) -> Tensor:
-        # Not in place: FP32 codes are their values.
+        made = self._products(start, stop, self._scale)
+        if made is not None:
+            return made
         return (self._decode(start, stop) * self._scale).to(self.dtype)
 
 
@@ -272,6 +285,9 @@ class PerToken(Store):
 
     def read(self, start: int, stop: int, end: Position) -> Tensor:
         scale = self.plan.read([level[:, :, start:stop] for level in self.levels])
+        made = self._products(start, stop, scale)
+        if made is not None:
+            return made
         values = torch.unflatten(self._decode(start, stop), 3, self.blocks)
         return (values * scale.unsqueeze(4)).flatten(3).to(self.dtype)
 
@@ -324,6 +340,14 @@ class Grouped(Store):
     def read(self, start: int, stop: int, end: Position) -> Tensor:
         full = end // self.group * self.group
         (waiting,) = self.beside
+        scale = self._scales(start // self.group, -(-stop // self.group))
+        made = self._products(start, stop, scale, self.group)
+        if made is not None:
+            at = int(full)  # the rows of the group that is not full, which has no codes yet
+            first, last = max(start, at), min(stop, at + self.group)
+            if first < last:
+                made[:, :, first - start : last - start] = waiting[:, :, first - at : last - at]
+            return made
         if isinstance(full, int):
             coded = self._groups(start // self.group, full // self.group)
             values = torch.cat((coded, waiting), 2)
@@ -333,8 +357,11 @@ class Grouped(Store):
         _put(values, full, waiting)
         return values[:, :, start:stop].contiguous()
 
+    def _scales(self, start: int, stop: int) -> Tensor:
+        return self.plan.read([level[:, :, start:stop] for level in self.levels])
+
     def _groups(self, start: int, stop: int) -> Tensor:
-        scale = self.plan.read([level[:, :, start:stop] for level in self.levels]).unsqueeze(3)
+        scale = self._scales(start, stop).unsqueeze(3)
         values = self._decode(start * self.group, stop * self.group)
         blocks = torch.unflatten(values, 2, (stop - start, self.group))
         return (blocks * scale).flatten(2, 3).to(self.dtype)
