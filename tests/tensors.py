@@ -48,3 +48,11 @@ def saved_and_loaded(x: Any) -> Any:
     torch.save(x, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
+
+
+def prompts(padding: slice) -> dict[str, torch.Tensor]:
+    """Return two prompts of 12 tokens for a model of transformers; the second has padding."""
+    ids = torch.randint(3, 96, (2, 12), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    mask[1, padding] = 0
+    return {"input_ids": ids, "attention_mask": mask}

@@ -4,12 +4,11 @@
 that would take many passes over memory as PyTorch's operators. `products.cpp` multiplies by codes,
 which PyTorch's operators would decode into memory first. `rows.cpp` decodes the rows of a cache of
 keys and values. A call with at least `WORTH_IT` elements builds the library, which takes some ten
-seconds.
-The compiler is the one of `torch.compile`: the environment variable CXX, else g++, clang++ or c++.
-The library is in the user's cache folder, under a name that covers the sources, the flags, the
-compiler and the CPU. `SCALEDTENSOR_NATIVE=0` leaves it out. `status()` describes the library, and
-`scaledtensor.hardware()` prints that. Each caller has the same arithmetic in PyTorch's operators
-too, for machines without a compiler.
+seconds. The compiler is the one of `torch.compile`: the environment variable CXX, else g++, clang++
+or c++. The library is in the user's cache folder, under a name that covers the sources, the flags,
+the compiler and the CPU. `SCALEDTENSOR_NATIVE=0` leaves it out. `status()` describes the library,
+and `scaledtensor.hardware()` prints that. Each caller has the same arithmetic in PyTorch's
+operators too, for machines without a compiler.
 """
 
 import contextlib
@@ -33,7 +32,7 @@ from torch import Tensor
 from scaledtensor import _torch
 from scaledtensor.backends import backend_of
 
-__all__ = ["WORTH_IT", "built", "left_out", "library", "status", "takes"]
+__all__ = ["WORTH_IT", "built", "is_memory", "left_out", "library", "status", "takes"]
 
 #: A call with this number of elements builds the library. Then the library serves all sizes.
 WORTH_IT = 1 << 12
@@ -54,16 +53,25 @@ _THREADS = "-fopenmp"
 _SECONDS = 300
 
 
-def takes(x: Tensor) -> bool:
-    """Whether loops of the library can read and write `x`: it is memory of this process, and has
-    enough elements to build the library. No mode sees the loops, so under a mode that records or
-    counts operators PyTorch's operators make the same bits."""
+def is_memory(x: Tensor) -> bool:
+    """Whether loops may read and write `x`: it is memory of this process, and nothing watches the
+    operators. No mode sees the loops, so under a mode that records or counts operators PyTorch's
+    operators make the same bits."""
     return (
-        type(x) is Tensor
+        type(x) in (Tensor, torch.nn.Parameter)
         and backend_of(x).host
-        and (_found is not None or x.numel() >= WORTH_IT)
         and not _torch.is_transforming()
         and not _torch.recording_modes()
+    )
+
+
+def takes(x: Tensor) -> bool:
+    """Whether loops of the library can read and write `x`, which has enough elements to build the
+    library."""
+    return (
+        type(x) is Tensor
+        and (_found is not None or x.numel() >= WORTH_IT)
+        and is_memory(x)
         and library() is not None
     )
 

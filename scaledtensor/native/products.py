@@ -15,8 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from scaledtensor import _torch, native
-from scaledtensor.backends import backend_of
+from scaledtensor import native
 from scaledtensor.errors import ShapeError
 
 __all__ = ["Prepared", "coded_product", "decoder_of", "dot_rows", "prepared"]
@@ -248,13 +247,7 @@ def _run(call: _Product, y: Tensor) -> None:
 def _reads(x: Tensor, contiguous: bool = False) -> bool:
     """Whether `x` is memory of this process. Its size does not count: results keep their bits
     whether the library was built before or not."""
-    return (
-        type(x) in (Tensor, torch.nn.Parameter)
-        and backend_of(x).host
-        and not _torch.is_transforming()
-        and not _torch.recording_modes()
-        and (not contiguous or x.is_contiguous())
-    )
+    return native.is_memory(x) and (not contiguous or x.is_contiguous())
 
 
 def _dtypes(fmt: Codes) -> tuple[torch.dtype, ...]:

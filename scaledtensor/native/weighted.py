@@ -5,8 +5,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from scaledtensor import _torch, native
-from scaledtensor.backends import backend_of
+from scaledtensor import native
 
 __all__ = ["weighted_sums"]
 
@@ -31,9 +30,7 @@ def weighted_sums(p: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
     Returns None if there is no C++ library, or if a dtype, a device or a layout is none of these.
     """
     for x in (p, v):
-        if type(x) is not Tensor or x.dtype is not torch.float32 or not backend_of(x).host:
-            return None
-        if _torch.is_transforming() or _torch.recording_modes():
+        if type(x) is not Tensor or not native.is_memory(x) or x.dtype is not torch.float32:
             return None
         if x.shape[2] > 1 and x.stride(2) != 1:
             return None

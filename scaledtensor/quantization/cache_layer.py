@@ -37,9 +37,8 @@ class _Through(torch.autograd.Function):
         ctx.at = at if isinstance(at, int) else None
         if isinstance(at, Tensor):
             ctx.save_for_backward(at)
-        return (
-            decoded.clone()
-        )  # autograd makes a view of an input, which nobody may change in place
+        # Autograd would return an input itself as a view, which nobody may change in place.
+        return decoded.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

@@ -17,9 +17,8 @@ from scaledtensor.formats import Format, PerTensor, TwoLevelScale, dequantize_bl
 from scaledtensor.formats.blocks import LEAST_EXPONENT, carry_of
 from scaledtensor.native import blocks
 from scaledtensor.ops import invariant
-from scaledtensor.ops.products.dtype import product_dtype
 from scaledtensor.ops.products.linear import is_alone
-from scaledtensor.ops.products.quantize import Coded, factors, granularity, is_exact, quantized
+from scaledtensor.ops.products.quantize import Coded, factor_dtype, factors, granularity, quantized
 from scaledtensor.quantization.configs import Config
 from scaledtensor.recipes.casts import Amax, Cast, Microscale, TwoLevel, parsed_cast
 from scaledtensor.tensors import verbs
@@ -34,7 +33,11 @@ def factored(x: Tensor, config: Config, scale: Tensor | None) -> tuple[Tensor, T
     if _is_compiled(x):
         values, outer = cast_rows(x, given, how.spec)
         return values, outer if _shape_of_outer(x, how) is not None else None
-    return _by_loop(x, how, given) or factors(coded_input(x, config, scale), how, -1)
+    return _factored(x, how, given)
+
+
+def _factored(x: Tensor, how: Cast, given: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return _by_loop(x, how, given) or factors(_coded(x, how, given), how, -1)
 
 
 def coded_input(x: Tensor, config: Config, scale: Tensor | None, dim: int = -1) -> Coded:
@@ -103,20 +106,14 @@ cast_rows = torch.ops.scaledtensor.cast_rows.default
 
 
 def _cast_rows(x: Tensor, given: Tensor | None, cast: str) -> tuple[Tensor, Tensor]:
-    how = parsed_cast(cast)
-    made = _by_loop(x.contiguous(), how, given)
-    if made is None:
-        coded = _coded(x, how, given)
-        made = factors(coded, how, -1)
-    values, outer = made
+    values, outer = _factored(x.contiguous(), parsed_cast(cast), given)
     return values, torch.ones(()) if outer is None else outer
 
 
 def _imagined_rows(x: Tensor, given: Tensor | None, cast: str) -> tuple[Tensor, Tensor]:
     how = parsed_cast(cast)
-    dtype = product_dtype(x.device) if is_exact(how, -1) else torch.float32
-    shape = _shape_of_outer(x, how)
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty(shape or (), dtype=torch.float32)
+    values = x.new_empty(x.shape, dtype=factor_dtype(x.device, how, -1))
+    return values, x.new_empty(_shape_of_outer(x, how) or (), dtype=torch.float32)
 
 
 def _shape_of_outer(x: Tensor, how: Cast) -> tuple[Any, ...] | None:
@@ -134,9 +131,7 @@ torch.library.register_fake("scaledtensor::cast_rows", _imagined_rows, lib=verbs
 def _by_loop(x: Tensor, how: Cast, given: Tensor | None) -> tuple[Tensor, Tensor | None] | None:
     """The `factors` of `x` by the loop in C++; None if it has no such cast, or cannot read `x`."""
     across, along = how.block
-    if type(x) is not Tensor or how.rounding != "nearest_even" or how.format.bits > 8:
-        return None
-    if across > 1 or torch.compiler.is_exporting() or not is_alone():
+    if how.rounding != "nearest_even" or how.format.bits > 8 or across > 1 or not is_alone():
         return None
     power: blocks.Power | None = None
     kind: blocks.Kind
@@ -153,7 +148,7 @@ def _by_loop(x: Tensor, how: Cast, given: Tensor | None) -> tuple[Tensor, Tensor
         case _:
             return None
     block: Any = along or ("row" if across else "tensor")
-    dtype = product_dtype(x.device) if is_exact(how, -1) else torch.float32
+    dtype = factor_dtype(x.device, how, -1)
     number = 1.0 if given is None else float(given)
     return blocks.cast_values(x, kind, block, _grid(how.format), dtype, power, number)
 

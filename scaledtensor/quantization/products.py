@@ -20,13 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp import is_autocast_available
 
 from scaledtensor import native
 from scaledtensor.backends import backend_of, units_of
 from scaledtensor.errors import UnsupportedError
-from scaledtensor.formats import (
-    unpack,
-)
+from scaledtensor.formats import unpack
 from scaledtensor.native import products
 from scaledtensor.ops import invariant
 from scaledtensor.ops.algebra import check_dtypes
@@ -210,10 +209,10 @@ def summed_dim(i: int, weight: int, x: Tensor) -> int:
 
 
 def under_autocast(x: Any) -> Any:
-    if not isinstance(x, Tensor) or x.is_meta:  # torch.autocast has no meta device
+    if not isinstance(x, Tensor):
         return x
-    kind = x.device.type
-    if not torch.is_autocast_enabled(kind):
+    kind = x.device.type  # some devices have no autocast, such as meta
+    if not is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return x
     return x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(kind))
 

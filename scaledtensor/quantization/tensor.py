@@ -24,11 +24,7 @@ from torch import Tensor
 
 from scaledtensor import _torch
 from scaledtensor._version import source_digest
-from scaledtensor.errors import (
-    DTypeError,
-    QuantizationError,
-    ShapeError,
-)
+from scaledtensor.errors import DTypeError, QuantizationError, ShapeError
 from scaledtensor.formats import (
     Format,
     TwoLevelScale,
@@ -255,18 +251,19 @@ class QuantizedTensor(Wrapper):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs, products = kwargs or {}, _products()
+        kwargs = kwargs or {}
         inferring = func.is_view and torch.is_inference_mode_enabled()
         # Views of a tensor are made outside inference mode if the tensor was.
         where = torch.inference_mode(args[0].is_inference()) if inferring else nullcontext()
         with _torch.disable_torch_function(), where:
             own = form_of(func) or _OWN.get(func)
             if own is None:
-                own = products.OPERATORS.get(func)
+                own = _products().OPERATORS.get(func)
                 refuse_onnx()
             made = own(*args, **kwargs) if own is not None else NotImplemented
             if made is not NotImplemented:
                 return made
+            products = _products()
             products.refuse_writing(func, args, kwargs)
             read, named = torch.utils._pytree.tree_map(_read, (args, kwargs))
             made = func(*read, **named)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.amp import is_autocast_available
 from torch.nn.parameter import is_lazy
 
 from scaledtensor.errors import ModelError, QuantizationError
@@ -284,12 +285,13 @@ def _check_filter(filter_fn: Any) -> None:
 def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:
     """The parameters of a model without the adapters of peft, which train and are merged in full
     precision. A layer of peft lists the names of its adapters."""
-    adapters: list[str] = []
-    for fqn, module in model.named_modules():
-        listed = getattr(module, "adapter_layer_names", ())
-        adapters += [f"{fqn}.{name}".removeprefix(".") for name in listed]
-        if any(fqn == name or fqn.startswith(f"{name}.") for name in adapters):
+    adapters: set[str] = set()
+    for fqn, module in model.named_modules():  # a module comes before its children
+        if fqn in adapters or fqn.rpartition(".")[0] in adapters:
+            adapters.add(fqn)
             continue
+        listed = getattr(module, "adapter_layer_names", ())
+        adapters |= {f"{fqn}.{name}".removeprefix(".") for name in listed}
         for name, p in module._parameters.items():
             if p is not None:
                 yield module, fqn, name, p
@@ -367,11 +369,10 @@ def _check(module: nn.Module, p: nn.Parameter, name: str) -> None:
 
 
 def without_autocast(weight: Tensor) -> AbstractContextManager[Any]:
-    """A context without autocast, in which weights are quantised. On the meta device torch has no
-    autocast, and cannot switch it off."""
-    if weight.is_meta:
-        return nullcontext()
-    return torch.autocast(weight.device.type, enabled=False)
+    """A context without autocast, in which weights are quantised. Some devices have no autocast
+    that torch could switch off, such as meta."""
+    kind = weight.device.type
+    return torch.autocast(kind, enabled=False) if is_autocast_available(kind) else nullcontext()
 
 
 def quantized_weight(

@@ -30,8 +30,8 @@ __all__ = [
 ]
 
 _WAYS_OUT = (
-    "unscale_model(model) makes it plain; train adapters on it, or quantize_ with a plain copy of "
-    "the weight again"
+    "unscale_model(model) makes the weight plain. To keep few bits, put a plain weight into the "
+    "module and call quantize_(model, config) again. To train, add adapters"
 )
 
 

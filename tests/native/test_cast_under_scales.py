@@ -7,6 +7,7 @@ from tensors import gaussian
 
 from scaledtensor import Dynamic, Static, native
 from scaledtensor.formats import FORMATS
+from scaledtensor.ops.products import quantize
 from scaledtensor.ops.products.quantize import factors, quantized
 from scaledtensor.quantization import inputs
 from scaledtensor.recipes.casts import Amax, Cast, Microscale, TwoLevel
@@ -68,10 +69,7 @@ def test__every_cast__has_the_bits_of_the_reference(k, monkeypatch):
             assert all(map(same, made, wanted)), held.dtype
 
     for dtype in (torch.float32, torch.bfloat16):  # of machines with and without BF16 units
-        monkeypatch.setattr(inputs, "product_dtype", lambda device, dtype=dtype: dtype)
-        monkeypatch.setattr(
-            "scaledtensor.ops.products.quantize.product_dtype", lambda d, t=dtype: t
-        )
+        monkeypatch.setattr(quantize, "product_dtype", lambda device, dtype=dtype: dtype)
         assert_each(casts(), check)
 
 

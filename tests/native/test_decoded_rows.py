@@ -11,7 +11,7 @@ import scaledtensor as sct
 from scaledtensor import native
 from scaledtensor.quantization import cache_codes
 
-pytestmark = pytest.mark.skipif(not native.built(), reason="there is no C++ library")
+pytestmark = pytest.mark.skipif(native.library() is None, reason=native.status())
 
 FORMATS = ("fp32", "bf16", "fp16", "e4m3fn", "e4m3fnuz", "e5m2", "int8", "e3m2fn", "e2m3fn",
            "e2m1fn", "int4")  # fmt: skip

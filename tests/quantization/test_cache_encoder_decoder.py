@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from assertions import assert_each
+from tensors import prompts
 
 import scaledtensor as sct
 from scaledtensor.errors import UnsupportedError
@@ -31,17 +32,12 @@ CONFIGS: dict[str, Any] = {
 }  # fmt: skip
 
 
+PADDING = slice(8, None)  # of the second prompt
+
+
 def model_of(name: str) -> Any:
     torch.manual_seed(0)
     return transformers.AutoModelForSeq2SeqLM.from_config(CONFIGS[name]).eval()
-
-
-def prompts() -> dict[str, torch.Tensor]:
-    """Two prompts; the second is padded."""
-    ids = torch.randint(3, 96, (2, 12), generator=torch.Generator().manual_seed(3))
-    mask = torch.ones_like(ids)
-    mask[1, 8:] = 0
-    return {"input_ids": ids, "attention_mask": mask}
 
 
 def pair(*args: Any, **options: Any) -> Any:
@@ -51,7 +47,7 @@ def pair(*args: Any, **options: Any) -> Any:
 @torch.no_grad()
 def test__two_caches__have_the_tokens_of_no_cache() -> None:
     def check(name: str) -> None:
-        model, inputs = model_of(name), prompts()
+        model, inputs = model_of(name), prompts(PADDING)
         for beams in (1, 3):
             ways = {**inputs, **GREEDY, "num_beams": beams}
             want = model.generate(**ways, use_cache=False)
@@ -69,7 +65,7 @@ def test__two_caches__have_the_tokens_of_no_cache() -> None:
 @torch.no_grad()
 def test__two_caches_in_few_bits__have_near_logits_in_each_step() -> None:
     def check(name: str) -> None:
-        model, inputs = model_of(name), prompts()
+        model, inputs = model_of(name), prompts(PADDING)
         words = torch.randint(3, 96, (2, 8), generator=torch.Generator().manual_seed(4))
         exact = model(**inputs, decoder_input_ids=words).logits
         for format, bound in (("fp32", 1e-5), ("e4m3fn", 0.06), ("int8", 0.02), ("e2m1fn", 0.3)):
@@ -103,7 +99,7 @@ def test__one_cache__refuses_an_encoder_and_a_decoder() -> None:
     two = r"give two, without `config`: EncoderDecoderCache\(sct.KVCache"
 
     def check(name: str) -> None:
-        model, ids = model_of(name), prompts()["input_ids"]
+        model, ids = model_of(name), prompts(PADDING)["input_ids"]
         with pytest.raises(UnsupportedError, match=two):
             sct.KVCache("fp32", config=model.config)
         with pytest.raises(UnsupportedError, match=two):

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from assertions import assert_each
+from tensors import prompts
 
 import scaledtensor as sct
 from scaledtensor.__main__ import main
@@ -43,17 +44,12 @@ GREEDY: dict[str, Any] = {
 }
 
 
+PADDING = slice(5)  # of the second prompt
+
+
 def model_of(name: str) -> Any:
     torch.manual_seed(0)
     return transformers.AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
-
-
-def prompts() -> dict[str, torch.Tensor]:
-    """Two prompts; the second is shorter, and padded on the left."""
-    ids = torch.randint(3, 96, (2, 12), generator=torch.Generator().manual_seed(3))
-    mask = torch.ones_like(ids)
-    mask[1, :5] = 0
-    return {"input_ids": ids, "attention_mask": mask}
 
 
 @torch.no_grad()
@@ -62,7 +58,7 @@ def test__generate__takes_a_cache_for_each_kind_of_model() -> None:
     logits of the 8-bit formats are near."""
 
     def check(name: str) -> None:
-        model, inputs = model_of(name), prompts()
+        model, inputs = model_of(name), prompts(PADDING)
         plain = model.generate(**inputs, **GREEDY)
         beams = model.generate(**inputs, **GREEDY, num_beams=3)
         for options in ({}, {"config": model.config}, {"max_tokens": 30}):
@@ -86,7 +82,7 @@ def test__generate__takes_a_cache_for_each_kind_of_model() -> None:
 
 def test__assisted_decoding__takes_rejected_tokens_back() -> None:
     def check(name: str) -> None:
-        model, ids = model_of(name), prompts()["input_ids"][:1]
+        model, ids = model_of(name), prompts(PADDING)["input_ids"][:1]
         want = model.generate(ids, **GREEDY)
         for options in ({}, {"config": model.config}):
             cache = sct.KVCache("fp32", **options)
@@ -100,10 +96,12 @@ def test__assisted_decoding__takes_rejected_tokens_back() -> None:
 def test__a_scaled_and_a_quantized_model__take_a_cache() -> None:
     for change in (sct.scale_model, lambda m: sct.quantize_(m, sct.WeightOnly("e4m3fn"))):
         model = change(model_of("llama"))
-        want = model(**prompts()).logits
-        got = model(**prompts(), past_key_values=sct.KVCache("int8")).logits
+        want = model(**prompts(PADDING)).logits
+        got = model(**prompts(PADDING), past_key_values=sct.KVCache("int8")).logits
         assert float((got - want)[0].norm() / want[0].norm()) < 0.05
-        assert model.generate(**prompts(), **GREEDY, past_key_values=sct.KVCache()).shape == (2, 24)
+        assert model.generate(
+            **prompts(PADDING), **GREEDY, past_key_values=sct.KVCache()
+        ).shape == (2, 24)
 
 
 def test__a_model_with_other_layers__is_refused_by_name() -> None:

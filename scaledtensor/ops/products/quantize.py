@@ -50,6 +50,7 @@ from scaledtensor.tensors.tensor import ScaledTensor
 
 __all__ = [
     "Coded",
+    "factor_dtype",
     "factors",
     "granularity",
     "is_exact",
@@ -196,7 +197,7 @@ def factors(coded: Coded, cast: Cast, dim: int) -> tuple[Tensor, Tensor | None]:
     if fmt.bits > 8:
         return codes, None
     cut = granularity(cast, dim)
-    dtype = product_dtype(codes.device) if is_exact(cast, dim) else torch.float32
+    dtype = factor_dtype(codes.device, cast, dim)
     if whole is not None:
         one = TwoLevelScale(scale, torch.ones_like(whole))
         return dequantize_blocks(codes, one, fmt, cut, dtype), whole
@@ -205,6 +206,11 @@ def factors(coded: Coded, cast: Cast, dim: int) -> tuple[Tensor, Tensor | None]:
     if cut.block[dim] == -1:
         return decode(codes, fmt, dtype), _by_row(_numbers(scale), cut, shape, dim)
     return dequantize_blocks(codes, scale, fmt, cut, dtype), None
+
+
+def factor_dtype(device: torch.device, cast: Cast, dim: int) -> torch.dtype:
+    """Return the dtype of the matrices of `factors`."""
+    return product_dtype(device) if is_exact(cast, dim) else torch.float32
 
 
 def is_exact(cast: Cast, dim: int) -> bool:
