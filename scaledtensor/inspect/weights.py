@@ -12,9 +12,12 @@ from torch.nn.parameter import is_lazy
 from scaledtensor.inspect.rows import Row, aligned, fold
 from scaledtensor.models.scale_model import TRAINS_AS
 from scaledtensor.quantization.tensor import QuantizedTensor
-from scaledtensor.quantization.verb import output_layer, role_of
+from scaledtensor.quantization.verb import adapters_of, output_layer, role_of
 
 __all__ = ["WeightRow", "in_few_bits", "other_bytes", "weight_rows", "weight_table"]
+
+#: Why the weights of adapters are left as they are.
+_ADAPTER = "an adapter of peft, which stays in full precision"
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,9 @@ def in_few_bits(model: nn.Module) -> bool:
 
 def weight_rows(model: nn.Module) -> list[WeightRow]:
     """A row for each weight of a model, in the order of its parameters."""
-    head = output_layer(model)
+    head, adapters = output_layer(model), adapters_of(model)
     owners: dict[int, list[tuple[str, str]]] = defaultdict(list)
+    of_adapters: set[int] = set()
     found: dict[int, tuple[Tensor, Any]] = {}
     roles: set[str] = set()
     for fqn, module in model.named_modules():
@@ -57,12 +61,17 @@ def weight_rows(model: nn.Module) -> list[WeightRow]:
             if p is None or not _is_weight(p):
                 continue
             full = f"{fqn}.{name}" if fqn else name
+            if fqn in adapters:
+                of_adapters.add(id(p))
             owners[id(p)].append((full, role_of(module, fqn, name, p, head) or ""))
             how = module.__dict__.get(TRAINS_AS, {}).get(name) or getattr(p, "config", None)
             found.setdefault(id(p), (p, how))
             if how is not None:
                 roles |= set(how.roles)
-    return [_row(p, how, owners[key], roles) for key, (p, how) in found.items()]
+    return [
+        _row(p, how, owners[key], _ADAPTER if key in of_adapters else _reason(owners[key], roles))
+        for key, (p, how) in found.items()
+    ]
 
 
 def other_bytes(model: nn.Module) -> int:
@@ -75,9 +84,9 @@ def _is_weight(p: Tensor) -> bool:
     return not is_lazy(p) and p.dtype.is_floating_point and p.dim() > 1
 
 
-def _row(p: Tensor, how: Any, owners: list[tuple[str, str]], roles: set[str]) -> WeightRow:
+def _row(p: Tensor, how: Any, owners: list[tuple[str, str]], reason: str) -> WeightRow:
     name, kinds = owners[0][0], list(dict.fromkeys(role for _, role in owners))
-    why = "" if how is not None else _reason(owners, roles)
+    why = "" if how is not None else reason
     plain = p.numel() * p.dtype.itemsize
     told = "" if how is None else str(how)
     return WeightRow(name, " + ".join(filter(None, kinds)), told, p.numel(), p.nbytes, plain, why)

@@ -32,6 +32,7 @@ from scaledtensor.tensors.wrapper import Wrapper
 
 __all__ = [
     "Weight",
+    "adapters_of",
     "conversions",
     "place",
     "quantize_",
@@ -284,17 +285,26 @@ def _check_filter(filter_fn: Any) -> None:
 
 def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:
     """The parameters of a model without the adapters of peft, which train and are merged in full
-    precision. A layer of peft lists the names of its adapters."""
+    precision."""
+    adapters = adapters_of(model)
+    for fqn, module in model.named_modules():
+        if fqn not in adapters:
+            for name, p in module._parameters.items():
+                if p is not None:
+                    yield module, fqn, name, p
+
+
+def adapters_of(model: nn.Module) -> set[str]:
+    """The names of the modules that are adapters of peft, or are inside one. A layer of peft lists
+    the names of its adapters."""
     adapters: set[str] = set()
     for fqn, module in model.named_modules():  # a module comes before its children
-        if fqn in adapters or fqn.rpartition(".")[0] in adapters:
+        if fqn.rpartition(".")[0] in adapters:
             adapters.add(fqn)
-            continue
-        listed = getattr(module, "adapter_layer_names", ())
-        adapters |= {f"{fqn}.{name}".removeprefix(".") for name in listed}
-        for name, p in module._parameters.items():
-            if p is not None:
-                yield module, fqn, name, p
+        elif fqn not in adapters:
+            listed = getattr(module, "adapter_layer_names", ())
+            adapters |= {f"{fqn}.{name}".removeprefix(".") for name in listed}
+    return adapters
 
 
 def output_layer(model: nn.Module) -> nn.Module | None:

@@ -273,6 +273,8 @@ def test__adapters_of_peft__stay_as_they_are():
     assert isinstance(model[0].base_layer.weight, QuantizedTensor)
     assert isinstance(model[1].weight, QuantizedTensor)
     assert model[0].lora_A["default"].weight.requires_grad
+    rows = {row.name: row.why for row in sct.report(model).weights}
+    assert rows["0.lora_A.default.weight"].startswith("an adapter of peft")
 
 
 def test__a_filter_of_another_signature__is_named():
