@@ -293,22 +293,70 @@ def _inlined(function: Callable[..., Tensor]) -> Callable[..., Any]:
         functional = torch.func.functionalize(lambda t: function(t, *how))
         trace = make_fx(functional, select_decomp_table())
         made: dict[Any, Any] = {}
+        once = _Once()
         with V.fake_mode, _as_while_tracing():
             traced = trace(given).graph
         for node in traced.nodes:
             args, kwargs = map_arg((node.args, node.kwargs), made.__getitem__)
             value = node.meta.get("val")
             if node.op == "output":
-                return args[0]
+                return once.whole(args[0])
             if node.op == "placeholder":
-                made[node] = x
+                made[node] = once.part(x)
             elif isinstance(value, (torch.SymInt, torch.SymFloat)):
                 made[node] = value.node.expr
             else:
-                made[node] = lowerings[node.target](*args, **kwargs)
+                result = lowerings[node.target](*args, **kwargs)
+                made[node] = once.part(result) if value.dim() else result
         return None
 
     return lowering
+
+
+class _Once:
+    """Elementwise operators of one node, which calculate each of their values once.
+
+    Inductor writes an elementwise operator by calling the functions that write its operands. If two
+    operators read a value, its function is called twice, and all functions before it. A cast reads
+    its input five times, so the kernel before it would be written five times.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[Any, Any] = {}
+
+    def part(self, x: Any) -> Any:
+        """A value that operators of this node read."""
+        load = x.make_loader()
+        key = object()
+
+        def value(index: Any) -> Any:
+            place = key, tuple(index)
+            if place not in self._values:
+                self._values[place] = load(index)
+            return self._values[place]
+
+        return _elementwise(x, value)
+
+    def whole(self, x: Any) -> Any:
+        """The result of the node. Each time that it is written, all values are written anew."""
+        load = x.make_loader()
+
+        def value(index: Any) -> Any:
+            before, self._values = self._values, {}
+            try:
+                return load(index)
+            finally:
+                self._values = before
+
+        return _elementwise(x, value)
+
+
+def _elementwise(x: Any, value: Callable[[Any], Any]) -> Any:
+    from torch._inductor import ir
+
+    return ir.Pointwise.create(
+        device=x.get_device(), dtype=x.get_dtype(), inner_fn=value, ranges=x.get_size()
+    )
 
 
 class _Value(NamedTuple):
