@@ -4,11 +4,11 @@
 that would take many passes over memory as PyTorch's operators. `products.cpp` multiplies by codes,
 which PyTorch's operators would decode into memory first. `rows.cpp` decodes the rows of a cache of
 keys and values. A call with at least `WORTH_IT` elements builds the library, which takes some ten
-seconds. The compiler is the one of `torch.compile`: the environment variable CXX, else g++, clang++
-or c++. The library is in the user's cache folder, under a name that covers the sources, the flags,
-the compiler and the CPU. `SCALEDTENSOR_NATIVE=0` leaves it out. `status()` describes the library,
-and `scaledtensor.hardware()` prints that. Each caller has the same arithmetic in PyTorch's
-operators too, for machines without a compiler.
+seconds on two CPUs. The compiler is the one of `torch.compile`: the environment variable CXX, else
+g++, clang++ or c++. The library is in the user's cache folder, under a name that covers the
+sources, the flags, the compiler and the CPU. `SCALEDTENSOR_NATIVE=0` leaves it out. `status()`
+describes the library, and `scaledtensor.hardware()` prints that. Each caller has the same
+arithmetic in PyTorch's operators too, for machines without a compiler.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ _SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
 _HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 _COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = (
-    *("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread"),
+    *("-O3", "-std=c++17", "-fPIC", "-pthread"),
     *("-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno"),
 )
 #: Compilers without OpenMP, such as Apple's, refuse this flag. A loop then runs on one thread.
@@ -170,17 +171,32 @@ def _built(compiler: list[str], *more: str) -> Path:
     made = _folder() / name
     if made.exists():
         return made
-    # A temporary name comes first, since other processes may build at the same time.
-    handle, path = tempfile.mkstemp(suffix=".so", dir=made.parent)
-    os.close(handle)
-    try:
-        command = [*compiler, *flags, *map(str, _SOURCES), "-o", path]
-        subprocess.run(command, capture_output=True, text=True, check=True, timeout=_SECONDS)
-        os.replace(path, made)
-    except BaseException:
-        os.unlink(path)
-        raise
+    # Other processes may build at the same time, so the library gets its name when it is whole.
+    with tempfile.TemporaryDirectory(dir=made.parent) as folder:
+        _compile([*compiler, *flags], Path(folder), "made.so")
+        os.replace(Path(folder) / "made.so", made)
     return made
+
+
+def _compile(command: list[str], folder: Path, made: str) -> None:
+    """Compile each source by itself, as many at a time as there are CPUs, and link them in
+    `folder`. The largest source comes first, since it takes as long as all others together."""
+
+    def run(*arguments: str) -> None:
+        subprocess.run(
+            [*command, *arguments],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=_SECONDS,
+        )
+
+    sources = sorted(_SOURCES, key=lambda source: -source.stat().st_size)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for _ in pool.map(lambda source: run("-c", str(source)), sources):
+            pass  # an error of a compiler is raised here
+    run("-shared", *(f"{source.stem}.o" for source in sources), "-o", made)
 
 
 def _of_cpu() -> tuple[str, ...]:

@@ -227,7 +227,7 @@ def test__a_cpu_without_these_vectors__gives_the_same_bits(monkeypatch):
     """Other CPUs run the C++ source without AVX2."""
     own = [source for source in native._SOURCES if source.name == "products.cpp"]
     monkeypatch.setattr(native, "_SOURCES", own)
-    monkeypatch.setattr(native, "_FLAGS", (*native._FLAGS[1:], "-O1"))
+    monkeypatch.setattr(native, "_FLAGS", (*native._FLAGS, "-O1"))
     monkeypatch.setattr(native, "_of_cpu", lambda: ("-mfma",))
     plain = ctypes.CDLL(str(native._built(native._compiler())))
     plain.scaledtensor_product.argtypes = native._FUNCTIONS["scaledtensor_product"]
