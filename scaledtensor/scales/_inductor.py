@@ -30,6 +30,8 @@ from scaledtensor.scales.forms import all_values, is_double, joined
 __all__ = ["taught", "teach"]
 
 _F32, _F64, _I32 = torch.float32, torch.float64, torch.int32
+#: Kernels load these elements as float32 numbers.
+_COMPUTED_IN_F32 = torch.float32, torch.bfloat16, torch.float16
 
 _taught = False
 
@@ -132,7 +134,11 @@ def _times(x: Any, leaves: list[Any], steps: str) -> Any:
         number = _pointwise(leaves, steps)
         if number.get_device().type == "cpu":
             number.realize()
-    return lowerings[torch.ops.aten.mul.Tensor](x, number)
+    if x.get_dtype() not in _COMPUTED_IN_F32 or number.get_dtype() is not _F32:
+        return lowerings[torch.ops.aten.mul.Tensor](x, number)
+    load, load_number = x.make_loader(), number.make_loader()
+    # torch's lowering would first convert both operands to a common dtype.
+    return _elementwise(x, lambda index: _ops().mul(load(index), load_number([])))
 
 
 def _pointwise(leaves: list[Any], steps: str, wanted: list[int] | None = None) -> Any:
