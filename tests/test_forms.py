@@ -6,11 +6,13 @@ import struct
 import subprocess
 import sys
 import textwrap
+from collections import Counter
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._inductor.virtualized import V
 
 import scaledtensor as sct
 from scaledtensor.scales import _inductor, powers
@@ -185,3 +187,30 @@ def test__inductors_cache__serves_no_code_of_another_version(tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split() == ["0", "1", "1"]
+
+
+def test__a_cast__is_written_once_though_it_reads_its_input_five_times(monkeypatch):
+    from torch._inductor.codegen import cpp
+
+    written = Counter()
+    bound = cpp.CppOverrides.erf, cpp.CppVecOverrides.erf
+
+    def counting(write):
+        def erf(x):
+            written[type(V.kernel)] += 1
+            return write(x)
+
+        return staticmethod(erf)
+
+    for overrides, write in zip((cpp.CppOverrides, cpp.CppVecOverrides), bound, strict=True):
+        monkeypatch.setattr(overrides, "erf", counting(write))
+    x = torch.randn(8, 64)
+
+    def cast(x):
+        return torch.ops.scaledtensor.rounded(torch.special.erf(x), "e4m3fn")
+
+    with torch._inductor.config.patch(force_disable_caches=True):
+        got = torch.compile(cast, fullgraph=True)(x)
+    assert torch.equal(got, cast(x))
+    assert set(written.values()) <= {1, 2}, "once in each loop: for vectors, for the rest of a row"
+    assert written
