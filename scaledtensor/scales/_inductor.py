@@ -328,14 +328,17 @@ class _Once:
     """
 
     def __init__(self) -> None:
-        self._values: dict[Any, Any] = {}
+        #: The values of the kernel that is being written. None outside of `whole`.
+        self._values: dict[Any, Any] | None = None
 
     def part(self, x: Any) -> Any:
-        """A value that operators of this node read."""
+        """A value that operators of this node read. A sum over it writes it anew."""
         load = x.make_loader()
         key = object()
 
         def value(index: Any) -> Any:
+            if self._values is None:
+                return load(index)
             place = key, tuple(index)
             if place not in self._values:
                 self._values[place] = load(index)
