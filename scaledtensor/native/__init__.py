@@ -173,30 +173,29 @@ def _built(compiler: list[str], *more: str) -> Path:
         return made
     # Other processes may build at the same time, so the library gets its name when it is whole.
     with tempfile.TemporaryDirectory(dir=made.parent) as folder:
-        _compile([*compiler, *flags], Path(folder), "made.so")
-        os.replace(Path(folder) / "made.so", made)
+        os.replace(_compiled([*compiler, *flags], Path(folder)), made)
     return made
 
 
-def _compile(command: list[str], folder: Path, made: str) -> None:
+def _compiled(command: list[str], folder: Path) -> Path:
     """Compile each source by itself, as many at a time as there are CPUs, and link them in
     `folder`. The largest source comes first, since it takes as long as all others together."""
 
-    def run(*arguments: str) -> None:
+    def run(made: Path, *arguments: str) -> Path:
         subprocess.run(
-            [*command, *arguments],
-            cwd=folder,
+            [*command, *arguments, "-o", str(made)],
             capture_output=True,
             text=True,
             check=True,
             timeout=_SECONDS,
         )
+        return made
 
     sources = sorted(_SOURCES, key=lambda source: -source.stat().st_size)
+    objects = [folder / f"{source.stem}.o" for source in sources]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for _ in pool.map(lambda source: run("-c", str(source)), sources):
-            pass  # an error of a compiler is raised here
-    run("-shared", *(f"{source.stem}.o" for source in sources), "-o", made)
+        built = list(pool.map(run, objects, ["-c"] * len(sources), map(str, sources)))
+    return run(folder / "loops.so", "-shared", *map(str, built))
 
 
 def _of_cpu() -> tuple[str, ...]:
