@@ -16,9 +16,6 @@ from scaledtensor.quantization.verb import adapters_of, output_layer, role_of
 
 __all__ = ["WeightRow", "in_few_bits", "other_bytes", "weight_rows", "weight_table"]
 
-#: Why the weights of adapters are left as they are.
-_ADAPTER = "an adapter of peft, which stays in full precision"
-
 
 @dataclass(frozen=True)
 class WeightRow:
@@ -53,7 +50,6 @@ def weight_rows(model: nn.Module) -> list[WeightRow]:
     """A row for each weight of a model, in the order of its parameters."""
     head, adapters = output_layer(model), adapters_of(model)
     owners: dict[int, list[tuple[str, str]]] = defaultdict(list)
-    of_adapters: set[int] = set()
     found: dict[int, tuple[Tensor, Any]] = {}
     roles: set[str] = set()
     for fqn, module in model.named_modules():
@@ -61,15 +57,13 @@ def weight_rows(model: nn.Module) -> list[WeightRow]:
             if p is None or not _is_weight(p):
                 continue
             full = f"{fqn}.{name}" if fqn else name
-            if fqn in adapters:
-                of_adapters.add(id(p))
             owners[id(p)].append((full, role_of(module, fqn, name, p, head) or ""))
             how = module.__dict__.get(TRAINS_AS, {}).get(name) or getattr(p, "config", None)
             found.setdefault(id(p), (p, how))
             if how is not None:
                 roles |= set(how.roles)
     return [
-        _row(p, how, owners[key], _ADAPTER if key in of_adapters else _reason(owners[key], roles))
+        _row(p, how, owners[key], "" if how is not None else _reason(owners[key], roles, adapters))
         for key, (p, how) in found.items()
     ]
 
@@ -84,15 +78,16 @@ def _is_weight(p: Tensor) -> bool:
     return not is_lazy(p) and p.dtype.is_floating_point and p.dim() > 1
 
 
-def _row(p: Tensor, how: Any, owners: list[tuple[str, str]], reason: str) -> WeightRow:
+def _row(p: Tensor, how: Any, owners: list[tuple[str, str]], why: str) -> WeightRow:
     name, kinds = owners[0][0], list(dict.fromkeys(role for _, role in owners))
-    why = "" if how is not None else reason
     plain = p.numel() * p.dtype.itemsize
     told = "" if how is None else str(how)
     return WeightRow(name, " + ".join(filter(None, kinds)), told, p.numel(), p.nbytes, plain, why)
 
 
-def _reason(owners: list[tuple[str, str]], roles: set[str]) -> str:
+def _reason(owners: list[tuple[str, str]], roles: set[str], adapters: set[str]) -> str:
+    if any(full.rpartition(".")[0] in adapters for full, _ in owners):
+        return "an adapter of peft, which stays in full precision"
     for full, role in owners:
         if role in roles:
             continue
