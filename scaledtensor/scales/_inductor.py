@@ -30,8 +30,6 @@ from scaledtensor.scales.forms import all_values, is_double, joined
 __all__ = ["taught", "teach"]
 
 _F32, _F64, _I32 = torch.float32, torch.float64, torch.int32
-#: Kernels load these elements as float32 numbers.
-_COMPUTED_IN_F32 = torch.float32, torch.bfloat16, torch.float16
 
 _taught = False
 
@@ -134,11 +132,7 @@ def _times(x: Any, leaves: list[Any], steps: str) -> Any:
         number = _pointwise(leaves, steps)
         if number.get_device().type == "cpu":
             number.realize()
-    if x.get_dtype() not in _COMPUTED_IN_F32 or number.get_dtype() is not _F32:
-        return lowerings[torch.ops.aten.mul.Tensor](x, number)
-    load, load_number = x.make_loader(), number.make_loader()
-    # torch's lowering would first convert both operands to a common dtype.
-    return _elementwise(x, lambda index: _ops().mul(load(index), load_number([])))
+    return lowerings[torch.ops.aten.mul.Tensor](x, number)
 
 
 def _pointwise(leaves: list[Any], steps: str, wanted: list[int] | None = None) -> Any:
@@ -351,11 +345,11 @@ class _Once:
         load = x.make_loader()
 
         def value(index: Any) -> Any:
-            before, self._values = self._values, {}
+            self._values = {}
             try:
                 return load(index)
             finally:
-                self._values = before
+                self._values = None
 
         return _elementwise(x, value)
 
