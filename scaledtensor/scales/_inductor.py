@@ -326,7 +326,7 @@ class _Once:
         self._values: dict[Any, Any] | None = None
 
     def part(self, x: Any) -> Any:
-        """A value that operators of this node read. A sum over it writes it anew."""
+        """A value that operators of this node read. A sum over it does not share its values."""
         load = x.make_loader()
         key = object()
 
@@ -341,7 +341,7 @@ class _Once:
         return _elementwise(x, value)
 
     def whole(self, x: Any) -> Any:
-        """The result of the node. Each time that it is written, all values are written anew."""
+        """The result of the node. Two loops that write it share no values."""
         load = x.make_loader()
 
         def value(index: Any) -> Any:
