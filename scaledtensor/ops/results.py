@@ -27,6 +27,7 @@ from scaledtensor.scales.singles import (
     rms_of,
     scale_of,
     scaled_by,
+    scaled_into,
     single_of,
     tensor_of,
 )
@@ -207,7 +208,7 @@ def wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
         scale, ratio = settle(rms, single_of(raw.held))
         # The elements of an operand are copied, by this product or by the store below.
         if q.dtype == fmt.storage_dtype or not is_one(ratio):
-            q = scaled_by(q, ratio)
+            q = scaled_into(q, ratio, fmt.storage_dtype)
     if q.dtype != fmt.storage_dtype:
         q = store(q, fmt)
     recipe = None

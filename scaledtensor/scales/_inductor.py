@@ -16,8 +16,9 @@ at the operands of a weight's products becomes a call without a result, so nothi
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ _taught = False
 
 def taught() -> tuple[Any, ...]:
     """The operators that Inductor writes into kernels."""
-    return tuple(op for op in _lowerings() if op is not torch.ops.scaledtensor.count.default)
+    return tuple(_lowerings())
 
 
 def teach() -> None:
@@ -44,7 +45,7 @@ def teach() -> None:
     backward pass may recompute. Tracing calls this."""
     global _taught
     ops = torch.ops.scaledtensor
-    _may_be_recomputed(ops.times)
+    _may_be_recomputed(ops.times, ops.total, ops.rounded)
     if _taught or "torch._inductor.lowering" not in sys.modules:
         return
     _taught = True
@@ -55,16 +56,19 @@ def teach() -> None:
 
 
 def _lowerings() -> dict[Any, Callable[..., Any]]:
-    from scaledtensor.scales import cast_nodes, measure
+    from scaledtensor.scales import cast_nodes
 
     ops = torch.ops.scaledtensor
     return {
         ops.form.default: _form,
         ops.times.default: _times,
-        ops.rounded.default: _inlined(cast_nodes.rounded),
-        ops.encoded.default: _inlined(cast_nodes.encoded),
-        ops.measured.default: _inlined(measure.of_elements),
-        ops.count.default: _count,
+        ops.total.default: _total,
+        ops.rounded.default: partial(_cast, cast_nodes.rounded),
+        ops.encoded.default: partial(_cast, cast_nodes.encoded),
+        ops.rounded_seen.default: partial(_cast_and_look, cast_nodes.rounded),
+        ops.encoded_seen.default: partial(_cast_and_look, cast_nodes.encoded),
+        ops.seen.default: _seen,
+        ops.measured.default: _measured,
     }
 
 
@@ -97,12 +101,34 @@ def _as_while_tracing() -> Iterator[None]:
 # --- numbers -------------------------------------------------------------------------------------
 
 
+class _Program(NamedTuple):
+    """The numbers of a node: its last `count` steps."""
+
+    leaves: Any
+    steps: str
+    count: int
+
+
+def _program(node: Any) -> _Program | None:
+    """The program of a node of the graph, or None if it has none."""
+    ops = torch.ops.scaledtensor
+    if node.target is ops.form.default:
+        return _Program(*node.args, 1)
+    if node.target is ops.total.default:
+        return _Program(*node.args[2:4], 2)
+    one = ops.times, ops.rounded, ops.encoded, ops.rounded_seen, ops.encoded_seen
+    if node.target in {op.default for op in one} and node.args[2]:
+        return _Program(*node.args[1:3], 1)
+    return None
+
+
 def _form(leaves: list[Any], steps: str) -> Any:
     from torch._inductor.lowering import clone
     from torch._inductor.virtualized import V
 
-    found: Any = _of_one_call()
-    if found is not None:
+    together = _of_one_call()
+    if together is not None:
+        (found,) = together
         graph: Any = V.graph
         users = graph.current_node.users
         if found.get_device().type == "cpu" or all(_reads_an_element(x) for x in users):
@@ -117,27 +143,55 @@ def _form(leaves: list[Any], steps: str) -> Any:
 
 
 def _reads_an_element(user: Any) -> bool:
-    aten, ours = torch.ops.aten, torch.ops.scaledtensor
-    pointwise = aten.mul.Tensor, aten.div.Tensor, ours.times.default, ours.form.default
-    return user.op == "output" or user.target in (*pointwise, ours.count.default)
+    aten = torch.ops.aten
+    pointwise = aten.mul.Tensor, aten.div.Tensor
+    return user.op == "output" or user.target in pointwise or _program(user) is not None
 
 
-def _times(x: Any, leaves: list[Any], steps: str) -> Any:
-    """Elements times a number. On a CPU the number is in memory, since a kernel would calculate it
-    for each vector. Elsewhere the kernel calculates it."""
-    from torch._inductor.lowering import lowerings
+def _times(x: Any, leaves: list[Any], steps: str, dtype: torch.dtype | None = None) -> Any:
+    """`scaledtensor.scales.formed.multiplied`."""
+    from torch._inductor.lowering import lowerings, to_dtype
 
-    number = _of_one_call()
-    if number is None:
-        number = _pointwise(leaves, steps)
+    (number,) = _values(leaves, steps, 1)
+    multiply: Any = lowerings[torch.ops.aten.mul.Tensor]
+    own = x.get_dtype()
+    if dtype is None or dtype == own:
+        return multiply(x, number)
+    return to_dtype(multiply(to_dtype(x, torch.promote_types(own, dtype)), number), dtype)
+
+
+def _total(
+    x: Any, y: Any, leaves: list[Any], steps: str, alpha: float, dtype: torch.dtype
+) -> Any:
+    """`scaledtensor.scales.formed.summed`."""
+    from torch._inductor.lowering import lowerings, to_dtype
+
+    first, second = _values(leaves, steps, 2)
+    multiply: Any = lowerings[torch.ops.aten.mul.Tensor]
+    add: Any = lowerings[torch.ops.aten.add.Tensor]
+    return to_dtype(add(multiply(x, first), multiply(y, second), alpha=alpha), dtype)
+
+
+def _values(leaves: list[Any], steps: str, count: int) -> Sequence[Any]:
+    """The numbers of the current node. On a CPU they are in memory, since a kernel would calculate
+    them for each vector. Elsewhere the kernel calculates them."""
+    together = _of_one_call()
+    if together is not None:
+        return together
+    found = []
+    for n in range(-count, 0):
+        number = _pointwise(leaves, steps, step=n)
         if number.get_device().type == "cpu":
             number.realize()
-    return lowerings[torch.ops.aten.mul.Tensor](x, number)
+        found.append(number)
+    return found
 
 
-def _pointwise(leaves: list[Any], steps: str, wanted: list[int] | None = None) -> Any:
-    """Write the number of the last step as a 0-dim tensor. With `wanted`, write the numbers of
-    these steps, all of them float32, as the elements of one tensor."""
+def _pointwise(
+    leaves: list[Any], steps: str, wanted: list[int] | None = None, step: int = -1
+) -> Any:
+    """Write the number of a step as a 0-dim tensor. With `wanted`, write the numbers of these
+    steps, all of them float32, as the elements of one tensor."""
     from torch._inductor import ir
 
     loaders = [x.make_loader() for x in leaves]
@@ -148,11 +202,11 @@ def _pointwise(leaves: list[Any], steps: str, wanted: list[int] | None = None) -
             for x, load in zip(leaves, loaders, strict=True)
         ]
         found = all_values(_Scalars, given, steps)
-        return found[-1].value if wanted is None else _chosen([found[n] for n in wanted], index[0])
+        return found[step].value if wanted is None else _chosen([found[n] for n in wanted], index[0])
 
     return ir.Pointwise.create(
         device=leaves[0].get_device(),
-        dtype=_F64 if wanted is None and is_double(steps) else _F32,
+        dtype=_F64 if wanted is None and is_double(steps, step) else _F32,
         inner_fn=value,
         ranges=[] if wanted is None else [len(wanted)],
     )
@@ -176,8 +230,8 @@ _FEW, _MANY = 4, 128
 _TOGETHER = 8
 
 
-def _of_one_call() -> Any:
-    """The number of the current node, from one call that makes it and all other numbers whose
+def _of_one_call() -> Sequence[Any] | None:
+    """The numbers of the current node, from one call that makes them and all other numbers whose
     leaves are already calculated. None if these are few."""
     from torch._inductor.lowering import lowerings
     from torch._inductor.virtualized import V
@@ -186,38 +240,43 @@ def _of_one_call() -> Any:
     current: Any = graph.current_node
     made: dict[Any, Any] = vars(graph).setdefault("_scaledtensor_forms", {})
     if current in made:
-        return made[current]
+        return made[current]  # type: ignore[no-any-return]
     device = current.meta["val"].device
     most = sys.maxsize if backend_of(device).writes_cpp else _MANY
     places: dict[Any, int] = {}
     forms: list[tuple[list[Any], str]] = []
+    counts: list[int] = []
     for node in current.graph.nodes:
-        if node.target not in _numbers() or node in made or len(forms) == most:
+        program = _program(node)
+        if program is None or node in made or len(forms) == most:
             continue
-        leaves = [_source(x) for x in node.args[-2]]
         here = node.meta["val"].device == device
-        if here and all(x in places or x in made or _is_there(x, graph) for x in leaves):
-            own = [("form", places[x]) if x in places else x for x in leaves]
+        if here and all(x in places or x in made or _is_there(x, graph) for x in program.leaves):
+            own = [("form", places[x]) if x in places else x for x in program.leaves]
             places[node] = len(forms)
-            forms.append((own, node.args[-1]))
+            forms.append((own, program.steps))
+            counts.append(program.count)
     if len(forms) < _FEW or current not in places:
         return None
-    leaves, steps, values = joined(forms)
-    inputs = [made[x] if x in made else graph.env[x] for x in leaves]
-    doubles = {n for n in values if is_double(steps, n)}
+    leaves, steps, of_all = joined(forms)
+    values = [own[-count:] for own, count in zip(of_all, counts, strict=True)]
+    inputs = [made[x][0] if x in made else graph.env[x] for x in leaves]
+    every = {n for own in values for n in own}
+    doubles = {n for n in every if is_double(steps, n)}
     if backend_of(device).writes_cpp:
         leaving = {
-            values[place]
+            n
             for x, place in places.items()
             if any(user.op == "output" for user in x.users)
+            for n in values[place]
         }
         apart = sorted(leaving | doubles)
-        wanted = sorted({*values} - {*apart})
+        wanted = sorted(every - {*apart})
         call = _called(torch.ops.scaledtensor.numbers.default)
         together, size = call(inputs, steps, wanted, apart, _TOGETHER), _TOGETHER
         number = dict(zip(reversed(apart), reversed(together), strict=False))
     else:
-        wanted, number = sorted({*values} - doubles), {}
+        wanted, number = sorted(every - doubles), {}
         if not wanted:
             return None
         together, size = [_pointwise(inputs, steps, wanted)], len(wanted)
@@ -225,12 +284,10 @@ def _of_one_call() -> Any:
     select = lowerings[torch.ops.aten.select.int]
     for i, step in enumerate(wanted):
         number[step] = select(together[i // size], 0, i % size)
-    made.update({x: number[values[n]] for x, n in places.items() if values[n] in number})
+    for x, place in places.items():
+        if all(n in number for n in values[place]):
+            made[x] = [number[n] for n in values[place]]
     return made.get(current)
-
-
-def _numbers() -> tuple[Any, ...]:
-    return torch.ops.scaledtensor.form.default, torch.ops.scaledtensor.times.default
 
 
 def _is_there(node: Any, graph: Any) -> bool:
@@ -251,20 +308,13 @@ def _early() -> tuple[Any, ...]:
     return torch.ops.scaledtensor.measured.default, aten.clone.default, aten.div.Tensor
 
 
-def _source(node: Any) -> Any:
-    """The node that makes the number of `node`: the operator that looks passes a scale on."""
-    while node.target is torch.ops.scaledtensor.count.default:
-        node = node.args[0]
-    return node
-
-
 # --- looking -------------------------------------------------------------------------------------
 
 
-def _count(scale: Any, *seen: Any) -> Any:
-    """A call without a result. The scale is passed on unchanged, so nothing waits for the call."""
-    _called(torch.ops.scaledtensor.look.default)(*seen)
-    return scale
+def _seen(x: Any, *seen: Any) -> Any:
+    """A call without a result. The elements are passed on unchanged, so nothing waits for it."""
+    _called(torch.ops.scaledtensor.look.default)(x, *seen)
+    return x
 
 
 def _called(operator: Any) -> Any:
@@ -278,39 +328,66 @@ def _called(operator: Any) -> Any:
 # --- casts ---------------------------------------------------------------------------------------
 
 
-def _inlined(function: Callable[..., Tensor]) -> Callable[..., Any]:
-    """A lowering that writes the torch operators that `function` calls."""
+def _cast(
+    function: Callable[..., Tensor], x: Any, leaves: list[Any], steps: str, *how: Any
+) -> Any:
+    """Elements times a number, and then rounded."""
+    def multiplied(x: Tensor, number: Tensor | None = None) -> Tensor:
+        return function(x if number is None else x * number, *how)
 
-    def lowering(x: Any, *how: Any) -> Any:
-        from torch._inductor.decomposition import select_decomp_table
-        from torch._inductor.lowering import lowerings
-        from torch._inductor.virtualized import V
-        from torch.fx.experimental.proxy_tensor import make_fx
+    return _inlined(multiplied, x, _values(leaves, steps, 1) if steps else ())
 
-        graph: Any = V.graph
+
+def _cast_and_look(
+    function: Callable[..., Tensor], x: Any, leaves: list[Any], steps: str, *how: Any
+) -> Any:
+    """The same for a cast that a site looks at. The call reads the values that products read."""
+    *how, factors, role, trains = how
+    made = _cast(function, x, leaves, steps, *how)
+    made.realize()
+    return _seen(made, factors, how[0], role, trains)
+
+
+def _measured(x: Any, below: float) -> Any:
+    from scaledtensor.scales.measure import of_elements
+
+    return _inlined(lambda given: of_elements(given, below), x)
+
+
+def _inlined(function: Callable[..., Tensor], x: Any, numbers: Sequence[Any] = ()) -> Any:
+    """Write the torch operators that `function` calls, on `x`, which is the first argument of the
+    current node, and on numbers."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.lowering import lowerings
+    from torch._inductor.virtualized import V
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    graph: Any = V.graph
+    # Inductor takes graphs without in-place operators.
+    trace = make_fx(torch.func.functionalize(function), select_decomp_table())
+    made: dict[Any, Any] = {}
+    once = _Once()
+    with V.fake_mode, _as_while_tracing():
         given = graph.current_node.args[0].meta["val"]
-        # Inductor takes graphs without in-place operators.
-        functional = torch.func.functionalize(lambda t: function(t, *how))
-        trace = make_fx(functional, select_decomp_table())
-        made: dict[Any, Any] = {}
-        once = _Once()
-        with V.fake_mode, _as_while_tracing():
-            traced = trace(given).graph
-        for node in traced.nodes:
-            args, kwargs = map_arg((node.args, node.kwargs), made.__getitem__)
-            value = node.meta.get("val")
-            if node.op == "output":
-                return once.whole(args[0])
-            if node.op == "placeholder":
-                made[node] = once.part(x)
-            elif isinstance(value, (torch.SymInt, torch.SymFloat)):
-                made[node] = value.node.expr
-            else:
-                result = lowerings[node.target](*args, **kwargs)
-                made[node] = once.part(result) if value.dim() else result
-        return None
-
-    return lowering
+        stand_ins = [
+            torch.empty((), dtype=n.get_dtype(), device=n.get_device()) for n in numbers
+        ]
+        traced = trace(given, *stand_ins).graph
+    entering = iter((x, *numbers))
+    for node in traced.nodes:
+        args, kwargs = map_arg((node.args, node.kwargs), made.__getitem__)
+        value = node.meta.get("val")
+        if node.op == "output":
+            return once.whole(args[0])
+        if node.op == "placeholder":
+            result = next(entering)
+            made[node] = once.part(result) if value.dim() else result
+        elif isinstance(value, (torch.SymInt, torch.SymFloat)):
+            made[node] = value.node.expr
+        else:
+            result = lowerings[node.target](*args, **kwargs)
+            made[node] = once.part(result) if value.dim() else result
+    return None
 
 
 class _Once:

@@ -2,11 +2,14 @@
 
 As torch's operators, a cast to 8 bits is eight to forty nodes. Most codes in a traced graph are
 never read, since an emulated product takes the values. So in traced code a cast is one of the
-operators here. Inductor writes the torch operators of the cast into the kernels around it
-(`scaledtensor.scales._inductor`). Other backends call the operator.
+operators here, together with the number that multiplies the elements before it. Inductor writes
+the torch operators of the cast into the kernels around it (`scaledtensor.scales._inductor`). Other
+backends call the operator.
 """
 
 import typing
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,29 +19,76 @@ from scaledtensor.formats import encode, get
 from scaledtensor.formats.bits import Overflow
 from scaledtensor.formats.rounding import round_by_arithmetic
 from scaledtensor.scales import _inductor
+from scaledtensor.scales.formed import numbers_of
+from scaledtensor.scales.forms import Form, program
+from scaledtensor.scales.singles import scaled_by
 
-__all__ = ["codes_of", "encoded", "rounded", "values_of"]
+__all__ = ["Watch", "codes_of", "encoded", "rounded", "seen", "values_of"]
 
 
-def values_of(x: Tensor, format: str) -> Tensor:
-    """The rounded values of `x` (`round_by_arithmetic`) in bfloat16, which holds every value of an
-    8-bit format."""
+class Watch(NamedTuple):
+    """The site of a weight that looks at the results of a cast when the code runs
+    (`scaledtensor.ops.products.counted`)."""
+
+    factors: Tensor
+    """What the site lent to the graph, by which it is found."""
+    role: int
+    trains: bool
+
+
+def values_of(
+    x: Tensor, ratio: Any, format: str, dtype: torch.dtype, watch: Watch | None = None
+) -> Tensor:
+    """The values of `x * ratio` rounded to an 8-bit format (`round_by_arithmetic`), in a dtype that
+    holds them. `ratio` is a Form, or None for 1."""
     if _torch.is_transforming():
-        return rounded(x, format)
-    made: Tensor = torch.ops.scaledtensor.rounded(x, format)
+        return rounded(_moved(x, ratio), format, dtype)
+    ops, given = torch.ops.scaledtensor, _given(x, ratio)
+    made: Tensor
+    if watch is None:
+        made = ops.rounded(*given, format, dtype)
+    else:
+        made = ops.rounded_seen(*given, format, dtype, *watch)
     return made
 
 
-def codes_of(x: Tensor, format: str, overflow: Overflow) -> Tensor:
-    """The codes of `x` (`encode`), to nearest even."""
+def codes_of(
+    x: Tensor, ratio: Any, format: str, overflow: Overflow, watch: Watch | None = None
+) -> Tensor:
+    """The codes of `x * ratio` (`encode`), to nearest even."""
     if _torch.is_transforming():
-        return encoded(x, format, overflow)
-    made: Tensor = torch.ops.scaledtensor.encoded(x, format, overflow)
+        return encoded(_moved(x, ratio), format, overflow)
+    ops, given = torch.ops.scaledtensor, _given(x, ratio)
+    made: Tensor
+    if watch is None:
+        made = ops.encoded(*given, format, overflow)
+    else:
+        made = ops.encoded_seen(*given, format, overflow, *watch)
     return made
 
 
-def rounded(x: Tensor, format: str) -> Tensor:
-    return round_by_arithmetic(x, get(format)).to(torch.bfloat16)
+def seen(x: Tensor, format: str, watch: Watch | None) -> Tensor:
+    """`x` itself, the result of another cast. `watch` looks at it when the code runs."""
+    made: Tensor = x if watch is None else torch.ops.scaledtensor.seen(x, watch.factors, format, *watch[1:])
+    return made
+
+
+def _given(x: Tensor, ratio: Any) -> tuple[Tensor, list[Tensor], str]:
+    """The operand of a node, and the program of the number that multiplies it first."""
+    if isinstance(ratio, Form) and x.dim():
+        return x, *program(ratio)
+    return _moved(x, ratio), [], ""
+
+
+def _moved(x: Tensor, ratio: Any) -> Tensor:
+    return x if ratio is None else scaled_by(x, ratio)
+
+
+# --- the operators ---------------------------------------------------------------------------
+
+
+def rounded(x: Tensor, format: str, dtype: torch.dtype) -> Tensor:
+    return round_by_arithmetic(x, get(format)).to(dtype)
 
 
 def encoded(x: Tensor, format: str, overflow: str) -> Tensor:
@@ -46,21 +96,38 @@ def encoded(x: Tensor, format: str, overflow: str) -> Tensor:
 
 
 _LIBRARY = torch.library.Library("scaledtensor", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define("rounded(Tensor x, str format) -> Tensor")  # type: ignore[no-untyped-call]
-_LIBRARY.define(  # type: ignore[no-untyped-call]
-    "encoded(Tensor x, str format, str overflow) -> Tensor"
-)
-_LIBRARY.impl("rounded", rounded, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-_LIBRARY.impl("encoded", encoded, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 
 
-@torch.library.register_fake("scaledtensor::rounded", lib=_LIBRARY)  # type: ignore[untyped-decorator]
-def _rounded_fake(x: Tensor, format: str) -> Tensor:
-    _inductor.teach()
-    return x.abs().to(torch.bfloat16)  # has the strides of an elementwise operator's result
+def _define(name: str, function: Callable[..., Tensor], second: str) -> None:
+    """Define a cast as two operators. A site looks at the results of the second one."""
+
+    def operator(x: Tensor, leaves: list[Tensor], steps: str, *how: Any) -> Tensor:
+        return function(x * numbers_of(leaves, steps)[0] if steps else x, *how)
+
+    def seen(
+        x: Tensor, leaves: list[Tensor], steps: str, format: str, how: Any, *watch: Any
+    ) -> Tensor:
+        factors, role, trains = watch
+        made = operator(x, leaves, steps, format, how)
+        torch.ops.scaledtensor.look(made, factors, format, role, trains)
+        return made
+
+    def fake(
+        x: Tensor, leaves: list[Tensor], steps: str, format: str, how: Any, *watch: Any
+    ) -> Tensor:
+        _inductor.teach()
+        dtype = how if isinstance(how, torch.dtype) else get(format).storage_dtype
+        return x.abs().to(dtype)  # has the strides of an elementwise operator's result
+
+    for suffix, more, run in (
+        ("", "", operator),
+        ("_seen", ", Tensor factors, int role, bool trains", seen),
+    ):
+        given = f"Tensor x, Tensor[] leaves, str steps, str format, {second}{more}"
+        _LIBRARY.define(f"{name}{suffix}({given}) -> Tensor")  # type: ignore[no-untyped-call]
+        _LIBRARY.impl(f"{name}{suffix}", run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        torch.library.register_fake(f"scaledtensor::{name}{suffix}", fake, lib=_LIBRARY)
 
 
-@torch.library.register_fake("scaledtensor::encoded", lib=_LIBRARY)  # type: ignore[untyped-decorator]
-def _encoded_fake(x: Tensor, format: str, overflow: str) -> Tensor:
-    _inductor.teach()
-    return x.abs().to(get(format).storage_dtype)
+_define("rounded", rounded, "ScalarType dtype")
+_define("encoded", encoded, "str overflow")

@@ -1,8 +1,8 @@
-"""The operators that make the number of a `Form`.
+"""The operators that make the numbers of `Form`s, and that multiply elements by them.
 
 The leaves are 0-dim tensors on one device. On a CPU the operators calculate with numbers of the
 host. Elsewhere they calculate with 0-dim tensors, which waits for no device. Inductor does not call
-`form` and `times`, but writes code for them (`scaledtensor.scales._inductor`).
+`form`, `times` and `total`, but writes code for them (`scaledtensor.scales._inductor`).
 """
 
 import math
@@ -15,10 +15,10 @@ from torch import Tensor
 
 from scaledtensor.backends import backend_of
 from scaledtensor.scales import _inductor
-from scaledtensor.scales.forms import all_values, is_double, valued
+from scaledtensor.scales.forms import all_values, is_double
 from scaledtensor.scales.singles import Single, exponential, quotient, rounded
 
-__all__ = ["Numbers", "Tensors"]
+__all__ = ["Numbers", "Tensors", "multiplied", "numbers_of", "summed"]
 
 
 def _rounds(operation: Callable[[float, float], float]) -> Callable[[Any, Any], Any]:
@@ -128,7 +128,10 @@ _LIBRARY.define("form(Tensor[] leaves, str steps) -> Tensor")  # type: ignore[no
 
 
 _LIBRARY.define(  # type: ignore[no-untyped-call]
-    "times(Tensor x, Tensor[] leaves, str steps) -> Tensor"
+    "times(Tensor x, Tensor[] leaves, str steps, ScalarType? dtype=None) -> Tensor"
+)
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "total(Tensor x, Tensor y, Tensor[] leaves, str steps, float alpha, ScalarType dtype) -> Tensor"
 )
 _LIBRARY.define(  # type: ignore[no-untyped-call]
     "numbers(Tensor[] leaves, str steps, int[] wanted, int[] apart, int together) -> Tensor[]"
@@ -149,11 +152,19 @@ def _dtype(steps: str, step: int = -1) -> torch.dtype:
     return torch.float64 if is_double(steps, step) else torch.float32
 
 
-def _form(leaves: list[Tensor], steps: str) -> Tensor:
+def numbers_of(leaves: list[Tensor], steps: str, count: int = 1) -> list[Tensor]:
+    """The numbers of the last `count` steps, as 0-dim tensors."""
     if all(backend_of(x).host for x in leaves):
-        return torch.scalar_tensor(valued(Numbers, _numbers(leaves), steps), dtype=_dtype(steps))
-    made = valued(Tensors, leaves, steps)
-    return made if isinstance(made, Tensor) else leaves[0].new_full((), made)
+        found = all_values(Numbers, _numbers(leaves), steps)
+        places = range(len(found) - count, len(found))
+        return [torch.scalar_tensor(found[n], dtype=_dtype(steps, n)) for n in places]
+    made = all_values(Tensors, leaves, steps)[-count:]
+    return [x if isinstance(x, Tensor) else leaves[0].new_full((), x) for x in made]
+
+
+def _form(leaves: list[Tensor], steps: str) -> Tensor:
+    (made,) = numbers_of(leaves, steps)
+    return made
 
 
 @lru_cache(maxsize=1024)
@@ -185,11 +196,33 @@ def _called(
     return [x.clone() for x in found]  # compiled code may write into the results
 
 
-def _times(x: Tensor, leaves: list[Tensor], steps: str) -> Tensor:
-    return x * _form(leaves, steps)
+def multiplied(x: Tensor, number: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Elements times a number, in `dtype`. The product is in the wider of the two dtypes."""
+    if dtype is None or dtype == x.dtype:
+        return x * number
+    return (x.to(torch.promote_types(x.dtype, dtype)) * number).to(dtype)
+
+
+def summed(
+    x: Tensor, y: Tensor, first: Tensor, second: Tensor, alpha: float, dtype: torch.dtype
+) -> Tensor:
+    """`x` times a number plus `alpha` times `y` times another, in `dtype`."""
+    return torch.add(x * first, y * second, alpha=alpha).to(dtype)
+
+
+def _times(x: Tensor, leaves: list[Tensor], steps: str, dtype: torch.dtype | None = None) -> Tensor:
+    return multiplied(x, _form(leaves, steps), dtype)
+
+
+def _total(
+    x: Tensor, y: Tensor, leaves: list[Tensor], steps: str, alpha: float, dtype: torch.dtype
+) -> Tensor:
+    first, second = numbers_of(leaves, steps, 2)
+    return summed(x, y, first, second, alpha, dtype)
 
 
 _LIBRARY.impl("times", _times, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_LIBRARY.impl("total", _total, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 _LIBRARY.impl("form", _form, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 _LIBRARY.impl("numbers", _called, "CPU")  # type: ignore[no-untyped-call]
 
@@ -205,9 +238,18 @@ def _called_fake(
 
 
 @torch.library.register_fake("scaledtensor::times", lib=_LIBRARY)  # type: ignore[untyped-decorator]
-def _times_fake(x: Tensor, leaves: list[Tensor], steps: str) -> Tensor:
-    made: Tensor = x * _form_fake(leaves, steps)
-    return made
+def _times_fake(
+    x: Tensor, leaves: list[Tensor], steps: str, dtype: torch.dtype | None = None
+) -> Tensor:
+    return multiplied(x, _form_fake(leaves, steps), dtype)
+
+
+@torch.library.register_fake("scaledtensor::total", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+def _total_fake(
+    x: Tensor, y: Tensor, leaves: list[Tensor], steps: str, alpha: float, dtype: torch.dtype
+) -> Tensor:
+    number = _form_fake(leaves, steps)
+    return summed(x, y, number, number, alpha, dtype)
 
 
 @torch.library.register_fake("scaledtensor::form", lib=_LIBRARY)  # type: ignore[untyped-decorator]

@@ -28,6 +28,7 @@ __all__ = [
     "all_values",
     "is_double",
     "joined",
+    "program",
     "valued",
     "written",
 ]
@@ -98,23 +99,17 @@ class Form:
         if self.operation == "leaf":
             assert self.made is not None
             return self.made.clone()
-        made: Tensor = torch.ops.scaledtensor.form(*self._written())
-        return made
-
-    def times(self, q: Tensor) -> Tensor:
-        """A tensor with at least one dimension times the number, as one node of the graph."""
-        if self.made is not None or self.rests:
-            return q * self.tensor()
-        made: Tensor = torch.ops.scaledtensor.times(q, *self._written())
-        return made
-
-    def _written(self) -> tuple[list[Tensor], str]:
         leaves: list[Tensor] = []
         steps: list[str] = []
         self._write(leaves, steps, {})
-        # Inductor's cache on disk identifies a graph by its text. The text does not show the code
-        # that this package tells Inductor to write, so it contains the version of this package.
-        return leaves, f"{_version()}/{';'.join(steps)}"
+        made: Tensor = torch.ops.scaledtensor.form(leaves, _text(steps))
+        return made
+
+    def times(self, q: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor with at least one dimension times the number, as one node of the graph. The
+        product is rounded to `dtype`; None stands for the dtype of `q`."""
+        made: Tensor = torch.ops.scaledtensor.times(q, *program(self), dtype)
+        return made
 
     def _write(self, leaves: list[Tensor], steps: list[str], places: dict[int, str]) -> str:
         known = places.get(id(self))
@@ -241,6 +236,23 @@ class Form:
         return float(self.tensor())
 
 
+def program(*forms: Form) -> tuple[list[Tensor], str]:
+    """The leaves and the steps of several numbers. The last steps give the numbers, in order."""
+    leaves: list[Tensor] = []
+    steps: list[str] = []
+    places: dict[int, str] = {}
+    found = [form._place(leaves, steps, places) for form in forms]
+    if found != [f"s{len(steps) - 1}"]:
+        steps += [f"same {place}" for place in found]
+    return leaves, _text(steps)
+
+
+def _text(steps: Sequence[str]) -> str:
+    # Inductor's cache on disk identifies a graph by its text. The text does not show the code that
+    # this package tells Inductor to write, so it contains the version of this package.
+    return f"{_version()}/{';'.join(steps)}"
+
+
 @_torch.constant_if_compiled
 def _version() -> str:
     return source_digest()
@@ -296,6 +308,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "finite": lambda a, x: a.otherwise(x, a.is_beyond(x), 1.0),
     "element": lambda a, x, n: a.element(x, n),
     "after": lambda a, x, y: x,
+    "same": lambda a, x: x,
 }
 
 #: Operations whose result is always a float64 number, and always a float32 number. All others give
@@ -310,12 +323,13 @@ def _parsed(steps: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
     return tuple((operation, tuple(places)) for operation, *places in split)
 
 
-def joined(forms: Sequence[tuple[Sequence[Any], str]]) -> tuple[list[Any], str, list[int]]:
-    """Several forms as one list of steps. Returns their leaves, the steps, and for each form the
-    step that has its value. A leaf of a form may be an earlier form: `("form", its number)`."""
+def joined(forms: Sequence[tuple[Sequence[Any], str]]) -> tuple[list[Any], str, list[list[int]]]:
+    """Several programs as one list of steps. Returns their leaves, the steps, and for each program
+    the places of its steps. A leaf may be the last step of an earlier program: `("form", its
+    number)`."""
     leaves: list[Any] = []
     steps: dict[str, int] = {}
-    values: list[int] = []
+    values: list[list[int]] = []
     for own, text in forms:
         places: list[int] = []
 
@@ -326,7 +340,7 @@ def joined(forms: Sequence[tuple[Sequence[Any], str]]) -> tuple[list[Any], str, 
                 return place
             leaf = own[int(place[1:])]
             if isinstance(leaf, tuple):
-                return f"s{values[leaf[1]]}"
+                return f"s{values[leaf[1]][-1]}"
             if leaf not in leaves:
                 leaves.append(leaf)
             return f"{place[0]}{leaves.index(leaf)}"
@@ -334,7 +348,7 @@ def joined(forms: Sequence[tuple[Sequence[Any], str]]) -> tuple[list[Any], str, 
         for operation, arguments in _parsed(text):
             step = " ".join((operation, *map(moved, arguments)))
             places.append(steps.setdefault(step, len(steps)))
-        values.append(places[-1])
+        values.append(places)
     return leaves, ";".join(steps), values
 
 

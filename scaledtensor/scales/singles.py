@@ -45,6 +45,7 @@ __all__ = [
     "rounded",
     "scale_of",
     "scaled_by",
+    "scaled_into",
     "shared",
     "single_of",
     "tensor_of",
@@ -362,6 +363,14 @@ def scaled_by(q: Tensor, x: Amount) -> Tensor:
     if isinstance(x, Form) and q.dim() and q.is_floating_point() and not _torch.is_transforming():
         return x.times(q)
     return q * multiplier(x)
+
+
+def scaled_into(q: Tensor, x: Amount, dtype: torch.dtype) -> Tensor:
+    """Same as `scaled_by`, and in traced code in `dtype`, if that has at least 16 bits."""
+    wide = dtype.itemsize > 1 and dtype != q.dtype
+    if wide and isinstance(x, Form) and q.dim() and q.is_floating_point():
+        return scaled_by(q, x) if _torch.is_transforming() else x.times(q, dtype)
+    return scaled_by(q, x)
 
 
 def calculates(x: Any) -> bool:

@@ -25,8 +25,6 @@ from scaledtensor.tensors.tensor import ScaledTensor
 __all__ = [
     "GRADIENT",
     "LIBRARY",
-    "corrected",
-    "counted",
     "delayed_scale",
     "dequantize",
     "drop",
@@ -44,6 +42,7 @@ __all__ = [
     "rescale",
     "shifted",
     "to_format",
+    "to_format_at",
 ]
 
 LIBRARY = torch.library.Library("scaledtensor", "DEF")  # type: ignore[no-untyped-call]
@@ -110,6 +109,16 @@ to_format = operator(
     _remember_format,
 )
 
+#: `to_format` of the value of `x` under its scale times the factor of a role: an element of the
+#: `factors` that the site of a weight lends. If `counts` is true, the site looks at the result when
+#: the code runs (`ops/products/counted.py`). `trains` says whether the code trains.
+to_format_at = operator(
+    "to_format_at(Tensor x, str format, str rounding, Tensor factors, int role, bool counts, "
+    "bool trains) -> Tensor",
+    _to_source_format,
+    _remember_format,
+)
+
 #: `x` with its elements rounded under another scale, both as a `Cast` (its `spec`) says.
 quantize = operator("quantize(Tensor x, str cast) -> Tensor", _to_source_format, _remember_format)
 
@@ -136,26 +145,25 @@ delayed_scale = torch.ops.scaledtensor.delayed_scale.default
 
 
 def _remember_target(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.target, ctx.rounding, ctx.shift, ctx.factors, ctx.counts, ctx.rows = inputs[1:]
+    ctx.target, ctx.rounding, ctx.shift, ctx.factors, ctx.counts = inputs[1:]
     _remember_scale(ctx, inputs, output)
 
 
 def _round_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     held = shifted(_as_scaled(ctx, grad), ctx.shift)
-    if ctx.factors is not None:
-        held = corrected(held, ctx.factors, site.GRADIENT)
-    made = to_format(held, ctx.target, ctx.rounding)
-    if ctx.counts:
-        made = counted(made, ctx.factors, site.GRADIENT, True, ctx.rows)
-    return made, *(None,) * 6
+    if ctx.factors is None:
+        made = to_format(held, ctx.target, ctx.rounding)
+    else:
+        how = ctx.target, ctx.rounding, ctx.factors, site.GRADIENT, ctx.counts, True
+        made = to_format_at(held, *how)
+    return made, *(None,) * 5
 
 
 #: The gradient of `x` is rounded into the format, as `to_format` does. Before that its scale is
-#: multiplied by 2^shift, or by the factor in `factors`, which the site of a weight lends
-#: (`Site.lends`). If `counts` is true, the gradient passes through `counted`.
+#: multiplied by 2^shift. With `factors`, it is rounded as `to_format_at` does.
 gradient_to_format = operator(
     'gradient_to_format(Tensor x, str format, str rounding="nearest_even", int shift=0, '
-    "Tensor? factors=None, bool counts=False, bool rows=False) -> Tensor",
+    "Tensor? factors=None, bool counts=False) -> Tensor",
     _round_gradient,
     _remember_target,
 )
@@ -220,21 +228,6 @@ def shifted(x: ScaledTensor, shift: int) -> ScaledTensor:
     scale = (x.scale.double() * 2.0**shift).clamp(MIN_SCALE, MAX_SCALE).float()
     return cast(ScaledTensor, rescale(x, scale))
 
-
-#: The value of `x` under its scale times the factor of a role, an element of the `factors` that the
-#: site of a weight lends.
-corrected = operator(
-    "corrected(Tensor x, Tensor factors, int role) -> Tensor", _pass, _count_others
-)
-
-#: `x`, an operand that was cast for a product of a weight. When the code runs, the site that lent
-#: `factors` counts its elements (`ops/products/counted.py`). `trains` says whether the code trains,
-#: `rows` whether products take `x` as a matrix.
-counted = operator(
-    "counted(Tensor x, Tensor factors, int role, bool trains, bool rows) -> Tensor",
-    _pass,
-    _count_others,
-)
 
 #: The value of `x`, whose RMS is known to be `growth` times the RMS that a rule expected.
 expect = operator("expect(Tensor x, float growth) -> Tensor", _pass, _count_others)

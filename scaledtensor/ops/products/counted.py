@@ -1,8 +1,8 @@
-"""Casts in compiled code: their shifts are data, and an operator of the graph looks at operands.
+"""Casts in compiled code: their shifts are data, and operators of the graph look at operands.
 
-The rules run while a graph is traced, when there is nothing to measure. So the graph contains an
-operator that reads an operand after its cast, in the steps in which the site of the weight looks.
-It counts the elements that are the largest value of the format, and measures their RMS. The site
+The rules run while a graph is traced, when there is nothing to measure. So the operator that casts
+an operand calls another one, `look`, which reads the result in the steps in which the site of the
+weight looks. It counts the elements that are the largest value of the format, and measures their RMS. The site
 takes the new shifts before compiled code runs again (`scaledtensor.tensors.site`).
 
 A cast operand does not show how far beyond the format its largest elements were. So a shift grows
@@ -11,11 +11,8 @@ elements saturate. The shift is then the one that eager code would have found.
 
 The operator finds a site by the address of the factors that the site lent to the graph as an input.
 Any other mark would be among the guards of the graph, and each layer would be compiled for itself.
-The product takes its scale from the operator, because a compiler would drop an operator without a
-result.
 """
 
-import typing
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,18 +22,10 @@ from torch import Tensor
 from scaledtensor import _torch
 from scaledtensor.backends import backend_of
 from scaledtensor.formats import get as get_format
-from scaledtensor.ops.algebra import elements
 from scaledtensor.ops.products import sites
-from scaledtensor.ops.products.dtype import product_dtype
-from scaledtensor.ops.registry import rule
-from scaledtensor.ops.results import store
 from scaledtensor.recipes import Recipe, Unit
 from scaledtensor.recipes.casts import Cast
-from scaledtensor.scales.forms import Form
-from scaledtensor.scales.powers import MAX_SCALE, MIN_SCALE
-from scaledtensor.scales.singles import copied, rms_of, scale_of, scaled_by
 from scaledtensor.tensors import verbs
-from scaledtensor.tensors.memo import note
 from scaledtensor.tensors.site import INPUT, site_of
 from scaledtensor.tensors.tensor import ScaledTensor
 
@@ -52,35 +41,18 @@ class Traced:
         guarded = isinstance(recipe, Unit) and recipe.guard
         self.counts = guarded and not exported and len(operands) > 1
 
-    def held(self, operands: Sequence[Any], cast: Cast) -> list[Any]:
-        """Return the operands, with the inputs under the scale for `cast`."""
-        return [
-            x
-            if x is self.weight or x.format == cast.format or cast.format.bits > 8
-            else verbs.corrected(x, self.factors, INPUT)
-            for x in operands
-        ]
+    def cast(self, x: Any, cast: Cast, at: int) -> Any:
+        """Return operand `at`, an input, cast. The site looks at the first input."""
+        looks = self._looks(cast) and at == int(self.at == 0)
+        how = cast.format.name, "nearest_even", self.factors, INPUT, looks
+        return verbs.to_format_at(x, *how, torch.is_grad_enabled())
 
-    def watched(self, cast: list[Any]) -> list[Any]:
-        """Return the cast operands: the input, the weight and any others. When the code runs, the
-        input is counted."""
-        at = int(self.at == 0)
-        x = cast[at]
-        if not self.counts or not isinstance(x, ScaledTensor) or x.format.bits != 8:
-            return cast
-        trains = torch.is_grad_enabled()
-        counted = verbs.counted(x, self.factors, INPUT, trains, self._as_rows(x))
-        return [*cast[:at], counted, *cast[at + 1 :]]
+    def gradient(self, cast: Cast) -> tuple[Any, ...]:
+        """Return the arguments of the cast of the gradient after format and rounding."""
+        return () if cast.format.bits > 8 else (0, self.factors, self._looks(cast))
 
-    def gradient(self, y: Any, cast: Cast) -> tuple[Any, ...]:
-        """Return the arguments of the cast of the gradient of `y` after format and rounding."""
-        if cast.format.bits > 8:
-            return ()
-        return 0, self.factors, self.counts and cast.format.bits == 8, self._as_rows(y)
-
-    def _as_rows(self, x: Any) -> bool:
-        """Whether products read `x` as a matrix."""
-        return bool(self.weight.dim() == 2 and x.dim() > 2)
+    def _looks(self, cast: Cast) -> bool:
+        return self.counts and cast.format.bits == 8
 
 
 def traced(operands: Sequence[Any], recipe: Recipe) -> Traced | None:
@@ -94,47 +66,18 @@ def traced(operands: Sequence[Any], recipe: Recipe) -> Traced | None:
     return None
 
 
-@rule(verbs.corrected)
-def corrected(x: ScaledTensor, factors: Tensor, role: int) -> ScaledTensor:
-    """The same value under the scale times a power of two, within the range of float32."""
-    held = scale_of(x)
-    scale = (held * Form.element(factors, role)).clamp_min(MIN_SCALE).clamp_max(MAX_SCALE)
-    return x.like(store(scaled_by(elements(x), held / scale), x.format), scale, copied(rms_of(x)))
-
-
-@rule(verbs.counted)
-def counted(x: ScaledTensor, factors: Tensor, role: int, trains: bool, rows: bool) -> ScaledTensor:
-    """The identity."""
-    q = _as_read(x, rows)
-    scale = torch.ops.scaledtensor.count(x.scale, q, factors, x.format.name, role, trains)
-    made = x.like(x.qdata, scale, copied(rms_of(x)))
-    note(made, decoded=x.memo.decoded, passing=x.memo.passing)
-    return made
-
-
-def _as_read(x: ScaledTensor, rows: bool) -> Tensor:
-    """Return the elements in the form that the product reads. Any other form would be written to
-    memory for this operator alone."""
-    if not backend_of(x.qdata).writes_cpp:
-        return x.qdata
-    held = typing.cast(ScaledTensor, x.flatten(0, -2)) if rows else x
-    return elements(held).to(product_dtype(x.device))
-
-
 _LIBRARY = torch.library.Library("scaledtensor", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define(  # type: ignore[no-untyped-call]
-    "count(Tensor scale, Tensor q, Tensor factors, str format, int role, bool trains) -> Tensor"
-)
 _LIBRARY.define(  # type: ignore[no-untyped-call]
     "look(Tensor q, Tensor factors, str format, int role, bool trains) -> ()"
 )
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "seen(Tensor q, Tensor factors, str format, int role, bool trains) -> Tensor"
+)
 
 
-def _count(
-    scale: Tensor, q: Tensor, factors: Tensor, format: str, role: int, trains: bool
-) -> Tensor:
+def _seen(q: Tensor, factors: Tensor, format: str, role: int, trains: bool) -> Tensor:
     _look(q, factors, format, role, trains)
-    return scale.clone()
+    return q.clone()
 
 
 def _look(q: Tensor, factors: Tensor, format: str, role: int, trains: bool) -> None:
@@ -152,7 +95,7 @@ def _look(q: Tensor, factors: Tensor, format: str, role: int, trains: bool) -> N
 
 _LIBRARY.impl("look", _look, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 torch.fx.has_side_effect(torch.ops.scaledtensor.look.default)
-_LIBRARY.impl("count", _count, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_LIBRARY.impl("seen", _seen, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 
 
 @torch.library.register_fake("scaledtensor::look", lib=_LIBRARY)  # type: ignore[untyped-decorator]
@@ -160,8 +103,6 @@ def _look_fake(q: Tensor, factors: Tensor, format: str, role: int, trains: bool)
     return None
 
 
-@torch.library.register_fake("scaledtensor::count", lib=_LIBRARY)  # type: ignore[untyped-decorator]
-def _count_fake(
-    scale: Tensor, q: Tensor, factors: Tensor, format: str, role: int, trains: bool
-) -> Tensor:
-    return torch.empty_like(scale)
+@torch.library.register_fake("scaledtensor::seen", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+def _seen_fake(q: Tensor, factors: Tensor, format: str, role: int, trains: bool) -> Tensor:
+    return torch.empty_like(q)

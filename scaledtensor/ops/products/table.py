@@ -123,11 +123,17 @@ def _cast(x: ScaledTensor, cast: Cast) -> Any:
     return operator(*arguments)
 
 
+def _input_cast(x: ScaledTensor, cast: Cast, at: int, traced: counted.Traced | None) -> Any:
+    if traced is None or x.format == cast.format or cast.format.bits > 8:
+        return _cast(x, cast)
+    return traced.cast(x, cast, at)
+
+
 def _gradient_cast(y: Any, cast: Cast, traced: counted.Traced | None = None) -> Any:
     if not isinstance(y, ScaledTensor):
         return y
     if isinstance(cast.scale, Carried):
-        more = traced.gradient(y, cast) if traced else (cast.scale.shift,)
+        more = traced.gradient(cast) if traced else (cast.scale.shift,)
         return verbs.gradient_to_format(y, cast.format.name, cast.rounding, *more)
     return verbs.gradient_quantize(y, cast.spec)
 
@@ -164,11 +170,12 @@ def _product(
         y = as_one.linear(scaled[0], scaled[1], casts)
     else:
         traced = counted.traced(scaled, recipe)
-        held = traced.held(scaled, casts[0]) if traced else scaled
         at = sites.place(scaled, traced.weight if traced else weight)
-        cast = [_cast(x, casts[1] if i == at else casts[0]) for i, x in enumerate(held)]
-        y = function(*(traced.watched(cast) if traced else cast), **kwargs)
-        y = _gradient_cast(y, casts[2], traced)
+        cast = [
+            _cast(x, casts[1]) if i == at else _input_cast(x, casts[0], i, traced)
+            for i, x in enumerate(scaled)
+        ]
+        y = _gradient_cast(function(*cast, **kwargs), casts[2], traced)
     return sites.look_back(weight, y) if looks else y
 
 

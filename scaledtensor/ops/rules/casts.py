@@ -10,18 +10,21 @@ from scaledtensor import _torch
 from scaledtensor.backends import backend_of
 from scaledtensor.formats import FP32, encode, fake_quantize, from_dtype
 from scaledtensor.formats import get as get_format
+from scaledtensor.formats.format import Format
 from scaledtensor.formats.rounding import Rounding
 from scaledtensor.formats.tensors import in_pieces
 from scaledtensor.ops.algebra import elements, mismatch, saved_format, value
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.products import sites
+from scaledtensor.ops.products.dtype import product_dtype
 from scaledtensor.ops.products.table import cast_once
 from scaledtensor.ops.registry import entered, rule
 from scaledtensor.ops.results import OVERFLOW, covers_storage, store, write
 from scaledtensor.ops.rules.sparse import wrapped
-from scaledtensor.scales.cast_nodes import codes_of, values_of
+from scaledtensor.scales.cast_nodes import Watch, codes_of, seen, values_of
+from scaledtensor.scales.forms import Form
 from scaledtensor.scales.powers import MAX_SCALE, MIN_SCALE, settle
-from scaledtensor.scales.singles import copied, put, rms_of, scale_of, scaled_by
+from scaledtensor.scales.singles import Amount, copied, put, rms_of, scale_of, scaled_by
 from scaledtensor.tensors import verbs
 from scaledtensor.tensors.memo import after_overwrite, note
 from scaledtensor.tensors.site import lend
@@ -34,28 +37,64 @@ def to_format(x: ScaledTensor, format: str, rounding: Rounding = "nearest_even")
     """A cast rounds the elements and keeps the scale. 8-bit formats saturate. They keep infinities
     and NaN if they have a code for them, and take any rounding; stochastic rounding draws from
     torch's default generator. Compute formats round to nearest even."""
-    fmt = get_format(format)
-    source = elements(x)
+    return _cast(x, get_format(format), rounding, scale_of(x))
+
+
+@rule(verbs.to_format_at)
+def to_format_at(
+    x: ScaledTensor,
+    format: str,
+    rounding: Rounding,
+    factors: Tensor,
+    role: int,
+    counts: bool,
+    trains: bool,
+) -> ScaledTensor:
+    """Same as `to_format`, under the scale times the factor of a role, within the range of
+    float32."""
+    scale = (scale_of(x) * Form.element(factors, role)).clamp_min(MIN_SCALE).clamp_max(MAX_SCALE)
+    watch = Watch(factors, role, trains) if counts else None
+    return _cast(x, get_format(format), rounding, scale, scale_of(x) / scale, watch)
+
+
+def _cast(
+    x: ScaledTensor,
+    fmt: Format,
+    rounding: Rounding,
+    scale: Amount,
+    ratio: Any = None,
+    watch: Watch | None = None,
+) -> ScaledTensor:
+    """Return the elements of `x`, times `ratio`, rounded into a format. `scale` is their scale. A
+    site looks at them for `watch`."""
+    narrow = fmt.storage_dtype.itemsize == 1
+    traced = narrow and torch.compiler.is_compiling()
+    source, name = elements(x), fmt.name
+    on_values = backend_of(source).writes_cpp
+    of_codes, of_values = (None, watch) if on_values else (watch, None)
     how: dict[str, Any] = {}
-    if rounding != "nearest_even" and fmt.storage_dtype.itemsize == 1:
+    if narrow and rounding != "nearest_even":
         how = {"rounding": rounding, "overflow": "saturate_finite"}
         if rounding == "stochastic":  # one draw, for both forms of the result below
             how["generator"] = torch.ops.scaledtensor.random_key(source)
-    traced = fmt.storage_dtype.itemsize == 1 and torch.compiler.is_compiling()
+    if ratio is not None and (how or not traced):
+        source, ratio = scaled_by(source, ratio), None
     if how:
-        q = encode(source, fmt, **how)
+        q = seen(encode(source, fmt, **how), name, of_codes)
     else:
-        q = codes_of(source, fmt.name, OVERFLOW) if traced else store(source, fmt)
+        q = codes_of(source, ratio, name, OVERFLOW, of_codes) if traced else store(source, fmt)
     if q is x.qdata:
         q = q.clone()
-    scale, rms = copied(scale_of(x)), copied(rms_of(x))
-    out = ScaledTensor.make(q, scale, rms, fmt, x.dtype, x.recipe, x.nonnegative)
-    if traced and backend_of(q).writes_cpp:
+    rms = copied(rms_of(x))
+    out = ScaledTensor.make(q, copied(scale), rms, fmt, x.dtype, x.recipe, x.nonnegative)
+    if traced and on_values:
         # The emulated product reads these values, which come from the same registers. Codes without
-        # a reader are then never made. The values are bfloat16 even if products are float32, so
-        # that autograd keeps two bytes an element.
-        drawn = fake_quantize(source, fmt, **how).to(torch.bfloat16) if how else None
-        decoded = values_of(source, fmt.name) if drawn is None else drawn
+        # a reader are then never made.
+        dtype = product_dtype(q.device)
+        if how:
+            decoded = seen(fake_quantize(source, fmt, **how).to(dtype), name, of_values)
+        else:
+            decoded = values_of(source, ratio, name, dtype, of_values)
         passing = saved_format(x) is not None and not _torch.is_within_backward()
         note(out, decoded=decoded, passing=passing)
     return out
@@ -69,7 +108,6 @@ def gradient_to_format(
     shift: int = 0,
     factors: Tensor | None = None,
     counts: bool = False,
-    rows: bool = False,
 ) -> ScaledTensor:
     """The identity in the forward pass. In the backward pass the gradient is cast."""
     return x.viewed(x.qdata)

@@ -231,6 +231,9 @@ def _product(matmul: Any, a: Any, b: Any) -> Raw:
         return Raw(scaled_by(q, ratio) if behind else q, scale, rms, settled=True)
     like = first_scaled(a, b)
     x, y = side(a, like), side(b, like)
+    if torch.compiler.is_compiling():
+        q = matmul(*multiplied(x.q, y.q))
+        return Raw(q, product_of(x.scale, y.scale), x.rms * y.rms * k**0.5)
     scale, ratio, rms = settle_product(k, (x.scale, x.rms), (y.scale, y.rms))
     if _goes_first(ratio, a, b):
         y.q.mul_(multiplier(ratio))
