@@ -108,7 +108,9 @@ def test__joined__forms_share_steps_and_follow_from_one_another():
     a, b = torch.tensor(2.0), torch.tensor(3.0)
     first, second = ([a, b], "mul t0 t1;sqrt s0"), ([a, b], "mul t0 t1;neg s0")
     third = ([("form", 0), b], "add t0 t1")
-    given, steps, wanted = joined([first, second, third])
+    given, steps, places = joined([first, second, third])
+    assert places == [[0, 1], [0, 2], [3]]
+    wanted = [own[-1] for own in places]
     assert given == [a, b]
     assert steps == "mul t0 t1;sqrt s0;neg s0;add s1 t1"
     found = all_values(Tensors, given, steps)
@@ -207,7 +209,7 @@ def test__a_cast__is_written_once_though_it_reads_its_input_five_times(monkeypat
     x = torch.randn(8, 64)
 
     def cast(x):
-        return torch.ops.scaledtensor.rounded(torch.special.erf(x), "e4m3fn")
+        return torch.ops.scaledtensor.rounded(torch.special.erf(x), [], "", "e4m3fn", torch.float32)
 
     with torch._inductor.config.patch(force_disable_caches=True):
         got = torch.compile(cast, fullgraph=True)(x)

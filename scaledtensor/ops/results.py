@@ -16,6 +16,7 @@ from scaledtensor import _torch
 from scaledtensor.errors import DTypeError, MissingRuleError, SaturationWarning, ShapeError
 from scaledtensor.formats import BF16, FP32, Format, encode
 from scaledtensor.formats.bits import Overflow
+from scaledtensor.scales.forms import Form, program
 from scaledtensor.scales.powers import is_one, larger, settle, settle_in_place
 from scaledtensor.scales.singles import (
     ONE,
@@ -41,6 +42,7 @@ __all__ = [
     "LARGEST",
     "OVERFLOW",
     "Raw",
+    "Total",
     "Towards",
     "covers_storage",
     "dequantized",
@@ -102,10 +104,32 @@ def starts_at(difference: Any, x: Any) -> bool:
     return towards is not None and towards.start is x.qdata
 
 
+class Total(NamedTuple):
+    """The elements of a sum in traced code: `x * first + alpha * y * second`. It becomes one node,
+    in the dtype of the tensor that gets the sum."""
+
+    x: Tensor
+    first: Form
+    y: Tensor
+    second: Form
+    alpha: float
+
+    def made(self, fmt: Format | None = None) -> Tensor:
+        """The sum in the dtype of a format of at least 16 bits, else in the dtype of torch's
+        sum."""
+        wide = fmt is not None and fmt.storage_dtype.itemsize > 1
+        own = torch.promote_types(self.x.dtype, self.y.dtype)
+        dtype = fmt.storage_dtype if fmt is not None and wide else own
+        numbers = program(self.first, self.second)
+        made: Tensor = torch.ops.scaledtensor.total(self.x, self.y, *numbers, self.alpha, dtype)
+        return made
+
+
 class Raw(NamedTuple):
     """The result of a rule: the value is `q * scale`, and its RMS is expected to be near `rms`."""
 
-    q: Tensor
+    q: Any
+    """The elements: a tensor, or a `Total`."""
     scale: Amount | None
     """Any positive float32 number, 0-dim; None stands for 1."""
     rms: Amount
@@ -198,7 +222,9 @@ OVERFLOW: Overflow = "saturate_finite"
 def wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
     scaled = [x for x in operands if isinstance(x, ScaledTensor)]
     fmt = raw.format or narrowest(scaled)
-    q, rms = raw.q if type(raw.q) is Tensor else tensor_of(raw.q), raw.rms
+    q, rms = raw.q, raw.rms
+    if type(q) is not Tensor:
+        q = q.made(fmt) if type(q) is Total else tensor_of(q)
     if type(rms) is not Single:
         rms = single_of(rms)
     if raw.settled:
@@ -289,6 +315,8 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
     (`agreed`) keeps it. Values that do not fit into a part of an 8-bit tensor saturate, and a
     SaturationWarning counts them.
     """
+    if isinstance(value, Raw) and type(value.q) is Total:
+        value = value._replace(q=value.q.made())
     shape = tuple(value.q.shape if isinstance(value, Raw) else value.shape)
     if target.shape != shape:
         raise ShapeError(f"cannot write a result of shape {shape} into {tuple(target.shape)}")

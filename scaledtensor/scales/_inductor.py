@@ -332,10 +332,12 @@ def _cast(
     function: Callable[..., Tensor], x: Any, leaves: list[Any], steps: str, *how: Any
 ) -> Any:
     """Elements times a number, and then rounded."""
-    def multiplied(x: Tensor, number: Tensor | None = None) -> Tensor:
-        return function(x if number is None else x * number, *how)
+    numbers = _values(leaves, steps, 1) if steps else ()
 
-    return _inlined(multiplied, x, _values(leaves, steps, 1) if steps else ())
+    def multiplied(x: Tensor, *number: Tensor) -> Tensor:
+        return function(x * number[0] if number else x, *how)
+
+    return _inlined(multiplied, x, numbers)
 
 
 def _cast_and_look(

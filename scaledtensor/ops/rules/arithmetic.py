@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scaledtensor import _torch
 from scaledtensor.ops import invariant
 from scaledtensor.ops.algebra import (
     Side,
@@ -23,7 +24,16 @@ from scaledtensor.ops.algebra import (
 )
 from scaledtensor.ops.operators import aten, prims
 from scaledtensor.ops.registry import Overload, Raw, rule
-from scaledtensor.ops.results import FILL, HUGE, LARGEST, Towards, is_table, saturated, starts_at
+from scaledtensor.ops.results import (
+    FILL,
+    HUGE,
+    LARGEST,
+    Total,
+    Towards,
+    is_table,
+    saturated,
+    starts_at,
+)
 from scaledtensor.scales.forms import Form
 from scaledtensor.scales.measure import measured_rms
 from scaledtensor.scales.powers import product_of, quotient_of, settle, settle_sum, times
@@ -72,13 +82,23 @@ def _sum(x: Any, y: Any, alpha: float) -> Raw:
     a, b = term(x, like), term(y, like)
     held = (a.scale, a.rms), (b.scale, b.rms)
     scale, ratio_a, ratio_b, rms = settle_sum(*held, alpha)
-    if type(ratio_b) is Single and not is_table(y) and float(ratio_b) * abs(alpha) < HUGE:
+    q: Tensor | Total
+    if _is_one_node(x, y, ratio_a, ratio_b):
+        q = Total(a.q, ratio_a, b.q, ratio_b, alpha)
+    elif type(ratio_b) is Single and not is_table(y) and float(ratio_b) * abs(alpha) < HUGE:
         # One pass is enough: a product with a power of two rounds nothing.
         q = _added(under(a, x, ratio_a), b.q, float(ratio_b) * alpha)
     else:
         q = torch.add(under(a, x, ratio_a), under(b, y, ratio_b), alpha=alpha)
     positive = a.nonnegative and b.nonnegative and alpha > 0
     return Raw(q, scale, rms, settled=True, nonnegative=positive)
+
+
+def _is_one_node(x: Any, y: Any, *ratios: Amount) -> bool:
+    """Whether the sum of two terms is one node of the graph that is being traced."""
+    terms = all(isinstance(t, ScaledTensor) and t.dim() for t in (x, y))
+    forms = all(isinstance(ratio, Form) for ratio in ratios)
+    return terms and forms and not _torch.is_transforming()
 
 
 def _added(a: Tensor, b: Tensor, alpha: float) -> Tensor:
