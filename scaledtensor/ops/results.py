@@ -234,7 +234,8 @@ def wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
         scale, ratio = settle(rms, single_of(raw.held))
         # The elements of an operand are copied, by this product or by the store below.
         if q.dtype == fmt.storage_dtype or not is_one(ratio):
-            q = scaled_into(q, ratio, fmt.storage_dtype)
+            wide = fmt.storage_dtype.itemsize > 1
+            q = scaled_into(q, ratio, fmt.storage_dtype) if wide else scaled_by(q, ratio)
     if q.dtype != fmt.storage_dtype:
         q = store(q, fmt)
     recipe = None

@@ -47,7 +47,7 @@ def measured_rms(x: Tensor, below: float = float("inf")) -> Tensor:
     The sum is in float64, where no square of a float32 overflows. Elements that are left out count
     as zeros.
     """
-    x = x.detach()
+    x = x.detach() if x.requires_grad else x
     if torch.compiler.is_compiling() and not _torch.is_transforming():
         found: Tensor = torch.ops.scaledtensor.measured(x, below)  # one node of the graph
         return found

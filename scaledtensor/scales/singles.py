@@ -366,11 +366,11 @@ def scaled_by(q: Tensor, x: Amount) -> Tensor:
 
 
 def scaled_into(q: Tensor, x: Amount, dtype: torch.dtype) -> Tensor:
-    """Same as `scaled_by`, and in traced code in `dtype`, if that has at least 16 bits."""
-    wide = dtype.itemsize > 1 and dtype != q.dtype
-    if wide and isinstance(x, Form) and q.dim() and q.is_floating_point():
-        return scaled_by(q, x) if _torch.is_transforming() else x.times(q, dtype)
-    return scaled_by(q, x)
+    """Elements times an Amount, in a dtype of at least 16 bits. The product is in the wider of the
+    two dtypes, and is one node of a traced graph."""
+    if isinstance(x, Form) and q.dim() and q.is_floating_point() and not _torch.is_transforming():
+        return x.times(q, dtype)
+    return scaled_by(q.to(torch.promote_types(q.dtype, dtype)), x).to(dtype)
 
 
 def calculates(x: Any) -> bool:
