@@ -115,13 +115,13 @@ def test__joined__forms_share_steps_and_follow_from_one_another():
     assert steps == "mul t0 t1;sqrt s0;neg s0;add s1 t1"
     found = all_values(Tensors, given, steps)
     assert [float(found[n]) for n in wanted] == pytest.approx([6**0.5, -6.0, 6**0.5 + 3])
-    together, alone = torch.ops.scaledtensor.numbers(given, steps, wanted[:2], wanted[2:], 8)
+    together, alone = torch.ops.scaledtensor.numbers(given, steps, wanted[:2], wanted[2:], [], 8)
     assert [*map(float, together), float(alone)] == pytest.approx([6**0.5, -6.0, 6**0.5 + 3])
 
 
 def test__one_call__sees_a_scale_that_changed_in_place():
     leaf = torch.tensor(2.0)
-    square = [leaf], "mul t0 t0", [0], [0], 1
+    square = [leaf], "mul t0 t0", [0], [0], [], 1
     for _ in range(2):
         assert [float(x) for x in torch.ops.scaledtensor.numbers(*square)] == [4, 4]
     leaf.fill_(3.0)
@@ -132,7 +132,7 @@ def test__one_call__sees_a_scale_that_changed_in_place():
         assert float(other) == 9
     assert [float(x) for x in torch.ops.scaledtensor.numbers(*square)] == [9, 9]
     nan = torch.tensor(math.nan)
-    assert math.isnan(torch.ops.scaledtensor.numbers([nan], "mul t0 t0", [0], [], 1)[0])
+    assert math.isnan(torch.ops.scaledtensor.numbers([nan], "mul t0 t0", [0], [], [], 1)[0])
 
 
 def test__doubles__are_told_from_singles():

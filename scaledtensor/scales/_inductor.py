@@ -61,6 +61,7 @@ def _lowerings() -> dict[Any, Callable[..., Any]]:
     ops = torch.ops.scaledtensor
     return {
         ops.form.default: _form,
+        ops.pair.default: _pair,
         ops.times.default: _times,
         ops.total.default: _total,
         ops.rounded.default: partial(_cast, cast_nodes.rounded),
@@ -114,6 +115,8 @@ def _program(node: Any) -> _Program | None:
     ops = torch.ops.scaledtensor
     if node.target is ops.form.default:
         return _Program(*node.args, 1)
+    if node.target is ops.pair.default:
+        return _Program(*node.args, 2)
     if node.target is ops.total.default:
         return _Program(*node.args[2:4], 2)
     one = ops.times, ops.rounded, ops.encoded, ops.rounded_seen, ops.encoded_seen
@@ -138,6 +141,18 @@ def _form(leaves: list[Any], steps: str) -> Any:
         found.realize()
         return found
     made = _pointwise(leaves, steps)
+    made.realize()
+    return made
+
+
+def _pair(leaves: list[Any], steps: str) -> Any:
+    """Two numbers as a tensor of two elements."""
+    together = _of_one_call()
+    if together is not None:
+        (found,) = together
+        return found
+    count = len(steps.split(";"))
+    made = _pointwise(leaves, steps, [count - 2, count - 1])
     made.realize()
     return made
 
@@ -264,17 +279,23 @@ def _of_one_call() -> Sequence[Any] | None:
     every = {n for own in values for n in own}
     doubles = {n for n in every if is_double(steps, n)}
     if backend_of(device).writes_cpp:
+        single = {x: values[place] for x, place in places.items() if not _is_pair(x)}
+        every = {n for own in single.values() for n in own}
         leaving = {
             n
-            for x, place in places.items()
+            for x, own in single.items()
             if any(user.op == "output" for user in x.users)
-            for n in values[place]
+            for n in own
         }
-        apart = sorted(leaving | doubles)
+        apart = sorted(leaving | (doubles & every))
         wanted = sorted(every - {*apart})
+        pairs = [n for x, place in places.items() if _is_pair(x) for n in values[place]]
         call = _called(torch.ops.scaledtensor.numbers.default)
-        together, size = call(inputs, steps, wanted, apart, _TOGETHER), _TOGETHER
-        number = dict(zip(reversed(apart), reversed(together), strict=False))
+        together, size = call(inputs, steps, wanted, apart, pairs, _TOGETHER), _TOGETHER
+        first = -(-len(wanted) // size)
+        number = dict(zip(apart, together[first:], strict=False))
+        both = iter(together[first + len(apart) :])
+        made.update({x: [next(both)] for x in places if _is_pair(x)})
     else:
         wanted, number = sorted(every - doubles), {}
         if not wanted:
@@ -285,9 +306,13 @@ def _of_one_call() -> Sequence[Any] | None:
     for i, step in enumerate(wanted):
         number[step] = select(together[i // size], 0, i % size)
     for x, place in places.items():
-        if all(n in number for n in values[place]):
+        if x not in made and not _is_pair(x) and all(n in number for n in values[place]):
             made[x] = [number[n] for n in values[place]]
     return made.get(current)
+
+
+def _is_pair(node: Any) -> bool:
+    return node.target is torch.ops.scaledtensor.pair.default
 
 
 def _is_there(node: Any, graph: Any) -> bool:

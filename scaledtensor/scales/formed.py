@@ -134,8 +134,10 @@ _LIBRARY.define(  # type: ignore[no-untyped-call]
     "total(Tensor x, Tensor y, Tensor[] leaves, str steps, float alpha, ScalarType dtype) -> Tensor"
 )
 _LIBRARY.define(  # type: ignore[no-untyped-call]
-    "numbers(Tensor[] leaves, str steps, int[] wanted, int[] apart, int together) -> Tensor[]"
+    "numbers(Tensor[] leaves, str steps, int[] wanted, int[] apart, int[] pairs, int together) "
+    "-> Tensor[]"
 )
+_LIBRARY.define("pair(Tensor[] leaves, str steps) -> Tensor")  # type: ignore[no-untyped-call]
 
 
 def _numbers(leaves: list[Tensor]) -> tuple[Any, ...]:
@@ -173,6 +175,7 @@ def _calculated(
     numbers: tuple[Any, ...],
     wanted: tuple[int, ...],
     apart: tuple[int, ...],
+    pairs: tuple[int, ...],
     together: int,
 ) -> tuple[Tensor, ...]:
     """All numbers of a graph, with a cache. Scales of parameters change in one step of ten. Blocks
@@ -180,7 +183,8 @@ def _calculated(
     found = all_values(Numbers, numbers, steps)
     alone = [torch.scalar_tensor(found[n], dtype=_dtype(steps, n)) for n in apart]
     several = torch.tensor([found[n] for n in wanted], dtype=torch.float32)
-    return *(several[start:end] for start, end in _parts(wanted, together)), *alone
+    both = torch.tensor([found[n] for n in pairs], dtype=torch.float32).view(-1, 2)
+    return *(several[start:end] for start, end in _parts(wanted, together)), *alone, *both
 
 
 def _parts(wanted: Sequence[int], together: int) -> list[tuple[int, int]]:
@@ -188,12 +192,24 @@ def _parts(wanted: Sequence[int], together: int) -> list[tuple[int, int]]:
 
 
 def _called(
-    leaves: list[Tensor], steps: str, wanted: list[int], apart: list[int], together: int
+    leaves: list[Tensor],
+    steps: str,
+    wanted: list[int],
+    apart: list[int],
+    pairs: list[int],
+    together: int,
 ) -> list[Tensor]:
     """Calculate several forms whose leaves are on a CPU. Float32 tensors of `together` elements
-    hold the numbers of the steps `wanted`. Each step of `apart` has its own tensor."""
-    found = _calculated(steps, _numbers(leaves), tuple(wanted), tuple(apart), together)
+    hold the numbers of the steps `wanted`. Each step of `apart` has its own tensor, and so have
+    each two steps of `pairs`."""
+    found = _calculated(
+        steps, _numbers(leaves), tuple(wanted), tuple(apart), tuple(pairs), together
+    )
     return [x.clone() for x in found]  # compiled code may write into the results
+
+
+def _pair(leaves: list[Tensor], steps: str) -> Tensor:
+    return torch.stack(numbers_of(leaves, steps, 2))
 
 
 def multiplied(x: Tensor, number: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -223,18 +239,25 @@ def _total(
 
 _LIBRARY.impl("times", _times, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 _LIBRARY.impl("total", _total, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_LIBRARY.impl("pair", _pair, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 _LIBRARY.impl("form", _form, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 _LIBRARY.impl("numbers", _called, "CPU")  # type: ignore[no-untyped-call]
 
 
 @torch.library.register_fake("scaledtensor::numbers", lib=_LIBRARY)  # type: ignore[untyped-decorator]
 def _called_fake(
-    leaves: list[Tensor], steps: str, wanted: list[int], apart: list[int], together: int
+    leaves: list[Tensor],
+    steps: str,
+    wanted: list[int],
+    apart: list[int],
+    pairs: list[int],
+    together: int,
 ) -> list[Tensor]:
     made = leaves[0].new_empty
     alone = [made((), dtype=_dtype(steps, n)) for n in apart]
     parts = _parts(wanted, together)
-    return [*(made(end - start, dtype=torch.float32) for start, end in parts), *alone]
+    both = [made(2, dtype=torch.float32) for _ in range(len(pairs) // 2)]
+    return [*(made(end - start, dtype=torch.float32) for start, end in parts), *alone, *both]
 
 
 @torch.library.register_fake("scaledtensor::times", lib=_LIBRARY)  # type: ignore[untyped-decorator]
@@ -256,3 +279,9 @@ def _total_fake(
 def _form_fake(leaves: list[Tensor], steps: str) -> Tensor:
     _inductor.teach()
     return torch.empty((), dtype=_dtype(steps), device=leaves[0].device)
+
+
+@torch.library.register_fake("scaledtensor::pair", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+def _pair_fake(leaves: list[Tensor], steps: str) -> Tensor:
+    _inductor.teach()
+    return torch.empty(2, device=leaves[0].device)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from scaledtensor import _torch
 from scaledtensor.backends import backend_of
-from scaledtensor.scales.forms import Form, written
+from scaledtensor.scales.forms import Form, program, written
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -34,10 +34,12 @@ __all__ = [
     "amounts_of",
     "asked",
     "calculates",
+    "cells",
     "copied",
     "exponential",
     "hold",
     "multiplier",
+    "pair_of",
     "put",
     "quotient",
     "remembered",
@@ -180,12 +182,13 @@ def quotient(a: float, b: float) -> float:
 class Cell:
     """A number that a tensor and its views share, and its 0-dim tensor, once one was made."""
 
-    __slots__ = ("made", "number")
+    __slots__ = ("made", "number", "pair", "place")
 
-    def __init__(self, number: Single | Form) -> None:
+    def __init__(self, number: Single | Form, pair: Tensor | None = None, place: int = 0) -> None:
         self.made: Tensor | None = None
         self.number = number
-        if type(number) is Form:
+        self.pair, self.place = pair, place
+        if type(number) is Form and pair is None:
             # A graph may return any tensor, and nothing can be added to it by then. So the node is
             # made now; the compiler drops it if nothing reads it.
             self.made = number.fresh()
@@ -198,6 +201,8 @@ class Cell:
 
     def tensor(self, inference: bool) -> Tensor:
         """The tensor that holds the value from now on. It is a real one, also during tracing."""
+        if self.made is None and self.pair is not None:
+            self.made = self.pair.select(0, self.place)
         if self.made is None:
             with _torch.outside_modes(), torch.inference_mode(inference):
                 number: Any = self.number
@@ -272,6 +277,8 @@ def hold(x: Any, scale: "Amount | Cell", rms: "Amount | Cell") -> None:
     if type(scale) is type(rms) is Single:
         x._scale, x._rms = Cell(scale), Cell(rms)
         return
+    if type(scale) is type(rms) is Form and not torch.compiler.is_exporting():
+        scale, rms = cells(torch.ops.scaledtensor.pair(*program(scale, rms)), scale, rms)
     if isinstance(scale, Tensor):
         x.scale = scale
     else:
@@ -284,6 +291,29 @@ def hold(x: Any, scale: "Amount | Cell", rms: "Amount | Cell") -> None:
         x._rms = cell = rms if isinstance(rms, Cell) else Cell(rms)
         if cell.made is not None:
             x.rms = cell.made
+
+
+def cells(pair: Tensor, scale: Form | None = None, rms: Form | None = None) -> tuple[Cell, Cell]:
+    """Cells for a scale and an RMS that are the elements of a tensor."""
+    of_scale, of_rms = (
+        Cell(Form.element(pair, n) if number is None else number, pair, n)
+        for n, number in enumerate((scale, rms))
+    )
+    return of_scale, of_rms
+
+
+def pair_of(x: Any) -> Tensor | None:
+    """The tensor of two elements that holds scale and RMS of a traced tensor, or None if each has a
+    tensor of its own."""
+    held = x.__dict__
+    found = []
+    for name in ("scale", "rms"):
+        cell = held.get(f"_{name}")
+        # A tensor that became another one has tensors for both in its place.
+        if cell is None or held.get(name) is not cell.made:
+            return None
+        found.append(cell.pair)
+    return found[0] if found[0] is found[1] else None
 
 
 #: The attributes that hold the cells.

@@ -17,7 +17,7 @@ from scaledtensor.recipes import Recipe
 from scaledtensor.recipes import get as get_recipe
 from scaledtensor.scales.measure import measured_rms
 from scaledtensor.scales.powers import checked_scale, nearest_power_of_two
-from scaledtensor.scales.singles import Amount, Cell, asked, hold, shared, single_of, view_of
+from scaledtensor.scales.singles import Amount, Cell, asked, cells, hold, pair_of, shared, single_of, view_of
 from scaledtensor.tensors.engine import Engine, OnUse
 from scaledtensor.tensors.memo import NOTHING, Memo, after_overwrite, note
 from scaledtensor.tensors.site import Site, lend
@@ -232,9 +232,24 @@ class ScaledTensor(Wrapper):
             self.site = Site()
         return self.site.lends(self)
 
+    @property
+    @_torch.inlined_only
+    def pair(self) -> Tensor:
+        """Scale and RMS as one tensor of two elements, which compiled code passes on."""
+        held = pair_of(self)
+        return torch.stack((self.scale, self.rms)) if held is None else held
+
+    @property
+    @_torch.inlined_only
+    def _is_paired(self) -> bool:
+        """Whether compiled code made this tensor, with scale and RMS as one tensor."""
+        return _torch.is_tracing(self.qdata) and pair_of(self) is not None
+
     @_torch.inlined_only
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         if self.lent is None:
+            if self._is_paired:
+                return ["qdata", "pair"], self.context
             return list(self.INNER), self.context
         fmt, dtype, recipe, nonnegative = self.context
         return [*self.INNER, "lent"], (fmt, dtype, recipe and recipe.uncorrected, nonnegative)
@@ -248,6 +263,10 @@ class ScaledTensor(Wrapper):
         outer_size: Any,
         outer_stride: Any,
     ) -> Self:
+        if "pair" in inner:
+            pair = inner["pair"]
+            held: Any = cells(pair) if _torch.is_tracing(pair) else pair.unbind()
+            return cls.make(inner["qdata"], *held, *context)
         qdata, scale, rms = (inner[name] for name in cls.INNER)
         made = cls.make(qdata, scale, rms, *context)
         if "lent" in inner:
@@ -258,7 +277,8 @@ class ScaledTensor(Wrapper):
     def __coerce_tangent_metadata__(self) -> Self:
         # AOTAutograd guesses a gradient's metadata from its output's. The scale is a tensor, so
         # nothing about it is guessed; a sign may not be.
-        return self.make(self.qdata, self.scale, self.rms, self.format, self.dtype, self.recipe)
+        held = (shared(self, name) for name in self.INNER[1:])
+        return self.make(self.qdata, *held, self.format, self.dtype, self.recipe)
 
     @_torch.inlined_only
     def __coerce_same_metadata_as_tangent__(
@@ -267,7 +287,7 @@ class ScaledTensor(Wrapper):
         if expected_type is Tensor:
             return self.dequantize()
         held = self if self.format == expected[0] else self.to_format(expected[0])
-        return self.make(held.qdata, held.scale, held.rms, *expected)
+        return self.make(held.qdata, *(shared(held, name) for name in self.INNER[1:]), *expected)
 
     @classmethod
     def _fingerprint(cls) -> str:
