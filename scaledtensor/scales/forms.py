@@ -33,8 +33,13 @@ __all__ = [
     "written",
 ]
 
-#: A form of more operations gets a node of its own, which is a leaf of the forms that use it.
+#: A form has at most so many operations. In a larger one, a form that it is made of rests: it gets a
+#: node of its own, which is a leaf of the forms that use it.
 _LARGEST = 32
+
+#: Operations that a rule does last, to make a scale or a ratio of an RMS. What they take rests in
+#: their place, since other numbers follow from it too.
+_LAST = ("power", "ratio", "product", "quotient", "after", "least", "most")
 
 #: The number of writes to scales and RMS so far. After a write, the leaves of an older form may
 #: hold other numbers.
@@ -57,9 +62,22 @@ class Form:
         self.arguments = [Form.of(a) if isinstance(a, Tensor) else a for a in arguments]
         self.made: Tensor | None = None
         self.when = _writes
-        size = 1 + sum(a.size for a in self.arguments if isinstance(a, Form))
-        self.rests = size > _LARGEST
-        self.size: int = 0 if self.rests else size
+        self.rests = False
+        self.size: int = self._counted()
+        while self.size > _LARGEST:
+            self._lighten()
+
+    def _counted(self) -> int:
+        return 1 + sum(a.size for a in self.arguments if isinstance(a, Form))
+
+    def _lighten(self) -> None:
+        """Let the largest of the forms that this one is made of rest."""
+        largest = max((a for a in self.arguments if isinstance(a, Form)), key=lambda a: a.size)
+        if largest.operation in _LAST and largest.size > 1:
+            largest._lighten()
+        else:
+            largest.rests, largest.size = True, 0
+        self.size = self._counted()
 
     @staticmethod
     def of(x: "Tensor | Form") -> "Form":

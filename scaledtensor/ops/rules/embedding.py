@@ -11,6 +11,7 @@ from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.rules.reduction import extreme_rms
 from scaledtensor.ops.rules.sparse import made
 from scaledtensor.scales.powers import product_of
+from scaledtensor.scales.singles import amounts_of
 from scaledtensor.tensors.tensor import ScaledTensor
 
 # --- tables ----------------------------------------------------------------------------------
@@ -26,7 +27,8 @@ def embedding(
 ) -> Raw:
     """r. The rows are activations, so they have the activation format of the recipe."""
     rows = aten.embedding.default(elements(weight), indices)
-    return Raw(rows, weight.scale, weight.rms, settled=True, format=_activation_format(weight))
+    held = amounts_of(weight)
+    return Raw(rows, *held, settled=True, format=_activation_format(weight))
 
 
 @rule(aten.embedding_dense_backward.default)
