@@ -277,8 +277,7 @@ class ScaledTensor(Wrapper):
     def __coerce_tangent_metadata__(self) -> Self:
         # AOTAutograd guesses a gradient's metadata from its output's. The scale is a tensor, so
         # nothing about it is guessed; a sign may not be.
-        held = (shared(self, name) for name in self.INNER[1:])
-        return self.make(self.qdata, *held, self.format, self.dtype, self.recipe)
+        return self.make(self.qdata, self.scale, self.rms, self.format, self.dtype, self.recipe)
 
     @_torch.inlined_only
     def __coerce_same_metadata_as_tangent__(
@@ -287,7 +286,7 @@ class ScaledTensor(Wrapper):
         if expected_type is Tensor:
             return self.dequantize()
         held = self if self.format == expected[0] else self.to_format(expected[0])
-        return self.make(held.qdata, *(shared(held, name) for name in self.INNER[1:]), *expected)
+        return self.make(held.qdata, held.scale, held.rms, *expected)
 
     @classmethod
     def _fingerprint(cls) -> str:

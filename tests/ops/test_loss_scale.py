@@ -80,8 +80,8 @@ def rotated(x):
     return x * cos + torch.cat((-right, left), -1) * sin
 
 
-def parameters(wrap):
-    rng = torch.Generator().manual_seed(0)
+def parameters(wrap, seed=0):
+    rng = torch.Generator().manual_seed(seed)
 
     def made(*shape, std):
         return wrap(torch.randn(shape, generator=rng) * std).requires_grad_()
@@ -99,8 +99,8 @@ def parameters(wrap):
     }
 
 
-def gradients(block, product, wrap, factor=1.0):
-    p = parameters(wrap)
+def gradients(block, product, wrap, factor=1.0, seed=0):
+    p = parameters(wrap, seed)
     tokens = torch.randint(VOCABULARY, (2, TOKENS + 1), generator=torch.Generator().manual_seed(1))
     x = F.embedding(tokens[:, :-1], p["table"]) + p["positions"]
     logits = product(block(p, product, x), p["table"])
@@ -153,13 +153,20 @@ def test__compiled_block__moves_only_scales_too():
     _, after = gradients(compiled, by_linear, by_unit_recipe, 2.0**-33)
     eager, want = gradients(gpt, by_linear, by_unit_recipe)
     torch.testing.assert_close(loss, eager, rtol=1e-2, atol=0)
-    _, exact = gradients(gpt, by_linear, torch.clone)
     for name in want:
         assert_shifted(before[name], after[name], -33)
-        compiled, by_eager = (g[name].dequantize() for g in (before, want))
         if product_dtype(torch.device("cpu")) == torch.bfloat16:
-            assert (compiled - by_eager).norm() < 0.1 * by_eager.norm(), name
-        # A compiler rounds less often than eager code. An operator fused with a float32 product
-        # sees that product before its rounding to bfloat16.
-        error, of_eager = ((g - exact[name]).norm() for g in (compiled, by_eager))
-        assert error < 1.3 * of_eager, name
+            difference = before[name].dequantize() - want[name].dequantize()
+            assert difference.norm() < 0.1 * want[name].dequantize().norm(), name
+    # A compiler rounds less often than eager code. An operator fused with a float32 product sees
+    # that product before its rounding to bfloat16. So single errors differ, and their mean does
+    # not.
+    errors = {name: torch.zeros(2) for name in want}
+    for seed in range(6):
+        _, exact = gradients(gpt, by_linear, torch.clone, seed=seed)
+        for i, block in enumerate((compiled, gpt)):
+            _, got = gradients(block, by_linear, by_unit_recipe, seed=seed)
+            for name, of in errors.items():
+                of[i] += (got[name].dequantize() - exact[name]).square().sum()
+    for name, (of_compiled, of_eager) in errors.items():
+        assert of_compiled.sqrt() < 1.15 * of_eager.sqrt(), name
