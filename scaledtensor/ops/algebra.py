@@ -21,6 +21,7 @@ from scaledtensor.formats import Format, decode
 from scaledtensor.ops import invariant
 from scaledtensor.ops.products.dtype import product_dtype
 from scaledtensor.ops.registry import Overload, Raw
+from scaledtensor.scales.cast_nodes import values_of
 from scaledtensor.scales.forms import Form
 from scaledtensor.scales.measure import measured_rms
 from scaledtensor.scales.powers import (
@@ -38,6 +39,7 @@ from scaledtensor.scales.singles import (
     Single,
     amounts_of,
     calculates,
+    rms_of,
     rounded,
     scale_of,
     scaled_by,
@@ -56,6 +58,7 @@ __all__ = [
     "count",
     "difference",
     "elements",
+    "factor",
     "first_scaled",
     "gaussian_moment",
     "gaussian_rms",
@@ -118,6 +121,22 @@ def elements(x: ScaledTensor) -> Tensor:
         # would keep their result, two bytes an element, and not read the parameter's codes again.
         return _decoded(q.unsqueeze(0), x.format).squeeze(0)
     return _decoded(q, x.format)
+
+
+def factor(x: Any, other: Any, like: ScaledTensor) -> Side:
+    """Return `side(x, like)` for a product with `other`.
+
+    A traced backward pass rounds a weight again, after the gradient `other` has arrived. Otherwise
+    a compiler would keep what the forward pass rounded, which is as large as the weight.
+    """
+    source = x.memo.source if isinstance(x, ScaledTensor) else None
+    if source is None or not isinstance(other, ScaledTensor) or not _torch.is_within_backward():
+        return side(x, like)
+    scale, rms = amounts_of(x)
+    now = Form("after", 1.0, rms_of(other))
+    q = source.matrix
+    made = values_of(q, now, x.format.name, product_dtype(q.device))
+    return Side(made, scale, rms, x.nonnegative)
 
 
 def _decoded(q: Tensor, fmt: Format) -> Tensor:

@@ -45,7 +45,7 @@ def teach() -> None:
     backward pass may recompute. Tracing calls this."""
     global _taught
     ops = torch.ops.scaledtensor
-    _may_be_recomputed(ops.times, ops.total, ops.rounded)
+    _may_be_recomputed(ops.times, ops.total)
     if _taught or "torch._inductor.lowering" not in sys.modules:
         return
     _taught = True
@@ -217,7 +217,8 @@ def _pointwise(
             for x, load in zip(leaves, loaders, strict=True)
         ]
         found = all_values(_Scalars, given, steps)
-        return found[step].value if wanted is None else _chosen([found[n] for n in wanted], index[0])
+        numbers = [_held(found[n]) for n in ([step] if wanted is None else wanted)]
+        return numbers[0] if wanted is None else _chosen(numbers, index[0])
 
     return ir.Pointwise.create(
         device=leaves[0].get_device(),
@@ -230,10 +231,15 @@ def _pointwise(
 def _chosen(values: list[Any], index: Any) -> Any:
     ops = _ops()
     place = ops.index_expr(index, _I32)
-    chosen = values[0].value
+    chosen = values[0]
     for n, value in enumerate(values[1:], 1):
-        chosen = ops.where(ops.eq(place, ops.constant(n, _I32)), value.value, chosen)
+        chosen = ops.where(ops.eq(place, ops.constant(n, _I32)), value, chosen)
     return chosen
+
+
+def _held(x: Any) -> Any:
+    """A value of the kernel for a number, which a form may know when it is written."""
+    return x.value if isinstance(x, _Value) else _ops().constant(x, _F32)
 
 
 #: A call ends the kernel before it, so it has to make at least `_FEW` numbers. On another device a

@@ -37,7 +37,11 @@ class Watch(NamedTuple):
 
 
 def values_of(
-    x: Tensor, ratio: Any, format: str, dtype: torch.dtype, watch: Watch | None = None
+    x: Tensor,
+    ratio: Any,
+    format: str,
+    dtype: torch.dtype,
+    watch: Watch | None = None,
 ) -> Tensor:
     """The values of `x * ratio` rounded to an 8-bit format (`round_by_arithmetic`), in a dtype that
     holds them. `ratio` is a Form, or None for 1."""

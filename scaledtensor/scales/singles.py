@@ -291,6 +291,11 @@ def hold(x: Any, scale: "Amount | Cell", rms: "Amount | Cell") -> None:
         x._rms = cell = rms if isinstance(rms, Cell) else Cell(rms)
         if cell.made is not None:
             x.rms = cell.made
+    if pair_of(x) is None:  # a graph takes each apart, and nothing can be added to it later
+        for name in ("scale", "rms"):
+            cell = x.__dict__.get(f"_{name}")
+            if cell is not None and cell.pair is not None:
+                setattr(x, name, cell.tensor(False))
 
 
 def cells(pair: Tensor, scale: Form | None = None, rms: Form | None = None) -> tuple[Cell, Cell]:
@@ -310,7 +315,7 @@ def pair_of(x: Any) -> Tensor | None:
     for name in ("scale", "rms"):
         cell = held.get(f"_{name}")
         # A tensor that became another one has tensors for both in its place.
-        if cell is None or held.get(name) is not cell.made:
+        if cell is None or (name in held and held[name] is not cell.made):
             return None
         found.append(cell.pair)
     return found[0] if found[0] is found[1] else None

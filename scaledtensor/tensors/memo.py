@@ -11,7 +11,7 @@ tensor ends the fields that this table names:
 
 | field | its subject | a write by an operator | an overwrite |
 |---|---|---|---|
-| `decoded`, `passing`, `copies`, `towards`, `whole_amax` | the elements | lost | lost |
+| `decoded`, `passing`, `source`, `copies`, `towards`, `whole_amax` | the elements | lost | lost |
 | `agreed` | the scale | stays | lost |
 | `traced_lent`, `viewed_lent` | the weight | stays | stays |
 
@@ -24,19 +24,34 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = ["NOTHING", "Memo", "after_overwrite", "after_write", "note"]
+__all__ = ["NOTHING", "Memo", "Source", "after_overwrite", "after_write", "note"]
+
+
+class Source(NamedTuple):
+    """A matrix of parameters, or its transpose if it is `turned`."""
+
+    q: Tensor
+    turned: bool = False
+
+    @property
+    def matrix(self) -> Tensor:
+        return self.q.t() if self.turned else self.q
 
 
 class Memo(NamedTuple):
     """The facts that other floors noted about one tensor."""
 
     decoded: Tensor | None = None
-    """The elements of an 8-bit tensor as bfloat16, in a graph that is traced (`rules/casts.py`)."""
+    """The elements of an 8-bit tensor in the dtype of products, in a graph that is traced
+    (`rules/casts.py`)."""
     passing: bool = False
     """Whether only the forward pass may read `decoded`. The backward pass then saves the codes."""
     copies: tuple[Any, ...] | None = None
     """Format, version, and weak references to the codes and scales of the 8-bit copy that operators
     keep for the backward pass (`ops/copies.py`)."""
+    source: Source | None = None
+    """The elements of a matrix of parameters that `decoded` rounds. A traced backward pass rounds them again,
+    so that no copy of a weight is kept (`algebra.factor`)."""
     towards: Any = None
     """The start and the end of a difference, while a graph is traced (`ops/results.py`)."""
     whole_amax: Tensor | None = None

@@ -26,7 +26,7 @@ from scaledtensor.scales.forms import Form
 from scaledtensor.scales.powers import MAX_SCALE, MIN_SCALE, settle
 from scaledtensor.scales.singles import Amount, copied, put, rms_of, scale_of, scaled_by
 from scaledtensor.tensors import verbs
-from scaledtensor.tensors.memo import after_overwrite, note
+from scaledtensor.tensors.memo import Source, after_overwrite, note
 from scaledtensor.tensors.site import lend
 from scaledtensor.tensors.sparse import is_sparse
 from scaledtensor.tensors.tensor import SENT_AS_ONE, Context, ScaledTensor, from_plain, is_stored
@@ -96,7 +96,9 @@ def _cast(
         else:
             decoded = values_of(source, ratio, name, dtype, of_values)
         passing = saved_format(x) is not None and not _torch.is_within_backward()
-        note(out, decoded=decoded, passing=passing)
+        is_weight = x.memo.lent is not None and x.dim() == 2
+        kept = Source(source) if is_weight and ratio is None and not how else None
+        note(out, decoded=decoded, passing=passing, source=kept)
     return out
 
 

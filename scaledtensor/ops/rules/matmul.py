@@ -19,7 +19,7 @@ from torch import Tensor
 
 from scaledtensor import _torch
 from scaledtensor.backends import Units, units_of
-from scaledtensor.ops.algebra import check_dtypes, first_scaled, measured, operand, quadrature, side
+from scaledtensor.ops.algebra import check_dtypes, factor, first_scaled, measured, operand, quadrature, side
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.products.dtype import multiplied, warn_of_emulation
 from scaledtensor.ops.registry import Raw, rule
@@ -230,7 +230,7 @@ def _product(matmul: Any, a: Any, b: Any) -> Raw:
         q = units.scaled(a.qdata, b.qdata, None if behind else tensor_of(ratio), _is_fast(a, b))
         return Raw(scaled_by(q, ratio) if behind else q, scale, rms, settled=True)
     like = first_scaled(a, b)
-    x, y = side(a, like), side(b, like)
+    x, y = factor(a, b, like), factor(b, a, like)
     if torch.compiler.is_compiling():
         q = matmul(*multiplied(x.q, y.q))
         return Raw(q, product_of(x.scale, y.scale), x.rms * y.rms * k**0.5)

@@ -36,7 +36,7 @@ def detach(x: ScaledTensor) -> ScaledTensor:
     # It has a rule for speed: nearly half of the operators of an eager training step are `detach`.
     out = x.viewed(x.qdata.detach())
     if x.memo.decoded is not None:
-        note(out, decoded=x.memo.decoded.detach(), passing=x.memo.passing)
+        note(out, decoded=x.memo.decoded.detach(), passing=x.memo.passing, source=x.memo.source)
     return out
 
 
@@ -71,7 +71,10 @@ def view(op: Overload, x: ScaledTensor, *args: object, **kwargs: object) -> Any:
         return [x.viewed(part) for part in q]
     out = x.viewed(q)
     if x.memo.decoded is not None:
-        note(out, decoded=op(x.memo.decoded, *args, **kwargs), passing=x.memo.passing)
+        source = x.memo.source if op is aten.t.default else None
+        source = None if source is None else source._replace(turned=not source.turned)
+        decoded = op(x.memo.decoded, *args, **kwargs)
+        note(out, decoded=decoded, passing=x.memo.passing, source=source)
     return out
 
 
