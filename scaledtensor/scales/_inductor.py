@@ -103,26 +103,28 @@ def _as_while_tracing() -> Iterator[None]:
 
 
 class _Program(NamedTuple):
-    """The numbers of a node: its last `count` steps."""
+    """The numbers of a node: its last `many` steps."""
 
     leaves: Any
     steps: str
-    count: int
+    many: int
 
 
 def _program(node: Any) -> _Program | None:
     """The program of a node of the graph, or None if it has none."""
+    place, many = _programs().get(node.target, (0, 0))
+    if not many:
+        return None
+    leaves, steps = node.args[place : place + 2]
+    return _Program(leaves, steps, many) if steps else None
+
+
+def _programs() -> dict[Any, tuple[int, int]]:
+    """Operator -> the place of its program among its arguments, and its number of numbers."""
     ops = torch.ops.scaledtensor
-    if node.target is ops.form.default:
-        return _Program(*node.args, 1)
-    if node.target is ops.pair.default:
-        return _Program(*node.args, 2)
-    if node.target is ops.total.default:
-        return _Program(*node.args[2:4], 2)
     one = ops.times, ops.rounded, ops.encoded, ops.rounded_seen, ops.encoded_seen
-    if node.target in {op.default for op in one} and node.args[2]:
-        return _Program(*node.args[1:3], 1)
-    return None
+    found = {ops.form: (0, 1), ops.pair: (0, 2), ops.total: (2, 2), **dict.fromkeys(one, (1, 1))}
+    return {op.default: where for op, where in found.items()}
 
 
 def _form(leaves: list[Any], steps: str) -> Any:
@@ -175,9 +177,7 @@ def _times(x: Any, leaves: list[Any], steps: str, dtype: torch.dtype | None = No
     return to_dtype(multiply(to_dtype(x, torch.promote_types(own, dtype)), number), dtype)
 
 
-def _total(
-    x: Any, y: Any, leaves: list[Any], steps: str, alpha: float, dtype: torch.dtype
-) -> Any:
+def _total(x: Any, y: Any, leaves: list[Any], steps: str, alpha: float, dtype: torch.dtype) -> Any:
     """`scaledtensor.scales.formed.summed`."""
     from torch._inductor.lowering import lowerings, to_dtype
 
@@ -276,7 +276,7 @@ def _of_one_call() -> Sequence[Any] | None:
             own = [("form", places[x]) if x in places else x for x in program.leaves]
             places[node] = len(forms)
             forms.append((own, program.steps))
-            counts.append(program.count)
+            counts.append(program.many)
     if len(forms) < _FEW or current not in places:
         return None
     leaves, steps, of_all = joined(forms)
@@ -359,9 +359,7 @@ def _called(operator: Any) -> Any:
 # --- casts ---------------------------------------------------------------------------------------
 
 
-def _cast(
-    function: Callable[..., Tensor], x: Any, leaves: list[Any], steps: str, *how: Any
-) -> Any:
+def _cast(function: Callable[..., Tensor], x: Any, leaves: list[Any], steps: str, *how: Any) -> Any:
     """Elements times a number, and then rounded."""
     numbers = _values(leaves, steps, 1) if steps else ()
 
@@ -375,10 +373,11 @@ def _cast_and_look(
     function: Callable[..., Tensor], x: Any, leaves: list[Any], steps: str, *how: Any
 ) -> Any:
     """The same for a cast that a site looks at. The call reads the values that products read."""
-    *how, factors, role, trains = how
-    made = _cast(function, x, leaves, steps, *how)
+    format, second, *watch = how
+    made = _cast(function, x, leaves, steps, format, second)
     made.realize()
-    return _seen(made, factors, how[0], role, trains)
+    factors, role, trains = watch
+    return _seen(made, factors, format, role, trains)
 
 
 def _measured(x: Any, below: float) -> Any:
@@ -402,9 +401,7 @@ def _inlined(function: Callable[..., Tensor], x: Any, numbers: Sequence[Any] = (
     once = _Once()
     with V.fake_mode, _as_while_tracing():
         given = graph.current_node.args[0].meta["val"]
-        stand_ins = [
-            torch.empty((), dtype=n.get_dtype(), device=n.get_device()) for n in numbers
-        ]
+        stand_ins = [torch.empty((), dtype=n.get_dtype(), device=n.get_device()) for n in numbers]
         traced = trace(given, *stand_ins).graph
     entering = iter((x, *numbers))
     for node in traced.nodes:

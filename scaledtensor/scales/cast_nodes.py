@@ -73,7 +73,9 @@ def codes_of(
 
 def seen(x: Tensor, format: str, watch: Watch | None) -> Tensor:
     """`x` itself, the result of another cast. `watch` looks at it when the code runs."""
-    made: Tensor = x if watch is None else torch.ops.scaledtensor.seen(x, watch.factors, format, *watch[1:])
+    made: Tensor = (
+        x if watch is None else torch.ops.scaledtensor.seen(x, watch.factors, format, *watch[1:])
+    )
     return made
 
 

@@ -33,8 +33,8 @@ __all__ = [
     "written",
 ]
 
-#: A form has at most so many operations. In a larger one, a form that it is made of rests: it gets a
-#: node of its own, which is a leaf of the forms that use it.
+#: The largest number of operations of a form. In a larger one, a form that it is made of rests: it
+#: gets a node of its own, which is a leaf of the forms that use it.
 _LARGEST = 32
 
 #: Operations that a rule does last, to make a scale or a ratio of an RMS. What they take rests in

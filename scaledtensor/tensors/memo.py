@@ -50,8 +50,8 @@ class Memo(NamedTuple):
     """Format, version, and weak references to the codes and scales of the 8-bit copy that operators
     keep for the backward pass (`ops/copies.py`)."""
     source: Source | None = None
-    """The elements of a matrix of parameters that `decoded` rounds. A traced backward pass rounds them again,
-    so that no copy of a weight is kept (`algebra.factor`)."""
+    """The elements of a matrix of parameters that `decoded` rounds. A traced backward pass rounds
+    them again, so that no copy of a weight is kept (`algebra.factor`)."""
     towards: Any = None
     """The start and the end of a difference, while a graph is traced (`ops/results.py`)."""
     whole_amax: Tensor | None = None

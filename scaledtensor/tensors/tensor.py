@@ -17,7 +17,17 @@ from scaledtensor.recipes import Recipe
 from scaledtensor.recipes import get as get_recipe
 from scaledtensor.scales.measure import measured_rms
 from scaledtensor.scales.powers import checked_scale, nearest_power_of_two
-from scaledtensor.scales.singles import Amount, Cell, asked, cells, hold, pair_of, shared, single_of, view_of
+from scaledtensor.scales.singles import (
+    Amount,
+    Cell,
+    asked,
+    cells,
+    hold,
+    pair_of,
+    shared,
+    single_of,
+    view_of,
+)
 from scaledtensor.tensors.engine import Engine, OnUse
 from scaledtensor.tensors.memo import NOTHING, Memo, after_overwrite, note
 from scaledtensor.tensors.site import Site, lend
@@ -265,8 +275,8 @@ class ScaledTensor(Wrapper):
     ) -> Self:
         if "pair" in inner:
             pair = inner["pair"]
-            held: Any = cells(pair) if _torch.is_tracing(pair) else pair.unbind()
-            return cls.make(inner["qdata"], *held, *context)
+            of_scale, of_rms = cells(pair) if _torch.is_tracing(pair) else pair.unbind()
+            return cls.make(inner["qdata"], of_scale, of_rms, *context)
         qdata, scale, rms = (inner[name] for name in cls.INNER)
         made = cls.make(qdata, scale, rms, *context)
         if "lent" in inner:

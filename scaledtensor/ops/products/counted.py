@@ -2,8 +2,8 @@
 
 The rules run while a graph is traced, when there is nothing to measure. So the operator that casts
 an operand calls another one, `look`, which reads the result in the steps in which the site of the
-weight looks. It counts the elements that are the largest value of the format, and measures their RMS. The site
-takes the new shifts before compiled code runs again (`scaledtensor.tensors.site`).
+weight looks. It counts the elements that are the largest value of the format, and measures their
+RMS. The site takes the new shifts before compiled code runs again (`scaledtensor.tensors.site`).
 
 A cast operand does not show how far beyond the format its largest elements were. So a shift grows
 by steps, which are larger if more elements saturate. All sites look in every step until few

@@ -19,7 +19,15 @@ from torch import Tensor
 
 from scaledtensor import _torch
 from scaledtensor.backends import Units, units_of
-from scaledtensor.ops.algebra import check_dtypes, factor, first_scaled, measured, operand, quadrature, side
+from scaledtensor.ops.algebra import (
+    check_dtypes,
+    factor,
+    first_scaled,
+    measured,
+    operand,
+    quadrature,
+    side,
+)
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.products.dtype import multiplied, warn_of_emulation
 from scaledtensor.ops.registry import Raw, rule
