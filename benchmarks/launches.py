@@ -6,8 +6,9 @@
 The step is forward and backward of the demo's GPT and its loss, for float32, bfloat16 (autocast)
 and recipes of ours, on the CPU back end. "nodes" are the calls in AOTAutograd's two graphs. "0-dim"
 are the nodes that give 0-dim tensors, such as scales. "opaque" are the nodes that call an operator
-of this library, which Inductor does not fuse. "kernels" are the calls of kernels that Inductor
-wrote, and "extern" are the calls of other kernels. "compile s" and "own CPU s" are the time of the
+of this library, which Inductor does not write itself. "kernels" are the calls of kernels that
+Inductor wrote, and "extern" are the calls of other kernels. "looks" are those of them that belong
+to the guard; a node that casts makes them. "compile s" and "own CPU s" are the time of the
 first call, cold, by the clock and by the CPU time of this process, and "step ms" is the least CPU
 time of five steps after it: only these three depend on the machine. With --by-layer each block is
 compiled by itself, as `block.compile()` does, and code that blocks share counts once.
@@ -40,6 +41,7 @@ from scaledtensor.scales import _inductor
 ROWS: dict[str, str | None] = {"fp32": None, "bf16": None, "unit": "unit", "current": "current"}
 
 _KERNEL = re.compile(r"^\s+cpp_fused\w*\(", re.MULTILINE)
+_LOOK = re.compile(r"^\s+torch\.ops\.scaledtensor\.look\.", re.MULTILINE)
 _EXTERN = re.compile(r"^\s+(?:\w+ = )?(?:extern_kernels|torch\.ops\.\w+)\.", re.MULTILINE)
 
 
@@ -118,6 +120,7 @@ def counted(
         "opaque": sum(is_opaque(n.target) for n in calls),
         "kernels": sum(len(_KERNEL.findall(body)) for body in bodies),
         "extern": sum(len(_EXTERN.findall(body)) for body in bodies),
+        "looks": sum(len(_LOOK.findall(body)) for body in bodies),
         "compile s": round(wall, 1),
         "own CPU s": round(cpu, 1),
         "step ms": round(1e3 * min(steps), 1),

@@ -376,8 +376,27 @@ def _cast_and_look(
     format, second, *watch = how
     made = _cast(function, x, leaves, steps, format, second)
     made.realize()
+    if made.get_device().type == "cpu":
+        _round_weights()
     factors, role, trains = watch
     return _seen(made, factors, format, role, trains)
+
+
+def _round_weights() -> None:
+    """Write the casts of the weights that follow, up to the next cast that a site looks at, in the
+    same C++ function as this one. The call would end the function before them."""
+    from torch._inductor.virtualized import V
+
+    ops = torch.ops.scaledtensor
+    graph: Any = V.graph
+    node = graph.current_node.next
+    while node.op != "root" and node.target is not ops.rounded_seen.default:
+        needed = node.all_input_nodes
+        if node.target is ops.rounded.default and all(x in graph.env for x in needed):
+            if node not in graph.env:
+                graph.env[node] = graph.run_node(node)
+            graph.env[node].realize()
+        node = node.next
 
 
 def _measured(x: Any, below: float) -> Any:
