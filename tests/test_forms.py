@@ -17,7 +17,7 @@ from torch._inductor.virtualized import V
 import scaledtensor as sct
 from scaledtensor.scales import _inductor, powers
 from scaledtensor.scales.formed import Tensors
-from scaledtensor.scales.forms import Form, all_values, is_double, joined, valued
+from scaledtensor.scales.forms import Form, all_values, is_double, joined, program, valued
 from scaledtensor.scales.singles import Single, rounded
 
 positive = st.floats(2.0**-60, 2.0**60, width=32)
@@ -102,6 +102,68 @@ def test__inductor__writes_the_same_numbers(few, monkeypatch):
             want = EXPRESSIONS[name](*(Single(rounded(n)) for n in three))
             for y in both:
                 assert torch.equal(y, q * torch.tensor(want)), (name, three)
+
+
+@pytest.mark.parametrize("few", [0, 10**6], ids=["one call", "in kernels"])
+def test__inductor__writes_the_nodes_that_multiply_by_numbers_as_eager_code_does(few, monkeypatch):
+    monkeypatch.setattr(_inductor, "_FEW", few)
+    ops = torch.ops.scaledtensor
+
+    def run(x, y, a, b):
+        ratio = Form("quadrature", Form.of(a), Form.of(b))
+        power = Form("power", ratio)
+        one, both = program(ratio), program(power, Form("power", Form.of(b)))
+        return [
+            ops.pair(*both),
+            ops.times(x, *one, None),
+            ops.times(x, *one, torch.bfloat16),
+            ops.times(y, *one, torch.float32),
+            ops.total(x, y, *both, -2.0, torch.float32),
+            ops.total(x, y, *both, 1.0, torch.bfloat16),
+            ops.rounded(x, *program(power), "e4m3fn", torch.bfloat16),
+            ops.encoded(x, *program(power), "e5m2", "saturate_finite").float(),
+        ]
+
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 40, generator=generator)
+    y = torch.randn(40, generator=generator).bfloat16()
+    given = x, y, torch.tensor(3.0), torch.tensor(7e-3)
+    torch._dynamo.reset()
+    found, want = torch.compile(run, fullgraph=True)(*given), run(*given)
+    assert want[0].tolist() == [4, 2**-7]
+    assert torch.equal(want[4], torch.add(x * 4, y * 2**-7, alpha=-2))
+    assert torch.equal(want[6], sct.formats.fake_quantize(x * 4, "e4m3fn").bfloat16())
+    for one, other in zip(found, want, strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(
+            one, other, rtol=1e-2 if one.dtype == torch.bfloat16 else 0, atol=0
+        )
+
+
+def test__a_large_form__lets_the_rms_that_it_is_made_of_rest():
+    """The scale, the ratio and the next RMS follow from one node."""
+    a, b = torch.tensor(1.5), torch.tensor(0.5)
+    rms = Form("quadrature", Form.of(a), Form.of(b))
+    for _ in range(30):
+        rms = Form("mul", rms, 1.25)
+    chain = [Form("quadrature", rms, Form.of(b))]
+    for _ in range(4):
+        chain.append(Form("ratio", Form.of(a), Form("power", chain[-1])))
+    nodes: list[str] = []
+
+    class Seen(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nodes.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Seen():
+        found = [float(form.fresh()) for form in chain]
+    own = sum(name == "scaledtensor.form.default" for name in nodes)
+    assert own == len(chain) + 1
+    last = Single(rounded((1.5**2 + 0.5**2) ** 0.5))
+    for _ in range(30):
+        last = last * 1.25
+    assert found[0] == pytest.approx((float(last) ** 2 + 0.25) ** 0.5)
 
 
 def test__joined__forms_share_steps_and_follow_from_one_another():

@@ -25,7 +25,7 @@ from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.ops.results import write
 from scaledtensor.scales.measure import measured_rms
 from scaledtensor.scales.powers import product_of, settle
-from scaledtensor.scales.singles import ONE, rms_of, scale_of, scaled_by, scaled_into, single_of
+from scaledtensor.scales.singles import ONE, rms_of, scale_of, scaled_by, single_of
 from scaledtensor.tensors.tensor import ScaledTensor
 
 
@@ -111,10 +111,7 @@ def layer_norm(
     """r = sqrt(rw^2 + rb^2) for weight and bias. The mean and the reciprocal deviation are plain
     float32."""
     v, w, b = _values(x, weight, bias)
-    if torch.compiler.is_compiling():
-        # Compilers would round the statistics to the dtype of the data.
-        v = scaled_into(elements(x), scale_of(x), torch.float32)
-    elif w is None and v.dtype == torch.bfloat16:
+    if w is None and v.dtype == torch.bfloat16:
         w = torch.ones(shape, device=v.device)  # float32 statistics need a float32 weight
     out, mean, rstd = aten.native_layer_norm.default(v, shape, w, b, eps)
     return Raw(out, None, _affine_rms(weight, bias, v)), mean, rstd
