@@ -7,8 +7,8 @@ The step is forward and backward of the demo's GPT and its loss, for float32, bf
 and recipes of ours, on the CPU back end. "nodes" are the calls in AOTAutograd's two graphs. "0-dim"
 are the nodes that give 0-dim tensors, such as scales. "opaque" are the nodes that call an operator
 of this library, which Inductor does not write itself. "kernels" are the calls of kernels that
-Inductor wrote, and "extern" are the calls of other kernels. "looks" are those of them that belong
-to the guard; a node that casts makes them. "compile s" and "own CPU s" are the time of the
+Inductor wrote, and "extern" are the calls of other kernels. "looks" are the extern calls of
+the guard, which the nodes of casts make. "compile s" and "own CPU s" are the time of the
 first call, cold, by the clock and by the CPU time of this process, and "step ms" is the least CPU
 time of five steps after it: only these three depend on the machine. With --by-layer each block is
 compiled by itself, as `block.compile()` does, and code that blocks share counts once.

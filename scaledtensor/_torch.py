@@ -1,4 +1,4 @@
-"""The private names of torch, and why they are used. Beside it, `scales/_inductor.py` has some."""
+"""The private names of torch, and why they are used. `scales/_inductor*.py` have some too."""
 
 import contextlib
 import math

@@ -79,7 +79,7 @@ def imports_from_above(file: Path) -> set[str]:
 def forbidden_torch_names(file: Path) -> set[str]:
     if file.name == "_torch.py":
         return set()
-    allowed = (*ALLOWED, *OF_COMPILERS) if file.name == "_inductor.py" else ALLOWED
+    allowed = (*ALLOWED, *OF_COMPILERS) if file.name.startswith("_inductor") else ALLOWED
     names = private_torch_names(ast.parse(file.read_text()))
     return {n for n in names if not n.startswith(allowed) and not "torch._ops".startswith(n)}
 

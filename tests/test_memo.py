@@ -8,11 +8,12 @@ import torch
 from tensors import gaussian
 
 import scaledtensor as sct
-from scaledtensor.tensors.memo import NOTHING, Memo, after_write, note
+from scaledtensor.tensors.memo import NOTHING, Memo, Source, after_write, note
 
 FULL = Memo(
     decoded=torch.ones(4, 4),
     passing=True,
+    source=Source(torch.ones(4, 4)),
     copies=("codes", "scale"),
     towards="y",
     whole_amax=torch.ones(()),
@@ -20,7 +21,7 @@ FULL = Memo(
     traced_lent=torch.ones(2),
     viewed_lent=torch.ones(2),
 )
-ELEMENTS = {"decoded", "passing", "copies", "towards", "whole_amax"}
+ELEMENTS = {"decoded", "passing", "source", "copies", "towards", "whole_amax"}
 LENT = {"traced_lent", "viewed_lent"}
 
 

@@ -127,7 +127,7 @@ def factor(x: Any, other: Any, like: ScaledTensor) -> Side:
     """Return `side(x, like)` for a product with `other`.
 
     A traced backward pass rounds a weight again, after the gradient `other` has arrived. Otherwise
-    a compiler would keep what the forward pass rounded, which is as large as the weight.
+    a compiler would keep the rounded values of the forward pass, which are as large as the weight.
     """
     source = x.memo.source if isinstance(x, ScaledTensor) else None
     if source is None or not isinstance(other, ScaledTensor) or not _torch.is_within_backward():

@@ -1,5 +1,6 @@
-"""This module tells torch's compilers about the operators of this library. No other module uses
-names of Inductor or of AOTAutograd's partitioner.
+"""This module tells torch's compilers about the operators of this library, and how Inductor writes
+their numbers. `_inductor_casts.py` has the casts. No other module uses names of Inductor or of
+AOTAutograd's partitioner.
 
 torch has no public way to tell a backend how to write an operator. An unknown operator is a call
 between kernels, which ends the kernel before it, so each number of a `Form` would cost a kernel. If
@@ -10,25 +11,19 @@ On a CPU one call (`scaledtensor::numbers`) at the beginning of a graph makes al
 follow from its inputs, which is nearly all of them. It remembers them until a scale changes. On
 another device one kernel makes them. Any other number is a value in memory, made by a few scalar
 operations in the kernel at its place.
-
-Casts and measured RMS are written as the torch operators that define them. The operator that looks
-at the operands of a weight's products becomes a call without a result, so nothing waits for it.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.fx import map_arg
 
 from scaledtensor.backends import backend_of
 from scaledtensor.scales.forms import all_values, is_double, joined
 
-__all__ = ["taught", "teach"]
+__all__ = ["called", "taught", "teach", "values_of"]
 
 _F32, _F64, _I32 = torch.float32, torch.float64, torch.int32
 
@@ -56,6 +51,7 @@ def teach() -> None:
 
 
 def _lowerings() -> dict[Any, Callable[..., Any]]:
+    from scaledtensor.scales import _inductor_casts as casts
     from scaledtensor.scales import cast_nodes
 
     ops = torch.ops.scaledtensor
@@ -64,12 +60,12 @@ def _lowerings() -> dict[Any, Callable[..., Any]]:
         ops.pair.default: _pair,
         ops.times.default: _times,
         ops.total.default: _total,
-        ops.rounded.default: partial(_cast, cast_nodes.rounded),
-        ops.encoded.default: partial(_cast, cast_nodes.encoded),
-        ops.rounded_seen.default: partial(_cast_and_look, cast_nodes.rounded),
-        ops.encoded_seen.default: partial(_cast_and_look, cast_nodes.encoded),
-        ops.seen.default: _seen,
-        ops.measured.default: _measured,
+        ops.rounded.default: partial(casts.cast, cast_nodes.rounded),
+        ops.encoded.default: partial(casts.cast, cast_nodes.encoded),
+        ops.rounded_seen.default: partial(casts.cast_and_look, cast_nodes.rounded),
+        ops.encoded_seen.default: partial(casts.cast_and_look, cast_nodes.encoded),
+        ops.seen.default: casts.seen,
+        ops.measured.default: casts.measured,
     }
 
 
@@ -85,18 +81,6 @@ def _may_be_recomputed(*operators: Any) -> None:
 
     known = pointwise_ops()
     known.extend(op for op in operators if op not in known)
-
-
-@contextmanager
-def _as_while_tracing() -> Iterator[None]:
-    """Make `torch.compiler.is_compiling()` true. Backward passes are lowered when they are first
-    called, outside of any `torch.compile`."""
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
 
 
 # --- numbers -------------------------------------------------------------------------------------
@@ -169,7 +153,7 @@ def _times(x: Any, leaves: list[Any], steps: str, dtype: torch.dtype | None = No
     """`scaledtensor.scales.formed.multiplied`."""
     from torch._inductor.lowering import lowerings, to_dtype
 
-    (number,) = _values(leaves, steps, 1)
+    (number,) = values_of(leaves, steps, 1)
     multiply: Any = lowerings[torch.ops.aten.mul.Tensor]
     own = x.get_dtype()
     if dtype is None or dtype == own:
@@ -181,13 +165,13 @@ def _total(x: Any, y: Any, leaves: list[Any], steps: str, alpha: float, dtype: t
     """`scaledtensor.scales.formed.summed`."""
     from torch._inductor.lowering import lowerings, to_dtype
 
-    first, second = _values(leaves, steps, 2)
+    first, second = values_of(leaves, steps, 2)
     multiply: Any = lowerings[torch.ops.aten.mul.Tensor]
     add: Any = lowerings[torch.ops.aten.add.Tensor]
     return to_dtype(add(multiply(x, first), multiply(y, second), alpha=alpha), dtype)
 
 
-def _values(leaves: list[Any], steps: str, count: int) -> Sequence[Any]:
+def values_of(leaves: list[Any], steps: str, count: int) -> Sequence[Any]:
     """The numbers of the current node. On a CPU they are in memory, since a kernel would calculate
     them for each vector. Elsewhere the kernel calculates them."""
     together = _of_one_call()
@@ -296,7 +280,7 @@ def _of_one_call() -> Sequence[Any] | None:
         apart = sorted(leaving | (doubles & every))
         wanted = sorted(every - {*apart})
         pairs = [n for x, place in places.items() if _is_pair(x) for n in values[place]]
-        call = _called(torch.ops.scaledtensor.numbers.default)
+        call = called(torch.ops.scaledtensor.numbers.default)
         together, size = call(inputs, steps, wanted, apart, pairs, _TOGETHER), _TOGETHER
         first = -(-len(wanted) // size)
         number = dict(zip(apart, together[first:], strict=False))
@@ -339,153 +323,12 @@ def _early() -> tuple[Any, ...]:
     return torch.ops.scaledtensor.measured.default, aten.clone.default, aten.div.Tensor
 
 
-# --- looking -------------------------------------------------------------------------------------
-
-
-def _seen(x: Any, *seen: Any) -> Any:
-    """A call without a result. The elements are passed on unchanged, so nothing waits for it."""
-    _called(torch.ops.scaledtensor.look.default)(x, *seen)
-    return x
-
-
-def _called(operator: Any) -> Any:
+def called(operator: Any) -> Any:
     """A call of an operator between kernels."""
     from torch._inductor import lowering
 
     handler: Any = lowering.fallback_handler
     return handler(operator, add_to_fallback_set=False)
-
-
-# --- casts ---------------------------------------------------------------------------------------
-
-
-def _cast(function: Callable[..., Tensor], x: Any, leaves: list[Any], steps: str, *how: Any) -> Any:
-    """Elements times a number, and then rounded."""
-    numbers = _values(leaves, steps, 1) if steps else ()
-
-    def multiplied(x: Tensor, *number: Tensor) -> Tensor:
-        return function(x * number[0] if number else x, *how)
-
-    return _inlined(multiplied, x, numbers)
-
-
-def _cast_and_look(
-    function: Callable[..., Tensor], x: Any, leaves: list[Any], steps: str, *how: Any
-) -> Any:
-    """The same for a cast that a site looks at. The call reads the values that products read."""
-    format, second, *watch = how
-    made = _cast(function, x, leaves, steps, format, second)
-    made.realize()
-    if made.get_device().type == "cpu":
-        _round_weights()
-    factors, role, trains = watch
-    return _seen(made, factors, format, role, trains)
-
-
-def _round_weights() -> None:
-    """Write the casts of the weights that follow, up to the next cast that a site looks at, in the
-    same C++ function as this one. The call would end the function before them."""
-    from torch._inductor.virtualized import V
-
-    ops = torch.ops.scaledtensor
-    graph: Any = V.graph
-    node = graph.current_node.next
-    while node.op != "root" and node.target is not ops.rounded_seen.default:
-        needed = node.all_input_nodes
-        if node.target is ops.rounded.default and all(x in graph.env for x in needed):
-            if node not in graph.env:
-                graph.env[node] = graph.run_node(node)
-            graph.env[node].realize()
-        node = node.next
-
-
-def _measured(x: Any, below: float) -> Any:
-    from scaledtensor.scales.measure import of_elements
-
-    return _inlined(lambda given: of_elements(given, below), x)
-
-
-def _inlined(function: Callable[..., Tensor], x: Any, numbers: Sequence[Any] = ()) -> Any:
-    """Write the torch operators that `function` calls, on `x`, which is the first argument of the
-    current node, and on numbers."""
-    from torch._inductor.decomposition import select_decomp_table
-    from torch._inductor.lowering import lowerings
-    from torch._inductor.virtualized import V
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    graph: Any = V.graph
-    # Inductor takes graphs without in-place operators.
-    trace = make_fx(torch.func.functionalize(function), select_decomp_table())
-    made: dict[Any, Any] = {}
-    once = _Once()
-    with V.fake_mode, _as_while_tracing():
-        given = graph.current_node.args[0].meta["val"]
-        stand_ins = [torch.empty((), dtype=n.get_dtype(), device=n.get_device()) for n in numbers]
-        traced = trace(given, *stand_ins).graph
-    entering = iter((x, *numbers))
-    for node in traced.nodes:
-        args, kwargs = map_arg((node.args, node.kwargs), made.__getitem__)
-        value = node.meta.get("val")
-        if node.op == "output":
-            return once.whole(args[0])
-        if node.op == "placeholder":
-            result = next(entering)
-            made[node] = once.part(result) if value.dim() else result
-        elif isinstance(value, (torch.SymInt, torch.SymFloat)):
-            made[node] = value.node.expr
-        else:
-            result = lowerings[node.target](*args, **kwargs)
-            made[node] = once.part(result) if value.dim() else result
-    return None
-
-
-class _Once:
-    """Elementwise operators of one node, which calculate each of their values once.
-
-    Inductor writes an elementwise operator by calling the functions that write its operands. If two
-    operators read a value, its function is called twice, and all functions before it. A cast reads
-    its input five times, so the kernel before it would be written five times.
-    """
-
-    def __init__(self) -> None:
-        #: The values of the kernel that is being written. None outside of `whole`.
-        self._values: dict[Any, Any] | None = None
-
-    def part(self, x: Any) -> Any:
-        """A value that operators of this node read. A sum over it does not share its values."""
-        load = x.make_loader()
-        key = object()
-
-        def value(index: Any) -> Any:
-            if self._values is None:
-                return load(index)
-            place = key, tuple(index)
-            if place not in self._values:
-                self._values[place] = load(index)
-            return self._values[place]
-
-        return _elementwise(x, value)
-
-    def whole(self, x: Any) -> Any:
-        """The result of the node. Two loops that write it share no values."""
-        load = x.make_loader()
-
-        def value(index: Any) -> Any:
-            self._values = {}
-            try:
-                return load(index)
-            finally:
-                self._values = None
-
-        return _elementwise(x, value)
-
-
-def _elementwise(x: Any, value: Callable[[Any], Any]) -> Any:
-    from torch._inductor import ir
-
-    return ir.Pointwise.create(
-        device=x.get_device(), dtype=x.get_dtype(), inner_fn=value, ranges=x.get_size()
-    )
 
 
 class _Value(NamedTuple):

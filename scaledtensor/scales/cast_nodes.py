@@ -31,7 +31,7 @@ class Watch(NamedTuple):
     (`scaledtensor.ops.products.counted`)."""
 
     factors: Tensor
-    """What the site lent to the graph, by which it is found."""
+    """The tensor that the site lent to the graph, by which it is found."""
     role: int
     trains: bool
 

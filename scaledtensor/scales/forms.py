@@ -37,8 +37,8 @@ __all__ = [
 #: gets a node of its own, which is a leaf of the forms that use it.
 _LARGEST = 32
 
-#: Operations that a rule does last, to make a scale or a ratio of an RMS. What they take rests in
-#: their place, since other numbers follow from it too.
+#: Operations that a rule does last, to make a scale or a ratio of an RMS. The RMS rests in their
+#: place, since other numbers follow from it too.
 _LAST = ("power", "ratio", "product", "quotient", "after", "least", "most")
 
 #: The number of writes to scales and RMS so far. After a write, the leaves of an older form may

@@ -244,7 +244,7 @@ class ScaledTensor(Wrapper):
 
     @property
     @_torch.inlined_only
-    def pair(self) -> Tensor:
+    def _pair(self) -> Tensor:
         """Scale and RMS as one tensor of two elements, which compiled code passes on."""
         held = pair_of(self)
         return torch.stack((self.scale, self.rms)) if held is None else held
@@ -259,7 +259,7 @@ class ScaledTensor(Wrapper):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         if self.lent is None:
             if self._is_paired:
-                return ["qdata", "pair"], self.context
+                return ["qdata", "_pair"], self.context
             return list(self.INNER), self.context
         fmt, dtype, recipe, nonnegative = self.context
         return [*self.INNER, "lent"], (fmt, dtype, recipe and recipe.uncorrected, nonnegative)
@@ -273,8 +273,8 @@ class ScaledTensor(Wrapper):
         outer_size: Any,
         outer_stride: Any,
     ) -> Self:
-        if "pair" in inner:
-            pair = inner["pair"]
+        if "_pair" in inner:
+            pair = inner["_pair"]
             of_scale, of_rms = cells(pair) if _torch.is_tracing(pair) else pair.unbind()
             return cls.make(inner["qdata"], of_scale, of_rms, *context)
         qdata, scale, rms = (inner[name] for name in cls.INNER)

@@ -116,17 +116,14 @@ def _governing(*operands: Any) -> tuple[Recipe | None, ScaledTensor | None]:
     return found, weight
 
 
-def _cast(x: ScaledTensor, cast: Cast) -> Any:
+def _cast(x: ScaledTensor, cast: Cast, at: int = -1, traced: counted.Traced | None = None) -> Any:
+    """Return an operand cast. An input in traced code has its place `at` among the operands."""
     if x.format == cast.format:
         return as_one.wide_gradient(x)
+    if traced and at >= 0 and cast.format.bits <= 8:
+        return traced.cast(x, cast, at)
     operator, *arguments = as_one.operand_cast(x, cast)
     return operator(*arguments)
-
-
-def _input_cast(x: ScaledTensor, cast: Cast, at: int, traced: counted.Traced | None) -> Any:
-    if traced is None or x.format == cast.format or cast.format.bits > 8:
-        return _cast(x, cast)
-    return traced.cast(x, cast, at)
 
 
 def _gradient_cast(y: Any, cast: Cast, traced: counted.Traced | None = None) -> Any:
@@ -170,12 +167,9 @@ def _product(
         y = as_one.linear(scaled[0], scaled[1], casts)
     else:
         traced = counted.traced(scaled, recipe)
-        at = sites.place(scaled, traced.weight if traced else weight)
-        cast = [
-            _cast(x, casts[1]) if i == at else _input_cast(x, casts[0], i, traced)
-            for i, x in enumerate(scaled)
-        ]
-        y = _gradient_cast(function(*cast, **kwargs), casts[2], traced)
+        w = sites.place(scaled, traced.weight if traced else weight)
+        held = [_cast(x, casts[i == w], -1 if i == w else i, traced) for i, x in enumerate(scaled)]
+        y = _gradient_cast(function(*held, **kwargs), casts[2], traced)
     return sites.look_back(weight, y) if looks else y
 
 
