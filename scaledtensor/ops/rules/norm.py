@@ -19,13 +19,14 @@ from torch import Tensor
 from scaledtensor.backends import backend_of
 from scaledtensor.formats import FP32
 from scaledtensor.ops import invariant
-from scaledtensor.ops.algebra import elements, first_scaled, operand, plain, quadrature, side
+from scaledtensor.ops.algebra import first_scaled, operand, plain, quadrature, side, value
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.ops.results import write
+from scaledtensor.scales.forms import Form
 from scaledtensor.scales.measure import measured_rms
 from scaledtensor.scales.powers import product_of, settle
-from scaledtensor.scales.singles import ONE, rms_of, scale_of, scaled_by, single_of
+from scaledtensor.scales.singles import ONE, rms_of, scaled_by, single_of
 from scaledtensor.tensors.tensor import ScaledTensor
 
 
@@ -54,32 +55,29 @@ def _values(x: Any, *parameters: Any) -> list[Any]:
 class _Normalised(NamedTuple):
     """The input of a norm, for its backward pass.
 
-    The elements of a gradient may be far smaller than their rule expects. Times the reciprocal
-    deviation of large values, they would be too small for float32. So the kernel gets the elements
-    of the data, which are near 1, and the statistics of these elements.
+    The data are divided by a power of two close to their deviation. The elements of a gradient may
+    be far smaller than their rule expects. Times the reciprocal deviation of large values, they
+    would be too small for float32.
     """
 
     v: Tensor
     mean: Any
     rstd: Any
     power: Any
-    """The gradient of the values is the gradient of `v` times this number."""
+    """The gradient of the values is the gradient of `v` times this power."""
     rms: Any
     """RMS of the reciprocal deviation of the values."""
 
     @staticmethod
-    def of(x: Any, mean: Any, rstd: Any) -> "_Normalised":
-        """Make it from the statistics of the values."""
+    def of(x: Any, mean: Any, rstd: Any, gradient: Any) -> "_Normalised":
+        """Make it from the statistics of the values. `gradient` is the RMS of the gradient."""
         rms = single_of(measured_rms(rstd))
-        if isinstance(x, ScaledTensor):
-            v, scale = elements(x), scale_of(x)
-            v = v.float() if v.dtype is torch.float16 else v
-            power = 1 / scale
-        else:
-            (power,) = settle(rms)
-            v, scale = scaled_by(x, power), 1 / power
+        (power,) = settle(rms)
+        if isinstance(power, Form):  # otherwise compiled code multiplies in the forward pass
+            power = power.after(gradient)
         mean = None if mean is None else scaled_by(mean, power)
-        return _Normalised(v, mean, scaled_by(rstd, scale), power, rms)
+        v = value(x, power) if isinstance(x, ScaledTensor) else scaled_by(x, power)
+        return _Normalised(v, mean, scaled_by(rstd, 1 / power), power, rms)
 
     @staticmethod
     def in_evaluation(x: Any, rstd: Any) -> "_Normalised":
@@ -132,7 +130,7 @@ def layer_norm_backward(
     sqrt(rows) for weight and bias."""
     like = first_scaled(g, x, weight)
     left = side(g, like)
-    held = _Normalised.of(x, mean, rstd)
+    held = _Normalised.of(x, mean, rstd, left.rms)
     v, w, b = _values(held.v, weight, bias)
     if w is None and v.dtype == torch.bfloat16:
         w = torch.ones(shape, device=v.device)
@@ -170,7 +168,7 @@ def rms_norm_backward(
     the weight."""
     like = first_scaled(g, x, weight)
     left = side(g, like)
-    held = _Normalised.of(x, None, rstd)
+    held = _Normalised.of(x, None, rstd, left.rms)
     v = held.v.float()
     q = left.q.float()
     dims = tuple(range(-len(shape), 0))
@@ -251,7 +249,7 @@ def group_norm_backward(
     sqrt(images * pixels) for weight and bias."""
     *extents, mask = sizes
     left = side(g, first_scaled(g, x, weight))
-    held = _Normalised.of(x, mean, rstd)
+    held = _Normalised.of(x, mean, rstd, left.rms)
     v, w = _by_channel(held.v, weight)
     raw = aten.native_group_norm_backward.default(
         left.q.to(v.dtype).contiguous(), v.contiguous(), held.mean, held.rstd, w, *extents, mask
@@ -413,7 +411,7 @@ def batch_norm_backward(
     left = side(g, first_scaled(g, x, weight))
     running = _Running.of(running_mean, running_var)
     if training:
-        held = _Normalised.of(x, mean, rstd)
+        held = _Normalised.of(x, mean, rstd, left.rms)
         mean, rstd = held.mean, held.rstd
     else:
         deviation = rstd if running.var is None else (running.var + eps).rsqrt()
