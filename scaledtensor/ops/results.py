@@ -28,7 +28,6 @@ from scaledtensor.scales.singles import (
     rms_of,
     scale_of,
     scaled_by,
-    scaled_into,
     single_of,
     tensor_of,
 )
@@ -114,12 +113,9 @@ class Total(NamedTuple):
     second: Form
     alpha: float
 
-    def made(self, fmt: Format | None = None) -> Tensor:
-        """The sum in the dtype of a format of at least 16 bits, else in the dtype of torch's
-        sum."""
-        wide = fmt is not None and fmt.storage_dtype.itemsize > 1
-        own = torch.promote_types(self.x.dtype, self.y.dtype)
-        dtype = fmt.storage_dtype if fmt is not None and wide else own
+    def made(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The sum in a dtype of at least 16 bits; None stands for the dtype of torch's sum."""
+        dtype = dtype or torch.promote_types(self.x.dtype, self.y.dtype)
         numbers = program(self.first, self.second)
         made: Tensor = torch.ops.scaledtensor.total(self.x, self.y, *numbers, self.alpha, dtype)
         return made
@@ -223,8 +219,9 @@ def wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
     scaled = [x for x in operands if isinstance(x, ScaledTensor)]
     fmt = raw.format or narrowest(scaled)
     q, rms = raw.q, raw.rms
+    wide = fmt.storage_dtype if fmt.storage_dtype.itemsize > 1 else None
     if type(q) is not Tensor:
-        q = q.made(fmt) if type(q) is Total else tensor_of(q)
+        q = q.made(wide) if type(q) is Total else tensor_of(q)
     if type(rms) is not Single:
         rms = single_of(rms)
     if raw.settled:
@@ -234,8 +231,7 @@ def wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
         scale, ratio = settle(rms, single_of(raw.held))
         # The elements of an operand are copied, by this product or by the store below.
         if q.dtype == fmt.storage_dtype or not is_one(ratio):
-            wide = fmt.storage_dtype.itemsize > 1
-            q = scaled_into(q, ratio, fmt.storage_dtype) if wide else scaled_by(q, ratio)
+            q = scaled_by(q, ratio, wide)
     if q.dtype != fmt.storage_dtype:
         q = store(q, fmt)
     recipe = None

@@ -15,7 +15,7 @@ operations in the kernel at its place.
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ import torch
 from scaledtensor.backends import backend_of
 from scaledtensor.scales.forms import all_values, is_double, joined
 
-__all__ = ["called", "taught", "teach", "values_of"]
+__all__ = ["called", "numbers_of", "taught", "teach"]
 
 _F32, _F64, _I32 = torch.float32, torch.float64, torch.int32
 
@@ -103,6 +103,7 @@ def _program(node: Any) -> _Program | None:
     return _Program(leaves, steps, many) if steps else None
 
 
+@cache
 def _programs() -> dict[Any, tuple[int, int]]:
     """Operator -> the place of its program among its arguments, and its number of numbers."""
     ops = torch.ops.scaledtensor
@@ -137,8 +138,7 @@ def _pair(leaves: list[Any], steps: str) -> Any:
     if together is not None:
         (found,) = together
         return found
-    count = len(steps.split(";"))
-    made = _pointwise(leaves, steps, [count - 2, count - 1])
+    made = _pointwise(leaves, steps, [-2, -1])
     made.realize()
     return made
 
@@ -150,10 +150,10 @@ def _reads_an_element(user: Any) -> bool:
 
 
 def _times(x: Any, leaves: list[Any], steps: str, dtype: torch.dtype | None = None) -> Any:
-    """`scaledtensor.scales.formed.multiplied`."""
+    """`scaledtensor.scales.singles.multiplied`."""
     from torch._inductor.lowering import lowerings, to_dtype
 
-    (number,) = values_of(leaves, steps, 1)
+    (number,) = numbers_of(leaves, steps, 1)
     multiply: Any = lowerings[torch.ops.aten.mul.Tensor]
     own = x.get_dtype()
     if dtype is None or dtype == own:
@@ -162,16 +162,16 @@ def _times(x: Any, leaves: list[Any], steps: str, dtype: torch.dtype | None = No
 
 
 def _total(x: Any, y: Any, leaves: list[Any], steps: str, alpha: float, dtype: torch.dtype) -> Any:
-    """`scaledtensor.scales.formed.summed`."""
+    """A sum of two terms, each times a number, as `scaledtensor.scales.formed` calculates it."""
     from torch._inductor.lowering import lowerings, to_dtype
 
-    first, second = values_of(leaves, steps, 2)
+    first, second = numbers_of(leaves, steps, 2)
     multiply: Any = lowerings[torch.ops.aten.mul.Tensor]
     add: Any = lowerings[torch.ops.aten.add.Tensor]
     return to_dtype(add(multiply(x, first), multiply(y, second), alpha=alpha), dtype)
 
 
-def values_of(leaves: list[Any], steps: str, count: int) -> Sequence[Any]:
+def numbers_of(leaves: list[Any], steps: str, count: int) -> Sequence[Any]:
     """The numbers of the current node. On a CPU they are in memory, since a kernel would calculate
     them for each vector. Elsewhere the kernel calculates them."""
     together = _of_one_call()
@@ -179,18 +179,16 @@ def values_of(leaves: list[Any], steps: str, count: int) -> Sequence[Any]:
         return together
     found = []
     for n in range(-count, 0):
-        number = _pointwise(leaves, steps, step=n)
+        number = _pointwise(leaves, steps, n)
         if number.get_device().type == "cpu":
             number.realize()
         found.append(number)
     return found
 
 
-def _pointwise(
-    leaves: list[Any], steps: str, wanted: list[int] | None = None, step: int = -1
-) -> Any:
-    """Write the number of a step as a 0-dim tensor. With `wanted`, write the numbers of these
-    steps, all of them float32, as the elements of one tensor."""
+def _pointwise(leaves: list[Any], steps: str, wanted: int | list[int] = -1) -> Any:
+    """Write the number of a step as a 0-dim tensor. If `wanted` is a list, write the numbers of
+    these steps, all of them float32, as the elements of one tensor."""
     from torch._inductor import ir
 
     loaders = [x.make_loader() for x in leaves]
@@ -201,14 +199,15 @@ def _pointwise(
             for x, load in zip(leaves, loaders, strict=True)
         ]
         found = all_values(_Scalars, given, steps)
-        numbers = [_held(found[n]) for n in ([step] if wanted is None else wanted)]
-        return numbers[0] if wanted is None else _chosen(numbers, index[0])
+        if isinstance(wanted, list):
+            return _chosen([_held(found[n]) for n in wanted], index[0])
+        return _held(found[wanted])
 
     return ir.Pointwise.create(
         device=leaves[0].get_device(),
-        dtype=_F64 if wanted is None and is_double(steps, step) else _F32,
+        dtype=_F32 if isinstance(wanted, list) or not is_double(steps, wanted) else _F64,
         inner_fn=value,
-        ranges=[] if wanted is None else [len(wanted)],
+        ranges=[len(wanted)] if isinstance(wanted, list) else [],
     )
 
 
@@ -247,58 +246,65 @@ def _of_one_call() -> Sequence[Any] | None:
     if current in made:
         return made[current]  # type: ignore[no-any-return]
     device = current.meta["val"].device
+    ready = _ready(graph, device, made)
+    if len(ready) < _FEW or current not in ready:
+        return None
+    places = {x: place for place, x in enumerate(ready)}
+    leaves, steps, of_all = joined(
+        [
+            ([("form", places[x]) if x in places else x for x in program.leaves], program.steps)
+            for program in ready.values()
+        ]
+    )
+    inputs = [made[x][0] if x in made else graph.env[x] for x in leaves]
+    values = {
+        x: own[-program.many :] for (x, program), own in zip(ready.items(), of_all, strict=True)
+    }
+    pairs = {x: own for x, own in values.items() if _is_pair(x)}
+    alone = {x: own for x, own in values.items() if x not in pairs}
+    paired = [n for own in pairs.values() for n in own]
+    every = {n for own in alone.values() for n in own}
+    doubles = {n for n in every if is_double(steps, n)}
+    number: dict[int, Any] = {}
+    if backend_of(device).writes_cpp:
+        leaving = (own for x, own in alone.items() if any(u.op == "output" for u in x.users))
+        apart = sorted(doubles.union(*leaving))
+        wanted, size = sorted(every - {*apart}), _TOGETHER
+        call = called(torch.ops.scaledtensor.numbers.default)
+        results = call(inputs, steps, wanted, apart, paired, size)
+        several, rest = results[: -(-len(wanted) // size)], results[-(-len(wanted) // size) :]
+        number.update(zip(apart, rest, strict=False))
+        both = rest[len(apart) :]
+    else:
+        wanted = sorted(every - doubles)
+        together, size = [*wanted, *paired], len(wanted)
+        if not together:
+            return None
+        several = [_pointwise(inputs, steps, together)]
+        several[0].realize()
+        part = lowerings[torch.ops.aten.slice.Tensor]
+        both = [part(several[0], 0, n, n + 2) for n in range(size, len(together), 2)]
+    select = lowerings[torch.ops.aten.select.int]
+    number.update({n: select(several[i // size], 0, i % size) for i, n in enumerate(wanted)})
+    made.update({x: [one] for x, one in zip(pairs, both, strict=True)})
+    for x, steps_of_x in alone.items():
+        if all(n in number for n in steps_of_x):
+            made[x] = [number[n] for n in steps_of_x]
+    return made.get(current)
+
+
+def _ready(graph: Any, device: torch.device, made: dict[Any, Any]) -> dict[Any, _Program]:
+    """Nodes with numbers that are not made yet, in order. Their leaves are already calculated."""
     most = sys.maxsize if backend_of(device).writes_cpp else _MANY
-    places: dict[Any, int] = {}
-    forms: list[tuple[list[Any], str]] = []
-    counts: list[int] = []
-    for node in current.graph.nodes:
+    found: dict[Any, _Program] = {}
+    for node in graph.current_node.graph.nodes:
         program = _program(node)
-        if program is None or node in made or len(forms) == most:
+        if program is None or node in made or len(found) == most:
             continue
         here = node.meta["val"].device == device
-        if here and all(x in places or x in made or _is_there(x, graph) for x in program.leaves):
-            own = [("form", places[x]) if x in places else x for x in program.leaves]
-            places[node] = len(forms)
-            forms.append((own, program.steps))
-            counts.append(program.many)
-    if len(forms) < _FEW or current not in places:
-        return None
-    leaves, steps, of_all = joined(forms)
-    values = [own[-count:] for own, count in zip(of_all, counts, strict=True)]
-    inputs = [made[x][0] if x in made else graph.env[x] for x in leaves]
-    every = {n for own in values for n in own}
-    doubles = {n for n in every if is_double(steps, n)}
-    if backend_of(device).writes_cpp:
-        single = {x: values[place] for x, place in places.items() if not _is_pair(x)}
-        every = {n for own in single.values() for n in own}
-        leaving = {
-            n
-            for x, own in single.items()
-            if any(user.op == "output" for user in x.users)
-            for n in own
-        }
-        apart = sorted(leaving | (doubles & every))
-        wanted = sorted(every - {*apart})
-        pairs = [n for x, place in places.items() if _is_pair(x) for n in values[place]]
-        call = called(torch.ops.scaledtensor.numbers.default)
-        together, size = call(inputs, steps, wanted, apart, pairs, _TOGETHER), _TOGETHER
-        first = -(-len(wanted) // size)
-        number = dict(zip(apart, together[first:], strict=False))
-        both = iter(together[first + len(apart) :])
-        made.update({x: [next(both)] for x in places if _is_pair(x)})
-    else:
-        wanted, number = sorted(every - doubles), {}
-        if not wanted:
-            return None
-        together, size = [_pointwise(inputs, steps, wanted)], len(wanted)
-        together[0].realize()
-    select = lowerings[torch.ops.aten.select.int]
-    for i, step in enumerate(wanted):
-        number[step] = select(together[i // size], 0, i % size)
-    for x, place in places.items():
-        if x not in made and not _is_pair(x) and all(n in number for n in values[place]):
-            made[x] = [number[n] for n in values[place]]
-    return made.get(current)
+        if here and all(x in found or x in made or _is_there(x, graph) for x in program.leaves):
+            found[node] = program
+    return found
 
 
 def _is_pair(node: Any) -> bool:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.fx import map_arg
 
-from scaledtensor.scales._inductor import called, values_of
+from scaledtensor.backends import backend_of
+from scaledtensor.scales._inductor import called, numbers_of
 
 __all__ = ["cast", "cast_and_look", "measured", "seen"]
 
@@ -31,7 +32,7 @@ def seen(x: Any, *seen: Any) -> Any:
 
 def cast(function: Callable[..., Tensor], x: Any, leaves: list[Any], steps: str, *how: Any) -> Any:
     """Elements times a number, and then rounded."""
-    numbers = values_of(leaves, steps, 1) if steps else ()
+    numbers = numbers_of(leaves, steps, 1) if steps else ()
 
     def multiplied(x: Tensor, *number: Tensor) -> Tensor:
         return function(x * number[0] if number else x, *how)
@@ -46,7 +47,7 @@ def cast_and_look(
     format, second, *watch = how
     made = cast(function, x, leaves, steps, format, second)
     made.realize()
-    if made.get_device().type == "cpu":
+    if backend_of(made.get_device()).writes_cpp:
         _round_weights()
     factors, role, trains = watch
     return seen(made, factors, format, role, trains)

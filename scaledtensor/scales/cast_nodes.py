@@ -37,37 +37,34 @@ class Watch(NamedTuple):
 
 
 def values_of(
-    x: Tensor,
-    ratio: Any,
-    format: str,
-    dtype: torch.dtype,
-    watch: Watch | None = None,
+    x: Tensor, ratio: Any, format: str, dtype: torch.dtype, watch: Watch | None = None
 ) -> Tensor:
     """The values of `x * ratio` rounded to an 8-bit format (`round_by_arithmetic`), in a dtype that
     holds them. `ratio` is a Form, or None for 1."""
-    if _torch.is_transforming():
-        return rounded(_moved(x, ratio), format, dtype)
-    ops, given = torch.ops.scaledtensor, _given(x, ratio)
-    made: Tensor
-    if watch is None:
-        made = ops.rounded(*given, format, dtype)
-    else:
-        made = ops.rounded_seen(*given, format, dtype, *watch)
-    return made
+    return _node("rounded", rounded, x, ratio, watch, format, dtype)
 
 
 def codes_of(
     x: Tensor, ratio: Any, format: str, overflow: Overflow, watch: Watch | None = None
 ) -> Tensor:
     """The codes of `x * ratio` (`encode`), to nearest even."""
+    return _node("encoded", encoded, x, ratio, watch, format, overflow)
+
+
+def _node(
+    name: str,
+    function: Callable[..., Tensor],
+    x: Tensor,
+    ratio: Any,
+    watch: Watch | None,
+    *how: Any,
+) -> Tensor:
+    """A cast as the node of that name. A transform of torch takes the function in its place."""
     if _torch.is_transforming():
-        return encoded(_moved(x, ratio), format, overflow)
-    ops, given = torch.ops.scaledtensor, _given(x, ratio)
-    made: Tensor
-    if watch is None:
-        made = ops.encoded(*given, format, overflow)
-    else:
-        made = ops.encoded_seen(*given, format, overflow, *watch)
+        return function(_moved(x, ratio), *how)
+    suffix, more = ("", ()) if watch is None else ("_seen", tuple(watch))
+    operator = getattr(torch.ops.scaledtensor, name + suffix)
+    made: Tensor = operator(*_given(x, ratio), *how, *more)
     return made
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from scaledtensor.backends import backend_of
 from scaledtensor.scales import _inductor
 from scaledtensor.scales.forms import all_values, is_double
-from scaledtensor.scales.singles import Single, exponential, quotient, rounded
+from scaledtensor.scales.singles import Single, exponential, multiplied, quotient, rounded
 
-__all__ = ["Numbers", "Tensors", "multiplied", "numbers_of", "summed"]
+__all__ = ["Numbers", "Tensors", "numbers_of"]
 
 
 def _rounds(operation: Callable[[float, float], float]) -> Callable[[Any, Any], Any]:
@@ -212,17 +212,9 @@ def _pair(leaves: list[Tensor], steps: str) -> Tensor:
     return torch.stack(numbers_of(leaves, steps, 2))
 
 
-def multiplied(x: Tensor, number: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Elements times a number, in `dtype`. The product is in the wider of the two dtypes."""
-    if dtype is None or dtype == x.dtype:
-        return x * number
-    return (x.to(torch.promote_types(x.dtype, dtype)) * number).to(dtype)
-
-
-def summed(
+def _summed(
     x: Tensor, y: Tensor, first: Tensor, second: Tensor, alpha: float, dtype: torch.dtype
 ) -> Tensor:
-    """`x` times a number plus `alpha` times `y` times another, in `dtype`."""
     return torch.add(x * first, y * second, alpha=alpha).to(dtype)
 
 
@@ -234,7 +226,7 @@ def _total(
     x: Tensor, y: Tensor, leaves: list[Tensor], steps: str, alpha: float, dtype: torch.dtype
 ) -> Tensor:
     first, second = numbers_of(leaves, steps, 2)
-    return summed(x, y, first, second, alpha, dtype)
+    return _summed(x, y, first, second, alpha, dtype)
 
 
 _LIBRARY.impl("times", _times, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
@@ -272,7 +264,7 @@ def _total_fake(
     x: Tensor, y: Tensor, leaves: list[Tensor], steps: str, alpha: float, dtype: torch.dtype
 ) -> Tensor:
     number = _form_fake(leaves, steps)
-    return summed(x, y, number, number, alpha, dtype)
+    return _summed(x, y, number, number, alpha, dtype)
 
 
 @torch.library.register_fake("scaledtensor::form", lib=_LIBRARY)  # type: ignore[untyped-decorator]

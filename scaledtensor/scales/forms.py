@@ -29,7 +29,6 @@ __all__ = [
     "is_double",
     "joined",
     "program",
-    "valued",
     "written",
 ]
 
@@ -382,11 +381,6 @@ def all_values(arithmetic: Any, leaves: Sequence[Any], steps: str) -> list[Any]:
     for operation, places in _parsed(steps):
         found.append(OPERATIONS[operation](arithmetic, *map(argument, places)))
     return found
-
-
-def valued(arithmetic: Any, leaves: Sequence[Any], steps: str) -> Any:
-    """The value of a form, which is the value of its last step, for these leaves."""
-    return all_values(arithmetic, leaves, steps)[-1]
 
 
 def is_double(steps: str, step: int = -1) -> bool:

@@ -38,6 +38,7 @@ __all__ = [
     "copied",
     "exponential",
     "hold",
+    "multiplied",
     "multiplier",
     "pair_of",
     "put",
@@ -47,7 +48,6 @@ __all__ = [
     "rounded",
     "scale_of",
     "scaled_by",
-    "scaled_into",
     "shared",
     "single_of",
     "tensor_of",
@@ -200,10 +200,11 @@ class Cell:
             self.made.fill_(number)
 
     def tensor(self, inference: bool) -> Tensor:
-        """The tensor that holds the value from now on. It is a real one, also during tracing."""
+        """The tensor that holds the value from now on. The tensor of a number of the host is a real
+        one, also during tracing."""
         if self.made is None and self.pair is not None:
             self.made = self.pair.select(0, self.place)
-        if self.made is None:
+        elif self.made is None:
             with _torch.outside_modes(), torch.inference_mode(inference):
                 number: Any = self.number
                 self.made = torch.scalar_tensor(number, dtype=torch.float32, device="cpu")
@@ -279,6 +280,8 @@ def hold(x: Any, scale: "Amount | Cell", rms: "Amount | Cell") -> None:
         return
     if type(scale) is type(rms) is Form and not torch.compiler.is_exporting():
         scale, rms = cells(torch.ops.scaledtensor.pair(*program(scale, rms)), scale, rms)
+    elif type(scale) is Cell or type(rms) is Cell:
+        _part(scale, rms)
     if isinstance(scale, Tensor):
         x.scale = scale
     else:
@@ -291,11 +294,16 @@ def hold(x: Any, scale: "Amount | Cell", rms: "Amount | Cell") -> None:
         x._rms = cell = rms if isinstance(rms, Cell) else Cell(rms)
         if cell.made is not None:
             x.rms = cell.made
-    if pair_of(x) is None:  # a graph takes each apart, and nothing can be added to it later
-        for name in ("scale", "rms"):
-            cell = x.__dict__.get(f"_{name}")
-            if cell is not None and cell.pair is not None:
-                setattr(x, name, cell.tensor(False))
+
+
+def _part(scale: Any, rms: Any) -> None:
+    """Give a scale and an RMS that are not the elements of one tensor a tensor each: a graph takes
+    every tensor apart, and nothing can be added to it by then."""
+    if type(scale) is type(rms) is Cell and scale.pair is rms.pair:
+        return
+    for cell in (scale, rms):
+        if type(cell) is Cell and cell.pair is not None:
+            cell.tensor(False)
 
 
 def cells(pair: Tensor, scale: Form | None = None, rms: Form | None = None) -> tuple[Cell, Cell]:
@@ -393,19 +401,19 @@ def multiplier(x: Amount) -> Tensor | Single:
     return found
 
 
-def scaled_by(q: Tensor, x: Amount) -> Tensor:
-    """Elements times an Amount."""
-    if isinstance(x, Form) and q.dim() and q.is_floating_point() and not _torch.is_transforming():
-        return x.times(q)
-    return q * multiplier(x)
-
-
-def scaled_into(q: Tensor, x: Amount, dtype: torch.dtype) -> Tensor:
-    """Elements times an Amount, in a dtype of at least 16 bits. The product is in the wider of the
-    two dtypes, and is one node of a traced graph."""
+def scaled_by(q: Tensor, x: Amount, dtype: torch.dtype | None = None) -> Tensor:
+    """Elements times an Amount, which is one node of a traced graph. `dtype` is the dtype of the
+    result, of at least 16 bits; None stands for the dtype that torch gives it."""
     if isinstance(x, Form) and q.dim() and q.is_floating_point() and not _torch.is_transforming():
         return x.times(q, dtype)
-    return scaled_by(q.to(torch.promote_types(q.dtype, dtype)), x).to(dtype)
+    return multiplied(q, multiplier(x), dtype)
+
+
+def multiplied(q: Tensor, number: Tensor | Single, dtype: torch.dtype | None = None) -> Tensor:
+    """Elements times a number, in `dtype`. The product is in the wider of the two dtypes."""
+    if dtype is None or dtype == q.dtype:
+        return q * number
+    return (q.to(torch.promote_types(q.dtype, dtype)) * number).to(dtype)
 
 
 def calculates(x: Any) -> bool:

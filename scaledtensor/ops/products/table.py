@@ -116,11 +116,11 @@ def _governing(*operands: Any) -> tuple[Recipe | None, ScaledTensor | None]:
     return found, weight
 
 
-def _cast(x: ScaledTensor, cast: Cast, at: int = -1, traced: counted.Traced | None = None) -> Any:
-    """Return an operand cast. An input in traced code has its place `at` among the operands."""
+def _cast(x: ScaledTensor, cast: Cast, traced: counted.Traced | None = None, at: int = 0) -> Any:
+    """Return an operand cast. `traced` is given for inputs, with their places among operands."""
     if x.format == cast.format:
         return as_one.wide_gradient(x)
-    if traced and at >= 0 and cast.format.bits <= 8:
+    if traced and cast.format.bits <= 8:
         return traced.cast(x, cast, at)
     operator, *arguments = as_one.operand_cast(x, cast)
     return operator(*arguments)
@@ -168,7 +168,10 @@ def _product(
     else:
         traced = counted.traced(scaled, recipe)
         w = sites.place(scaled, traced.weight if traced else weight)
-        held = [_cast(x, casts[i == w], -1 if i == w else i, traced) for i, x in enumerate(scaled)]
+        held = [
+            _cast(x, casts[1]) if i == w else _cast(x, casts[0], traced, i)
+            for i, x in enumerate(scaled)
+        ]
         y = _gradient_cast(function(*held, **kwargs), casts[2], traced)
     return sites.look_back(weight, y) if looks else y
 

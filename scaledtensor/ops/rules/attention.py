@@ -43,7 +43,7 @@ from scaledtensor.ops.rules.softmax import (
     visible,
 )
 from scaledtensor.scales.powers import product_of, quotient_of
-from scaledtensor.scales.singles import Single, scale_of, scaled_into, tensor_of
+from scaledtensor.scales.singles import Single, scale_of, scaled_by, tensor_of
 from scaledtensor.tensors.tensor import ScaledTensor
 
 __all__ = ["FUNCTIONS"]
@@ -125,7 +125,7 @@ def _folded(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any, list[Tensor]]:
     a, b, c = sides
     half = not backend_of(a.q).float32_attention and all(x.q.dtype is torch.bfloat16 for x in sides)
     dtype = torch.bfloat16 if half else torch.float32
-    folded = scaled_into(a.q, a.scale * b.scale, dtype)
+    folded = scaled_by(a.q, a.scale * b.scale, dtype)
     return a, b, c, [folded, b.q.to(dtype), c.q.to(dtype)]
 
 
@@ -180,7 +180,7 @@ class _Call(NamedTuple):
     def backward(self, g: Side, out: ScaledTensor) -> tuple[Tensor, ...]:
         """Return the gradient, the folded query, key and value, and the output of these."""
         dtype = self.operands[0].dtype
-        held = scaled_into(elements(out), scale_of(out) / self.c.scale, dtype)
+        held = scaled_by(elements(out), scale_of(out) / self.c.scale, dtype)
         return g.q.to(dtype), *self.operands, held
 
     def gradients(self, g: Side, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Raw, Raw, Raw]:

@@ -70,7 +70,7 @@ def _cast(
     narrow = fmt.storage_dtype.itemsize == 1
     traced = narrow and torch.compiler.is_compiling()
     source, name = elements(x), fmt.name
-    on_values = backend_of(source).writes_cpp
+    on_values = traced and backend_of(source).writes_cpp
     of_codes, of_values = (None, watch) if on_values else (watch, None)
     how: dict[str, Any] = {}
     if narrow and rounding != "nearest_even":
@@ -87,7 +87,7 @@ def _cast(
         q = q.clone()
     rms = copied(rms_of(x))
     out = ScaledTensor.make(q, copied(scale), rms, fmt, x.dtype, x.recipe, x.nonnegative)
-    if traced and on_values:
+    if on_values:
         # The emulated product reads these values, which come from the same registers. Codes without
         # a reader are then never made.
         dtype = product_dtype(q.device)

@@ -238,10 +238,11 @@ def _product(matmul: Any, a: Any, b: Any) -> Raw:
         q = units.scaled(a.qdata, b.qdata, None if behind else tensor_of(ratio), _is_fast(a, b))
         return Raw(scaled_by(q, ratio) if behind else q, scale, rms, settled=True)
     like = first_scaled(a, b)
-    x, y = factor(a, b, like), factor(b, a, like)
     if torch.compiler.is_compiling():
+        x, y = factor(a, b, like), factor(b, a, like)
         q = matmul(*multiplied(x.q, y.q))
         return Raw(q, product_of(x.scale, y.scale), x.rms * y.rms * k**0.5)
+    x, y = side(a, like), side(b, like)
     scale, ratio, rms = settle_product(k, (x.scale, x.rms), (y.scale, y.rms))
     if _goes_first(ratio, a, b):
         y.q.mul_(multiplier(ratio))
