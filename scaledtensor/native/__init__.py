@@ -3,10 +3,11 @@
 `casts.cpp` has casts, and `blocks.cpp` has casts under scales of blocks. `elements.cpp` has loops
 that would take many passes over memory as PyTorch's operators. `products.cpp` multiplies by codes,
 which PyTorch's operators would decode into memory first. `rows.cpp` decodes the rows of a cache of
-keys and values. A call with at least `WORTH_IT` elements builds the library, which takes some ten
-seconds on two CPUs. The compiler is the one of `torch.compile`: the environment variable CXX, else
-g++, clang++ or c++. The library is in the user's cache folder, under a name that covers the
-sources, the flags, the compiler and the CPU. `SCALEDTENSOR_NATIVE=0` leaves it out. `status()`
+keys and values. `steps.cpp` has the steps of optimizers with states in few bits. A call with at
+least `WORTH_IT` elements builds the library, which takes some ten seconds on two CPUs. The compiler
+is the one of `torch.compile`: the environment variable CXX, else g++, clang++ or c++. The library
+is in the user's cache folder, under a name that covers the sources, the flags, the compiler and the
+CPU. `SCALEDTENSOR_NATIVE=0` leaves it out. `status()`
 describes the library, and `scaledtensor.hardware()` prints that. Each caller has the same
 arithmetic in PyTorch's operators too, for machines without a compiler.
 """
@@ -33,14 +34,18 @@ from torch import Tensor
 from scaledtensor import _torch
 from scaledtensor.backends import backend_of
 
-__all__ = ["WORTH_IT", "built", "is_memory", "left_out", "library", "status", "takes"]
+__all__ = ["PLAIN", "WORTH_IT", "built", "is_memory", "left_out", "library", "status", "takes"]
 
 #: A call with this number of elements builds the library. Then the library serves all sizes.
 WORTH_IT = 1 << 12
 
+#: The classes of tensors whose elements a loop may read and write.
+PLAIN = (Tensor, torch.nn.Parameter)
+
 VARIABLE = "SCALEDTENSOR_NATIVE"
 _NAMES = tuple(
-    f"{name}.cpp" for name in ("blocks", "casts", "elements", "products", "rows", "weighted")
+    f"{name}.cpp"
+    for name in ("blocks", "casts", "elements", "products", "rows", "steps", "weighted")
 )
 _SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
 _HEADERS = sorted(Path(__file__).parent.glob("*.h"))
@@ -59,7 +64,7 @@ def is_memory(x: Tensor) -> bool:
     operators. No mode sees the loops, so under a mode that records or counts operators PyTorch's
     operators make the same bits."""
     return (
-        type(x) in (Tensor, torch.nn.Parameter)
+        type(x) in PLAIN
         and backend_of(x).host
         and not _torch.is_transforming()
         and not _torch.recording_modes()
@@ -144,6 +149,7 @@ _FUNCTIONS = {
     "scaledtensor_rounded_rows": (_at, _at, _at, _real, _real, _real, _count, _count, _word),
     "scaledtensor_product": (_at, _word),
     "scaledtensor_rows": (_at, _word),
+    "scaledtensor_step": (_at, _count, _word),
     "scaledtensor_weighted": (_at, _word),
     "scaledtensor_blocks": (_at, _word),
 }

@@ -3,7 +3,7 @@
 A bucket owns the memory of its parameters' states, each parameter padded to whole groups of 128.
 `optimizer.state` shows views of this memory. A step copies the elements of parameters and gradients
 into scratch memory, calls `kernel.run`, and copies the elements back. A large parameter is a bucket
-by itself and is stepped in place.
+by itself and is stepped in place. The C++ loop of `loops.py` steps all parameters in place.
 
 A step is by element. If a parameter is a DTensor, each rank steps its part, and the states that the
 rank keeps are parts of DTensors with the parameter's layout.
@@ -19,6 +19,7 @@ from scaledtensor import _torch
 from scaledtensor.errors import ShapeError
 from scaledtensor.formats import get
 from scaledtensor.optim.kernel import Plan, goes_by_pieces, run
+from scaledtensor.optim.loops import Loop, serve
 from scaledtensor.optim.masters import MASTERS
 from scaledtensor.optim.states import GROUP, STATES
 from scaledtensor.optim.updates import RULES, Group, Units
@@ -110,11 +111,14 @@ def stands_alone(elements: Tensor, gradient: Tensor, fresh: bool) -> bool:
 def batches(entries: list[Entry]) -> Iterator[list[Entry]]:
     """Divide the entries of a step into the entries of each bucket."""
     open_: dict[Any, tuple[list[Entry], int]] = {}
+    key: Any = (None, None)
     for entry in entries:
         if entry.alone:
             yield [entry]
             continue
-        key = (entry.plan, entry.elements.device)
+        device = entry.elements.device
+        if entry.plan is not key[0] or device != key[1]:
+            key = (entry.plan, device)
         batch, size = open_.get(key, ([], 0))
         more = _groups_in(entry.elements) * GROUP
         if batch and size + more > TOGETHER:
@@ -177,6 +181,7 @@ class Bucket:
         #: For each parameter, the views that `optimizer.state` shows.
         self.shown = [self._adopt(e, span) for e, span in zip(entries, self.spans, strict=True)]
         self._places: dict[Any, list[Tensor]] = {}
+        self._loop: Loop | None = None
 
     def _adopt(self, entry: Entry, span: slice) -> dict[str, Tensor]:
         """Copy the states of a parameter into the bucket, and show views in their place."""
@@ -211,6 +216,7 @@ class Bucket:
         scratch: Scratch,
         keys: Tensor | None,
         compiled: bool,
+        loops: bool,
     ) -> None:
         """Make one step.
 
@@ -220,8 +226,15 @@ class Bucket:
             scratch: memory for copies.
             keys: keys of stochastic rounding.
             compiled: whether to compile the step.
+            loops: whether the C++ loop makes the step instead, if it can.
         """
         if not self.groups:  # this rank has no part of any parameter
+            return
+        if loops and serve(self.plan, entries):
+            if self._loop is None:
+                firsts = [span.start for span in self.spans]
+                self._loop = Loop(self.plan, self.states, self.master, firsts, self.groups)
+            self._loop.step(entries, numbers)
             return
         columns = self._columns(numbers)
         above = [self.format.watch(kept) for kept in self.states]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from scaledtensor.errors import DTypeError, FormatError, UnsupportedError
 from scaledtensor.formats import FormatLike, get
+from scaledtensor.native import PLAIN
 from scaledtensor.optim.buckets import part
 from scaledtensor.optim.masters import MASTERS
 from scaledtensor.optim.states import STATE_FORMATS
@@ -29,6 +30,8 @@ __all__ = [
 
 #: The options of a parameter group that stay as the optimizer has them when it loads a file.
 FORMATS = ("state_format", "state_rounding", "master_format")
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _ROUNDINGS = ("nearest_even", "stochastic")
 
@@ -63,7 +66,9 @@ class Options:
             parameter alone, rounded stochastically; "bf16+16" keeps the bfloat16 parameter and the
             16 bits that are missing to float32, which equals a float32 master in half of its
             memory. A `Format` or a torch dtype is accepted too. Groups may have their own.
-        compiled: whether to compile a step in low precision. None compiles from 2^18 elements on.
+        compiled: True makes `torch.compile` write the code of a step in low precision, and False
+            does not. None does so from 2^18 elements on. On a CPU with a C++ compiler, None and
+            False run a loop in C++ instead, which is faster, if all rounding is to nearest.
     """
 
     weight_decay: float | None
@@ -154,17 +159,19 @@ def check_parameters(params: Any) -> None:
 
 def check_tensor(name: str, x: Tensor) -> None:
     """Raise UnsupportedError or DTypeError if a step in low precision cannot use `x`."""
+    if type(x) in PLAIN and x.layout is torch.strided and x.dtype in _DTYPES:
+        return
     if x.layout != torch.strided:
         raise UnsupportedError(
             f"steps in low precision take dense tensors; {name} of shape {tuple(x.shape)} is "
             f"{x.layout}. For an embedding, sparse=False"
         )
-    if not isinstance(x, ScaledTensor) and type(x) not in (Tensor, torch.nn.Parameter):
+    if not isinstance(x, ScaledTensor) and type(x) not in PLAIN:
         raise UnsupportedError(
             f"steps in low precision take plain tensors and ScaledTensors; {name} of shape "
             f"{tuple(x.shape)} is a {type(x).__name__}"
         )
-    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if x.dtype not in _DTYPES:
         raise DTypeError(
             "steps in low precision compute in float32 and take float32, bfloat16 and float16; "
             f"{name} of shape {tuple(x.shape)} is {x.dtype}"

@@ -4,7 +4,8 @@ From parameters to new parameters a step goes through these files:
 
 1. `step.py` reads the parameters that have gradients: an `Entry` for each.
 2. `buckets.py` divides the entries into buckets, and copies elements into flat memory.
-3. `kernel.py` reads states and values, applies the update, and writes both.
+3. `kernel.py` reads states and values, applies the update, and writes both. On a CPU, `loops.py`
+   does this in one C++ loop.
 4. `states.py` and `masters.py` have the formats, and `updates.py` has the optimizers' updates.
 
 Muon's step stays torch's: it runs on one parameter at a time, with states widened to float32.
@@ -22,6 +23,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from scaledtensor import _torch
 from scaledtensor.errors import FormatError
 from scaledtensor.formats import Format, from_dtype
+from scaledtensor.native import PLAIN
 from scaledtensor.optim.buckets import Bucket, Entry, Scratch, batches, part, stands_alone
 from scaledtensor.optim.files import exported, holds_groups, loaded_states, widened
 from scaledtensor.optim.groups import GroupRule, LRScale, groups_of
@@ -168,6 +170,7 @@ class LowPrecision(Optimizer):
         entries = [e for group in self.param_groups for e in self._entries(rule, group)]
         elements = sum(e.elements.numel() for e in entries)
         compiled = elements >= COMPILED_FROM if self.compiled is None else self.compiled
+        how = {"compiled": compiled, "loops": self.compiled is not True}
         torch.autograd.graph.increment_version([e.owner for e in entries])
         used = {}
         stepped: list[Entry] = []
@@ -180,7 +183,7 @@ class LowPrecision(Optimizer):
                     bucket = Bucket(plan, batch)
                 used[key] = bucket
                 keys = _keys(batch[0].group, number, plan.draws, bucket.device)
-                bucket.step(batch, _numbers(batch), self._scratch, keys, compiled)
+                bucket.step(batch, _numbers(batch), self._scratch, keys, **how)
                 stepped += batch
         finally:  # a later bucket may fail to compile: the steps before it count
             if RULES[rule].counts:
@@ -198,13 +201,8 @@ class LowPrecision(Optimizer):
         for owner in group["params"]:
             if owner.grad is None:
                 continue
-            p, grad = part(owner), part(owner.grad)
-            check_tensor("a parameter", p)
-            check_tensor("the gradient of a parameter", grad)
-            if isinstance(grad, CodedTensor):
-                grad = grad.widened()
-            elements, fmt = _elements(p)
-            gradient, grad_format = _elements(grad)
+            p, elements, fmt = _seen("a parameter", owner)
+            grad, gradient, grad_format = _seen("the gradient of a parameter", owner.grad)
             kinds = (fmt.name, grad_format.name)
             if kinds not in plans:
                 check_master(master, fmt, tuple(p.shape))
@@ -314,10 +312,15 @@ def _moment_unit(state: dict[str, Any], names: tuple[str, ...], of_gradient: flo
     return min(max(of_gradient, LEAST_UNIT), LARGEST_UNIT)
 
 
-def _elements(x: Tensor) -> tuple[Tensor, Format]:
-    if isinstance(x, ScaledTensor):
-        return x.qdata, x.format
-    return x, from_dtype(x.dtype)
+def _seen(name: str, x: Tensor) -> tuple[Any, Tensor, Format]:
+    """Return this rank's part of a parameter or a gradient, its elements, and their format."""
+    own = x if type(x) in PLAIN else part(x)
+    check_tensor(name, own)
+    if isinstance(own, CodedTensor):  # a gradient: `check_parameters` refuses such a parameter
+        own = own.widened()
+    if isinstance(own, ScaledTensor):
+        return own, own.qdata, own.format
+    return own, own, from_dtype(own.dtype)
 
 
 def _narrow(state: dict[str, Any], name: str, key: Tensor | None) -> None:

@@ -9,6 +9,7 @@ from tensors import gaussian
 from torch import nn
 
 import scaledtensor as sct
+from scaledtensor import native
 from scaledtensor.optim.states import GroupedState
 
 OPTIMIZERS = {
@@ -82,7 +83,8 @@ def test__a_training_without_a_spike__has_no_group_that_is_written_again(monkeyp
         true(fmt, kept, rows, found, key, start)
 
     monkeypatch.setattr(GroupedState, "write_spikes", counted)
-    _, optimizer = trained("adamw", "e4m3fn", spike=None)
+    with native.left_out():
+        _, optimizer = trained("adamw", "e4m3fn", spike=None)
     assert again[:2] == [2, 2]  # All of these were zeros.
     assert not any(again[2:])
     assert all((x.scale > 0).all() for x in states(optimizer))
