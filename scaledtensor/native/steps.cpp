@@ -430,15 +430,22 @@ void lion(const float *c, float *__restrict value, const float *__restrict g, Ro
 // --- the step ----------------------------------------------------------------------------------
 
 void one_group(const Step &s, const Part &p, const float *c, int64_t group) {
-    alignas(64) float value[GROUP], g[GROUP], rows[3][GROUP];
+    alignas(64) float values[GROUP], g[GROUP], rows[3][GROUP];
     const int64_t at = (group - p.first) * GROUP, rest = p.count - at;
     const int count = int(rest < GROUP ? rest : GROUP);
     const float unit = c[s.columns - 1], of_gradient = c[0];
     const Format &f = s.format;
 
-    read_value(s, p, at, group, count, unit, value);
-    read(s.gradient, p.gradient, at, count, g);
-    for (int i = 0; i < GROUP; i++) g[i] *= of_gradient;
+    // A whole group of float32 numbers is read and written where it is.
+    const bool here = s.elements == FLOAT32 && s.master == NONE && count == GROUP;
+    float *value = here ? static_cast<float *>(p.elements) + at : values;
+    if (!here) read_value(s, p, at, group, count, unit, value);
+    const float *from = static_cast<const float *>(p.gradient) + at;
+    if (s.gradient != FLOAT32 || count < GROUP) {
+        read(s.gradient, p.gradient, at, count, g);
+        from = g;
+    }
+    for (int i = 0; i < GROUP; i++) g[i] = from[i] * of_gradient;
     for (int k = 0; k < s.states; k++) {
         if (f.codes == PLAIN_FLOATS)
             read(FLOAT32, s.state[k].codes, group * GROUP, GROUP, rows[k]);
@@ -464,7 +471,7 @@ void one_group(const Step &s, const Part &p, const float *c, int64_t group) {
             else
                 write_halves(f, rows[k], s.state[k], group);
         }
-    write_value(s, p, at, group, count, unit, value);
+    if (!here) write_value(s, p, at, group, count, unit, value);
 }
 
 }  // namespace

@@ -208,17 +208,15 @@ class LowPrecision(Optimizer):
                 check_master(master, fmt, tuple(p.shape))
                 how = (group["state_format"], stochastic, master)
                 plans[kinds] = Plan(rule, flags, names, its.columns, *how, *kinds)
-            scaled = isinstance(p, ScaledTensor)
-            # A part whose ranks agreed on a scale keeps this scale.
-            fresh = scaled and not p.memo.agreed and not p.rms.item()
+            fresh, value = False, 1.0
+            if p is not elements:  # a ScaledTensor
+                # A part whose ranks agreed on a scale keeps this scale.
+                fresh = not p.memo.agreed and not p.rms.item()
+                value = 1.0 if fresh else p.scale.item()
             state = self.state[owner]
             first = state.keys().isdisjoint(names)
-            unit = unit_of(grad)
-            units = Units(
-                value=p.scale.item() if scaled and not fresh else 1.0,
-                gradient=unit,
-                moment=_moment_unit(state, names, unit),
-            )
+            unit = 1.0 if grad is gradient else unit_of(grad)
+            units = Units(value, unit, _moment_unit(state, names, unit))
             alone = stands_alone(elements, gradient, fresh)
             what = (owner, p, state, group, plans[kinds], elements, gradient)
             yield Entry(*what, units, fresh, first, alone)
@@ -306,21 +304,23 @@ def _numbers(entries: list[Entry]) -> list[list[float]]:
 
 def _moment_unit(state: dict[str, Any], names: tuple[str, ...], of_gradient: float) -> float:
     """Return the unit of the states: of the present states, or of the first gradient."""
-    held = part(state.get(names[0])) if names else None
+    held = state.get(names[0]) if names else None
     if held is not None:
-        return unit_of(held)
+        return unit_of(held if type(held) is CodedTensor else part(held))
     return min(max(of_gradient, LEAST_UNIT), LARGEST_UNIT)
 
 
 def _seen(name: str, x: Tensor) -> tuple[Any, Tensor, Format]:
-    """Return this rank's part of a parameter or a gradient, its elements, and their format."""
+    """Return this rank's part of a parameter or a gradient, its elements, and their format. A plain
+    tensor is its own elements."""
     own = x if type(x) in PLAIN else part(x)
     check_tensor(name, own)
+    if type(own) in PLAIN:
+        return own, own, from_dtype(own.dtype)
+    scaled: Any = own
     if isinstance(own, CodedTensor):  # a gradient: `check_parameters` refuses such a parameter
-        own = own.widened()
-    if isinstance(own, ScaledTensor):
-        return own, own.qdata, own.format
-    return own, own, from_dtype(own.dtype)
+        scaled = own.widened()
+    return scaled, scaled.qdata, scaled.format
 
 
 def _narrow(state: dict[str, Any], name: str, key: Tensor | None) -> None:
