@@ -77,7 +77,7 @@ def trained(name: str, dtype: torch.dtype, **options: object) -> tuple[list[nn.P
 
 
 def assert_same_state(x: Tensor, y: Tensor) -> None:
-    """Two states have the same numbers, but for codes that lie on the boundary of two."""
+    """Two states have the same numbers, except codes that lie on the boundary of two."""
     if not isinstance(x, CodedTensor):
         torch.testing.assert_close(x, y, rtol=2.0**-20, atol=0, equal_nan=True)
         return
