@@ -52,4 +52,15 @@ LONG_FORMS = {
     "benchmarks_quick/test_linear_benchmark.py::test__linear__prints_every_row_with_its_ratios"
     "[False-bias, comp": "eager",
     "demo/test_cli.py::test__a_process_of_torchrun__leaves_without_ending_the_interpreter[False": "True",
+    "test_infinities.py::test__an_input_that_is_not_finite__makes_such_a_loss_and_gradient[mxfp4-com": "mxfp8",
+    "test_infinities.py::test__an_input_that_is_not_finite__makes_such_a_loss_and_gradient[min_mse-c": "nvfp4",
+    "compat/test_compat_torchao.py::test__the_program_of_the_current_readme__trains[rowwise]": "tensorwise",
+    "distributed/test_fsdp.py::test__every_recipe__trains_sharded_as_alone[Current()": "Delayed, MXFP8, Unit",
+    "distributed/test_reduce.py::test__scaled_models__train_as_with_plain_reductions__bit_identical_under_a"
+    "_multiplier[fsdp-wire1": "ddp",
+    "integration/test_transformers.py::test__training__is_the_same_parameter_by_parameter[Mamba": "Llama, Mixtral",
+    "ops/test_hardware.py::test_compiled_code_calls_the_units_too[by row": "blocks, mx",
+    "quantization/test_export.py::test__decomposed__blocks_that_do_not_divide_a_weight_leave_aten_only"
+    "[Dynamic(e4m3fn amax": "microscale",
+    "recipes/test_delayed.py::test__of_gpt2__every_weight_has_a_history[True": "False",
 }

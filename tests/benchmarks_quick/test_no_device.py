@@ -8,6 +8,8 @@ from importlib.util import find_spec
 
 import pytest
 
+pytestmark = pytest.mark.kinds
+
 PROGRAM = """
     from benchmarks.no_device import stand_in
     stand_in((9, 0), kernels=False)

@@ -206,6 +206,7 @@ def run(**environment: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.kinds
 def test__a_machine_without_a_compiler__has_the_same_codes(tmp_path):
     built, total = run(CXX=compiler(tmp_path), XDG_CACHE_HOME=str(tmp_path))
     assert built.startswith("casts are C++")
@@ -221,6 +222,7 @@ def test__a_machine_without_a_compiler__has_the_same_codes(tmp_path):
     assert same == total
 
 
+@pytest.mark.kinds
 def test__a_compiler_without_openmp__builds_it_for_one_thread(tmp_path):
     single = os.path.relpath(compiler(tmp_path, 'case "$*" in *-fopenmp*) exit 1;; esac'))
     built, total = run(CXX=single, XDG_CACHE_HOME=str(tmp_path))
@@ -228,6 +230,7 @@ def test__a_compiler_without_openmp__builds_it_for_one_thread(tmp_path):
     assert total == run(SCALEDTENSOR_NATIVE="0")[1]
 
 
+@pytest.mark.kinds
 def test__a_folder_that_others_can_write_to__is_not_used(tmp_path):
     folder = tmp_path / "scaledtensor"
     folder.mkdir()
