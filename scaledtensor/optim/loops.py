@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from scaledtensor import native
+from scaledtensor.errors import UnsupportedError
 from scaledtensor.formats import Format
 from scaledtensor.formats.expansion import below_largest, can_hold_apart
 from scaledtensor.optim.kernel import Plan
@@ -97,38 +98,49 @@ class Loop:
         firsts: Sequence[int],
         groups: int,
     ) -> None:
-        self._firsts, self._groups, self._columns = firsts, groups, len(plan.columns)
+        self._states, self._master = states, master
+        self._firsts, self._groups = firsts, groups
         fmt = STATES[plan.state_format]
-        table = fmt.table(torch.device("cpu"))
-        places = [[t.data_ptr() for t in kept] for kept in states]
-        states_at = array("q", chain.from_iterable((*at, 0, 0, 0)[:3] for at in places))
-        self._held = states, master, table, states_at  # alive as long as their addresses are used
+        self._table = fmt.table(torch.device("cpu"))
         flags = sum(_FLAGS[flag] for flag in plan.flags)
         kinds = (_ELEMENTS[plan.elements], _ELEMENTS[plan.gradient], _MASTERS[plan.master])
         self._step = _Step(
             _facts(fmt.format) if isinstance(fmt, GroupedState) else _Format(codes=_FLOATS),
-            *(_RULES[plan.rule], flags, len(states), *kinds, self._columns, len(firsts)),
-            table=None if table is None else table.data_ptr(),
-            state=states_at.buffer_info()[0],
-            kept=master[0].data_ptr() if master else None,
+            *(_RULES[plan.rule], flags, len(states), *kinds, len(plan.columns), len(firsts)),
+            table=None if self._table is None else self._table.data_ptr(),
         )
 
     def step(self, entries: Sequence["Entry"], numbers: Sequence[Sequence[float]]) -> None:
-        """Make one step in place. `numbers` are the columns of each parameter."""
+        """Make one step in place. `numbers` are the columns of each parameter.
+
+        Raises:
+            UnsupportedError: the memory of a parameter or of a gradient was freed. Nothing is
+                changed then.
+        """
         parts = array("q")
         copies: list[tuple[Any, Tensor]] = []
-        gradients: list[Tensor] = []
+        gradients: list[Tensor] = []  # alive while the loop reads them
         for entry, first in zip(entries, self._firsts, strict=True):
             elements, gradient = entry.elements, entry.gradient
-            if entry.fresh or not elements.is_contiguous():
+            if entry.fresh or elements.is_neg() or not elements.is_contiguous():
                 elements = elements.detach().clone(memory_format=torch.contiguous_format)
                 copies.append((entry, elements))
-            if not gradient.is_contiguous():
-                gradients.append(gradient := gradient.contiguous())
-            parts.extend((elements.data_ptr(), gradient.data_ptr(), elements.numel(), first))
+            if gradient.is_neg() or not gradient.is_contiguous():
+                gradients.append(gradient := gradient.resolve_neg().contiguous())
+            places, count = (elements.data_ptr(), gradient.data_ptr()), elements.numel()
+            if count and not all(places):
+                raise UnsupportedError(
+                    f"a parameter of shape {tuple(elements.shape)}, or its gradient, has no memory: "
+                    "its storage was resized to 0. Step when the storage has its elements again"
+                )
+            parts.extend((*places, count, first))
         columns = array("f", chain.from_iterable(numbers))
+        # Somebody may have moved the memory of a state since the last step.
+        held = ([t.data_ptr() for t in kept] for kept in self._states)
+        states = array("q", chain.from_iterable((*at, 0, 0)[:3] for at in held))
         step = self._step
-        step.part, step.numbers = parts.buffer_info()[0], columns.buffer_info()[0]
+        step.part, step.numbers, step.state = (x.buffer_info()[0] for x in (parts, columns, states))
+        step.kept = self._master[0].data_ptr() if self._master else None
         native.library().scaledtensor_step(
             ctypes.byref(step), self._groups, torch.get_num_threads()
         )

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import scaledtensor as sct
 from scaledtensor import native
+from scaledtensor.errors import UnsupportedError
 from scaledtensor.optim import buckets
 from scaledtensor.tensors.coded import CodedTensor
 
@@ -263,3 +264,43 @@ def test__8_bit_parameters__stay_with_operators(monkeypatch):
     sct.optim.AdamW([p], 0.5, state_format="e4m3fn", master_format="fp32").step()
     assert len(calls) == 1
     assert not torch.equal(p.detach().dequantize(), before)
+
+
+def test__a_negated_view__is_stepped_by_its_values():
+    found = []
+    for negated in (False, True):
+        start, g = gaussian(300), gaussian(300, seed=1)
+        p = nn.Parameter(torch._neg_view(-start) if negated else start)
+        p.grad = torch._neg_view(-g) if negated else g
+        sct.optim.AdamW([p], 1e-2, state_format="e4m3fn").step()
+        found.append(p.detach().clone())
+    assert torch.equal(*found)
+
+
+def test__a_parameter_whose_memory_was_freed__is_an_error():
+    p = nn.Parameter(gaussian(300))
+    optimizer = sct.optim.AdamW([p], 1e-2, state_format="e4m3fn")
+    p.grad = gaussian(300, seed=1)
+    optimizer.step()
+    p.untyped_storage().resize_(0)
+    with pytest.raises(UnsupportedError, match=r"shape \(300,\).*has no memory"):
+        optimizer.step()
+
+
+def test__a_state_that_moves_into_shared_memory__is_stepped_there():
+    p = nn.Parameter(gaussian(300))
+    optimizer = sct.optim.AdamW([p], 1e-2, state_format="e4m3fn")
+    for seed in range(3):
+        p.grad = gaussian(300, seed=seed)
+        optimizer.step()
+        state = optimizer.state[p]["exp_avg"]
+        before = state.dequantize()
+        state.qdata.untyped_storage().share_memory_()
+        assert torch.equal(state.dequantize(), before)
+        assert float(state.dequantize().abs().max()) > 0
+    other = nn.Parameter(gaussian(300))
+    optimizer = sct.optim.AdamW([other], 1e-2, state_format="e4m3fn")
+    for seed in range(3):
+        other.grad = gaussian(300, seed=seed)
+        optimizer.step()
+    assert torch.equal(p, other)

@@ -264,11 +264,11 @@ def _goes_first(ratio: Any, a: Any, b: Any) -> bool:
     """Whether `b` is multiplied by the ratio in place of the product. A weight has fewer elements
     than the product, and nobody else holds the elements that were just decoded from its codes."""
     return (
-        isinstance(ratio, Single)
+        isinstance(b, ScaledTensor)
+        and b.qdata.itemsize == 1
+        and isinstance(ratio, Single)
         and _TINY < ratio < 1 / _TINY
         and math.frexp(ratio)[0] == 0.5
-        and isinstance(b, ScaledTensor)
-        and b.qdata.itemsize == 1
         and b.memo.decoded is None
         and a.dim() > 1 < b.dim()
         and b.shape[-2] < a.shape[-2]
