@@ -130,8 +130,8 @@ class Loop:
             places, count = (elements.data_ptr(), gradient.data_ptr()), elements.numel()
             if count and not all(places):
                 raise UnsupportedError(
-                    f"a parameter of shape {tuple(elements.shape)}, or its gradient, has no memory: "
-                    "its storage was resized to 0. Step when the storage has its elements again"
+                    f"a parameter of shape {tuple(elements.shape)} or its gradient has no memory: "
+                    "a storage was resized to 0. Step when the storage has its elements again"
                 )
             parts.extend((*places, count, first))
         columns = array("f", chain.from_iterable(numbers))
