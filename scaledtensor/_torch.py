@@ -147,9 +147,12 @@ def _inputs(schema: Any) -> Sequence[tuple[str, str]]:
 
 
 def foreach_copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """`target.copy_(source)` for each pair. torch's own optimizers use this operator. The public
-    way is a loop, which takes twice as long for small tensors."""
-    if targets:
+    """`target.copy_(source)` for each pair, as torch's own optimizers do it. The public way is a
+    loop, which takes twice as long for small tensors. Only it writes into negated views."""
+    if any(map(Tensor.is_neg, targets)):
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+    elif targets:
         torch._foreach_copy_(targets, sources)
 
 

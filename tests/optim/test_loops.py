@@ -27,7 +27,7 @@ OPTIMIZERS = {
     "lion": (sct.optim.Lion, {}),
 }
 #: Steps in the dtype of a parameter: one unit in the last place of numbers from 1 to 8.
-ULPS = {torch.float32: 2.0**-21, torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8}
+ULPS = {torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8}
 
 HARD = torch.cat(
     [
@@ -266,13 +266,15 @@ def test__8_bit_parameters__stay_with_operators(monkeypatch):
     assert not torch.equal(p.detach().dequantize(), before)
 
 
-def test__a_negated_view__is_stepped_by_its_values():
+@pytest.mark.parametrize("way", [native.left_out, contextlib.nullcontext])
+def test__a_negated_view__is_stepped_by_its_values(way):
     found = []
     for negated in (False, True):
         start, g = gaussian(300), gaussian(300, seed=1)
         p = nn.Parameter(torch._neg_view(-start) if negated else start)
         p.grad = torch._neg_view(-g) if negated else g
-        sct.optim.AdamW([p], 1e-2, state_format="e4m3fn").step()
+        with way():
+            sct.optim.AdamW([p], 1e-2, state_format="e4m3fn").step()
         found.append(p.detach().clone())
     assert torch.equal(*found)
 
