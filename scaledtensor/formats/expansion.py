@@ -62,6 +62,7 @@ from scaledtensor.formats.stochastic import Randomness, key_for, random_words
 from scaledtensor.formats.tensors import FLOATS, check_tensor
 
 __all__ = [
+    "STEPS",
     "Expanded",
     "below_largest",
     "can_hold_apart",
@@ -75,12 +76,13 @@ __all__ = [
     "second_largest",
     "stands_out",
     "value_table",
+    "wanted_steps",
     "watched_from",
     "widen_rows",
 ]
 
 
-_STEPS = 16  # a power is stored in sixteenths
+STEPS = 16  # a power is stored in sixteenths
 _TOP = 14  # the binade of the largest magnitude of a group in 16 bits
 _LEAST_SCALE = 2.0**-126
 _RATIO = 2.0**6  # a magnitude larger by this factor is held apart
@@ -178,7 +180,7 @@ def widen_rows(
         top = below_largest(fmt)
         its = _power(second * 2, least, top, fmt)
         # The factor leaves a little more room than needed, since powers are not exact.
-        room = (_STEPS * math.log2(fmt.max / top) / its.float()).exp2() * (1 + 2.0**-8)
+        room = (STEPS * math.log2(fmt.max / top) / its.float()).exp2() * (1 + 2.0**-8)
         of_rest = power_of_two_from(second * room)
         apart = stands_out(largest, second, of_rest)
         kept = torch.where(apart, joined(of_rest, largest, key, start), amax)
@@ -250,7 +252,7 @@ def value_table(fmt: Format, device: torch.device) -> Tensor:
     codes = torch.arange(256, dtype=torch.uint8)
     values = decode(codes.view(fmt.storage_dtype), fmt, torch.float64) / fmt.max
     power = torch.arange(256, dtype=torch.float64).clamp(min=1).unsqueeze(1)
-    unit = torch.copysign(values.abs() ** (_STEPS / power), values)
+    unit = torch.copysign(values.abs() ** (STEPS / power), values)
     return unit.float().flatten().to(device)
 
 
@@ -372,7 +374,7 @@ def _under_powers_of_two(
         codes = encode(held, fmt, overflow="ieee")
     else:
         codes = encode_bits(held, fmt, Mode("stochastic", "ieee", key), start)
-    ones = torch.full(kept.shape, _STEPS, dtype=torch.uint8, device=kept.device)
+    ones = torch.full(kept.shape, STEPS, dtype=torch.uint8, device=kept.device)
     return Expanded(codes, kept, ones)
 
 
@@ -382,17 +384,22 @@ def _scale_of(largest: Tensor) -> Tensor:
     return torch.where(largest > 0, scale, 1.0)
 
 
+def wanted_steps(top: float, fmt: Format) -> float:
+    """The power, in sixteenths, that spreads one binade from 2f to `top`."""
+    return math.log2(top / (2 * fmt.min_subnormal)) * STEPS
+
+
 def _power(amax: Tensor, least: Tensor, top: float, fmt: Format) -> Tensor:
     # The quotient of two float32 numbers may overflow, so logarithms are subtracted.
     binades = amax.log2() - least.log2()
-    wanted = math.log2(top / (2 * fmt.min_subnormal)) * _STEPS / binades
+    wanted = wanted_steps(top, fmt) / binades
     # A group with one magnitude, or none, makes this infinite, negative or NaN.
-    wanted = torch.where(binades > 0, wanted, float(_STEPS))
+    wanted = torch.where(binades > 0, wanted, float(STEPS))
     return wanted.floor().clamp(1, 255).to(torch.uint8)
 
 
 def _exponent(power: Tensor) -> Tensor:
-    return (power.float() / _STEPS).unsqueeze(1)
+    return (power.float() / STEPS).unsqueeze(1)
 
 
 # --- magnitudes held apart ------------------------------------------------------------------

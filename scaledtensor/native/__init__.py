@@ -7,9 +7,9 @@ keys and values. `steps.cpp` has the steps of optimizers with states in few bits
 least `WORTH_IT` elements builds the library, which takes some ten seconds on two CPUs. The compiler
 is the one of `torch.compile`: the environment variable CXX, else g++, clang++ or c++. The library
 is in the user's cache folder, under a name that covers the sources, the flags, the compiler and the
-CPU. `SCALEDTENSOR_NATIVE=0` leaves it out. `status()`
-describes the library, and `scaledtensor.hardware()` prints that. Each caller has the same
-arithmetic in PyTorch's operators too, for machines without a compiler.
+CPU. `SCALEDTENSOR_NATIVE=0` leaves it out. `status()` describes the library, and
+`scaledtensor.hardware()` prints that. Each caller has the same arithmetic in PyTorch's operators
+too, for machines without a compiler.
 """
 
 import contextlib

@@ -42,7 +42,7 @@ struct Single {
 
 struct Half {
     using Stored = uint16_t;
-    static float load(uint16_t x) { return as_float(uint32_t(x) << 16); }
+    static float load(uint16_t x) { return wide(x); }
     static uint16_t store(float x) { return bfloat16(x); }
 };
 

@@ -6,8 +6,8 @@
 // `formats/native.py` describes them.
 
 #include <cstdint>
-#include <cstring>
 
+#include "floats.h"
 #include "threads.h"
 
 namespace {
@@ -27,10 +27,6 @@ enum Kind { SIGNED = 0, NO_MINUS_ZERO = 1, INTEGER = 2, EXPONENT = 3, PLAIN = 4 
 
 constexpr int32_t INF = 0x7F800000, NAN_BITS = 0x7FC00000;
 
-inline float as_float(int32_t x) { float y; std::memcpy(&y, &x, 4); return y; }
-inline int32_t as_int(float x) { int32_t y; std::memcpy(&y, &x, 4); return y; }
-inline int32_t least(int32_t a, int32_t b) { return a < b ? a : b; }
-inline int32_t most(int32_t a, int32_t b) { return a > b ? a : b; }
 // Unsigned arithmetic wraps around, as int32 tensors do.
 inline int32_t sum(int32_t a, int32_t b) { return int32_t(uint32_t(a) + uint32_t(b)); }
 inline int32_t left(int32_t a, int32_t n) { return int32_t(uint32_t(a) << n); }

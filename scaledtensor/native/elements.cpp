@@ -12,7 +12,6 @@
 namespace {
 
 inline float wide(float x) { return x; }
-inline float wide(uint16_t x) { return as_float(uint32_t(x) << 16); }
 
 // The names are the names of `_adam_elements` in `ops/rules/optimizer.py`.
 struct Adam {

@@ -328,7 +328,7 @@ inline bool wide_row(const Product &p, const void *x, int64_t at, float power, f
     };
     if (p.half)
         for (int64_t k = 0; k < p.k; k++)
-            write(k, as_float(uint32_t(static_cast<const uint16_t *>(x)[at + k]) << 16));
+            write(k, wide(static_cast<const uint16_t *>(x)[at + k]));
     else
         for (int64_t k = 0; k < p.k; k++) write(k, static_cast<const float *>(x)[at + k]);
     return large;

@@ -21,7 +21,7 @@ constexpr int32_t LOST = 8;        // bits that a magnitude held apart loses
 constexpr float RATIO = 64.0f;     // a magnitude larger by this factor is held apart
 constexpr float JUMP = 4.0f;       // an M that grows by more in a step may hide a spike
 constexpr float TOP = 16384.0f;    // the binade of the largest magnitude of a group in 16 bits
-constexpr float LARGEST = 0x1.FFFFFEp63f; // the largest magnitude of a gradient
+constexpr float LARGEST = 0x1.FFFFFEp63f;  // the largest magnitude of a gradient
 
 enum Elements { FLOAT32, BFLOAT16, FLOAT16 };
 enum Rule { ADAM, SGD, LION };
@@ -66,24 +66,20 @@ struct Step {
 
 // --- floats in memory ------------------------------------------------------------------------
 
-inline int32_t bits_of(float x) { return int32_t(as_bits(x)); }
-inline float with_bits(int32_t x) { return as_float(uint32_t(x)); }
-inline int32_t size_of(float x) { return bits_of(x) & 0x7FFFFFFF; }
-inline int32_t least(int32_t a, int32_t b) { return a < b ? a : b; }
-inline int32_t most(int32_t a, int32_t b) { return a > b ? a : b; }
+inline int32_t size_of(float x) { return as_int(x) & 0x7FFFFFFF; }
 
 inline float from_half(uint16_t x) {
     const int32_t size = x & 0x7FFF;
     // The product by 2^112 moves the exponent's bias, and makes normal numbers of subnormal ones.
-    const int32_t finite = bits_of(with_bits(size << 13) * 0x1p112f);
+    const int32_t finite = as_int(as_float(size << 13) * 0x1p112f);
     const int32_t bits = size >= 0x7C00 ? INF | (size << 13) : finite;
-    return with_bits(bits | int32_t(uint32_t(x & 0x8000) << 16));
+    return as_float(bits | int32_t(uint32_t(x & 0x8000) << 16));
 }
 
 inline uint16_t to_half(float x) {  // to nearest even, without saturation
-    const int32_t size = size_of(x), sign = (bits_of(x) >> 16) & 0x8000;
+    const int32_t size = size_of(x), sign = (as_int(x) >> 16) & 0x8000;
     // Adding half of a subnormal step's power leaves the rounded number of steps in the last bits.
-    const int32_t low = bits_of(with_bits(least(size, 0x38800000)) + 0.5f) - 0x3F000000;
+    const int32_t low = as_int(as_float(least(size, 0x38800000)) + 0.5f) - 0x3F000000;
     const int32_t high = (size - 0x38000000 + 0xFFF + ((size >> 13) & 1)) >> 13;
     const int32_t finite = size < 0x38800000 ? low : least(high, 0x7C00);
     return uint16_t((size > INF ? 0x7E00 : finite) | sign);
@@ -97,7 +93,7 @@ void read(int kind, const void *from, int64_t first, int count, float *__restric
     }
     const auto *x = static_cast<const uint16_t *>(from) + first;
     if (kind == BFLOAT16)
-        for (int i = 0; i < count; i++) to[i] = as_float(uint32_t(x[i]) << 16);
+        for (int i = 0; i < count; i++) to[i] = wide(x[i]);
     else
         for (int i = 0; i < count; i++) to[i] = from_half(x[i]);
 }
@@ -115,7 +111,7 @@ void write(int kind, const float *__restrict from, void *to, int64_t first, int 
 }
 
 inline float rounded(int kind, float x) {
-    if (kind == BFLOAT16) return as_float(uint32_t(bfloat16(x)) << 16);
+    if (kind == BFLOAT16) return wide(bfloat16(x));
     return kind == FLOAT16 ? from_half(to_half(x)) : x;
 }
 
@@ -124,7 +120,7 @@ inline float rounded(int kind, float x) {
 // log2 of normal float32 numbers, given by their bits.
 inline float logarithm(int32_t bits) {
     const int32_t exponent = (bits - ROOT_HALF) >> 23;
-    const float f = with_bits(bits - int32_t(uint32_t(exponent) << 23)) - 1.0f, f2 = f * f;
+    const float f = as_float(bits - int32_t(uint32_t(exponent) << 23)) - 1.0f, f2 = f * f;
     const float a = std::fma(f, -0.7213758671f, 1.4426997233f);
     const float b = std::fma(f, -0.3589619873f, 0.4804651553f);
     const float c = std::fma(f, -0.2726967806f, 0.2972613750f);
@@ -163,7 +159,7 @@ float second_largest(const float *__restrict x, int32_t largest) {
         const int32_t size = size_of(x[i]);
         high = most(high, size < largest ? size : 0);
     }
-    return with_bits(high);
+    return as_float(high);
 }
 
 int power(float amax, float least, float wanted) {
@@ -174,16 +170,16 @@ int power(float amax, float least, float wanted) {
 
 // The M of the others and the largest magnitude, in the bits of one number.
 float joined(float of_rest, float largest) {
-    const int32_t kept = (bits_of(largest) + (1 << (LOST - 1))) >> LOST;
+    const int32_t kept = (as_int(largest) + (1 << (LOST - 1))) >> LOST;
     return as_float(as_bits(of_rest) | uint32_t(least(kept, 0x7F7FFFFF >> LOST)) | 0x80000000u);
 }
 
 struct Parted { float of_rest, largest; };
 
 Parted parted(float amax) {
-    const int32_t bits = bits_of(amax);
+    const int32_t bits = as_int(amax);
     if (bits >= 0) return {amax, amax};
-    return {with_bits(bits & INF), with_bits((bits & DIGITS) << LOST)};
+    return {as_float(bits & INF), as_float((bits & DIGITS) << LOST)};
 }
 
 // Above this M after a step, a magnitude may stand out.
@@ -200,11 +196,11 @@ bool stands_out(float largest, float second, float of_rest) {
 template <bool FLOATS, bool RARE>
 void codes(const Format &f, const float *__restrict x, float amax, float exponent,
            uint8_t *__restrict y) {
-    const int32_t top = bits_of(amax), nan = f.nan_code < 0 ? 0 : f.nan_code;
+    const int32_t top = as_int(amax), nan = f.nan_code < 0 ? 0 : f.nan_code;
     const auto place_of = [](int32_t bits) {
         if (!RARE) return logarithm(bits);
         const bool small = bits < 0x00800000;
-        const float moved = logarithm(small ? bits_of(with_bits(bits) * 0x1p24f) : bits);
+        const float moved = logarithm(small ? as_int(as_float(bits) * 0x1p24f) : bits);
         return small ? moved - 24.0f : moved;
     };
     alignas(64) float places[GROUP], wide[GROUP];
@@ -217,20 +213,20 @@ void codes(const Format &f, const float *__restrict x, float amax, float exponen
         const float exact = std::fma(places[i], exponent, log_max);
         const float place = exact > of_zero ? exact : of_zero, floor = std::floor(place);
         const int32_t binade = int32_t(uint32_t(int32_t(floor)) << 23);
-        wide[i] = with_bits(bits_of(power_of_two(place - floor)) + binade);
+        wide[i] = as_float(as_int(power_of_two(place - floor)) + binade);
     }
 
     // Codes of floats as in `nearest` of `casts.cpp`.
     const int32_t shift = 23 - f.mantissa, low = (128 - f.bias) << 23;
     alignas(64) int32_t made[GROUP];
     for (int i = 0; i < GROUP; i++) {
-        const int32_t bits = bits_of(x[i]), size = bits & 0x7FFFFFFF;
+        const int32_t bits = as_int(x[i]), size = bits & 0x7FFFFFFF;
         int32_t code;
         if (FLOATS) {
-            const int32_t power = most(bits_of(wide[i]), low) & INF, addend = power + (shift << 23);
-            code = bits_of(wide[i] + with_bits(addend)) - addend + ((power - low) >> shift);
+            const int32_t power = most(as_int(wide[i]), low) & INF, addend = power + (shift << 23);
+            code = as_int(wide[i] + as_float(addend)) - addend + ((power - low) >> shift);
         } else {
-            code = bits_of(wide[i] + 8388608.0f);  // of which the last byte counts
+            code = as_int(wide[i] + 8388608.0f);  // of which the last byte counts
         }
         if (RARE) code = size == 0 ? 0 : size > INF ? nan : code;
         made[i] = FLOATS ? code | ((bits >> 24) & 0x80) : bits < 0 ? -code : code;
@@ -246,7 +242,7 @@ struct Chosen {
 
 Chosen choose(const Format &f, const float *x, const State &s, int64_t group) {
     const Sizes size = sizes(x);
-    const float largest = with_bits(size.largest), least = with_bits(size.least);
+    const float largest = as_float(size.largest), least = as_float(size.least);
     float amax = largest > 0 ? largest : 1.0f, kept = amax;
     int its = power(amax, least, f.wanted);
     if (f.spikes && amax != 1.0f && amax > bound(s.amax[group])) {
@@ -254,7 +250,7 @@ Chosen choose(const Format &f, const float *x, const State &s, int64_t group) {
         const int other = power(second * 2, least, f.wanted_below);
         // The factor leaves a little more room than needed, since powers are not exact.
         const float room = std::exp2(f.room / float(other)) * (1.0f + 0x1p-8f);
-        const float of_rest = with_bits((bits_of(second * room) + DIGITS) & INF);
+        const float of_rest = as_float((as_int(second * room) + DIGITS) & INF);
         if (stands_out(largest, second, of_rest)) {
             kept = joined(of_rest, largest);
             amax = of_rest;
@@ -295,13 +291,13 @@ void read_codes(const float *table, const State &s, int64_t group, float *__rest
 
 float scale_of(float largest) {
     if (!(largest > 0)) return 1.0f;
-    const float scale = with_bits(bits_of(largest) & INF) * (1.0f / TOP);
+    const float scale = as_float(as_int(largest) & INF) * (1.0f / TOP);
     return scale < 0x1p-126f ? 0x1p-126f : scale;
 }
 
 void write_halves(const Format &f, const float *x, const State &s, int64_t group) {
     const Sizes size = sizes(x);
-    const float largest = with_bits(size.largest);
+    const float largest = as_float(size.largest);
     float scale = scale_of(largest), kept = scale;
     bool apart = false;
     if (f.spikes && scale != 1.0f && scale > bound(s.amax[group])) {
@@ -361,7 +357,7 @@ void write_value(const Step &s, const Part &p, int64_t at, int64_t group, int co
         int16_t *low = static_cast<int16_t *>(s.kept) + group * GROUP;
         auto *y = static_cast<uint16_t *>(p.elements) + at;
         for (int i = 0; i < count; i++) {
-            const int32_t bits = value[i] == value[i] ? bits_of(value[i]) : 0x7FC00000;
+            const int32_t bits = value[i] == value[i] ? as_int(value[i]) : 0x7FC00000;
             const int32_t high = int32_t(uint32_t(bits) + (1u << 15)) >> 16;
             y[i] = uint16_t(high);
             low[i] = int16_t(uint32_t(bits) - (uint32_t(high) << 16));

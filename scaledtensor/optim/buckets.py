@@ -234,7 +234,7 @@ class Bucket:
             if self._loop is None:
                 firsts = [span.start for span in self.spans]
                 self._loop = Loop(self.plan, self.states, self.master, firsts, self.groups)
-            self._loop.step(entries, numbers)
+            _put_back(*self._loop.step(entries, numbers))
             return
         columns = self._columns(numbers)
         above = [self.format.watch(kept) for kept in self.states]

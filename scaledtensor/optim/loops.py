@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Sequence
 from functools import cache
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch import Tensor
 from scaledtensor import native
 from scaledtensor.errors import UnsupportedError
 from scaledtensor.formats import Format
-from scaledtensor.formats.expansion import below_largest, can_hold_apart
+from scaledtensor.formats.expansion import STEPS, below_largest, can_hold_apart, wanted_steps
 from scaledtensor.optim.kernel import Plan
 from scaledtensor.optim.states import STATES, GroupedState, Kept
 
@@ -110,21 +110,28 @@ class Loop:
             table=None if self._table is None else self._table.data_ptr(),
         )
 
-    def step(self, entries: Sequence["Entry"], numbers: Sequence[Sequence[float]]) -> None:
+    def step(
+        self, entries: Sequence["Entry"], numbers: Sequence[Sequence[float]]
+    ) -> tuple[list["Entry"], list[Tensor]]:
         """Make one step in place. `numbers` are the columns of each parameter.
+
+        Returns:
+            The parameters that cannot be written in place, and the new elements of each.
 
         Raises:
             UnsupportedError: the memory of a parameter or of a gradient was freed. Nothing is
                 changed then.
         """
         parts = array("q")
-        copies: list[tuple[Any, Tensor]] = []
+        apart: list[Entry] = []
+        copies: list[Tensor] = []
         gradients: list[Tensor] = []  # alive while the loop reads them
         for entry, first in zip(entries, self._firsts, strict=True):
             elements, gradient = entry.elements, entry.gradient
             if entry.fresh or elements.is_neg() or not elements.is_contiguous():
                 elements = elements.detach().clone(memory_format=torch.contiguous_format)
-                copies.append((entry, elements))
+                apart.append(entry)
+                copies.append(elements)
             if gradient.is_neg() or not gradient.is_contiguous():
                 gradients.append(gradient := gradient.resolve_neg().contiguous())
             places, count = (elements.data_ptr(), gradient.data_ptr()), elements.numel()
@@ -144,11 +151,7 @@ class Loop:
         native.library().scaledtensor_step(
             ctypes.byref(step), self._groups, torch.get_num_threads()
         )
-        for entry, made in copies:
-            if entry.fresh:
-                entry.parameter.copy_(made.float())
-            else:
-                entry.elements.copy_(made)
+        return apart, copies
 
 
 @cache
@@ -158,9 +161,6 @@ def _facts(fmt: Format) -> _Format:
     if fmt.bits > 8:
         return _Format(_HALVES, _ELEMENTS[fmt.name], spikes=spikes, max=fmt.max)
 
-    def wanted(largest: float) -> float:
-        return 16 * math.log2(largest / (2 * fmt.min_subnormal)) if spikes else 0.0
-
     return _Format(
         codes=_INTEGERS if fmt.is_integer else _FLOAT_CODES,
         mantissa=fmt.mantissa_bits,
@@ -169,7 +169,7 @@ def _facts(fmt: Format) -> _Format:
         spikes=spikes,
         max=fmt.max,
         log_max=math.log2(fmt.max),
-        wanted=16 * math.log2(fmt.max / (2 * fmt.min_subnormal)),
-        wanted_below=wanted(top),
-        room=16 * math.log2(fmt.max / top),
+        wanted=wanted_steps(fmt.max, fmt),
+        wanted_below=wanted_steps(top, fmt),
+        room=STEPS * math.log2(fmt.max / top),
     )

@@ -159,14 +159,12 @@ def check_parameters(params: Any) -> None:
 
 def check_tensor(name: str, x: Tensor) -> None:
     """Raise UnsupportedError or DTypeError if a step in low precision cannot use `x`."""
-    if type(x) in PLAIN and x.layout is torch.strided and x.dtype in _DTYPES:
-        return
     if x.layout != torch.strided:
         raise UnsupportedError(
             f"steps in low precision take dense tensors; {name} of shape {tuple(x.shape)} is "
             f"{x.layout}. For an embedding, sparse=False"
         )
-    if not isinstance(x, ScaledTensor) and type(x) not in PLAIN:
+    if type(x) not in PLAIN and not isinstance(x, ScaledTensor):
         raise UnsupportedError(
             f"steps in low precision take plain tensors and ScaledTensors; {name} of shape "
             f"{tuple(x.shape)} is a {type(x).__name__}"

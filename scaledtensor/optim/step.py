@@ -170,7 +170,7 @@ class LowPrecision(Optimizer):
         entries = [e for group in self.param_groups for e in self._entries(rule, group)]
         elements = sum(e.elements.numel() for e in entries)
         compiled = elements >= COMPILED_FROM if self.compiled is None else self.compiled
-        how = {"compiled": compiled, "loops": self.compiled is not True}
+        loops = self.compiled is not True
         torch.autograd.graph.increment_version([e.owner for e in entries])
         used = {}
         stepped: list[Entry] = []
@@ -183,7 +183,7 @@ class LowPrecision(Optimizer):
                     bucket = Bucket(plan, batch)
                 used[key] = bucket
                 keys = _keys(batch[0].group, number, plan.draws, bucket.device)
-                bucket.step(batch, _numbers(batch), self._scratch, keys, **how)
+                bucket.step(batch, _numbers(batch), self._scratch, keys, compiled, loops)
                 stepped += batch
         finally:  # a later bucket may fail to compile: the steps before it count
             if RULES[rule].counts:

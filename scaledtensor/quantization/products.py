@@ -386,7 +386,7 @@ def _prepared(
 def _coded_product(x: Tensor, qdata: Tensor, scale: Tensor, whole: Tensor, cast: str) -> Tensor:
     how = parsed_cast(cast)
     few = x.shape[0] <= FEW_ROWS or invariant.is_on()
-    if few and type(x) in (Tensor, torch.nn.Parameter):
+    if few and type(x) in native.PLAIN:
         ready = _prepared(qdata, scale.contiguous(), whole, how, x.shape[1])
         if ready is not None:
             return ready(x.contiguous())

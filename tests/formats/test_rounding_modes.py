@@ -112,7 +112,7 @@ def small_formats():
     return made.filter(lambda fmt: fmt is not None)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(small_formats(), st.data())
 def test__any_custom_format__rounds_any_number_exactly(fmt, data):
     values = data.draw(st.lists(st.floats(), min_size=1, max_size=8))
@@ -127,7 +127,7 @@ def test__any_custom_format__rounds_any_number_exactly(fmt, data):
                 assert got == want, (rounding, overflow)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(small_formats())
 def test__any_custom_format__reads_every_code_and_writes_it_back(fmt):
     codes = all_codes(fmt)

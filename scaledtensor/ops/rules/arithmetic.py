@@ -96,11 +96,11 @@ def _sum(x: Any, y: Any, alpha: float) -> Raw:
 
 def _is_one_node(x: Any, y: Any, *ratios: Amount) -> bool:
     """Whether the sum of two terms is one node of the graph that is being traced."""
-    if Form not in map(type, ratios):  # eager code, at once
-        return False
-    terms = all(isinstance(t, ScaledTensor) and t.dim() for t in (x, y))
-    forms = all(isinstance(ratio, Form) for ratio in ratios)
-    return terms and forms and not _torch.is_transforming()
+    return (
+        all(isinstance(ratio, Form) for ratio in ratios)
+        and all(isinstance(t, ScaledTensor) and t.dim() for t in (x, y))
+        and not _torch.is_transforming()
+    )
 
 
 def _added(a: Tensor, b: Tensor, alpha: float) -> Tensor:
