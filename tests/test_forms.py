@@ -253,7 +253,7 @@ def test__inductors_cache__serves_no_code_of_another_version(tmp_path):
     assert done.stdout.split() == ["0", "1", "1"]
 
 
-def test__a_cast__is_written_once_though_it_reads_its_input_five_times(monkeypatch):
+def test__a_cast_to_codes__is_written_once_though_it_reads_its_input_five_times(monkeypatch):
     from torch._inductor.codegen import cpp
 
     written = Counter()
@@ -271,10 +271,56 @@ def test__a_cast__is_written_once_though_it_reads_its_input_five_times(monkeypat
     x = torch.randn(8, 64)
 
     def cast(x):
-        return torch.ops.scaledtensor.rounded(torch.special.erf(x), [], "", "e4m3fn", torch.float32)
+        return torch.ops.scaledtensor.encoded(torch.special.erf(x), [], "", "e4m3fn", "saturate")
 
     with torch._inductor.config.patch(force_disable_caches=True):
         got = torch.compile(cast, fullgraph=True)(x)
-    assert torch.equal(got, cast(x))
+    assert torch.equal(got.view(torch.uint8), cast(x).view(torch.uint8))
     assert set(written.values()) <= {1, 2}, "once in each loop: for vectors, for the rest of a row"
     assert written
+
+
+def written(function, *given):
+    """The result of compiled code, and its only kernel."""
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        compiled = torch.compile(function, fullgraph=True)
+        found, (code,) = torch._inductor.utils.run_and_get_code(compiled, *given)
+    return found, code
+
+
+def test__a_sum_times_a_number__is_one_loop():
+    x, number = torch.randn(32, 64), torch.tensor(0.25)
+
+    def twice(total, number):
+        return torch.ops.scaledtensor.times(total, [number], "mul t0 0x1p+1")
+
+    def alone(x, number):
+        return twice(x.sum(0), number)
+
+    def beside_the_sum(x, number):
+        total = x.sum(0)
+        return twice(total, number), total
+
+    found, code = written(alone, x, number)
+    assert torch.allclose(found, x.sum(0) * 0.5)
+    assert code.count(".store(") == 1
+    (product, total), code = written(beside_the_sum, x, number)
+    assert torch.equal(product, total * 0.5)
+    assert torch.allclose(total, x.sum(0))
+    assert code.count(".store(") == 2
+    found, _ = written(alone, x.bfloat16(), number)
+    assert found.dtype is torch.bfloat16
+    assert torch.allclose(found.float(), x.bfloat16().sum(0).float() * 0.5, rtol=2**-7)
+
+
+def test__a_cast_to_values__is_one_operation_of_a_kernel():
+    x = torch.randn(8, 64)
+
+    def cast(x):
+        return torch.ops.scaledtensor.rounded(x, [], "", "e4m3fn", torch.float32)
+
+    found, code = written(cast, x)
+    assert torch.equal(found, cast(x))
+    assert "auto tmp1 = [](auto x)" in code, "tmp0 is the input"
+    assert "auto tmp2" not in code

@@ -23,7 +23,7 @@ import torch
 from scaledtensor.backends import backend_of
 from scaledtensor.scales.forms import all_values, is_double, joined
 
-__all__ = ["called", "numbers_of", "taught", "teach"]
+__all__ = ["called", "numbers_of", "product", "taught", "teach"]
 
 _F32, _F64, _I32 = torch.float32, torch.float64, torch.int32
 
@@ -151,14 +151,65 @@ def _reads_an_element(user: Any) -> bool:
 
 def _times(x: Any, leaves: list[Any], steps: str, dtype: torch.dtype | None = None) -> Any:
     """`scaledtensor.scales.singles.multiplied`."""
-    from torch._inductor.lowering import lowerings, to_dtype
+    from torch._inductor.lowering import to_dtype
 
     (number,) = numbers_of(leaves, steps, 1)
-    multiply: Any = lowerings[torch.ops.aten.mul.Tensor]
     own = x.get_dtype()
-    if dtype is None or dtype == own:
-        return multiply(x, number)
-    return to_dtype(multiply(to_dtype(x, torch.promote_types(own, dtype)), number), dtype)
+    total = None if dtype not in (None, own) else _sum_of_products(x, number)
+    return to_dtype(product(x, number, dtype), dtype or own) if total is None else total
+
+
+def product(x: Any, number: Any, dtype: torch.dtype | None = None) -> Any:
+    """Elements times a number, not rounded yet: an operator that follows rounds the result.
+
+    torch's own lowering of a product rounds the number and the result to the dtype of the elements.
+    Inductor then takes most of these conversions out again, after it has handled each of them.
+    """
+    from torch._inductor import config
+    from torch._inductor.lowering import lowerings, to_dtype
+
+    own = x.get_dtype()
+    wide = torch.promote_types(own, dtype or own)
+    if not config.emulate_precision_casts:
+        wide = torch.promote_types(wide, _F32)
+    return lowerings[torch.ops.aten.mul.Tensor](to_dtype(x, wide), number)
+
+
+def _sum_of_products(x: Any, number: Any) -> Any:
+    """A sum times a number as a sum whose terms are multiplied by the number. None if `x` is no
+    float32 sum, or if another node needs it.
+
+    Inductor's C++ ends a loop after a sum, so the product would be a loop of its own. The sum
+    without the number becomes dead code.
+    """
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    current: Any = V.graph.current_node
+    buffer: Any = getattr(x.data, "data", None)
+    total: Any = getattr(buffer, "data", None)
+    if not (
+        isinstance(buffer, ir.ComputedBuffer)
+        and isinstance(total, ir.Reduction)
+        and total.reduction_type == "sum"
+        and len(current.args[0].users) == 1
+        and {total.dtype, total.src_dtype, number.get_dtype()} == {_F32}
+        and backend_of(total.device).writes_cpp
+    ):
+        return None
+    term, factor = total.inner_fn, number.make_loader()
+    made = ir.Reduction.create(
+        device=total.device,
+        dst_dtype=_F32,
+        src_dtype=_F32,
+        inner_fn=lambda *place: _ops().mul(term(*place), factor([])),
+        ranges=total.ranges,
+        reduction_ranges=total.reduction_ranges,
+        reduction_type="sum",
+        reduction_hint=total.reduction_hint,
+    )
+    made.realize()
+    return made
 
 
 def _total(x: Any, y: Any, leaves: list[Any], steps: str, alpha: float, dtype: torch.dtype) -> Any:
@@ -166,9 +217,8 @@ def _total(x: Any, y: Any, leaves: list[Any], steps: str, alpha: float, dtype: t
     from torch._inductor.lowering import lowerings, to_dtype
 
     first, second = numbers_of(leaves, steps, 2)
-    multiply: Any = lowerings[torch.ops.aten.mul.Tensor]
     add: Any = lowerings[torch.ops.aten.add.Tensor]
-    return to_dtype(add(multiply(x, first), multiply(y, second), alpha=alpha), dtype)
+    return to_dtype(add(product(x, first), product(y, second), alpha=alpha), dtype)
 
 
 def numbers_of(leaves: list[Any], steps: str, count: int) -> Sequence[Any]:

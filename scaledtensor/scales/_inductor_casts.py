@@ -1,5 +1,6 @@
-"""How Inductor writes casts and measured RMS: as the torch operators that define them. Each value
-of an operator is written once.
+"""How Inductor writes casts and measured RMS. In C++, a cast to values is one operation of a kernel
+(`_inductor_operations.py`). All else is written as the torch operators that define it, and each
+value of such an operator is written once.
 
 A site looks at the results of some casts (`scaledtensor.ops.products.counted`). That is a call
 without a result, so nothing waits for it.
@@ -14,7 +15,8 @@ from torch import Tensor
 from torch.fx import map_arg
 
 from scaledtensor.backends import backend_of
-from scaledtensor.scales._inductor import called, numbers_of
+from scaledtensor.scales._inductor import called, numbers_of, product
+from scaledtensor.scales._inductor_operations import rounded_values
 
 __all__ = ["cast", "cast_and_look", "measured", "seen"]
 
@@ -32,7 +34,11 @@ def seen(x: Any, *seen: Any) -> Any:
 
 def cast(function: Callable[..., Tensor], x: Any, leaves: list[Any], steps: str, *how: Any) -> Any:
     """Elements times a number, and then rounded."""
+    from scaledtensor.scales.cast_nodes import rounded
+
     numbers = numbers_of(leaves, steps, 1) if steps else ()
+    if function is rounded and backend_of(x.get_device()).writes_cpp:
+        return rounded_values(product(x, numbers[0]) if numbers else x, *how)
 
     def multiplied(x: Tensor, *number: Tensor) -> Tensor:
         return function(x * number[0] if number else x, *how)
@@ -110,7 +116,7 @@ def _inlined(function: Callable[..., Tensor], x: Any, numbers: Sequence[Any] = (
         args, kwargs = map_arg((node.args, node.kwargs), made.__getitem__)
         value = node.meta.get("val")
         if node.op == "output":
-            return once.whole(args[0])
+            return args[0]
         if node.op == "placeholder":
             result = next(entering)
             made[node] = once.part(result) if value.dim() else result
@@ -126,39 +132,34 @@ class _Once:
     """Elementwise operators of one node, which calculate each of their values once.
 
     Inductor writes an elementwise operator by calling the functions that write its operands. If two
-    operators read a value, its function is called twice, and all functions before it. A cast reads
-    its input five times, so the kernel before it would be written five times.
+    operators read a value, its function is called twice, and all functions before it. A cast to
+    codes reads its input five times, so the kernel before it would be written five times.
     """
 
     def __init__(self) -> None:
-        #: The values of the kernel that is being written. None outside of `whole`.
+        #: The values of the element that is being written. None between two elements.
         self._values: dict[Any, Any] | None = None
 
     def part(self, x: Any) -> Any:
-        """A value that operators of this node read. A sum over it does not share its values."""
+        """A value that operators of this node read. Two loops that write it share no values, and
+        neither does a sum over it."""
         load = x.make_loader()
         key = object()
 
         def value(index: Any) -> Any:
-            if self._values is None:
-                return load(index)
-            place = key, tuple(index)
-            if place not in self._values:
-                self._values[place] = load(index)
-            return self._values[place]
-
-        return _elementwise(x, value)
-
-    def whole(self, x: Any) -> Any:
-        """The result of the node. Two loops that write it share no values."""
-        load = x.make_loader()
-
-        def value(index: Any) -> Any:
+            if self._values is not None:
+                return kept(self._values, index)
             self._values = {}
             try:
-                return load(index)
+                return kept(self._values, index)
             finally:
                 self._values = None
+
+        def kept(values: dict[Any, Any], index: Any) -> Any:
+            place = key, tuple(index)
+            if place not in values:
+                values[place] = load(index)
+            return values[place]
 
         return _elementwise(x, value)
 

@@ -256,7 +256,8 @@ def _called_fake(
 def _times_fake(
     x: Tensor, leaves: list[Tensor], steps: str, dtype: torch.dtype | None = None
 ) -> Tensor:
-    return multiplied(x, _form_fake(leaves, steps), dtype)
+    _inductor.teach()
+    return torch.empty_like(x, dtype=dtype)
 
 
 @torch.library.register_fake("scaledtensor::total", lib=_LIBRARY)  # type: ignore[untyped-decorator]
