@@ -186,14 +186,14 @@ def _sum_of_products(x: Any, number: Any) -> Any:
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
-    current: Any = V.graph.current_node
+    graph: Any = V.graph
     buffer: Any = getattr(x.data, "data", None)
     total: Any = getattr(buffer, "data", None)
     if not (
         isinstance(buffer, ir.ComputedBuffer)
         and isinstance(total, ir.Reduction)
         and total.reduction_type == "sum"
-        and len(current.args[0].users) == 1
+        and len(graph.current_node.args[0].users) == 1
         and {total.dtype, total.src_dtype, number.get_dtype()} == {_F32}
         and backend_of(total.device).writes_cpp
     ):
