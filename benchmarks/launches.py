@@ -57,8 +57,7 @@ def main() -> None:
     parser.add_argument("--json", help="write the figures there")
     options = parser.parse_args()
     size = options.layers, options.width, options.by_layer
-    process = {"mp_context": get_context("spawn"), "max_tasks_per_child": 1}
-    with ProcessPoolExecutor(1, **process) as pool:  # type: ignore[arg-type]
+    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
         report = {name: pool.submit(counted, name, *size).result() for name in options.only}
     print(f"torch {torch.__version__}, {options.layers} layers of width {options.width}")
     show(report, 12)

@@ -66,7 +66,6 @@ def _lowerings() -> dict[Any, Callable[..., Any]]:
         ops.encoded_seen.default: partial(casts.cast_and_look, cast_nodes.encoded),
         ops.seen.default: casts.seen,
         ops.measured.default: casts.measured,
-        ops.layer_norm.default: called(ops.layer_norm.default),
     }
 
 

@@ -16,18 +16,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scaledtensor import _torch
 from scaledtensor.backends import backend_of
 from scaledtensor.formats import FP32
 from scaledtensor.ops import invariant
-from scaledtensor.ops.algebra import elements, first_scaled, operand, plain, quadrature, side, value
+from scaledtensor.ops.algebra import first_scaled, operand, plain, quadrature, side, value
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.ops.results import write
 from scaledtensor.scales.forms import Form
 from scaledtensor.scales.measure import measured_rms
 from scaledtensor.scales.powers import product_of, settle
-from scaledtensor.scales.singles import ONE, rms_of, scale_of, scaled_by, single_of, tensor_of
+from scaledtensor.scales.singles import ONE, rms_of, scaled_by, single_of
 from scaledtensor.tensors.tensor import ScaledTensor
 
 
@@ -109,57 +108,11 @@ def layer_norm(
 ) -> tuple[Raw, Tensor, Tensor]:
     """r = sqrt(rw^2 + rb^2) for weight and bias. The mean and the reciprocal deviation are plain
     float32."""
-    v = plain(x)
-    if weight is None and v.dtype == torch.bfloat16:
-        weight = torch.ones(shape, device=v.device)  # float32 statistics need a float32 weight
-    if _is_whole(v):
-        parameters = *_elements(weight), *_elements(bias)
-        out, mean, rstd = torch.ops.scaledtensor.layer_norm(v, shape, *parameters, eps)
-    else:
-        _, w, b = _values(v, weight, bias)
-        out, mean, rstd = aten.native_layer_norm.default(v, shape, w, b, eps)
+    v, w, b = _values(x, weight, bias)
+    if w is None and v.dtype == torch.bfloat16:
+        w = torch.ones(shape, device=v.device)  # float32 statistics need a float32 weight
+    out, mean, rstd = aten.native_layer_norm.default(v, shape, w, b, eps)
     return Raw(out, None, _affine_rms(weight, bias, v)), mean, rstd
-
-
-def _is_whole(v: Tensor) -> bool:
-    """Whether a layer norm is one node of a traced graph, on a CPU.
-
-    AOTAutograd replaces the node of torch's own operator by its parts, and rounds the statistics to
-    the dtype of the data. Inductor's C++ writes five loops for them, and fails to fuse the loops.
-    torch's kernel is as fast, and has the bits of eager code.
-    """
-    within = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
-    traced = within and _torch.is_tracing(v) and not _torch.is_transforming()
-    return traced and backend_of(v).writes_cpp
-
-
-def _elements(x: Any) -> tuple[Tensor | None, Tensor | None]:
-    """The elements of a parameter, and their scale. A product of the two would be a kernel."""
-    return (elements(x), tensor_of(scale_of(x))) if isinstance(x, ScaledTensor) else (x, None)
-
-
-def _layer_norm(
-    x: Tensor, shape: Sequence[int], w: Any, scale: Any, b: Any, scale_of_b: Any, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    pairs = (w, scale), (b, scale_of_b)
-    w, b = (p if p is None else p.float() * (1.0 if by is None else by) for p, by in pairs)
-    made: tuple[Tensor, Tensor, Tensor] = aten.native_layer_norm.default(x, shape, w, b, eps)
-    return made
-
-
-_LIBRARY = torch.library.Library("scaledtensor", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define(  # type: ignore[no-untyped-call]
-    "layer_norm(Tensor x, SymInt[] shape, Tensor? weight, Tensor? scale, Tensor? bias,"
-    " Tensor? scale_of_bias, float eps) -> (Tensor, Tensor, Tensor)"
-)
-_LIBRARY.impl("layer_norm", _layer_norm, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-
-
-@torch.library.register_fake("scaledtensor::layer_norm", lib=_LIBRARY)  # type: ignore[untyped-decorator]
-def _fake_layer_norm(x: Tensor, shape: Sequence[int], *how: Any) -> tuple[Tensor, Tensor, Tensor]:
-    rows = (*x.shape[: x.dim() - len(shape)], *(1 for _ in shape))
-    mean, rstd = (x.new_empty(rows, dtype=torch.float32) for _ in range(2))
-    return x.new_empty(x.shape), mean, rstd
 
 
 @rule(aten.native_layer_norm_backward.default)
