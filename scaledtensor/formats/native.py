@@ -68,28 +68,31 @@ def _casts(x: Tensor, fmt: Format, mode: Mode) -> bool:
     return x.dtype in _FLOATS and serves(fmt, mode) and _takes(x, mode.key is not None)
 
 
-def encode_with_values(x: Tensor, fmt: Format, mode: Mode) -> tuple[Tensor, Tensor] | None:
-    """The codes of `x` and their float32 values, from one pass of an eager loop; or None."""
-    if not _makes_values(x, fmt, mode):
+def encode_with_values(
+    x: Tensor, fmt: Format, mode: Mode, dtype: torch.dtype
+) -> tuple[Tensor, Tensor] | None:
+    """The codes of `x` and their values in `dtype`, from one pass of an eager loop; or None."""
+    if not _makes_values(x, fmt, mode, dtype):
         return None
-    codes, values = (torch.empty_like(x, dtype=t) for t in (fmt.storage_dtype, torch.float32))
+    codes, values = (torch.empty_like(x, dtype=t) for t in (fmt.storage_dtype, dtype))
     _write(x, fmt, mode, codes.data_ptr(), values)
     return codes, values
 
 
-def rounded_values(x: Tensor, fmt: Format, mode: Mode) -> Tensor | None:
-    """`x` rounded to the values of `fmt`, in float32; or None."""
-    if not _makes_values(x, fmt, mode):
+def rounded_values(x: Tensor, fmt: Format, mode: Mode, dtype: torch.dtype) -> Tensor | None:
+    """`x` rounded to the values of `fmt`, in `dtype`; or None."""
+    if not _makes_values(x, fmt, mode, dtype):
         return None
-    values = torch.empty_like(x, dtype=torch.float32)
+    values = torch.empty_like(x, dtype=dtype)
     _write(x, fmt, mode, None, values)
     return values
 
 
-def _makes_values(x: Tensor, fmt: Format, mode: Mode) -> bool:
+def _makes_values(x: Tensor, fmt: Format, mode: Mode, dtype: torch.dtype) -> bool:
     return (
         mode.key is None
         and x.dtype in _FLOATS
+        and dtype in _FLOATS
         and x.is_contiguous()
         and not torch.compiler.is_compiling()
         and serves(fmt, mode)
@@ -100,9 +103,9 @@ def _makes_values(x: Tensor, fmt: Format, mode: Mode) -> bool:
 def _write(x: Tensor, fmt: Format, mode: Mode, codes: int | None, values: Tensor) -> None:
     record, first, second = _known_facts(fmt, mode.overflow, mode.kept, False)
     half, places = x.dtype is torch.bfloat16, (x.data_ptr(), codes, values.data_ptr())
-    threads = torch.get_num_threads()
+    halves, threads = values.dtype is torch.bfloat16, torch.get_num_threads()
     native.library().scaledtensor_cast(
-        _ENCODE, half, record, None, first, second, *places, x.numel(), threads
+        _ENCODE, half, record, None, first, second, *places, halves, x.numel(), threads
     )
 
 
@@ -194,7 +197,7 @@ def _called(
     threads = torch.get_num_threads()
     places = x.data_ptr(), out.data_ptr(), None
     native.library().scaledtensor_cast(
-        cast, half, record, words, first, second, *places, count, threads
+        cast, half, record, words, first, second, *places, False, count, threads
     )
     return out
 

@@ -190,18 +190,20 @@ def fake_quantize(
 
 
 def encode_with_values(
-    x: Tensor, fmt: FormatLike, overflow: Overflow = "saturate"
+    x: Tensor, fmt: FormatLike, overflow: Overflow = "saturate", dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor] | None:
-    """The codes of `x`, to nearest even, and their float32 values, from one pass over memory. None
-    if no loop of C++ does that."""
+    """The codes of `x`, to nearest even, and their values in `dtype`, from one pass over memory.
+    None if no loop of C++ does that; the loops write float32 and bfloat16."""
     mode = _checked(x, "nearest_even", overflow, None, None)
-    return native.encode_with_values(_numbers(x), get(fmt), mode)
+    return native.encode_with_values(_numbers(x), get(fmt), mode, dtype)
 
 
-def rounded_values(x: Tensor, fmt: FormatLike, overflow: Overflow = "saturate") -> Tensor | None:
+def rounded_values(
+    x: Tensor, fmt: FormatLike, overflow: Overflow = "saturate", dtype: torch.dtype = torch.float32
+) -> Tensor | None:
     """Only the values of `encode_with_values`."""
     mode = _checked(x, "nearest_even", overflow, None, None)
-    return native.rounded_values(_numbers(x), get(fmt), mode)
+    return native.rounded_values(_numbers(x), get(fmt), mode, dtype)
 
 
 # --- the choice of the way -----------------------------------------------------------------------

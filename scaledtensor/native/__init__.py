@@ -144,9 +144,23 @@ def _loaded() -> tuple[Any, str]:
 _word, _real, _count, _at = ctypes.c_int, ctypes.c_float, ctypes.c_int64, ctypes.c_void_p
 #: The functions of the sources, which describe the arguments.
 _FUNCTIONS = {
-    "scaledtensor_cast": (*(_word, _word, _at, _at, _real, _real, _at, _at, _at, _count, _word),),
+    "scaledtensor_cast": (
+        _word,
+        _word,
+        _at,
+        _at,
+        _real,
+        _real,
+        _at,
+        _at,
+        _at,
+        _word,
+        _count,
+        _word,
+    ),
     "scaledtensor_adam": (*(_word, _at, _at, _at, _at, _at, _count, _word),),
-    "scaledtensor_rounded_rows": (_at, _at, _at, _real, _real, _real, _count, _count, _word),
+    "scaledtensor_scaled": (_word, _at, _at, _real, _count, _word),
+    "scaledtensor_rounded_rows": (_word, _at, _at, _at, _real, _real, _real, _count, _count, _word),
     "scaledtensor_product": (_at, _word),
     "scaledtensor_rows": (_at, _word),
     "scaledtensor_step": (_at, _count, _word),

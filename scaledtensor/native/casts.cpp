@@ -191,7 +191,7 @@ struct Call {
 
 // Each takes the elements [a, b).
 template <class F, int KIND, bool RANDOM>
-void encode(const Call &call, const void *source, void *target, float *, int64_t a,
+void encode(const Call &call, const void *source, void *target, void *, int64_t a,
             int64_t b) {
     const auto *x = static_cast<const typename F::Stored *>(source);
     auto *y = static_cast<uint8_t *>(target);
@@ -202,7 +202,7 @@ void encode(const Call &call, const void *source, void *target, float *, int64_t
 }
 
 template <class F, int KIND, bool RANDOM>
-void quantize(const Call &call, const void *source, void *target, float *, int64_t a,
+void quantize(const Call &call, const void *source, void *target, void *, int64_t a,
             int64_t b) {
     const auto *x = static_cast<const typename F::Stored *>(source);
     auto *y = static_cast<typename F::Stored *>(target);
@@ -216,7 +216,7 @@ void quantize(const Call &call, const void *source, void *target, float *, int64
 }
 
 template <class F, int KIND, bool>
-void decode(const Call &call, const void *source, void *target, float *, int64_t a,
+void decode(const Call &call, const void *source, void *target, void *, int64_t a,
             int64_t b) {
     const auto *x = static_cast<const uint8_t *>(source);
     auto *y = static_cast<typename F::Stored *>(target);
@@ -224,24 +224,24 @@ void decode(const Call &call, const void *source, void *target, float *, int64_t
     for (int64_t i = a; i < b; i++) y[i] = F::store(value_of<KIND>(c.facts, x[i]));
 }
 
-// Rounds to nearest even: codes and their values in float32, or the values alone.
-template <class F, int KIND, bool CODES>
-void with_values(const Call &call, const void *source, void *target, float *values, int64_t a,
+// Rounds to nearest even: codes and their values as `V`, or the values alone.
+template <class F, class V, int KIND, bool CODES>
+void with_values(const Call &call, const void *source, void *target, void *values, int64_t a,
                  int64_t b) {
     const auto *x = static_cast<const typename F::Stored *>(source);
     auto *__restrict y = static_cast<uint8_t *>(target);
-    float *__restrict z = values;
+    auto *__restrict z = static_cast<typename V::Stored *>(values);
     const Call c = call;
     const Rounded<KIND> value(c.facts);
     for (int64_t i = a; i < b; i++) {
         const int32_t bits = F::load(x[i]);
         const int32_t code = code_of<KIND, false>(c.facts, bits, int32_t(i), c.key, c.power);
         if (CODES) y[i] = uint8_t(code);
-        z[i] = as_float(value(c.facts, bits, code));
+        z[i] = V::store(value(c.facts, bits, code));
     }
 }
 
-using Loop = void (*)(const Call &, const void *, void *, float *, int64_t, int64_t);
+using Loop = void (*)(const Call &, const void *, void *, void *, int64_t, int64_t);
 
 #define LOOPS_OF(name, F, RANDOM)                                                     \
     {name<F, SIGNED, RANDOM>, name<F, NO_MINUS_ZERO, RANDOM>, name<F, INTEGER, RANDOM>, \
@@ -257,24 +257,31 @@ constexpr Loop LOOPS[3][2][2][5] = {
      {LOOPS_OF(decode, Half, false), LOOPS_OF(decode, Half, false)}},
 };
 
-// [codes too][bfloat16][kind]
-constexpr Loop WITH_VALUES[2][2][5] = {
-    {LOOPS_OF(with_values, Single, false), LOOPS_OF(with_values, Half, false)},
-    {LOOPS_OF(with_values, Single, true), LOOPS_OF(with_values, Half, true)},
+#define VALUES_OF(F, V, CODES)                                                                    \
+    {with_values<F, V, SIGNED, CODES>, with_values<F, V, NO_MINUS_ZERO, CODES>,                   \
+     with_values<F, V, INTEGER, CODES>, with_values<F, V, EXPONENT, CODES>,                       \
+     with_values<F, V, PLAIN, CODES>}
+#define BOTH_OF(F, CODES) {VALUES_OF(F, Single, CODES), VALUES_OF(F, Half, CODES)}
+
+// [codes too][bfloat16][bfloat16 values][kind]
+constexpr Loop WITH_VALUES[2][2][2][5] = {
+    {BOTH_OF(Single, false), BOTH_OF(Half, false)},
+    {BOTH_OF(Single, true), BOTH_OF(Half, true)},
 };
 
 }  // namespace
 
 // `cast`: 0 encodes, 1 rounds to values, 2 decodes. `values` need cast 0 to nearest even: they are
-// written in float32, and the codes too if `target` is not null. `key` is null for nearest even.
+// written in float32, or in bfloat16 if `halves`, and the codes too if `target` is not null. `key` is
+// null for nearest even.
 extern "C" void scaledtensor_cast(int cast, int bfloat16, const Facts *facts, const int32_t *key,
                                   float first, float second, const void *source, void *target,
-                                  float *values, int64_t count, int threads) {
+                                  void *values, int halves, int64_t count, int threads) {
     Call call{*facts, {0, 0}, {first, second}};
     if (key) call.key = {key[0], key[1]};
     const bool plain = !key && facts->nan_code >= 0 && facts->top_code <= facts->max_code;
     const int kind = facts->kind == SIGNED && plain ? PLAIN : facts->kind;
-    const Loop loop = values ? WITH_VALUES[target != nullptr][bfloat16][kind]
+    const Loop loop = values ? WITH_VALUES[target != nullptr][bfloat16][halves][kind]
                              : LOOPS[cast][bfloat16][key != nullptr][kind];
     in_parts(count, 1, threads, [&](int64_t a, int64_t b) {
         loop(call, source, target, values, a, b);

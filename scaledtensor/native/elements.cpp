@@ -41,40 +41,68 @@ void adam(const Adam f, const G *gradient, float *first, float *second, float *p
     }
 }
 
+// Calls `call` with the elements of `x`, which are bfloat16 or float32.
+template <class F> void with_elements(int half, const void *x, F call) {
+    if (half)
+        call(static_cast<const uint16_t *>(x));
+    else
+        call(static_cast<const float *>(x));
+}
+
 }  // namespace
 
 extern "C" void scaledtensor_adam(int half, const Adam *factors, const void *gradient, float *first,
                                   float *second, float *parameter, int64_t count, int threads) {
     const Adam f = *factors;
     in_parts(count, 1, threads, [&](int64_t a, int64_t b) {
-        if (half)
-            adam(f, static_cast<const uint16_t *>(gradient), first, second, parameter, a, b);
-        else
-            adam(f, static_cast<const float *>(gradient), first, second, parameter, a, b);
+        with_elements(half, gradient,
+                      [&](auto *g) { adam(f, g, first, second, parameter, a, b); });
     });
 }
 
-// Rounds the rows of a product times `ratio` to bfloat16, in place if `out` is null. With `bias`, a
-// row, the result is the rounded rows times `kept` plus the bias times `share`, as bfloat16.
-extern "C" void scaledtensor_rounded_rows(float *product, const float *bias, uint16_t *out,
+// Multiplies elements by `factor`: of bfloat16 (`half`) into float32, and of float32 into bfloat16.
+extern "C" void scaledtensor_scaled(int half, const void *source, void *target, float factor,
+                                    int64_t count, int threads) {
+    in_parts(count, 1, threads, [&](int64_t a, int64_t b) {
+        if (half) {
+            const uint16_t *__restrict x = static_cast<const uint16_t *>(source);
+            float *__restrict y = static_cast<float *>(target);
+            for (int64_t i = a; i < b; i++) y[i] = wide(x[i]) * factor;
+        } else {
+            const float *__restrict x = static_cast<const float *>(source);
+            uint16_t *__restrict y = static_cast<uint16_t *>(target);
+            for (int64_t i = a; i < b; i++) y[i] = bfloat16(x[i] * factor);
+        }
+    });
+}
+
+// Rounds the rows of a product times `ratio` to bfloat16, in a float32 product itself if `out` is null.
+// With `bias`, a row, the result is the rounded rows times `kept` plus the bias times `share`, as
+// bfloat16. The product is float32, or bfloat16 if `half`.
+extern "C" void scaledtensor_rounded_rows(int half, void *product, const float *bias, uint16_t *out,
                                           float ratio, float kept, float share, int64_t rows,
                                           int64_t columns, int threads) {
     in_parts(rows, columns, threads, [&](int64_t a, int64_t b) {
-        float *x = product + a * columns;
-        uint16_t *y = out + a * columns;
         const int64_t count = (b - a) * columns;
         if (!out) {
+            float *x = static_cast<float *>(product) + a * columns;
             for (int64_t i = 0; i < count; i++) x[i] = wide(bfloat16(x[i] * ratio));
-        } else if (!bias) {
-            for (int64_t i = 0; i < count; i++) y[i] = bfloat16(x[i] * ratio);
-        } else {
-            for (; a < b; a++, x += columns, y += columns)
-                for (int64_t i = 0; i < columns; i++) {
-                    const float rounded = wide(bfloat16(x[i] * ratio));
-                    // `kept` is a power of two, so a factor of 1 or more rounds nothing.
-                    const float base = kept >= 1 ? rounded * kept : wide(bfloat16(rounded * kept));
-                    y[i] = bfloat16(base + bias[i] * share);
-                }
+            return;
         }
+        uint16_t *y = out + a * columns;
+        with_elements(half, product, [&](auto *x) {
+            x += a * columns;
+            if (!bias)
+                for (int64_t i = 0; i < count; i++) y[i] = bfloat16(wide(x[i]) * ratio);
+            else
+                for (; a < b; a++, x += columns, y += columns)
+                    for (int64_t i = 0; i < columns; i++) {
+                        const float rounded = wide(bfloat16(wide(x[i]) * ratio));
+                        // `kept` is a power of two, so a factor of 1 or more rounds nothing.
+                        const float base =
+                            kept >= 1 ? rounded * kept : wide(bfloat16(rounded * kept));
+                        y[i] = bfloat16(base + bias[i] * share);
+                    }
+        });
     });
 }

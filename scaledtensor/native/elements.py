@@ -8,7 +8,7 @@ from torch import Tensor
 
 from scaledtensor import native
 
-__all__ = ["adam", "rounded_rows"]
+__all__ = ["adam", "rounded_rows", "scaled"]
 
 
 class _Adam(ctypes.Structure):
@@ -42,6 +42,23 @@ def adam(
     return True
 
 
+def scaled(x: Tensor, factor: float, dtype: torch.dtype) -> Tensor | None:
+    """Return elements times `factor` in another dtype, with one rounding; None if the loop did not
+    run. It makes bfloat16 of float32, and float32 of bfloat16, for tensors without gaps."""
+    half = x.dtype is torch.bfloat16
+    wanted = torch.float32 if half else torch.bfloat16
+    if dtype is not wanted or not (half or x.dtype is torch.float32) or not native.takes(x):
+        return None
+    out = torch.empty_like(x, dtype=dtype)
+    # A tensor with gaps gets other strides here.
+    if type(out) is not Tensor or out.stride() != x.stride():
+        return None
+    native.library().scaledtensor_scaled(
+        half, x.data_ptr(), out.data_ptr(), factor, x.numel(), torch.get_num_threads()
+    )
+    return out
+
+
 def rounded_rows(
     product: Tensor,
     ratio: float,
@@ -51,15 +68,18 @@ def rounded_rows(
     *,
     in_place: bool = False,
 ) -> Tensor | None:
-    """Return the rows of a float32 matrix times `ratio`, rounded to bfloat16.
+    """Return the rows of a matrix times `ratio`, rounded to bfloat16. The matrix is float32 or
+    bfloat16.
 
-    With `in_place` the matrix itself gets the rounded numbers. With a float32 `bias` for each
+    With `in_place` a float32 matrix itself gets the rounded numbers. With a float32 `bias` for each
     column, the result is the rounded rows times `kept` plus the bias times `share`, as bfloat16.
     Returns None if the loop did not run.
     """
-    for x in (product,) if bias is None else (product, bias):
-        if not (x.dtype is torch.float32 and x.is_contiguous() and native.takes(x)):
-            return None
+    half = product.dtype is torch.bfloat16 and not in_place
+    if bias is not None and not _takes_rows(bias, False):
+        return None
+    if not _takes_rows(product, half):
+        return None
     out = product if in_place else torch.empty_like(product, dtype=torch.bfloat16)
     places = (
         product.data_ptr(),
@@ -67,6 +87,11 @@ def rounded_rows(
         None if in_place else out.data_ptr(),
     )
     native.library().scaledtensor_rounded_rows(
-        *places, ratio, kept, share, *product.shape, torch.get_num_threads()
+        half, *places, ratio, kept, share, *product.shape, torch.get_num_threads()
     )
     return out
+
+
+def _takes_rows(x: Tensor, half: bool) -> bool:
+    dtype = torch.bfloat16 if half else torch.float32
+    return x.dtype is dtype and x.is_contiguous() and native.takes(x)

@@ -33,6 +33,7 @@ __all__ = [
     "MIN_SCALE",
     "NEAREST",
     "checked_scale",
+    "commutes",
     "is_one",
     "is_power_of_two",
     "larger",
@@ -257,6 +258,17 @@ def is_one(ratio: Amount) -> bool:
     """Whether a ratio of scales is 1. False if reading the ratio would cost time."""
     known = single_of(ratio)
     return isinstance(known, Single) and float(known) == 1
+
+
+#: Products of 8-bit elements and their sums stay float32 and bfloat16 numbers under every power of
+#: two from here to the inverse.
+_TINY = 2.0**-60
+
+
+def commutes(ratio: Any) -> bool:
+    """Whether the bits of a product of 8-bit elements do not depend on the place where a ratio is
+    applied: to an operand, to the sums, or to the rounded result."""
+    return type(ratio) is Single and _TINY < ratio < 1 / _TINY and math.frexp(ratio)[0] == 0.5
 
 
 def times(q: Tensor, ratio: Amount) -> Tensor:

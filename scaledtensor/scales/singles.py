@@ -21,6 +21,7 @@ from torch import Tensor
 
 from scaledtensor import _torch
 from scaledtensor.backends import backend_of
+from scaledtensor.native import elements
 from scaledtensor.scales.forms import Form, program, written
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -406,6 +407,10 @@ def scaled_by(q: Tensor, x: Amount, dtype: torch.dtype | None = None) -> Tensor:
     result, of at least 16 bits; None stands for the dtype that torch gives it."""
     if isinstance(x, Form) and q.dim() and q.is_floating_point() and not _torch.is_transforming():
         return x.times(q, dtype)
+    if dtype is not None and dtype is not q.dtype and type(x) is Single:
+        made = elements.scaled(q, x, dtype)
+        if made is not None:
+            return made
     return multiplied(q, multiplier(x), dtype)
 
 

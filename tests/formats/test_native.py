@@ -107,6 +107,11 @@ def test__codes_with_values__are_those_of_two_casts(name, dtype):
         assert torch.equal(raw(both[0]), raw(codes))
         same_values(both[1], decode(codes, fmt))
         same_values(rounded_values(x, fmt, overflow), both[1])
+        halves = encode_with_values(x, fmt, overflow, torch.bfloat16)
+        assert torch.equal(raw(halves[0]), raw(codes))
+        same_values(halves[1], decode(codes, fmt, torch.bfloat16))
+        same_values(rounded_values(x, fmt, overflow, torch.bfloat16), halves[1])
+        assert rounded_values(x, fmt, overflow, torch.float16) is None
     assert encode_with_values(x[::2], fmt) is None
     with loops.left_out():
         assert rounded_values(x, fmt) is None

@@ -6,7 +6,7 @@ from tensors import gaussian
 
 from scaledtensor import native
 from scaledtensor.formats import BF16
-from scaledtensor.native.elements import adam, rounded_rows
+from scaledtensor.native.elements import adam, rounded_rows, scaled
 from scaledtensor.ops.results import store
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.status())
@@ -60,19 +60,45 @@ def same(a, b):
 
 
 @pytest.mark.parametrize("ratio", [1.0, 2.0**-3, 2.0**100])
-def test__rounded_rows__round_as_a_conversion_does(ratio):
+def test__scaled__is_a_product_and_a_conversion(ratio):
     """The test has every upper half of a float32, with lower halves on, below and above each
-    tie."""
+    tie. All bfloat16 numbers are among them."""
+    narrow = NUMBERS.bfloat16()
+    assert same(scaled(NUMBERS, ratio, torch.bfloat16), (NUMBERS * ratio).bfloat16())
+    assert same(scaled(narrow, ratio, torch.float32), narrow.float() * ratio)
+
+
+def test__scaled__keeps_the_layout_and_leaves_what_it_does_not_read():
+    x = gaussian(8, 16, 32, 4)
+    for dense in (x, x.mT, x.permute(0, 2, 3, 1), x[2:4]):
+        got = scaled(dense, 0.3, torch.bfloat16)
+        assert got.stride() == dense.stride()
+        assert torch.equal(got, (dense * torch.tensor(0.3)).bfloat16())
+    for gaps in (x[:, 1:], x[..., ::2], x[:1].expand(8, -1, -1, -1)):
+        assert scaled(gaps, 0.5, torch.bfloat16) is None
+    for dtype in (torch.float32, torch.float16):
+        assert scaled(x, 0.5, dtype) is None
+    assert scaled(x.double(), 0.5, torch.float32) is None
+    with native.left_out():
+        assert scaled(x, 0.5, torch.bfloat16) is None
+
+
+@pytest.mark.parametrize("ratio", [1.0, 2.0**-3, 2.0**100])
+def test__rounded_rows__round_as_a_conversion_does(ratio):
+    """The test has the same numbers."""
     want = store(NUMBERS * ratio, BF16)
     assert same(rounded_rows(NUMBERS.clone(), ratio), want)
+    narrow = NUMBERS.bfloat16()
+    assert same(rounded_rows(narrow, ratio), narrow * ratio)
     held = NUMBERS.clone()
     assert rounded_rows(held, ratio, in_place=True) is held
     assert same(held, want.float())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("columns", [1, 6, 96, 40_000])
-def test__rounded_rows__add_as_the_operators_do(columns):
-    x, bias = gaussian(3, columns) * 100, gaussian(columns, seed=1)
+def test__rounded_rows__add_as_the_operators_do(columns, dtype):
+    x, bias = (gaussian(3, columns) * 100).to(dtype), gaussian(columns, seed=1)
     got = rounded_rows(x, 0.25, bias, 0.5, 4.0)
     want = store((store(x * 0.25, BF16) * 0.5).float() + bias * 4.0, BF16)
     assert torch.equal(got, want)

@@ -12,6 +12,7 @@ differentiated again runs torch's operators too.
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ from scaledtensor.ops.registry import dispatch, observers
 from scaledtensor.ops.results import HUGE, OVERFLOW, narrowest, store
 from scaledtensor.recipes import Recipe
 from scaledtensor.recipes.casts import Carried, Cast
-from scaledtensor.scales.powers import is_one, quadrature, settle, settle_product
+from scaledtensor.scales.powers import commutes, is_one, quadrature, settle, settle_product
 from scaledtensor.scales.singles import ONE, Single, calculates, multiplier, rms_of, scale_of
 from scaledtensor.tensors import verbs
 from scaledtensor.tensors.tensor import ScaledTensor, is_parameter
@@ -115,7 +116,7 @@ class _Linear(torch.autograd.Function):
         alone = of_bias and not of_x and not of_weight
         kept = (x, of_weight), (weight, of_x), (bias, alone)
         ctx.save_for_backward(*(t if needed else None for t, needed in kept))
-        product = _multiplied(rows, matrix._replace(q=matrix.q.t()))
+        product = _multiplied(rows, matrix._replace(q=matrix.q.t()), bias is None)
         fmt = narrowest([x, weight])
         y = None if bias is None else _plus(product, fmt, bias)
         if y is None:
@@ -171,9 +172,10 @@ def _cast(x: Any, cast: Cast) -> tuple[Any, Side]:
     """Return the cast operand, or None if it stays as it is, and the factor of the product."""
     if x.format == cast.format:
         return None, _factor(x)
-    if isinstance(cast.scale, Carried) and _in_one_pass(x):
+    if isinstance(cast.scale, Carried) and _in_one_pass():
         held = verbs.shifted(x, cast.scale.shift)
-        both = encode_with_values(elements(held), cast.format, OVERFLOW)
+        dtype = product_dtype(x.device)
+        both = encode_with_values(elements(held), cast.format, OVERFLOW, dtype)
         if both is not None:
             codes, values = both
             scale, rms = scale_of(held), rms_of(held)
@@ -196,19 +198,19 @@ def _cast_gradient(grad: Any, cast: Cast) -> Any:
 
 def _gradient_factor(grad: Any, cast: Cast) -> Side:
     """Return the values of the cast gradient. Its codes have no other reader."""
-    if isinstance(cast.scale, Carried) and cast.rounding == "nearest_even" and _in_one_pass(grad):
+    if isinstance(cast.scale, Carried) and cast.rounding == "nearest_even" and _in_one_pass():
         held = verbs.shifted(grad, cast.scale.shift)
-        values = rounded_values(elements(held), cast.format, OVERFLOW)
+        dtype = product_dtype(grad.device)
+        values = rounded_values(elements(held), cast.format, OVERFLOW, dtype)
         if values is not None:
             return Side(_rows(values), scale_of(held), rms_of(held))
     return _factor(_cast_gradient(grad, cast))
 
 
-def _in_one_pass(x: Any) -> bool:
+def _in_one_pass() -> bool:
     """Whether one loop may make the values that products multiply, beside the codes or instead of
     them. It may not if autograd or an observer has to see the cast."""
-    seen = torch.is_grad_enabled() or not is_alone()
-    return not seen and product_dtype(x.device) is torch.float32
+    return is_alone() and not torch.is_grad_enabled()
 
 
 def _in_format(grad: Any, source: Format) -> Any:
@@ -271,9 +273,21 @@ class _Product(NamedTuple):
     ratio: Single = ONE
 
 
-def _multiplied(a: Side, b: Side) -> _Product:
+def _multiplied(a: Side, b: Side, final: bool = True) -> _Product:
+    """Return the product of two matrices. `final` says that no bias follows: then the kernel of a
+    bfloat16 product, which rounds its sums, multiplies them by the ratio first."""
     scale, ratio, rms = settle_product(a.q.shape[1], (a.scale, a.rms), (b.scale, b.rms))
-    return _Product(torch.mm(*multiplied(a.q, b.q)), scale, rms, ratio)
+    x, y = multiplied(a.q, b.q)
+    if final and x.dtype is torch.bfloat16 and commutes(ratio) and not is_one(ratio):
+        q = torch.addmm(_zero(x.device), x, y, beta=0, alpha=ratio)
+        return _Product(q, scale, rms)
+    return _Product(torch.mm(x, y), scale, rms, ratio)
+
+
+@cache
+def _zero(device: torch.device) -> Tensor:
+    """The sum that `torch.addmm` asks for, and that it does not read for a `beta` of 0."""
+    return torch.zeros((), dtype=torch.bfloat16, device=device)
 
 
 def _stored(product: _Product, fmt: Format, target: Format) -> _Product:

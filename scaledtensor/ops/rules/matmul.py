@@ -10,7 +10,6 @@ the machine multiplies faster (`products.dtype`). Both are exact: every E4M3 and
 value of both, and products accumulate in float32.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,10 +33,15 @@ from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.ops.rules import sparse
 from scaledtensor.ops.rules.arithmetic import plus_product
 from scaledtensor.recipes.casts import Carried
-from scaledtensor.scales.powers import is_one, product_of, settle, settle_product
+from scaledtensor.scales.powers import (
+    commutes,
+    is_one,
+    product_of,
+    settle,
+    settle_product,
+)
 from scaledtensor.scales.singles import (
     ONE,
-    Single,
     multiplier,
     rms_of,
     scale_of,
@@ -255,20 +259,13 @@ def _product(matmul: Any, a: Any, b: Any) -> Raw:
     return Raw(q, scale, rms, settled=True)
 
 
-#: Products of 8-bit elements and their sums stay float32 and bfloat16 numbers under every power of
-#: two from here to the inverse. So the bits do not depend on the place where it is applied.
-_TINY = 2.0**-60
-
-
 def _goes_first(ratio: Any, a: Any, b: Any) -> bool:
     """Whether `b` is multiplied by the ratio in place of the product. A weight has fewer elements
     than the product, and nobody else holds the elements that were just decoded from its codes."""
     return (
         isinstance(b, ScaledTensor)
         and b.qdata.itemsize == 1
-        and isinstance(ratio, Single)
-        and _TINY < ratio < 1 / _TINY
-        and math.frexp(ratio)[0] == 0.5
+        and commutes(ratio)
         and b.memo.decoded is None
         and a.dim() > 1 < b.dim()
         and b.shape[-2] < a.shape[-2]
