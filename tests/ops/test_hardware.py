@@ -221,13 +221,15 @@ def test_compiled_code_calls_the_units_too(name, units):
 
 
 def limits_onednn_too_much():
-    """Whether the environment takes from oneDNN the instructions by which torch chose its FP8
-    product: torch asks the CPU alone, and then this product raises an error."""
+    """Whether ONEDNN_MAX_CPU_ISA takes FP8 products from a CPU that has them: after a bfloat16
+    product, torch asks oneDNN for one that oneDNN then refuses."""
     if "ONEDNN_MAX_CPU_ISA" not in os.environ:
         return False
-    x, half = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.full((), 0.5)
+    x, one = torch.ones(512, 512), torch.ones(())
+    x[:128].bfloat16() @ x.bfloat16()
+    codes = x.to(torch.float8_e4m3fn)
     try:
-        REAL_SCALED_MM(x, x.t(), half, half, False)
+        REAL_SCALED_MM(codes[:128], codes.t(), one / 2, one, False)
     except RuntimeError as error:
         return "primitive descriptor" in str(error)
     return False
