@@ -71,15 +71,15 @@ def is_memory(x: Tensor) -> bool:
     )
 
 
-def takes(x: Tensor) -> bool:
-    """Whether loops of the library can read and write `x`, which has enough elements to build the
-    library."""
-    return (
-        type(x) is Tensor
-        and (_found is not None or x.numel() >= WORTH_IT)
-        and is_memory(x)
-        and library() is not None
-    )
+def takes(*operands: Tensor) -> bool:
+    """Whether loops of the library can read and write all these, one of which has enough elements
+    to build the library."""
+    for x in operands:
+        if type(x) is not Tensor or not backend_of(x).host:
+            return False
+    if _found is None and all(x.numel() < WORTH_IT for x in operands):
+        return False
+    return is_memory(operands[0]) and library() is not None
 
 
 _lock = threading.Lock()

@@ -30,7 +30,7 @@ def adam(
         factors: Factors of the elements; see `Adam` in the source.
     """
     held = gradient, first, second, parameter
-    if not all(x.is_contiguous() and native.takes(x) for x in held):
+    if not (native.takes(*held) and all(x.is_contiguous() for x in held)):
         return False
     if gradient.dtype not in (torch.float32, torch.bfloat16):
         return False

@@ -433,17 +433,21 @@ def copied(x: Amount) -> Any:
 
 def put(x: Any, scale: Amount | None = None, rms: Amount | None = None) -> None:
     """Write a scale and an RMS into a ScaledTensor and into its views. None keeps the old one."""
-    given = {"scale": scale, "rms": rms}
     # Both tensors are made before either is written, since one may follow from the other.
-    given = {name: tensor_of(n) if isinstance(n, Form) else n for name, n in given.items()}
-    for name, number in given.items():
-        held = x.__dict__.get(name)
-        if number is None:
-            continue
-        if held is None and isinstance(number, Single):
-            x.__dict__[f"_{name}"].write(number)
-        elif isinstance(number, Single):
-            held.fill_(number)
-        else:
-            written()
-            getattr(x, name).copy_(number)
+    scale = tensor_of(scale) if isinstance(scale, Form) else scale
+    rms = tensor_of(rms) if isinstance(rms, Form) else rms
+    if scale is not None:
+        _put(x, "scale", "_scale", scale)
+    if rms is not None:
+        _put(x, "rms", "_rms", rms)
+
+
+def _put(x: Any, name: str, numbered: str, number: Tensor | Single) -> None:
+    held = x.__dict__.get(name)
+    if isinstance(number, Tensor):
+        written()
+        getattr(x, name).copy_(number)
+    elif held is None:
+        x.__dict__[numbered].write(number)
+    else:
+        held.fill_(number)

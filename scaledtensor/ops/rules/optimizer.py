@@ -29,12 +29,10 @@ from scaledtensor.scales.powers import (
 )
 from scaledtensor.scales.singles import (
     Single,
-    calculates,
+    amounts_of,
     multiplier,
     put,
-    rms_of,
     rounded,
-    scale_of,
 )
 from scaledtensor.tensors.memo import after_write
 from scaledtensor.tensors.sparse import is_sparse
@@ -42,6 +40,8 @@ from scaledtensor.tensors.steps import watch
 from scaledtensor.tensors.tensor import ScaledTensor
 
 Number = float | Tensor
+
+_LARGEST = torch.finfo(torch.float32).max
 
 
 def _gradients(
@@ -116,9 +116,10 @@ def adam(
     decoupled = "adamw" in op._schema.name
     for i, p, g in _gradients(parameters, grads, **options):
         plainly = not amsgrad and (decoupled or not weight_decay)
-        if plainly and _are_numbers(g, p, firsts[i], seconds[i]):
+        known = _amounts(g, p, firsts[i], seconds[i]) if plainly else None
+        if known is not None:
             numbers = float(steps[i]), float(lr), beta1, beta2, weight_decay, eps
-            _adam_elements(g, p, firsts[i], seconds[i], *numbers)
+            _adam_elements((g, p, firsts[i], seconds[i]), known, *numbers)
             continue
         if weight_decay and decoupled:
             _minus(p, p, lr * weight_decay)
@@ -134,30 +135,28 @@ def adam(
     written(parameters, firsts, seconds, largest)
 
 
-def _are_numbers(g: Tensor, *held: Tensor) -> bool:
-    """Whether the host holds all scales as numbers. The gradient may have any compute format; the
-    tensors that are written are whole and in float32."""
-    return (
-        isinstance(g, ScaledTensor)
-        and g.qdata.itemsize > 1
-        and not is_sparse(g)
-        and calculates(g)
-        and all(
+def _amounts(g: Tensor, *held: Tensor) -> list[tuple[Single, Single]] | None:
+    """Return (scale, RMS) of each, if the host holds them as numbers, or else None. The gradient
+    may have any compute format; the tensors that are written are whole and in float32."""
+    if not isinstance(g, ScaledTensor) or g.qdata.itemsize == 1 or is_sparse(g):
+        return None
+    found = [amounts_of(g)]
+    for x in held:
+        if not (
             isinstance(x, ScaledTensor)
-            and x.qdata.dtype == torch.float32
-            and calculates(x)
+            and x.qdata.dtype is torch.float32
             and not x.memo.agreed
             and covers_storage(x.qdata)
-            for x in held
-        )
-    )
+        ):
+            return None
+        found.append(amounts_of(x))
+    numbers = all(type(scale) is Single and type(rms) is Single for scale, rms in found)
+    return found if numbers else None
 
 
 def _adam_elements(
-    g: Any,
-    p: Any,
-    first: Any,
-    second: Any,
+    tensors: tuple[Any, ...],
+    amounts: list[tuple[Single, Single]],
     step: float,
     lr: float,
     beta1: float,
@@ -165,24 +164,29 @@ def _adam_elements(
     weight_decay: float,
     eps: float,
 ) -> None:
-    """Calculate `adam` on elements. Factors are float64 numbers until they multiply elements, so
-    that powers of two beyond the range of float32 cancel first."""
-    gradient, unit, spread = elements(g), float(scale_of(g)), rms_of(g)
+    """Calculate `adam` on the elements of (gradient, parameter, first moment, second moment).
+
+    Factors are float64 numbers until they multiply elements, so that powers of two beyond the range
+    of float32 cancel first.
+    """
+    g, p, first, second = tensors
+    (of_gradient, spread), of_parameter, of_first, of_second = amounts
+    gradient, unit = elements(g), float(of_gradient)
 
     # The expected RMS are the RMS of a lerp and of a sum of squares (`arithmetic`).
     weight, share = 1 - beta1, 1 - beta2
-    rms = quadrature(rms_of(first) * (1 - weight), spread * weight)
-    m, scale = _moved(first, rms)
-    rms_second = rms_of(second) * beta2 + spread.square() * (gaussian_moment(2) * share)
-    v, scale_second = _moved(second, rms_second)
+    rms = quadrature(of_first[1] * (1 - weight), spread * weight)
+    m, scale = _moved(first, of_first, rms)
+    rms_second = of_second[1] * beta2 + spread.square() * (gaussian_moment(2) * share)
+    v, scale_second = _moved(second, of_second, rms_second)
     first.nonnegative, second.nonnegative = False, True
 
     start1, start2 = 1 - beta1**step, 1 - beta2**step
     unit_root = math.sqrt(scale_second / start2)
     expected = quadrature(Single(rounded(math.sqrt(rms_second / start2))), Single(rounded(eps)))
     rate, kept = lr / start1, 1 - lr * weight_decay
-    rms_parameter = quadrature(rms_of(p) * kept, rms / expected * rate)
-    q, scale_parameter = _moved(p, rms_parameter)
+    rms_parameter = quadrature(of_parameter[1] * kept, rms / expected * rate)
+    q, scale_parameter = _moved(p, of_parameter, rms_parameter)
     p.nonnegative = False
 
     to_first, to_second = _finite(unit / scale), _finite(share * unit * unit / scale_second)
@@ -198,12 +202,12 @@ def _adam_elements(
     q.addcdiv_(m, v.sqrt().add_(least), value=by)
 
 
-def _moved(x: Any, rms: Single) -> tuple[Tensor, float]:
+def _moved(x: Any, amounts: tuple[Single, Single], rms: Single) -> tuple[Tensor, float]:
     """Return the elements of `x`, for a change in place to values of RMS `rms`, and their scale.
-    The scale stays unless `settle_in_place` chooses another."""
+    `amounts` are its scale and RMS. The scale stays unless `settle_in_place` chooses another."""
     watch(x)
-    kept = scale_of(x)
-    scale, ratio = settle_in_place(kept, rms_of(x), rms, kept, True)
+    kept, was = amounts
+    scale, ratio = settle_in_place(kept, was, rms, kept, True)
     if scale is not kept:
         x.qdata.mul_(multiplier(ratio))
     put(x, None if scale is kept else scale, rms)
@@ -213,8 +217,7 @@ def _moved(x: Any, rms: Single) -> tuple[Tensor, float]:
 
 def _finite(factor: float) -> Single:
     """Return a factor as a float32 number. The largest one replaces infinity, as 0 * inf is NaN."""
-    largest = torch.finfo(torch.float32).max
-    return Single(rounded(max(min(factor, largest), -largest)))
+    return Single(rounded(max(min(factor, _LARGEST), -_LARGEST)))
 
 
 @rule(aten._fused_sgd_.default, aten._fused_sgd_.tensor_lr)
