@@ -159,7 +159,7 @@ _FUNCTIONS = {
         _word,
     ),
     "scaledtensor_adam": (*(_word, _at, _at, _at, _at, _at, _count, _word),),
-    "scaledtensor_scaled": (_word, _at, _at, _real, _count, _word),
+    "scaledtensor_scaled": (_word, _word, _at, _at, _real, _count, _word),
     "scaledtensor_rounded_rows": (_word, _at, _at, _at, _real, _real, _real, _count, _count, _word),
     "scaledtensor_product": (_at, _word),
     "scaledtensor_rows": (_at, _word),

@@ -41,6 +41,31 @@ void adam(const Adam f, const G *gradient, float *first, float *second, float *p
     }
 }
 
+// Multiplies bfloat16 elements by a power of two, which adds to their exponents. A block with a result
+// that has another exponent field, such as an infinity or a subnormal number, is multiplied as float32.
+void shifted(const uint16_t *__restrict x, uint16_t *__restrict y, float factor, int64_t a,
+             int64_t b) {
+    constexpr int64_t BLOCK = 256;
+    const int32_t power = (as_int(factor) >> 23) - 127;
+    const uint16_t added = uint16_t(power * 128);
+    const uint16_t first = uint16_t(most(1, 1 - power)), last = uint16_t(least(254, 254 - power));
+    const uint16_t span = uint16_t(last - first);
+    const bool normal = power > -127 && first <= last;
+    for (; a < b; a += BLOCK) {
+        const int64_t end = b - a < BLOCK ? b : a + BLOCK;
+        uint16_t other = !normal;
+        for (int64_t i = a; i < end; i++) {
+            const uint16_t size = x[i] & 0x7FFF, field = size >> 7;
+            const uint16_t zero = size == 0 ? 0xFFFF : 0;
+            const uint16_t beyond = uint16_t(field - first) > span ? 0xFFFF : 0;
+            y[i] = uint16_t(x[i] + (added & ~zero));
+            other |= beyond & ~zero;
+        }
+        if (other)
+            for (int64_t i = a; i < end; i++) y[i] = bfloat16(wide(x[i]) * factor);
+    }
+}
+
 // Calls `call` with the elements of `x`, which are bfloat16 or float32.
 template <class F> void with_elements(int half, const void *x, F call) {
     if (half)
@@ -60,11 +85,15 @@ extern "C" void scaledtensor_adam(int half, const Adam *factors, const void *gra
     });
 }
 
-// Multiplies elements by `factor`: of bfloat16 (`half`) into float32, and of float32 into bfloat16.
-extern "C" void scaledtensor_scaled(int half, const void *source, void *target, float factor,
-                                    int64_t count, int threads) {
+// Multiplies elements by `factor`: of bfloat16 if `half`, and into bfloat16 if `halves`. The factor of
+// bfloat16 into bfloat16 is a power of two. There are no loops of float32 into float32.
+extern "C" void scaledtensor_scaled(int half, int halves, const void *source, void *target,
+                                    float factor, int64_t count, int threads) {
     in_parts(count, 1, threads, [&](int64_t a, int64_t b) {
-        if (half) {
+        if (half && halves) {
+            shifted(static_cast<const uint16_t *>(source), static_cast<uint16_t *>(target), factor,
+                    a, b);
+        } else if (half) {
             const uint16_t *__restrict x = static_cast<const uint16_t *>(source);
             float *__restrict y = static_cast<float *>(target);
             for (int64_t i = a; i < b; i++) y[i] = wide(x[i]) * factor;

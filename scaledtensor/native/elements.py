@@ -2,6 +2,7 @@
 library, or on a tensor that it cannot read, and then changes nothing."""
 
 import ctypes
+import math
 
 import torch
 from torch import Tensor
@@ -42,19 +43,30 @@ def adam(
     return True
 
 
+#: PyTorch multiplies fewer elements in less time than a call of the loop takes.
+_MANY = 1 << 14
+
+
 def scaled(x: Tensor, factor: float, dtype: torch.dtype) -> Tensor | None:
-    """Return elements times `factor` in another dtype, with one rounding; None if the loop did not
-    run. It makes bfloat16 of float32, and float32 of bfloat16, for tensors without gaps."""
-    half = x.dtype is torch.bfloat16
-    wanted = torch.float32 if half else torch.bfloat16
-    if dtype is not wanted or not (half or x.dtype is torch.float32) or not native.takes(x):
+    """Return elements times `factor` in `dtype`, with one rounding; None if the loop did not run.
+
+    It makes bfloat16 of float32, and float32 of bfloat16, for tensors without gaps in memory. It
+    multiplies bfloat16 elements by a power of two, in half of PyTorch's time, as it converts
+    nothing.
+    """
+    half, halves = x.dtype is torch.bfloat16, dtype is torch.bfloat16
+    if half and halves:
+        served = math.frexp(factor)[0] == 0.5
+    else:
+        served = (half and dtype is torch.float32) or (halves and x.dtype is torch.float32)
+    if not served or x.numel() < _MANY or not native.takes(x):
         return None
     out = torch.empty_like(x, dtype=dtype)
     # A tensor with gaps gets other strides here.
     if type(out) is not Tensor or out.stride() != x.stride():
         return None
     native.library().scaledtensor_scaled(
-        half, x.data_ptr(), out.data_ptr(), factor, x.numel(), torch.get_num_threads()
+        half, halves, x.data_ptr(), out.data_ptr(), factor, x.numel(), torch.get_num_threads()
     )
     return out
 

@@ -407,8 +407,8 @@ def scaled_by(q: Tensor, x: Amount, dtype: torch.dtype | None = None) -> Tensor:
     result, of at least 16 bits; None stands for the dtype that torch gives it."""
     if isinstance(x, Form) and q.dim() and q.is_floating_point() and not _torch.is_transforming():
         return x.times(q, dtype)
-    if dtype is not None and dtype is not q.dtype and type(x) is Single:
-        made = elements.scaled(q, x, dtype)
+    if type(x) is Single and (q.dtype is torch.bfloat16 or dtype is torch.bfloat16):
+        made = elements.scaled(q, x, dtype or q.dtype)
         if made is not None:
             return made
     return multiplied(q, multiplier(x), dtype)

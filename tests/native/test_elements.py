@@ -68,16 +68,35 @@ def test__scaled__is_a_product_and_a_conversion(ratio):
     assert same(scaled(narrow, ratio, torch.float32), narrow.float() * ratio)
 
 
+@pytest.mark.parametrize("power", [-149, -140, -126, -100, -7, -1, 0, 1, 9, 100, 126, 127])
+@pytest.mark.parametrize("arrangement", ["in order", "apart"])
+def test__scaled__adds_to_the_exponents_of_bfloat16(power, arrangement):
+    """The test has every bfloat16 number: in order, where most blocks have one exponent, and apart,
+    where each block has all kinds of numbers."""
+    numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    if arrangement == "apart":
+        numbers = numbers.view(256, 256).t().contiguous()
+    factor = torch.tensor(2.0, dtype=torch.float64).pow(power).float()
+    got, want = scaled(numbers, float(factor), torch.bfloat16), numbers * factor
+    assert same(got, want)
+    assert torch.equal(got.signbit()[~got.isnan()], want.signbit()[~want.isnan()])
+
+
 def test__scaled__keeps_the_layout_and_leaves_what_it_does_not_read():
-    x = gaussian(8, 16, 32, 4)
-    for dense in (x, x.mT, x.permute(0, 2, 3, 1), x[2:4]):
+    x = gaussian(32, 16, 32, 4)
+    for dense in (x, x.mT, x.permute(0, 2, 3, 1), x[8:24]):
         got = scaled(dense, 0.3, torch.bfloat16)
         assert got.stride() == dense.stride()
         assert torch.equal(got, (dense * torch.tensor(0.3)).bfloat16())
-    for gaps in (x[:, 1:], x[..., ::2], x[:1].expand(8, -1, -1, -1)):
+    for gaps in (x[:, 1:], x[..., ::2], x[:1].expand(32, -1, -1, -1)):
         assert scaled(gaps, 0.5, torch.bfloat16) is None
+    assert scaled(x[0], 0.5, torch.bfloat16) is None
     for dtype in (torch.float32, torch.float16):
         assert scaled(x, 0.5, dtype) is None
+    narrow = x.bfloat16()
+    assert torch.equal(scaled(narrow.mT, 0.5, torch.bfloat16), narrow.mT * 0.5)
+    for factor, given in ((0.3, narrow), (0.5, narrow[0]), (0.5, narrow[:, 1:])):
+        assert scaled(given, factor, torch.bfloat16) is None
     assert scaled(x.double(), 0.5, torch.float32) is None
     with native.left_out():
         assert scaled(x, 0.5, torch.bfloat16) is None
