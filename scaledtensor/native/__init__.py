@@ -145,18 +145,8 @@ _word, _real, _count, _at = ctypes.c_int, ctypes.c_float, ctypes.c_int64, ctypes
 #: The functions of the sources, which describe the arguments.
 _FUNCTIONS = {
     "scaledtensor_cast": (
-        _word,
-        _word,
-        _at,
-        _at,
-        _real,
-        _real,
-        _at,
-        _at,
-        _at,
-        _word,
-        _count,
-        _word,
+        *(_word, _word, _at, _at, _real, _real),
+        *(_at, _at, _at, _word, _count, _word),
     ),
     "scaledtensor_adam": (*(_word, _at, _at, _at, _at, _at, _count, _word),),
     "scaledtensor_scaled": (_word, _word, _at, _at, _real, _count, _word),
