@@ -263,6 +263,8 @@ def _linear(x: Tensor, w: QuantizedTensor) -> Tensor:
         y = _by_units(held, w)
         if y is None:
             held, outer = inputs.factored(held, w.config, w.input_scale)
+            if x.dtype is not torch.bfloat16:  # a bfloat16 product has fewer bits than the result
+                held = held.float()
     if y is None:
         y = multiplied_by(held, w, outer)
     return y.to(x.dtype).view(*batch, w.matrix_shape[0])

@@ -26,12 +26,13 @@ import torch
 from torch import Tensor
 
 from scaledtensor.backends import Codes, units_of
-from scaledtensor.formats import pack, unpack
+from scaledtensor.formats import FP32, pack, unpack
 from scaledtensor.formats.format import Format
 from scaledtensor.ops.algebra import check_dtypes, elements
 from scaledtensor.ops.products.dtype import multiplied, warn_of_emulation
 from scaledtensor.ops.products.quantize import Coded, factors, mixed, quantized, sharing
 from scaledtensor.ops.registry import Raw, rule
+from scaledtensor.ops.results import narrowest
 from scaledtensor.recipes import Recipe
 from scaledtensor.recipes.casts import HADAMARD, Cast, Gemm, parsed_cast, parsed_gemms
 from scaledtensor.scales.powers import settle_product
@@ -175,7 +176,8 @@ def product(a: ScaledTensor, b: ScaledTensor, kept_a: Any, kept_b: Any, gemms: s
     right = _side(b, gemm.right, -2, gemm.hadamard)
     dtype = torch.promote_types(a.dtype, b.dtype)
     scales = (a.scale, a.rms), (b.scale, b.rms)
-    return _raw(left, right, *scales, a.shape[-1], dtype, gemm.fast)
+    wide = narrowest([a, b]) is FP32
+    return _raw(left, right, *scales, a.shape[-1], dtype, gemm.fast, wide)
 
 
 @rule(verbs.product_gradient)
@@ -192,13 +194,14 @@ def product_gradient(
     """r_g rb sqrt(N) for dgrad and r_g ra sqrt(M) for wgrad. Operands are cast for this product."""
     how: Gemm = getattr(parsed_gemms(gemms), gemm)
     own = (grad.scale, grad.rms)
+    wide = narrowest([grad] if other is None else [grad, other]) is FP32
     if gemm == "dgrad":
         left = _side(grad, how.left, -1, how.hadamard)
         right = _other(other, kept, shape, how.right, -1, how.hadamard)
-        return _raw(left, right, own, (scale, rms), grad.shape[-1], grad.dtype, how.fast)
+        return _raw(left, right, own, (scale, rms), grad.shape[-1], grad.dtype, how.fast, wide)
     left = _other(other, kept, shape, how.left, -2, how.hadamard)
     right = _side(grad, how.right, -2, how.hadamard)
-    return _raw(left, right, (scale, rms), own, grad.shape[-2], grad.dtype, how.fast)
+    return _raw(left, right, (scale, rms), own, grad.shape[-2], grad.dtype, how.fast, wide)
 
 
 def _coded(x: ScaledTensor, cast: Cast, dim: int, hadamard: bool) -> Coded:
@@ -243,14 +246,15 @@ def _raw(
     terms: int,
     dtype: torch.dtype,
     fast: bool,
+    wide: bool,
 ) -> Raw:
     """Return the product of two sides. `a` and `b` are their scales and RMS; `terms` is the length
-    of a sum."""
+    of a sum. `wide` says that the result is float32."""
     scale, ratio, rms = settle_product(terms, a, b)
     q = by_units(left, right, ratio, fast)
     if q is None:
         (x, of_x), (y, of_y) = _matrices(left, -1), _matrices(right, -2)
-        x, y = multiplied(x, y)
+        x, y = multiplied(x, y, wide=wide)
         outer = ratio
         for factor in (of_x, of_y):
             if factor is not None:

@@ -86,13 +86,14 @@ def state() -> str:
     return str(product_dtype(torch.device("cpu")))
 
 
-def multiplied(*operands: Tensor) -> tuple[Tensor, ...]:
+def multiplied(*operands: Tensor, wide: bool = False) -> tuple[Tensor, ...]:
     """Return the operands of one product in the dtype in which it is computed.
 
-    It is bfloat16 if all operands are and the device multiplies bfloat16 fast, and else float32.
+    It is bfloat16 if all operands are and the device multiplies bfloat16 fast, and else float32. A
+    `wide` product is float32, because its result keeps more bits than bfloat16 has.
     """
     dtype = operands[0].dtype
-    if dtype == torch.bfloat16 and product_dtype(operands[0].device) != torch.bfloat16:
+    if dtype == torch.bfloat16 and (wide or product_dtype(operands[0].device) != torch.bfloat16):
         dtype = torch.float32
     for q in operands:
         if q.dtype is not dtype or dtype not in (torch.bfloat16, torch.float32):

@@ -116,8 +116,8 @@ class _Linear(torch.autograd.Function):
         alone = of_bias and not of_x and not of_weight
         kept = (x, of_weight), (weight, of_x), (bias, alone)
         ctx.save_for_backward(*(t if needed else None for t, needed in kept))
-        product = _multiplied(rows, matrix._replace(q=matrix.q.t()), bias is None)
         fmt = narrowest([x, weight])
+        product = _multiplied(rows, matrix._replace(q=matrix.q.t()), fmt, bias is None)
         y = None if bias is None else _plus(product, fmt, bias)
         if y is None:
             y = _stored(product, fmt, fmt)
@@ -235,11 +235,12 @@ def _by_elements(
     dx = dw = None
     if weight is not None:
         fmt = narrowest([cast_grad, weight])
-        product = _stored(_multiplied(dy, _factor(weight)), fmt, formats[0])
+        product = _stored(_multiplied(dy, _factor(weight), fmt), fmt, formats[0])
         dx = _tensor(product, (*grad.shape[:-1], weight.shape[1]), fmt, cast_grad, weight)
     if x is not None:
         fmt = narrowest([cast_grad, x])
-        product = _stored(_multiplied(dy._replace(q=dy.q.t()), _factor(x)), fmt, formats[1])
+        product = _multiplied(dy._replace(q=dy.q.t()), _factor(x), fmt)
+        product = _stored(product, fmt, formats[1])
         dw = _tensor(product, product.q.shape, fmt, cast_grad, x)
     return dx, dw
 
@@ -273,11 +274,12 @@ class _Product(NamedTuple):
     ratio: Single = ONE
 
 
-def _multiplied(a: Side, b: Side, final: bool = True) -> _Product:
-    """Return the product of two matrices. `final` says that no bias follows: then the kernel of a
-    bfloat16 product, which rounds its sums, multiplies them by the ratio first."""
+def _multiplied(a: Side, b: Side, fmt: Format, final: bool = True) -> _Product:
+    """Return the product of two matrices, whose result is in `fmt`. `final` says that no bias
+    follows: then the kernel of a bfloat16 product, which rounds its sums, multiplies them by the
+    ratio first."""
     scale, ratio, rms = settle_product(a.q.shape[1], (a.scale, a.rms), (b.scale, b.rms))
-    x, y = multiplied(a.q, b.q)
+    x, y = multiplied(a.q, b.q, wide=fmt is FP32)
     if final and x.dtype is torch.bfloat16 and commutes(ratio) and not is_one(ratio):
         q = torch.addmm(_zero(x.device), x, y, beta=0, alpha=ratio)
         return _Product(q, scale, rms)

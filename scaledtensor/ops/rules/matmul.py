@@ -18,6 +18,7 @@ from torch import Tensor
 
 from scaledtensor import _torch
 from scaledtensor.backends import Units, units_of
+from scaledtensor.formats import FP32
 from scaledtensor.ops.algebra import (
     check_dtypes,
     factor,
@@ -30,6 +31,7 @@ from scaledtensor.ops.algebra import (
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.products.dtype import multiplied, warn_of_emulation
 from scaledtensor.ops.registry import Raw, rule
+from scaledtensor.ops.results import narrowest
 from scaledtensor.ops.rules import sparse
 from scaledtensor.ops.rules.arithmetic import plus_product
 from scaledtensor.recipes.casts import Carried
@@ -242,16 +244,17 @@ def _product(matmul: Any, a: Any, b: Any) -> Raw:
         q = units.scaled(a.qdata, b.qdata, None if behind else tensor_of(ratio), _is_fast(a, b))
         return Raw(scaled_by(q, ratio) if behind else q, scale, rms, settled=True)
     like = first_scaled(a, b)
+    wide = narrowest([t for t in (a, b) if isinstance(t, ScaledTensor)]) is FP32
     if torch.compiler.is_compiling():
         x, y = factor(a, b, like), factor(b, a, like)
-        q = matmul(*multiplied(x.q, y.q))
+        q = matmul(*multiplied(x.q, y.q, wide=wide))
         return Raw(q, product_of(x.scale, y.scale), x.rms * y.rms * k**0.5)
     x, y = side(a, like), side(b, like)
     scale, ratio, rms = settle_product(k, (x.scale, x.rms), (y.scale, y.rms))
     if _goes_first(ratio, a, b):
         y.q.mul_(multiplier(ratio))
         ratio = ONE
-    q = matmul(*multiplied(x.q, y.q))
+    q = matmul(*multiplied(x.q, y.q, wide=wide))
     # The product is a new tensor and changes in place, except in a trace: export would lose track.
     if not is_one(ratio):
         traced = _torch.is_tracing(q)
