@@ -288,6 +288,50 @@ def run(name):
     return [out, x.grad, *(p.grad for p in parameters if p.grad is not None)]
 
 
+IN_FLOAT32 = {
+    "unit": sct.recipes.Unit(activation="fp32"),
+    "current": sct.recipes.Current(activation="fp32"),
+    "by block": sct.recipes.MXFP8(activation="fp32"),
+}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", IN_FLOAT32)
+def test__a_float32_result__is_a_float32_product_on_every_machine(name, compiled, bias):
+    """The format of activations decides it. A bfloat16 product would round the result."""
+
+    def run():
+        torch.manual_seed(0)
+        recipe = IN_FLOAT32[name]
+        layer = scaled_model(nn.Linear(64, 32, bias=bias), recipe)
+        x = sct.scaled(torch.randn(16, 64), "fp32", recipe=recipe).requires_grad_()
+        step = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+        y = step(x)
+        y.backward(sct.scaled(torch.randn(16, 32), "fp32", recipe=recipe))
+        return [y, x.grad, layer.weight.grad]
+
+    with sct.products_in("float32"):
+        wanted = run()
+    with sct.products_in("bfloat16"):
+        got = run()
+    for a, b in zip(got, wanted, strict=True):
+        assert a.format.name == "fp32"
+        assert torch.equal(a.qdata, b.qdata)
+        assert torch.equal(a.scale, b.scale)
+
+
+@pytest.mark.parametrize("rows", [4, 200])  # the loop in C++ takes few rows
+@pytest.mark.parametrize("config", [sct.Dynamic(), sct.Dynamic("int8"), sct.WeightOnly("e4m3fn")])
+def test__a_quantised_float32_layer__has_the_same_result_on_every_machine(config, rows):
+    layer = sct.quantize_(nn.Linear(64, 32), config)
+    x = torch.randn(rows, 64)
+    with sct.products_in("float32"):
+        wanted = layer(x)
+    with sct.products_in("bfloat16"):
+        assert torch.equal(layer(x), wanted)
+
+
 @pytest.mark.filterwarnings("ignore::scaledtensor.errors.RecipeWarning")
 @pytest.mark.parametrize("name", MODELS)
 def test__every_product__is_computed_in_what_was_chosen(name, multiplied):
