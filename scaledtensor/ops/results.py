@@ -47,6 +47,7 @@ __all__ = [
     "dequantized",
     "foreach",
     "is_table",
+    "is_wide",
     "narrowest",
     "saturated",
     "starts_at",
@@ -274,6 +275,11 @@ def narrowest(scaled: Iterable[Any]) -> Format:
         if fmt.storage_dtype.itemsize < found.storage_dtype.itemsize or fmt is BF16:
             found = fmt
     return found
+
+
+def is_wide(*operands: Any) -> bool:
+    """Whether a result of these operands is float32."""
+    return narrowest([x for x in operands if isinstance(x, ScaledTensor)]) is FP32
 
 
 def _appearance(operands: list[Tensor]) -> torch.dtype:

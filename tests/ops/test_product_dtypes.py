@@ -321,6 +321,24 @@ def test__a_float32_result__is_a_float32_product_on_every_machine(name, compiled
         assert torch.equal(a.scale, b.scale)
 
 
+def test__a_float32_convolution__is_computed_in_float32_on_every_machine():
+    recipe = IN_FLOAT32["unit"]
+
+    def run():
+        torch.manual_seed(0)
+        layer = scaled_model(nn.Conv1d(8, 8, 3, padding=1), recipe)
+        x = sct.scaled(torch.randn(2, 8, 16), "fp32", recipe=recipe).requires_grad_()
+        y = layer(x)
+        y.backward(sct.scaled(torch.randn(2, 8, 16), "fp32", recipe=recipe))
+        return [y, x.grad, layer.weight.grad]
+
+    with sct.products_in("float32"):
+        wanted = run()
+    with sct.products_in("bfloat16"):
+        got = run()
+    assert all(torch.equal(a.qdata, b.qdata) for a, b in zip(got, wanted, strict=True))
+
+
 @pytest.mark.parametrize("rows", [4, 200])  # the loop in C++ takes few rows
 @pytest.mark.parametrize("config", [sct.Dynamic(), sct.Dynamic("int8"), sct.WeightOnly("e4m3fn")])
 def test__a_quantised_float32_layer__has_the_same_result_on_every_machine(config, rows):

@@ -26,13 +26,13 @@ import torch
 from torch import Tensor
 
 from scaledtensor.backends import Codes, units_of
-from scaledtensor.formats import FP32, pack, unpack
+from scaledtensor.formats import pack, unpack
 from scaledtensor.formats.format import Format
 from scaledtensor.ops.algebra import check_dtypes, elements
 from scaledtensor.ops.products.dtype import multiplied, warn_of_emulation
 from scaledtensor.ops.products.quantize import Coded, factors, mixed, quantized, sharing
 from scaledtensor.ops.registry import Raw, rule
-from scaledtensor.ops.results import narrowest
+from scaledtensor.ops.results import is_wide
 from scaledtensor.recipes import Recipe
 from scaledtensor.recipes.casts import HADAMARD, Cast, Gemm, parsed_cast, parsed_gemms
 from scaledtensor.scales.powers import settle_product
@@ -176,8 +176,7 @@ def product(a: ScaledTensor, b: ScaledTensor, kept_a: Any, kept_b: Any, gemms: s
     right = _side(b, gemm.right, -2, gemm.hadamard)
     dtype = torch.promote_types(a.dtype, b.dtype)
     scales = (a.scale, a.rms), (b.scale, b.rms)
-    wide = narrowest([a, b]) is FP32
-    return _raw(left, right, *scales, a.shape[-1], dtype, gemm.fast, wide)
+    return _raw(left, right, *scales, a.shape[-1], dtype, gemm.fast, is_wide(a, b))
 
 
 @rule(verbs.product_gradient)
@@ -194,7 +193,7 @@ def product_gradient(
     """r_g rb sqrt(N) for dgrad and r_g ra sqrt(M) for wgrad. Operands are cast for this product."""
     how: Gemm = getattr(parsed_gemms(gemms), gemm)
     own = (grad.scale, grad.rms)
-    wide = narrowest([grad] if other is None else [grad, other]) is FP32
+    wide = is_wide(grad, other)
     if gemm == "dgrad":
         left = _side(grad, how.left, -1, how.hadamard)
         right = _other(other, kept, shape, how.right, -1, how.hadamard)

@@ -36,6 +36,7 @@ from scaledtensor.ops.algebra import (
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.products.dtype import multiplied
 from scaledtensor.ops.registry import Overload, Raw, rule
+from scaledtensor.ops.results import is_wide
 from scaledtensor.ops.rules.reduction import growth
 from scaledtensor.ops.rules.windows import expanded, pairs, share, sym_max
 from scaledtensor.scales.powers import product_of, settle
@@ -90,7 +91,7 @@ def convolution(x: Any, w: Any, bias: Any, *geometry: Any) -> Raw:
     check_dtypes(x, w)
     like = first_scaled(x, w, bias)
     a, b = operand(x, like), operand(w, like)
-    left, right = multiplied(a.q, b.q)
+    left, right = multiplied(a.q, b.q, wide=is_wide(x, w))
     q = aten.convolution.default(left, right, None, *geometry)
     stride, padding, dilation, transposed, _, groups = geometry
     n = terms(x.shape, w.shape, q.shape, stride, padding, dilation, transposed, groups)
@@ -114,7 +115,7 @@ def convolution_backward(
     *geometry, mask = options
     like = first_scaled(g, x, w)
     out, a, b = operand(g, like), operand(x, like), operand(w, like)
-    operands = multiplied(out.q, a.q, b.q)
+    operands = multiplied(out.q, a.q, b.q, wide=is_wide(g, x, w))
     dx, dw, _ = aten.convolution_backward.default(
         *operands, None, *geometry, [mask[0], mask[1], False]
     )

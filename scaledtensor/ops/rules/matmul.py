@@ -18,7 +18,6 @@ from torch import Tensor
 
 from scaledtensor import _torch
 from scaledtensor.backends import Units, units_of
-from scaledtensor.formats import FP32
 from scaledtensor.ops.algebra import (
     check_dtypes,
     factor,
@@ -31,7 +30,7 @@ from scaledtensor.ops.algebra import (
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.products.dtype import multiplied, warn_of_emulation
 from scaledtensor.ops.registry import Raw, rule
-from scaledtensor.ops.results import narrowest
+from scaledtensor.ops.results import is_wide
 from scaledtensor.ops.rules import sparse
 from scaledtensor.ops.rules.arithmetic import plus_product
 from scaledtensor.recipes.casts import Carried
@@ -191,7 +190,7 @@ def grouped_mm(
         q = units.groups(a.qdata, b.qdata, offs, tensor_of(ratio), _is_fast(a, b))
         return Raw(q, scale, rms, settled=True, dtype=out_dtype)
     x, y = operand(a, like), operand(b, like)
-    left, right = multiplied(x.q, y.q)
+    left, right = multiplied(x.q, y.q, wide=is_wide(a, b))
     if not (_is_aligned(left) and _is_aligned(right)):
         left, right = left.float(), right.float()
     groups = offs.shape[0] if a.dim() == b.dim() == 2 and offs is not None else 1
@@ -244,7 +243,7 @@ def _product(matmul: Any, a: Any, b: Any) -> Raw:
         q = units.scaled(a.qdata, b.qdata, None if behind else tensor_of(ratio), _is_fast(a, b))
         return Raw(scaled_by(q, ratio) if behind else q, scale, rms, settled=True)
     like = first_scaled(a, b)
-    wide = narrowest([t for t in (a, b) if isinstance(t, ScaledTensor)]) is FP32
+    wide = is_wide(a, b)
     if torch.compiler.is_compiling():
         x, y = factor(a, b, like), factor(b, a, like)
         q = matmul(*multiplied(x.q, y.q, wide=wide))
