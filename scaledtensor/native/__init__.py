@@ -1,15 +1,15 @@
 """Loops in C++ for eager CPU tensors, built at first use.
 
 `casts.cpp` has casts, and `blocks.cpp` has casts under scales of blocks. `elements.cpp` has loops
-that would take many passes over memory as PyTorch's operators. `products.cpp` multiplies by codes,
-which PyTorch's operators would decode into memory first. `rows.cpp` decodes the rows of a cache of
-keys and values. `steps.cpp` has the steps of optimizers with states in few bits. A call with at
-least `WORTH_IT` elements builds the library, which takes some ten seconds on two CPUs. The compiler
-is the one of `torch.compile`: the environment variable CXX, else g++, clang++ or c++. The library
-is in the user's cache folder, under a name that covers the sources, the flags, the compiler and the
-CPU. `SCALEDTENSOR_NATIVE=0` leaves it out. `status()` describes the library, and
-`scaledtensor.hardware()` prints that. Each caller has the same arithmetic in PyTorch's operators
-too, for machines without a compiler.
+that would take many passes over memory as PyTorch's operators. `numbers.cpp` calculates the scales
+of compiled code. `products.cpp` multiplies by codes, which PyTorch's operators would decode into
+memory first. `rows.cpp` decodes the rows of a cache of keys and values. `steps.cpp` has the steps
+of optimizers with states in few bits. A call with at least `WORTH_IT` elements builds the library,
+which takes some ten seconds on two CPUs. The compiler is the one of `torch.compile`: the
+environment variable CXX, else g++, clang++ or c++. The library is in the user's cache folder, under
+a name that covers the sources, the flags, the compiler and the CPU. `SCALEDTENSOR_NATIVE=0` leaves
+it out. `status()` describes the library, and `scaledtensor.hardware()` prints that. Each caller has
+the same arithmetic in Python or in PyTorch's operators too, for machines without a compiler.
 """
 
 import contextlib
@@ -34,7 +34,17 @@ from torch import Tensor
 from scaledtensor import _torch
 from scaledtensor.backends import backend_of
 
-__all__ = ["PLAIN", "WORTH_IT", "built", "is_memory", "left_out", "library", "status", "takes"]
+__all__ = [
+    "PLAIN",
+    "WORTH_IT",
+    "built",
+    "is_memory",
+    "left_out",
+    "library",
+    "ready",
+    "status",
+    "takes",
+]
 
 #: A call with this number of elements builds the library. Then the library serves all sizes.
 WORTH_IT = 1 << 12
@@ -45,7 +55,9 @@ PLAIN = (Tensor, torch.nn.Parameter)
 VARIABLE = "SCALEDTENSOR_NATIVE"
 _NAMES = tuple(
     f"{name}.cpp"
-    for name in ("blocks", "casts", "elements", "products", "rows", "steps", "weighted")
+    for name in (
+        *("blocks", "casts", "elements", "numbers", "products", "rows", "steps", "weighted"),
+    )
 )
 _SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
 _HEADERS = sorted(Path(__file__).parent.glob("*.h"))
@@ -80,6 +92,11 @@ def takes(*operands: Tensor) -> bool:
     if _found is None and all(x.numel() < WORTH_IT for x in operands):
         return False
     return is_memory(operands[0]) and library() is not None
+
+
+def ready(elements: int) -> bool:
+    """Whether there is a library for work that takes as long as a cast of so many elements."""
+    return (_found is not None or elements >= WORTH_IT) and library() is not None
 
 
 _lock = threading.Lock()
@@ -151,6 +168,10 @@ _FUNCTIONS = {
     "scaledtensor_adam": (*(_word, _at, _at, _at, _at, _at, _count, _word),),
     "scaledtensor_scaled": (_word, _word, _at, _at, _real, _count, _word),
     "scaledtensor_rounded_rows": (_word, _at, _at, _at, _real, _real, _real, _count, _count, _word),
+    "scaledtensor_numbers": (
+        *(_at, _at, _count, _at, _count, _at, _count),
+        *(_at, _count, _at, _at, _count, _at),
+    ),
     "scaledtensor_product": (_at, _word),
     "scaledtensor_rows": (_at, _word),
     "scaledtensor_step": (_at, _count, _word),

@@ -7,18 +7,24 @@ host. Elsewhere they calculate with 0-dim tensors, which waits for no device. In
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from scaledtensor import native
 from scaledtensor.backends import backend_of
+from scaledtensor.native import numbers as loops
 from scaledtensor.scales import _inductor
-from scaledtensor.scales.forms import all_values, is_double
+from scaledtensor.scales.forms import all_values, is_double, parsed_steps
 from scaledtensor.scales.singles import Single, exponential, multiplied, quotient, rounded
 
 __all__ = ["Numbers", "Tensors", "numbers_of"]
+
+aten = torch.ops.aten
 
 
 def _rounds(operation: Callable[[float, float], float]) -> Callable[[Any, Any], Any]:
@@ -169,26 +175,45 @@ def _form(leaves: list[Tensor], steps: str) -> Tensor:
     return made
 
 
-@lru_cache(maxsize=1024)
-def _calculated(
-    steps: str,
-    numbers: tuple[Any, ...],
-    wanted: tuple[int, ...],
-    apart: tuple[int, ...],
-    pairs: tuple[int, ...],
-    together: int,
-) -> tuple[Tensor, ...]:
-    """All numbers of a graph, with a cache. Scales of parameters change in one step of ten. Blocks
-    that share their code have different scales, so the cache holds many entries."""
-    found = all_values(Numbers, numbers, steps)
-    alone = [torch.scalar_tensor(found[n], dtype=_dtype(steps, n)) for n in apart]
-    several = torch.tensor([found[n] for n in wanted], dtype=torch.float32)
-    both = torch.tensor([found[n] for n in pairs], dtype=torch.float32).view(-1, 2)
-    return *(several[start:end] for start, end in _parts(wanted, together)), *alone, *both
+@dataclass(frozen=True)
+class _Layout:
+    """The results of one call of `numbers`: tensors of several numbers each, tensors of one number,
+    and tensors of two."""
+
+    steps: str
+    wanted: tuple[int, ...]
+    apart: tuple[int, ...]
+    pairs: tuple[int, ...]
+    together: int
+
+    @cached_property
+    def wide(self) -> list[int]:
+        """The steps whose numbers are float64 results."""
+        return [n for n in self.apart if is_double(self.steps, n)]
+
+    @cached_property
+    def narrow(self) -> list[int]:
+        """The steps whose numbers are float32 results, in order."""
+        return [*self.wanted, *(n for n in self.apart if n not in self.wide), *self.pairs]
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """How many numbers each float32 result has."""
+        whole, rest = divmod(len(self.wanted), self.together)
+        several = [*[self.together] * whole, *[rest] * (rest > 0)]
+        alone = len(self.apart) - len(self.wide)
+        return [*several, *[1] * alone, *[2] * (len(self.pairs) // 2)]
+
+    def results(self, narrow: Sequence[Tensor], wide: Sequence[Tensor]) -> list[Tensor]:
+        """The results in the order of the operator, from its float32 and its float64 results."""
+        found, doubles = iter(narrow), iter(wide)
+        several = [next(found) for _ in range(0, len(self.wanted), self.together)]
+        alone = [next(doubles) if n in self.wide else next(found).reshape(()) for n in self.apart]
+        return [*several, *alone, *found]
 
 
-def _parts(wanted: Sequence[int], together: int) -> list[tuple[int, int]]:
-    return [(i, min(i + together, len(wanted))) for i in range(0, len(wanted), together)]
+#: A step in Python takes as long as the cast of this number of elements.
+_WORK = 64
 
 
 def _called(
@@ -201,11 +226,75 @@ def _called(
 ) -> list[Tensor]:
     """Calculate several forms whose leaves are on a CPU. Float32 tensors of `together` elements
     hold the numbers of the steps `wanted`. Each step of `apart` has its own tensor, and so have
-    each two steps of `pairs`."""
-    found = _calculated(
-        steps, _numbers(leaves), tuple(wanted), tuple(apart), tuple(pairs), together
-    )
-    return [x.clone() for x in found]  # compiled code may write into the results
+    each two steps of `pairs`. Compiled code may write into the results.
+
+    There is no cache of results: the RMS of parameters change in each step of an optimizer.
+    """
+    layout = _layout(steps, tuple(wanted), tuple(apart), tuple(pairs), together)
+    if native.ready(_WORK * steps.count(";")) and loops.serves(leaves):
+        kinds = tuple([(x.numel(), x.dtype is torch.float64) for x in leaves])
+        narrow, wide = _program(layout, kinds).run(leaves)
+    else:
+        found = all_values(Numbers, _numbers(leaves), steps)
+        narrow, wide = (
+            torch.tensor([found[n] for n in asked], dtype=dtype, device="cpu")
+            for asked, dtype in ((layout.narrow, torch.float32), (layout.wide, torch.float64))
+        )
+    # Results that shared their memory would share a counter of writes too.
+    several: Any = aten.split_with_sizes_copy.default(narrow, layout.sizes)
+    return layout.results(several, aten.unbind_copy.int(wide))
+
+
+#: Blocks that share their code share these too.
+_layout = lru_cache(maxsize=256)(_Layout)
+
+
+@lru_cache(maxsize=256)
+def _program(layout: _Layout, leaves: tuple[tuple[int, bool], ...]) -> loops.Program:
+    """The program of the loop. Each leaf is given as its size, and whether it is float64."""
+    starts = [0, *accumulate(size for size, _ in leaves)]
+    constants, places, made = _flat(layout.steps, starts)
+    narrow, wide = ([places[n] for n in steps] for steps in (layout.narrow, layout.wide))
+    return loops.Program(leaves, constants, made, narrow, wide)
+
+
+def _flat(steps: str, starts: list[int]) -> tuple[list[float], list[int], list[loops.Step]]:
+    """The constants of a program, the place of each step's number, and the steps of the loop."""
+    parsed = parsed_steps(steps)
+    spelled = {p for _, operands in parsed for p in operands if p[0] not in "tds"}
+    constants = {p: starts[-1] + i for i, p in enumerate(sorted(spelled))}
+    first = starts[-1] + len(constants)
+    places: list[int] = []
+    made: list[loops.Step] = []
+
+    def place(operand: str) -> int:
+        if operand[0] in "td":
+            return starts[int(operand[1:])]
+        return places[int(operand[1:])] if operand[0] == "s" else constants[operand]
+
+    def add(operation: str, a: int, b: int, single: bool) -> int:
+        made.append(loops.Step(loops.OPERATIONS.index(operation), a, b, single))
+        return first + len(made) - 1
+
+    for n, (operation, operands) in enumerate(parsed):
+        single = not is_double(steps, n)
+        if operation == "element":
+            leaf, index = operands
+            places.append(place(leaf) + int(float.fromhex(index)))
+            continue
+        given = [place(p) for p in operands]
+        if operation == "quadrature":
+            total = add("square", given[0], given[0], False)
+            for other in given[1:]:
+                total = add("add_square", total, other, False)
+            operation, given = "sqrt", [total]
+        name = _SPELLED.get(operation, operation)
+        places.append(add(name, given[0], given[-1], single))
+    return [float(rounded(float.fromhex(p))) for p in constants], places, made
+
+
+#: Operation of a form -> the operation of the loop that gives the same number.
+_SPELLED = {"product": "mul", "quotient": "div", "after": "same"}
 
 
 def _pair(leaves: list[Tensor], steps: str) -> Tensor:
@@ -245,11 +334,10 @@ def _called_fake(
     pairs: list[int],
     together: int,
 ) -> list[Tensor]:
+    layout = _layout(steps, tuple(wanted), tuple(apart), tuple(pairs), together)
     made = leaves[0].new_empty
-    alone = [made((), dtype=_dtype(steps, n)) for n in apart]
-    parts = _parts(wanted, together)
-    both = [made(2, dtype=torch.float32) for _ in range(len(pairs) // 2)]
-    return [*(made(end - start, dtype=torch.float32) for start, end in parts), *alone, *both]
+    narrow = [made(size, dtype=torch.float32) for size in layout.sizes]
+    return layout.results(narrow, [made((), dtype=torch.float64) for _ in layout.wide])
 
 
 @torch.library.register_fake("scaledtensor::times", lib=_LIBRARY)  # type: ignore[untyped-decorator]

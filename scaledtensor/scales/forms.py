@@ -28,6 +28,7 @@ __all__ = [
     "all_values",
     "is_double",
     "joined",
+    "parsed_steps",
     "program",
     "written",
 ]
@@ -335,7 +336,8 @@ _SINGLE = ("exp", "rsqrt", "quadrature", "power", "ratio", "element", "after")
 
 
 @lru_cache(maxsize=1 << 14)
-def _parsed(steps: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+def parsed_steps(steps: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """The operation and the operands of each step."""
     split = (step.split(" ") for step in steps.rpartition("/")[2].split(";"))
     return tuple((operation, tuple(places)) for operation, *places in split)
 
@@ -362,7 +364,7 @@ def joined(forms: Sequence[tuple[Sequence[Any], str]]) -> tuple[list[Any], str, 
                 leaves.append(leaf)
             return f"{place[0]}{leaves.index(leaf)}"
 
-        for operation, arguments in _parsed(text):
+        for operation, arguments in parsed_steps(text):
             step = " ".join((operation, *map(moved, arguments)))
             places.append(steps.setdefault(step, len(steps)))
         values.append(places)
@@ -378,7 +380,7 @@ def all_values(arithmetic: Any, leaves: Sequence[Any], steps: str) -> list[Any]:
             return leaves[int(place[1:])]
         return found[int(place[1:])] if place[0] == "s" else arithmetic.number(float.fromhex(place))
 
-    for operation, places in _parsed(steps):
+    for operation, places in parsed_steps(steps):
         found.append(OPERATIONS[operation](arithmetic, *map(argument, places)))
     return found
 
@@ -391,7 +393,7 @@ def is_double(steps: str, step: int = -1) -> bool:
 @lru_cache(maxsize=1 << 14)
 def _doubles(steps: str) -> list[bool]:
     found: list[bool] = []
-    for operation, places in _parsed(steps):
+    for operation, places in parsed_steps(steps):
         given = any(p[0] == "d" or (p[0] == "s" and found[int(p[1:])]) for p in places)
         found.append(operation in _DOUBLE or (given and operation not in _SINGLE))
     return found

@@ -1,0 +1,98 @@
+// The numbers of a compiled graph: its scales and expected RMS, which follow from a few others.
+//
+// A program is a list of steps. Each step has the arithmetic of its operation in `scales/forms.py` with
+// the host's numbers (`Numbers` in `scales/formed.py`), which is the reference: tests compare the bits
+// of both. A graph of a large model has thousands of steps, and a step takes a microsecond in Python.
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+namespace {
+
+// `native/numbers.py` has the names in this order.
+enum Operation {
+    MUL, ADD, SUB, DIV, NEG, ABS, SQRT, EXP, RSQRT, LEAST, MOST, SQUARE, ADD_SQUARE, POWER, RATIO, NONZERO,
+    FINITE, SAME
+};
+
+struct Step {
+    int32_t operation;
+    int32_t first, second;  // places of its operands
+    int32_t single;         // whether the result is a float32 number
+};
+
+struct Leaf {
+    int64_t count;  // of its numbers
+    int64_t wide;   // whether they are float64 numbers
+};
+
+constexpr double MIN_SCALE = 0x1p-126, MAX_SCALE = 0x1p127, F32_MAX = 0x1.fffffep+127;
+constexpr int32_t SQRT2_MANTISSA = 0x003504F3;
+constexpr double LEAST_TO_ROUND_UP = SQRT2_MANTISSA * 0x1p-149;
+constexpr double ROOT_HALF = (8388608 + SQRT2_MANTISSA) / 16777216.0;
+
+// `power_of_two_near` of `scales/powers.py`.
+double power_of_two_near(double rms) {
+    if (!(MIN_SCALE < rms && rms < MAX_SCALE)) {
+        if (rms <= MIN_SCALE) return rms >= LEAST_TO_ROUND_UP ? MIN_SCALE : 1.0;
+        return rms == rms ? MAX_SCALE : 1.0;
+    }
+    int exponent;
+    const double significand = std::frexp(rms, &exponent);
+    const double power = std::ldexp(1.0, exponent - (significand < ROOT_HALF));
+    return power > MIN_SCALE ? power : MIN_SCALE;
+}
+
+double root(double x) { return x >= 0 ? std::sqrt(x) : std::numeric_limits<double>::quiet_NaN(); }
+double least(double x, double y) { return x > y ? y : x; }
+double most(double x, double y) { return x < y || y != y ? y : x; }
+
+double result(const Step &step, double x, double y) {
+    switch (step.operation) {
+        case MUL: return x * y;
+        case ADD: return x + y;
+        case SUB: return x - y;
+        case DIV: return x / y;
+        case NEG: return -x;
+        case ABS: return std::fabs(x);
+        case SQRT: return root(x);
+        case EXP: return std::exp(x);
+        case RSQRT: return 1.0 / root(x);
+        case LEAST: return least(x, y);
+        case MOST: return most(x, y);
+        case SQUARE: return x * x;
+        case ADD_SQUARE: return x + y * y;
+        case POWER: return power_of_two_near(float(x));
+        case RATIO: return least(x / y, F32_MAX);
+        case NONZERO: return x == 0 ? 1.0 : x;
+        case FINITE: return std::isfinite(x) ? x : 1.0;
+        default: return x;
+    }
+}
+
+}  // namespace
+
+// The places of leaves come first, then those of constants, then those of steps. Writes the numbers at
+// the places `wanted` into `target`, and those at the places `wide` into `wide_target`.
+extern "C" void scaledtensor_numbers(const void *const *numbers, const Leaf *leaves, int64_t leaf_count,
+                                     const double *constants, int64_t constant_count,
+                                     const Step *steps, int64_t step_count,
+                                     const int32_t *wanted, int64_t wanted_count, float *target,
+                                     const int32_t *wide, int64_t wide_count, double *wide_target) {
+    std::vector<double> values;
+    for (int64_t i = 0; i < leaf_count; i++)
+        for (int64_t n = 0; n < leaves[i].count; n++)
+            values.push_back(leaves[i].wide ? static_cast<const double *>(numbers[i])[n]
+                                            : static_cast<const float *>(numbers[i])[n]);
+    values.insert(values.end(), constants, constants + constant_count);
+    values.reserve(values.size() + step_count);
+    for (int64_t i = 0; i < step_count; i++) {
+        const Step &step = steps[i];
+        const double made = result(step, values[step.first], values[step.second]);
+        values.push_back(step.single ? double(float(made)) : made);
+    }
+    for (int64_t i = 0; i < wanted_count; i++) target[i] = float(values[wanted[i]]);
+    for (int64_t i = 0; i < wide_count; i++) wide_target[i] = values[wide[i]];
+}
