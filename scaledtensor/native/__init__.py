@@ -1,15 +1,16 @@
 """Loops in C++ for eager CPU tensors, built at first use.
 
-`casts.cpp` has casts, and `blocks.cpp` has casts under scales of blocks. `elements.cpp` has loops
-that would take many passes over memory as PyTorch's operators. `numbers.cpp` calculates the scales
-of compiled code. `products.cpp` multiplies by codes, which PyTorch's operators would decode into
-memory first. `rows.cpp` decodes the rows of a cache of keys and values. `steps.cpp` has the steps
-of optimizers with states in few bits. A call with at least `WORTH_IT` elements builds the library,
-which takes some ten seconds on two CPUs. The compiler is the one of `torch.compile`: the
-environment variable CXX, else g++, clang++ or c++. The library is in the user's cache folder, under
-a name that covers the sources, the flags, the compiler and the CPU. `SCALEDTENSOR_NATIVE=0` leaves
-it out. `status()` describes the library, and `scaledtensor.hardware()` prints that. Each caller has
-the same arithmetic in Python or in PyTorch's operators too, for machines without a compiler.
+`casts.cpp` has casts, and `blocks.cpp` has casts under scales of blocks. `adam.cpp` has the fused
+step of Adam. `elements.cpp` has loops that would take many passes over memory as PyTorch's
+operators. `numbers.cpp` calculates the scales of compiled code. `products.cpp` multiplies by codes,
+which PyTorch's operators would decode into memory first. `rows.cpp` decodes the rows of a cache of
+keys and values. `steps.cpp` has the steps of optimizers with states in few bits. A call with at
+least `WORTH_IT` elements builds the library, which takes some ten seconds on two CPUs. The compiler
+is the one of `torch.compile`: the environment variable CXX, else g++, clang++ or c++. The library
+is in the user's cache folder, under a name that covers the sources, the flags, the compiler and the
+CPU. `SCALEDTENSOR_NATIVE=0` leaves it out. `status()` describes the library, and
+`scaledtensor.hardware()` prints that. Each caller has the same arithmetic in Python or in PyTorch's
+operators too, for machines without a compiler.
 """
 
 import contextlib
@@ -56,7 +57,8 @@ VARIABLE = "SCALEDTENSOR_NATIVE"
 _NAMES = tuple(
     f"{name}.cpp"
     for name in (
-        *("blocks", "casts", "elements", "numbers", "products", "rows", "steps", "weighted"),
+        *("adam", "blocks", "casts", "elements", "numbers"),
+        *("products", "rows", "steps", "weighted"),
     )
 )
 _SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
@@ -165,7 +167,7 @@ _FUNCTIONS = {
         *(_word, _word, _at, _at, _real, _real),
         *(_at, _at, _at, _word, _count, _word),
     ),
-    "scaledtensor_adam": (*(_word, _at, _at, _at, _at, _at, _count, _word),),
+    "scaledtensor_adam": (_at, _count, _at, _word),
     "scaledtensor_scaled": (_word, _word, _at, _at, _real, _count, _word),
     "scaledtensor_rounded_rows": (_word, _at, _at, _at, _real, _real, _real, _count, _count, _word),
     "scaledtensor_numbers": (

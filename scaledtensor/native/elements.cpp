@@ -3,7 +3,6 @@
 // Each function has the operations of the rule that calls it, in their order. Without a library the
 // rule runs them one by one in PyTorch.
 
-#include <cmath>
 #include <cstdint>
 
 #include "floats.h"
@@ -12,34 +11,6 @@
 namespace {
 
 inline float wide(float x) { return x; }
-
-// The names are the names of `_adam_elements` in `ops/rules/optimizer.py`.
-struct Adam {
-    float unit;    // of the gradient, to the scale of the first moment
-    float weight;  // of the gradient in the first moment
-    float beta2;
-    float share;  // of the squared gradient in the second moment
-    float eps;
-    float kept;  // of the parameter, after decay
-    float rate;
-};
-
-template <class G>
-void adam(const Adam f, const G *gradient, float *first, float *second, float *parameter, int64_t a,
-          int64_t b) {
-    for (int64_t i = a; i < b; i++) {
-        const float g = wide(gradient[i]), target = g * f.unit, was = first[i];
-        // torch.lerp starts at the nearer end.
-        const float near = std::fma(f.weight, target - was, was);
-        const float far = std::fma(f.weight - 1.0f, target - was, target);
-        const float m = f.weight < 0.5f ? near : far;
-        const float v = std::fma(f.share * g, g, second[i] * f.beta2);
-        const float divisor = std::sqrt(v) + f.eps;
-        first[i] = m;
-        second[i] = v;
-        parameter[i] = parameter[i] * f.kept + f.rate * m / divisor;
-    }
-}
 
 // Multiplies bfloat16 elements by a power of two, which adds to their exponents. A block with a result
 // that has another exponent field, such as an infinity or a subnormal number, is multiplied as float32.
@@ -75,15 +46,6 @@ template <class F> void with_elements(int half, const void *x, F call) {
 }
 
 }  // namespace
-
-extern "C" void scaledtensor_adam(int half, const Adam *factors, const void *gradient, float *first,
-                                  float *second, float *parameter, int64_t count, int threads) {
-    const Adam f = *factors;
-    in_parts(count, 1, threads, [&](int64_t a, int64_t b) {
-        with_elements(half, gradient,
-                      [&](auto *g) { adam(f, g, first, second, parameter, a, b); });
-    });
-}
 
 // Multiplies elements by `factor`: of bfloat16 if `half`, and into bfloat16 if `halves`. The factor of
 // bfloat16 into bfloat16 is a power of two. There are no loops of float32 into float32.

@@ -1,7 +1,6 @@
 """The loops of `elements.cpp`. Each function reports whether it ran. It does not run without a
 library, or on a tensor that it cannot read, and then changes nothing."""
 
-import ctypes
 import math
 
 import torch
@@ -9,38 +8,7 @@ from torch import Tensor
 
 from scaledtensor import native
 
-__all__ = ["adam", "rounded_rows", "scaled"]
-
-
-class _Adam(ctypes.Structure):
-    """The struct `Adam` of the source."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_float)
-        for name in ("unit", "weight", "beta2", "share", "eps", "kept", "rate")
-    )
-
-
-def adam(
-    gradient: Tensor, first: Tensor, second: Tensor, parameter: Tensor, *factors: float
-) -> bool:
-    """Make Adam's step on the elements of a gradient, two states and a parameter, in place.
-
-    Args:
-        gradient: float32 or bfloat16. The others are float32, contiguous and of the same shape.
-        factors: Factors of the elements; see `Adam` in the source.
-    """
-    held = gradient, first, second, parameter
-    if not (native.takes(*held) and all(x.is_contiguous() for x in held)):
-        return False
-    if gradient.dtype not in (torch.float32, torch.bfloat16):
-        return False
-    half = gradient.dtype is torch.bfloat16
-    places = [x.data_ptr() for x in held]
-    native.library().scaledtensor_adam(
-        half, ctypes.byref(_Adam(*factors)), *places, gradient.numel(), torch.get_num_threads()
-    )
-    return True
+__all__ = ["rounded_rows", "scaled"]
 
 
 #: PyTorch multiplies fewer elements in less time than a call of the loop takes.

@@ -9,6 +9,8 @@
 #include <limits>
 #include <vector>
 
+#include "powers.h"
+
 namespace {
 
 // `native/numbers.py` has the names in this order.
@@ -27,23 +29,6 @@ struct Leaf {
     int64_t count;  // of its numbers
     int64_t wide;   // whether they are float64 numbers
 };
-
-constexpr double MIN_SCALE = 0x1p-126, MAX_SCALE = 0x1p127, F32_MAX = 0x1.fffffep+127;
-constexpr int32_t SQRT2_MANTISSA = 0x003504F3;
-constexpr double LEAST_TO_ROUND_UP = SQRT2_MANTISSA * 0x1p-149;
-constexpr double ROOT_HALF = (8388608 + SQRT2_MANTISSA) / 16777216.0;
-
-// `power_of_two_near` of `scales/powers.py`.
-double power_of_two_near(double rms) {
-    if (!(MIN_SCALE < rms && rms < MAX_SCALE)) {
-        if (rms <= MIN_SCALE) return rms >= LEAST_TO_ROUND_UP ? MIN_SCALE : 1.0;
-        return rms == rms ? MAX_SCALE : 1.0;
-    }
-    int exponent;
-    const double significand = std::frexp(rms, &exponent);
-    const double power = std::ldexp(1.0, exponent - (significand < ROOT_HALF));
-    return power > MIN_SCALE ? power : MIN_SCALE;
-}
 
 double root(double x) { return x >= 0 ? std::sqrt(x) : std::numeric_limits<double>::quiet_NaN(); }
 double least(double x, double y) { return x > y ? y : x; }
@@ -91,7 +76,7 @@ extern "C" void scaledtensor_numbers(const void *const *numbers, const Leaf *lea
     for (int64_t i = 0; i < step_count; i++) {
         const Step &step = steps[i];
         const double made = result(step, values[step.first], values[step.second]);
-        values.push_back(step.single ? double(float(made)) : made);
+        values.push_back(step.single ? single(made) : made);
     }
     for (int64_t i = 0; i < wanted_count; i++) target[i] = float(values[wanted[i]]);
     for (int64_t i = 0; i < wide_count; i++) wide_target[i] = values[wide[i]];

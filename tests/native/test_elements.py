@@ -6,47 +6,10 @@ from tensors import gaussian
 
 from scaledtensor import native
 from scaledtensor.formats import BF16
-from scaledtensor.native.elements import adam, rounded_rows, scaled
+from scaledtensor.native.elements import rounded_rows, scaled
 from scaledtensor.ops.results import store
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.status())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("weight", [0.1, 0.7], ids=["from the start", "from the end"])
-@pytest.mark.parametrize("count", [1, 77, 70_000])
-def test__adam__is_the_step_of_operators(dtype, weight, count):
-    """States agree to the last bit. The root that PyTorch takes from MKL is not always the
-    nearest."""
-    unit, beta2, share, eps, kept, rate = 0.25, 0.99, 0.01, 1e-6, 0.999, -1e-2
-    g = gaussian(count, dtype=dtype)
-    first, second, p = (
-        gaussian(count, seed=1),
-        gaussian(count, seed=2).square(),
-        gaussian(count, seed=3),
-    )
-    m, v, q = first.clone(), second.clone(), p.clone()
-    assert adam(g, first, second, p, unit, weight, beta2, share, eps, kept, rate)
-    wide = g.float()
-    m.lerp_(wide * unit, weight)
-    v.mul_(beta2).addcmul_(wide, wide, value=share)
-    near = {"rtol": 2.0**-22, "atol": 1e-8}
-    torch.testing.assert_close(first, m, **near)
-    torch.testing.assert_close(second, v, **near)
-    step = m.double() / (v.double().sqrt() + eps) * rate
-    torch.testing.assert_close(p, (q.double() * kept + step).float(), rtol=0.0, atol=2.0**-21)
-
-
-def test__adam__leaves_what_it_does_not_read():
-    g, held = gaussian(8, 8).double(), [gaussian(8, 8, seed=s) for s in (1, 2, 3)]
-    before = [x.clone() for x in held]
-    factors = (1.0, 0.1, 0.9, 0.1, 1e-8, 1.0, -1.0)
-    assert not adam(g, *held, *factors)
-    assert not adam(g.float().t(), *held, *factors)
-    assert not adam(g.float().to("meta"), *held, *factors)
-    with native.left_out():
-        assert not adam(g.float(), *held, *factors)
-    assert all(map(torch.equal, held, before))
 
 
 EVERY_UPPER_HALF = (torch.arange(1 << 16, dtype=torch.int32) << 16)[:, None]

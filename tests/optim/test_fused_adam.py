@@ -63,8 +63,8 @@ def test__it_is_float32s(monkeypatch):
         plain.weight.grad = g.clone()
         chosen.step()
     ran = []
-    elements = optimizer._adam_elements
-    monkeypatch.setattr(optimizer, "_adam_elements", lambda *a: ran.append(elements(*a)))
+    elements = optimizer._adam_together
+    monkeypatch.setattr(optimizer, "_adam_together", lambda *a: ran.append(elements(*a)))
     weight = trained(gradients(), fused=True)[0]
     assert len(ran) == STEPS  # The operators of the general form do not run.
     torch.testing.assert_close(weight, plain.weight.detach(), rtol=2e-5, atol=1e-7)

@@ -9,12 +9,12 @@ the operators, and one operator on a ScaledTensor costs as much as the elements 
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from scaledtensor.native import elements as native
+from scaledtensor.native import adam as native
 from scaledtensor.ops.algebra import elements, gaussian_moment
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, rule
@@ -114,12 +114,12 @@ def adam(
     """p - lr m / (sqrt(v) + eps) with running means m of g and v of g^2, both corrected for their
     start (Kingma and Ba 2015; decoupled decay: Loshchilov and Hutter 2019)."""
     decoupled = "adamw" in op._schema.name
+    together: list[_Stepped] = []
     for i, p, g in _gradients(parameters, grads, **options):
         plainly = not amsgrad and (decoupled or not weight_decay)
         known = _amounts(g, p, firsts[i], seconds[i]) if plainly else None
         if known is not None:
-            numbers = float(steps[i]), float(lr), beta1, beta2, weight_decay, eps
-            _adam_elements((g, p, firsts[i], seconds[i]), known, *numbers)
+            together.append(_Stepped((g, p, firsts[i], seconds[i]), known, float(steps[i])))
             continue
         if weight_decay and decoupled:
             _minus(p, p, lr * weight_decay)
@@ -132,7 +132,61 @@ def adam(
         step = steps[i].double()
         start1, start2 = 1 - beta1**step, 1 - beta2**step
         _minus(p, first / (second.sqrt() / start2.sqrt()).add_(eps), lr / start1)
+    if together:
+        _adam_together(together, float(lr), beta1, beta2, weight_decay, eps)
     written(parameters, firsts, seconds, largest)
+
+
+class _Stepped(NamedTuple):
+    """A parameter that Adam steps on its elements."""
+
+    tensors: tuple[Any, ...]
+    """The gradient, the parameter, the first moment and the second moment."""
+    amounts: list[tuple[Single, Single]]
+    """The scale and the RMS of each."""
+    step: float
+
+
+def _adam_together(entries: Sequence[_Stepped], *options: float) -> None:
+    """Make Adam's step on the elements of several parameters, in one call of C++ if there is a
+    library. `options` are lr, beta1, beta2, weight_decay and eps."""
+    _, beta1, beta2, *_ = options
+    given: list[native.Parameter] = []
+    served: list[_Stepped] = []
+    starts: dict[float, tuple[float, float]] = {}
+    for entry in entries:
+        gradient, *held = (x.qdata for x in entry.tensors)
+        if not native.serves(gradient, *held):
+            _adam_elements(*entry, *options)
+            continue
+        step = entry.step
+        if step not in starts:
+            starts[step] = 1 - beta1**step, 1 - beta2**step
+        places = gradient.data_ptr(), *(x.data_ptr() for x in held)
+        size = gradient.numel(), gradient.dtype is torch.bfloat16
+        given.append(native.Parameter(*places, *size, *starts[step], *entry.amounts))
+        served.append(entry)
+    growth = gaussian_moment(2) * (1 - beta2)
+    found = native.step(given, native.Options(*options, growth)) if given else ()
+    for entry, made in zip(served, found, strict=True):
+        now = made.of_elements, made.of_first, made.of_second
+        for x, before, after in zip(entry.tensors[1:], entry.amounts[1:], now, strict=True):
+            moved = after.scale != before[0]
+            _changed(x, Single(after.scale) if moved else None, Single(after.rms))
+        _signed(entry.tensors)
+
+
+def _changed(x: Any, scale: Single | None, rms: Single) -> None:
+    """Give a tensor whose elements were written its scale, if that is another one, and its RMS."""
+    watch(x)
+    put(x, scale, rms)
+    after_write(x)
+
+
+def _signed(tensors: tuple[Any, ...]) -> None:
+    """Say which of the tensors that a step of Adam wrote have no negative elements."""
+    _, p, first, second = tensors
+    p.nonnegative, first.nonnegative, second.nonnegative = False, False, True
 
 
 def _amounts(g: Tensor, *held: Tensor) -> list[tuple[Single, Single]] | None:
@@ -164,14 +218,15 @@ def _adam_elements(
     weight_decay: float,
     eps: float,
 ) -> None:
-    """Calculate `adam` on the elements of (gradient, parameter, first moment, second moment).
+    """Calculate `adam` on the elements of (gradient, parameter, first moment, second moment), as
+    `native/adam.cpp` does.
 
     Factors are float64 numbers until they multiply elements, so that powers of two beyond the range
     of float32 cancel first.
     """
     g, p, first, second = tensors
     (of_gradient, spread), of_parameter, of_first, of_second = amounts
-    gradient, unit = elements(g), float(of_gradient)
+    gradient, unit = elements(g).float(), float(of_gradient)
 
     # The expected RMS are the RMS of a lerp and of a sum of squares (`arithmetic`).
     weight, share = 1 - beta1, 1 - beta2
@@ -179,7 +234,6 @@ def _adam_elements(
     m, scale = _moved(first, of_first, rms)
     rms_second = of_second[1] * beta2 + spread.square() * (gaussian_moment(2) * share)
     v, scale_second = _moved(second, of_second, rms_second)
-    first.nonnegative, second.nonnegative = False, True
 
     start1, start2 = 1 - beta1**step, 1 - beta2**step
     unit_root = math.sqrt(scale_second / start2)
@@ -187,14 +241,11 @@ def _adam_elements(
     rate, kept = lr / start1, 1 - lr * weight_decay
     rms_parameter = quadrature(of_parameter[1] * kept, rms / expected * rate)
     q, scale_parameter = _moved(p, of_parameter, rms_parameter)
-    p.nonnegative = False
+    _signed(tensors)
 
     to_first, to_second = _finite(unit / scale), _finite(share * unit * unit / scale_second)
     least = _finite(eps / unit_root)
     by = _finite(-rate * scale / unit_root / scale_parameter)
-    if native.adam(gradient, m, v, q, to_first, weight, beta2, to_second, least, kept, by):
-        return
-    gradient = gradient.float()
     m.lerp_(times(gradient, to_first), weight)
     v.mul_(beta2).addcmul_(gradient, gradient, value=to_second)
     if weight_decay:
@@ -205,13 +256,11 @@ def _adam_elements(
 def _moved(x: Any, amounts: tuple[Single, Single], rms: Single) -> tuple[Tensor, float]:
     """Return the elements of `x`, for a change in place to values of RMS `rms`, and their scale.
     `amounts` are its scale and RMS. The scale stays unless `settle_in_place` chooses another."""
-    watch(x)
     kept, was = amounts
     scale, ratio = settle_in_place(kept, was, rms, kept, True)
     if scale is not kept:
         x.qdata.mul_(multiplier(ratio))
-    put(x, None if scale is kept else scale, rms)
-    after_write(x)
+    _changed(x, None if scale is kept else scale, rms)
     return x.qdata, float(scale)
 
 

@@ -1,0 +1,136 @@
+// A fused step of Adam for all parameters of a group: their scales, their expected RMS and their
+// elements.
+//
+// `_adam_elements` in `ops/rules/optimizer.py` is the reference. It has the same arithmetic, with the
+// numbers of the host and with PyTorch's operators. For a small parameter, the numbers take longer in
+// Python than the elements.
+
+#include <cmath>
+#include <cstdint>
+
+#include "floats.h"
+#include "powers.h"
+#include "threads.h"
+
+namespace {
+
+inline float wide(float x) { return x; }
+
+// The scale and the expected RMS of a tensor.
+struct Amounts {
+    float scale, rms;
+};
+
+// A parameter, with its gradient and its moments. The loop writes the new amounts into the struct.
+struct Parameter {
+    const void *gradient;  // bfloat16 if `half`, else float32
+    float *elements, *first, *second;
+    int64_t count;
+    int64_t half;
+    double start1, start2;  // 1 - beta^step
+    Amounts of_gradient, of_elements, of_first, of_second;
+};
+
+struct Options {
+    double lr, beta1, beta2, weight_decay, eps;
+    double growth;  // of the second moment's RMS, by the square of the gradient's RMS
+};
+
+// What the elements of a parameter are multiplied by.
+struct Factors {
+    float unit;    // of the gradient, to the scale of the first moment
+    float weight;  // of the gradient in the first moment
+    float beta2;
+    float share;  // of the squared gradient in the second moment
+    float eps;
+    float kept;  // of the parameter, after decay
+    float rate;
+};
+
+// `Single.__mul__` by a Python number, `quadrature` and `_finite` of the reference.
+double times(double x, double y) { return single(x * single(y)); }
+double quadrature(double x, double y) { return single(std::sqrt(x * x + y * y)); }
+float finite(double x) {
+    const double below = F32_MAX < x ? F32_MAX : x;
+    return float(-F32_MAX > below ? -F32_MAX : below);
+}
+
+// `settle_in_place`: the scale stays, unless all values were zero or are of another magnitude. Returns
+// the factor that takes the elements to the new scale.
+float settled(Amounts &held, double rms) {
+    const double kept = held.scale, far = 0x1p24;
+    const bool moves = rms > 0 && !(kept / far <= rms && rms <= kept * far);
+    const double scale = held.rms == 0 || moves ? power_of_two_near(rms) : kept;
+    const double ratio = kept / scale;
+    held = {float(scale), float(rms)};
+    return float(F32_MAX < ratio ? F32_MAX : ratio);
+}
+
+void multiply(float *x, float factor, int64_t count, int threads) {
+    if (factor == 1) return;
+    in_parts(count, 1, threads, [&](int64_t a, int64_t b) {
+        for (int64_t i = a; i < b; i++) x[i] *= factor;
+    });
+}
+
+template <class G>
+void step(const Factors f, const G *gradient, float *first, float *second, float *parameter,
+          int64_t a, int64_t b) {
+    for (int64_t i = a; i < b; i++) {
+        const float g = wide(gradient[i]), target = g * f.unit, was = first[i];
+        // torch.lerp starts at the nearer end.
+        const float near = std::fma(f.weight, target - was, was);
+        const float far = std::fma(f.weight - 1.0f, target - was, target);
+        const float m = f.weight < 0.5f ? near : far;
+        const float v = std::fma(f.share * g, g, second[i] * f.beta2);
+        const float divisor = std::sqrt(v) + f.eps;
+        first[i] = m;
+        second[i] = v;
+        parameter[i] = parameter[i] * f.kept + f.rate * m / divisor;
+    }
+}
+
+// The names are those of the reference.
+void stepped(Parameter &p, const Options &o, int threads) {
+    const double unit = p.of_gradient.scale, spread = p.of_gradient.rms;
+    const double weight = 1 - o.beta1, share = 1 - o.beta2;
+
+    const double rms = quadrature(times(p.of_first.rms, 1 - weight), times(spread, weight));
+    multiply(p.first, settled(p.of_first, rms), p.count, threads);
+    const double scale = p.of_first.scale;
+    const double rms_second =
+        single(times(p.of_second.rms, o.beta2) + times(single(spread * spread), o.growth));
+    multiply(p.second, settled(p.of_second, rms_second), p.count, threads);
+    const double scale_second = p.of_second.scale;
+
+    const double unit_root = std::sqrt(scale_second / p.start2);
+    const double root = single(std::sqrt(single(rms_second / single(p.start2))));
+    const double expected = quadrature(root, single(o.eps));
+    const double rate = o.lr / p.start1, kept = 1 - o.lr * o.weight_decay;
+    const double rms_parameter =
+        quadrature(times(p.of_elements.rms, kept), times(single(rms / expected), rate));
+    multiply(p.elements, settled(p.of_elements, rms_parameter), p.count, threads);
+
+    const Factors f = {
+        finite(unit / scale),
+        float(weight),
+        float(o.beta2),
+        finite(share * unit * unit / scale_second),
+        finite(o.eps / unit_root),
+        float(kept),
+        finite(-rate * scale / unit_root / p.of_elements.scale),
+    };
+    in_parts(p.count, 1, threads, [&](int64_t a, int64_t b) {
+        if (p.half)
+            step(f, static_cast<const uint16_t *>(p.gradient), p.first, p.second, p.elements, a, b);
+        else
+            step(f, static_cast<const float *>(p.gradient), p.first, p.second, p.elements, a, b);
+    });
+}
+
+}  // namespace
+
+extern "C" void scaledtensor_adam(Parameter *parameters, int64_t count, const Options *options,
+                                  int threads) {
+    for (int64_t i = 0; i < count; i++) stepped(parameters[i], *options, threads);
+}
