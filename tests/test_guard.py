@@ -571,6 +571,7 @@ def test__shifts__are_part_of_the_recipe():
     first, weight, gradient = recipe.gemms.once
     assert (first.scale.shift, weight.scale.shift, gradient.scale.shift) == (3, 0, -2)
     assert recipe.uncorrected == Unit()
+    assert recipe.uncorrected is recipe.uncorrected  # each product of the weight asks for it
     assert Recipe.from_json('{"recipe": "unit"}') == get("unit")
     kept = sct.scale_model(nn.Linear(8, 8), recipe)
     y = kept(torch.randn(4, 8))

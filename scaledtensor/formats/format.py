@@ -185,6 +185,16 @@ class Format:
         if self.bits > 16 and self.storage_dtype is not torch.float32:
             raise FormatError(f"{self.name}: codes are at most 16 bits, got {self.bits}")
 
+    def __eq__(self, other: object) -> bool:
+        if self is other:  # nearly always; each cast compares formats
+            return True
+        if type(other) is not Format:
+            return NotImplemented
+        return self._key() == other._key()
+
+    def _key(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, f.name) for f in fields(self))
+
     def __hash__(self) -> int:
         # The name is enough: two formats of one name are rarely in one process. Every cast looks
         # the format up in caches, so the hash has to be fast.
@@ -196,7 +206,7 @@ class Format:
     def __reduce__(self) -> tuple[Any, ...]:
         if FORMATS.get(self.name) is self:
             return get, (self.name,)  # so that identity survives pickle and deepcopy
-        return Format, tuple(getattr(self, f.name) for f in fields(self))
+        return Format, self._key()
 
     # These are plain properties, calculated from whole numbers. torch.compile folds them into
     # constants. It would make inputs of the graph out of stored floats, and cannot trace the lock

@@ -14,7 +14,6 @@ tells of them.
 
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -85,7 +84,8 @@ def _agree(spread: list[Any]) -> None:
         device = parts[0].device
         found = of_all_parts(torch.tensor(own, dtype=torch.float64, device=device), groups)
         for part, shifts in zip(parts, found.amax(0).tolist(), strict=True):
-            part.recipe = replace(part.recipe, shifts=tuple(map(int, shifts)))
+            of_inputs, of_gradients = map(int, shifts)
+            part.recipe = part.recipe.with_shifts((of_inputs, of_gradients))
             if part.site is not None:
                 part.site.found = None
 

@@ -217,6 +217,10 @@ OVERFLOW: Overflow = "saturate_finite"
 
 
 def wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
+    if type(raw.rms) is Single and type(raw.q) is Tensor:
+        made = _wrapped_alike(raw, operands)
+        if made is not None:
+            return made
     scaled = [x for x in operands if isinstance(x, ScaledTensor)]
     fmt = raw.format or narrowest(scaled)
     q, rms = raw.q, raw.rms
@@ -249,6 +253,40 @@ def wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
     if raw.towards is not None and torch.compiler.is_compiling():  # only a trace reads it
         note(made, towards=raw.towards)
     return made
+
+
+def _wrapped_alike(raw: Raw, operands: Sequence[Any]) -> ScaledTensor | None:
+    """Return the result of `wrap` in less time, if all operands are ScaledTensors of one format of
+    at least 16 bits, one dtype and one recipe, and the host has the numbers; otherwise None."""
+    first = operands[0]
+    if type(first) is not ScaledTensor:
+        return None
+    fmt, dtype, recipe = first.format, first.dtype, first.recipe
+    storage, q = fmt.storage_dtype, raw.q
+    scale: Any = raw.scale
+    rms: Any = raw.rms
+    if storage.itemsize == 1 or raw.format is not None or raw.dtype is not None:
+        return None
+    for x in operands:
+        if x is first:
+            continue
+        if type(x) is not ScaledTensor or x.format is not fmt or x.dtype is not dtype:
+            return None
+        if x.recipe is not recipe:
+            return None
+    if not raw.settled:
+        held = ONE if scale is None else scale
+        if type(held) is not Single:
+            return None
+        scale, ratio = settle(rms, held)
+        if q.dtype is storage or float(ratio) != 1:  # the elements of an operand are copied
+            q = scaled_by(q, ratio, storage)
+    elif type(scale) is not Single:
+        return None
+    if q.dtype is not storage:
+        q = store(q, fmt)
+    recipe = None if recipe is None else recipe.uncorrected
+    return ScaledTensor.make(q, scale, rms, fmt, dtype, recipe, raw.nonnegative)
 
 
 def store(q: Tensor, fmt: Format) -> Tensor:

@@ -59,11 +59,11 @@ class Numbers:
 
     @staticmethod
     def least(x: float, y: float) -> float:
-        return y if x > y else x
+        return _of_both(y if x > y else x, x, y)
 
     @staticmethod
     def most(x: float, y: float) -> float:
-        return y if x < y or y != y else x
+        return _of_both(y if x < y or y != y else x, x, y)
 
     @staticmethod
     def power(x: float) -> float:
@@ -85,7 +85,12 @@ class Numbers:
 
     @staticmethod
     def otherwise(x: float, condition: bool, number: float) -> float:
-        return Single(number) if condition else x
+        return type(x)(number) if condition else x
+
+
+def _of_both(chosen: float, x: float, y: float) -> float:
+    """One of two operands: a float64 number if one of them is."""
+    return chosen if type(x) is type(y) is Single else float(chosen)
 
 
 class Tensors:

@@ -14,7 +14,7 @@ history. So new measurements need no new compilation, and layers of one shape sh
 import math
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -139,7 +139,7 @@ class Site:
             kept if found is None else found
             for kept, found in zip(recipe.shifts, self.next, strict=True)
         )
-        return replace(recipe, shifts=(of_inputs, of_gradients))
+        return recipe.with_shifts((of_inputs, of_gradients))
 
     def history(self) -> Tensor | None:
         """The amaxes of earlier steps, float32 of shape [3, length + 2]. It is None if no module

@@ -33,8 +33,9 @@ def stepped(held, options):
         step = loop.step
         patch.setattr(loop, "step", lambda *given: runs.append(given) or step(*given))
         amounts = [amounts_of(x) for x in held]
-        entry = optimizer._Stepped(tuple(held), amounts, options.pop("step"))
-        optimizer._adam_together([entry], *options.values())
+        entry = optimizer._Stepped(tuple(held), amounts, options["step"])
+        names = ("lr", "beta1", "beta2", "weight_decay", "eps")
+        optimizer._adam_together([entry], *(options[name] for name in names))
     return len(runs), [(x.qdata, x.scale.item(), x.rms.item(), x.nonnegative) for x in held]
 
 
@@ -51,7 +52,7 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     OPTIONS,
     st.tuples(powers, powers, powers, powers),
@@ -63,13 +64,13 @@ def test__the_loop__is_the_python_code(options, scales, fmt, zero, count):
     """Scales and RMS have the same bits. Of the elements, PyTorch rounds some operations of a step
     in another order, and takes roots that are not always the nearest."""
     ours, theirs = tensors(count, fmt, scales, zero), tensors(count, fmt, scales, zero)
-    runs, made = stepped(ours, dict(options))
+    runs, made = stepped(ours, options)
     assert runs == 1
     with native.left_out():
-        runs, want = stepped(theirs, dict(options))
+        runs, want = stepped(theirs, options)
     assert runs == 0
     for (q, *numbers), (other, *others) in zip(made, want, strict=True):
-        assert numbers == others
+        assert repr(numbers) == repr(others)  # one NaN is not equal to another
         torch.testing.assert_close(q, other, rtol=2.0**-20, atol=2.0**-20, equal_nan=True)
 
 

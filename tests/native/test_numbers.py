@@ -75,7 +75,8 @@ def programs(draw):
             constant = draw(st.floats(2.0**-20, 2.0**20, width=32)).hex()
             count = COUNTS.get(operation) or draw(st.integers(1, 3))
             given = [draw(st.sampled_from([*places, constant])) for _ in range(count)]
-            given[0] = draw(st.sampled_from(places))
+            # `after` orders float32 numbers.
+            given[0] = draw(st.sampled_from(places[:3] if operation == "after" else places))
             steps.append(" ".join((operation, *given)))
         places.append(f"s{len(steps) - 1}")
     return ";".join(steps), len(steps)
@@ -85,7 +86,7 @@ def test__every_operation_of_a_form__has_its_steps():
     assert {*COUNTS, "quadrature", "element"} == set(OPERATIONS)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200)
 @given(programs(), floats, floats, floats, st.floats(), floats, floats)
 def test__the_loop__gives_the_bits_of_the_hosts_numbers(made, a, b, c, wide, first, second):
     steps, count = made

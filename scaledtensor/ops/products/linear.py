@@ -301,7 +301,8 @@ def _stored(product: _Product, fmt: Format, target: Format) -> _Product:
             return product._replace(q=made, ratio=ONE)
     if not is_one(ratio):
         q = q.mul_(multiplier(ratio))
-    return product._replace(q=store(q, fmt), ratio=ONE)
+    q = store(q, fmt)
+    return product._replace(q=q.float() if target is FP32 else q, ratio=ONE)
 
 
 def _plus(product: _Product, fmt: Format, bias: Any) -> _Product | None:

@@ -28,7 +28,6 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -190,7 +189,7 @@ def _look(weight: Any, role: int, x: Any) -> None:
     if fitting != shift:
         shifts = list(weight.recipe.shifts)
         shifts[role] = fitting
-        weight.recipe = replace(weight.recipe, shifts=(shifts[INPUT], shifts[GRADIENT]))
+        weight.recipe = weight.recipe.with_shifts((shifts[INPUT], shifts[GRADIENT]))
         if is_parameter(weight):
             site.found = weight.recipe.shifts
         else:  # a view of the weight, which takes it when this step ends
@@ -382,7 +381,7 @@ def take_over(weight: Any, source: Tensor) -> None:
     if isinstance(source, ScaledTensor) and source.site is not None:
         theirs = source.site.corrected(theirs)
     if isinstance(weight.recipe, Unit) and isinstance(theirs, Unit):
-        weight.recipe = replace(weight.recipe, shifts=theirs.shifts)
+        weight.recipe = weight.recipe.with_shifts(theirs.shifts)
         # A file has no site, and its values have seen steps.
         weight.site.new = isinstance(source, ScaledTensor) and bool(source.site and source.site.new)
         weight.site.forget()
