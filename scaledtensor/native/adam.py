@@ -43,13 +43,13 @@ class Options(ctypes.Structure):
 
 def serves(gradient: Tensor, *held: Tensor) -> bool:
     """Whether the loop can read the elements of a gradient, and write those of a parameter and of
-    two moments."""
+    two moments, if there is a library (`native.ready`)."""
     if gradient.dtype not in (torch.float32, torch.bfloat16):
         return False
     for x in (gradient, *held):
-        if type(x) is not Tensor or not x.is_contiguous():
+        if type(x) is not Tensor or not x.is_cpu or not x.is_contiguous():
             return False
-    return native.takes(gradient, *held)
+    return native.is_memory(gradient)
 
 
 def step(parameters: Sequence[Parameter], options: Options) -> Sequence[Parameter]:

@@ -22,12 +22,14 @@ def scaled(x: Tensor, factor: float, dtype: torch.dtype) -> Tensor | None:
     multiplies bfloat16 elements by a power of two, in half of PyTorch's time, as it converts
     nothing.
     """
+    if x.numel() < _MANY:
+        return None
     half, halves = x.dtype is torch.bfloat16, dtype is torch.bfloat16
     if half and halves:
         served = math.frexp(factor)[0] == 0.5
     else:
         served = (half and dtype is torch.float32) or (halves and x.dtype is torch.float32)
-    if not served or x.numel() < _MANY or not native.takes(x):
+    if not served or not native.takes(x):
         return None
     out = torch.empty_like(x, dtype=dtype)
     # A tensor with gaps gets other strides here.

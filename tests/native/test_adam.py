@@ -127,5 +127,13 @@ def test__it_serves__what_it_reads():
     assert not loop.serves(gradient.t(), *held)
     assert not loop.serves(gradient.to("meta"), *held)
     assert not loop.serves(gradient, held[0].t(), *held[1:])
+
+
+def test__it_runs__only_with_a_library():
+    held = tensors(77)
+    options = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 1e-8}
+    before = [x.clone() for x in held]
     with native.left_out():
-        assert not loop.serves(gradient, *held)
+        runs, made = stepped(held, {"step": 1.0, **options})
+    assert runs == 0
+    assert not any(torch.equal(q, x.qdata) for (q, *_), x in zip(made[1:], before[1:], strict=True))

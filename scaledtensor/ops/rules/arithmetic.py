@@ -41,6 +41,7 @@ from scaledtensor.scales.singles import (
     ONE,
     Amount,
     Single,
+    amounts_of,
     rms_of,
     rounded,
     scale_of,
@@ -78,6 +79,8 @@ def rsub(x: Any, y: Any, alpha: float = 1) -> Raw:
 
 
 def _sum(x: Any, y: Any, alpha: float) -> Raw:
+    if type(x) is type(y) is ScaledTensor and not torch.compiler.is_compiling():
+        return _sum_of_two(x, y, alpha)
     like = first_scaled(x, y)
     a, b = term(x, like), term(y, like)
     held = (a.scale, a.rms), (b.scale, b.rms)
@@ -92,6 +95,18 @@ def _sum(x: Any, y: Any, alpha: float) -> Raw:
         q = torch.add(under(a, x, ratio_a), under(b, y, ratio_b), alpha=alpha)
     positive = a.nonnegative and b.nonnegative and alpha > 0
     return Raw(q, scale, rms, settled=True, nonnegative=positive)
+
+
+def _sum_of_two(x: ScaledTensor, y: ScaledTensor, alpha: float) -> Raw:
+    """The steps of `_sum` that are left in eager code for two ScaledTensors."""
+    scale, first, second, rms = settle_sum(amounts_of(x), amounts_of(y), alpha)
+    p, q = times(elements(x), first), elements(y)
+    if type(second) is Single and float(second) * abs(alpha) < HUGE:
+        made = _added(p, q, float(second) * alpha)
+    else:
+        made = torch.add(p, times(q, second), alpha=alpha)
+    positive = x.nonnegative and y.nonnegative and alpha > 0
+    return Raw(made, scale, rms, settled=True, nonnegative=positive)
 
 
 def _is_one_node(x: Any, y: Any, *ratios: Amount) -> bool:

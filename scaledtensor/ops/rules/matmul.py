@@ -28,7 +28,7 @@ from scaledtensor.ops.algebra import (
     side,
 )
 from scaledtensor.ops.operators import aten
-from scaledtensor.ops.products.dtype import multiplied, warn_of_emulation
+from scaledtensor.ops.products.dtype import multiplied, product_dtype, warn_of_emulation
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.ops.results import is_wide
 from scaledtensor.ops.rules import sparse
@@ -235,7 +235,7 @@ def _is_aligned(x: Tensor) -> bool:
 def _product(matmul: Any, a: Any, b: Any) -> Raw:
     if type(a) is type(b) is ScaledTensor and not torch.compiler.is_compiling():
         p, q = a.qdata, b.qdata
-        if p.dtype is q.dtype is torch.float32 and a.dtype is b.dtype and type(p) is Tensor:
+        if p.dtype is q.dtype and a.dtype is b.dtype and _as_they_are(p):
             return _of_floats(matmul, p, q, amounts_of(a), amounts_of(b))
     check_dtypes(a, b)
     if is_sparse(a) or is_sparse(b):
@@ -266,8 +266,16 @@ def _product(matmul: Any, a: Any, b: Any) -> Raw:
     return Raw(q, scale, rms, settled=True)
 
 
+def _as_they_are(q: Tensor) -> bool:
+    """Whether eager products of elements like `q` with one another are in their dtype."""
+    if type(q) is not Tensor:
+        return False
+    dtype = q.dtype
+    return dtype is torch.float32 or (dtype is torch.bfloat16 and product_dtype(q.device) is dtype)
+
+
 def _of_floats(matmul: Any, p: Tensor, q: Tensor, *amounts: tuple[Any, Any]) -> Raw:
-    """The product of float32 elements. It has the steps of `_product` that are left for them."""
+    """The steps of `_product` that are left for elements that are multiplied as they are."""
     scale, ratio, rms = settle_product(p.shape[-1], *amounts)
     made = matmul(p, q)
     return Raw(made if is_one(ratio) else made.mul_(multiplier(ratio)), scale, rms, settled=True)

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scaledtensor.native import adam as native
+from scaledtensor import native
+from scaledtensor.native import adam as adam_loop
 from scaledtensor.ops.algebra import elements, gaussian_moment
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, rule
@@ -151,12 +152,13 @@ def _adam_together(entries: Sequence[_Stepped], *options: float) -> None:
     """Make Adam's step on the elements of several parameters, in one call of C++ if there is a
     library. `options` are lr, beta1, beta2, weight_decay and eps."""
     _, beta1, beta2, *_ = options
-    given: list[native.Parameter] = []
+    given: list[adam_loop.Parameter] = []
     served: list[_Stepped] = []
     starts: dict[float, tuple[float, float]] = {}
+    ready = native.ready(sum([entry.tensors[1].qdata.numel() for entry in entries]))
     for entry in entries:
         gradient, *held = (x.qdata for x in entry.tensors)
-        if not native.serves(gradient, *held):
+        if not ready or not adam_loop.serves(gradient, *held):
             _adam_elements(*entry, *options)
             continue
         step = entry.step
@@ -164,10 +166,10 @@ def _adam_together(entries: Sequence[_Stepped], *options: float) -> None:
             starts[step] = 1 - beta1**step, 1 - beta2**step
         places = gradient.data_ptr(), *(x.data_ptr() for x in held)
         size = gradient.numel(), gradient.dtype is torch.bfloat16
-        given.append(native.Parameter(*places, *size, *starts[step], *entry.amounts))
+        given.append(adam_loop.Parameter(*places, *size, *starts[step], *entry.amounts))
         served.append(entry)
     growth = gaussian_moment(2) * (1 - beta2)
-    found = native.step(given, native.Options(*options, growth)) if given else ()
+    found = adam_loop.step(given, adam_loop.Options(*options, growth)) if given else ()
     for entry, made in zip(served, found, strict=True):
         now = made.of_elements, made.of_first, made.of_second
         for x, before, after in zip(entry.tensors[1:], entry.amounts[1:], now, strict=True):
