@@ -261,8 +261,8 @@ def _form_of(x: Any, name: str, numbered: str) -> Form:
 
 
 def remembered(function: F) -> F:
-    """A function of numbers with a cache. Eager code calls it in each step, mostly with the numbers
-    of the step before: the RMS of a parameter changes in one step of ten."""
+    """A function of numbers with a cache. Eager code without an optimizer calls it with the same
+    numbers again and again."""
     return typing.cast(F, lru_cache(maxsize=1 << 14)(function))
 
 

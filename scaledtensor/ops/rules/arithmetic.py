@@ -105,8 +105,8 @@ def _sum_of_two(x: ScaledTensor, y: ScaledTensor, alpha: float) -> Raw:
         made = _added(p, q, float(second) * alpha)
     else:
         made = torch.add(p, times(q, second), alpha=alpha)
-    positive = x.nonnegative and y.nonnegative and alpha > 0
-    return Raw(made, scale, rms, settled=True, nonnegative=positive)
+    positive = x.nonnegative and y.nonnegative
+    return Raw(made, scale, rms, settled=True, nonnegative=positive and alpha > 0)
 
 
 def _is_one_node(x: Any, y: Any, *ratios: Amount) -> bool:
