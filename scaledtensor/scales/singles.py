@@ -263,7 +263,7 @@ def _form_of(x: Any, name: str, numbered: str) -> Form:
 def remembered(function: F) -> F:
     """A function of numbers with a cache. Eager code without an optimizer calls it with the same
     numbers again and again."""
-    return typing.cast(F, lru_cache(maxsize=1 << 14)(function))
+    return typing.cast(F, lru_cache(maxsize=1 << 10)(function))
 
 
 def tensor_of(x: Amount) -> Tensor:
