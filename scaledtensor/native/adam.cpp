@@ -36,7 +36,7 @@ struct Options {
     double growth;  // of the second moment's RMS, by the square of the gradient's RMS
 };
 
-// What the elements of a parameter are multiplied by.
+// The factors of the elements of a parameter.
 struct Factors {
     float unit;    // of the gradient, to the scale of the first moment
     float weight;  // of the gradient in the first moment
@@ -90,7 +90,7 @@ void step(const Factors f, const G *gradient, float *first, float *second, float
     }
 }
 
-// The names are those of the reference.
+// The reference has the same names.
 void stepped(Parameter &p, const Options &o, int threads) {
     const double unit = p.of_gradient.scale, spread = p.of_gradient.rms;
     const double weight = 1 - o.beta1, share = 1 - o.beta2;

@@ -10,10 +10,7 @@ from torch import Tensor
 from scaledtensor import native
 from scaledtensor.backends import backend_of
 
-__all__ = ["AMOUNTS", "Options", "Parameter", "serves", "step"]
-
-#: The scales and RMS of a `Parameter`: of the gradient, the parameter and the two moments.
-AMOUNTS = ("of_gradient", "of_elements", "of_first", "of_second")
+__all__ = ["Options", "Parameter", "serves", "step"]
 
 
 class _Amounts(ctypes.Structure):
@@ -29,7 +26,7 @@ class Parameter(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("gradient", "elements", "first", "second")),
         *((name, ctypes.c_int64) for name in ("count", "half")),
         *((name, ctypes.c_double) for name in ("start1", "start2")),
-        *((name, _Amounts) for name in AMOUNTS),
+        *((f"of_{name}", _Amounts) for name in ("gradient", "elements", "first", "second")),
     )
 
 

@@ -59,8 +59,8 @@ double result(const Step &step, double x, double y) {
 
 }  // namespace
 
-// The places of leaves come first, then those of constants, then those of steps. Writes the numbers at
-// the places `wanted` into `target`, and those at the places `wide` into `wide_target`.
+// The numbers of the leaves have the first places, then come the constants, then the results of steps.
+// Writes the numbers at the places `wanted` into `target`, and at the places `wide` into `wide_target`.
 extern "C" void scaledtensor_numbers(const void *const *numbers, const Leaf *leaves, int64_t leaf_count,
                                      const double *constants, int64_t constant_count,
                                      const Step *steps, int64_t step_count,
