@@ -169,6 +169,8 @@ _FUNCTIONS = {
     ),
     "scaledtensor_adam": (_at, _count, _at, _word),
     "scaledtensor_scaled": (_word, _word, _at, _at, _real, _count, _word),
+    "scaledtensor_magnitudes": (_word, _at, _count, _at),
+    "scaledtensor_within": (_word, _at, _count, _real),
     "scaledtensor_rounded_rows": (_word, _at, _at, _at, _real, _real, _real, _count, _count, _word),
     "scaledtensor_numbers": (
         *(_at, _at, _count, _at, _count, _at, _count),
@@ -181,7 +183,11 @@ _FUNCTIONS = {
     "scaledtensor_blocks": (_at, _word),
 }
 #: The results of functions that return something.
-_RESULTS = {"scaledtensor_blocks": _word}
+_RESULTS = {
+    "scaledtensor_blocks": _word,
+    "scaledtensor_magnitudes": _real,
+    "scaledtensor_within": _count,
+}
 
 
 def _compiler() -> list[str] | None:

@@ -37,6 +37,45 @@ void shifted(const uint16_t *__restrict x, uint16_t *__restrict y, float factor,
     }
 }
 
+// The largest magnitude, and the sum of squares. Squares are float32 numbers, and so are sums of 64 of
+// them. An infinity or a NaN shows in the largest magnitude.
+template <class X> float magnitudes(const X *x, int64_t count, double *squares) {
+    constexpr int64_t LANES = 16, BLOCK = 64 * LANES;
+    int32_t largest = 0;
+    double total = 0;
+    for (int64_t a = 0; a < count; a += BLOCK) {
+        const int64_t whole = count - a < BLOCK ? (count - a) / LANES : 64;
+        float sums[LANES] = {};
+        for (int64_t i = 0; i < whole; i++)
+            for (int64_t j = 0; j < LANES; j++) {
+                const float value = wide(x[a + i * LANES + j]);
+                largest = most(largest, as_int(value) & 0x7FFFFFFF);
+                sums[j] += value * value;
+            }
+        for (int64_t j = 0; j < LANES; j++) total += sums[j];
+        for (int64_t i = a + whole * LANES; i < count && i < a + BLOCK; i++) {
+            const float value = wide(x[i]);
+            largest = most(largest, as_int(value) & 0x7FFFFFFF);
+            total += value * value;
+        }
+    }
+    *squares = total;
+    return as_float(largest);
+}
+
+// The number of magnitudes up to `limit`, whose bits are compared.
+template <class X> int64_t within(const X *x, int64_t count, float limit) {
+    const int32_t last = as_int(limit);
+    int64_t found = 0;
+    for (int64_t a = 0; a < count; a += 4096) {
+        const int64_t end = a + 4096 < count ? a + 4096 : count;
+        int32_t few = 0;
+        for (int64_t i = a; i < end; i++) few += (as_int(wide(x[i])) & 0x7FFFFFFF) <= last;
+        found += few;
+    }
+    return found;
+}
+
 // Calls `call` with the elements of `x`, which are bfloat16 or float32.
 template <class F> void with_elements(int half, const void *x, F call) {
     if (half)
@@ -96,4 +135,18 @@ extern "C" void scaledtensor_rounded_rows(int half, void *product, const float *
                     }
         });
     });
+}
+
+// Returns the largest magnitude of finite elements, else an infinity or a NaN. Threads would change the
+// order of the additions.
+extern "C" float scaledtensor_magnitudes(int half, const void *source, int64_t count, double *squares) {
+    float largest = 0;
+    with_elements(half, source, [&](auto *x) { largest = magnitudes(x, count, squares); });
+    return largest;
+}
+
+extern "C" int64_t scaledtensor_within(int half, const void *source, int64_t count, float limit) {
+    int64_t found = 0;
+    with_elements(half, source, [&](auto *x) { found = within(x, count, limit); });
+    return found;
 }

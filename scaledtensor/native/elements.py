@@ -1,6 +1,7 @@
 """The loops of `elements.cpp`. Each function reports whether it ran. It does not run without a
 library, or on a tensor that it cannot read, and then changes nothing."""
 
+import ctypes
 import math
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from scaledtensor import native
 
-__all__ = ["rounded_rows", "scaled"]
+__all__ = ["magnitudes", "rounded_rows", "scaled", "within"]
 
 
 #: PyTorch multiplies fewer elements in less time than a call of the loop takes.
@@ -77,3 +78,38 @@ def rounded_rows(
 def _takes_rows(x: Tensor, half: bool) -> bool:
     dtype = torch.bfloat16 if half else torch.float32
     return x.dtype is dtype and x.is_contiguous() and native.takes(x)
+
+
+# --- statistics ------------------------------------------------------------------------------
+
+
+def magnitudes(x: Tensor) -> tuple[float, float] | None:
+    """Return the largest magnitude of `x` and the sum of its squares; None if the loop did not run.
+    If an element is not finite, the largest magnitude is not finite."""
+    if not _is_read(x):
+        return None
+    squares = ctypes.c_double()
+    largest = native.library().scaledtensor_magnitudes(
+        x.dtype is torch.bfloat16, x.data_ptr(), x.numel(), ctypes.byref(squares)
+    )
+    return largest, squares.value
+
+
+def within(x: Tensor, limit: float) -> int | None:
+    """Return the number of magnitudes up to `limit`, which is not negative; None if the loop did
+    not run."""
+    if not _is_read(x):
+        return None
+    found: int = native.library().scaledtensor_within(
+        x.dtype is torch.bfloat16, x.data_ptr(), x.numel(), limit
+    )
+    return found
+
+
+def _is_read(x: Tensor) -> bool:
+    return (
+        x.dtype in (torch.float32, torch.bfloat16)
+        and not torch.compiler.is_compiling()
+        and native.takes(x)
+        and x.is_contiguous()
+    )

@@ -6,7 +6,7 @@ from tensors import gaussian
 
 from scaledtensor import native
 from scaledtensor.formats import BF16
-from scaledtensor.native.elements import rounded_rows, scaled
+from scaledtensor.native.elements import magnitudes, rounded_rows, scaled, within
 from scaledtensor.ops.results import store
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.status())
@@ -88,3 +88,46 @@ def test__rounded_rows__add_as_the_operators_do(columns, dtype):
     assert rounded_rows(x, 0.25, bias.double()) is None
     with native.left_out():
         assert rounded_rows(x, 0.25) is None
+
+
+COUNTS = [1, 15, 16, 17, 1023, 1024, 1041, 70_000]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("size", [2.0**-40, 1.0, 2.0**39])
+def test__magnitudes__are_the_largest_and_the_sum_of_squares(dtype, count, size):
+    x = (gaussian(count) * size).to(dtype)
+    largest, squares = magnitudes(x)
+    wide = x.double()
+    assert largest == wide.abs().max()
+    assert squares == pytest.approx(float(wide.square().sum()), rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("place", [0, 5, 1023, 1029, 2049])
+@pytest.mark.parametrize("other", [torch.inf, -torch.inf, torch.nan])
+def test__magnitudes__show_what_is_not_finite(dtype, place, other):
+    x = gaussian(2050, dtype=dtype)
+    x[place] = other
+    largest, _ = magnitudes(x)
+    assert not torch.tensor(largest).isfinite()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [*COUNTS, 4096, 4097])
+@pytest.mark.parametrize("limit", [0.0, 2.0**-9, 0.5, 1.0, 2.0**127])
+def test__within__counts_magnitudes_up_to_a_limit(dtype, count, limit):
+    x = gaussian(count, dtype=dtype)
+    x[::3] = torch.tensor([0.0, -0.0, limit, -limit]).repeat(count)[: x[::3].numel()]
+    assert within(x, limit) == int((x.abs() <= limit).sum())
+
+
+def test__statistics__leave_what_they_do_not_read():
+    x = gaussian(8, 8)
+    for other in (x.double(), x.t(), x.to("meta"), x.half()):
+        assert magnitudes(other) is None
+        assert within(other, 1.0) is None
+    with native.left_out():
+        assert magnitudes(x) is None
+        assert within(x, 1.0) is None

@@ -47,6 +47,7 @@ from scaledtensor.scales.measure import (
     beyond,
     rounds_to_zero,
     underflowed,
+    within,
 )
 from scaledtensor.tensors import verbs
 from scaledtensor.tensors.site import GRADIENT, INPUT, Seen, Site
@@ -314,7 +315,7 @@ def _tell(
     if role == GRADIENT or "vanished" in _told:  # gradients have no smallest value that matters
         return
     least = rounds_to_zero(fmt) * factor
-    if _share((q.abs() <= least).sum(), q) <= _VANISHED:  # in one pass: this counts zeros too
+    if least < 0 or within(q, least) <= _VANISHED * q.numel():  # this counts zeros too
         return
     vanished = _share(underflowed(q.abs(), fmt, factor), q)
     if vanished > _VANISHED and largest > least * 2.0**8:
