@@ -37,27 +37,20 @@ void shifted(const uint16_t *__restrict x, uint16_t *__restrict y, float factor,
     }
 }
 
-// The largest magnitude, and the sum of squares. Squares are float32 numbers, and so are sums of 64 of
-// them. An infinity or a NaN shows in the largest magnitude.
+// The largest magnitude, and the sum of squares. Squares are float32 numbers, and so are the sums of a
+// block. An infinity or a NaN shows in the largest magnitude.
 template <class X> float magnitudes(const X *x, int64_t count, double *squares) {
-    constexpr int64_t LANES = 16, BLOCK = 64 * LANES;
+    constexpr int64_t BLOCK = 1024;
     int32_t largest = 0;
     double total = 0;
     for (int64_t a = 0; a < count; a += BLOCK) {
-        const int64_t whole = count - a < BLOCK ? (count - a) / LANES : 64;
-        float sums[LANES] = {};
-        for (int64_t i = 0; i < whole; i++)
-            for (int64_t j = 0; j < LANES; j++) {
-                const float value = wide(x[a + i * LANES + j]);
-                largest = most(largest, as_int(value) & 0x7FFFFFFF);
-                sums[j] += value * value;
-            }
-        for (int64_t j = 0; j < LANES; j++) total += sums[j];
-        for (int64_t i = a + whole * LANES; i < count && i < a + BLOCK; i++) {
-            const float value = wide(x[i]);
-            largest = most(largest, as_int(value) & 0x7FFFFFFF);
-            total += value * value;
-        }
+        const int64_t end = a + BLOCK < count ? a + BLOCK : count;
+        for (int64_t i = a; i < end; i++)
+            largest = most(largest, as_int(wide(x[i])) & 0x7FFFFFFF);
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = a; i < end; i++) sum += wide(x[i]) * wide(x[i]);
+        total += sum;
     }
     *squares = total;
     return as_float(largest);
