@@ -101,10 +101,9 @@ def _sum_of_two(x: ScaledTensor, y: ScaledTensor, alpha: float) -> Raw:
     """The steps of `_sum` that are left in eager code for two ScaledTensors."""
     scale, first, second, rms = settle_sum(amounts_of(x), amounts_of(y), alpha)
     p, q = times(elements(x), first), elements(y)
-    if type(second) is Single and float(second) * abs(alpha) < HUGE:
-        made = _added(p, q, float(second) * alpha)
-    else:
-        made = torch.add(p, times(q, second), alpha=alpha)
+    if type(second) is not Single or not float(second) * abs(alpha) < HUGE:
+        q, second = times(q, second), ONE
+    made = _added(p, q, float(second) * alpha)
     positive = x.nonnegative and y.nonnegative
     return Raw(made, scale, rms, settled=True, nonnegative=positive and alpha > 0)
 
