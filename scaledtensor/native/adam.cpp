@@ -14,8 +14,6 @@
 
 namespace {
 
-inline float wide(float x) { return x; }
-
 // The scale and the expected RMS of a tensor.
 struct Amounts {
     float scale, rms;

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from scaledtensor import native
-from scaledtensor.backends import backend_of
 
 __all__ = ["Options", "Parameter", "serves", "step"]
 
@@ -41,13 +40,12 @@ class Options(ctypes.Structure):
 
 def serves(gradient: Tensor, *held: Tensor) -> bool:
     """Whether the loop can read the elements of a gradient, and write the elements of a parameter
-    and its two moments, if there is a library (`native.ready`)."""
-    if gradient.dtype not in (torch.float32, torch.bfloat16):
-        return False
-    for x in (gradient, *held):
-        if type(x) is not Tensor or not x.is_contiguous() or not backend_of(x).host:
-            return False
-    return native.is_memory(gradient)
+    and its two moments."""
+    return (
+        gradient.dtype in (torch.float32, torch.bfloat16)
+        and native.takes(gradient, *held)
+        and all(x.is_contiguous() for x in (gradient, *held))
+    )
 
 
 def step(parameters: Sequence[Parameter], options: Options) -> Sequence[Parameter]:

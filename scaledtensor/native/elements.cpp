@@ -10,8 +10,6 @@
 
 namespace {
 
-inline float wide(float x) { return x; }
-
 // Multiplies bfloat16 elements by a power of two, which adds to their exponents. A block with a result
 // that has another exponent field, such as an infinity or a subnormal number, is multiplied as float32.
 void shifted(const uint16_t *__restrict x, uint16_t *__restrict y, float factor, int64_t a,

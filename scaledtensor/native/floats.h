@@ -14,7 +14,8 @@ inline int32_t as_int(float x) { int32_t y; std::memcpy(&y, &x, 4); return y; }
 inline int32_t least(int32_t a, int32_t b) { return a < b ? a : b; }
 inline int32_t most(int32_t a, int32_t b) { return a > b ? a : b; }
 
-// The value of a bfloat16.
+// The value of a bfloat16, and of a float32 number.
+inline float wide(float x) { return x; }
 inline float wide(uint16_t x) { return as_float(uint32_t(x) << 16); }
 
 // Rounds to the nearest bfloat16, ties to even. Every NaN becomes the same NaN, as in PyTorch.

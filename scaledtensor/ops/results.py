@@ -16,6 +16,7 @@ from scaledtensor import _torch
 from scaledtensor.errors import DTypeError, MissingRuleError, SaturationWarning, ShapeError
 from scaledtensor.formats import BF16, FP32, Format, encode
 from scaledtensor.formats.bits import Overflow
+from scaledtensor.recipes import Recipe
 from scaledtensor.scales.forms import Form, program
 from scaledtensor.scales.powers import is_one, larger, settle, settle_in_place
 from scaledtensor.scales.singles import (
@@ -217,12 +218,7 @@ OVERFLOW: Overflow = "saturate_finite"
 
 
 def wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
-    if type(raw.rms) is Single and type(raw.q) is Tensor:
-        made = _wrapped_alike(raw, operands)
-        if made is not None:
-            return made
-    scaled = [x for x in operands if isinstance(x, ScaledTensor)]
-    fmt = raw.format or narrowest(scaled)
+    fmt, dtype, recipe = _inherited(raw, operands)
     q, rms = raw.q, raw.rms
     wide = fmt.storage_dtype if fmt.storage_dtype.itemsize > 1 else None
     if type(q) is not Tensor:
@@ -239,15 +235,11 @@ def wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
             q = scaled_by(q, ratio, wide)
     if q.dtype != fmt.storage_dtype:
         q = store(q, fmt)
-    recipe = None
-    for x in scaled:
-        if x.recipe is not None:
-            recipe = x.recipe.uncorrected
-            break
-    dtype = raw.dtype or _appearance(operands)
     # There is no other copy: a compiled graph makes one copy of outputs that are equal, and then
     # two gradients share the scale that follows from it.
-    if isinstance(rms, Tensor) and any(rms is x.rms for x in scaled):
+    if isinstance(rms, Tensor) and any(
+        rms is x.rms for x in operands if isinstance(x, ScaledTensor)
+    ):
         rms = rms.clone()
     made = ScaledTensor.make(q, scale, rms, fmt, dtype, recipe, raw.nonnegative)
     if raw.towards is not None and torch.compiler.is_compiling():  # only a trace reads it
@@ -255,38 +247,20 @@ def wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
     return made
 
 
-def _wrapped_alike(raw: Raw, operands: Sequence[Any]) -> ScaledTensor | None:
-    """Return the result of `wrap` in less time, if all operands are ScaledTensors of one format of
-    at least 16 bits, one dtype and one recipe, and the host has the numbers; otherwise None."""
-    first = operands[0]
-    if type(first) is not ScaledTensor:
-        return None
-    fmt, dtype, recipe = first.format, first.dtype, first.recipe
-    storage, q = fmt.storage_dtype, raw.q
-    scale: Any = raw.scale
-    rms: Any = raw.rms
-    if storage.itemsize == 1 or raw.format is not None or raw.dtype is not None:
-        return None
-    for x in operands:
-        if x is first:
-            continue
-        if type(x) is not ScaledTensor or x.format is not fmt or x.dtype is not dtype:
-            return None
-        if x.recipe is not recipe:
-            return None
-    if not raw.settled:
-        held = ONE if scale is None else scale
-        if type(held) is not Single:
-            return None
-        scale, ratio = settle(rms, held)
-        if q.dtype is storage or float(ratio) != 1:  # the elements of an operand are copied
-            q = scaled_by(q, ratio, storage)
-    elif type(scale) is not Single:
-        return None
-    if q.dtype is not storage:
-        q = store(q, fmt)
-    recipe = None if recipe is None else recipe.uncorrected
-    return ScaledTensor.make(q, scale, rms, fmt, dtype, recipe, raw.nonnegative)
+def _inherited(raw: Raw, operands: list[Tensor]) -> tuple[Format, torch.dtype, Recipe | None]:
+    """Return the format, the dtype and the recipe of a result. Its operands give those that the rule
+    leaves open."""
+    scaled = [x for x in operands if isinstance(x, ScaledTensor)]
+    if len(scaled) == len(operands) and scaled[0].format.storage_dtype.itemsize > 1:
+        fmt, dtype, recipe = scaled[0].format, scaled[0].dtype, scaled[0].recipe
+        for x in scaled:
+            if x.format is not fmt or x.dtype is not dtype or x.recipe is not recipe:
+                break
+        else:  # nearly always
+            recipe = None if recipe is None else recipe.uncorrected
+            return raw.format or fmt, raw.dtype or dtype, recipe
+    recipe = next((x.recipe.uncorrected for x in scaled if x.recipe is not None), None)
+    return raw.format or narrowest(scaled), raw.dtype or _appearance(operands), recipe
 
 
 def store(q: Tensor, fmt: Format) -> Tensor:

@@ -61,8 +61,8 @@ OPTIONS = st.fixed_dictionaries(
     st.sampled_from([1, 77]),
 )
 def test__the_loop__is_the_python_code(options, scales, fmt, zero, count):
-    """Scales and RMS have the same bits. Of the elements, PyTorch rounds some operations of a step
-    in another order, and takes roots that are not always the nearest."""
+    """Scales and RMS have the same bits. Elements are close: PyTorch rounds in another order, and
+    its root is not always the nearest number."""
     ours, theirs = tensors(count, fmt, scales, zero), tensors(count, fmt, scales, zero)
     runs, made = stepped(ours, options)
     assert runs == 1

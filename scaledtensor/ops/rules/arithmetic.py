@@ -88,11 +88,10 @@ def _sum(x: Any, y: Any, alpha: float) -> Raw:
     q: Tensor | Total
     if _is_one_node(x, y, ratio_a, ratio_b):
         q = Total(a.q, ratio_a, b.q, ratio_b, alpha)
-    elif type(ratio_b) is Single and not is_table(y) and float(ratio_b) * abs(alpha) < HUGE:
-        # One pass is enough: a product with a power of two rounds nothing.
-        q = _added(under(a, x, ratio_a), b.q, float(ratio_b) * alpha)
-    else:
+    elif is_table(y):
         q = torch.add(under(a, x, ratio_a), under(b, y, ratio_b), alpha=alpha)
+    else:
+        q = _added(under(a, x, ratio_a), b.q, ratio_b, alpha)
     positive = a.nonnegative and b.nonnegative and alpha > 0
     return Raw(q, scale, rms, settled=True, nonnegative=positive)
 
@@ -100,10 +99,7 @@ def _sum(x: Any, y: Any, alpha: float) -> Raw:
 def _sum_of_two(x: ScaledTensor, y: ScaledTensor, alpha: float) -> Raw:
     """The steps of `_sum` that are left in eager code for two ScaledTensors."""
     scale, first, second, rms = settle_sum(amounts_of(x), amounts_of(y), alpha)
-    p, q = times(elements(x), first), elements(y)
-    if type(second) is not Single or not float(second) * abs(alpha) < HUGE:
-        q, second = times(q, second), ONE
-    made = _added(p, q, float(second) * alpha)
+    made = _added(times(elements(x), first), elements(y), second, alpha)
     positive = x.nonnegative and y.nonnegative
     return Raw(made, scale, rms, settled=True, nonnegative=positive and alpha > 0)
 
@@ -117,9 +113,13 @@ def _is_one_node(x: Any, y: Any, *ratios: Amount) -> bool:
     )
 
 
-def _added(a: Tensor, b: Tensor, alpha: float) -> Tensor:
-    """Call `torch.add`. Convert 16-bit elements first if the other term is float32, such as a bias:
-    the kernel for two dtypes takes twice the time."""
+def _added(a: Tensor, b: Tensor, ratio: Amount, alpha: float) -> Tensor:
+    """Return `a + alpha * ratio * b`. One pass is enough for a number, because a product with a
+    power of two rounds nothing. 16-bit elements are converted first if the other term is float32,
+    such as a bias: the kernel for two dtypes takes twice the time."""
+    if type(ratio) is not Single or not float(ratio) * abs(alpha) < HUGE:
+        return torch.add(a, times(b, ratio), alpha=alpha)
+    alpha = float(ratio) * alpha
     if a.dtype == b.dtype:
         return torch.add(a, b, alpha=alpha)
     wide = a.float()
