@@ -248,8 +248,8 @@ def wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
 
 
 def _inherited(raw: Raw, operands: list[Tensor]) -> tuple[Format, torch.dtype, Recipe | None]:
-    """Return the format, the dtype and the recipe of a result. Its operands give those that the rule
-    leaves open."""
+    """Return the format, the dtype and the recipe of a result. The operands have those that the
+    rule leaves open."""
     scaled = [x for x in operands if isinstance(x, ScaledTensor)]
     if len(scaled) == len(operands) and scaled[0].format.storage_dtype.itemsize > 1:
         fmt, dtype, recipe = scaled[0].format, scaled[0].dtype, scaled[0].recipe
