@@ -190,7 +190,7 @@ class Format:
             return True
         if type(other) is not Format:
             return NotImplemented
-        return self._key() == other._key()
+        return self.name == other.name and self._key() == other._key()
 
     def _key(self) -> tuple[Any, ...]:
         return tuple(getattr(self, f.name) for f in fields(self))

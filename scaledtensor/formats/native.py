@@ -23,7 +23,7 @@ from scaledtensor.formats import bits
 from scaledtensor.formats.bits import Mode, Rounding
 from scaledtensor.formats.format import Format, Specials
 
-__all__ = ["decode", "encode", "encode_with_values", "fake_quantize", "rounded_values", "serves"]
+__all__ = ["ValueLoop", "decode", "encode", "fake_quantize", "serves", "value_loop"]
 
 _ENCODE, _ROUND, _DECODE = range(3)
 _KINDS = {Specials.FNUZ: 1, Specials.P3109: 1, Specials.INTEGER: 2}
@@ -68,45 +68,42 @@ def _casts(x: Tensor, fmt: Format, mode: Mode) -> bool:
     return x.dtype in _FLOATS and serves(fmt, mode) and _takes(x, mode.key is not None)
 
 
-def encode_with_values(
-    x: Tensor, fmt: Format, mode: Mode, dtype: torch.dtype
-) -> tuple[Tensor, Tensor] | None:
-    """The codes of `x` and their values in `dtype`, from one pass of an eager loop; or None."""
-    if not _makes_values(x, fmt, mode, dtype):
-        return None
-    codes, values = (torch.empty_like(x, dtype=t) for t in (fmt.storage_dtype, dtype))
-    _write(x, fmt, mode, codes.data_ptr(), values)
-    return codes, values
+class ValueLoop:
+    """The casts of one format to nearest even that also write values, in float32 or bfloat16.
+
+    The caller passes float32 or bfloat16 tensors without gaps, which `native.takes`.
+    """
+
+    def __init__(self, fmt: Format, mode: Mode, dtype: torch.dtype) -> None:
+        self._storage, self._dtype = fmt.storage_dtype, dtype
+        self._facts = _known_facts(fmt, mode.overflow, mode.kept, False)
+        self._halves = dtype is torch.bfloat16
+
+    def codes_and_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The codes of `x` and their values, from one pass over memory."""
+        codes = torch.empty_like(x, dtype=self._storage)
+        return codes, self._run(x, codes.data_ptr())
+
+    def values(self, x: Tensor) -> Tensor:
+        """`x` rounded to the values of the format."""
+        return self._run(x, None)
+
+    def _run(self, x: Tensor, codes: int | None) -> Tensor:
+        values = torch.empty_like(x, dtype=self._dtype)
+        record, first, second = self._facts
+        native.library().scaledtensor_cast(
+            *(_ENCODE, x.dtype is torch.bfloat16, record, None, first, second),
+            *(x.data_ptr(), codes, values.data_ptr(), self._halves),
+            *(x.numel(), torch.get_num_threads()),
+        )
+        return values
 
 
-def rounded_values(x: Tensor, fmt: Format, mode: Mode, dtype: torch.dtype) -> Tensor | None:
-    """`x` rounded to the values of `fmt`, in `dtype`; or None."""
-    if not _makes_values(x, fmt, mode, dtype):
-        return None
-    values = torch.empty_like(x, dtype=dtype)
-    _write(x, fmt, mode, None, values)
-    return values
-
-
-def _makes_values(x: Tensor, fmt: Format, mode: Mode, dtype: torch.dtype) -> bool:
-    return (
-        mode.key is None
-        and x.dtype in _FLOATS
-        and dtype in _FLOATS
-        and x.is_contiguous()
-        and not torch.compiler.is_compiling()
-        and serves(fmt, mode)
-        and native.takes(x)
-    )
-
-
-def _write(x: Tensor, fmt: Format, mode: Mode, codes: int | None, values: Tensor) -> None:
-    record, first, second = _known_facts(fmt, mode.overflow, mode.kept, False)
-    half, places = x.dtype is torch.bfloat16, (x.data_ptr(), codes, values.data_ptr())
-    halves, threads = values.dtype is torch.bfloat16, torch.get_num_threads()
-    native.library().scaledtensor_cast(
-        _ENCODE, half, record, None, first, second, *places, halves, x.numel(), threads
-    )
+@cache
+def value_loop(fmt: Format, mode: Mode, dtype: torch.dtype) -> ValueLoop | None:
+    """The loop for a cast to nearest even, or None if there is none."""
+    served = mode.key is None and dtype in _FLOATS and _known_to_serve(fmt, mode.rounding)
+    return ValueLoop(fmt, mode, dtype) if served else None
 
 
 def decode(codes: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor | None:

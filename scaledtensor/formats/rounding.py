@@ -59,10 +59,8 @@ __all__ = [
     "Rounding",
     "decode",
     "encode",
-    "encode_with_values",
     "fake_quantize",
     "round_by_arithmetic",
-    "rounded_values",
 ]
 
 OVERFLOWS: tuple[Overflow, ...] = get_args(Overflow)
@@ -187,23 +185,6 @@ def fake_quantize(
             wide = loop_of_its_own(wide)
         return _as(loop_of_its_own(round_bits(wide, fmt, mode)), x.dtype)
     return decode(_encode(x, fmt, mode), fmt, x.dtype)
-
-
-def encode_with_values(
-    x: Tensor, fmt: FormatLike, overflow: Overflow = "saturate", dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor] | None:
-    """The codes of `x`, to nearest even, and their values in `dtype`, from one pass over memory.
-    None if no loop of C++ does that; the loops write float32 and bfloat16."""
-    mode = _checked(x, "nearest_even", overflow, None, None)
-    return native.encode_with_values(_numbers(x), get(fmt), mode, dtype)
-
-
-def rounded_values(
-    x: Tensor, fmt: FormatLike, overflow: Overflow = "saturate", dtype: torch.dtype = torch.float32
-) -> Tensor | None:
-    """Only the values of `encode_with_values`."""
-    mode = _checked(x, "nearest_even", overflow, None, None)
-    return native.rounded_values(_numbers(x), get(fmt), mode, dtype)
 
 
 # --- the choice of the way -----------------------------------------------------------------------

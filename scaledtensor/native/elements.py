@@ -9,19 +9,21 @@ from torch import Tensor
 
 from scaledtensor import native
 
-__all__ = ["magnitudes", "rounded_rows", "scaled", "within"]
+__all__ = ["column_sums", "magnitudes", "rounded_rows", "scaled", "within"]
 
 
 #: PyTorch multiplies fewer elements in less time than a call of the loop takes.
 _MANY = 1 << 14
+#: The loop is no faster than PyTorch for shorter rows.
+_WIDE = 16
 
 
 def scaled(x: Tensor, factor: float, dtype: torch.dtype) -> Tensor | None:
     """Return elements times `factor` in `dtype`, with one rounding; None if the loop did not run.
 
-    It makes bfloat16 of float32, and float32 of bfloat16, for tensors without gaps in memory. It
-    multiplies bfloat16 elements by a power of two, in half of PyTorch's time, as it converts
-    nothing.
+    It makes bfloat16 of float32, and float32 of bfloat16, for tensors without gaps in memory, and
+    for rows with one distance, such as the heads of one part of a `split`. It multiplies bfloat16
+    elements by a power of two, in half of PyTorch's time, as it converts nothing.
     """
     if x.numel() < _MANY:
         return None
@@ -33,13 +35,38 @@ def scaled(x: Tensor, factor: float, dtype: torch.dtype) -> Tensor | None:
     if not served or not native.takes(x):
         return None
     out = torch.empty_like(x, dtype=dtype)
-    # A tensor with gaps gets other strides here.
-    if type(out) is not Tensor or out.stride() != x.stride():
+    rows = _rows(x, out)
+    if rows is None:
         return None
     native.library().scaledtensor_scaled(
-        half, halves, x.data_ptr(), out.data_ptr(), factor, x.numel(), torch.get_num_threads()
+        half, halves, x.data_ptr(), out.data_ptr(), factor, *rows, torch.get_num_threads()
     )
     return out
+
+
+def _rows(x: Tensor, out: Tensor) -> tuple[int, int, int] | None:
+    """Return the number of rows of `x`, their elements, and the distance of rows. `out` has the
+    elements in the same order, without gaps. None if `x` has gaps of several sizes."""
+    if type(out) is not Tensor:
+        return None
+    if out.stride() == x.stride():
+        return 1, x.numel(), 0
+    rows, columns = 1, 1
+    distance: int | None = None
+    for in_order, stride, size in sorted(zip(out.stride(), x.stride(), x.shape, strict=True)):
+        if size == 1:
+            continue
+        if in_order != rows * columns or not stride:
+            return None
+        if distance is None and stride == columns:
+            columns *= size
+        elif distance is None:
+            rows, distance = size, stride
+        elif stride == rows * distance:
+            rows *= size
+        else:
+            return None
+    return None if columns < _WIDE else (rows, columns, distance or 0)
 
 
 def rounded_rows(
@@ -104,6 +131,18 @@ def within(x: Tensor, limit: float) -> int | None:
         x.dtype is torch.bfloat16, x.data_ptr(), x.numel(), limit
     )
     return found
+
+
+def column_sums(x: Tensor) -> Tensor | None:
+    """Return the float32 sums of the columns of a bfloat16 matrix that has a row; None if the loop
+    did not run. `ops.rules.reduction.summed_by_pairs` states the order of the additions."""
+    if not _takes_rows(x, True):
+        return None
+    y = torch.empty(x.shape[1])
+    native.library().scaledtensor_column_sums(
+        x.data_ptr(), y.data_ptr(), *x.shape, torch.get_num_threads()
+    )
+    return y
 
 
 def _is_read(x: Tensor) -> bool:

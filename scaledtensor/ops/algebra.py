@@ -68,6 +68,7 @@ __all__ = [
     "operand",
     "plain",
     "quadrature",
+    "read_value",
     "rms_seen",
     "saved_format",
     "side",
@@ -282,16 +283,16 @@ def side(x: Any, like: ScaledTensor) -> Side:
 
 def at_value(function: Callable[..., Tensor], x: ScaledTensor, rms: Amount, **kwargs: Any) -> Raw:
     """Return a function that is not homogeneous, applied to the value."""
-    return Raw(function(_read(x)), None, rms, **kwargs)
+    return Raw(function(read_value(x)), None, rms, **kwargs)
 
 
-def _read(x: ScaledTensor) -> Tensor:
-    """Return the value, only to be read. It is the elements themselves if the scale is known to be
-    1."""
+def read_value(x: ScaledTensor, power: Amount = ONE) -> Tensor:
+    """Return the value times a power of two, only to be read. It is the elements themselves if they
+    would be multiplied by 1."""
     q, scale = x.qdata, scale_of(x)
-    at_one = type(scale) is Single and float(scale) == 1
+    by_one = type(scale) is type(power) is Single and float.__mul__(scale, power) == 1
     wide = q.dtype is torch.float32 or q.dtype is torch.bfloat16
-    return q if at_one and wide else value(x)
+    return q if by_one and wide else value(x, power)
 
 
 def measured(q: Tensor, scale: Tensor | None = None, **kwargs: Any) -> Raw:

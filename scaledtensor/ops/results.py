@@ -33,6 +33,7 @@ from scaledtensor.scales.singles import (
     tensor_of,
 )
 from scaledtensor.tensors.memo import after_write, note
+from scaledtensor.tensors.sparse import is_sparse
 from scaledtensor.tensors.steps import watch
 from scaledtensor.tensors.tensor import ScaledTensor, from_plain, is_stored
 
@@ -231,7 +232,7 @@ def wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
     else:
         scale, ratio = settle(rms, single_of(raw.held))
         # The elements of an operand are copied, by this product or by the store below.
-        if q.dtype == fmt.storage_dtype or not is_one(ratio):
+        if not is_one(ratio) or (q.dtype == fmt.storage_dtype and _is_held(q, operands)):
             q = scaled_by(q, ratio, wide)
     if q.dtype != fmt.storage_dtype:
         q = store(q, fmt)
@@ -261,6 +262,19 @@ def _inherited(raw: Raw, operands: list[Tensor]) -> tuple[Format, torch.dtype, R
             return raw.format or fmt, raw.dtype or dtype, recipe
     recipe = next((x.recipe.uncorrected for x in scaled if x.recipe is not None), None)
     return raw.format or narrowest(scaled), raw.dtype or _appearance(operands), recipe
+
+
+def _is_held(q: Tensor, operands: list[Tensor]) -> bool:
+    """Whether an operand may have its elements in the same memory as `q`. To compare addresses
+    takes less time than a copy."""
+    if type(q) is not Tensor or is_sparse(q) or _torch.is_transforming():
+        return True
+    place = q.untyped_storage().data_ptr()
+    for x in operands:
+        held = x.qdata if isinstance(x, ScaledTensor) else x
+        if is_sparse(held) or held.untyped_storage().data_ptr() == place:
+            return True
+    return False
 
 
 def store(q: Tensor, fmt: Format) -> Tensor:

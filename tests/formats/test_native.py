@@ -22,7 +22,6 @@ from scaledtensor.formats import (
     random_key,
 )
 from scaledtensor.formats.bits import Mode, decode_bits, encode_bits, has_normals
-from scaledtensor.formats.rounding import encode_with_values, rounded_values
 
 pytestmark = pytest.mark.skipif(
     not loops.status().startswith("casts are C++"), reason=loops.status()
@@ -95,26 +94,29 @@ def test__decode__has_the_bits_of_the_python(name, dtype):
     same_values(native.decode(codes, fmt, dtype), decode_bits(codes, fmt).to(dtype))
 
 
+def loop(fmt, overflow="saturate", dtype=torch.float32):
+    return native.value_loop(fmt, Mode("nearest_even", overflow), dtype)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", NARROW)
 def test__codes_with_values__are_those_of_two_casts(name, dtype):
     fmt, x = NARROW[name], numbers(dtype)
     for overflow in ("saturate", "saturate_finite", "ieee"):
-        codes, both = encode(x, fmt, overflow=overflow), encode_with_values(x, fmt, overflow)
+        codes, made = encode(x, fmt, overflow=overflow), loop(fmt, overflow)
         if not native.serves(fmt, Mode("nearest_even", overflow)):
-            assert both is None
+            assert made is None
             continue
+        both = made.codes_and_values(x)
         assert torch.equal(raw(both[0]), raw(codes))
         same_values(both[1], decode(codes, fmt))
-        same_values(rounded_values(x, fmt, overflow), both[1])
-        halves = encode_with_values(x, fmt, overflow, torch.bfloat16)
+        same_values(made.values(x), both[1])
+        half = loop(fmt, overflow, torch.bfloat16)
+        halves = half.codes_and_values(x)
         assert torch.equal(raw(halves[0]), raw(codes))
         same_values(halves[1], decode(codes, fmt, torch.bfloat16))
-        same_values(rounded_values(x, fmt, overflow, torch.bfloat16), halves[1])
-        assert rounded_values(x, fmt, overflow, torch.float16) is None
-    assert encode_with_values(x[::2], fmt) is None
-    with loops.left_out():
-        assert rounded_values(x, fmt) is None
+        same_values(half.values(x), halves[1])
+        assert loop(fmt, overflow, torch.float16) is None
 
 
 @pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])

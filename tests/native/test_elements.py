@@ -2,12 +2,20 @@
 
 import pytest
 import torch
-from tensors import gaussian
+from tensors import bits, gaussian
 
+import scaledtensor as sct
 from scaledtensor import native
 from scaledtensor.formats import BF16
-from scaledtensor.native.elements import magnitudes, rounded_rows, scaled, within
+from scaledtensor.native.elements import (
+    column_sums,
+    magnitudes,
+    rounded_rows,
+    scaled,
+    within,
+)
 from scaledtensor.ops.results import store
+from scaledtensor.ops.rules.reduction import summed_by_pairs
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.status())
 
@@ -51,18 +59,83 @@ def test__scaled__keeps_the_layout_and_leaves_what_it_does_not_read():
         got = scaled(dense, 0.3, torch.bfloat16)
         assert got.stride() == dense.stride()
         assert torch.equal(got, (dense * torch.tensor(0.3)).bfloat16())
-    for gaps in (x[:, 1:], x[..., ::2], x[:1].expand(32, -1, -1, -1)):
+    for gaps in (x[:, 1:, 1:], x[..., ::2], x[:1].expand(32, -1, -1, -1)):
         assert scaled(gaps, 0.5, torch.bfloat16) is None
     assert scaled(x[0], 0.5, torch.bfloat16) is None
     for dtype in (torch.float32, torch.float16):
         assert scaled(x, 0.5, dtype) is None
     narrow = x.bfloat16()
     assert torch.equal(scaled(narrow.mT, 0.5, torch.bfloat16), narrow.mT * 0.5)
-    for factor, given in ((0.3, narrow), (0.5, narrow[0]), (0.5, narrow[:, 1:])):
+    for factor, given in ((0.3, narrow), (0.5, narrow[0]), (0.5, narrow[:, 1:, 1:])):
         assert scaled(given, factor, torch.bfloat16) is None
     assert scaled(x.double(), 0.5, torch.float32) is None
     with native.left_out():
         assert scaled(x, 0.5, torch.bfloat16) is None
+
+
+@pytest.mark.parametrize("dtypes", [(0, 1), (1, 0), (1, 1)], ids=str)
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda x: x[:, 1:],
+        lambda x: x.mT[:, 1:],
+        lambda x: x[..., 8:].unflatten(-1, (2, 12)).transpose(1, 2),
+        lambda x: x[:1, :, 4:].transpose(0, 2),
+        lambda x: x[:, :, None, :16],
+    ],
+    ids=["rows", "columns", "heads", "turned", "inserted"],
+)
+def test__scaled__reads_rows_with_gaps_between_them(part, dtypes):
+    source, target = ((torch.float32, torch.bfloat16)[n] for n in dtypes)
+    x = part(gaussian(40, 1000, 32).to(source))
+    got, want = scaled(x, 0.5, target), (x * 0.5).to(target)
+    assert torch.equal(got, want)
+    assert got.stride() == want.stride()
+
+
+@pytest.mark.parametrize("columns", [1, 7, 256, 600])
+def test__column_sums__add_neighbours(columns):
+    """The order has no gap: every number of rows up to three groups of eight, and larger ones."""
+    for rows in (*range(1, 26), 64, 1023, 1025):
+        x = gaussian(rows, columns).bfloat16()
+        assert torch.equal(column_sums(x), summed_by_pairs(x.float()))
+        torch.testing.assert_close(column_sums(x), x.float().sum(0), atol=1e-3, rtol=0)
+    x[1, 0], x[3, -1] = torch.inf, torch.nan
+    assert same(column_sums(x), summed_by_pairs(x.float()))
+
+
+def test__column_sums__are_the_same_for_every_number_of_threads():
+    x, before = gaussian(4096, 700).bfloat16(), torch.get_num_threads()
+    try:
+        made = [(torch.set_num_threads(n), column_sums(x))[1] for n in (1, 2, 3)]
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(made[0], made[1])
+    assert torch.equal(made[0], made[2])
+
+
+def test__column_sums__leave_what_they_do_not_read():
+    x = gaussian(8, 16).bfloat16()
+    for given in (x.float(), x.mT, x[:, 1:]):
+        assert column_sums(given) is None
+    with native.left_out():
+        assert column_sums(x) is None
+
+
+@pytest.mark.parametrize("dims", [(0, 1), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("keepdim", [False, True])
+def test__a_sum_of_bfloat16__has_the_bits_of_its_operators(dims, keepdim):
+    x = sct.scaled(gaussian(*(5, 7, 3)[: len(dims)], 40), "bf16")
+    alone = x.sum(dims, keepdim=keepdim)
+    with native.left_out():
+        assert bits(alone) == bits(x.sum(dims, keepdim=keepdim))
+    want = x.dequantize().sum(dims, keepdim=keepdim)
+    torch.testing.assert_close(alone.dequantize(), want)
+
+
+def test__a_sum_over_no_dimension__is_over_all():
+    x = sct.scaled(gaussian(40), "bf16")
+    torch.testing.assert_close(x.sum([]), x.dequantize().sum())
 
 
 @pytest.mark.parametrize("ratio", [1.0, 2.0**-3, 2.0**100])

@@ -44,7 +44,7 @@ def trained(*layer):
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-@pytest.mark.parametrize("fmt", ["fp32", "bf16"])
+@pytest.mark.parametrize("fmt", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("shape", [(33, 16), (2, 17, 16), (1, 1, 16), (3, 2, 9, 16)], ids=str)
 def test__alone__the_bits_are_those_of_operators(recipe, fmt, shape, monkeypatch):
     x, w = operands(recipe, shape, (24, 16), fmt=fmt)
@@ -83,6 +83,27 @@ def test__with_a_bias__the_bits_are_those_of_operators(recipe, power, native, mo
         assert torch.equal(bits_of, bits_to)
         assert torch.equal(got.isnan(), want.isnan())
         assert facts(got) == facts(want)
+
+
+@pytest.mark.parametrize("kind", ["turned", "expanded", "of 8 bits"])
+def test__any_gradient__has_the_bits_of_operators(kind):
+    x, w, b = operands(RECIPES["Unit"], (6, 16), (6, 16), (6,))
+    gradient = sct.scaled(torch.linspace(-3, 2, 36).view(6, 6), "bf16")
+    if kind == "turned":
+        gradient = gradient.t()
+    elif kind == "expanded":
+        gradient = gradient[:1].expand(6, 6)
+    else:
+        gradient = gradient.to_format("e5m2")
+
+    def gradients():
+        return torch.autograd.grad(F.linear(x, w, b), (x, w, b), gradient)
+
+    alone = gradients()
+    with Looking():
+        watched = gradients()
+    for got, want in zip(alone, watched, strict=True):
+        assert bits(got) == bits(want)
 
 
 @pytest.mark.parametrize("trains", ["100", "010", "001", "011", "101"])

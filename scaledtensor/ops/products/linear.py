@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scaledtensor import _torch
+from scaledtensor import _torch, native
 from scaledtensor.backends import units_of
 from scaledtensor.formats import BF16, FP32, Format, from_dtype
-from scaledtensor.formats.rounding import encode_with_values, rounded_values
+from scaledtensor.formats.bits import Mode
+from scaledtensor.formats.native import ValueLoop, value_loop
 from scaledtensor.native.elements import rounded_rows
 from scaledtensor.ops.algebra import Side, elements
 from scaledtensor.ops.operators import aten
@@ -31,7 +32,15 @@ from scaledtensor.ops.results import HUGE, OVERFLOW, narrowest, store
 from scaledtensor.recipes import Recipe
 from scaledtensor.recipes.casts import Carried, Cast
 from scaledtensor.scales.powers import commutes, is_one, quadrature, settle, settle_product
-from scaledtensor.scales.singles import ONE, Single, calculates, multiplier, rms_of, scale_of
+from scaledtensor.scales.singles import (
+    ONE,
+    Single,
+    amounts_of,
+    calculates,
+    multiplier,
+    rms_of,
+    scale_of,
+)
 from scaledtensor.tensors import verbs
 from scaledtensor.tensors.tensor import ScaledTensor, is_parameter
 
@@ -114,10 +123,11 @@ class _Linear(torch.autograd.Function):
         weight = weight if made_weight is None else made_weight
         of_x, of_weight, _, of_bias = ctx.needs_input_grad
         alone = of_bias and not of_x and not of_weight
-        kept = (x, of_weight), (weight, of_x), (bias, alone)
-        ctx.save_for_backward(*(t if needed else None for t, needed in kept))
-        fmt = narrowest([x, weight])
-        product = _multiplied(rows, matrix._replace(q=matrix.q.t()), fmt, bias is None)
+        ctx.save_for_backward(
+            x if of_weight else None, weight if of_x else None, bias if alone else None
+        )
+        fmt = narrowest((x, weight))
+        product = _multiplied(rows, _turned(matrix), fmt, bias is None)
         y = None if bias is None else _plus(product, fmt, bias)
         if y is None:
             y = _stored(product, fmt, fmt)
@@ -160,30 +170,33 @@ def _run(op: Any, *args: Any) -> Any:
 
 def _factor(x: Any) -> Side:
     """Return the elements of `x` as a matrix whose rows are its last dimension."""
-    return Side(_rows(elements(x)), scale_of(x), rms_of(x))
+    return Side(_rows(elements(x)), *amounts_of(x))
 
 
 def _rows(x: Tensor) -> Tensor:
+    if x.dim() == 2:
+        return x
     *rows, columns = x.shape
-    return x.reshape(math.prod(rows), columns)
+    return x.view(math.prod(rows), columns) if x.is_contiguous() else x.reshape(-1, columns)
+
+
+def _turned(a: Side) -> Side:
+    return Side(a.q.t(), a.scale, a.rms)
 
 
 def _cast(x: Any, cast: Cast) -> tuple[Any, Side]:
     """Return the cast operand, or None if it stays as it is, and the factor of the product."""
     if x.format == cast.format:
         return None, _factor(x)
-    if isinstance(cast.scale, Carried) and _in_one_pass():
-        held = verbs.shifted(x, cast.scale.shift)
-        dtype = product_dtype(x.device)
-        both = encode_with_values(elements(held), cast.format, OVERFLOW, dtype)
-        if both is not None:
-            codes, values = both
-            scale, rms = scale_of(held), rms_of(held)
-            kept = cast.format, x.dtype, x.recipe, x.nonnegative
-            made = ScaledTensor.make(codes, scale, rms, *kept)
-            return made, Side(_rows(values), scale, rms)
-    cast_x = _run(*operand_cast(x, cast))
-    return cast_x, _factor(cast_x)
+    both = _in_one_pass(x, cast)
+    if both is None:
+        cast_x = _run(*operand_cast(x, cast))
+        return cast_x, _factor(cast_x)
+    held, loop = both
+    codes, values = loop.codes_and_values(held.qdata)
+    amounts = amounts_of(held)
+    made = ScaledTensor.make(codes, *amounts, cast.format, x.dtype, x.recipe, x.nonnegative)
+    return made, Side(_rows(values), *amounts)
 
 
 def _cast_gradient(grad: Any, cast: Cast) -> Any:
@@ -198,19 +211,28 @@ def _cast_gradient(grad: Any, cast: Cast) -> Any:
 
 def _gradient_factor(grad: Any, cast: Cast) -> Side:
     """Return the values of the cast gradient. Its codes have no other reader."""
-    if isinstance(cast.scale, Carried) and cast.rounding == "nearest_even" and _in_one_pass():
-        held = verbs.shifted(grad, cast.scale.shift)
-        dtype = product_dtype(grad.device)
-        values = rounded_values(elements(held), cast.format, OVERFLOW, dtype)
-        if values is not None:
-            return Side(_rows(values), scale_of(held), rms_of(held))
-    return _factor(_cast_gradient(grad, cast))
+    both = _in_one_pass(grad, cast) if cast.rounding == "nearest_even" else None
+    if both is None:
+        return _factor(_cast_gradient(grad, cast))
+    held, loop = both
+    return Side(_rows(loop.values(held.qdata)), *amounts_of(held))
 
 
-def _in_one_pass() -> bool:
-    """Whether one loop may make the values that products multiply, beside the codes or instead of
-    them. It may not if autograd or an observer has to see the cast."""
-    return is_alone() and not torch.is_grad_enabled()
+_TO_NEAREST = Mode("nearest_even", OVERFLOW)
+
+
+def _in_one_pass(x: Any, cast: Cast) -> tuple[Any, ValueLoop] | None:
+    """Return the tensor to cast, and the loop that makes the values that products multiply, beside
+    the codes or instead of them. None if there is no loop, or if autograd or an observer has to see
+    the cast."""
+    q, scale = x.qdata, cast.scale
+    if not isinstance(scale, Carried) or torch.is_grad_enabled() or not is_alone():
+        return None
+    floats = q.dtype is torch.float32 or q.dtype is torch.bfloat16
+    if not floats or not q.is_contiguous() or q.is_neg() or not native.takes(q):
+        return None
+    loop = value_loop(cast.format, _TO_NEAREST, product_dtype(q.device))
+    return None if loop is None else (verbs.shifted(x, scale.shift), loop)
 
 
 def _in_format(grad: Any, source: Format) -> Any:
@@ -234,13 +256,12 @@ def _by_elements(
     cast_grad = _Source(cast.format, grad.recipe, grad.dtype)
     dx = dw = None
     if weight is not None:
-        fmt = narrowest([cast_grad, weight])
+        fmt = narrowest((cast_grad, weight))
         product = _stored(_multiplied(dy, _factor(weight), fmt), fmt, formats[0])
         dx = _tensor(product, (*grad.shape[:-1], weight.shape[1]), fmt, cast_grad, weight)
     if x is not None:
-        fmt = narrowest([cast_grad, x])
-        product = _multiplied(dy._replace(q=dy.q.t()), _factor(x), fmt)
-        product = _stored(product, fmt, formats[1])
+        fmt = narrowest((cast_grad, x))
+        product = _stored(_multiplied(_turned(dy), _factor(x), fmt), fmt, formats[1])
         dw = _tensor(product, product.q.shape, fmt, cast_grad, x)
     return dx, dw
 

@@ -257,7 +257,7 @@ def flash_cpu_backward(
     call, g = _Call.of(query, key, value, attn_mask, is_causal, scale), side(grad_out, query)
     grad, *operands = call.backward(g, out)
     raw = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
-        grad.contiguous(),
+        grad if grad.stride(-1) == 1 else grad.contiguous(),  # torch would read other elements
         *operands,
         logsumexp,
         dropout_p,

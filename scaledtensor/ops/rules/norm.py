@@ -19,7 +19,7 @@ from torch import Tensor
 from scaledtensor.backends import backend_of
 from scaledtensor.formats import FP32
 from scaledtensor.ops import invariant
-from scaledtensor.ops.algebra import first_scaled, operand, plain, quadrature, side, value
+from scaledtensor.ops.algebra import first_scaled, operand, plain, quadrature, read_value, side
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.ops.results import write
@@ -76,7 +76,7 @@ class _Normalised(NamedTuple):
         if isinstance(power, Form):  # otherwise compiled code multiplies in the forward pass
             power = power.after(gradient)
         mean = None if mean is None else scaled_by(mean, power)
-        v = value(x, power) if isinstance(x, ScaledTensor) else scaled_by(x, power)
+        v = read_value(x, power) if isinstance(x, ScaledTensor) else scaled_by(x, power)
         return _Normalised(v, mean, scaled_by(rstd, 1 / power), power, rms)
 
     @staticmethod
