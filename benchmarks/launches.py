@@ -3,8 +3,9 @@
     python -m benchmarks.launches [--layers 2] [--width 64] [--by-layer] [--only NAME ...]
         [--json FILE]
 
-The step is forward and backward of the demo's GPT and its loss, for float32, bfloat16 (autocast)
-and recipes of ours, on the CPU back end. "nodes" are the calls in AOTAutograd's two graphs. "0-dim"
+The step is forward and backward of the demo's GPT and its loss, for float32, bfloat16 (autocast),
+bfloat16 with the casts of FP8 and no scales (`benchmarks.casts_alone`), and recipes of ours, on the
+CPU back end. "nodes" are the calls in AOTAutograd's two graphs. "0-dim"
 are the nodes that give 0-dim tensors, such as scales. "opaque" are the nodes that call an operator
 of this library, which Inductor does not write itself. "kernels" are the calls of kernels that
 Inductor wrote, and "extern" are the calls of other kernels. "looks" are the extern calls of
@@ -23,7 +24,6 @@ import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,19 @@ from torch._inductor.utils import run_and_get_code
 from torch.fx import GraphModule
 
 import scaledtensor as sct
+from benchmarks.casts_alone import CastsAlone, InAutocast
 from benchmarks.step import Loss
 from scaledtensor.apps.gpt import GPT, GPTConfig
 from scaledtensor.scales import _inductor
 
-#: row -> the recipe of its parameters; None leaves them plain
-ROWS: dict[str, str | None] = {"fp32": None, "bf16": None, "unit": "unit", "current": "current"}
+#: row -> the loss of a model
+ROWS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "fp32": Loss,
+    "bf16": lambda model: InAutocast(Loss(model)),
+    "casts": lambda model: CastsAlone(Loss(model)),
+    "unit": lambda model: Loss(sct.scale_model(model, "unit")),
+    "current": lambda model: Loss(sct.scale_model(model, "current")),
+}
 
 _KERNEL = re.compile(r"^\s+cpp_fused\w*\(", re.MULTILINE)
 _LOOK = re.compile(r"^\s+torch\.ops\.scaledtensor\.look\.", re.MULTILINE)
@@ -80,16 +87,12 @@ def counted(name: str, layers: int, width: int, by_layer: bool) -> dict[str, flo
     torch.manual_seed(0)
     model = GPT(GPTConfig(64, 32, layers, 2, width))
     x, y = torch.randint(0, 64, (2, 4, 32))
-    recipe = ROWS[name]
 
     def fresh() -> nn.Module:
-        made = copy.deepcopy(model)
-        return Loss(made if recipe is None else sct.scale_model(made, recipe))
+        return ROWS[name](copy.deepcopy(model))
 
     def step(loss_of: Callable[..., Any]) -> None:
-        with torch.autocast("cpu", torch.bfloat16) if name == "bf16" else nullcontext():
-            loss = loss_of(x, y)
-        loss.backward()
+        loss_of(x, y).backward()
 
     graphs: list[GraphModule] = []
 
@@ -148,7 +151,8 @@ def least(times: int, function: Callable[[], None]) -> float:
 def _compiled(model: nn.Module, by_layer: bool, **options: Any) -> Any:
     if not by_layer:
         return torch.compile(model, fullgraph=True, **options)
-    for block in model.get_submodule("model").get_submodule("blocks").children():
+    (blocks,) = (m for name, m in model.named_modules() if name.endswith("model.blocks"))
+    for block in blocks.children():
         block.compile(fullgraph=True, **options)
     return model
 

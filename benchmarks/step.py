@@ -4,7 +4,9 @@
 
 All variants run interleaved in one process; a figure is the median of their CPU times on one thread
 (on a CUDA device: of event times), so a busy machine shifts all alike. "saved" is the recipe
-`Unit(saved="e4m3fn")`. Tensors that autograd saves for the backward pass are counted by its hooks
+`Unit(saved="e4m3fn")`. "autocast" is bfloat16 between float32 parameters, as a training has them.
+"casts" is "autocast" with the casts of FP8 in the linear layers and no scales, which is the floor
+of any FP8 step (`benchmarks.casts_alone`). Tensors that autograd saves for the backward pass are counted by its hooks
 for saved tensors, once per storage: eager from each operator, and compiled from the one function of
 the graph. Parameters and inputs are not counted. On a CPU without bfloat16 units the bfloat16 model
 takes minutes, and is left out unless `--all` is given.
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import scaledtensor as sct
+from benchmarks.casts_alone import CastsAlone, InAutocast
 from benchmarks.timing import Step, device_name, interleaved, multiplies_bfloat16
 from scaledtensor.apps.gpt import GPT, GPTConfig
 
@@ -83,11 +86,15 @@ def main() -> None:
 
     steps: dict[str, Step] = {}
     saved: dict[str, int] = {}
-    for name, model in models.items():
-        losses = Loss(model), torch.compile(Loss(model), fullgraph=True)
-        for how, loss_of in zip(("eager", "compiled"), losses, strict=True):
-            steps[f"{name} {how}"] = step(loss_of, x, y)
-            saved[f"{name} {how}"] = saved_bytes(loss_of, x, y)
+    losses_of = {name: Loss(model) for name, model in models.items()}
+    if "bf16" in models:
+        losses_of["autocast"] = InAutocast(Loss(copy.deepcopy(fp32)))
+        losses_of["casts"] = CastsAlone(Loss(copy.deepcopy(fp32)))
+    for name, loss_of in losses_of.items():
+        losses = loss_of, torch.compile(loss_of, fullgraph=True)
+        for how, made in zip(("eager", "compiled"), losses, strict=True):
+            steps[f"{name} {how}"] = step(made, x, y)
+            saved[f"{name} {how}"] = saved_bytes(made, x, y)
     times = interleaved(steps, options.rounds, device)
 
     report = {
@@ -154,18 +161,22 @@ def show(report: dict[str, object]) -> None:
     times: dict[str, float] = report["milliseconds"]  # type: ignore[assignment]
     saved: dict[str, int] = report["saved_for_backward_bytes"]  # type: ignore[assignment]
     print(f"torch {report['torch']}, {report['device']}\n")
-    print(f"{'':6}{'eager ms':>10}{'compiled ms':>13}{'saved MB eager':>16}{'compiled':>10}")
-    for name in ("fp32", "bf16", "ours", "saved"):
+    print(f"{'':8}{'eager ms':>10}{'compiled ms':>13}{'saved MB eager':>16}{'compiled':>10}")
+    for name in ("fp32", "bf16", "autocast", "casts", "ours", "saved"):
         if f"{name} eager" not in times:
-            print(f"{name:6}left out: this CPU has no bfloat16 units; --all runs it")
+            print(f"{name:8}left out: this CPU has no bfloat16 units; --all runs it")
             continue
         figures = [by[f"{name} {how}"] for by in (times, saved) for how in ("eager", "compiled")]
         eager, compiled, *kept = figures
-        print(f"{name:6}{eager:10.1f}{compiled:13.1f}{kept[0] / 1e6:16.1f}{kept[1] / 1e6:10.1f}")
+        print(f"{name:8}{eager:10.1f}{compiled:13.1f}{kept[0] / 1e6:16.1f}{kept[1] / 1e6:10.1f}")
     print()
     for a, b, bar in BARS[bool(report["bfloat16_units"])]:
         ratio = times[a] / times[b]
         print(f"{a} / {b}: {ratio:.2f}  (bar {bar}: {'met' if ratio <= bar else 'NOT met'})")
+    if "casts compiled" in times:
+        floor, ours = (times[f"{a} compiled"] for a in ("casts", "ours"))
+        print(f"casts compiled / bf16 compiled: {floor / times['bf16 compiled']:.2f}  (the floor)")
+        print(f"ours compiled / casts compiled: {ours / floor:.2f}")
     for name, share in report["saved_over_bf16"].items():  # type: ignore[attr-defined]
         verdict = "met" if share <= SAVED_BAR else "NOT met"
         bar = f"  (bar {SAVED_BAR}: {verdict})" if name.startswith("saved") else ""
