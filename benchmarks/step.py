@@ -6,10 +6,10 @@ All variants run interleaved in one process; a figure is the median of their CPU
 (on a CUDA device: of event times), so a busy machine shifts all alike. "saved" is the recipe
 `Unit(saved="e4m3fn")`. "autocast" is bfloat16 between float32 parameters, as a training has them.
 "casts" is "autocast" with the casts of FP8 in the linear layers and no scales, which is the floor
-of any FP8 step (`benchmarks.casts_alone`). Tensors that autograd saves for the backward pass are counted by its hooks
-for saved tensors, once per storage: eager from each operator, and compiled from the one function of
-the graph. Parameters and inputs are not counted. On a CPU without bfloat16 units the bfloat16 model
-takes minutes, and is left out unless `--all` is given.
+of any FP8 step (`benchmarks.casts_alone`). Tensors that autograd saves for the backward pass are
+counted by its hooks for saved tensors, once per storage: eager from each operator, and compiled
+from the one function of the graph. Parameters and inputs are not counted. On a CPU without bfloat16
+units the bfloat16 model takes minutes, and is left out unless `--all` is given.
 """
 
 import argparse

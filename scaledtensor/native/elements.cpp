@@ -14,8 +14,8 @@ namespace {
 
 // Multiplies bfloat16 elements by a power of two, which adds to their exponents. A block with a result
 // that has another exponent field, such as an infinity or a subnormal number, is multiplied as float32.
-void shifted(const uint16_t *__restrict x, uint16_t *__restrict y, float factor, int64_t a,
-             int64_t b) {
+// `y` may be `x`.
+void shifted(const uint16_t *x, uint16_t *y, float factor, int64_t a, int64_t b) {
     constexpr int64_t BLOCK = 256;
     const int32_t power = (as_int(factor) >> 23) - 127;
     const uint16_t added = uint16_t(power * 128);
@@ -27,13 +27,19 @@ void shifted(const uint16_t *__restrict x, uint16_t *__restrict y, float factor,
         uint16_t other = !normal;
         for (int64_t i = a; i < end; i++) {
             const uint16_t size = x[i] & 0x7FFF, field = size >> 7;
-            const uint16_t zero = size == 0 ? 0xFFFF : 0;
             const uint16_t beyond = uint16_t(field - first) > span ? 0xFFFF : 0;
-            y[i] = uint16_t(x[i] + (added & ~zero));
-            other |= beyond & ~zero;
+            other |= size == 0 ? 0 : beyond;
         }
-        if (other)
+        if (other) {
+#pragma omp simd
             for (int64_t i = a; i < end; i++) y[i] = bfloat16(wide(x[i]) * factor);
+        } else {
+#pragma omp simd
+            for (int64_t i = a; i < end; i++) {
+                const uint16_t bits = x[i];
+                y[i] = uint16_t(bits + ((bits & 0x7FFF) == 0 ? 0 : added));
+            }
+        }
     }
 }
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from scaledtensor import native
 
-__all__ = ["column_sums", "magnitudes", "rounded_rows", "scaled", "within"]
+__all__ = ["column_sums", "magnitudes", "rounded_rows", "scale", "scaled", "within"]
 
 
 #: PyTorch multiplies fewer elements in less time than a call of the loop takes.
@@ -42,6 +42,20 @@ def scaled(x: Tensor, factor: float, dtype: torch.dtype) -> Tensor | None:
         half, halves, x.data_ptr(), out.data_ptr(), factor, *rows, torch.get_num_threads()
     )
     return out
+
+
+def scale(x: Tensor, factor: float) -> bool:
+    """Multiply the elements of `x` by a factor, as `scaled` does from bfloat16 to bfloat16, in
+    place. Returns whether the loop ran."""
+    if x.dtype is not torch.bfloat16 or x.numel() < _MANY or math.frexp(factor)[0] != 0.5:
+        return False
+    if not x.is_contiguous() or not native.takes(x):
+        return False
+    place, size = x.data_ptr(), (1, x.numel(), 0)
+    native.library().scaledtensor_scaled(
+        True, True, place, place, factor, *size, torch.get_num_threads()
+    )
+    return True
 
 
 def _rows(x: Tensor, out: Tensor) -> tuple[int, int, int] | None:

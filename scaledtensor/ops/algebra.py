@@ -282,8 +282,8 @@ def side(x: Any, like: ScaledTensor) -> Side:
 
 
 def at_value(function: Callable[..., Tensor], x: ScaledTensor, rms: Amount, **kwargs: Any) -> Raw:
-    """Return a function that is not homogeneous, applied to the value."""
-    return Raw(function(read_value(x)), None, rms, **kwargs)
+    """Return a function that is not homogeneous, applied to the value. It makes a new tensor."""
+    return Raw(function(read_value(x)), None, rms, fresh=True, **kwargs)
 
 
 def read_value(x: ScaledTensor, power: Amount = ONE) -> Tensor:

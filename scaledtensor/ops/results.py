@@ -29,6 +29,7 @@ from scaledtensor.scales.singles import (
     rms_of,
     scale_of,
     scaled_by,
+    scaled_in_place,
     single_of,
     tensor_of,
 )
@@ -141,6 +142,9 @@ class Raw(NamedTuple):
     """The dtype in which the result appears; None promotes the dtypes of the operands."""
     nonnegative: bool = False
     towards: Towards | None = None
+    fresh: bool = False
+    """Whether the rule made the elements `q`, and nobody else holds them. They may then be
+    multiplied in place."""
 
     @property
     def held(self) -> Any:
@@ -232,7 +236,10 @@ def wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
     else:
         scale, ratio = settle(rms, single_of(raw.held))
         # The elements of an operand are copied, by this product or by the store below.
-        if not is_one(ratio) or (q.dtype == fmt.storage_dtype and _is_held(q, operands)):
+        stays = q.dtype == fmt.storage_dtype
+        if raw.fresh and stays and type(ratio) is Single and not _torch.is_tracing(q):
+            q = q if is_one(ratio) else scaled_in_place(q, ratio)
+        elif not is_one(ratio) or (stays and _is_held(q, operands)):
             q = scaled_by(q, ratio, wide)
     if q.dtype != fmt.storage_dtype:
         q = store(q, fmt)

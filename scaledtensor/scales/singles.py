@@ -414,6 +414,13 @@ def scaled_by(q: Tensor, x: Amount, dtype: torch.dtype | None = None) -> Tensor:
     return multiplied(q, multiplier(x), dtype)
 
 
+def scaled_in_place(q: Tensor, x: Amount) -> Tensor:
+    """`q` itself, times an Amount. The caller made `q`, and nobody else holds its elements."""
+    if type(x) is Single and elements.scale(q, x):
+        return q
+    return q.mul_(multiplier(x))
+
+
 def multiplied(q: Tensor, number: Tensor | Single, dtype: torch.dtype | None = None) -> Tensor:
     """Elements times a number, in `dtype`. The product is in the wider of the two dtypes."""
     if dtype is None or dtype == q.dtype:

@@ -11,6 +11,7 @@ from scaledtensor.native.elements import (
     column_sums,
     magnitudes,
     rounded_rows,
+    scale,
     scaled,
     within,
 )
@@ -91,6 +92,28 @@ def test__scaled__reads_rows_with_gaps_between_them(part, dtypes):
     got, want = scaled(x, 0.5, target), (x * 0.5).to(target)
     assert torch.equal(got, want)
     assert got.stride() == want.stride()
+
+
+@pytest.mark.parametrize("power", [-149, -130, -7, 0, 1, 100, 127])
+def test__scale__is_scaled_in_place(power):
+    """The test has every bfloat16 number."""
+    numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    for x in (numbers, numbers.view(256, 256).t().contiguous()):
+        factor = float(torch.tensor(2.0, dtype=torch.float64).pow(power))
+        want, place = scaled(x, factor, torch.bfloat16), x.clone()
+        assert scale(place, factor)
+        assert same(place, want)
+        assert torch.equal(place.signbit()[~place.isnan()], want.signbit()[~want.isnan()])
+
+
+def test__scale__leaves_what_it_does_not_read():
+    x = gaussian(256, 256).bfloat16()
+    for factor, given in ((0.3, x), (0.5, x.float()), (0.5, x.t()), (0.5, x[0])):
+        before = given.clone()
+        assert not scale(given, factor)
+        assert torch.equal(given, before)
+    with native.left_out():
+        assert not scale(x, 0.5)
 
 
 @pytest.mark.parametrize("columns", [1, 7, 256, 600])

@@ -37,9 +37,9 @@ from scaledtensor.scales.singles import (
     Single,
     amounts_of,
     calculates,
-    multiplier,
     rms_of,
     scale_of,
+    scaled_in_place,
 )
 from scaledtensor.tensors import verbs
 from scaledtensor.tensors.tensor import ScaledTensor, is_parameter
@@ -321,7 +321,7 @@ def _stored(product: _Product, fmt: Format, target: Format) -> _Product:
         if made is not None:
             return product._replace(q=made, ratio=ONE)
     if not is_one(ratio):
-        q = q.mul_(multiplier(ratio))
+        q = scaled_in_place(q, ratio)
     q = store(q, fmt)
     return product._replace(q=q.float() if target is FP32 else q, ratio=ONE)
 

@@ -27,6 +27,7 @@ from scaledtensor.ops.algebra import (
     gaussian_rms,
     integrand,
     operand,
+    read_value,
     rms_seen,
     side,
     value,
@@ -57,8 +58,8 @@ def _half_to_root_half(rms: Any, c: float) -> Any:
 
 def _backward(g: Any, saved: ScaledTensor, slope: Amount, kernel: Callable[..., Tensor]) -> Raw:
     """Compute a gradient on the elements of `g`. It is linear in `g`, so it stays in the range."""
-    left, v = side(g, saved), value(saved)
-    return Raw(kernel(left.q.to(v.dtype), v), left.scale, left.rms * slope)
+    left, v = side(g, saved), read_value(saved)
+    return Raw(kernel(left.q.to(v.dtype), v), left.scale, left.rms * slope, fresh=True)
 
 
 # --- homogeneous -----------------------------------------------------------------------------

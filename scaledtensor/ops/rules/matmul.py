@@ -44,10 +44,10 @@ from scaledtensor.scales.powers import (
 from scaledtensor.scales.singles import (
     ONE,
     amounts_of,
-    multiplier,
     rms_of,
     scale_of,
     scaled_by,
+    scaled_in_place,
     tensor_of,
 )
 from scaledtensor.tensors.sparse import is_sparse
@@ -256,13 +256,13 @@ def _product(matmul: Any, a: Any, b: Any) -> Raw:
     x, y = side(a, like), side(b, like)
     scale, ratio, rms = settle_product(k, (x.scale, x.rms), (y.scale, y.rms))
     if _goes_first(ratio, a, b):
-        y.q.mul_(multiplier(ratio))
+        scaled_in_place(y.q, ratio)
         ratio = ONE
     q = matmul(*multiplied(x.q, y.q, wide=wide))
     # The product is a new tensor and changes in place, except in a trace: export would lose track.
     if not is_one(ratio):
         traced = _torch.is_tracing(q)
-        q = scaled_by(q, ratio) if traced else q.mul_(multiplier(ratio))
+        q = scaled_by(q, ratio) if traced else scaled_in_place(q, ratio)
     return Raw(q, scale, rms, settled=True)
 
 
@@ -278,7 +278,7 @@ def _of_floats(matmul: Any, p: Tensor, q: Tensor, *amounts: tuple[Any, Any]) -> 
     """The steps of `_product` that are left for elements that are multiplied as they are."""
     scale, ratio, rms = settle_product(p.shape[-1], *amounts)
     made = matmul(p, q)
-    return Raw(made if is_one(ratio) else made.mul_(multiplier(ratio)), scale, rms, settled=True)
+    return Raw(made if is_one(ratio) else scaled_in_place(made, ratio), scale, rms, settled=True)
 
 
 def _goes_first(ratio: Any, a: Any, b: Any) -> bool:

@@ -47,9 +47,13 @@ def _affine_rms(weight: Any, bias: Any, v: Tensor) -> Any:
 
 
 def _values(x: Any, *parameters: Any) -> list[Any]:
-    """Return the data, and the weight and bias in float32, which the kernels mix with any data."""
-    v = plain(x)
-    return [v, *(None if p is None else plain(p).float() for p in parameters)]
+    """Return the data, and the weight and bias in float32, which the kernels mix with any data.
+    They are only read."""
+    return [_read(x), *(None if p is None else _read(p).float() for p in parameters)]
+
+
+def _read(x: Any) -> Any:
+    return read_value(x) if isinstance(x, ScaledTensor) else x
 
 
 class _Normalised(NamedTuple):
@@ -94,7 +98,7 @@ def _gradients(
     dx, *parameters = raw
     rms = g.rms * _rms(weight, g.rms) * held.rms
     return (
-        None if dx is None else Raw(dx, product_of(g.scale, held.power), rms),
+        None if dx is None else Raw(dx, product_of(g.scale, held.power), rms, fresh=True),
         *(None if d is None else Raw(d, g.scale, g.rms * rows, format=FP32) for d in parameters),
     )
 
@@ -112,7 +116,7 @@ def layer_norm(
     if w is None and v.dtype == torch.bfloat16:
         w = torch.ones(shape, device=v.device)  # float32 statistics need a float32 weight
     out, mean, rstd = aten.native_layer_norm.default(v, shape, w, b, eps)
-    return Raw(out, None, _affine_rms(weight, bias, v)), mean, rstd
+    return Raw(out, None, _affine_rms(weight, bias, v), fresh=True), mean, rstd
 
 
 @rule(aten.native_layer_norm_backward.default)
