@@ -243,8 +243,8 @@ def _frozen_weights(model: nn.Module) -> set[int]:
 def refuse_stored(held: steps.Held) -> None:
     """Called before each step of an optimizer. Raises UnsupportedError if the step would train a
     weight that is stored as products cast it."""
-    for p in (p for _, ours in held for p in ours if p.grad is not None):
-        if is_stored(part_of(p)):
+    for p in (p for _, ours in held for p in ours):
+        if is_stored(part_of(p)) and p.grad is not None:
             raise UnsupportedError(
                 f"the optimizer has a gradient for a weight of {tuple(p.shape)} that is stored "
                 f"in {part_of(p).format.name} (Recipe.store_frozen), which would round its updates "

@@ -253,11 +253,10 @@ def _linear(multiply: Multiply, input: Any, weight: Any, bias: Any = None) -> An
         recipe, parameter = _governing(input, weight)
         once = None if recipe is None else recipe.gemms.once
         if once is not None and delayed.remembered((input, weight), once)[1] is None:
-            if parameter is None or not sites.looks(parameter):
-                return as_one.linear(input, weight, once, bias)
-            once = sites.look_at_inputs(parameter, (input, weight))
-            y = as_one.linear(input, weight, once)
-            return plus(sites.look_back(parameter, y), bias)
+            looks = parameter is not None and sites.looks(parameter)
+            casts = sites.look_at_inputs(parameter, (input, weight)) if looks else once
+            y = as_one.linear(input, weight, casts, bias)
+            return sites.look_back(parameter, y) if looks else y
     y = multiply(torch.nn.functional.linear, input, weight)
     return y if bias is None else plus(y, bias)
 
