@@ -1,4 +1,4 @@
-"""A model that pays for the casts of FP8 training and for nothing else: the floor of an FP8 step.
+"""A model that pays for the casts of FP8 training and for nothing else.
 
 Its linear layers multiply E4M3FN operands and an E5M2 gradient, cast without scales by the casts of
 this library, and keep codes for the backward pass. All else is `torch.autocast` on float32

@@ -5,11 +5,12 @@
 All variants run interleaved in one process; a figure is the median of their CPU times on one thread
 (on a CUDA device: of event times), so a busy machine shifts all alike. "saved" is the recipe
 `Unit(saved="e4m3fn")`. "autocast" is bfloat16 between float32 parameters, as a training has them.
-"casts" is "autocast" with the casts of FP8 in the linear layers and no scales, which is the floor
-of any FP8 step (`benchmarks.casts_alone`). Tensors that autograd saves for the backward pass are
-counted by its hooks for saved tensors, once per storage: eager from each operator, and compiled
-from the one function of the graph. Parameters and inputs are not counted. On a CPU without bfloat16
-units the bfloat16 model takes minutes, and is left out unless `--all` is given.
+"casts" is "autocast" with the casts of FP8 in the linear layers and no scales, so it shows the part
+of an FP8 step that no rule can save (`benchmarks.casts_alone`). Tensors that autograd saves for the
+backward pass are counted by its hooks for saved tensors, once per storage: eager from each
+operator, and compiled from the one function of the graph. Parameters and inputs are not counted. On
+a CPU without bfloat16 units the bfloat16 model takes minutes, and is left out unless `--all` is
+given.
 """
 
 import argparse
@@ -175,7 +176,7 @@ def show(report: dict[str, object]) -> None:
         print(f"{a} / {b}: {ratio:.2f}  (bar {bar}: {'met' if ratio <= bar else 'NOT met'})")
     if "casts compiled" in times:
         floor, ours = (times[f"{a} compiled"] for a in ("casts", "ours"))
-        print(f"casts compiled / bf16 compiled: {floor / times['bf16 compiled']:.2f}  (the floor)")
+        print(f"casts compiled / bf16 compiled: {floor / times['bf16 compiled']:.2f}  (FP8's casts alone)")
         print(f"ours compiled / casts compiled: {ours / floor:.2f}")
     for name, share in report["saved_over_bf16"].items():  # type: ignore[attr-defined]
         verdict = "met" if share <= SAVED_BAR else "NOT met"

@@ -120,7 +120,7 @@ CPU = Backend(
     ),
     # The bfloat16 backward takes up to 10 times as long at 64 tokens and 0.8 times at 1024
     # (measured), and rounds more. The bfloat16 forward takes 0.6 times as long at 64 tokens and 0.4
-    # times at 1024 if the CPU has AMX. Its error is a fifth larger than that of the rounded result.
+    # times at 1024 if the CPU has AMX, and the error of the rounded result grows by a fifth.
     float32_attention=True,
     fused_rms_norm=False,
     flash=lambda device: "_scaled_dot_product_flash_attention_for_cpu",
