@@ -177,7 +177,7 @@ def _rows(x: Tensor) -> Tensor:
     if x.dim() == 2:
         return x
     *rows, columns = x.shape
-    return x.view(math.prod(rows), columns) if x.is_contiguous() else x.reshape(-1, columns)
+    return x.reshape(math.prod(rows), columns)
 
 
 def _turned(a: Side) -> Side:
