@@ -293,6 +293,19 @@ def test__a_frozen_weight__is_corrected_in_the_first_pass():
     assert not any(p.site.new for p in m.parameters())
 
 
+def test__beside_a_trained_bias_alone__no_gradient_is_looked_at():
+    """Products cast no gradient then, so there is nothing to correct and to warn of."""
+    layer = sct.scale_model(nn.Linear(16, 16))
+    layer.weight.requires_grad_(False)
+    x = sct.scaled(torch.randn(8, 16), recipe="unit")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer(x).backward(sct.scaled(torch.ones(8, 16) * 1000, "bf16"))
+    assert layer.bias.grad is not None
+    assert layer.weight.recipe.shifts == (0, 0)
+    assert not layer.weight.site.seen[1].number
+
+
 def test__another_recipe__begins_anew():
     m, _ = trained()
     sct.scale_model(m, Unit())

@@ -256,7 +256,8 @@ def _linear(multiply: Multiply, input: Any, weight: Any, bias: Any = None) -> An
             looks = parameter is not None and sites.looks(parameter)
             casts = sites.look_at_inputs(parameter, (input, weight)) if looks else once
             y = as_one.linear(input, weight, casts, bias)
-            return sites.look_back(parameter, y) if looks else y
+            casts_gradient = input.requires_grad or weight.requires_grad  # a bias alone does not
+            return sites.look_back(parameter, y) if looks and casts_gradient else y
     y = multiply(torch.nn.functional.linear, input, weight)
     return y if bias is None else plus(y, bias)
 
