@@ -100,8 +100,7 @@ class Backend:
     lacks_bfloat16: frozenset[str] = frozenset()
     """ATen operators without a kernel for bfloat16, like their backward operators."""
     float32_attention: bool = False
-    """The backward pass of attention is in float32, also for bfloat16 operands. The forward pass is
-    in the dtype of emulated products."""
+    """Attention of bfloat16 operands is computed in float32."""
     fused_rms_norm: bool = True
     """torch has a kernel for the RMS norm; otherwise it composes the norm of other operators."""
     flash: Callable[[torch.device], str | None] = lambda device: None

@@ -118,9 +118,8 @@ CPU = Backend(
     lacks_bfloat16=frozenset(
         ("aten::avg_pool3d", "aten::_upsample_bilinear2d_aa", "aten::_upsample_bicubic2d_aa")
     ),
-    # The bfloat16 backward takes up to 10 times as long at 64 tokens and 0.8 times at 1024
-    # (measured), and rounds more. The bfloat16 forward takes 0.6 times as long at 64 tokens and 0.4
-    # times at 1024 if the CPU has AMX, and the error of the rounded result grows by a fifth.
+    # The bfloat16 backward takes 4 times as long at 64 tokens and 0.8 times at 1024 (measured), and
+    # rounds more.
     float32_attention=True,
     fused_rms_norm=False,
     flash=lambda device: "_scaled_dot_product_flash_attention_for_cpu",
