@@ -3,9 +3,7 @@
 // Each function has the operations of the rule that calls it, in their order. Without a library the
 // rule runs them one by one in PyTorch.
 
-#include <algorithm>
 #include <cstdint>
-#include <memory>
 
 #include "floats.h"
 #include "threads.h"
@@ -73,52 +71,6 @@ template <class X> int64_t within(const X *x, int64_t count, float limit) {
         found += few;
     }
     return found;
-}
-
-// Adds the rows 2i and 2i + 1 of a matrix until one row is left. A last row without a neighbour stays as
-// it is. `held[n]` is the sum of 2^n rows that waits for the next such sum. `x` is the first of `count`
-// columns.
-constexpr int64_t CHUNK = 256, EIGHT = 8;
-
-void column_sums(const uint16_t *x, float *y, int64_t rows, int64_t columns, int64_t count) {
-    int levels = 1;
-    while (rows >> levels) levels++;
-    const std::unique_ptr<float[]> held(new float[size_t(levels * CHUNK)]);
-    float row[CHUNK];
-    int64_t waiting = 0;  // the bit n says that `held[n]` waits
-    const auto under = [&](int level) { return held.get() + level * CHUNK; };
-    const auto add = [&](int level) {
-        const float *other = under(level);
-        for (int64_t j = 0; j < count; j++) row[j] = other[j] + row[j];
-    };
-    const auto hold = [&](int level) {
-        for (; waiting >> level & 1; level++) {
-            add(level);
-            waiting &= ~(int64_t(1) << level);
-        }
-        std::copy(row, row + count, under(level));
-        waiting |= int64_t(1) << level;
-    };
-    int64_t i = 0;
-    for (; i + EIGHT <= rows; i += EIGHT, x += EIGHT * columns) {
-        for (int64_t j = 0; j < count; j++) {
-            const auto pair = [&](int64_t r) {
-                return wide(x[r * columns + j]) + wide(x[(r + 1) * columns + j]);
-            };
-            row[j] = (pair(0) + pair(2)) + (pair(4) + pair(6));
-        }
-        hold(3);
-    }
-    for (; i < rows; i++, x += columns) {
-        for (int64_t j = 0; j < count; j++) row[j] = wide(x[j]);
-        hold(0);
-    }
-    int level = 0;
-    while (!(waiting >> level & 1)) level++;
-    std::copy(under(level), under(level) + count, row);
-    while (waiting >> ++level)
-        if (waiting >> level & 1) add(level);
-    std::copy(row, row + count, y);
 }
 
 // Calls `call` with the elements of `x`, which are bfloat16 or float32.
@@ -202,15 +154,4 @@ extern "C" int64_t scaledtensor_within(int half, const void *source, int64_t cou
     int64_t found = 0;
     with_elements(half, source, [&](auto *x) { found = within(x, count, limit); });
     return found;
-}
-
-// Writes the sums of the columns of a bfloat16 matrix, which has a row. The order of the additions is
-// the same for every number of threads.
-extern "C" void scaledtensor_column_sums(const uint16_t *x, float *y, int64_t rows, int64_t columns,
-                                         int threads) {
-    const int64_t chunks = (columns + CHUNK - 1) / CHUNK;
-    in_parts(chunks, rows * CHUNK, threads, [&](int64_t a, int64_t b) {
-        for (int64_t first = a * CHUNK; first < columns && first < b * CHUNK; first += CHUNK)
-            column_sums(x + first, y + first, rows, columns, std::min(CHUNK, columns - first));
-    });
 }

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from scaledtensor import native
 
-__all__ = ["column_sums", "magnitudes", "rounded_rows", "scale", "scaled", "within"]
+__all__ = ["magnitudes", "rounded_rows", "scale", "scaled", "within"]
 
 
 #: PyTorch multiplies fewer elements in less time than a call of the loop takes.
@@ -145,18 +145,6 @@ def within(x: Tensor, limit: float) -> int | None:
         x.dtype is torch.bfloat16, x.data_ptr(), x.numel(), limit
     )
     return found
-
-
-def column_sums(x: Tensor) -> Tensor | None:
-    """Return the float32 sums of the columns of a bfloat16 matrix that has a row; None if the loop
-    did not run. `ops.rules.reduction.summed_by_pairs` states the order of the additions."""
-    if not _takes_rows(x, True):
-        return None
-    y = torch.empty(x.shape[1])
-    native.library().scaledtensor_column_sums(
-        x.data_ptr(), y.data_ptr(), *x.shape, torch.get_num_threads()
-    )
-    return y
 
 
 def _is_read(x: Tensor) -> bool:

@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-from tensors import bits, gaussian
+from tensors import gaussian
 
-import scaledtensor as sct
 from scaledtensor import native
 from scaledtensor.formats import BF16
 from scaledtensor.native.elements import (
-    column_sums,
     magnitudes,
     rounded_rows,
     scale,
@@ -16,7 +14,6 @@ from scaledtensor.native.elements import (
     within,
 )
 from scaledtensor.ops.results import store
-from scaledtensor.ops.rules.reduction import summed_by_pairs
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.status())
 
@@ -114,51 +111,6 @@ def test__scale__leaves_what_it_does_not_read():
         assert torch.equal(given, before)
     with native.left_out():
         assert not scale(x, 0.5)
-
-
-@pytest.mark.parametrize("columns", [1, 7, 256, 600])
-def test__column_sums__add_neighbours(columns):
-    """The order has no gap: every number of rows up to three groups of eight, and larger ones."""
-    for rows in (*range(1, 26), 64, 1023, 1025):
-        x = gaussian(rows, columns).bfloat16()
-        assert torch.equal(column_sums(x), summed_by_pairs(x.float()))
-        torch.testing.assert_close(column_sums(x), x.float().sum(0), atol=1e-3, rtol=0)
-    x[1, 0], x[3, -1] = torch.inf, torch.nan
-    assert same(column_sums(x), summed_by_pairs(x.float()))
-
-
-def test__column_sums__are_the_same_for_every_number_of_threads():
-    x, before = gaussian(4096, 700).bfloat16(), torch.get_num_threads()
-    try:
-        made = [(torch.set_num_threads(n), column_sums(x))[1] for n in (1, 2, 3)]
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(made[0], made[1])
-    assert torch.equal(made[0], made[2])
-
-
-def test__column_sums__leave_what_they_do_not_read():
-    x = gaussian(8, 16).bfloat16()
-    for given in (x.float(), x.mT, x[:, 1:]):
-        assert column_sums(given) is None
-    with native.left_out():
-        assert column_sums(x) is None
-
-
-@pytest.mark.parametrize("dims", [(0, 1), (0, 1, 2)], ids=str)
-@pytest.mark.parametrize("keepdim", [False, True])
-def test__a_sum_of_bfloat16__has_the_bits_of_its_operators(dims, keepdim):
-    x = sct.scaled(gaussian(*(5, 7, 3)[: len(dims)], 40), "bf16")
-    alone = x.sum(dims, keepdim=keepdim)
-    with native.left_out():
-        assert bits(alone) == bits(x.sum(dims, keepdim=keepdim))
-    want = x.dequantize().sum(dims, keepdim=keepdim)
-    torch.testing.assert_close(alone.dequantize(), want)
-
-
-def test__a_sum_over_no_dimension__is_over_all():
-    x = sct.scaled(gaussian(40), "bf16")
-    torch.testing.assert_close(x.sum([]), x.dequantize().sum())
 
 
 @pytest.mark.parametrize("ratio", [1.0, 2.0**-3, 2.0**100])

@@ -13,10 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scaledtensor._torch import is_tracing, log
-from scaledtensor.backends import backend_of
+from scaledtensor._torch import log
 from scaledtensor.formats import FP32
-from scaledtensor.native.elements import column_sums
 from scaledtensor.ops.algebra import count, elements, first_scaled, operand, plain, value
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, Raw, rule
@@ -24,7 +22,7 @@ from scaledtensor.scales.powers import product_of
 from scaledtensor.scales.singles import rms_of, scale_of
 from scaledtensor.tensors.tensor import ScaledTensor
 
-__all__ = ["extreme_rms", "growth", "summed_by_pairs"]
+__all__ = ["extreme_rms", "growth"]
 
 Dims = int | Sequence[int] | None
 
@@ -47,7 +45,8 @@ def growth(n: float, nonnegative: bool) -> float:
 
 def _sum(x: ScaledTensor, dims: Dims, keepdim: bool, divide: bool, dtype: Any) -> Any:
     n = count(x.shape, dims)
-    q = _summed(elements(x), dims, keepdim)
+    over = dims if dims is None or isinstance(dims, int) else tuple(dims)
+    q = elements(x).sum(over, keepdim=keepdim, dtype=torch.float32)
     factor = growth(n, x.nonnegative)
     if divide:
         q, factor = q / n, factor / max(n, 1)
@@ -55,41 +54,6 @@ def _sum(x: ScaledTensor, dims: Dims, keepdim: bool, divide: bool, dtype: Any) -
         return q * scale_of(x)
     rms, positive = rms_of(x) * factor, x.nonnegative
     return Raw(q, scale_of(x), rms, format=FP32, nonnegative=positive, dtype=dtype or x.dtype)
-
-
-def _summed(q: Tensor, dims: Dims, keepdim: bool) -> Tensor:
-    """Return float32 sums of elements. In eager code on a CPU, torch would first write bfloat16
-    elements as float32, which takes three times as long as to add them."""
-    over = dims if dims is None or isinstance(dims, int) else tuple(dims)
-    if (
-        q.dtype is torch.bfloat16
-        and type(q) is Tensor
-        and q.dim() > 1
-        and over == tuple(range(q.dim() - 1))
-        and q.numel()
-        and q.is_contiguous()
-        and backend_of(q).host
-        and not torch.compiler.is_compiling()
-        and not is_tracing(q)
-    ):
-        rows = q.view(-1, q.shape[-1])
-        sums = column_sums(rows)
-        if sums is None:
-            sums = summed_by_pairs(rows.float())
-        return sums.view([1] * (q.dim() - 1) + [-1]) if keepdim else sums
-    return q.sum(over, keepdim=keepdim, dtype=torch.float32)
-
-
-def summed_by_pairs(x: Tensor) -> Tensor:
-    """Return the sums of the columns of a matrix. The rows 2i and 2i + 1 are added until one row is
-    left. A last row without a neighbour stays as it is."""
-    while (rows := x.shape[0]) > 1:
-        paired = rows // 2 * 2
-        last = x[paired:]
-        x = x[0:paired:2] + x[1:paired:2]
-        if len(last):
-            x = torch.cat((x, last))
-    return x.squeeze(0)
 
 
 @rule(aten.sum.dim_IntList)
