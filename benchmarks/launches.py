@@ -5,16 +5,15 @@
 
 The step is forward and backward of the demo's GPT and its loss, for float32, bfloat16 (autocast),
 bfloat16 with the casts of FP8 and no scales (`benchmarks.casts_alone`), and recipes of ours, on the
-CPU back end. "nodes" are the calls in AOTAutograd's two graphs. "0-dim"
-are the nodes that give 0-dim tensors, such as scales. "opaque" are the nodes that call an operator
-of this library, which Inductor does not write itself. "kernels" are the calls of kernels that
-Inductor wrote, and "extern" are the calls of other kernels. "looks" are the extern calls of
-the guard, which the nodes of casts make. "compile s" and "own CPU s" are the time of the
-first call, cold, by the clock and by the CPU time of the process. "step ms" is the least CPU time
-of five steps after it, and "train ms" is the least of twelve with a fused step of AdamW. Only these
-four depend on the machine. Each row has a process of its own, so each first call loads the
-compiler. With --by-layer each block is compiled by itself, as
-`block.compile()` does, and code that blocks share counts once.
+CPU back end. "nodes" are the calls in AOTAutograd's two graphs. "0-dim" are the nodes that give
+0-dim tensors, such as scales. "opaque" are the nodes that call an operator of this library, which
+Inductor does not write itself. "kernels" are the calls of kernels that Inductor wrote, and "extern"
+are the calls of other kernels. "looks" are the extern calls of the guard, which the nodes of casts
+make. "compile s" and "own CPU s" are the time of the first call, cold, by the clock and by the CPU
+time of the process. "step ms" is the least CPU time of five steps after it, and "train ms" is the
+least of twelve with a fused step of AdamW. Only these four depend on the machine. Each row has a
+process of its own, so each first call loads the compiler. With --by-layer each block is compiled by
+itself, as `block.compile()` does, and code that blocks share counts once.
 """
 
 import argparse
@@ -151,8 +150,8 @@ def least(times: int, function: Callable[[], None]) -> float:
 def _compiled(model: nn.Module, by_layer: bool, **options: Any) -> Any:
     if not by_layer:
         return torch.compile(model, fullgraph=True, **options)
-    (blocks,) = (m for name, m in model.named_modules() if name.endswith("model.blocks"))
-    for block in blocks.children():
+    (gpt,) = (module for module in model.modules() if isinstance(module, GPT))
+    for block in gpt.blocks:
         block.compile(fullgraph=True, **options)
     return model
 

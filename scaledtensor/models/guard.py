@@ -43,7 +43,7 @@ def after_step(held: Held) -> None:
         for p in ours:
             part: Any = part_of(p)
             recipe, site = part.recipe, part.site
-            if not isinstance(recipe, Unit) or part.qdata.dim() < 2:
+            if not isinstance(recipe, Unit) or part.dim() < 2:
                 continue
             every = recipe.rebalance if recipe.guard else 0
             due = every > 0 and (done + 1) % every == 0

@@ -286,9 +286,11 @@ def at_value(function: Callable[..., Tensor], x: ScaledTensor, rms: Amount, **kw
     return Raw(function(read_value(x)), None, rms, fresh=True, **kwargs)
 
 
-def read_value(x: ScaledTensor, power: Amount = ONE) -> Tensor:
+def read_value(x: Any, power: Amount = ONE) -> Any:
     """Return the value times a power of two, only to be read. It is the elements themselves if they
-    would be multiplied by 1."""
+    would be multiplied by 1. A plain tensor has its own elements as its value."""
+    if not isinstance(x, ScaledTensor):
+        return x if power is ONE else scaled_by(x, power)
     q, scale = x.qdata, scale_of(x)
     by_one = type(scale) is type(power) is Single and float.__mul__(scale, power) == 1
     wide = q.dtype is torch.float32 or q.dtype is torch.bfloat16

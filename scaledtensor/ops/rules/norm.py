@@ -49,11 +49,7 @@ def _affine_rms(weight: Any, bias: Any, v: Tensor) -> Any:
 def _values(x: Any, *parameters: Any) -> list[Any]:
     """Return the data, and the weight and bias in float32, which the kernels mix with any data.
     They are only read."""
-    return [_read(x), *(None if p is None else _read(p).float() for p in parameters)]
-
-
-def _read(x: Any) -> Any:
-    return read_value(x) if isinstance(x, ScaledTensor) else x
+    return [read_value(x), *(None if p is None else read_value(p).float() for p in parameters)]
 
 
 class _Normalised(NamedTuple):
@@ -80,8 +76,7 @@ class _Normalised(NamedTuple):
         if isinstance(power, Form):  # otherwise compiled code multiplies in the forward pass
             power = power.after(gradient)
         mean = None if mean is None else scaled_by(mean, power)
-        v = read_value(x, power) if isinstance(x, ScaledTensor) else scaled_by(x, power)
-        return _Normalised(v, mean, scaled_by(rstd, 1 / power), power, rms)
+        return _Normalised(read_value(x, power), mean, scaled_by(rstd, 1 / power), power, rms)
 
     @staticmethod
     def in_evaluation(x: Any, rstd: Any) -> "_Normalised":
