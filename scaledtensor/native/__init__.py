@@ -171,6 +171,7 @@ _FUNCTIONS = {
     "scaledtensor_scaled": (_word, _word, _at, _at, _real, _count, _count, _count, _word),
     "scaledtensor_magnitudes": (_word, _at, _count, _at),
     "scaledtensor_within": (_word, _at, _count, _real),
+    "scaledtensor_column_sums": (_at, _at, _count, _count, _word),
     "scaledtensor_rounded_rows": (_word, _at, _at, _at, _real, _real, _real, _count, _count, _word),
     "scaledtensor_numbers": (
         *(_at, _at, _count, _at, _count, _at, _count),

@@ -73,6 +73,39 @@ template <class X> int64_t within(const X *x, int64_t count, float limit) {
     return found;
 }
 
+// Adds the rows of `N` columns in the order of torch's sum over rows (`multi_row_sum` in ATen's
+// SumKernel.cpp): rows to a sum of `step` rows, such sums to a sum of `step` sums, and so on. `columns` is
+// the distance of the rows.
+template <int64_t N>
+void column_sums(const uint16_t *x, float *y, int64_t rows, int64_t columns) {
+    constexpr int LEVELS = 4;
+    int digits = 0;
+    while (int64_t(1) << digits < rows) digits++;
+    const int power = most(4, digits / LEVELS);
+    const int64_t step = int64_t(1) << power;
+    float sums[LEVELS][N] = {};
+    const auto add = [&](int level) {
+        for (int64_t j = 0; j < N; j++) sums[level][j] += sums[level - 1][j];
+    };
+    int64_t i = 0;
+    const auto add_rows = [&](int64_t end) {
+        for (; i < end; i++, x += columns)
+            for (int64_t j = 0; j < N; j++) sums[0][j] += wide(x[j]);
+    };
+    while (i + step <= rows) {
+        add_rows(i + step);
+        for (int level = 1; level < LEVELS; level++) {
+            add(level);
+            for (int64_t j = 0; j < N; j++) sums[level - 1][j] = 0;
+            if (i & ((step - 1) << level * power)) break;
+        }
+    }
+    add_rows(rows);
+    for (int level = 1; level < LEVELS; level++)
+        for (int64_t j = 0; j < N; j++) sums[0][j] += sums[level][j];
+    for (int64_t j = 0; j < N; j++) y[j] = sums[0][j];
+}
+
 // Calls `call` with the elements of `x`, which are bfloat16 or float32.
 template <class F> void with_elements(int half, const void *x, F call) {
     if (half)
@@ -154,4 +187,15 @@ extern "C" int64_t scaledtensor_within(int half, const void *source, int64_t cou
     int64_t found = 0;
     with_elements(half, source, [&](auto *x) { found = within(x, count, limit); });
     return found;
+}
+
+// Writes the sums of the columns of a bfloat16 matrix, which has a multiple of 32 columns.
+extern "C" void scaledtensor_column_sums(const uint16_t *x, float *y, int64_t rows, int64_t columns,
+                                         int threads) {
+    constexpr int64_t FEW = 32, MANY = 128;
+    in_parts(columns / FEW, rows * FEW, threads, [&](int64_t a, int64_t b) {
+        int64_t j = a * FEW;
+        for (; j + MANY <= b * FEW; j += MANY) column_sums<MANY>(x + j, y + j, rows, columns);
+        for (; j < b * FEW; j += FEW) column_sums<FEW>(x + j, y + j, rows, columns);
+    });
 }

@@ -9,13 +9,16 @@ from torch import Tensor
 
 from scaledtensor import native
 
-__all__ = ["magnitudes", "rounded_rows", "scale", "scaled", "within"]
+__all__ = ["column_sums", "converted", "magnitudes", "rounded_rows", "scale", "scaled", "within"]
 
 
 #: PyTorch multiplies fewer elements in less time than a call of the loop takes.
 _MANY = 1 << 14
 #: The loop is no faster than PyTorch for shorter rows.
 _WIDE = 16
+#: torch adds the rows of as many columns at a time in one order, and the rows of what is left of the
+#: columns in another.
+_COLUMNS = 32
 
 
 def scaled(x: Tensor, factor: float, dtype: torch.dtype) -> Tensor | None:
@@ -42,6 +45,15 @@ def scaled(x: Tensor, factor: float, dtype: torch.dtype) -> Tensor | None:
         half, halves, x.data_ptr(), out.data_ptr(), factor, *rows, torch.get_num_threads()
     )
     return out
+
+
+def converted(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `x.to(dtype)`. The loop converts between bfloat16 and float32 in less time than
+    PyTorch."""
+    if x.dtype is dtype:
+        return x
+    made = scaled(x, 1.0, dtype)
+    return x.to(dtype) if made is None else made
 
 
 def scale(x: Tensor, factor: float) -> bool:
@@ -145,6 +157,22 @@ def within(x: Tensor, limit: float) -> int | None:
         x.dtype is torch.bfloat16, x.data_ptr(), x.numel(), limit
     )
     return found
+
+
+def column_sums(x: Tensor) -> Tensor | None:
+    """Return the float32 sums over all dimensions of `x` but the last, to the bits of torch, which
+    first writes bfloat16 elements as float32. None if the loop did not run."""
+    if x.dtype is not torch.bfloat16 or x.shape[-1] % _COLUMNS or not x.numel():
+        return None
+    if x.is_neg() or not _is_read(x):
+        return None
+    columns = x.shape[-1]
+    y = torch.empty(columns)
+    rows = x.numel() // columns
+    native.library().scaledtensor_column_sums(
+        x.data_ptr(), y.data_ptr(), rows, columns, torch.get_num_threads()
+    )
+    return y
 
 
 def _is_read(x: Tensor) -> bool:

@@ -16,6 +16,7 @@ from scaledtensor import _torch
 from scaledtensor.errors import DTypeError, MissingRuleError, SaturationWarning, ShapeError
 from scaledtensor.formats import BF16, FP32, Format, encode
 from scaledtensor.formats.bits import Overflow
+from scaledtensor.native.elements import converted
 from scaledtensor.recipes import Recipe
 from scaledtensor.scales.forms import Form, program
 from scaledtensor.scales.powers import is_one, larger, settle, settle_in_place
@@ -288,7 +289,7 @@ def store(q: Tensor, fmt: Format) -> Tensor:
     """Round elements into a format. In 8 bits, numbers beyond its range saturate. Infinities and
     NaNs stay if the format has a code for them."""
     if fmt.storage_dtype.itemsize > 1:
-        return q.to(fmt.storage_dtype)
+        return converted(q, fmt.storage_dtype)
     return encode(q, fmt, overflow=OVERFLOW)
 
 

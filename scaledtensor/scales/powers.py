@@ -19,9 +19,9 @@ from scaledtensor.errors import ScaleError
 from scaledtensor.scales import formed as formed  # defines the operators of forms
 from scaledtensor.scales.forms import Form
 from scaledtensor.scales.singles import (
+    ONE,
     Amount,
     Single,
-    remembered,
     rounded,
     scaled_by,
     single_of,
@@ -89,12 +89,22 @@ def nearest_power_of_two(rms: Tensor) -> Tensor:
 
 def power_of_two_near(rms: float) -> float:
     """`nearest_power_of_two` of a float32 number."""
+    return float(_power_near(rms))
+
+
+#: The usable scales, in order. Eager code finds thousands of scales and ratios in a step. New
+#: objects would take more time, and the garbage collector would visit each.
+_POWERS = tuple(Single(2.0**exponent) for exponent in range(-126, 128))
+_POWER_OF = {float(power): power for power in _POWERS}
+
+
+def _power_near(rms: float) -> Single:
     if not MIN_SCALE < rms < MAX_SCALE:
         if rms <= MIN_SCALE:
-            return MIN_SCALE if rms >= _LEAST else 1.0
-        return MAX_SCALE if rms == rms else 1.0
+            return _POWERS[0] if rms >= _LEAST else ONE
+        return _POWERS[-1] if rms == rms else ONE
     significand, exponent = math.frexp(rms)
-    return max(math.ldexp(1.0, exponent - (significand < _ROOT_HALF)), MIN_SCALE)
+    return _POWERS[exponent + (126 if significand >= _ROOT_HALF or exponent == -126 else 125)]
 
 
 def is_power_of_two(x: Tensor) -> Tensor:
@@ -124,7 +134,7 @@ def settle(rms: A, *scales: A) -> Sequence[A]:
 
 def _settle_forms(rms: Any, scales: Sequence[Any]) -> list[Any]:
     known = isinstance(rms, Single)
-    power: Any = Single(power_of_two_near(rms)) if known else Form("power", rms)
+    power: Any = _power_near(rms) if known else Form("power", rms)
 
     def ratio(held: Any) -> Any:
         # A form needs a tensor of the graph as a leaf, and two numbers have none.
@@ -134,10 +144,11 @@ def _settle_forms(rms: Any, scales: Sequence[Any]) -> list[Any]:
     return [power, *map(ratio, scales)]
 
 
-@remembered
 def _settle_singles(rms: Any, scales: tuple[Any, ...]) -> tuple[Single, ...]:
-    power = power_of_two_near(rms)
-    return Single(power), *[_ratio_of(s, power) for s in scales]
+    power = _power_near(rms)
+    if len(scales) == 1:
+        return power, _ratio_of(scales[0], power)
+    return power, *[_ratio_of(s, power) for s in scales]
 
 
 def _are_numbers(*amounts: Any) -> bool:
@@ -167,7 +178,8 @@ def product_of(a: Any, b: Any) -> Any:
     although the values of the elements may be ordinary numbers.
     """
     if type(a) is Single and type(b) is Single:
-        return Single(float.__mul__(a, b))
+        product = float.__mul__(a, b)
+        return _POWER_OF.get(product) or Single(product)
     if _is_traced(a, b):
         return Form("product", a, b)
     return tensor_of(a).double() * tensor_of(b)
@@ -191,32 +203,17 @@ def _held(scale: Any) -> Tensor:
 def settle_product(terms: float, a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any, Any]:
     """The scale and RMS of sums of `terms` independent products of two operands, each given as
     (scale, rms). Returns (scale, ratio of the products' scale to it, RMS)."""
-    if _are_numbers(*a, *b):
-        return _known_product(terms, *a, *b)
-    return _product_under(terms, *a, *b)
-
-
-def _product_under(terms: float, a: Any, a_rms: Any, b: Any, b_rms: Any) -> tuple[Any, Any, Any]:
-    rms = a_rms * b_rms * terms**0.5
-    scale, ratio = settle(rms, product_of(a, b))
+    rms = a[1] * b[1] * terms**0.5
+    scale, ratio = settle(rms, product_of(a[0], b[0]))
     return scale, ratio, rms
 
 
 def settle_sum(a: tuple[Any, Any], b: tuple[Any, Any], alpha: float) -> tuple[Any, Any, Any, Any]:
     """The scale and RMS of `a + alpha * b` for independent terms, each given as (scale, rms).
     Returns (scale, ratio of a's scale to it, ratio of b's scale to it, RMS)."""
-    if _are_numbers(*a, *b):
-        return _known_sum(alpha, *a, *b)
-    return _sum_under(alpha, *a, *b)
-
-
-def _sum_under(alpha: float, a: Any, a_rms: Any, b: Any, b_rms: Any) -> tuple[Any, Any, Any, Any]:
-    rms = quadrature(a_rms, b_rms if abs(alpha) == 1 else b_rms * abs(alpha))
-    scale, first, second = settle(rms, a, b)
+    rms = quadrature(a[1], b[1] if abs(alpha) == 1 else b[1] * abs(alpha))
+    scale, first, second = settle(rms, a[0], b[0])
     return scale, first, second, rms
-
-
-_known_product, _known_sum = map(remembered, (_product_under, _sum_under))
 
 
 def settle_in_place(
@@ -233,7 +230,7 @@ def settle_in_place(
     kept, was, rms, held = single_of(kept), single_of(was), single_of(rms), single_of(held)
     if _are_numbers(kept, was, rms, held):
         moves = whole and rms > 0 and not float(kept) / far <= rms <= float(kept) * far
-        scale = Single(power_of_two_near(rms)) if not was or moves else kept
+        scale = _power_near(rms) if not was or moves else kept
         return scale, _ratio_of(held, scale)
     held = _held(held)
     kept, was, rms = map(tensor_of, (kept, was, rms))
@@ -248,7 +245,7 @@ def settle_in_place(
 def _ratio_of(held: float, scale: float) -> Single:
     """The float32 factor that takes elements from one scale to another. It is finite."""
     ratio = float.__truediv__(held, scale)
-    return Single(rounded(min(ratio, _FLOAT32_MAX)))
+    return _POWER_OF.get(ratio) or Single(rounded(min(ratio, _FLOAT32_MAX)))
 
 
 # --- numbers of rules: ratios and RMS -----------------------------------------------------------

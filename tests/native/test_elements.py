@@ -2,11 +2,14 @@
 
 import pytest
 import torch
-from tensors import gaussian
+from tensors import bits, gaussian
 
+import scaledtensor as sct
 from scaledtensor import native
 from scaledtensor.formats import BF16
 from scaledtensor.native.elements import (
+    column_sums,
+    converted,
     magnitudes,
     rounded_rows,
     scale,
@@ -111,6 +114,63 @@ def test__scale__leaves_what_it_does_not_read():
         assert torch.equal(given, before)
     with native.left_out():
         assert not scale(x, 0.5)
+
+
+@pytest.mark.parametrize("columns", [32, 96, 128, 544])
+def test__column_sums__have_the_bits_of_torch(columns):
+    """Compiled code runs torch's sum. Its order has levels of 16 rows, and of 32 above 2^19 rows."""
+    for rows in (*range(1, 36), 255, 256, 257, 1000, 4096, 70001):
+        x = gaussian(rows, columns).bfloat16()
+        assert torch.equal(column_sums(x), x.sum(0, dtype=torch.float32))
+    x[1, 0], x[3, -1] = torch.inf, torch.nan
+    assert same(column_sums(x), x.sum(0, dtype=torch.float32))
+
+
+def test__column_sums__of_a_million_rows__have_the_bits_of_torch():
+    x = gaussian(2**20 + 3, 32).bfloat16()
+    assert torch.equal(column_sums(x), x.sum(0, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test__column_sums__have_the_bits_of_torch_for_every_number_of_threads(threads):
+    x, before = gaussian(4096, 704).bfloat16(), torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        assert torch.equal(column_sums(x), x.sum(0, dtype=torch.float32))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test__column_sums__leave_what_they_do_not_read():
+    x = gaussian(8, 64).bfloat16()
+    for given in (x.float(), x.mT, x[:, 1:33], x[:, :48].contiguous(), x[:0]):
+        assert column_sums(given) is None
+    with native.left_out():
+        assert column_sums(x) is None
+
+
+@pytest.mark.parametrize("shape", [(40, 32), (5, 7, 32), (2, 3, 5, 64)], ids=str)
+@pytest.mark.parametrize("keepdim", [False, True])
+def test__a_sum_of_bfloat16__has_the_bits_of_its_operators(shape, keepdim):
+    x, dims = sct.scaled(gaussian(*shape), "bf16"), tuple(range(len(shape) - 1))
+    alone = x.sum(dims, keepdim=keepdim)
+    with native.left_out():
+        assert bits(alone) == bits(x.sum(dims, keepdim=keepdim))
+    want = x.dequantize().sum(dims, keepdim=keepdim)
+    torch.testing.assert_close(alone.dequantize(), want)
+
+
+@pytest.mark.parametrize("shape", [(1, 1 << 15), (4, 8, 64, 32)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test__converted__has_the_bits_and_strides_of_a_conversion(shape, dtype):
+    other = torch.float32 if dtype is torch.bfloat16 else torch.bfloat16
+    x = gaussian(*shape).mul_(2.0 ** gaussian(*shape).mul(30).round()).to(dtype)
+    x.view(-1)[:4] = torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0])
+    for given in (x, x.transpose(0, -1), x.mT):
+        made = converted(given, other)
+        assert same(made, given.to(other))
+        assert made.stride() == given.to(other).stride()
+    assert converted(x, dtype) is x
 
 
 @pytest.mark.parametrize("ratio", [1.0, 2.0**-3, 2.0**100])

@@ -23,7 +23,7 @@ from scaledtensor.backends import units_of
 from scaledtensor.formats import BF16, FP32, Format, from_dtype
 from scaledtensor.formats.bits import Mode
 from scaledtensor.formats.native import ValueLoop, value_loop
-from scaledtensor.native.elements import rounded_rows
+from scaledtensor.native.elements import converted, rounded_rows
 from scaledtensor.ops.algebra import Side, elements
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.products.dtype import multiplied, product_dtype
@@ -323,7 +323,7 @@ def _stored(product: _Product, fmt: Format, target: Format) -> _Product:
     if not is_one(ratio):
         q = scaled_in_place(q, ratio)
     q = store(q, fmt)
-    return product._replace(q=q.float() if target is FP32 else q, ratio=ONE)
+    return product._replace(q=converted(q, torch.float32) if target is FP32 else q, ratio=ONE)
 
 
 def _plus(product: _Product, fmt: Format, bias: Any) -> _Product | None:

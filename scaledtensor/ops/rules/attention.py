@@ -29,6 +29,7 @@ from torch import Tensor
 from scaledtensor.backends import backend_of
 from scaledtensor.errors import UnsupportedError
 from scaledtensor.formats import BF16
+from scaledtensor.native.elements import converted
 from scaledtensor.ops import invariant
 from scaledtensor.ops.algebra import Side, bounded_square, elements, first_scaled, measured, side
 from scaledtensor.ops.operators import aten
@@ -126,7 +127,7 @@ def _folded(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any, list[Tensor]]:
     half = not backend_of(a.q).float32_attention and all(x.q.dtype is torch.bfloat16 for x in sides)
     dtype = torch.bfloat16 if half else torch.float32
     folded = scaled_by(a.q, a.scale * b.scale, dtype)
-    return a, b, c, [folded, b.q.to(dtype), c.q.to(dtype)]
+    return a, b, c, [folded, *(converted(x.q, dtype) for x in (b, c))]
 
 
 def _mask(mask: Any, dtype: torch.dtype) -> Any:
@@ -181,7 +182,7 @@ class _Call(NamedTuple):
         """Return the gradient, the folded query, key and value, and the output of these."""
         dtype = self.operands[0].dtype
         held = scaled_by(elements(out), scale_of(out) / self.c.scale, dtype)
-        return g.q.to(dtype), *self.operands, held
+        return converted(g.q, dtype), *self.operands, held
 
     def gradients(self, g: Side, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Raw, Raw, Raw]:
         a, b, c = self.a, self.b, self.c

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from scaledtensor._torch import log
 from scaledtensor.formats import FP32
+from scaledtensor.native.elements import column_sums
 from scaledtensor.ops.algebra import count, elements, first_scaled, operand, plain, value
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, Raw, rule
@@ -45,8 +46,7 @@ def growth(n: float, nonnegative: bool) -> float:
 
 def _sum(x: ScaledTensor, dims: Dims, keepdim: bool, divide: bool, dtype: Any) -> Any:
     n = count(x.shape, dims)
-    over = dims if dims is None or isinstance(dims, int) else tuple(dims)
-    q = elements(x).sum(over, keepdim=keepdim, dtype=torch.float32)
+    q = _summed(elements(x), dims, keepdim)
     factor = growth(n, x.nonnegative)
     if divide:
         q, factor = q / n, factor / max(n, 1)
@@ -54,6 +54,16 @@ def _sum(x: ScaledTensor, dims: Dims, keepdim: bool, divide: bool, dtype: Any) -
         return q * scale_of(x)
     rms, positive = rms_of(x) * factor, x.nonnegative
     return Raw(q, scale_of(x), rms, format=FP32, nonnegative=positive, dtype=dtype or x.dtype)
+
+
+def _summed(q: Tensor, dims: Dims, keepdim: bool) -> Tensor:
+    """Return float32 sums of elements."""
+    over = dims if dims is None or isinstance(dims, int) else tuple(dims)
+    if not keepdim and q.dim() > 1 and over == tuple(range(q.dim() - 1)):  # of a bias, often
+        made = column_sums(q)
+        if made is not None:
+            return made
+    return q.sum(over, keepdim=keepdim, dtype=torch.float32)
 
 
 @rule(aten.sum.dim_IntList)
