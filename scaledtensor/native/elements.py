@@ -16,8 +16,8 @@ __all__ = ["column_sums", "converted", "magnitudes", "rounded_rows", "scale", "s
 _MANY = 1 << 14
 #: The loop is no faster than PyTorch for shorter rows.
 _WIDE = 16
-#: torch adds the rows of as many columns at a time in one order, and the rows of what is left of the
-#: columns in another.
+#: torch adds the rows of so many columns at a time in one order. Columns that are left over have
+#: another order.
 _COLUMNS = 32
 
 

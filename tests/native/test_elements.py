@@ -118,7 +118,7 @@ def test__scale__leaves_what_it_does_not_read():
 
 @pytest.mark.parametrize("columns", [32, 96, 128, 544])
 def test__column_sums__have_the_bits_of_torch(columns):
-    """Compiled code runs torch's sum. Its order has levels of 16 rows, and of 32 above 2^19 rows."""
+    """Compiled code runs torch's sum. It adds 16 rows at a time, and 32 above 2^19 rows."""
     for rows in (*range(1, 36), 255, 256, 257, 1000, 4096, 70001):
         x = gaussian(rows, columns).bfloat16()
         assert torch.equal(column_sums(x), x.sum(0, dtype=torch.float32))
