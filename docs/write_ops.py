@@ -102,7 +102,7 @@ def rows() -> dict[Callable[..., Any], list[str]]:
     """Return the operators of each rule; operators of other versions of torch come last."""
     found: dict[Callable[..., Any], list[str]] = {}
     registry.absent()  # registers the rules of the operators that the modules above define
-    waiting = ((Absent(name), function) for name, (function, _) in registry._waiting.items())
+    waiting = ((Absent(name), function) for name, (function, *_) in registry._waiting.items())
     for op, function in (*((op, r.function) for op, r in RULES.items()), *waiting):
         found.setdefault(function, []).append(f"`{str(op).removesuffix('.default')}`")
     return found

@@ -124,8 +124,12 @@ def settle(rms: A, *scales: A) -> Sequence[A]:
     [scale, scales[0] / scale, scales[1] / scale, ...]. The ratios stay finite, since 0 * inf would
     be NaN. `product_of` and `quotient_of` make the products and quotients of scales to pass here.
     """
-    if _are_numbers(rms, *scales):
-        return _settle_singles(rms, scales)  # type: ignore[return-value]
+    for held in scales:
+        if type(held) is not Single:
+            break
+    else:
+        if type(rms) is Single:
+            return _settle_singles(rms, scales)  # type: ignore[return-value]
     if torch.compiler.is_compiling() or _is_traced(rms, *scales):
         return _settle_forms(rms, scales)
     tensor, held = tensor_of(rms), tuple(map(_held, scales))
@@ -144,11 +148,14 @@ def _settle_forms(rms: Any, scales: Sequence[Any]) -> list[Any]:
     return [power, *map(ratio, scales)]
 
 
-def _settle_singles(rms: Any, scales: tuple[Any, ...]) -> tuple[Single, ...]:
+def _settle_singles(rms: Any, scales: Sequence[Any]) -> Sequence[Single]:
     power = _power_near(rms)
-    if len(scales) == 1:
-        return power, _ratio_of(scales[0], power)
-    return power, *[_ratio_of(s, power) for s in scales]
+    found = [power]
+    for held in scales:
+        # The commonest ratios are powers of two.
+        ratio = _POWER_OF.get(float.__truediv__(held, power))
+        found.append(_ratio_of(held, power) if ratio is None else ratio)
+    return found
 
 
 def _are_numbers(*amounts: Any) -> bool:
@@ -245,7 +252,7 @@ def settle_in_place(
 def _ratio_of(held: float, scale: float) -> Single:
     """The float32 factor that takes elements from one scale to another. It is finite."""
     ratio = float.__truediv__(held, scale)
-    return _POWER_OF.get(ratio) or Single(rounded(min(ratio, _FLOAT32_MAX)))
+    return Single(rounded(min(ratio, _FLOAT32_MAX)))
 
 
 # --- numbers of rules: ratios and RMS -----------------------------------------------------------
@@ -279,7 +286,10 @@ def quadrature(*rms: Any) -> Any:
     The squares are float64, so that none leaves the range.
     """
     if _are_numbers(*rms):
-        return Single(rounded(math.sqrt(sum([float.__mul__(r, r) for r in rms]))))
+        squares = 0.0
+        for r in rms:
+            squares += float.__mul__(r, r)
+        return Single(rounded(math.sqrt(squares)))
     if _is_traced(*rms):
         return Form("quadrature", *rms)
     total = tensor_of(rms[0]).double().square()

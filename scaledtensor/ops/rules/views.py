@@ -30,7 +30,7 @@ __all__ = ["fill_under", "masked_fill", "move", "moves_scale"]
 # --- views -----------------------------------------------------------------------------------
 
 
-@rule(aten.detach.default)
+@rule(aten.detach.default, finished=True)
 def detach(x: ScaledTensor) -> ScaledTensor:
     """r: a view, which shares the scale."""
     # It has a rule for speed: nearly half of the operators of an eager training step are `detach`.
@@ -75,6 +75,7 @@ _METHODS: dict[Overload, Callable[..., Tensor]] = {
     aten._unsafe_view.default,
     aten.view.default,
     pass_op=True,
+    finished=True,
 )
 def view(op: Overload, x: ScaledTensor, *args: object, **kwargs: object) -> Any:
     """r: a view, which shares the scale."""
