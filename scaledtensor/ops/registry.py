@@ -175,7 +175,7 @@ def rule(
 
     With `pass_op` the rule gets the overload as its first argument, for families whose members
     share one rule. With `finished` the rule returns tensors and no `Raw`, so nobody looks for one
-    in its result: views take a fifth less time. If torch lacks an operator, the rule waits until torch defines it (`absent`).
+    in its result. If torch lacks an operator, the rule waits until torch defines it (`absent`).
 
     Raises:
         RegistryError: One of `ops` is not an ATen overload, or has a rule already.

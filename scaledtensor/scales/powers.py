@@ -124,12 +124,8 @@ def settle(rms: A, *scales: A) -> Sequence[A]:
     [scale, scales[0] / scale, scales[1] / scale, ...]. The ratios stay finite, since 0 * inf would
     be NaN. `product_of` and `quotient_of` make the products and quotients of scales to pass here.
     """
-    for held in scales:
-        if type(held) is not Single:
-            break
-    else:
-        if type(rms) is Single:
-            return _settle_singles(rms, scales)  # type: ignore[return-value]
+    if _are_numbers(rms, *scales):
+        return _settle_singles(rms, scales)  # type: ignore[return-value]
     if torch.compiler.is_compiling() or _is_traced(rms, *scales):
         return _settle_forms(rms, scales)
     tensor, held = tensor_of(rms), tuple(map(_held, scales))
