@@ -130,22 +130,25 @@ def is_scaled(p: Any) -> bool:
 
 @_torch.uncompiled
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    found = held(optimizer)
-    _do(_BEFORE, found)
-    kept = _kept()
-    if found and kept is not None:
-        kept.optimizers.add(optimizer)
-        adopt_states(
-            optimizer, (p for _, ours in found for p in ours if isinstance(p, ScaledTensor))
-        )
+    # Actions read attributes of hundreds of tensors. Each read would ask `__torch_function__`.
+    with _torch.disable_torch_function():
+        found = held(optimizer)
+        _do(_BEFORE, found)
+        kept = _kept()
+        if found and kept is not None:
+            kept.optimizers.add(optimizer)
+            adopt_states(
+                optimizer, (p for _, ours in found for p in ours if isinstance(p, ScaledTensor))
+            )
 
 
 @_torch.uncompiled
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    found = held(optimizer)
-    _do(_AFTER, found)
-    if any(is_dtensor(p) for _, ours in found for p in ours):
-        _do(_AFTER_SPREAD, found)
+    with _torch.disable_torch_function():
+        found = held(optimizer)
+        _do(_AFTER, found)
+        if any(is_dtensor(p) for _, ours in found for p in ours):
+            _do(_AFTER_SPREAD, found)
 
 
 # --- states ----------------------------------------------------------------------------------

@@ -152,7 +152,7 @@ def _adam_together(entries: Sequence[_Stepped], *options: float) -> None:
     """Make Adam's step on the elements of several parameters, in one call of C++ if there is a
     library. `options` are lr, beta1, beta2, weight_decay and eps."""
     _, beta1, beta2, *_ = options
-    given: list[adam_loop.Parameter] = []
+    given: list[Sequence[float]] = []
     served: list[_Stepped] = []
     starts: dict[float, tuple[float, float]] = {}
     ready = native.ready(sum([entry.tensors[1].qdata.numel() for entry in entries]))
@@ -164,17 +164,17 @@ def _adam_together(entries: Sequence[_Stepped], *options: float) -> None:
         step = entry.step
         if step not in starts:
             starts[step] = 1 - beta1**step, 1 - beta2**step
-        places = gradient.data_ptr(), *(x.data_ptr() for x in held)
+        places = gradient.data_ptr(), *[x.data_ptr() for x in held]
         size = gradient.numel(), gradient.dtype is torch.bfloat16
-        given.append(adam_loop.Parameter(*places, *size, *starts[step], *entry.amounts))
+        amounts = [number for pair in entry.amounts for number in pair]
+        given.append((*places, *size, *starts[step], *amounts))
         served.append(entry)
     growth = gaussian_moment(2) * (1 - beta2)
     found = adam_loop.step(given, adam_loop.Options(*options, growth)) if given else ()
-    for entry, made in zip(served, found, strict=True):
-        now = made.of_elements, made.of_first, made.of_second
-        for x, before, after in zip(entry.tensors[1:], entry.amounts[1:], now, strict=True):
-            moved = after.scale != before[0]
-            _changed(x, Single(after.scale) if moved else None, Single(after.rms))
+    for entry, now in zip(served, found, strict=True):
+        held, before = entry.tensors[1:], entry.amounts[1:]
+        for x, (was, _), scale, rms in zip(held, before, now[::2], now[1::2], strict=True):
+            _changed(x, Single(scale) if scale != was else None, Single(rms))
         _signed(entry.tensors)
 
 
