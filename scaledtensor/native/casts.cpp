@@ -107,8 +107,9 @@ template <int KIND> inline int32_t with_sign(const Facts &f, int32_t code, int32
         code &= ~nan;
         return code | (sign & (-code >> 31)) | (nan & top);
     }
-    const int32_t none = f.nan_code >> 31;  // all ones if the format has no NaN
     const int32_t known = most(code, nan & f.nan_code) | sign;
+    if (KIND == PLAIN) return known;
+    const int32_t none = f.nan_code >> 31;  // all ones if the format has no NaN
     return (none & ((code & ~nan) | (sign ^ (nan & top)))) | (~none & known);
 }
 
@@ -162,22 +163,37 @@ template <int KIND> inline int32_t value_of(const Facts &f, int32_t raw) {
     return bits | left(raw & sign_bit, 32 - f.bits);
 }
 
-// The values that elements round to. For PLAIN a value is the sum of `nearest` without its addend, which
-// takes fewer operations than decoding the code. Infinities become `infinite`, and NaNs become `nan`.
+struct Both { int32_t code, value; };
+
+// The codes that elements round to, and their values. For PLAIN a value is the sum of `nearest` without
+// its addend, which takes fewer operations than decoding the code. Infinities become `infinite`, and NaNs
+// become `nan`.
 template <int KIND> struct Rounded {
-    int32_t infinite, nan;
-    explicit Rounded(const Facts &f)
-        : infinite(value_of<KIND>(f, with_sign<KIND>(f, nearest<KIND>(f, INF), INF))),
-          nan(value_of<KIND>(f, with_sign<KIND>(f, nearest<KIND>(f, NAN_BITS), NAN_BITS))) {}
-    int32_t operator()(const Facts &f, int32_t bits, int32_t code) const {
-        if (KIND != PLAIN) return value_of<KIND>(f, code);
-        const int32_t magnitude = bits & 0x7FFFFFFF, shift = 23 - f.mantissa;
+    Both infinite, nan;
+    explicit Rounded(const Facts &f) : infinite(of(f, INF)), nan(of(f, NAN_BITS)) {}
+    static Both of(const Facts &f, int32_t bits) {
+        const int32_t code = with_sign<KIND>(f, nearest<KIND>(f, bits & 0x7FFFFFFF), bits);
+        return {code, value_of<KIND>(f, code)};
+    }
+    Both operator()(const Facts &f, int32_t bits) const {
+        if (KIND == EXPONENT) {
+            const int32_t code = exponent<false>(f, bits, 0);
+            return {code, value_of<KIND>(f, code)};
+        }
+        if (KIND != PLAIN) return of(f, bits);
+        const int32_t magnitude = bits & 0x7FFFFFFF, minus = bits >> 31;
+        const int32_t shift = 23 - f.mantissa, low = lowest(f);
         const int32_t clipped = least(magnitude, left(f.top_code + rebias(f), shift));
-        const float addend = as_float((most(clipped, lowest(f)) & INF) + (shift << 23));
-        int32_t value = as_int(as_float(clipped) + addend - addend);
-        value = magnitude >= INF ? infinite : value;
-        value = magnitude > f.above ? nan : value;
-        return value | (bits & ~0x7FFFFFFF);
+        const int32_t power = most(clipped, low) & INF, addend = power + (shift << 23);
+        const float total = as_float(clipped) + as_float(addend);
+        int32_t code = (as_int(total) - addend) + ((power - low) >> shift);
+        int32_t value = as_int(total - as_float(addend));
+        const bool special = magnitude >= INF, invalid = magnitude > f.above;
+        code = special ? infinite.code : code;
+        code = invalid ? nan.code : code;
+        value = special ? infinite.value : value;
+        value = invalid ? nan.value : value;
+        return {code | (minus & (1 << (f.bits - 1))), value | (bits & ~0x7FFFFFFF)};
     }
 };
 
@@ -207,11 +223,15 @@ void quantize(const Call &call, const void *source, void *target, void *, int64_
     const auto *x = static_cast<const typename F::Stored *>(source);
     auto *y = static_cast<typename F::Stored *>(target);
     const Call c = call;
-    const Rounded<KIND> value(c.facts);
+    const Rounded<KIND> rounded(c.facts);
     for (int64_t i = a; i < b; i++) {
         const int32_t bits = F::load(x[i]);
-        const int32_t code = code_of<KIND, RANDOM>(c.facts, bits, int32_t(i), c.key, c.power);
-        y[i] = F::store(value(c.facts, bits, code));
+        if (RANDOM) {
+            const int32_t code = code_of<KIND, true>(c.facts, bits, int32_t(i), c.key, c.power);
+            y[i] = F::store(value_of<KIND>(c.facts, code));
+        } else {
+            y[i] = F::store(rounded(c.facts, bits).value);
+        }
     }
 }
 
@@ -232,12 +252,11 @@ void with_values(const Call &call, const void *source, void *target, void *value
     auto *__restrict y = static_cast<uint8_t *>(target);
     auto *__restrict z = static_cast<typename V::Stored *>(values);
     const Call c = call;
-    const Rounded<KIND> value(c.facts);
+    const Rounded<KIND> rounded(c.facts);
     for (int64_t i = a; i < b; i++) {
-        const int32_t bits = F::load(x[i]);
-        const int32_t code = code_of<KIND, false>(c.facts, bits, int32_t(i), c.key, c.power);
-        if (CODES) y[i] = uint8_t(code);
-        z[i] = V::store(value(c.facts, bits, code));
+        const Both both = rounded(c.facts, F::load(x[i]));
+        if (CODES) y[i] = uint8_t(both.code);
+        z[i] = V::store(both.value);
     }
 }
 

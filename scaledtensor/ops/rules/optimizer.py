@@ -172,8 +172,8 @@ def _adam_together(entries: Sequence[_Stepped], *options: float) -> None:
     growth = gaussian_moment(2) * (1 - beta2)
     found = adam_loop.step(given, adam_loop.Options(*options, growth)) if given else ()
     for entry, now in zip(served, found, strict=True):
-        held, before = entry.tensors[1:], entry.amounts[1:]
-        for x, (was, _), scale, rms in zip(held, before, now[::2], now[1::2], strict=True):
+        targets, before = entry.tensors[1:], entry.amounts[1:]
+        for x, (was, _), scale, rms in zip(targets, before, now[::2], now[1::2], strict=True):
             _changed(x, Single(scale) if scale != was else None, Single(rms))
         _signed(entry.tensors)
 
