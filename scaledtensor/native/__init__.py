@@ -172,6 +172,7 @@ _FUNCTIONS = {
     "scaledtensor_magnitudes": (_word, _at, _count, _at),
     "scaledtensor_within": (_word, _at, _count, _real),
     "scaledtensor_column_sums": (_at, _at, _count, _count, _word),
+    "scaledtensor_total": (_at, _at, _at, _real, _real, _count, _word),
     "scaledtensor_rounded_rows": (_word, _at, _at, _at, _real, _real, _real, _count, _count, _word),
     "scaledtensor_numbers": (
         *(_at, _at, _count, _at, _count, _at, _count),

@@ -144,6 +144,19 @@ extern "C" void scaledtensor_scaled(int half, int halves, const void *source, vo
         });
 }
 
+// Writes x first + y second for bfloat16 elements. The factors are powers of two, or minus one. x first is
+// rounded to bfloat16, which changes subnormal numbers.
+extern "C" void scaledtensor_total(const uint16_t *x, const uint16_t *y, uint16_t *out, float first,
+                                   float second, int64_t count, int threads) {
+    in_parts(count, 1, threads, [&](int64_t a, int64_t b) {
+        if (first >= 1)
+            for (int64_t i = a; i < b; i++) out[i] = bfloat16(wide(x[i]) * first + wide(y[i]) * second);
+        else
+            for (int64_t i = a; i < b; i++)
+                out[i] = bfloat16(wide(bfloat16(wide(x[i]) * first)) + wide(y[i]) * second);
+    });
+}
+
 // Rounds the rows of a product times `ratio` to bfloat16, in a float32 product itself if `out` is null.
 // With `bias`, a row, the result is the rounded rows times `kept` plus the bias times `share`, as
 // bfloat16. The product is float32, or bfloat16 if `half`.

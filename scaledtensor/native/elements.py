@@ -9,13 +9,24 @@ from torch import Tensor
 
 from scaledtensor import native
 
-__all__ = ["column_sums", "converted", "magnitudes", "rounded_rows", "scale", "scaled", "within"]
+__all__ = [
+    "column_sums",
+    "converted",
+    "magnitudes",
+    "rounded_rows",
+    "scale",
+    "scaled",
+    "total",
+    "within",
+]
 
 
 #: PyTorch multiplies fewer elements in less time than a call of the loop takes.
 _MANY = 1 << 14
 #: The loop is no faster than PyTorch for shorter rows.
 _WIDE = 16
+#: The product of a bfloat16 number with a smaller power of two rarely leaves the range of float32.
+_HUGE = 2.0**63
 #: torch adds the rows of so many columns at a time in one order. Columns that are left over have
 #: another order.
 _COLUMNS = 32
@@ -93,6 +104,26 @@ def _rows(x: Tensor, out: Tensor) -> tuple[int, int, int] | None:
         else:
             return None
     return None if columns < _WIDE else (rows, columns, distance or 0)
+
+
+def total(x: Tensor, first: object, y: Tensor, second: object, alpha: float) -> Tensor | None:
+    """Return `x * first + y * second * alpha` in one pass, for bfloat16 elements and factors that
+    are powers of two or their negatives; None if the loop did not run."""
+    if x.numel() < _MANY or not x.dtype is y.dtype is torch.bfloat16 or x.shape != y.shape:
+        return None
+    if not isinstance(first, float) or not isinstance(second, float):
+        return None
+    second = float(second) * alpha
+    if abs(second) >= _HUGE or not abs(math.frexp(first)[0]) == abs(math.frexp(second)[0]) == 0.5:
+        return None
+    if not (x.is_contiguous() and y.is_contiguous()) or x.is_neg() or y.is_neg():
+        return None
+    if not native.takes(x, y):
+        return None
+    out = torch.empty_like(x)
+    places = (x.data_ptr(), y.data_ptr(), out.data_ptr())
+    native.library().scaledtensor_total(*places, first, second, x.numel(), torch.get_num_threads())
+    return out
 
 
 def rounded_rows(

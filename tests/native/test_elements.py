@@ -1,5 +1,7 @@
 """The loops in C++ give the results of the operators of PyTorch that they replace."""
 
+import math
+
 import pytest
 import torch
 from tensors import bits, gaussian
@@ -14,6 +16,7 @@ from scaledtensor.native.elements import (
     rounded_rows,
     scale,
     scaled,
+    total,
     within,
 )
 from scaledtensor.ops.results import store
@@ -171,6 +174,44 @@ def test__converted__has_the_bits_and_strides_of_a_conversion(shape, dtype):
         assert same(made, given.to(other))
         assert made.stride() == given.to(other).stride()
     assert converted(x, dtype) is x
+
+
+@pytest.mark.parametrize("first", [1.0, 4.0, 2.0**-3, 2.0**-120])
+@pytest.mark.parametrize("second", [1.0, -1.0, 2.0**-5, 2.0**40])
+def test__total__has_the_bits_of_torch(first, second):
+    x, y = (gaussian(1 << 16, seed=seed).bfloat16() for seed in (0, 1))
+    x[:4] = torch.tensor([torch.inf, torch.nan, 1e-38, -0.0])
+    y[:4] = torch.tensor([1.0, 1.0, 1e-39, 0.0])
+    want = torch.add(x * first, y, alpha=second)
+    assert same(total(x, first, y, second, 1.0), want)
+    assert same(total(x, first, y, abs(second), math.copysign(1.0, second)), want)
+
+
+def test__total__leaves_what_it_does_not_read():
+    x = gaussian(1 << 8, 1 << 8).bfloat16()
+    for a, b, first, second in (
+        (x.float(), x, 1.0, 1.0),
+        (x, x.float(), 1.0, 1.0),
+        (x, x.mT, 1.0, 1.0),
+        (x, x[0], 1.0, 1.0),
+        (x, x, 0.75, 1.0),
+        (x, x, 1.0, 3.0),
+        (x, x, 1.0, 2.0**63),
+        (x, x, 1.0, torch.ones(())),
+        (x[0], x[0], 1.0, 1.0),
+    ):
+        assert total(a, first, b, second, 1.0) is None
+    with native.left_out():
+        assert total(x, 1.0, x, 1.0, 1.0) is None
+
+
+@pytest.mark.parametrize("alpha", [1, -1, 0.5])
+def test__a_sum_of_two__has_the_bits_of_its_operators(alpha):
+    x, y = (sct.scaled(gaussian(64, 512, seed=seed) * 3**seed, "bf16") for seed in (0, 2))
+    for a, b in ((x, y), (y, x), (x, x)):
+        alone = torch.add(a, b, alpha=alpha)
+        with native.left_out():
+            assert bits(alone) == bits(torch.add(a, b, alpha=alpha))
 
 
 @pytest.mark.parametrize("ratio", [1.0, 2.0**-3, 2.0**100])

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from scaledtensor import _torch
+from scaledtensor.native.elements import total
 from scaledtensor.ops import invariant
 from scaledtensor.ops.algebra import (
     Side,
@@ -83,8 +84,7 @@ def _sum(x: Any, y: Any, alpha: float) -> Raw:
         return _sum_of_two(x, y, alpha)
     like = first_scaled(x, y)
     a, b = term(x, like), term(y, like)
-    held = (a.scale, a.rms), (b.scale, b.rms)
-    scale, ratio_a, ratio_b, rms = settle_sum(*held, alpha)
+    scale, ratio_a, ratio_b, rms = settle_sum((a.scale, a.rms), (b.scale, b.rms), alpha)
     q: Tensor | Total
     if _is_one_node(x, y, ratio_a, ratio_b):
         q = Total(a.q, ratio_a, b.q, ratio_b, alpha)
@@ -99,9 +99,11 @@ def _sum(x: Any, y: Any, alpha: float) -> Raw:
 def _sum_of_two(x: ScaledTensor, y: ScaledTensor, alpha: float) -> Raw:
     """The steps of `_sum` that are left in eager code for two ScaledTensors."""
     scale, first, second, rms = settle_sum(amounts_of(x), amounts_of(y), alpha)
-    made = _added(times(elements(x), first), elements(y), second, alpha)
-    positive = x.nonnegative and y.nonnegative
-    return Raw(made, scale, rms, settled=True, nonnegative=positive and alpha > 0)
+    a, b = elements(x), elements(y)
+    made = total(a, first, b, second, alpha)
+    made = _added(times(a, first), b, second, alpha) if made is None else made
+    positive = x.nonnegative and y.nonnegative and alpha > 0
+    return Raw(made, scale, rms, settled=True, nonnegative=positive)
 
 
 def _is_one_node(x: Any, y: Any, *ratios: Amount) -> bool:
@@ -209,8 +211,7 @@ def div(x: Any, y: Any) -> Raw:
     scale, ratio = settle(rms, quotient_of(a.scale, b.scale))
     # A 0-dim divisor stays float32, as a 0-dim factor does.
     q = times(a.q, ratio) / b.q
-    nonnegative = a.nonnegative and b.nonnegative
-    return Raw(q, scale, rms, settled=True, nonnegative=nonnegative)
+    return Raw(q, scale, rms, settled=True, nonnegative=a.nonnegative and b.nonnegative)
 
 
 def _divisor(rms: Amount) -> Any:
@@ -251,9 +252,8 @@ def fma(a: Any, b: Any, x: Any) -> Raw:
     rms = quadrature(base.rms, left.rms * right.rms)
     scale, ratio, factor = settle(rms, base.scale, product_of(left.scale, right.scale))
     q = torch.addcmul(base.q * ratio, left.q * factor, right.q)
-    return measured(
-        q, scale, nonnegative=base.nonnegative and left.nonnegative and right.nonnegative
-    )
+    positive = base.nonnegative and left.nonnegative and right.nonnegative
+    return measured(q, scale, nonnegative=positive)
 
 
 @rule(aten.addcdiv.default)
