@@ -144,8 +144,8 @@ extern "C" void scaledtensor_scaled(int half, int halves, const void *source, vo
         });
 }
 
-// Writes x first + y second for bfloat16 elements. The factors are powers of two, or minus one. x first is
-// rounded to bfloat16, which changes subnormal numbers.
+// Writes x first + y second for bfloat16 elements. The factors are powers of two, or their negatives.
+// x first is rounded to bfloat16, which changes subnormal numbers.
 extern "C" void scaledtensor_total(const uint16_t *x, const uint16_t *y, uint16_t *out, float first,
                                    float second, int64_t count, int threads) {
     in_parts(count, 1, threads, [&](int64_t a, int64_t b) {

@@ -39,7 +39,7 @@ def scaled(x: Tensor, factor: float, dtype: torch.dtype) -> Tensor | None:
     for rows with one distance, such as the heads of one part of a `split`. It multiplies bfloat16
     elements by a power of two, in half of PyTorch's time, as it converts nothing.
     """
-    if x.numel() < _MANY:
+    if type(x) is not Tensor or x.numel() < _MANY:  # a traced tensor may have symbolic sizes
         return None
     half, halves = x.dtype is torch.bfloat16, dtype is torch.bfloat16
     if half and halves:
@@ -109,7 +109,9 @@ def _rows(x: Tensor, out: Tensor) -> tuple[int, int, int] | None:
 def total(x: Tensor, first: object, y: Tensor, second: object, alpha: float) -> Tensor | None:
     """Return `x * first + y * second * alpha` in one pass, for bfloat16 elements and factors that
     are powers of two or their negatives; None if the loop did not run."""
-    if x.numel() < _MANY or not x.dtype is y.dtype is torch.bfloat16 or x.shape != y.shape:
+    if not type(x) is type(y) is Tensor or not x.dtype is y.dtype is torch.bfloat16:
+        return None
+    if x.numel() < _MANY or x.shape != y.shape:
         return None
     if not isinstance(first, float) or not isinstance(second, float):
         return None
@@ -193,9 +195,9 @@ def within(x: Tensor, limit: float) -> int | None:
 def column_sums(x: Tensor) -> Tensor | None:
     """Return the float32 sums over all dimensions of `x` but the last, to the bits of torch, which
     first writes bfloat16 elements as float32. None if the loop did not run."""
-    if x.dtype is not torch.bfloat16 or x.shape[-1] % _COLUMNS or not x.numel():
+    if type(x) is not Tensor or x.dtype is not torch.bfloat16:
         return None
-    if x.is_neg() or not _is_read(x):
+    if x.shape[-1] % _COLUMNS or not x.numel() or x.is_neg() or not _is_read(x):
         return None
     columns = x.shape[-1]
     y = torch.empty(columns)

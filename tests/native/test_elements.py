@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from tensors import bits, gaussian
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import scaledtensor as sct
 from scaledtensor import native
@@ -280,3 +281,19 @@ def test__statistics__leave_what_they_do_not_read():
     with native.left_out():
         assert magnitudes(x) is None
         assert within(x, 1.0) is None
+
+
+def test__sizes_that_change__are_one_graph():
+    """Tracing does not ask whether a tensor has enough elements for a loop."""
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def run(x):
+        return (x + x * 4.0).float().sum(0) + x.sum(0)
+
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=counter)
+    graphs = []
+    for rows in (8, 33, 2048):
+        x = sct.scaled(gaussian(rows, 32), "bf16")
+        assert bits(compiled(x)) == bits(run(x))
+        graphs.append(counter.frame_count)
+    assert graphs == graphs[:1] * 3

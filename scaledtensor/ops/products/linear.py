@@ -110,8 +110,6 @@ class _Linear(torch.autograd.Function):
     """(input, weight, casts, bias) -> (output, the cast input, the cast weight).
 
     The cast operands are outputs too, because autograd saves them, and then they have derivatives.
-    A weight that one pass casts is no output: autograd saves the weight itself, and the backward
-    pass casts it again. That takes less time than an output, and no memory.
     """
 
     @staticmethod
@@ -119,26 +117,21 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: Any, weight: Any, casts: tuple[Cast, Cast, Cast], bias: Any
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         ctx.set_materialize_grads(False)
-        ctx.formats, ctx.casts = (x.format, weight.format), casts
-        made_x, rows = _cast(x, casts[0])
+        ctx.formats, ctx.gradient = (x.format, weight.format), casts[2]
+        (made_x, rows), (made_weight, matrix) = _cast(x, casts[0]), _cast(weight, casts[1])
         x = x if made_x is None else made_x
-        again = _cast_in_one_pass(weight, casts[1])
-        if again is None:
-            made_weight, matrix = _cast(weight, casts[1])
-            kept = source = weight if made_weight is None else made_weight
-        else:
-            made_weight, kept, (source, matrix) = None, weight, again
+        weight = weight if made_weight is None else made_weight
         of_x, of_weight, _, of_bias = ctx.needs_input_grad
         alone = of_bias and not of_x and not of_weight
         ctx.save_for_backward(
-            x if of_weight else None, kept if of_x else None, bias if alone else None
+            x if of_weight else None, weight if of_x else None, bias if alone else None
         )
-        fmt = narrowest((x, source))
+        fmt = narrowest((x, weight))
         product = _multiplied(rows, _turned(matrix), fmt, bias is None)
         y = None if bias is None else _plus(product, fmt, bias)
         if y is None:
             y = _stored(product, fmt, fmt)
-        made = _tensor(y, (*x.shape[:-1], weight.shape[0]), fmt, x, source)
+        made = _tensor(y, (*x.shape[:-1], weight.shape[0]), fmt, x, weight)
         if bias is not None and y.rms is product.rms:  # the bias is not added yet
             made = _run(aten.add.Tensor, made, bias)
         return made, made_x, made_weight
@@ -155,9 +148,9 @@ class _Linear(torch.autograd.Function):
             with _torch.disable_torch_function():
                 differentiable = torch.is_grad_enabled() or not is_alone() or not calculates(grad)
                 if differentiable:
-                    made = _by_operators(grad, x, weight, ctx.casts)
+                    made = _by_operators(grad, x, weight, ctx.gradient)
                 else:
-                    made = _by_elements(grad, x, weight, ctx.casts, ctx.formats)
+                    made = _by_elements(grad, x, weight, ctx.gradient, ctx.formats)
                 if ctx.needs_input_grad[3]:
                     of_bias = _run(aten.sum.dim_IntList, grad, list(range(grad.dim() - 1)))
             found = [b if a is None else a + b for a, b in zip(found, made, strict=True)]
@@ -204,17 +197,6 @@ def _cast(x: Any, cast: Cast) -> tuple[Any, Side]:
     amounts = amounts_of(held)
     made = ScaledTensor.make(codes, *amounts, cast.format, x.dtype, x.recipe, x.nonnegative)
     return made, Side(_rows(values), *amounts)
-
-
-def _cast_in_one_pass(weight: Any, cast: Cast) -> "tuple[_Source, Side] | None":
-    """Return what a result inherits from the cast weight, and the values of the cast weight. None
-    if one pass does not make them, as for a weight that is cast already."""
-    both = _in_one_pass(weight, cast)
-    if both is None:
-        return None
-    held, loop = both
-    source = _Source(cast.format, weight.recipe, weight.dtype)
-    return source, Side(_rows(loop.values(held.qdata)), *amounts_of(held))
 
 
 def _cast_gradient(grad: Any, cast: Cast) -> Any:
@@ -266,19 +248,17 @@ def _in_format(grad: Any, source: Format) -> Any:
 
 
 def _by_elements(
-    grad: Any, x: Any, weight: Any, casts: Sequence[Cast], formats: tuple[Format, Format]
+    grad: Any, x: Any, weight: Any, cast: Cast, formats: tuple[Format, Format]
 ) -> tuple[Any, Any]:
     """Return the gradients of input and weight, calculated on elements. A constant operand has
     None, and the other operand was not kept for it."""
-    _, of_weight, of_gradient = casts
-    dy = _gradient_factor(grad, of_gradient)
-    cast_grad = _Source(of_gradient.format, grad.recipe, grad.dtype)
+    dy = _gradient_factor(grad, cast)
+    cast_grad = _Source(cast.format, grad.recipe, grad.dtype)
     dx = dw = None
     if weight is not None:
-        source, matrix = _cast_in_one_pass(weight, of_weight) or (weight, _factor(weight))
-        fmt = narrowest((cast_grad, source))
-        product = _stored(_multiplied(dy, matrix, fmt), fmt, formats[0])
-        dx = _tensor(product, (*grad.shape[:-1], weight.shape[1]), fmt, cast_grad, source)
+        fmt = narrowest((cast_grad, weight))
+        product = _stored(_multiplied(dy, _factor(weight), fmt), fmt, formats[0])
+        dx = _tensor(product, (*grad.shape[:-1], weight.shape[1]), fmt, cast_grad, weight)
     if x is not None:
         fmt = narrowest((cast_grad, x))
         product = _stored(_multiplied(_turned(dy), _factor(x), fmt), fmt, formats[1])
@@ -286,15 +266,12 @@ def _by_elements(
     return dx, dw
 
 
-def _by_operators(grad: Any, x: Any, weight: Any, casts: Sequence[Cast]) -> tuple[Any, Any]:
+def _by_operators(grad: Any, x: Any, weight: Any, cast: Cast) -> tuple[Any, Any]:
     """Return the same by operators of torch, which are differentiable."""
-    _, of_weight, of_gradient = casts
-    dy = _cast_gradient(grad, of_gradient)
+    dy = _cast_gradient(grad, cast)
     rows = dy.reshape(-1, dy.shape[-1])
     dx = dw = None
     if weight is not None:
-        if weight.format != of_weight.format:
-            weight = _run(*operand_cast(weight, of_weight))
         dx = (rows @ weight).view(*dy.shape[:-1], weight.shape[1])
     if x is not None:
         dw = rows.t() @ x.reshape(-1, x.shape[-1])
