@@ -124,12 +124,20 @@ def settle(rms: A, *scales: A) -> Sequence[A]:
     [scale, scales[0] / scale, scales[1] / scale, ...]. The ratios stay finite, since 0 * inf would
     be NaN. `product_of` and `quotient_of` make the products and quotients of scales to pass here.
     """
-    if _are_numbers(rms, *scales):
-        return _settle_singles(rms, scales)  # type: ignore[return-value]
+    if type(rms) is Single:
+        power = _power_near(rms)
+        found: list[Any] = [power]
+        for held in scales:
+            if type(held) is not Single:
+                break
+            # The commonest ratios are powers of two.
+            ratio = _POWER_OF.get(float.__truediv__(held, power))
+            found.append(_ratio_of(held, power) if ratio is None else ratio)
+        else:
+            return found
     if torch.compiler.is_compiling() or _is_traced(rms, *scales):
         return _settle_forms(rms, scales)
-    tensor, held = tensor_of(rms), tuple(map(_held, scales))
-    return _settle_tensors(tensor, held)  # type: ignore[return-value]
+    return _settle_tensors(tensor_of(rms), tuple(map(_held, scales)))  # type: ignore[return-value]
 
 
 def _settle_forms(rms: Any, scales: Sequence[Any]) -> list[Any]:
@@ -144,16 +152,6 @@ def _settle_forms(rms: Any, scales: Sequence[Any]) -> list[Any]:
     return [power, *map(ratio, scales)]
 
 
-def _settle_singles(rms: Any, scales: Sequence[Any]) -> Sequence[Single]:
-    power = _power_near(rms)
-    found = [power]
-    for held in scales:
-        # The commonest ratios are powers of two.
-        ratio = _POWER_OF.get(float.__truediv__(held, power))
-        found.append(_ratio_of(held, power) if ratio is None else ratio)
-    return found
-
-
 def _are_numbers(*amounts: Any) -> bool:
     for x in amounts:  # noqa: SIM110 - a generator takes three times as long
         if type(x) is not Single:
@@ -163,8 +161,8 @@ def _are_numbers(*amounts: Any) -> bool:
 
 def _settle_tensors(tensor: Tensor, held: tuple[Tensor, ...]) -> list[Tensor]:
     if type(tensor) is Tensor and backend_of(tensor).host and not tensor.dim():
-        known = tuple(s.item() for s in held)
-        return [s.tensor() for s in _settle_singles(tensor.item(), known)]
+        numbers = settle(Single(tensor.item()), *(Single(s.item()) for s in held))
+        return [number.tensor() for number in numbers]
     power = nearest_power_of_two(tensor)
     return [power, *((s / power).clamp_max_(_FLOAT32_MAX).float() for s in held)]
 
@@ -281,10 +279,12 @@ def quadrature(*rms: Any) -> Any:
 
     The squares are float64, so that none leaves the range.
     """
-    if _are_numbers(*rms):
-        squares = 0.0
-        for r in rms:
-            squares += float.__mul__(r, r)
+    squares = 0.0
+    for r in rms:
+        if type(r) is not Single:
+            break
+        squares += float.__mul__(r, r)
+    else:
         return Single(rounded(math.sqrt(squares)))
     if _is_traced(*rms):
         return Form("quadrature", *rms)
