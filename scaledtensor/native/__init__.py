@@ -89,7 +89,7 @@ def takes(*operands: Tensor) -> bool:
     """Whether loops of the library can read and write all these, one of which has enough elements
     to build the library."""
     for x in operands:
-        if type(x) is not Tensor or not backend_of(x).host:
+        if type(x) is not Tensor or x.is_neg() or not backend_of(x).host:
             return False
     if _found is None and all(x.numel() < WORTH_IT for x in operands):
         return False

@@ -229,7 +229,7 @@ def _in_one_pass(x: Any, cast: Cast) -> tuple[Any, ValueLoop] | None:
     if not isinstance(scale, Carried) or torch.is_grad_enabled() or not is_alone():
         return None
     floats = q.dtype is torch.float32 or q.dtype is torch.bfloat16
-    if not floats or not q.is_contiguous() or q.is_neg() or not native.takes(q):
+    if not floats or not q.is_contiguous() or not native.takes(q):
         return None
     loop = value_loop(cast.format, _TO_NEAREST, product_dtype(q.device))
     return None if loop is None else (verbs.shifted(x, scale.shift), loop)
