@@ -34,8 +34,7 @@ def serves(gradient: Tensor, *held: Tensor) -> bool:
     return (
         gradient.dtype in (torch.float32, torch.bfloat16)
         and native.takes(gradient, *held)
-        and gradient.is_contiguous()
-        and all(x.is_contiguous() for x in held)
+        and all(x.is_contiguous() for x in (gradient, *held))
     )
 
 

@@ -67,16 +67,19 @@ inline int32_t word(const Facts &f, int32_t counter, Key key) {
 inline int32_t rebias(const Facts &f) { return left(127 - f.bias, f.mantissa); }
 inline int32_t lowest(const Facts &f) { return left(128 - f.bias, 23); }
 
-template <int KIND> inline int32_t nearest(const Facts &f, int32_t magnitude) {
+struct Both { int32_t code, value; };
+
+// The code of a finite magnitude, and the bits of its value; for INTEGER the code alone.
+template <int KIND> inline Both nearest(const Facts &f, int32_t magnitude) {
     const int32_t shift = 23 - f.mantissa, low = lowest(f);
     if (KIND == INTEGER) {
         const float size = as_float(least(magnitude, low));
-        return sum(as_int(size + 8388608.0f * f.min_subnormal), -(low + (shift << 23)));
+        return {sum(as_int(size + 8388608.0f * f.min_subnormal), -(low + (shift << 23))), 0};
     }
     const int32_t clipped = least(magnitude, left(f.top_code + rebias(f), shift));
     const int32_t power = most(clipped, low) & INF, addend = power + (shift << 23);
     const float total = as_float(clipped) + as_float(addend);
-    return (as_int(total) - addend) + ((power - low) >> shift);
+    return {(as_int(total) - addend) + ((power - low) >> shift), as_int(total - as_float(addend))};
 }
 
 // The factors of Python's `_times_power`: a power of two in two factors if one is no float32.
@@ -133,7 +136,7 @@ inline int32_t code_of(const Facts &f, int32_t bits, int32_t counter, Key key, P
     if (KIND == EXPONENT) return exponent<RANDOM>(f, bits, drawn);
     const int32_t magnitude = bits & 0x7FFFFFFF;
     const int32_t code = RANDOM ? stochastic<KIND>(f, magnitude, drawn, power)
-                                : nearest<KIND>(f, magnitude);
+                                : nearest<KIND>(f, magnitude).code;
     return with_sign<KIND>(f, code, bits);
 }
 
@@ -163,32 +166,20 @@ template <int KIND> inline int32_t value_of(const Facts &f, int32_t raw) {
     return bits | left(raw & sign_bit, 32 - f.bits);
 }
 
-struct Both { int32_t code, value; };
-
-// The codes that elements round to, and their values. For PLAIN a value is the sum of `nearest` without
-// its addend, which takes fewer operations than decoding the code. Infinities become `infinite`, and NaNs
-// become `nan`.
+// The codes that elements round to, and their values. For PLAIN a value comes from `nearest`, which takes
+// fewer operations than decoding the code. Infinities become `infinite`, and NaNs become `nan`.
 template <int KIND> struct Rounded {
     Both infinite, nan;
-    explicit Rounded(const Facts &f) : infinite(of(f, INF)), nan(of(f, NAN_BITS)) {}
-    static Both of(const Facts &f, int32_t bits) {
-        const int32_t code = with_sign<KIND>(f, nearest<KIND>(f, bits & 0x7FFFFFFF), bits);
+    explicit Rounded(const Facts &f) : infinite(decoded(f, INF)), nan(decoded(f, NAN_BITS)) {}
+    static Both decoded(const Facts &f, int32_t bits) {
+        const int32_t code = code_of<KIND, false>(f, bits, 0, {}, {});
         return {code, value_of<KIND>(f, code)};
     }
     Both operator()(const Facts &f, int32_t bits) const {
-        if (KIND == EXPONENT) {
-            const int32_t code = exponent<false>(f, bits, 0);
-            return {code, value_of<KIND>(f, code)};
-        }
-        if (KIND != PLAIN) return of(f, bits);
+        if (KIND != PLAIN) return decoded(f, bits);
         const int32_t magnitude = bits & 0x7FFFFFFF, minus = bits >> 31;
-        const int32_t shift = 23 - f.mantissa, low = lowest(f);
-        const int32_t clipped = least(magnitude, left(f.top_code + rebias(f), shift));
-        const int32_t power = most(clipped, low) & INF, addend = power + (shift << 23);
-        const float total = as_float(clipped) + as_float(addend);
-        int32_t code = (as_int(total) - addend) + ((power - low) >> shift);
-        int32_t value = as_int(total - as_float(addend));
         const bool special = magnitude >= INF, invalid = magnitude > f.above;
+        auto [code, value] = nearest<KIND>(f, magnitude);
         code = special ? infinite.code : code;
         code = invalid ? nan.code : code;
         value = special ? infinite.value : value;

@@ -25,8 +25,6 @@ __all__ = [
 _MANY = 1 << 14
 #: The loop is no faster than PyTorch for shorter rows.
 _WIDE = 16
-#: The product of a bfloat16 number with a smaller power of two rarely leaves the range of float32.
-_HUGE = 2.0**63
 #: torch adds the rows of so many columns at a time in one order. Columns that are left over have
 #: another order.
 _COLUMNS = 32
@@ -106,21 +104,16 @@ def _rows(x: Tensor, out: Tensor) -> tuple[int, int, int] | None:
     return None if columns < _WIDE else (rows, columns, distance or 0)
 
 
-def total(x: Tensor, first: object, y: Tensor, second: object, alpha: float) -> Tensor | None:
-    """Return `x * first + y * second * alpha` in one pass, for bfloat16 elements and factors that
-    are powers of two or their negatives; None if the loop did not run."""
+def total(x: Tensor, first: float, y: Tensor, second: float) -> Tensor | None:
+    """Return `x * first + y * second` in one pass, for bfloat16 elements and factors that are
+    powers of two of float32 or their negatives; None if the loop did not run."""
     if not type(x) is type(y) is Tensor or not x.dtype is y.dtype is torch.bfloat16:
         return None
     if x.numel() < _MANY or x.shape != y.shape:
         return None
-    if not isinstance(first, float) or not isinstance(second, float):
+    if not abs(math.frexp(first)[0]) == abs(math.frexp(second)[0]) == 0.5:
         return None
-    second = float(second) * alpha
-    if abs(second) >= _HUGE or not abs(math.frexp(first)[0]) == abs(math.frexp(second)[0]) == 0.5:
-        return None
-    if not (x.is_contiguous() and y.is_contiguous()) or x.is_neg() or y.is_neg():
-        return None
-    if not native.takes(x, y):
+    if not (x.is_contiguous() and y.is_contiguous() and native.takes(x, y)):
         return None
     out = torch.empty_like(x)
     places = (x.data_ptr(), y.data_ptr(), out.data_ptr())
@@ -197,7 +190,7 @@ def column_sums(x: Tensor) -> Tensor | None:
     first writes bfloat16 elements as float32. None if the loop did not run."""
     if type(x) is not Tensor or x.dtype is not torch.bfloat16:
         return None
-    if x.shape[-1] % _COLUMNS or not x.numel() or x.is_neg() or not _is_read(x):
+    if x.shape[-1] % _COLUMNS or not x.numel() or not _is_read(x):
         return None
     columns = x.shape[-1]
     y = torch.empty(columns)

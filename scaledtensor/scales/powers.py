@@ -130,9 +130,7 @@ def settle(rms: A, *scales: A) -> Sequence[A]:
         for held in scales:
             if type(held) is not Single:
                 break
-            # The commonest ratios are powers of two.
-            ratio = _POWER_OF.get(float.__truediv__(held, power))
-            found.append(_ratio_of(held, power) if ratio is None else ratio)
+            found.append(_ratio_of(held, power))
         else:
             return found
     if torch.compiler.is_compiling() or _is_traced(rms, *scales):
@@ -246,7 +244,7 @@ def settle_in_place(
 def _ratio_of(held: float, scale: float) -> Single:
     """The float32 factor that takes elements from one scale to another. It is finite."""
     ratio = float.__truediv__(held, scale)
-    return Single(rounded(min(ratio, _FLOAT32_MAX)))
+    return _POWER_OF.get(ratio) or Single(rounded(min(ratio, _FLOAT32_MAX)))
 
 
 # --- numbers of rules: ratios and RMS -----------------------------------------------------------

@@ -1,7 +1,5 @@
 """The loops in C++ give the results of the operators of PyTorch that they replace."""
 
-import math
-
 import pytest
 import torch
 from tensors import bits, gaussian
@@ -147,7 +145,7 @@ def test__column_sums__have_the_bits_of_torch_for_every_number_of_threads(thread
 
 def test__column_sums__leave_what_they_do_not_read():
     x = gaussian(8, 64).bfloat16()
-    for given in (x.float(), x.mT, x[:, 1:33], x[:, :48].contiguous(), x[:0]):
+    for given in (x.float(), x.mT, x[:, 1:33], x[:, :48].contiguous(), x[:0], torch._neg_view(x)):
         assert column_sums(given) is None
     with native.left_out():
         assert column_sums(x) is None
@@ -164,6 +162,11 @@ def test__a_sum_of_bfloat16__has_the_bits_of_its_operators(shape, keepdim):
     torch.testing.assert_close(alone.dequantize(), want)
 
 
+def test__a_sum_over_no_dimension__is_over_all():
+    x = sct.scaled(gaussian(40), "bf16")
+    torch.testing.assert_close(x.sum([]), x.dequantize().sum())
+
+
 @pytest.mark.parametrize("shape", [(1, 1 << 15), (4, 8, 64, 32)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test__converted__has_the_bits_and_strides_of_a_conversion(shape, dtype):
@@ -175,6 +178,8 @@ def test__converted__has_the_bits_and_strides_of_a_conversion(shape, dtype):
         assert same(made, given.to(other))
         assert made.stride() == given.to(other).stride()
     assert converted(x, dtype) is x
+    x = torch._neg_view(x)
+    assert same(converted(x, other), x.to(other))
 
 
 @pytest.mark.parametrize("first", [1.0, 4.0, 2.0**-3, 2.0**-120])
@@ -184,8 +189,7 @@ def test__total__has_the_bits_of_torch(first, second):
     x[:4] = torch.tensor([torch.inf, torch.nan, 1e-38, -0.0])
     y[:4] = torch.tensor([1.0, 1.0, 1e-39, 0.0])
     want = torch.add(x * first, y, alpha=second)
-    assert same(total(x, first, y, second, 1.0), want)
-    assert same(total(x, first, y, abs(second), math.copysign(1.0, second)), want)
+    assert same(total(x, first, y, second), want)
 
 
 def test__total__leaves_what_it_does_not_read():
@@ -197,13 +201,12 @@ def test__total__leaves_what_it_does_not_read():
         (x, x[0], 1.0, 1.0),
         (x, x, 0.75, 1.0),
         (x, x, 1.0, 3.0),
-        (x, x, 1.0, 2.0**63),
-        (x, x, 1.0, torch.ones(())),
         (x[0], x[0], 1.0, 1.0),
+        (torch._neg_view(x), x, 1.0, 1.0),
     ):
-        assert total(a, first, b, second, 1.0) is None
+        assert total(a, first, b, second) is None
     with native.left_out():
-        assert total(x, 1.0, x, 1.0, 1.0) is None
+        assert total(x, 1.0, x, 1.0) is None
 
 
 @pytest.mark.parametrize("alpha", [1, -1, 0.5])

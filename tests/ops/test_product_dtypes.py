@@ -367,6 +367,41 @@ def test__every_product__is_computed_in_what_was_chosen(name, multiplied):
         assert (dequantized(a) - dequantized(b)).square().mean().sqrt() <= 2.0**-5 * spread
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test__attention__is_as_exact_in_every_dtype_of_products(masked, compiled):
+    """The operands and the results are bfloat16."""
+    torch.manual_seed(0)
+    parts = [torch.randn(2, 4, 100, 32).bfloat16() for _ in range(3)]
+    gradient = torch.randn(2, 4, 100, 32).bfloat16()
+    mask = torch.randn(100, 100) if masked else None
+
+    def attended(*operands, mask=mask):
+        return nn.functional.scaled_dot_product_attention(*operands, mask)
+
+    def run(function, operands, gradient):
+        y = function(*operands)
+        return [y, *torch.autograd.grad(y, operands, gradient)]
+
+    exact = [x.double().requires_grad_() for x in parts]
+    wide = None if mask is None else mask.double()
+    wanted = run(lambda *x: attended(*x, mask=wide), exact, gradient.double())
+    step = torch.compile(attended, backend="aot_eager", fullgraph=True) if compiled else attended
+    errors = {}
+    for name in BOTH:
+        operands = [sct.scaled(x, "bf16").requires_grad_() for x in parts]
+        with sct.products_in(name):
+            made = run(step, operands, sct.scaled(gradient, "bf16"))
+        errors[name] = [
+            float((dequantized(a.detach()) - b).square().mean().sqrt() / b.square().mean().sqrt())
+            for a, b in zip(made, wanted, strict=True)
+        ]
+        torch.compiler.reset()
+    for narrow, best in zip(errors["bfloat16"], errors["float32"], strict=True):
+        assert best < 0.003
+        assert narrow < 1.5 * best
+
+
 FORMATS = ("e4m3fn", "e5m2", "e4m3fnuz", "bf16")
 SIZES = st.integers(1, 40)
 

@@ -91,7 +91,7 @@ def _sum(x: Any, y: Any, alpha: float) -> Raw:
     elif is_table(y):
         q = torch.add(under(a, x, ratio_a), under(b, y, ratio_b), alpha=alpha)
     else:
-        q = _added(under(a, x, ratio_a), b.q, ratio_b, alpha)
+        q = _added(under(a, x, ratio_a), ONE, b.q, ratio_b, alpha)
     positive = a.nonnegative and b.nonnegative and alpha > 0
     return Raw(q, scale, rms, settled=True, nonnegative=positive)
 
@@ -99,9 +99,7 @@ def _sum(x: Any, y: Any, alpha: float) -> Raw:
 def _sum_of_two(x: ScaledTensor, y: ScaledTensor, alpha: float) -> Raw:
     """The steps of `_sum` that are left in eager code for two ScaledTensors."""
     scale, first, second, rms = settle_sum(amounts_of(x), amounts_of(y), alpha)
-    a, b = elements(x), elements(y)
-    made = total(a, first, b, second, alpha)
-    made = _added(times(a, first), b, second, alpha) if made is None else made
+    made = _added(elements(x), first, elements(y), second, alpha)
     positive = x.nonnegative and y.nonnegative and alpha > 0
     return Raw(made, scale, rms, settled=True, nonnegative=positive)
 
@@ -115,13 +113,16 @@ def _is_one_node(x: Any, y: Any, *ratios: Amount) -> bool:
     )
 
 
-def _added(a: Tensor, b: Tensor, ratio: Amount, alpha: float) -> Tensor:
-    """Return `a + alpha * ratio * b`. One pass is enough for a number, because a product with a
-    power of two rounds nothing. 16-bit elements are converted first if the other term is float32,
-    such as a bias: the kernel for two dtypes takes twice the time."""
+def _added(a: Tensor, first: Amount, b: Tensor, ratio: Amount, alpha: float) -> Tensor:
+    """Return `a * first + alpha * ratio * b`. One pass is enough for numbers, because a product
+    with a power of two rounds nothing. 16-bit elements are converted first if the other term is
+    float32, such as a bias: the kernel for two dtypes takes twice the time."""
     if type(ratio) is not Single or not float(ratio) * abs(alpha) < HUGE:
-        return torch.add(a, times(b, ratio), alpha=alpha)
+        return torch.add(times(a, first), times(b, ratio), alpha=alpha)
     alpha = float(ratio) * alpha
+    if type(first) is Single and (made := total(a, first, b, alpha)) is not None:
+        return made
+    a = times(a, first)
     if a.dtype == b.dtype:
         return torch.add(a, b, alpha=alpha)
     wide = a.float()
@@ -202,9 +203,8 @@ def _factor(x: Tensor, rms: Amount) -> Any:
 def div(x: Any, y: Any) -> Raw:
     """r = rx / ry. A division by zero shows in the elements, never as a scale of inf or NaN."""
     if not isinstance(y, Tensor):
-        nonnegative = x.nonnegative and y > 0
         rms = rms_of(x) / abs(float(y))
-        return Raw(elements(x) / y, scale_of(x), rms, nonnegative=nonnegative)
+        return Raw(elements(x) / y, scale_of(x), rms, nonnegative=x.nonnegative and y > 0)
     like = first_scaled(x, y)
     a, b = side(x, like), side(y, like)
     rms = a.rms / _divisor(b.rms)

@@ -164,7 +164,7 @@ def _adam_together(entries: Sequence[_Stepped], *options: float) -> None:
         step = entry.step
         if step not in starts:
             starts[step] = 1 - beta1**step, 1 - beta2**step
-        places = gradient.data_ptr(), *[x.data_ptr() for x in held]
+        places = [x.data_ptr() for x in (gradient, *held)]
         size = gradient.numel(), gradient.dtype is torch.bfloat16
         amounts = [number for pair in entry.amounts for number in pair]
         given.append((*places, *size, *starts[step], *amounts))
