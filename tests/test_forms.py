@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._inductor.utils import run_and_get_code
 from torch._inductor.virtualized import V
 
 import scaledtensor as sct
@@ -177,13 +179,13 @@ def test__joined__forms_share_steps_and_follow_from_one_another():
     assert steps == "mul t0 t1;sqrt s0;neg s0;add s1 t1"
     found = all_values(Tensors, given, steps)
     assert [float(found[n]) for n in wanted] == pytest.approx([6**0.5, -6.0, 6**0.5 + 3])
-    together, alone = torch.ops.scaledtensor.numbers(given, steps, wanted[:2], wanted[2:], [], 8)
+    together, alone = torch.ops.scaledtensor.numbers(given, steps, wanted[:2], [2], wanted[2:], [])
     assert [*map(float, together), float(alone)] == pytest.approx([6**0.5, -6.0, 6**0.5 + 3])
 
 
 def test__one_call__sees_a_scale_that_changed_in_place():
     leaf = torch.tensor(2.0)
-    square = [leaf], "mul t0 t0", [0], [0], [], 1
+    square = [leaf], "mul t0 t0", [0], [1], [0], []
     for _ in range(2):
         assert [float(x) for x in torch.ops.scaledtensor.numbers(*square)] == [4, 4]
     leaf.fill_(3.0)
@@ -194,7 +196,7 @@ def test__one_call__sees_a_scale_that_changed_in_place():
         assert float(other) == 9
     assert [float(x) for x in torch.ops.scaledtensor.numbers(*square)] == [9, 9]
     nan = torch.tensor(math.nan)
-    assert math.isnan(torch.ops.scaledtensor.numbers([nan], "mul t0 t0", [0], [], [], 1)[0])
+    assert math.isnan(torch.ops.scaledtensor.numbers([nan], "mul t0 t0", [0], [1], [], [])[0])
 
 
 def test__doubles__are_told_from_singles():
@@ -329,3 +331,33 @@ def test__a_cast_to_values__is_one_operation_of_a_kernel():
     assert torch.equal(found, cast(x))
     assert "auto tmp1 = [](auto x)" in code, "tmp0 is the input"
     assert "auto tmp2" not in code
+
+
+class Residual(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(16)
+        self.up, self.down = torch.nn.Linear(16, 32), torch.nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+def kernels_of(layers: int) -> tuple[int, int]:
+    """How many kernels the code of a training step has, and how many it calls."""
+    torch.manual_seed(0)
+    model = sct.scale_model(torch.nn.Sequential(*[Residual() for _ in range(layers)]))
+    compiled, x = torch.compile(model), torch.randn(4, 16)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        _, codes = run_and_get_code(lambda: compiled(x).square().mean().backward())
+    code = "\n".join(codes)
+    called = re.findall(r"^\s+cpp_fused\w*\(", code, re.MULTILINE)
+    return code.count("cpp_pybinding("), len(called)
+
+
+def test__layers_that_are_alike__share_their_kernels():
+    """The source of a kernel has the places of its numbers in memory. With places that differed
+    between layers, each layer had its own kernels, and compilation took twice as long."""
+    (few, calls), (more, more_calls) = kernels_of(4), kernels_of(6)
+    assert more_calls - calls >= 8
+    assert more - few <= 2

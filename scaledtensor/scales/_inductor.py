@@ -16,11 +16,14 @@ operations in the kernel at its place.
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from itertools import chain, count
+from operator import eq
 from typing import Any, NamedTuple
 
 import torch
 
 from scaledtensor.backends import backend_of
+from scaledtensor.scales._inductor_scalars import Scalars, Value, Vector, ops_of_kernel
 from scaledtensor.scales.forms import all_values, is_double, joined
 
 __all__ = ["called", "numbers_of", "product", "taught", "teach"]
@@ -202,7 +205,7 @@ def _sum_of_products(x: Any, number: Any) -> Any:
         device=total.device,
         dst_dtype=_F32,
         src_dtype=_F32,
-        inner_fn=lambda *place: _ops().mul(term(*place), factor([])),
+        inner_fn=lambda *place: ops_of_kernel().mul(term(*place), factor([])),
         ranges=total.ranges,
         reduction_ranges=total.reduction_ranges,
         reduction_type="sum",
@@ -245,10 +248,10 @@ def _pointwise(leaves: list[Any], steps: str, wanted: int | list[int] = -1) -> A
 
     def value(index: Any) -> Any:
         given = [
-            _Vector(load) if x.get_size() else _Value(load([]), x.get_dtype() is _F64)
+            Vector(load) if x.get_size() else Value(load([]), x.get_dtype() is _F64)
             for x, load in zip(leaves, loaders, strict=True)
         ]
-        found = all_values(_Scalars, given, steps)
+        found = all_values(Scalars, given, steps)
         if isinstance(wanted, list):
             return _chosen([_held(found[n]) for n in wanted], index[0])
         return _held(found[wanted])
@@ -262,7 +265,7 @@ def _pointwise(leaves: list[Any], steps: str, wanted: int | list[int] = -1) -> A
 
 
 def _chosen(values: list[Any], index: Any) -> Any:
-    ops = _ops()
+    ops = ops_of_kernel()
     place = ops.index_expr(index, _I32)
     chosen = values[0]
     for n, value in enumerate(values[1:], 1):
@@ -272,16 +275,16 @@ def _chosen(values: list[Any], index: Any) -> Any:
 
 def _held(x: Any) -> Any:
     """A value of the kernel for a number, which a form may know when it is written."""
-    return x.value if isinstance(x, _Value) else _ops().constant(x, _F32)
+    return x.value if isinstance(x, Value) else ops_of_kernel().constant(x, _F32)
 
 
 #: A call ends the kernel before it, so it has to make at least `_FEW` numbers. On another device a
 #: kernel makes at most `_MANY`, since its compilation takes longer the more it makes.
 _FEW, _MANY = 4, 128
 
-#: The number of results of a call that share a tensor. Inductor's scheduler makes a node of each
-#: tensor, and compares all nodes that read the same tensor with each other.
-_TOGETHER = 8
+#: How many nodes have their numbers in one tensor, in a model without layers. Layers are alike if
+#: this share of their nodes is the same.
+_TOGETHER, _ALIKE = 8, 0.4
 
 
 def _of_one_call() -> Sequence[Any] | None:
@@ -310,37 +313,71 @@ def _of_one_call() -> Sequence[Any] | None:
     values = {
         x: own[-program.many :] for (x, program), own in zip(ready.items(), of_all, strict=True)
     }
-    pairs = {x: own for x, own in values.items() if _is_pair(x)}
-    alone = {x: own for x, own in values.items() if x not in pairs}
-    paired = [n for own in pairs.values() for n in own]
-    every = {n for own in alone.values() for n in own}
-    doubles = {n for n in every if is_double(steps, n)}
-    number: dict[int, Any] = {}
-    if backend_of(device).writes_cpp:
-        leaving = (own for x, own in alone.items() if any(u.op == "output" for u in x.users))
-        apart = sorted(doubles.union(*leaving))
-        wanted, size = sorted(every - {*apart}), _TOGETHER
+    pairs = [x for x in ready if _is_pair(x)]
+    paired = [n for x in pairs for n in values[x]]
+    others = [x for x in ready if x not in pairs]
+    doubles = {x for x in others if any(is_double(steps, n) for n in values[x])}
+    on_host = backend_of(device).writes_cpp
+    lone = [x for x in others if on_host and (x in doubles or _leaves(x))]
+    single = [x for x in others if x not in doubles]
+    groups = _layers(ready, {*lone, *pairs}) if on_host else [single]
+    grouped = [[n for x in group for n in values[x]] for group in groups]
+    if on_host:
+        wanted, apart = ([n for x in xs for n in values[x]] for xs in (chain(*groups), lone))
         call = called(torch.ops.scaledtensor.numbers.default)
-        results = call(inputs, steps, wanted, apart, paired, size)
-        several, rest = results[: -(-len(wanted) // size)], results[-(-len(wanted) // size) :]
-        number.update(zip(apart, rest, strict=False))
-        both = rest[len(apart) :]
+        results = iter(call(inputs, steps, wanted, [*map(len, grouped)], apart, paired))
+        several = [next(results) for _ in groups]
+        made.update({x: [next(results) for _ in values[x]] for x in lone})
+        both = [*results]
     else:
-        wanted = sorted(every - doubles)
-        together, size = [*wanted, *paired], len(wanted)
+        together, size = [*grouped[0], *paired], len(grouped[0])
         if not together:
             return None
         several = [_pointwise(inputs, steps, together)]
         several[0].realize()
         part = lowerings[torch.ops.aten.slice.Tensor]
         both = [part(several[0], 0, n, n + 2) for n in range(size, len(together), 2)]
-    select = lowerings[torch.ops.aten.select.int]
-    number.update({n: select(several[i // size], 0, i % size) for i, n in enumerate(wanted)})
     made.update({x: [one] for x, one in zip(pairs, both, strict=True)})
-    for x, steps_of_x in alone.items():
-        if all(n in number for n in steps_of_x):
-            made[x] = [number[n] for n in steps_of_x]
+    select = lowerings[torch.ops.aten.select.int]
+    for tensor, group in zip(several, groups, strict=True):
+        place = count()
+        made.update({x: [select(tensor, 0, next(place)) for _ in values[x]] for x in group})
     return made.get(current)
+
+
+def _layers(ready: dict[Any, _Program], others: set[Any]) -> list[list[Any]]:
+    """Groups of nodes whose numbers share a tensor. A group has the nodes of a layer, if the layers
+    of a model are alike. `others` have tensors of their own.
+
+    A kernel has the place of a number in its tensor in its source. The kernels of two layers are
+    compiled once if the same number has the same place in both. Inductor's scheduler makes a node
+    of each tensor, and its code takes each tensor apart in each call, so a tensor of each number
+    would cost more.
+    """
+    period = _period([_kind(x) for x in ready])
+    nodes = [*ready]
+    groups = ([*nodes[i : i + period]] for i in range(0, len(nodes), period))
+    kept = ([x for x in group if x not in others] for group in groups)
+    return [group for group in kept if group]
+
+
+def _kind(node: Any) -> tuple[Any, ...]:
+    """The kind of a node. Nodes that do the same in two layers have the same kind."""
+    made = node.meta["val"]
+    return node.target, tuple(made.shape), made.dtype
+
+
+def _period(kinds: Sequence[Any]) -> int:
+    """The number of nodes after which most kinds of nodes repeat, so the number of nodes in a
+    layer. `_TOGETHER` if they do not repeat."""
+    numbers = {kind: n for n, kind in enumerate(dict.fromkeys(kinds))}
+    row = [numbers[kind] for kind in kinds]
+    best, alike = _TOGETHER, _ALIKE
+    for period in range(1, len(row) // 2 + 1):
+        share = sum(map(eq, row, row[period:])) / (len(row) - period)
+        if share > alike:
+            best, alike = period, share
+    return best
 
 
 def _ready(graph: Any, device: torch.device, made: dict[Any, Any]) -> dict[Any, _Program]:
@@ -355,6 +392,10 @@ def _ready(graph: Any, device: torch.device, made: dict[Any, Any]) -> dict[Any, 
         if here and all(x in found or x in made or _is_there(x, graph) for x in program.leaves):
             found[node] = program
     return found
+
+
+def _leaves(node: Any) -> bool:
+    return any(user.op == "output" for user in node.users)
 
 
 def _is_pair(node: Any) -> bool:
@@ -385,96 +426,3 @@ def called(operator: Any) -> Any:
 
     handler: Any = lowering.fallback_handler
     return handler(operator, add_to_fallback_set=False)
-
-
-class _Value(NamedTuple):
-    """A scalar in a kernel."""
-
-    value: Any
-    double: bool
-
-
-class _Vector(NamedTuple):
-    """A leaf that is a tensor of several numbers."""
-
-    load: Callable[[Any], Any]
-
-    def element(self, n: int) -> Any:
-        from sympy import Integer  # type: ignore[import-untyped]
-
-        return self.load([Integer(n)])
-
-
-def _ops() -> Any:
-    from torch._inductor.virtualized import ops
-
-    return ops
-
-
-def _both(name: str) -> Callable[[Any, Any], _Value]:
-    """A binary operation. It is in float64 if an operand is a float64 scalar. A Python number takes
-    the dtype of the other operand."""
-
-    def made(x: Any, y: Any) -> _Value:
-        double = any(isinstance(v, _Value) and v.double for v in (x, y))
-
-        def value(v: Any) -> Any:
-            if not isinstance(v, _Value):
-                return _ops().constant(v, _F64 if double else _F32)
-            return (_Scalars.double(v) if double else v).value
-
-        return _Value(getattr(_ops(), name)(value(x), value(y)), double)
-
-    return made
-
-
-def _one(name: str) -> Callable[[_Value], _Value]:
-    return lambda x: _Value(getattr(_ops(), name)(x.value), x.double)
-
-
-class _Scalars:
-    """The arithmetic of kernels, for `scaledtensor.scales.forms.OPERATIONS`."""
-
-    mul, add, sub, div = map(staticmethod, map(_both, ("mul", "add", "sub", "truediv")))
-    least, most = map(staticmethod, map(_both, ("minimum", "maximum")))
-    sqrt, exp, neg, abs = map(staticmethod, map(_one, ("sqrt", "exp", "neg", "abs")))
-    number = float
-
-    @staticmethod
-    def single(x: _Value) -> _Value:
-        return _Value(_ops().to_dtype(x.value, _F32, _F64), False) if x.double else x
-
-    @staticmethod
-    def double(x: Any) -> Any:
-        if not isinstance(x, _Value) or x.double:
-            return x
-        return _Value(_ops().to_dtype(x.value, _F64, _F32), True)
-
-    @staticmethod
-    def power(x: _Value) -> _Value:
-        """`scaledtensor.scales.powers.nearest_power_of_two`."""
-        from scaledtensor.scales.powers import NEAREST
-
-        ops = _ops()
-        carry, exponent, most, one = (ops.constant(n, _I32) for n in NEAREST)
-        bits = ops.add(ops.to_dtype_bitcast(x.value, _I32, _F32), carry)
-        bits = ops.minimum(ops.bitwise_and(bits, exponent), most)
-        bits = ops.where(ops.eq(bits, ops.constant(0, _I32)), one, bits)
-        return _Value(ops.to_dtype_bitcast(bits, _F32, _I32), False)
-
-    @staticmethod
-    def element(x: Any, n: float) -> _Value:
-        return _Value(x.element(int(n)), False)
-
-    @staticmethod
-    def is_zero(x: _Value) -> Any:
-        return _ops().eq(x.value, _ops().constant(0.0, _F32))
-
-    @staticmethod
-    def is_beyond(x: _Value) -> Any:
-        ops = _ops()
-        return ops.logical_or(ops.isinf(x.value), ops.isnan(x.value))
-
-    @staticmethod
-    def otherwise(x: _Value, condition: Any, number: float) -> _Value:
-        return _Value(_ops().where(condition, _ops().constant(number, _F32), x.value), False)

@@ -145,7 +145,7 @@ _LIBRARY.define(  # type: ignore[no-untyped-call]
     "total(Tensor x, Tensor y, Tensor[] leaves, str steps, float alpha, ScalarType dtype) -> Tensor"
 )
 _LIBRARY.define(  # type: ignore[no-untyped-call]
-    "numbers(Tensor[] leaves, str steps, int[] wanted, int[] apart, int[] pairs, int together) "
+    "numbers(Tensor[] leaves, str steps, int[] wanted, int[] sizes, int[] apart, int[] pairs) "
     "-> Tensor[]"
 )
 _LIBRARY.define("pair(Tensor[] leaves, str steps) -> Tensor")  # type: ignore[no-untyped-call]
@@ -187,9 +187,9 @@ class _Layout:
 
     steps: str
     wanted: tuple[int, ...]
+    sizes: tuple[int, ...]
     apart: tuple[int, ...]
     pairs: tuple[int, ...]
-    together: int
 
     @cached_property
     def wide(self) -> list[int]:
@@ -202,17 +202,15 @@ class _Layout:
         return [*self.wanted, *(n for n in self.apart if n not in self.wide), *self.pairs]
 
     @cached_property
-    def sizes(self) -> list[int]:
+    def parts(self) -> list[int]:
         """How many numbers each float32 result has."""
-        whole, rest = divmod(len(self.wanted), self.together)
-        several = [*[self.together] * whole, *[rest] * (rest > 0)]
         alone = len(self.apart) - len(self.wide)
-        return [*several, *[1] * alone, *[2] * (len(self.pairs) // 2)]
+        return [*self.sizes, *[1] * alone, *[2] * (len(self.pairs) // 2)]
 
     def results(self, narrow: Sequence[Tensor], wide: Sequence[Tensor]) -> list[Tensor]:
         """The results in the order of the operator, from its float32 and its float64 results."""
         found, doubles = iter(narrow), iter(wide)
-        several = [next(found) for _ in range(0, len(self.wanted), self.together)]
+        several = [next(found) for _ in self.sizes]
         alone = [next(doubles) if n in self.wide else next(found).reshape(()) for n in self.apart]
         return [*several, *alone, *found]
 
@@ -225,17 +223,17 @@ def _called(
     leaves: list[Tensor],
     steps: str,
     wanted: list[int],
+    sizes: list[int],
     apart: list[int],
     pairs: list[int],
-    together: int,
 ) -> list[Tensor]:
-    """Calculate several forms whose leaves are on a CPU. Float32 tensors of `together` elements
-    hold the numbers of the steps `wanted`. Each step of `apart` has its own tensor, and so have
-    each two steps of `pairs`. Compiled code may write into the results.
+    """Calculate several forms whose leaves are on a CPU. Float32 tensors of these sizes hold the
+    numbers of the steps `wanted`. Each step of `apart` has its own tensor, and so have each two
+    steps of `pairs`. Compiled code may write into the results.
 
     There is no cache of results: the RMS of parameters change in each step of an optimizer.
     """
-    layout = _layout(steps, tuple(wanted), tuple(apart), tuple(pairs), together)
+    layout = _layout(steps, tuple(wanted), tuple(sizes), tuple(apart), tuple(pairs))
     if native.ready(_WORK * steps.count(";")) and loops.serves(leaves):
         kinds = tuple([(x.numel(), x.dtype is torch.float64) for x in leaves])
         narrow, wide = _program(layout, kinds).run(leaves)
@@ -246,7 +244,7 @@ def _called(
             for asked, dtype in ((layout.narrow, torch.float32), (layout.wide, torch.float64))
         )
     # Results that shared their memory would share a counter of writes too.
-    several: Any = aten.split_with_sizes_copy.default(narrow, layout.sizes)
+    several: Any = aten.split_with_sizes_copy.default(narrow, layout.parts)
     return layout.results(several, aten.unbind_copy.int(wide))
 
 
@@ -335,13 +333,13 @@ def _called_fake(
     leaves: list[Tensor],
     steps: str,
     wanted: list[int],
+    sizes: list[int],
     apart: list[int],
     pairs: list[int],
-    together: int,
 ) -> list[Tensor]:
-    layout = _layout(steps, tuple(wanted), tuple(apart), tuple(pairs), together)
+    layout = _layout(steps, tuple(wanted), tuple(sizes), tuple(apart), tuple(pairs))
     made = leaves[0].new_empty
-    narrow = [made(size, dtype=torch.float32) for size in layout.sizes]
+    narrow = [made(size, dtype=torch.float32) for size in layout.parts]
     return layout.results(narrow, [made((), dtype=torch.float64) for _ in layout.wide])
 
 

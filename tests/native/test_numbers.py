@@ -27,9 +27,9 @@ floats = st.floats(width=32) | st.sampled_from(EXTREME + [-x for x in EXTREME])
 
 
 def called(leaves, steps, wanted, apart=(), pairs=(), together=3):
-    return torch.ops.scaledtensor.numbers(
-        leaves, steps, list(wanted), list(apart), list(pairs), together
-    )
+    wanted = list(wanted)
+    sizes = [len(wanted[i : i + together]) for i in range(0, len(wanted), together)]
+    return torch.ops.scaledtensor.numbers(leaves, steps, wanted, sizes, list(apart), list(pairs))
 
 
 def bits(results):
