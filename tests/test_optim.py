@@ -439,3 +439,25 @@ def test__a_loss_scaler__and_accumulated_gradients_step_as_one_batch_does(name):
     assert other_norm == pytest.approx(norm, rel=0.05)
     for p, q in zip(one.parameters(), other.parameters(), strict=True):
         assert_holds(q.detach(), dequantized(p), 0.06)
+
+
+@pytest.mark.parametrize("optimizer", [optim.Muon, sct.optim.Muon])
+def test__muon__steps_under_any_factor_of_the_loss(optimizer):
+    """Muon divides its gradient by the gradient's norm, in place, and then multiplies it. A scale
+    that stays behind made its products saturate, and the weights NaN."""
+    losses = {}
+    for exponent in (0, -8, -14):
+        torch.manual_seed(0)
+        layer = sct.scale_model(nn.Linear(32, 48, bias=False))
+        steps = optimizer(layer.parameters(), lr=1e-2, weight_decay=0.0)
+        x, y = torch.randn(64, 32) + 3, torch.randn(64, 48)
+        found = losses[exponent] = []
+        for _ in range(4):
+            steps.zero_grad()
+            loss = (layer(x) - y).square().mean()
+            (loss * 2.0**exponent).backward()
+            steps.step()
+            found.append(loss.item())
+    assert losses[0][-1] < 0.97 * losses[0][0]
+    assert losses[-8] == pytest.approx(losses[0], rel=1e-2)
+    assert losses[-14] == pytest.approx(losses[0], rel=1e-2)

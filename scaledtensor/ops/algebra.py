@@ -74,6 +74,7 @@ __all__ = [
     "side",
     "value",
     "wide",
+    "within",
 ]
 
 
@@ -186,6 +187,16 @@ def wide(x: Any) -> Any:
     """Return the value of a tensor of floats in float32, and anything else as it is."""
     x = plain(x)
     return x.float() if isinstance(x, Tensor) and x.dtype.is_floating_point else x
+
+
+def within(number: Any, dtype: torch.dtype) -> Any:
+    """Return a finite number beyond the range of a dtype as the last number of the range, and
+    anything else as it is. The elements of a float32 tensor may be bfloat16 numbers, whose range
+    ends before `torch.finfo(torch.float32).max`, and torch's kernels refuse such a number."""
+    if not isinstance(number, float) or not math.isfinite(number):
+        return number
+    most = torch.finfo(dtype).max
+    return max(-most, min(most, number))
 
 
 def first_scaled(*xs: Any) -> ScaledTensor:

@@ -196,3 +196,33 @@ def test__scales_whose_product_is_no_float32__give_values_that_are(name, how):
 def assert_near(x, reference, tolerance):
     error = (dequantized(x).double() - reference).abs().amax()
     assert error <= tolerance * reference.abs().amax()
+
+
+BOUNDED = {
+    "clamp": lambda x, m: x.clamp(min=m),
+    "clamp_": lambda x, m: x.clone().clamp_(min=m, max=-m),
+    "hardtanh": lambda x, m: F.hardtanh(x, m, 1.0),
+    "threshold": lambda x, m: F.threshold(x, m, 0.0),
+    "hardshrink": lambda x, m: F.hardshrink(x, -m),
+    "entropy": lambda x, m: torch.distributions.Categorical(logits=x).entropy(),
+}
+
+
+@pytest.mark.parametrize("function", BOUNDED.values(), ids=BOUNDED)
+def test__the_limits_of_float32__bound_bfloat16_elements(function):
+    """The dtype of such a tensor is float32, so its limits come from torch.finfo(x.dtype)."""
+    x = gaussian(4, 6).bfloat16().float()
+    scaled = sct.scaled(x, "bf16")
+    assert scaled.dtype == torch.float32
+    least = torch.finfo(scaled.dtype).min
+    made = dequantized(function(scaled, least)).float()
+    torch.testing.assert_close(made, function(x, least), rtol=2**-7, atol=2**-7)
+
+
+def test__a_mask_of_the_least_float32__is_made_for_bfloat16_elements():
+    x = sct.scaled(gaussian(4, 6), "bf16")
+    least = torch.finfo(x.dtype).min
+    for mask in (torch.full_like(x, least), x.new_full((4, 6), least)):
+        assert (dequantized(mask) < -1e30).all()
+        kept = torch.where(torch.eye(4, 6).bool(), x, mask).softmax(-1)
+        torch.testing.assert_close(dequantized(kept).float(), torch.eye(4, 6), rtol=0, atol=1e-6)

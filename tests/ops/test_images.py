@@ -254,3 +254,16 @@ def test__interpolate__refuses_what_torch_refuses():
     for options in ({}, {"size": 3, "scale_factor": 2}, {"size": [3], "mode": "bilinear"}):
         with pytest.raises(ValueError, match=r"size|scale_factor|spatial"):
             F.interpolate(x, **options)
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "bilinear", "bicubic"])
+def test__an_interpolation__takes_a_plain_gradient(mode):
+    """The gradient of a sum is plain, and so is the gradient of a tensor of weights."""
+    x = gaussian(1, 3, 6, 6)
+    weights = gaussian(1, 3, 12, 12, seed=1)
+    plain, scaled = x.clone().requires_grad_(), sct.scaled(x).requires_grad_()
+    for t in (plain, scaled):
+        (F.interpolate(t, scale_factor=2, mode=mode) * weights).sum().backward()
+    torch.testing.assert_close(dequantized(scaled.grad).float(), plain.grad)
+    made = F.interpolate(sct.scaled(x).requires_grad_(), scale_factor=2, mode=mode)
+    made.sum().backward()

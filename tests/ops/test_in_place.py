@@ -104,3 +104,45 @@ def test__a_power_of_one__is_a_tensor_of_its_own(p):
     before = x.dequantize()
     x.pow(p).mul_(3.0)
     assert torch.equal(x.dequantize(), before)
+
+
+WRITES = {
+    "copy_": lambda x, y: x.copy_(y),
+    "all": lambda x, y: x.__setitem__(slice(None), y),
+    "a row": lambda x, y: x[1].copy_(y[1]),
+    "an expanded row": lambda x, y: x.copy_(y[:1].expand(4, 6)),
+}
+
+
+@pytest.mark.parametrize("fmt", ["fp32", "bf16", "e4m3fn"])
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test__a_negated_view__is_written_with_its_sign(write, fmt):
+    """`imag` of a conjugate is a view whose kernel negates each element that it reads."""
+    source = torch.complex(torch.zeros(4, 6), gaussian(4, 6).bfloat16().float()).conj().imag
+    assert source.is_neg()
+    plain, x = torch.ones(4, 6), sct.scaled(torch.ones(4, 6), fmt)
+    write(plain, source)
+    write(x, source)
+    torch.testing.assert_close(x.dequantize(), plain, rtol=2**-4, atol=2**-9)
+
+
+def loss_of_normalised(h, in_place):
+    """Normalised rows, which then enter a product without a weight."""
+    norm = h.detach().norm(dim=-1, keepdim=True)
+    h = h.div_(norm) if in_place else h / norm
+    return torch.softmax(h @ h.t() * 8, -1) @ h
+
+
+@pytest.mark.parametrize("factor", [2.0**-14, 2.0**-10, 1.0, 2.0**10])
+def test__products_of_a_tensor_that_was_normalised_in_place__are_those_of_the_plain_one(factor):
+    """A product casts elements under their scale, so a scale that stays behind saturates them."""
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(64, 64, bias=False)
+    with torch.no_grad():
+        linear.weight *= factor
+    x = torch.randn(32, 64)
+    plain = loss_of_normalised(linear(x), False)
+    scaled = sct.scale_model(linear)
+    for in_place in (False, True):
+        found = loss_of_normalised(scaled(x), in_place).dequantize()
+        assert (found - plain).norm() <= 0.08 * plain.norm()

@@ -197,3 +197,14 @@ def test__a_write_into_the_weight__leaves_the_codes_alone():
         w.mul_(3.0)
     for got, expected in zip(torch.autograd.grad(y, (x, w), gradient), want[1:], strict=True):
         assert bits(got) == bits(expected)
+
+
+def test__a_batch_of_gradients__gives_the_gradient_of_each():
+    layer = sct.scale_model(torch.nn.Linear(8, 6))
+    x = torch.randn(3, 8, requires_grad=True)
+    given = torch.randn(5, 3, 6)
+    (found,) = torch.autograd.grad(layer(x), x, given, is_grads_batched=True)
+    each = [torch.autograd.grad(layer(x), x, g)[0] for g in given]
+    assert (found - torch.stack(each)).norm() <= 0.1 * found.norm()
+    jacobian = torch.autograd.functional.jacobian(layer, x.detach(), vectorize=True)
+    assert jacobian.shape == (3, 6, 3, 8)

@@ -146,11 +146,11 @@ class _Linear(torch.autograd.Function):
                 known = next(t for t in (weight, x, bias) if t is not None)
                 grad = verbs.promote(grad, known.detach())
             with _torch.disable_torch_function():
-                differentiable = torch.is_grad_enabled() or not is_alone() or not calculates(grad)
-                if differentiable:
-                    made = _by_operators(grad, x, weight, ctx.gradient)
-                else:
+                direct = is_alone() and not torch.is_grad_enabled() and not _is_batched(grad)
+                if direct and calculates(grad):
                     made = _by_elements(grad, x, weight, ctx.gradient, ctx.formats)
+                else:
+                    made = _by_operators(grad, x, weight, ctx.gradient)
                 if ctx.needs_input_grad[3]:
                     of_bias = _run(aten.sum.dim_IntList, grad, list(range(grad.dim() - 1)))
             found = [b if a is None else a + b for a, b in zip(found, made, strict=True)]
@@ -161,8 +161,13 @@ class _Linear(torch.autograd.Function):
 
 def _run(op: Any, *args: Any) -> Any:
     """Run an operator, directly by its rule if neither autograd nor an observer has to see it."""
-    direct = is_alone() and not torch.is_grad_enabled()
+    direct = is_alone() and not torch.is_grad_enabled() and not _is_batched(args[0])
     return dispatch(op, args, {}) if direct else op(*args)
+
+
+def _is_batched(x: Any) -> bool:
+    """Whether `x` stands for a batch of tensors (`is_grads_batched`). Its attributes are hidden."""
+    return "qdata" not in vars(x)
 
 
 # --- casts -----------------------------------------------------------------------------------

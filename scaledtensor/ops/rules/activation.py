@@ -31,6 +31,7 @@ from scaledtensor.ops.algebra import (
     rms_seen,
     side,
     value,
+    within,
 )
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, Raw, rule
@@ -430,14 +431,18 @@ integrand("outside", lambda v, bound: (v.abs() > bound).double())
 def threshold(x: ScaledTensor, threshold: float, value: float) -> Raw:
     """sqrt(E f(r z)^2) for the function f itself."""
     rms = gaussian_rms("threshold", x.rms, threshold, value, nonnegative=x.nonnegative)
-    return at_value(lambda v: aten.threshold.default(v, threshold, value), x, rms)
+
+    def function(v: Tensor) -> Tensor:
+        return aten.threshold.default(v, *(within(n, v.dtype) for n in (threshold, value)))
+
+    return at_value(function, x, rms)
 
 
 @rule(aten.hardshrink.default, aten.softshrink.default, pass_op=True)
 def shrink(op: Overload, x: ScaledTensor, lambd: float = 0.5) -> Raw:
     """sqrt(E f(r z)^2) for the function f itself."""
     rms = gaussian_rms(op._schema.name.split("::")[1], x.rms, lambd)
-    return at_value(lambda v: op(v, lambd), x, rms, nonnegative=x.nonnegative)
+    return at_value(lambda v: op(v, within(lambd, v.dtype)), x, rms, nonnegative=x.nonnegative)
 
 
 @rule(aten.hardshrink_backward.default, aten.softshrink_backward.default, pass_op=True)

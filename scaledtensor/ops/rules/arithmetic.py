@@ -22,6 +22,7 @@ from scaledtensor.ops.algebra import (
     rms_seen,
     side,
     value,
+    within,
 )
 from scaledtensor.ops.operators import aten, prims
 from scaledtensor.ops.registry import Overload, Raw, rule
@@ -372,16 +373,15 @@ def _chosen_rms(q: Tensor, scale: Amount, rms: Amount, of_a: Tensor, of_b: Tenso
 )
 def clamp(op: Overload, x: ScaledTensor, *bounds: Any, **named: Any) -> Raw:
     """r, but at most the larger of two bounds. With a bound at 0, r / sqrt(2)."""
-    bounds = tuple(plain(b) for b in bounds)
-    named = {k: plain(b) for k, b in named.items()}
-    given = [b for b in (*bounds, *named.values()) if b is not None]
-    numbers = [float(b) for b in given if not isinstance(b, Tensor)]
-    rms = x.rms
+    v, rms = value(x), x.rms
+    bounds = tuple(within(plain(b), v.dtype) for b in bounds)
+    named = {k: within(plain(b), v.dtype) for k, b in named.items()}
+    numbers = [float(b) for b in (*bounds, *named.values()) if not isinstance(b, Tensor | None)]
     if len(numbers) == 2:
         rms = rms.clamp_max(max(map(abs, numbers)))
     if 0.0 in numbers:
         rms = rms * 0.5**0.5
-    return Raw(op(value(x), *bounds, **named), None, rms)
+    return Raw(op(v, *bounds, **named), None, rms)
 
 
 # --- powers ----------------------------------------------------------------------------------

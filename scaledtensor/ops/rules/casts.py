@@ -203,6 +203,8 @@ def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     the source is plain, or is a part of one message with others (DDP's parameters). A part of a
     ScaledTensor keeps the scale of the whole, unless the whole is all zeros. A frozen weight that
     is stored in 8 bits is cast again by its recipe."""
+    if not isinstance(source, ScaledTensor) and source.is_neg():  # torch's own copy resolves it
+        source = source.resolve_neg()
     if target.device != source.device:
         source = source.to(target.device)
     source = source.expand(target.shape)

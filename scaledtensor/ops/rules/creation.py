@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from scaledtensor.formats import from_dtype
-from scaledtensor.ops.algebra import elements, first_scaled, measured, operand, plain, value
+from scaledtensor.ops.algebra import elements, first_scaled, measured, operand, plain, value, within
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.rules.views import fill_under, moves_scale
@@ -44,7 +44,7 @@ def _new(
     # A frozen weight in 8 bits on the meta device is filled through an empty tensor of its format.
     keeps = fmt.storage_dtype.itemsize > 1 or (op is aten.empty_like.default and is_stored(x))
     store = fmt.storage_dtype if keeps else torch.float32
-    q = op(x.qdata, *args, dtype=store, **options)
+    q = op(x.qdata, *(within(a, store) for a in args), dtype=store, **options)
     fmt = from_dtype(store)
     if number and not moves_scale(number):
         rms = _rms_beside_fills(x)

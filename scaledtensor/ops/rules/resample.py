@@ -133,14 +133,27 @@ def interpolate_backward(
 _OPTIONS = "str name, bool align, float[] factors"
 _upsample = define_operator(
     f"upsample(Tensor x, SymInt[] size, {_OPTIONS}) -> Tensor",
-    lambda grad, size, x_shape, name, align, factors: _upsample_backward(
-        grad, size, x_shape, name, align, factors
+    lambda grad, size, x_shape, name, align, factors: _derived(
+        _upsample_backward, f"{name}_backward", (grad, size, x_shape), name, align, factors
     ),
 )
 _upsample_backward: Any = define_operator(
     f"upsample_backward(Tensor g, SymInt[] size, SymInt[] source, {_OPTIONS}) -> Tensor",
-    lambda grad, size, name, align, factors: _upsample(grad, size, name, align, factors),
+    lambda grad, size, name, align, factors: _derived(
+        _upsample, name, (grad, size), name, align, factors
+    ),
 )
+
+
+def _derived(
+    operator: Any, plain: str, given: tuple[Any, ...], name: str, align: bool, factors: Any
+) -> Any:
+    """The derivative by an operator of this library. The gradient of a plain result is plain, and
+    so is the gradient that torch's operator `plain` makes of it."""
+    if isinstance(given[0], ScaledTensor):
+        return operator(*given, name, align, factors)
+    options = factors if name in _NEAREST else (align, *factors)
+    return getattr(aten, plain).default(*given, *options)
 
 
 @rule(_upsample)
