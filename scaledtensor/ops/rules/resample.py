@@ -171,6 +171,8 @@ def upsample_backward(
 ) -> Raw:
     """Same as torch's backward operator of the interpolation with the name `name`."""
     op = getattr(aten, f"{name}_backward").default
+    # Inductor writes this kernel for sizes that are constants alone.
+    size, source = [int(n) for n in size], [int(n) for n in source]
     if name in _NEAREST:
         return repeated_backward(op, g, size, source, *factors)
     return interpolate_backward(op, g, size, source, align, *factors)
