@@ -432,7 +432,7 @@ def threshold(x: ScaledTensor, threshold: float, value: float) -> Raw:
     """sqrt(E f(r z)^2) for the function f itself."""
     rms = gaussian_rms("threshold", x.rms, threshold, value, nonnegative=x.nonnegative)
 
-    def function(v: Tensor) -> Tensor:
+    def function(v: Tensor) -> Any:
         return aten.threshold.default(v, *(within(n, v.dtype) for n in (threshold, value)))
 
     return at_value(function, x, rms)
