@@ -91,9 +91,11 @@ def _taken(tensors: dict[str, Any], name: str) -> dict[str, Tensor]:
 
 
 def attach(module: nn.Module) -> None:
-    """Register the hooks on `module` if it has ScaledTensor parameters; otherwise remove them."""
+    """Register the hooks on `module` if it or a part of it has ScaledTensor parameters; otherwise
+    remove them. The hook of a container finds the parameters of parts that came later, such as
+    DoRA's magnitudes, which PEFT computes from a scaled weight."""
     detach(module)
-    if any(is_wrapper(p) for p in module._parameters.values()):
+    if any(is_wrapper(p) for p in module.parameters()):
         module.register_state_dict_post_hook(_give)  # type: ignore[no-untyped-call]
         module.register_load_state_dict_pre_hook(_take)  # type: ignore[no-untyped-call]
 
@@ -128,13 +130,11 @@ def _give(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> 
     reader = _READERS.get(_caller())
     if reader is None:
         return
-    for name in module._parameters:
-        x = state.get(prefix + name)
-        if is_wrapper(x):
-            del state[prefix + name]
-            state.update(reader(prefix + name, x))
-            if reader is _as_value and name_of(name) in module._buffers:
-                del state[prefix + name_of(name)]
+    for key in [k for k, x in state.items() if k.startswith(prefix) and is_wrapper(x)]:
+        state.update(reader(key, state.pop(key)))
+        name = key.removeprefix(prefix)
+        if reader is _as_value and name_of(name) in module._buffers:
+            del state[prefix + name_of(name)]
 
 
 def _caller() -> str:

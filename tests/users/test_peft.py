@@ -197,3 +197,32 @@ def test__a_quantised_module_to_save__is_an_error__and_a_filter_leaves_it_out():
     model = get_peft_model(base, config)
     before = plain_logits(model)
     assert not torch.equal(plain_logits(trained(model)), before)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("more", [{"use_dora": True}, {"trainable_token_indices": [1, 2]}])
+def test__parameters_that_peft_computes_from_scaled_weights__are_saved_as_values(
+    more, order, tmp_path
+):
+    """DoRA's magnitudes are norms of a scaled weight, and so are ScaledTensors themselves."""
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", **more)
+    if order.startswith("peft"):
+        model = sct.scale_model(get_peft_model(llama(), config))
+    else:
+        model = get_peft_model(sct.scale_model(llama()), config)
+    trained(model).save_pretrained(tmp_path)
+    plain = PeftModel.from_pretrained(llama(), tmp_path).eval()
+    with torch.no_grad():
+        want = plain(input_ids=TEXT).logits
+    assert (logits(model).float() - want).norm() <= 0.1 * want.norm()
+
+
+@pytest.mark.parametrize("init", ["olora", "pissa"])
+def test__adapters_that_write_to_the_data_of_weights__train_if_they_come_first(init, tmp_path):
+    config = LoraConfig(
+        r=4, init_lora_weights=init, target_modules=["q_proj"], task_type="CAUSAL_LM"
+    )
+    model = trained(sct.scale_model(get_peft_model(llama(), config)))
+    model.save_pretrained(tmp_path)
+    assert all("lora_" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
