@@ -69,6 +69,7 @@ __all__ = [
     "plain",
     "quadrature",
     "read_value",
+    "real",
     "rms_seen",
     "saved_format",
     "side",
@@ -243,7 +244,7 @@ def operand(x: Any, like: ScaledTensor) -> Operand:
     if isinstance(x, ScaledTensor):
         return Operand(elements(x), x.scale, x.rms, x.nonnegative)
     if not isinstance(x, Tensor):
-        q = torch.full((), float(x), device=like.device)
+        q = torch.full((), real(x), device=like.device)
         return Operand(q, torch.ones_like(q), q.abs(), x >= 0)
     if x.layout != torch.strided:
         raise UnsupportedError(
@@ -267,6 +268,20 @@ def operand(x: Any, like: ScaledTensor) -> Operand:
     return Operand(q / scale, scale, rms)
 
 
+def real(number: Any) -> float:
+    """Return a Python number that is an operand of a ScaledTensor.
+
+    Raises:
+        UnsupportedError: It is a complex number.
+    """
+    if isinstance(number, complex):
+        raise UnsupportedError(
+            f"the complex number {number} as an operand of a ScaledTensor, whose elements are "
+            "real: calculate with x.dequantize(), which gives a plain complex tensor"
+        )
+    return float(number)
+
+
 def difference(x: Any, y: Any, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return both values in float32, and the RMS of their difference.
 
@@ -282,7 +297,7 @@ def side(x: Any, like: ScaledTensor) -> Side:
     if isinstance(x, ScaledTensor):
         return Side(elements(x), *amounts_of(x), x.nonnegative)
     if not isinstance(x, Tensor) and calculates(like):
-        number = Single(rounded(float(x)))
+        number = Single(rounded(real(x)))
         return Side(torch.full((), number), ONE, abs(number), x >= 0)
     if isinstance(x, Tensor) and x.dim() == 0 and torch.compiler.is_compiling():
         given: Any = Form.of(x.to(like.device, torch.float32))

@@ -169,8 +169,9 @@ class Wrapper(Tensor):
 
     def data_ptr(self) -> int:
         raise StorageError(  # torch's own message names no way out
-            f"a {self.kind} has no bytes of its own, which safetensors asks for: write "
-            "it by scaledtensor.checkpoint.save_safetensors(model_or_state_dict, path), with "
+            f"a {self.kind} has no storage of its own; its parts ({', '.join(self.INNER)}) have "
+            "one each. If safetensors asks for it, write the tensor by "
+            "scaledtensor.checkpoint.save_safetensors(model_or_state_dict, path), with "
             "dequantized=True for a plain file; one plain tensor is x.dequantize()"
         )
 

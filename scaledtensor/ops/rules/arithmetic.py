@@ -19,6 +19,7 @@ from scaledtensor.ops.algebra import (
     operand,
     plain,
     quadrature,
+    real,
     rms_seen,
     side,
     value,
@@ -169,10 +170,9 @@ def under(term: Side, x: Any, ratio: Amount) -> Tensor:
 @rule(aten.mul.Tensor, aten.mul.Scalar, prims.mul.default)
 def mul(x: Any, y: Any) -> Raw:
     """r = rx ry. The power of two of a number goes into the scale, which is exact."""
-    if not isinstance(x, Tensor):
-        x, y = y, x
+    x, y = (x, y) if isinstance(x, Tensor) else (y, x)
     if not isinstance(y, Tensor):
-        c = float(y)
+        c = real(y)
         nonnegative = x.nonnegative and c >= 0
         if not math.isfinite(c):  # an infinity has no scale, so it shows in the elements
             q = elements(x) * c
@@ -204,7 +204,7 @@ def _factor(x: Tensor, rms: Amount) -> Any:
 def div(x: Any, y: Any) -> Raw:
     """r = rx / ry. A division by zero shows in the elements, never as a scale of inf or NaN."""
     if not isinstance(y, Tensor):
-        rms = rms_of(x) / abs(float(y))
+        rms = rms_of(x) / abs(real(y))
         return Raw(elements(x) / y, scale_of(x), rms, nonnegative=x.nonnegative and y > 0)
     like = first_scaled(x, y)
     a, b = side(x, like), side(y, like)
