@@ -406,10 +406,7 @@ def _reach(fmt: Format) -> float:
     """Return the limit of the RMS of new values, in units of the scale. In an 8-bit tensor eight
     times the RMS is still in range. A product casts the elements of a wider tensor under its scale,
     so an RMS within this limit keeps them in the range of E4M3FN."""
-    return max(fmt.max / 8, 2.0) if fmt.storage_dtype.itemsize == 1 else _CASTABLE
-
-
-_CASTABLE = 16.0
+    return max(fmt.max / 8, 2.0) if fmt.storage_dtype.itemsize == 1 else 16.0
 
 
 def _tell_of_clipped(moved: Tensor, target: ScaledTensor) -> None:
