@@ -364,7 +364,7 @@ def _layers(ready: dict[Any, _Program], others: set[Any]) -> list[list[Any]]:
 def _kind(node: Any) -> tuple[Any, ...]:
     """The kind of a node. Nodes that do the same in two layers have the same kind."""
     made = node.meta["val"]
-    return node.target, tuple(made.shape), made.dtype
+    return node.target, str(made.shape), made.dtype  # sizes may be symbols, which have no hash
 
 
 def _period(kinds: Sequence[Any]) -> int:
@@ -395,6 +395,7 @@ def _ready(graph: Any, device: torch.device, made: dict[Any, Any]) -> dict[Any, 
 
 
 def _leaves(node: Any) -> bool:
+    """Whether the graph returns the node."""
     return any(user.op == "output" for user in node.users)
 
 
