@@ -372,7 +372,7 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
     kept, expected = scale_of(target), rms_of(target)
     was, free = (kept, False) if target.memo.agreed else (expected, whole)
     after_write(target)
-    scale, ratio = settle_in_place(kept, was, raw.rms, raw.held, free, _reach(target.format))
+    scale, ratio = settle_in_place(kept, was, raw.rms, raw.held, free, *_reach(target.format))
     place, q = _apart(target.qdata, raw.q)
     wide = q if q.dtype.itemsize > 1 else q.float()
     if any(is_table(x) for x in operands):
@@ -402,11 +402,14 @@ def _apart(place: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     return place, q
 
 
-def _reach(fmt: Format) -> float:
-    """Return the limit of the RMS of new values, in units of the scale. In an 8-bit tensor eight
-    times the RMS is still in range. A product casts the elements of a wider tensor under its scale,
-    so an RMS within this limit keeps them in the range of E4M3FN."""
-    return max(fmt.max / 8, 2.0) if fmt.storage_dtype.itemsize == 1 else 16.0
+def _reach(fmt: Format) -> tuple[float, ...]:
+    """Return the limit of the RMS of new values, in units of the scale of a tensor of 8 or 16 bits.
+    In an 8-bit tensor eight times the RMS is still in range. Tensors of 16 bits are results that
+    the next product casts under their scale, so its format must hold them."""
+    size = fmt.storage_dtype.itemsize
+    if size == 1:
+        return (max(fmt.max / 8, 2.0),)
+    return (16.0,) if size == 2 else ()
 
 
 def _tell_of_clipped(moved: Tensor, target: ScaledTensor) -> None:
