@@ -154,8 +154,9 @@ def _take(
     missing: list[str],
     *rest: Any,
 ) -> None:
-    """Hook before `load_state_dict()`: join the parts of each ScaledTensor."""
-    for name, p in module._parameters.items():
+    """Hook before `load_state_dict()`: join the parts of each ScaledTensor. torch calls the hook of
+    a container first, and hands the joined tensors to its parts."""
+    for name, p in module.named_parameters(remove_duplicate=False):
         if not is_wrapper(p):
             continue
         full = prefix + name

@@ -218,6 +218,24 @@ def test__parameters_that_peft_computes_from_scaled_weights__are_saved_as_values
     assert (logits(model).float() - want).norm() <= 0.1 * want.norm()
 
 
+def test__parameters_that_peft_computes_from_scaled_weights__are_loaded_from_their_parts(tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    config = LoraConfig(r=4, use_dora=True, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = accelerator.prepare(get_peft_model(sct.scale_model(llama()), config))
+    held = [p for name, p in model.named_parameters() if "magnitude" in name]
+    saved = [p.detach().dequantize() for p in held]
+    accelerator.save_state(tmp_path)
+    with torch.no_grad():
+        for p in held:
+            p.mul_(2.0)
+    accelerator.load_state(tmp_path)
+    assert len(held) == 2
+    for p, value in zip(held, saved, strict=True):
+        assert isinstance(p, sct.ScaledTensor)
+        assert torch.equal(p.detach().dequantize(), value)
+
+
 @pytest.mark.parametrize("init", ["olora", "pissa"])
 def test__adapters_that_write_to_the_data_of_weights__train_if_they_come_first(init, tmp_path):
     config = LoraConfig(
