@@ -14,7 +14,7 @@ operations in the kernel at its place.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from itertools import chain, count
 from operator import eq
@@ -290,7 +290,6 @@ _TOGETHER, _ALIKE = 8, 0.4
 def _of_one_call() -> Sequence[Any] | None:
     """The numbers of the current node, from one call that makes them and all other numbers whose
     leaves are already calculated. None if these are few."""
-    from torch._inductor.lowering import lowerings
     from torch._inductor.virtualized import V
 
     graph: Any = V.graph
@@ -313,36 +312,68 @@ def _of_one_call() -> Sequence[Any] | None:
     values = {
         x: own[-program.many :] for (x, program), own in zip(ready.items(), of_all, strict=True)
     }
-    pairs = [x for x in ready if _is_pair(x)]
-    paired = [n for x in pairs for n in values[x]]
-    others = [x for x in ready if x not in pairs]
-    doubles = {x for x in others if any(is_double(steps, n) for n in values[x])}
-    on_host = backend_of(device).writes_cpp
-    lone = [x for x in others if on_host and (x in doubles or _leaves(x))]
-    single = [x for x in others if x not in doubles]
-    groups = _layers(ready, {*lone, *pairs}) if on_host else [single]
-    grouped = [[n for x in group for n in values[x]] for group in groups]
-    if on_host:
-        wanted, apart = ([n for x in xs for n in values[x]] for xs in (chain(*groups), lone))
-        call = called(torch.ops.scaledtensor.numbers.default)
-        results = iter(call(inputs, steps, wanted, [*map(len, grouped)], apart, paired))
-        several = [next(results) for _ in groups]
-        made.update({x: [next(results) for _ in values[x]] for x in lone})
-        both = [*results]
-    else:
-        together, size = [*grouped[0], *paired], len(grouped[0])
-        if not together:
-            return None
-        several = [_pointwise(inputs, steps, together)]
-        several[0].realize()
-        part = lowerings[torch.ops.aten.slice.Tensor]
-        both = [part(several[0], 0, n, n + 2) for n in range(size, len(together), 2)]
-    made.update({x: [one] for x, one in zip(pairs, both, strict=True)})
-    select = lowerings[torch.ops.aten.select.int]
-    for tensor, group in zip(several, groups, strict=True):
-        place = count()
-        made.update({x: [select(tensor, 0, next(place)) for _ in values[x]] for x in group})
+    make = _by_call if backend_of(device).writes_cpp else _by_kernel
+    made.update(make(ready, values, inputs, steps))
     return made.get(current)
+
+
+#: Node -> the steps of its numbers in the steps of a call.
+_Places = dict[Any, list[int]]
+
+
+def _by_call(
+    ready: dict[Any, _Program], values: _Places, inputs: list[Any], steps: str
+) -> dict[Any, list[Any]]:
+    """The numbers of nodes, from a call on the host. A number that leaves the graph, or is float64,
+    has a tensor of its own."""
+    pairs = [x for x in ready if _is_pair(x)]
+    lone = [x for x in ready if x not in pairs and (_leaves(x) or _has_double(values[x], steps))]
+    groups = _layers(ready, {*lone, *pairs})
+    wanted, apart, paired = (_steps_of(xs, values) for xs in (chain(*groups), lone, pairs))
+    sizes = [len(_steps_of(group, values)) for group in groups]
+    call = called(torch.ops.scaledtensor.numbers.default)
+    results = iter(call(inputs, steps, wanted, sizes, apart, paired))
+    tensors = [next(results) for _ in groups]
+    found = {x: [next(results) for _ in values[x]] for x in lone}
+    found.update({x: [next(results)] for x in pairs})
+    for tensor, group in zip(tensors, groups, strict=True):
+        found.update(_elements(tensor, group, values))
+    return found
+
+
+def _by_kernel(
+    ready: dict[Any, _Program], values: _Places, inputs: list[Any], steps: str
+) -> dict[Any, list[Any]]:
+    """The float32 numbers of nodes, from a kernel on the device, which writes one tensor."""
+    from torch._inductor.lowering import lowerings
+
+    pairs = [x for x in ready if _is_pair(x)]
+    single = [x for x in ready if x not in pairs and not _has_double(values[x], steps)]
+    together = _steps_of((*single, *pairs), values)
+    if not together:
+        return {}
+    tensor = _pointwise(inputs, steps, together)
+    tensor.realize()
+    part = lowerings[torch.ops.aten.slice.Tensor]
+    place = count(len(together) - 2 * len(pairs), 2)
+    found = {x: [part(tensor, 0, n, n + 2)] for x, n in zip(pairs, place, strict=False)}
+    return found | _elements(tensor, single, values)
+
+
+def _elements(tensor: Any, nodes: list[Any], values: _Places) -> dict[Any, list[Any]]:
+    """The numbers of nodes, which are the first elements of a tensor, in order."""
+    from torch._inductor.lowering import lowerings
+
+    select, place = lowerings[torch.ops.aten.select.int], count()
+    return {x: [select(tensor, 0, next(place)) for _ in values[x]] for x in nodes}
+
+
+def _steps_of(nodes: Iterable[Any], values: _Places) -> list[int]:
+    return [n for x in nodes for n in values[x]]
+
+
+def _has_double(own: list[int], steps: str) -> bool:
+    return any(is_double(steps, n) for n in own)
 
 
 def _layers(ready: dict[Any, _Program], others: set[Any]) -> list[list[Any]]:

@@ -431,11 +431,9 @@ integrand("outside", lambda v, bound: (v.abs() > bound).double())
 def threshold(x: ScaledTensor, threshold: float, value: float) -> Raw:
     """sqrt(E f(r z)^2) for the function f itself."""
     rms = gaussian_rms("threshold", x.rms, threshold, value, nonnegative=x.nonnegative)
-
-    def function(v: Tensor) -> Any:
-        return aten.threshold.default(v, *(within(n, v.dtype) for n in (threshold, value)))
-
-    return at_value(function, x, rms)
+    given = threshold, value
+    function = aten.threshold.default
+    return at_value(lambda v: function(v, *(within(n, v.dtype) for n in given)), x, rms)
 
 
 @rule(aten.hardshrink.default, aten.softshrink.default, pass_op=True)

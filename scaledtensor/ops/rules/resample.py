@@ -81,9 +81,12 @@ def pad_backward(op: Overload, g: Any, x: Any, padding: Sequence[int]) -> Raw:
     aten._upsample_nearest_exact3d_backward.default,
     pass_op=True,
 )
-def repeated_backward(op: Overload, g: ScaledTensor, *options: Any) -> Raw:
+def repeated_backward(
+    op: Overload, g: ScaledTensor, size: Sequence[int], source: Sequence[int], *options: Any
+) -> Raw:
     """r_g sqrt(gradients / elements): each gradient goes to one element."""
-    q = op(elements(g), *options)
+    # Inductor writes the kernel for sizes that are constants alone.
+    q = op(elements(g), [int(n) for n in size], [int(n) for n in source], *options)
     return Raw(q, g.scale, g.rms * share(g.shape, q.shape) ** 0.5)
 
 
@@ -171,8 +174,6 @@ def upsample_backward(
 ) -> Raw:
     """Same as torch's backward operator of the interpolation with the name `name`."""
     op = getattr(aten, f"{name}_backward").default
-    # Inductor writes this kernel for sizes that are constants alone.
-    size, source = [int(n) for n in size], [int(n) for n in source]
     if name in _NEAREST:
         return repeated_backward(op, g, size, source, *factors)
     return interpolate_backward(op, g, size, source, align, *factors)
