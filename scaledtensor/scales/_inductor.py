@@ -182,8 +182,9 @@ def _sum_of_products(x: Any, number: Any) -> Any:
     """A sum times a number as a sum whose terms are multiplied by the number. None if `x` is no
     float32 sum, or if another node needs it.
 
-    Inductor's C++ ends a loop after a sum, so the product would be a loop of its own. The sum
-    without the number becomes dead code.
+    Inductor's C++ ends a loop after a sum, so the product would be a loop of its own. The buffer of
+    the sum takes the new terms: as dead code, the sum would cost as much as another kernel until
+    Inductor's scheduler drops it.
     """
     from torch._inductor import ir
     from torch._inductor.virtualized import V
@@ -201,9 +202,9 @@ def _sum_of_products(x: Any, number: Any) -> Any:
     ):
         return None
     term, factor = total.inner_fn, number.make_loader()
-    made = ir.Reduction.create(
+    buffer.data = ir.Reduction(
         device=total.device,
-        dst_dtype=_F32,
+        dtype=_F32,
         src_dtype=_F32,
         inner_fn=lambda *place: ops_of_kernel().mul(term(*place), factor([])),
         ranges=total.ranges,
@@ -211,8 +212,7 @@ def _sum_of_products(x: Any, number: Any) -> Any:
         reduction_type="sum",
         reduction_hint=total.reduction_hint,
     )
-    made.realize()
-    return made
+    return x
 
 
 def _total(x: Any, y: Any, leaves: list[Any], steps: str, alpha: float, dtype: torch.dtype) -> Any:
