@@ -412,10 +412,10 @@ def uncompiled_calls() -> contextlib.AbstractContextManager[None]:
     return forced
 
 
-def is_within_step() -> bool:
-    """Whether some thread is in the step of an optimizer. The step iterates over its hooks, so
-    removing a hook meanwhile would be an error. torch shows it only in the stack."""
-    for frame in sys._current_frames().values():
+@constant_if_compiled
+def is_within_step(in_any_thread: bool = False) -> bool:
+    """Whether this thread, or any, is in an optimizer's step. torch shows it only in the stack."""
+    for frame in sys._current_frames().values() if in_any_thread else (sys._getframe(),):
         at: FrameType | None = frame
         while at is not None:
             if at.f_globals is vars(optimizer):

@@ -117,3 +117,84 @@ def test__cross_entropy__of_weights_that_are_all_zero__is_as_in_torch(reduction)
     logits.requires_grad_()
     F.cross_entropy(logits, target, torch.zeros(5), reduction=reduction).sum().backward()
     torch.testing.assert_close(plain(x.grad).float(), logits.grad, rtol=0, atol=0, equal_nan=True)
+
+
+# --- infinities that are written into places --------------------------------------------------
+
+INF = float("inf")
+
+
+def at(mask, number):
+    return lambda x: x.__setitem__(mask(x), number)
+
+
+WRITES = {
+    "below a limit": at(lambda x: x < 5, -INF),
+    "row": at(lambda x: 0, -INF),
+    "column": at(lambda x: (slice(None), 2), INF),
+    "columns": at(lambda x: (slice(None), [1, 3]), -INF),
+    "fill of a mask": at(lambda x: x < 5, -1e30),
+    "largest": at(lambda x: x < 5, torch.finfo(torch.bfloat16).min),
+    "tensor": at(lambda x: x < 5, torch.tensor(-INF)),
+    "put": lambda x: x.put_(torch.tensor([5]), torch.tensor([-INF], dtype=x.dtype)),
+    "part": lambda x: x[1:].fill_(torch.tensor(-INF)),
+}
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", WRITES)
+def test__an_infinity_in_some_places__spoils_no_other_place(kind, dtype, how):
+    """Programs that sample keep the k largest logits so: `logits[logits < least] = -inf`."""
+    if dtype == torch.float16 and kind in ("fill of a mask", "largest"):
+        pytest.skip("these are infinities in FP16")
+
+    def run(x):
+        x = x.clone()
+        WRITES[kind](x)
+        return x, x * 2, (x * 2).softmax(-1)
+
+    values = torch.arange(1.0, 13.0).view(3, 4).to(dtype)
+    x = sct.scaled(values)
+    for got, want in zip(compiled(run, how)(x), run(values), strict=True):
+        torch.testing.assert_close(
+            got.dequantize().float(), want.float(), rtol=0.02, atol=1e-3, equal_nan=True
+        )
+    assert compiled(run, how)(x)[0].rms < 16
+
+
+OPTIMIZERS = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "fused AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "ours": lambda p: sct.optim.AdamW(p, lr=1e-2),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("cleaned", ["nan_to_num_", "places", "where"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test__a_gradient_that_was_infinite_and_is_cleaned__spoils_no_state(kind, cleaned):
+    """The root of a zero has an infinite derivative."""
+    x, y = gaussian(24, 16), gaussian(24, 8, seed=1)
+
+    def losses(net):
+        optimizer, found = OPTIMIZERS[kind](net.parameters()), []
+        for step in range(8):
+            optimizer.zero_grad()
+            loss = F.mse_loss(net(x), y)
+            (loss.sub(loss.detach()).sqrt() if step == 2 else loss).backward()
+            for p in net.parameters():
+                if cleaned == "nan_to_num_":
+                    p.grad.nan_to_num_(0.0, 0.0, 0.0)
+                elif cleaned == "places":
+                    p.grad[~p.grad.isfinite()] = 0
+                else:
+                    p.grad = torch.where(p.grad.isfinite(), p.grad, 0.0)
+            optimizer.step()
+            found.append(loss.item())
+        return torch.tensor(found)
+
+    torch.manual_seed(0)
+    net = nn.Linear(16, 8)
+    want = losses(copy.deepcopy(net))
+    torch.testing.assert_close(losses(sct.scale_model(net)), want, rtol=0.02, atol=0)

@@ -162,6 +162,12 @@ class Twice(nn.Module):
         self.first, self.second = mlp(), nn.ModuleList(modules)
 
 
+def with_graph():
+    """torch's older function computes the weight at once, and keeps the graph."""
+    with pytest.warns(FutureWarning):
+        return nn.utils.weight_norm(nn.Linear(2, 2))
+
+
 def hooked(register):
     layer = nn.Linear(2, 2)
     getattr(layer.weight, register)(lambda *_: None)
@@ -175,8 +181,9 @@ def hooked(register):
         (lambda: nn.LazyLinear(2), "run one batch"),
         (lambda: hooked("register_hook"), "hooks"),
         (lambda: hooked("register_post_accumulate_grad_hook"), "hooks"),
+        (with_graph, "parametrizations.weight_norm"),
     ],
-    ids=["float64", "lazy", "hook", "post-hook"],
+    ids=["float64", "lazy", "hook", "post-hook", "weight-norm"],
 )
 def test__a_model_that_cannot_be_converted__is_named_and_unchanged(broken, words):
     model = Twice(broken())

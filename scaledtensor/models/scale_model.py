@@ -420,8 +420,9 @@ _HELD = {
     "hook": "hooks are registered at the node of the graph that accumulates its gradient, as "
     "DeepSpeed does, and would not be called again; convert the model first",
     "tensor": "a graph whose backward pass has not run, a view of it or DistributedDataParallel "
-    "holds it. Convert the model before DistributedDataParallel(model); run the backward pass "
-    "first, or delete what the model returned",
+    "holds it. Convert the model before DistributedDataParallel(model) and before "
+    "torch.nn.utils.weight_norm(module) (torch.nn.utils.parametrizations.weight_norm may come "
+    "first); run the backward pass first, or delete what the model returned",
 }
 
 _RECORDED = (

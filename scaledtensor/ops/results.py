@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from scaledtensor import _torch
+from scaledtensor.backends import backend_of
 from scaledtensor.errors import DTypeError, MissingRuleError, SaturationWarning, ShapeError
 from scaledtensor.formats import BF16, FP32, Format, encode
 from scaledtensor.formats.bits import Overflow
 from scaledtensor.native.elements import converted
 from scaledtensor.recipes import Recipe
 from scaledtensor.scales.forms import Form, program
+from scaledtensor.scales.measure import measured_rms
 from scaledtensor.scales.powers import is_one, larger, settle, settle_in_place
 from scaledtensor.scales.singles import (
     ONE,
@@ -28,6 +30,7 @@ from scaledtensor.scales.singles import (
     multiplier,
     put,
     rms_of,
+    rounded,
     scale_of,
     scaled_by,
     scaled_in_place,
@@ -47,6 +50,7 @@ __all__ = [
     "Raw",
     "Total",
     "Towards",
+    "believed",
     "covers_storage",
     "dequantized",
     "foreach",
@@ -231,6 +235,7 @@ def wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
         q = q.made(wide) if type(q) is Total else tensor_of(q)
     if type(rms) is not Single:
         rms = single_of(rms)
+    rms = believed(rms, q, raw.held)
     if raw.settled:
         # A write in place changes the scale object, so only views share one with another tensor.
         scale = copied(single_of(raw.held))
@@ -254,6 +259,33 @@ def wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
     if raw.towards is not None and torch.compiler.is_compiling():  # only a trace reads it
         note(made, towards=raw.towards)
     return made
+
+
+#: No closed form is right about an RMS beyond these numbers. The terms of a sum that repeats were
+#: correlated, or one element is infinite. Products of two elements under such a scale would leave
+#: the range of float32.
+_LEAST, _MOST = 2.0**-60, 2.0**60
+#: An expectation that changes by more than this factor in one write is measured.
+_JUMP = 16.0
+
+
+def believed(rms: Any, q: Tensor, held: Any) -> Any:
+    """Return the expected RMS of elements `q` under the scale `held`, or the measured one if the
+    expected one is not plausible."""
+    if type(rms) is not Single or _LEAST < rms < _MOST:
+        return rms
+    return _remeasured(rms, q, held)
+
+
+def _remeasured(rms: Single, q: Tensor, held: Any) -> Any:
+    """Return the measured RMS of elements under the scale `held`, in place of an expected one. Zero
+    is kept, since it is exact. So is any number where reading the elements would cost a wait, or
+    has to be traced."""
+    held = single_of(held)
+    host = type(q) is Tensor and type(held) is Single and backend_of(q).host and not is_sparse(q)
+    if not rms or not host or _torch.is_transforming() or _torch.is_tracing(q):
+        return rms
+    return Single(rounded(float.__mul__(held, measured_rms(q).item())))
 
 
 def _inherited(raw: Raw, operands: list[Tensor]) -> tuple[Format, torch.dtype, Recipe | None]:
@@ -371,6 +403,7 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
         return
     kept, expected = scale_of(target), rms_of(target)
     was, free = (kept, False) if target.memo.agreed else (expected, whole)
+    raw = raw._replace(rms=_plausible(raw, expected))
     after_write(target)
     scale, ratio = settle_in_place(kept, was, raw.rms, raw.held, free, *_reach(target.format))
     place, q = _apart(target.qdata, raw.q)
@@ -390,6 +423,16 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
     rms = raw.rms if whole else larger(expected, raw.rms)
     put(target, None if scale is kept else scale, rms)
     target.nonnegative = raw.nonnegative
+
+
+def _plausible(raw: Raw, before: Any) -> Any:
+    """Return the RMS of a result that is written into a tensor of the RMS `before`. It is measured
+    if it is not plausible."""
+    rms = single_of(raw.rms)
+    if type(rms) is not Single or type(before) is not Single or not before:
+        return believed(rms, raw.q, raw.held)
+    stays = before / _JUMP <= rms <= before * _JUMP
+    return believed(rms, raw.q, raw.held) if stays else _remeasured(rms, raw.q, raw.held)
 
 
 def _apart(place: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,17 @@ from scaledtensor import _torch
 from scaledtensor.tensors.shards import is_dtensor, is_dtensor_class, is_sharded
 from scaledtensor.tensors.tensor import ScaledTensor
 
-__all__ = ["FUNCTIONS", "MARK", "Held", "adopt_states", "held", "is_scaled", "optimizers", "watch"]
+__all__ = [
+    "FUNCTIONS",
+    "MARK",
+    "Held",
+    "adopt_states",
+    "held",
+    "is_scaled",
+    "is_update",
+    "optimizers",
+    "watch",
+]
 
 Held: TypeAlias = list[tuple[dict[str, Any], list[Any]]]
 """The groups of an optimizer that hold ScaledTensors, each with its ScaledTensors. DTensors of
@@ -82,7 +92,7 @@ def _release() -> None:
     """Remove the hooks, after the last parameter was deleted."""
     if _kept() is not None:  # there is a new parameter by now
         return
-    if _torch.is_within_step():
+    if _torch.is_within_step(in_any_thread=True):
         # torch may be iterating over its hooks, since garbage is collected at any time. The next
         # collection finds this cycle, and calls this function again.
         cycle = _Kept()
@@ -102,6 +112,12 @@ def _requires_grad(x: Tensor, requires_grad: bool = True) -> Tensor:
 
 #: The function that makes a parameter of a ScaledTensor.
 FUNCTIONS: dict[Any, Callable[..., Any]] = {Tensor.requires_grad_: _requires_grad}
+
+
+def is_update() -> bool:
+    """Whether this code calculates an update of parameters: it is in the step of an optimizer, and
+    not in a closure, which runs the model with gradients."""
+    return not torch.is_grad_enabled() and _torch.is_within_step()
 
 
 # --- the hooks -------------------------------------------------------------------------------

@@ -382,6 +382,27 @@ def test__a_gradient_penalty__is_that_of_float32(
     assert_sane({name: g for name, g in got.items() if want[name].any()})
 
 
+@pytest.mark.parametrize(("recipe", "tolerance"), [(UNIT, 0.25), ("current", 0.25), (EXACT, 1e-5)])
+@pytest.mark.parametrize("frozen", [False, True])
+def test__second_derivatives_of_linear_layers__ask_for_no_other_gradient(
+    recipe: Any, tolerance: float, frozen: bool
+) -> None:
+    """The input of the first layer is data (Hessian-vector products, MAML), or its weight is
+    frozen (a gradient penalty beside a frozen layer)."""
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
+    reference[0].weight.requires_grad_(not frozen)
+    found = []
+    for model in (sct.scale_model(copy.deepcopy(reference), recipe), reference):
+        x = gaussian(64, 16).requires_grad_(frozen)
+        wanted = [x] if frozen else list(model.parameters())
+        first = torch.autograd.grad(model(x).square().mean(), wanted, create_graph=True)
+        sum(g.square().sum() for g in first).backward()
+        found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    got, want = found
+    assert_near(got, want, tolerance)
+
+
 def curvature(model: nn.Module, t: Tensor) -> dict[str, Tensor]:
     """Gradients of half the squared norm of the gradient."""
     first = torch.autograd.grad(loss_of(model, t), list(model.parameters()), create_graph=True)
@@ -438,3 +459,17 @@ def test__the_page_of_modes__names_tests_that_exist() -> None:
         assert named, row
         assert tests.issuperset(named), row
     assert len(rows) > 15
+
+
+# --- flex_attention --------------------------------------------------------------------------
+
+
+def test__flex_attention__takes_the_values() -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    q = sct.scaled(gaussian(1, 2, 8, 16))  # on a CPU it has no backward pass
+    y = flex_attention(*[q.dequantize()] * 3)
+    want = torch.nn.functional.scaled_dot_product_attention(*[gaussian(1, 2, 8, 16)] * 3)
+    torch.testing.assert_close(y, want, rtol=1e-5, atol=1e-5)
+    with pytest.raises(Exception, match="(?i)flex_attention"):
+        flex_attention(q, q, q)

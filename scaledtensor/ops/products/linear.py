@@ -28,7 +28,7 @@ from scaledtensor.ops.algebra import Side, elements
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.products.dtype import multiplied, product_dtype
 from scaledtensor.ops.registry import dispatch, observers
-from scaledtensor.ops.results import HUGE, OVERFLOW, narrowest, store
+from scaledtensor.ops.results import HUGE, OVERFLOW, believed, narrowest, store
 from scaledtensor.recipes import Recipe
 from scaledtensor.recipes.casts import Carried, Cast
 from scaledtensor.scales.powers import commutes, is_one, quadrature, settle, settle_product
@@ -39,6 +39,7 @@ from scaledtensor.scales.singles import (
     calculates,
     rms_of,
     scale_of,
+    scaled_by,
     scaled_in_place,
 )
 from scaledtensor.tensors import verbs
@@ -153,10 +154,17 @@ class _Linear(torch.autograd.Function):
                     made = _by_operators(grad, x, weight, ctx.gradient)
                 if ctx.needs_input_grad[3]:
                     of_bias = _run(aten.sum.dim_IntList, grad, list(range(grad.dim() - 1)))
-            found = [b if a is None else a + b for a, b in zip(found, made, strict=True)]
+            found = [_sum(a, b) for a, b in zip(found, made, strict=True)]
         with _torch.disable_torch_function():
             dx, dw = map(_in_format, found, ctx.formats)
         return dx, dw, None, of_bias
+
+
+def _sum(a: Any, b: Any) -> Any:
+    """Return the sum of two gradients. None stands for a gradient that nobody asked for."""
+    if a is None or b is None:
+        return b if a is None else a
+    return a + b
 
 
 def _run(op: Any, *args: Any) -> Any:
@@ -342,9 +350,13 @@ def _plus(product: _Product, fmt: Format, bias: Any) -> _Product | None:
 
 
 def _tensor(product: _Product, shape: Sequence[int], fmt: Format, a: Any, b: Any) -> ScaledTensor:
-    q = product.q
+    q, scale = product.q, product.scale
+    rms = believed(product.rms, q, scale)
+    if rms is not product.rms:
+        scale, ratio = settle(rms, scale)
+        q = scaled_by(q, ratio)
     held = FP32 if q.dtype is torch.float32 else fmt
     recipe = a.recipe or b.recipe
     dtype = a.dtype if a.dtype == b.dtype else torch.promote_types(a.dtype, b.dtype)
     kept = held, dtype, None if recipe is None else recipe.uncorrected
-    return ScaledTensor.make(q.view(shape), product.scale, product.rms, *kept)
+    return ScaledTensor.make(q.view(shape), scale, rms, *kept)

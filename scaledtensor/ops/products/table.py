@@ -27,7 +27,7 @@ from scaledtensor.ops.products import linear as as_one
 from scaledtensor.ops.registry import promoted
 from scaledtensor.recipes import Recipe
 from scaledtensor.recipes.casts import Carried, Cast, Fixed
-from scaledtensor.tensors import verbs
+from scaledtensor.tensors import steps, verbs
 from scaledtensor.tensors.sparse import is_sparse
 from scaledtensor.tensors.tensor import ScaledTensor, is_parameter
 from scaledtensor.tensors.wrapper import refuse_jit
@@ -92,7 +92,8 @@ class Product:
 def _governing(*operands: Any) -> tuple[Recipe | None, ScaledTensor | None]:
     """Return the recipe of a product, and the weight that has it: the first parameter, or else the
     first view or conversion of one, as `w.t()` and `w.bfloat16()` are. A product without a weight
-    has the recipe of the last scaled operand. If a filter left out an operand, there is none."""
+    has the recipe of the last scaled operand. There is none if a filter left out an operand, and
+    none for what an optimizer calculates in its step (the orthogonal updates of Muon)."""
     found: Recipe | None = None
     weight: ScaledTensor | None = None
     settled = False
@@ -111,6 +112,8 @@ def _governing(*operands: Any) -> tuple[Recipe | None, ScaledTensor | None]:
                 found = x.recipe
         elif isinstance(x, torch.nn.Parameter):
             return None, None
+    if found is not None and weight is None and steps.is_update():
+        return None, None
     if found is not None and invariant.is_on():
         invariant.check_recipe(found, all(isinstance(x, ScaledTensor) for x in operands))
     return found, weight
@@ -443,9 +446,8 @@ def _products() -> dict[Any, Product]:
             "scaled_dot_product_attention", ((0, "query"), (1, "key"), (2, "value"))
         ),
     }
-    for name, second in (
-        *(("matmul", "other"), ("mm", "mat2"), ("bmm", "mat2"), ("mv", "vec"), ("inner", "other")),
-    ):
+    others = {"matmul": "other", "mm": "mat2", "bmm": "mat2", "mv": "vec", "inner": "other"}
+    for name, second in others.items():
         function = getattr(torch, name)
         found = Product(name, ((0, "input"), (1, second)), partial(_binary, function))
         table |= dict.fromkeys((function, getattr(Tensor, name)), found)
@@ -463,10 +465,8 @@ def _products() -> dict[Any, Product]:
         table[spelling] = Product(
             name, places, partial(_added_in_place, function, spelling), in_place=True
         )
-    for name in (
-        *("conv1d", "conv2d", "conv3d", "convolution"),
-        *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
-    ):
+    turned = ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+    for name in ("conv1d", "conv2d", "conv3d", "convolution", *turned):
         spelling = getattr(torch, name)
         table[spelling] = Product(name, _WEIGHED, partial(_convolution, spelling))
     for spelling in (torch.nn.functional.grouped_mm, _torch.grouped_mm):

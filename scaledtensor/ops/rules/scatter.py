@@ -18,7 +18,13 @@ from scaledtensor.ops.algebra import Operand, elements, first_scaled, operand, q
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.rules.reduction import extreme_rms, growth
-from scaledtensor.ops.rules.views import fill_under, masked_fill, moves_scale
+from scaledtensor.ops.rules.views import (
+    counted,
+    fill_under,
+    masked_fill,
+    moves_scale,
+    plain_number,
+)
 from scaledtensor.scales.powers import settle
 from scaledtensor.tensors.tensor import ScaledTensor
 
@@ -52,7 +58,14 @@ def _source(
 
 
 def _replaced(x: Tensor, source: Tensor, write: Callable[[Tensor, Tensor], Tensor]) -> Raw:
+    number = plain_number(source)
+    if not isinstance(number, Tensor) and not moves_scale(number):  # `x[mask] = -inf`
+        a = operand(x, first_scaled(x))
+        q = write(a.q, fill_under(number, a.scale, a.q))
+        return Raw(q, a.scale, a.rms, settled=True, nonnegative=a.nonnegative and number >= 0)
     a, b = _operands(x, source)
+    if not (isinstance(source, ScaledTensor) or source.dim()):
+        b = b._replace(rms=counted(source))
     share = min(source.numel() / max(x.numel(), 1), 1.0)
     mixed = quadrature(a.rms * (1 - share) ** 0.5, b.rms * share**0.5)
     rms = torch.where(a.rms == 0, b.rms, mixed)

@@ -25,7 +25,7 @@ from scaledtensor.scales.singles import Amount, copied, rms_of, scale_of, single
 from scaledtensor.tensors.memo import after_write, note
 from scaledtensor.tensors.tensor import ScaledTensor
 
-__all__ = ["fill_under", "masked_fill", "move", "moves_scale"]
+__all__ = ["counted", "fill_under", "masked_fill", "move", "moves_scale", "plain_number"]
 
 # --- views -----------------------------------------------------------------------------------
 
@@ -303,6 +303,11 @@ def moves_scale(number: float) -> bool:
     return number != 0 and FILL < number < HUGE
 
 
+def counted(number: Tensor) -> Tensor:
+    """Return the RMS of a number in a 0-dim tensor: 0 if the number does not move the scale."""
+    return torch.where((number > FILL) & (number < HUGE), number.abs(), 0.0).float()
+
+
 @rule(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 def masked_fill(x: ScaledTensor, mask: Tensor, number: Any) -> Raw:
     """r. Zeros, infinities and the fills of masks do not move the scale. The RMS of another fill
@@ -319,7 +324,7 @@ def where(condition: Tensor, x: Any, y: Any) -> Raw:
 def _where(condition: Tensor, x: Any, y: Any) -> Raw:
     if isinstance(condition, ScaledTensor):
         condition = elements(condition) != 0
-    x, y = (_plain_number(s) for s in (x, y))
+    x, y = (plain_number(s) for s in (x, y))
     like = first_scaled(x, y)
     sides = [term(s, like) for s in (x, y)]
     deciding = [
@@ -339,8 +344,8 @@ def _where(condition: Tensor, x: Any, y: Any) -> Raw:
     )
 
 
-def _plain_number(x: Any) -> Any:
-    # Outside tracing, a 0-dim tensor on the host (the fill of masked_fill.Tensor) is a number.
+def plain_number(x: Any) -> Any:
+    """Return the number in a plain 0-dim tensor on the host, outside tracing; else `x` itself."""
     if isinstance(x, Tensor) and type(x) is Tensor and x.dim() == 0 and backend_of(x).host:
         return x.item()
     return x

@@ -1,0 +1,193 @@
+"""Expected RMS that repeated, correlated terms carry away: they are measured before values are lost.
+
+The rules add the squares of terms. If terms cancel, and the result enters the next sum, then the
+expectation grows without end while the values do not.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tensors import gaussian, value_of
+from torch import Tensor, nn
+
+import scaledtensor as sct
+from scaledtensor.recipes import Unit
+
+WIDE = Unit(forward="fp32", gradient="fp32", activation="fp32")
+
+
+def off(got: Tensor, want: Tensor) -> float:
+    return float((value_of(got).float() - want).norm() / want.norm())
+
+
+# --- results ---------------------------------------------------------------------------------
+
+
+def smoothed(x: Any, rounds: int) -> Any:
+    """Heat that spreads over a ring."""
+    for _ in range(rounds):
+        x = x + 0.4 * (x.roll(1, 0) + x.roll(-1, 0) - 2 * x)
+    return x
+
+
+def inverted(x: Any, rounds: int) -> Any:
+    """The inverse by Newton's iteration."""
+    y = x.T / (x.abs().sum(0).max() * x.abs().sum(1).max())
+    for _ in range(rounds):
+        y = y @ (2 * torch.eye(len(x)) - x @ y)
+    return y
+
+
+@pytest.mark.parametrize("recording", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("power", [-18, 0, 18])
+def test__an_expectation_that_runs_away__loses_no_value(
+    recording: Callable[[], Any], power: int
+) -> None:
+    x, eye = gaussian(16, 8, power=power), 2 * torch.eye(16) + gaussian(16, 16) / 10
+    with recording():
+        heat, inverse = smoothed(sct.scaled(x), 300), inverted(sct.scaled(eye), 20)
+    assert off(heat, smoothed(x, 300)) < 1e-5
+    assert off(inverse, inverted(eye, 20)) < 1e-5
+    for made in (heat, inverse):
+        assert 2.0**-61 < made.rms < 2.0**61
+
+
+class Smoothing(nn.Module):
+    """A graph network whose rounds have no weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(32, 32), nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(smoothed(self.into(x), 200))
+
+
+@pytest.mark.parametrize(("recipe", "tolerance"), [("unit", 0.15), (WIDE, 1e-4)])
+def test__a_model_of_many_correlated_rounds__has_its_gradients(
+    recipe: Any, tolerance: float
+) -> None:
+    torch.manual_seed(0)
+    reference = Smoothing()
+    model = sct.scale_model(copy.deepcopy(reference), recipe)
+    for net in (reference, model):
+        (net(gaussian(16, 32)) - gaussian(16, 4, seed=1)).square().mean().backward()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert off(p.grad, q.grad) < tolerance
+
+
+def test__an_expectation_of_zero__stays() -> None:
+    x = sct.scaled(torch.zeros(4, 4))
+    assert (x * 2).rms == 0
+
+
+# --- optimizers ------------------------------------------------------------------------------
+
+
+def orthogonal(g: Any, steps: int = 5) -> Any:
+    """Newton and Schulz's iteration, as programs around Muon write it (Keller Jordan, 2024)."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = g.bfloat16()
+    x = x / (x.norm() + 1e-7)
+    for _ in range(steps):
+        s = x @ x.mT
+        x = a * x + (b * s + c * s @ s) @ x
+    return x
+
+
+class ByHand(torch.optim.Optimizer):
+    """Muon as programs write it by hand. Notes how far each update is from float32's."""
+
+    def __init__(self, parameters: Any, function: Callable[[Any], Any]) -> None:
+        super().__init__(parameters, {"lr": 0.02})
+        self.function = function
+        self.off: list[float] = []
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            momentum = state.setdefault("momentum", torch.zeros_like(p.grad))
+            momentum.lerp_(p.grad, 0.05)
+            update = self.function(p.grad.lerp_(momentum, 0.95))
+            self.off.append(off(update, orthogonal(value_of(p.grad)).float()))
+            p.add_(update, alpha=-0.02)
+
+
+def orthogonal_steps(model: nn.Module, function: Callable[[Any], Any]) -> tuple[float, list[float]]:
+    optimizer = ByHand(model.parameters(), function)
+    x, y = gaussian(64, 32), gaussian(64, 32, seed=1)
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+    return loss.item(), optimizer.off
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test__an_orthogonal_update_by_hand__is_of_bfloat16(how: str) -> None:
+    """The products of an optimizer's step have no weight, and their terms cancel: casts to 8 bits
+    would leave a tenth of the update wrong, and their scales would run away."""
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    reference = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(2)))
+    model = sct.scale_model(copy.deepcopy(reference))
+    compiled = torch.compile(orthogonal, backend="aot_eager", fullgraph=True)
+    want, _ = orthogonal_steps(reference, orthogonal)
+    got, distances = orthogonal_steps(model, compiled if how == "compiled" else orthogonal)
+    assert abs(got / want - 1) < 0.01
+    assert max(distances) < 0.1
+
+
+def test__products_of_a_closure__are_cast_as_ever() -> None:
+    """A closure runs the model in an optimizer's step, with gradients."""
+    torch.manual_seed(0)
+    model = sct.scale_model(nn.Linear(32, 32))
+    x, seen = gaussian(8, 32), []
+
+    def closure() -> Tensor:
+        y = model(x)
+        product = y @ y.mT  # without a weight
+        seen.append(product.dequantize().clone())
+        loss = product.square().mean()
+        loss.backward()
+        return loss
+
+    closure()
+    torch.optim.SGD(model.parameters(), lr=0.0).step(closure)
+    assert torch.equal(*seen)
+
+
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+@pytest.mark.parametrize(("recipe", "most"), [("unit", 0.12), (WIDE, 1e-3)])
+def test__lbfgs__trains(search: str | None, recipe: Any, most: float) -> None:
+    """Its directions are sums of terms that cancel, and its steps write them into parameters."""
+    torch.manual_seed(1)
+    x = gaussian(64, 8)
+    y = torch.sin(x).sum(1, keepdim=True)
+    model = sct.scale_model(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)), recipe)
+    optimizer = torch.optim.LBFGS(model.parameters(), line_search_fn=search)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        return loss
+
+    losses = [optimizer.step(closure).item() for _ in range(6)]
+    assert losses[-1] < most, losses
+    for p in model.parameters():
+        assert p.rms < 16 * p.dequantize().square().mean().sqrt() * 16
+
+
+def test__an_expectation_that_jumps_in_one_write__is_measured() -> None:
+    x = sct.scaled(gaussian(16, 16))
+    other = sct.scaled(gaussian(16, 16, power=-4))
+    other.rms.fill_(2.0**20)  # as if correlated terms had carried it away
+    x.add_(other)
+    want = (gaussian(16, 16) + gaussian(16, 16, power=-4)).square().mean().sqrt()
+    torch.testing.assert_close(x.rms, want, rtol=1e-5, atol=0)
