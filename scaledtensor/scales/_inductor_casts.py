@@ -122,10 +122,20 @@ def _inlined(function: Callable[..., Tensor], x: Any, numbers: Sequence[Any] = (
             made[node] = once.part(result) if value.dim() else result
         elif isinstance(value, (torch.SymInt, torch.SymFloat)):
             made[node] = value.node.expr
+        elif node.target is torch.ops.aten.as_strided.default:
+            made[node] = _separate(args[0])
         else:
             result = lowerings[node.target](*args, **kwargs)
             made[node] = once.part(result) if value.dim() else result
     return None
+
+
+def _separate(x: Any) -> Any:
+    """The result of a loop of its own, which the casts ask for by a view of all elements
+    (`loop_of_its_own`). Inductor chooses the strides of a buffer, so the strides of that view, which
+    are the ones of the trace, would read other elements."""
+    x.realize()
+    return x
 
 
 class _Once:

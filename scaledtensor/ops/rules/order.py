@@ -15,11 +15,21 @@ from torch import Tensor
 
 from scaledtensor.errors import DTypeError
 from scaledtensor.formats import FP32
-from scaledtensor.ops.algebra import count, elements, operand, plain, quadrature, value, wide
+from scaledtensor.ops.algebra import (
+    as_stored,
+    count,
+    elements,
+    operand,
+    plain,
+    quadrature,
+    value,
+    wide,
+)
 from scaledtensor.ops.operators import aten, define_operator
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.rules.reduction import extreme_rms, growth
 from scaledtensor.ops.rules.softmax import logsumexp_rms
+from scaledtensor.scales.singles import scale_of, scaled_by
 from scaledtensor.tensors.tensor import ScaledTensor
 
 __all__ = ["FUNCTIONS"]
@@ -85,6 +95,8 @@ def question(op: Overload, *args: Any, **kwargs: Any) -> Any:
 
 
 def _exact(x: Any) -> Any:
+    if isinstance(x, ScaledTensor) and torch.compiler.is_compiling():
+        return scaled_by(as_stored(elements(x)).float(), scale_of(x))
     return type(x)(map(_exact, x)) if isinstance(x, list | tuple) else wide(x)
 
 

@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scaledtensor.ops.algebra import Operand, elements, first_scaled, operand, quadrature
+from scaledtensor.ops.algebra import (
+    Operand,
+    as_stored,
+    elements,
+    first_scaled,
+    operand,
+    quadrature,
+)
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.rules.reduction import extreme_rms, growth
@@ -264,6 +271,7 @@ def _reduced(
         rms = rms / max(n, 1.0)
     elif reduce in ("amax", "amin"):
         rms = extreme_rms(rms / max(n, 1.0) ** 0.5, max(round(n), 1))
+        a, b = (part._replace(q=as_stored(part.q)) for part in (a, b))
     scale, *ratios = settle(rms, a.scale, b.scale)
     q = write(*_aligned(a, b, *ratios))
     return Raw(q, scale, rms, settled=True, nonnegative=positive)
