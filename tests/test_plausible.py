@@ -1,4 +1,4 @@
-"""Expected RMS that repeated, correlated terms carry away: they are measured before values are lost.
+"""Expected RMS that repeated, correlated terms carry away are measured, so no value is lost.
 
 The rules add the squares of terms. If terms cancel, and the result enters the next sum, then the
 expectation grows without end while the values do not.

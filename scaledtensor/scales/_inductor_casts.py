@@ -131,9 +131,9 @@ def _inlined(function: Callable[..., Tensor], x: Any, numbers: Sequence[Any] = (
 
 
 def _separate(x: Any) -> Any:
-    """The result of a loop of its own, which the casts ask for by a view of all elements
-    (`loop_of_its_own`). Inductor chooses the strides of a buffer, so the strides of that view, which
-    are the ones of the trace, would read other elements."""
+    """The result of a loop of its own. A cast asks for it by a view of all elements
+    (`loop_of_its_own`), which has the strides of the trace. Inductor chooses other strides for a
+    buffer, so the view would read other elements."""
     x.realize()
     return x
 

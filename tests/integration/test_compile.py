@@ -126,6 +126,56 @@ def test__scaled_logits_cross_the_border_with_their_gradient() -> None:
         torch.testing.assert_close(p.grad.dequantize(), q.grad.dequantize(), rtol=0.02, atol=1e-4)
 
 
+class Turned(nn.Module):
+    """Activations of transposed elements, which linear layers multiply, as between a convolution
+    and a mixer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(F.silu(x.transpose(1, 2)))
+        return self.second(F.gelu(y.view(2, 3, 2, 8).permute(0, 2, 1, 3)))
+
+
+def by_node() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    """A softmax over the edges of each node of a graph, under the largest of their logits. The
+    derivative of the maximum looks for the elements that are equal to it."""
+    node, x = torch.arange(40) % 8, torch.randn(40, 16)
+
+    def loss_of(layer: nn.Module) -> Tensor:
+        logits = layer(x).squeeze(-1)
+        largest = torch.full((8,), -1e9).scatter_reduce(0, node, logits, "amax")
+        loss: Tensor = (logits - largest[node]).exp().sum()
+        return loss
+
+    return nn.Linear(16, 1, bias=False), loss_of
+
+
+def turned() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    x = torch.randn(2, 16, 6)
+    return Turned(), lambda m: m(x).square().mean()
+
+
+@pytest.mark.parametrize(("make", "tolerance"), [(turned, 0.05), (by_node, 1e-3)])
+def test__inductor_reads_the_elements_that_eager_code_reads(
+    make: Callable[[], tuple[nn.Module, Callable[[nn.Module], Tensor]]], tolerance: float
+) -> None:
+    """Inductor chooses the strides of an intermediate, and leaves out roundings between operators
+    of a kernel."""
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    model, loss_of = make()
+    eager = sct.scale_model(model)
+    compiled = copy.deepcopy(eager)
+    loss_of(eager).backward()
+    torch.compile(loss_of, fullgraph=True)(compiled).backward()
+    for p, q in zip(eager.parameters(), compiled.parameters(), strict=True):
+        want, got = p.grad.dequantize(), q.grad.dequantize()
+        assert (got - want).norm() <= tolerance * want.norm()
+
+
 def test__no_graph_per_scale() -> None:
     """The scale is data: another loss multiplier or other weights compile nothing."""
     torch.manual_seed(0)

@@ -38,6 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import scaledtensor as sct
+from scaledtensor.errors import UnsupportedError
 
 STYLED = pytest.mark.parametrize("style", [STYLES["unet"], STYLES["lstm"]], ids=["unet", "lstm"])
 
@@ -471,5 +472,56 @@ def test__flex_attention__takes_the_values() -> None:
     y = flex_attention(*[q.dequantize()] * 3)
     want = torch.nn.functional.scaled_dot_product_attention(*[gaussian(1, 2, 8, 16)] * 3)
     torch.testing.assert_close(y, want, rtol=1e-5, atol=1e-5)
-    with pytest.raises(Exception, match="(?i)flex_attention"):
+    with pytest.raises(Exception, match=r"(?i)flex_attention"):
         flex_attention(q, q, q)
+
+
+# --- distributions, sequences of several lengths -----------------------------------------------
+
+
+def test__a_categorical_distribution__takes_logits() -> None:
+    torch.manual_seed(0)
+    layer, x, chosen = nn.Linear(16, 5), gaussian(32, 16), torch.arange(32) % 5
+    found = []
+    for net in (layer, sct.scale_model(copy.deepcopy(layer))):
+        logits = net(x)
+        for made in (
+            torch.distributions.Categorical(logits=logits),
+            torch.distributions.Categorical(logits.softmax(-1), validate_args=False),
+        ):
+            net.zero_grad()
+            (made.log_prob(chosen).sum() + made.entropy().sum()).backward(retain_graph=True)
+            found.append(gradients(net))
+    for got, want in zip(found[2:], found[:2], strict=True):
+        assert_near(got, want, 0.1)
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test__packed_sequences__keep_their_scale(batch_first: bool) -> None:
+    lengths = torch.tensor([3, 7, 2, 7])
+
+    def packed(x: Tensor) -> tuple[Tensor, Tensor]:
+        made = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first, enforce_sorted=False)
+        return made.data, nn.utils.rnn.pad_packed_sequence(made, batch_first)[0]
+
+    values = gaussian(*((4, 7, 8) if batch_first else (7, 4, 8)), power=3)
+    x, held = values.clone().requires_grad_(), sct.scaled(values).requires_grad_()
+    for run in (packed, torch.compile(packed, backend="aot_eager")):  # Dynamo skips the function
+        got, want = run(held), packed(x)
+        for made, exact in zip(got, want, strict=True):
+            assert torch.equal(dequantized(made), exact.double())
+        assert got[0].scale == held.scale  # torch pads with a plain tensor
+    want[1].square().sum().backward()
+    got[1].square().sum().backward()
+    assert torch.equal(dequantized(held.grad), x.grad.double())
+
+
+def test__a_nested_tensor__is_refused_by_name() -> None:
+    x = sct.scaled(gaussian(6, 8))
+    for made in (
+        lambda: torch.nested.nested_tensor([x[:2], x[2:]], layout=torch.jagged),
+        lambda: torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 2, 6])),
+        lambda: torch.nested.nested_tensor([x[:2], x[2:]]),
+    ):
+        with pytest.raises(UnsupportedError, match="nested tensor"):
+            made()

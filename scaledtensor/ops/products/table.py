@@ -92,8 +92,8 @@ class Product:
 def _governing(*operands: Any) -> tuple[Recipe | None, ScaledTensor | None]:
     """Return the recipe of a product, and the weight that has it: the first parameter, or else the
     first view or conversion of one, as `w.t()` and `w.bfloat16()` are. A product without a weight
-    has the recipe of the last scaled operand. There is none if a filter left out an operand, and
-    none for what an optimizer calculates in its step (the orthogonal updates of Muon)."""
+    has the recipe of the last scaled operand. There is none if a filter left out an operand, or if
+    an optimizer multiplies in its step (the orthogonal updates of Muon)."""
     found: Recipe | None = None
     weight: ScaledTensor | None = None
     settled = False

@@ -66,7 +66,7 @@ def _source(
 
 def _replaced(x: Tensor, source: Tensor, write: Callable[[Tensor, Tensor], Tensor]) -> Raw:
     number = plain_number(source)
-    if not isinstance(number, Tensor) and not moves_scale(number):  # `x[mask] = -inf`
+    if not isinstance(number, Tensor) and not moves_scale(number):
         a = operand(x, first_scaled(x))
         q = write(a.q, fill_under(number, a.scale, a.q))
         return Raw(q, a.scale, a.rms, settled=True, nonnegative=a.nonnegative and number >= 0)
@@ -164,7 +164,8 @@ def _added(
 def index_put(
     x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
 ) -> Raw:
-    """Same as `index_copy`, or as `index_add` if it accumulates."""
+    """Same as `index_copy`, or as `index_add` if it accumulates. An infinity or the fill of a mask
+    does not move the scale."""
 
     def write(base: Tensor, new: Tensor) -> Tensor:
         return aten.index_put.default(base, indices, new, accumulate)  # type: ignore[no-any-return]

@@ -1,10 +1,10 @@
-"""Operators without a scaled result: complex numbers, and compressed sparse layouts.
+"""Operators without a scaled result: complex numbers, compressed sparse layouts, nested tensors.
 
 Complex numbers have no scaled form. Functions that make them take the value and return a plain
 tensor. Models use such numbers between two real tensors (rotary positions as a complex product,
 Fourier mixing, autocorrelation). The next product with a ScaledTensor measures the plain real
-tensor again. Operators with a result in a compressed sparse layout raise an error, under any
-`on_missing`.
+tensor again. Operators with a result in a compressed sparse layout, or with a nested tensor as
+their result, raise an error, under any `on_missing`.
 """
 
 from collections.abc import Callable
@@ -83,4 +83,21 @@ def compressed_result(op: Overload, *args: Any, **kwargs: Any) -> Tensor:
         f"{op} has a result in a compressed sparse layout, and a sparse ScaledTensor has the layout"
         " torch.sparse_coo: make it by torch.sparse_coo_tensor(indices, values, size) or "
         "x.to_sparse(), or of x.dequantize()"
+    )
+
+
+# --- nested tensors --------------------------------------------------------------------------
+
+
+@rule(
+    aten._nested_tensor_from_tensor_list.default,
+    aten._nested_view_from_buffer.default,
+    aten._nested_view_from_jagged.default,
+    pass_op=True,
+)
+def nested_result(op: Overload, *args: Any, **kwargs: Any) -> Tensor:
+    """Raises UnsupportedError: a nested tensor has no scaled form."""
+    raise UnsupportedError(
+        f"{op} has a nested tensor as its result, which has no scaled form: make it of "
+        "x.dequantize(), whose gradient reaches x, or pad the sequences and pass a mask"
     )

@@ -232,6 +232,14 @@ def pad(x: ScaledTensor, padding: Sequence[int], value: float = 0) -> Raw:
     return Raw(q, x.scale, x.rms, settled=True)
 
 
+@rule(aten._pack_padded_sequence.default)
+def pack(x: ScaledTensor, lengths: Tensor, batch_first: bool) -> list[Any]:
+    """r: the elements that are no padding, under the same scale. The sizes of the steps' batches
+    are a plain tensor."""
+    q, sizes = aten._pack_padded_sequence.default(elements(x), lengths, batch_first)
+    return [Raw(q, x.scale, x.rms, settled=True, nonnegative=x.nonnegative), sizes]
+
+
 # --- tensors joined --------------------------------------------------------------------------
 
 
