@@ -5,6 +5,7 @@ makes a tensor of it, and `write` stores it in an existing tensor. `foreach` app
 lists of tensors.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -261,23 +262,25 @@ def wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
     return made
 
 
-#: No closed form is right about an RMS beyond these numbers. The terms of a sum that repeats were
-#: correlated, or one element is infinite. Products of two elements under such a scale would leave
-#: the range of float32.
+#: An expected RMS beyond these numbers is measured. Products of two elements under such scales
+#: would leave the range of float32.
 _LEAST, _MOST = 2.0**-60, 2.0**60
+#: It stays unless it is off by more than this factor: a loss times a power of two changes no scale.
+_FAR = 2.0**24
 #: An expectation that changes by more than this factor in one write is measured.
 _JUMP = 16.0
 
 
 def believed(rms: Any, q: Tensor, held: Any) -> Any:
     """Return the expected RMS of elements `q` under the scale `held`, or the measured one if the
-    expected one is not plausible."""
+    expectation ran away, by correlated terms in a loop or by an infinite element."""
     if type(rms) is not Single or _LEAST < rms < _MOST:
         return rms
-    return _remeasured(rms, q, held)
+    found = _measured(rms, q, held)
+    return rms if rms / _FAR <= found <= rms * _FAR or (found == 0 and rms < math.inf) else found
 
 
-def _remeasured(rms: Single, q: Tensor, held: Any) -> Any:
+def _measured(rms: Single, q: Tensor, held: Any) -> Single:
     """Return the measured RMS of elements under the scale `held`, in place of an expected one. Zero
     is kept, since it is exact. So is any number where reading the elements would cost a wait, or
     has to be traced."""
@@ -432,7 +435,7 @@ def _plausible(raw: Raw, before: Any) -> Any:
     if type(rms) is not Single or type(before) is not Single or not before:
         return believed(rms, raw.q, raw.held)
     stays = before / _JUMP <= rms <= before * _JUMP
-    return believed(rms, raw.q, raw.held) if stays else _remeasured(rms, raw.q, raw.held)
+    return believed(rms, raw.q, raw.held) if stays else _measured(rms, raw.q, raw.held)
 
 
 def _apart(place: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
