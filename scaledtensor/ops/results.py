@@ -277,7 +277,7 @@ def believed(rms: Any, q: Tensor, held: Any) -> Any:
     if type(rms) is not Single or _LEAST < rms < _MOST:
         return rms
     found = _measured(rms, q, held)
-    return rms if rms / _FAR <= found <= rms * _FAR or (found == 0 and rms < math.inf) else found
+    return rms if rms / _FAR <= found <= rms * _FAR or (not found and rms < math.inf) else found
 
 
 def _measured(rms: Single, q: Tensor, held: Any) -> Single:
