@@ -406,9 +406,9 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
         return
     kept, expected = scale_of(target), rms_of(target)
     was, free = (kept, False) if target.memo.agreed else (expected, whole)
-    raw = raw._replace(rms=_plausible(raw, expected))
+    rms = _plausible(raw, expected)
     after_write(target)
-    scale, ratio = settle_in_place(kept, was, raw.rms, raw.held, free, *_reach(target.format))
+    scale, ratio = settle_in_place(kept, was, rms, raw.held, free, *_reach(target.format))
     place, q = _apart(target.qdata, raw.q)
     wide = q if q.dtype.itemsize > 1 else q.float()
     if any(is_table(x) for x in operands):
@@ -423,7 +423,7 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
     else:
         torch.mul(wide, multiplier(ratio), out=place)
     # The whole is not known to be zero when a part became zero.
-    rms = raw.rms if whole else larger(expected, raw.rms)
+    rms = rms if whole else larger(expected, rms)
     put(target, None if scale is kept else scale, rms)
     target.nonnegative = raw.nonnegative
 
