@@ -10,9 +10,10 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 # Tensors without data stand for real ones in tracing. Code that counts has to tell them apart.
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._guards import TracingContext
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.autograd.graph import get_gradient_edge
@@ -336,16 +337,14 @@ def constant_if_compiled(function: F) -> F:
 
 
 def error_on_graph_break() -> Any:
-    """A context in which a graph break of `torch.compile` is an error. The public `fullgraph=True`
-    does the same for a whole compilation; this context is for a region of our code."""
+    """A context in which a graph break is an error: the public `fullgraph=True`, for a region."""
     from torch._dynamo import error_on_graph_break
 
     return error_on_graph_break(True)
 
 
 def is_watched() -> bool:
-    """Whether a mode, of functions or of operators, sees the calls of this thread, or autocast
-    changes them. torch has no public way to ask for modes."""
+    """Whether a mode, of functions or of operators, or autocast sees the calls of this thread."""
     return bool(
         torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
@@ -353,14 +352,12 @@ def is_watched() -> bool:
     )
 
 
-#: The number of modes that see the operators of this thread. A loop in C++ that writes memory is no
-#: operator, so a recording would lack its results. torch has no public way to ask.
+#: The number of modes that see this thread's operators. They see no loop in C++ that writes memory.
 recording_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 def is_within_backward() -> bool:
-    """Whether autograd is running a backward pass on this thread. A forward function that runs then
-    is being recomputed. torch has no public name for it."""
+    """Whether this thread runs a backward pass. A forward function is then being recomputed."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
@@ -385,9 +382,8 @@ def innermost_checkpoint() -> Any:
 def without_function_modes() -> Iterator[None]:
     """A context in which no function mode is active. torch has a public way to enter modes, and
     none to leave the modes of other code for a while."""
-    modes = [
-        torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())
-    ]
+    count = torch._C._len_torch_function_stack()
+    modes = [torch._C._pop_torch_function_stack() for _ in range(count)]
     try:
         yield
     finally:
@@ -414,7 +410,11 @@ def uncompiled_calls() -> contextlib.AbstractContextManager[None]:
 
 @constant_if_compiled
 def is_within_step(in_any_thread: bool = False) -> bool:
-    """Whether this thread, or any, is in an optimizer's step. torch shows it only in the stack."""
+    """Whether this thread, or any, is in an optimizer's step. torch shows it only in the stack.
+    Dynamo keeps the stack of code that it traces."""
+    traced = TracingContext.extract_stack() if TracingContext.try_get() else ()
+    if any(frame.filename == optimizer.__file__ for frame in traced):
+        return True
     for frame in sys._current_frames().values() if in_any_thread else (sys._getframe(),):
         at: FrameType | None = frame
         while at is not None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from scaledtensor import _torch
 from scaledtensor.errors import RecipeWarning, UnsupportedError
 from scaledtensor.ops import invariant
-from scaledtensor.ops.algebra import check_dtypes
+from scaledtensor.ops.algebra import check_dtypes, first_scaled
 from scaledtensor.ops.products import by_gemm, counted, delayed, sites
 from scaledtensor.ops.products import linear as as_one
 from scaledtensor.ops.registry import promoted
@@ -92,8 +92,7 @@ class Product:
 def _governing(*operands: Any) -> tuple[Recipe | None, ScaledTensor | None]:
     """Return the recipe of a product, and the weight that has it: the first parameter, or else the
     first view or conversion of one, as `w.t()` and `w.bfloat16()` are. A product without a weight
-    has the recipe of the last scaled operand. There is none if a filter left out an operand, or if
-    an optimizer multiplies in its step (the orthogonal updates of Muon)."""
+    has the recipe of the last scaled operand. If a filter left out an operand, there is none."""
     found: Recipe | None = None
     weight: ScaledTensor | None = None
     settled = False
@@ -112,8 +111,6 @@ def _governing(*operands: Any) -> tuple[Recipe | None, ScaledTensor | None]:
                 found = x.recipe
         elif isinstance(x, torch.nn.Parameter):
             return None, None
-    if found is not None and weight is None and steps.is_update():
-        return None, None
     if found is not None and invariant.is_on():
         invariant.check_recipe(found, all(isinstance(x, ScaledTensor) for x in operands))
     return found, weight
@@ -155,6 +152,9 @@ def _product(
     if recipe is None:
         # Promoted here, as the rule would: the gradient of a plain parameter is then plain too.
         return function(*promoted(operands), **kwargs)
+    if weight is None and steps.is_update():  # Muon's terms cancel, and no weight has shifts
+        y = function(*promoted(operands), **kwargs)
+        return verbs.promote(verbs.dequantize(y), first_scaled(*operands))
     scaled, once = promoted(operands), recipe.gemms.once
     if once is None:
         matmul = lowered or BY_GEMM.get(function)
