@@ -19,6 +19,7 @@ from scaledtensor.ops.operators import aten, define_operator
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.results import LARGEST, saturated
 from scaledtensor.ops.rules.arithmetic import exponential
+from scaledtensor.scales.measure import measured_rms
 from scaledtensor.scales.powers import settle
 from scaledtensor.tensors.tensor import ScaledTensor
 
@@ -291,13 +292,14 @@ def nan_to_num(
     posinf: float | None = None,
     neginf: float | None = None,
 ) -> Raw:
-    """r, since few elements are replaced. By default an infinity becomes the largest bfloat16, as
-    an element and as a value."""
+    """r, since few elements are replaced. If r is not finite, it is measured. By default an infinity
+    becomes the largest bfloat16, as an element and as a value."""
     high = LARGEST if posinf is None else posinf
     low = -LARGEST if neginf is None else neginf
     replaced = torch.nan_to_num(value(x).float(), nan, high, low)
-    scale, ratio = settle(x.rms, torch.ones_like(x.rms))
-    return Raw(saturated(replaced, replaced * ratio), scale, x.rms, settled=True)
+    rms = torch.where(x.rms.isfinite(), x.rms, measured_rms(replaced))
+    scale, ratio = settle(rms, torch.ones_like(rms))
+    return Raw(saturated(replaced, replaced * ratio), scale, rms, settled=True)
 
 
 @rule(aten.frexp.Tensor)
