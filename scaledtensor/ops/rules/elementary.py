@@ -292,7 +292,7 @@ def nan_to_num(
     posinf: float | None = None,
     neginf: float | None = None,
 ) -> Raw:
-    """r, since few elements are replaced. If r is not finite, it is measured. By default an infinity
+    """r, since few elements are replaced; measured if r is not finite. By default an infinity
     becomes the largest bfloat16, as an element and as a value."""
     high = LARGEST if posinf is None else posinf
     low = -LARGEST if neginf is None else neginf
