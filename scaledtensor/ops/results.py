@@ -41,7 +41,7 @@ from scaledtensor.scales.singles import (
 from scaledtensor.tensors.memo import after_write, note
 from scaledtensor.tensors.sparse import is_sparse
 from scaledtensor.tensors.steps import watch
-from scaledtensor.tensors.tensor import ScaledTensor, from_plain, is_stored
+from scaledtensor.tensors.tensor import ScaledTensor, from_plain, is_parameter, is_stored
 
 __all__ = [
     "FILL",
@@ -236,8 +236,8 @@ def wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
         q = q.made(wide) if type(q) is Total else tensor_of(q)
     if type(rms) is not Single:
         rms = single_of(rms)
-    rms = believed(rms, q, raw.held)
-    if raw.settled:
+    expected, rms = rms, believed(rms, q, raw.held)
+    if raw.settled and rms is expected:
         # A write in place changes the scale object, so only views share one with another tensor.
         scale = copied(single_of(raw.held))
     else:
@@ -263,12 +263,13 @@ def wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
 
 
 #: An expected RMS beyond these numbers is measured. Products of two elements under such scales
-#: would leave the range of float32.
-_LEAST, _MOST = 2.0**-60, 2.0**60
-#: It stays unless it is off by more than this factor: a loss times a power of two changes no scale.
-_FAR = 2.0**24
-#: An expectation that changes by more than this factor in one write is measured.
-_JUMP = 16.0
+#: would leave the range of float32. The least is smaller, since gradients of a scaled loss may be.
+_LEAST, _MOST = 2.0**-100, 2.0**60
+#: It stays unless it is off by more than this factor: a loss times a power of two changes no scale,
+#: and the RMS of values without a variance (1 / x^2) says little about most of them.
+_FAR = 2.0**40
+#: An expectation that grows by more than this factor in a write is measured.
+_JUMP = 4.0
 
 
 def believed(rms: Any, q: Tensor, held: Any) -> Any:
@@ -406,7 +407,8 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
         return
     kept, expected = scale_of(target), rms_of(target)
     was, free = (kept, False) if target.memo.agreed else (expected, whole)
-    rms = _plausible(raw, expected)
+    # Many writes may each add a little to a parameter, whose scale is from its last rebalancing.
+    rms = _plausible(raw, kept if is_parameter(target) and expected else expected)
     after_write(target)
     scale, ratio = settle_in_place(kept, was, rms, raw.held, free, *_reach(target.format))
     place, q = _apart(target.qdata, raw.q)
@@ -429,13 +431,11 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
 
 
 def _plausible(raw: Raw, before: Any) -> Any:
-    """Return the RMS of a result that is written into a tensor of the RMS `before`. It is measured
-    if it is not plausible."""
-    rms = single_of(raw.rms)
-    if type(rms) is not Single or type(before) is not Single or not before:
-        return believed(rms, raw.q, raw.held)
-    stays = before / _JUMP <= rms <= before * _JUMP
-    return believed(rms, raw.q, raw.held) if stays else _measured(rms, raw.q, raw.held)
+    """Return the RMS of a result that is written into a tensor of the RMS `before`. If it jumps, it
+    is the measured one, unless that is even larger."""
+    rms = believed(single_of(raw.rms), raw.q, raw.held)
+    jumps = type(rms) is type(before) is Single and before and rms > before * _JUMP
+    return min(rms, _measured(rms, raw.q, raw.held)) if jumps else rms
 
 
 def _apart(place: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
