@@ -17,8 +17,7 @@ from torch import Tensor
 from scaledtensor import _torch
 from scaledtensor.backends import backend_of
 from scaledtensor.errors import DTypeMismatchError, UnsupportedError
-from scaledtensor.formats import FP16, Format, decode
-from scaledtensor.formats.rounding import round_by_arithmetic
+from scaledtensor.formats import Format, decode
 from scaledtensor.ops import invariant
 from scaledtensor.ops.products.dtype import product_dtype
 from scaledtensor.ops.registry import Overload, Raw
@@ -52,7 +51,6 @@ from scaledtensor.tensors.verbs import LIBRARY
 __all__ = [
     "Operand",
     "Side",
-    "as_stored",
     "at_value",
     "bounded_square",
     "check_dtypes",
@@ -155,23 +153,6 @@ def _decoded(q: Tensor, fmt: Format) -> Tensor:
         # first, its float32 gradients corrupt torch's memory on AVX2.)
         return decode(q.movedim(1, -1), fmt, dtype).movedim(-1, 1)
     return decode(q, fmt, dtype)
-
-
-def as_stored(q: Tensor) -> Tensor:
-    """Return 16-bit elements, rounded to their dtype in compiled code too. There they are float32.
-
-    Inductor leaves out a rounding between two operators of one kernel, and also drops views that
-    would ask for it. A comparison of elements with their maximum would then find none, if only one
-    of the two was written to memory. So the rounding is written as arithmetic.
-    """
-    if q.dtype.itemsize != 2 or not torch.compiler.is_compiling() or _torch.is_transforming():
-        return q
-    wide = q.float()
-    if q.dtype == torch.float16:  # a GPU's compiler would change the arithmetic
-        return round_by_arithmetic(wide, FP16) if backend_of(q).writes_cpp else wide
-    bits = wide.view(torch.int32)
-    even = (bits + 0x7FFF + ((bits >> 16) & 1)) & ~0xFFFF
-    return torch.where(wide == wide, even.view(torch.float32), wide)
 
 
 def computable(op: Overload, q: Tensor) -> Tensor:

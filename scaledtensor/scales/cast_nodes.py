@@ -23,7 +23,7 @@ from scaledtensor.scales.formed import numbers_of
 from scaledtensor.scales.forms import Form, program
 from scaledtensor.scales.singles import scaled_by
 
-__all__ = ["Watch", "codes_of", "encoded", "rounded", "seen", "values_of"]
+__all__ = ["Watch", "as_stored", "codes_of", "encoded", "rounded", "seen", "values_of"]
 
 
 class Watch(NamedTuple):
@@ -134,3 +134,23 @@ def _define(name: str, function: Callable[..., Tensor], second: str) -> None:
 
 _define("rounded", rounded, "ScalarType dtype")
 _define("encoded", encoded, "str overflow")
+
+
+# --- elements as memory holds them -----------------------------------------------------------
+
+_LIBRARY.define("stored(Tensor x) -> Tensor")  # type: ignore[no-untyped-call]
+_LIBRARY.impl("stored", torch.clone, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+torch.library.register_fake("scaledtensor::stored", torch.empty_like, lib=_LIBRARY)
+
+
+def as_stored(q: Tensor) -> Tensor:
+    """Elements as memory holds them. In compiled code this is a call between kernels.
+
+    Inductor leaves out roundings to 16 bits between the operators of a kernel, and a backward pass
+    may calculate an element again from rounded numbers. A comparison with the largest element would
+    then find none. The call reads memory, and its result is kept and not calculated again.
+    """
+    if q.dtype.itemsize != 2 or not torch.compiler.is_compiling() or _torch.is_transforming():
+        return q
+    made: Tensor = torch.ops.scaledtensor.stored(q)
+    return made

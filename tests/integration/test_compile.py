@@ -158,7 +158,30 @@ def turned() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
     return Turned(), lambda m: m(x).square().mean()
 
 
-@pytest.mark.parametrize(("make", "tolerance"), [(turned, 0.05), (by_node, 1e-3)])
+class Extremes(nn.Module):
+    """Functions whose derivatives look for the elements that are equal to the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.silu(self.first(x))
+        largest = y == y.max(-1, keepdim=True).values
+        found = [
+            *(y.amax(-1), y.exp().amin(-1), y.norm(p=float("inf"), dim=-1)),
+            (largest * y).sum(-1),
+            y.median().expand(len(y)),
+        ]
+        return torch.stack(found)
+
+
+def extremes() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    x, weights = torch.randn(32, 16), torch.randn(5, 32)
+    return Extremes(), lambda m: (m(x) * weights).sum()
+
+
+@pytest.mark.parametrize(("make", "tolerance"), [(turned, 0.05), (by_node, 1e-3), (extremes, 0.1)])
 def test__inductor_reads_the_elements_that_eager_code_reads(
     make: Callable[[], tuple[nn.Module, Callable[[nn.Module], Tensor]]], tolerance: float
 ) -> None:

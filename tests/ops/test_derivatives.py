@@ -89,3 +89,15 @@ def test__a_defined_operator__keeps_the_tensors_that_its_derivative_names():
 def test__a_derivative__names_arguments_and_results_only():
     with pytest.raises(RegistryError, match="has no argument and no result 'z'"):
         define_operator("test_unnamed(Tensor x) -> Tensor", lambda grad, z: grad)
+
+
+@pytest.mark.parametrize("reduce", ["amax", "amin"])
+def test__extremes_over_a_plain_tensor__find_the_element_that_won(reduce):
+    """Elements of the plain tensor are float32 numbers, which a BF16 result would round."""
+    index = torch.tensor([0, 0, 1, 1])[:, None].expand(4, 16)
+    x = gaussian(4, 16, dtype=torch.bfloat16).requires_grad_()
+    held = sct.scaled(x.detach()).requires_grad_()
+    for given in (x, held):
+        given = given.float() if given is x else given
+        gaussian(2, 16, seed=1).scatter_reduce(0, index, given, reduce).sum().backward()
+    assert torch.equal(dequantized(held.grad), x.grad.double())

@@ -16,7 +16,6 @@ from torch import Tensor
 from scaledtensor.errors import DTypeError
 from scaledtensor.formats import FP32
 from scaledtensor.ops.algebra import (
-    as_stored,
     count,
     elements,
     operand,
@@ -29,6 +28,7 @@ from scaledtensor.ops.operators import aten, define_operator
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.rules.reduction import extreme_rms, growth
 from scaledtensor.ops.rules.softmax import logsumexp_rms
+from scaledtensor.scales.cast_nodes import as_stored
 from scaledtensor.scales.singles import scale_of, scaled_by
 from scaledtensor.tensors.tensor import ScaledTensor
 
@@ -91,12 +91,21 @@ __all__ = ["FUNCTIONS"]
 )
 def question(op: Overload, *args: Any, **kwargs: Any) -> Any:
     """The answer is a plain tensor, a number or a bool, about the value in float32."""
-    return op(*map(_exact, args), **{k: _exact(v) for k, v in kwargs.items()})
+    exact = _compared if op in _COMPARISONS else _exact
+    return op(*map(exact, args), **{k: exact(v) for k, v in kwargs.items()})
+
+
+#: Comparisons of two tensors, which may be elements and their maximum.
+_COMPARISONS = [getattr(aten, name).Tensor for name in ("eq", "ne", "lt", "le", "gt", "ge")]
+
+
+def _compared(x: Any) -> Any:
+    if isinstance(x, ScaledTensor) and torch.compiler.is_compiling():
+        return scaled_by(as_stored(elements(x)).float(), scale_of(x))
+    return wide(x)
 
 
 def _exact(x: Any) -> Any:
-    if isinstance(x, ScaledTensor) and torch.compiler.is_compiling():
-        return scaled_by(as_stored(elements(x)).float(), scale_of(x))
     return type(x)(map(_exact, x)) if isinstance(x, list | tuple) else wide(x)
 
 
@@ -144,7 +153,7 @@ def assert_metadata(
 def ordered(op: Overload, x: ScaledTensor, *args: Any, **kwargs: Any) -> Any:
     """r: the elements in order, under the same scale. For the k largest or smallest of n, r sqrt(2
     ln(n / k)). The indices are plain."""
-    q, index = op(elements(x), *args, **kwargs)
+    q, index = op(as_stored(elements(x)), *args, **kwargs)
     rms = extreme_rms(x.rms, x.numel() // max(q.numel(), 1)) if q.numel() < x.numel() else x.rms
     return Raw(q, x.scale, rms), index
 
@@ -166,7 +175,7 @@ def _rank_rms(rms: Tensor, k: int, n: int) -> Tensor:
 @rule(aten.median.dim, aten.nanmedian.dim, pass_op=True)
 def median_dim(op: Overload, x: ScaledTensor, dim: int, keepdim: bool = False) -> Any:
     """About r sqrt(pi / (2 n)). For an even n it is the lower of the two elements in the middle."""
-    q, index = op(elements(x), dim, keepdim)
+    q, index = op(as_stored(elements(x)), dim, keepdim)
     n = max(count(x.shape, dim), 1)
     return Raw(q, x.scale, _rank_rms(x.rms, (n + 1) // 2, n)), index
 
@@ -174,7 +183,7 @@ def median_dim(op: Overload, x: ScaledTensor, dim: int, keepdim: bool = False) -
 @rule(aten.median.default, aten.nanmedian.default, pass_op=True)
 def median(op: Overload, x: ScaledTensor) -> Tensor:
     """A plain float32 statistic."""
-    middle: Tensor = op(elements(x)).float() * x.scale
+    middle: Tensor = op(as_stored(elements(x))).float() * x.scale
     return middle
 
 
@@ -182,7 +191,7 @@ def median(op: Overload, x: ScaledTensor) -> Tensor:
 def kthvalue(x: ScaledTensor, k: int, dim: int = -1, keepdim: bool = False) -> Any:
     """r sqrt(mean^2 + variance) of the k-th of n Gaussians. With p = (k - 3/8) / (n + 1/4) the mean
     is Phi^-1(p) (Blom 1958), and the variance p (1 - p) / (n + 1) / phi^2."""
-    q, index = aten.kthvalue.default(elements(x), k, dim, keepdim)
+    q, index = aten.kthvalue.default(as_stored(elements(x)), k, dim, keepdim)
     n = max(count(x.shape, dim), 1)
     return Raw(q, x.scale, _rank_rms(x.rms, k, n)), index
 
@@ -190,7 +199,7 @@ def kthvalue(x: ScaledTensor, k: int, dim: int = -1, keepdim: bool = False) -> A
 @rule(aten.mode.default)
 def mode(x: ScaledTensor, dim: int = -1, keepdim: bool = False) -> Any:
     """r sqrt(2 ln n): if all values are different, the mode is the least one."""
-    q, index = aten.mode.default(elements(x), dim, keepdim)
+    q, index = aten.mode.default(as_stored(elements(x)), dim, keepdim)
     return Raw(q, x.scale, extreme_rms(x.rms, count(x.shape, dim))), index
 
 

@@ -19,6 +19,7 @@ from scaledtensor.native.elements import column_sums
 from scaledtensor.ops.algebra import count, elements, first_scaled, operand, plain, value
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, Raw, rule
+from scaledtensor.scales.cast_nodes import as_stored
 from scaledtensor.scales.powers import product_of
 from scaledtensor.scales.singles import rms_of, scale_of
 from scaledtensor.tensors.tensor import ScaledTensor
@@ -151,7 +152,7 @@ def extreme_rms(rms: Tensor, n: int) -> Tensor:
 @rule(aten.amax.default, aten.amin.default, pass_op=True)
 def amax(op: Overload, x: ScaledTensor, dim: Dims = (), keepdim: bool = False) -> Any:
     """r sqrt(2 ln n). Over all elements, a plain float32 statistic."""
-    q = op(elements(x), dim, keepdim)
+    q = op(as_stored(elements(x)), dim, keepdim)
     if _is_full(x, dim, keepdim):
         return q.float() * x.scale
     return Raw(q, x.scale, extreme_rms(x.rms, count(x.shape, dim)))
@@ -160,14 +161,14 @@ def amax(op: Overload, x: ScaledTensor, dim: Dims = (), keepdim: bool = False) -
 @rule(aten.max.dim, aten.min.dim, pass_op=True)
 def max_dim(op: Overload, x: ScaledTensor, dim: int, keepdim: bool = False) -> Any:
     """r sqrt(2 ln n). The indices are plain."""
-    q, index = op(elements(x), dim, keepdim)
+    q, index = op(as_stored(elements(x)), dim, keepdim)
     return Raw(q, x.scale, extreme_rms(x.rms, count(x.shape, dim))), index
 
 
 @rule(aten.max.default, aten.min.default, pass_op=True)
 def max_all(op: Overload, x: ScaledTensor) -> Tensor:
     """A plain float32 statistic."""
-    largest: Tensor = op(elements(x)).float() * x.scale
+    largest: Tensor = op(as_stored(elements(x))).float() * x.scale
     return largest
 
 
@@ -251,7 +252,9 @@ def vector_norm(
 ) -> Any:
     """r n^(1/p) for the p-norm. Over all elements, a plain float32 statistic. For p = 0 it counts
     elements, and is plain."""
-    q = torch.linalg.vector_norm(elements(x), ord, dim, keepdim, dtype=torch.float32)
+    # Torch's derivative for infinity compares the magnitudes with the norm.
+    held = as_stored(elements(x).abs()) if math.isinf(ord) else elements(x)
+    q = torch.linalg.vector_norm(held, ord, dim, keepdim, dtype=torch.float32)
     if ord == 0:
         return q
     if _is_full(x, dim, keepdim):

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scaledtensor.formats import FP32
 from scaledtensor.ops.algebra import (
     Operand,
-    as_stored,
     elements,
     first_scaled,
     operand,
@@ -32,6 +32,7 @@ from scaledtensor.ops.rules.views import (
     moves_scale,
     plain_number,
 )
+from scaledtensor.scales.cast_nodes import as_stored
 from scaledtensor.scales.powers import settle
 from scaledtensor.tensors.tensor import ScaledTensor
 
@@ -275,4 +276,6 @@ def _reduced(
         a, b = (part._replace(q=as_stored(part.q)) for part in (a, b))
     scale, *ratios = settle(rms, a.scale, b.scale)
     q = write(*_aligned(a, b, *ratios))
-    return Raw(q, scale, rms, settled=True, nonnegative=positive)
+    # The derivative of an extreme looks for elements that are equal to it.
+    wide = FP32 if isinstance(x, Tensor) and not isinstance(x, ScaledTensor) else None
+    return Raw(q, scale, rms, settled=True, format=wide, nonnegative=positive)
