@@ -407,8 +407,7 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
         return
     kept, expected = scale_of(target), rms_of(target)
     was, free = (kept, False) if target.memo.agreed else (expected, whole)
-    # Many writes may each add a little to a parameter, whose scale is from its last rebalancing.
-    rms = _plausible(raw, kept if is_parameter(target) and expected else expected)
+    rms = _plausible(raw, target)
     after_write(target)
     scale, ratio = settle_in_place(kept, was, rms, raw.held, free, *_reach(target.format))
     place, q = _apart(target.qdata, raw.q)
@@ -430,12 +429,15 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
     target.nonnegative = raw.nonnegative
 
 
-def _plausible(raw: Raw, before: Any) -> Any:
-    """Return the RMS of a result that is written into a tensor of the RMS `before`. If it jumps, it
-    is the measured one, unless that is even larger."""
-    rms = believed(single_of(raw.rms), raw.q, raw.held)
-    jumps = type(rms) is type(before) is Single and before and rms > before * _JUMP
-    return min(rms, _measured(rms, raw.q, raw.held)) if jumps else rms
+def _plausible(raw: Raw, target: ScaledTensor) -> Any:
+    """Return the RMS of a result that is written into a tensor. If it jumps, it is the measured
+    one, unless that is even larger."""
+    rms, before = believed(single_of(raw.rms), raw.q, raw.held), rms_of(target)
+    if type(rms) is not Single or type(before) is not Single or not before:
+        return rms
+    # Each of many writes may add a little to a parameter. Its scale is from its last rebalancing.
+    known = float(scale_of(target)) if is_parameter(target) else before
+    return min(rms, _measured(rms, raw.q, raw.held)) if rms > known * _JUMP else rms
 
 
 def _apart(place: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:

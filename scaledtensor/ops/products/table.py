@@ -21,7 +21,7 @@ from torch import Tensor
 from scaledtensor import _torch
 from scaledtensor.errors import RecipeWarning, UnsupportedError
 from scaledtensor.ops import invariant
-from scaledtensor.ops.algebra import check_dtypes, first_scaled
+from scaledtensor.ops.algebra import check_dtypes
 from scaledtensor.ops.products import by_gemm, counted, delayed, sites
 from scaledtensor.ops.products import linear as as_one
 from scaledtensor.ops.registry import promoted
@@ -154,7 +154,7 @@ def _product(
         return function(*promoted(operands), **kwargs)
     if weight is None and steps.is_update():  # Muon's terms cancel, and no weight has shifts
         y = function(*promoted(operands), **kwargs)
-        return verbs.promote(verbs.dequantize(y), first_scaled(*operands))
+        return verbs.promote(verbs.dequantize(y), y) if isinstance(y, ScaledTensor) else y
     scaled, once = promoted(operands), recipe.gemms.once
     if once is None:
         matmul = lowered or BY_GEMM.get(function)

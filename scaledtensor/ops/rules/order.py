@@ -96,7 +96,7 @@ def question(op: Overload, *args: Any, **kwargs: Any) -> Any:
 
 
 #: Comparisons of two tensors, which may be elements and their maximum.
-_COMPARISONS = [getattr(aten, name).Tensor for name in ("eq", "ne", "lt", "le", "gt", "ge")]
+_COMPARISONS = {getattr(aten, name).Tensor for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 
 
 def _compared(x: Any) -> Any:

@@ -252,8 +252,9 @@ def vector_norm(
 ) -> Any:
     """r n^(1/p) for the p-norm. Over all elements, a plain float32 statistic. For p = 0 it counts
     elements, and is plain."""
-    # Torch's derivative for infinity compares the magnitudes with the norm.
-    held = as_stored(elements(x).abs()) if math.isinf(ord) else elements(x)
+    held = elements(x)
+    if math.isinf(ord) and torch.compiler.is_compiling():
+        held = as_stored(held.abs())  # torch's derivative compares the magnitudes with the norm
     q = torch.linalg.vector_norm(held, ord, dim, keepdim, dtype=torch.float32)
     if ord == 0:
         return q
