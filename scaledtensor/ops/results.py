@@ -407,7 +407,7 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
         return
     kept, expected = scale_of(target), rms_of(target)
     was, free = (kept, False) if target.memo.agreed else (expected, whole)
-    rms = _plausible(raw, target)
+    rms = _plausible(raw, target, kept, expected)
     after_write(target)
     scale, ratio = settle_in_place(kept, was, rms, raw.held, free, *_reach(target.format))
     place, q = _apart(target.qdata, raw.q)
@@ -429,14 +429,16 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
     target.nonnegative = raw.nonnegative
 
 
-def _plausible(raw: Raw, target: ScaledTensor) -> Any:
-    """Return the RMS of a result that is written into a tensor. If it jumps, it is the measured
-    one, unless that is even larger."""
-    rms, before = believed(single_of(raw.rms), raw.q, raw.held), rms_of(target)
-    if type(rms) is not Single or type(before) is not Single or not before:
+def _plausible(raw: Raw, target: ScaledTensor, scale: Any, before: Any) -> Any:
+    """Return the RMS of a result that is written into a tensor of this scale and RMS. If it jumps,
+    it is the measured one, unless that is even larger."""
+    rms = believed(single_of(raw.rms), raw.q, raw.held)
+    if not (type(rms) is type(before) is type(scale) is Single) or not before:
+        return rms
+    if rms <= float.__mul__(min(before, scale), _JUMP):  # nearly always
         return rms
     # Each of many writes may add a little to a parameter. Its scale is from its last rebalancing.
-    known = float(scale_of(target)) if is_parameter(target) else before
+    known = scale if is_parameter(target) else before
     return min(rms, _measured(rms, raw.q, raw.held)) if rms > known * _JUMP else rms
 
 
