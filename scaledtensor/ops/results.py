@@ -268,7 +268,7 @@ _LEAST, _MOST = 2.0**-100, 2.0**60
 #: It stays unless it is off by more than this factor: a loss times a power of two changes no scale,
 #: and the RMS of values without a variance (1 / x^2) says little about most of them.
 _FAR = 2.0**40
-#: An expectation that grows by more than this factor in a write is measured.
+#: A parameter's expectation that is beyond its scale by more than this factor is measured.
 _JUMP = 4.0
 
 
@@ -430,16 +430,14 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
 
 
 def _plausible(raw: Raw, target: ScaledTensor, scale: Any, before: Any) -> Any:
-    """Return the RMS of a result that is written into a tensor of this scale and RMS. If it jumps,
-    it is the measured one, unless that is even larger."""
+    """Return the RMS of a result that is written into a tensor of this scale and RMS. In a
+    parameter it is measured if it is far from the scale, which is from the last rebalancing: each
+    of many writes may add a little (LBFGS). The expectation stays if it is the smaller one."""
     rms = believed(single_of(raw.rms), raw.q, raw.held)
     if not (type(rms) is type(before) is type(scale) is Single) or not before:
         return rms
-    if rms <= float.__mul__(min(before, scale), _JUMP):  # nearly always
-        return rms
-    # Each of many writes may add a little to a parameter. Its scale is from its last rebalancing.
-    known = scale if is_parameter(target) else before
-    return min(rms, _measured(rms, raw.q, raw.held)) if rms > known * _JUMP else rms
+    jumps = rms > float.__mul__(scale, _JUMP) and is_parameter(target)
+    return min(rms, _measured(rms, raw.q, raw.held)) if jumps else rms
 
 
 def _apart(place: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
