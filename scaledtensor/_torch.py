@@ -5,15 +5,15 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType, FunctionType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._guards import TracingContext
 
 # Tensors without data stand for real ones in tracing. Code that counts has to tell them apart.
-from torch._guards import TracingContext
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.autograd.graph import get_gradient_edge
@@ -357,7 +357,8 @@ recording_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 def is_within_backward() -> bool:
-    """Whether this thread runs a backward pass. A forward function is then being recomputed."""
+    """Whether this thread runs a backward pass. A forward function is then being recomputed. torch
+    has no public name for it."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
@@ -372,9 +373,13 @@ def innermost_checkpoint() -> Any:
         return hooks[0]
     if torch.is_grad_enabled():
         return None
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_globals is not vars(checkpoint):
-        frame = frame.f_back  # type: ignore[assignment]
+    return _frame_of(checkpoint, sys._getframe(1))
+
+
+def _frame_of(module: ModuleType, frame: FrameType | None) -> FrameType | None:
+    """The innermost frame of a module in a stack, or None."""
+    while frame is not None and frame.f_globals is not vars(module):
+        frame = frame.f_back
     return frame
 
 
@@ -415,13 +420,8 @@ def is_within_step(in_any_thread: bool = False) -> bool:
     traced = TracingContext.extract_stack() if TracingContext.try_get() else ()
     if any(frame.filename == optimizer.__file__ for frame in traced):
         return True
-    for frame in sys._current_frames().values() if in_any_thread else (sys._getframe(),):
-        at: FrameType | None = frame
-        while at is not None:
-            if at.f_globals is vars(optimizer):
-                return True
-            at = at.f_back
-    return False
+    stacks = sys._current_frames().values() if in_any_thread else (sys._getframe(),)
+    return any(_frame_of(optimizer, stack) is not None for stack in stacks)
 
 
 def holder_of(x: Tensor) -> Literal["weak reference", "hook", "tensor"] | None:

@@ -236,12 +236,13 @@ def wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
         q = q.made(wide) if type(q) is Total else tensor_of(q)
     if type(rms) is not Single:
         rms = single_of(rms)
-    expected, rms = rms, believed(rms, q, raw.held)
+    held = single_of(raw.held)
+    expected, rms = rms, believed(rms, q, held)
     if raw.settled and rms is expected:
         # A write in place changes the scale object, so only views share one with another tensor.
-        scale = copied(single_of(raw.held))
+        scale = copied(held)
     else:
-        scale, ratio = settle(rms, single_of(raw.held))
+        scale, ratio = settle(rms, held)
         # The elements of an operand are copied, by this product or by the store below.
         stays = q.dtype == fmt.storage_dtype
         if raw.fresh and stays and type(ratio) is Single and not _torch.is_tracing(q):

@@ -14,7 +14,7 @@ from scaledtensor.formats import from_dtype
 from scaledtensor.ops.algebra import elements, first_scaled, measured, operand, plain, value, within
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, Raw, rule
-from scaledtensor.ops.rules.views import counted, fill_under, moves_scale, plain_number
+from scaledtensor.ops.rules.views import fill_under, moves_scale, plain_number, written
 from scaledtensor.scales.powers import nearest_power_of_two
 from scaledtensor.scales.singles import (
     Single,
@@ -124,11 +124,8 @@ def fill(x: ScaledTensor, number: Any) -> Raw:
         scale = nearest_power_of_two(rms)
         q = fill_under(number, scale, elements(x))
         return Raw(q.expand(x.shape), scale, rms, settled=True)
-    c = operand(number, x)
-    # Traced code does not know the number in a tensor.
-    plain = isinstance(number, Tensor) and not isinstance(number, ScaledTensor)
-    rms = counted(number) if plain else c.rms
-    return Raw((c.q * 1.0).expand(x.shape), c.scale, rms)
+    c = written(number, x)
+    return Raw((c.q * 1.0).expand(x.shape), c.scale, c.rms)
 
 
 @rule(

@@ -15,15 +15,7 @@ from torch import Tensor
 
 from scaledtensor.errors import DTypeError
 from scaledtensor.formats import FP32
-from scaledtensor.ops.algebra import (
-    count,
-    elements,
-    operand,
-    plain,
-    quadrature,
-    value,
-    wide,
-)
+from scaledtensor.ops.algebra import count, elements, operand, plain, quadrature, value, wide
 from scaledtensor.ops.operators import aten, define_operator
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.rules.reduction import extreme_rms, growth
@@ -38,12 +30,13 @@ __all__ = ["FUNCTIONS"]
 # --- questions -------------------------------------------------------------------------------
 
 
+_COMPARING = [getattr(aten, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")]
+#: Comparisons of two tensors, which may be elements and their maximum.
+_COMPARISONS = {compare.Tensor for compare in _COMPARING}
+
+
 @rule(
-    *(
-        getattr(getattr(aten, name), overload)
-        for name in ("eq", "ne", "lt", "le", "gt", "ge")
-        for overload in ("Tensor", "Scalar")
-    ),
+    *(getattr(compare, kind) for compare in _COMPARING for kind in ("Tensor", "Scalar")),
     *(
         getattr(getattr(aten, name), overload)
         for name in ("all", "any")
@@ -93,10 +86,6 @@ def question(op: Overload, *args: Any, **kwargs: Any) -> Any:
     """The answer is a plain tensor, a number or a bool, about the value in float32."""
     exact = _compared if op in _COMPARISONS else _exact
     return op(*map(exact, args), **{k: exact(v) for k, v in kwargs.items()})
-
-
-#: Comparisons of two tensors, which may be elements and their maximum.
-_COMPARISONS = {getattr(aten, name).Tensor for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 
 
 def _compared(x: Any) -> Any:

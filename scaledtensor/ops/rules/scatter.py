@@ -15,22 +15,16 @@ import torch
 from torch import Tensor
 
 from scaledtensor.formats import FP32
-from scaledtensor.ops.algebra import (
-    Operand,
-    elements,
-    first_scaled,
-    operand,
-    quadrature,
-)
+from scaledtensor.ops.algebra import Operand, elements, first_scaled, operand, quadrature
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.rules.reduction import extreme_rms, growth
 from scaledtensor.ops.rules.views import (
-    counted,
     fill_under,
     masked_fill,
     moves_scale,
     plain_number,
+    written,
 )
 from scaledtensor.scales.cast_nodes import as_stored
 from scaledtensor.scales.powers import settle
@@ -71,9 +65,8 @@ def _replaced(x: Tensor, source: Tensor, write: Callable[[Tensor, Tensor], Tenso
         a = operand(x, first_scaled(x))
         q = write(a.q, fill_under(number, a.scale, a.q))
         return Raw(q, a.scale, a.rms, settled=True, nonnegative=a.nonnegative and number >= 0)
-    a, b = _operands(x, source)
-    if not (isinstance(source, ScaledTensor) or source.dim()):
-        b = b._replace(rms=counted(source))
+    like = first_scaled(x, source)
+    a, b = operand(x, like), written(source, like)
     share = min(source.numel() / max(x.numel(), 1), 1.0)
     mixed = quadrature(a.rms * (1 - share) ** 0.5, b.rms * share**0.5)
     rms = torch.where(a.rms == 0, b.rms, mixed)
@@ -269,13 +262,14 @@ def _reduced(
     # The base stays in places without a write, which are a share exp(-h) for h writes per place.
     kept = 1.0 if include_self else math.exp(-hits)
     rms = quadrature(a.rms * kept**0.5, b.rms * max(hits, 1.0) ** 0.5)
+    wide = None
     if reduce == "mean":
         rms = rms / max(n, 1.0)
     elif reduce in ("amax", "amin"):
         rms = extreme_rms(rms / max(n, 1.0) ** 0.5, max(round(n), 1))
         a, b = (part._replace(q=as_stored(part.q)) for part in (a, b))
+        # The derivative looks for elements that are equal to the result.
+        wide = None if isinstance(x, ScaledTensor) else FP32
     scale, *ratios = settle(rms, a.scale, b.scale)
     q = write(*_aligned(a, b, *ratios))
-    # The derivative of an extreme looks for elements that are equal to it.
-    wide = FP32 if isinstance(x, Tensor) and not isinstance(x, ScaledTensor) else None
     return Raw(q, scale, rms, settled=True, format=wide, nonnegative=positive)

@@ -14,7 +14,15 @@ from torch import Tensor
 from scaledtensor import _torch
 from scaledtensor.backends import backend_of
 from scaledtensor.errors import DTypeError
-from scaledtensor.ops.algebra import Side, elements, first_scaled, quadrature, side
+from scaledtensor.ops.algebra import (
+    Operand,
+    Side,
+    elements,
+    first_scaled,
+    operand,
+    quadrature,
+    side,
+)
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.results import FILL, HUGE, LARGEST
@@ -25,7 +33,7 @@ from scaledtensor.scales.singles import Amount, copied, rms_of, scale_of, single
 from scaledtensor.tensors.memo import after_write, note
 from scaledtensor.tensors.tensor import ScaledTensor
 
-__all__ = ["counted", "fill_under", "masked_fill", "move", "moves_scale", "plain_number"]
+__all__ = ["fill_under", "masked_fill", "move", "moves_scale", "plain_number", "written"]
 
 # --- views -----------------------------------------------------------------------------------
 
@@ -306,14 +314,19 @@ def fill_under(number: float, scale: Amount, like: Tensor) -> Tensor:
     return fill.to(like.dtype)
 
 
-def moves_scale(number: float) -> bool:
-    """Whether a number moves the scale: zeros, infinities and the fills of masks do not."""
-    return number != 0 and FILL < number < HUGE
+def moves_scale(number: Any) -> Any:
+    """Whether a number moves the scale: zeros, infinities and the fills of masks do not. For a
+    number in a tensor, the answer is a tensor."""
+    return (number != 0) & (number > FILL) & (number < HUGE)
 
 
-def counted(number: Tensor) -> Tensor:
-    """Return the RMS of a number in a 0-dim tensor: 0 if the number does not move the scale."""
-    return torch.where((number > FILL) & (number < HUGE), number.abs(), 0.0).float()
+def written(x: Any, like: ScaledTensor) -> Operand:
+    """Return the operand that is written into places. Traced code does not know the number in a
+    0-dim tensor, whose RMS is 0 if it does not move the scale."""
+    made = operand(x, like)
+    if not isinstance(x, Tensor) or isinstance(x, ScaledTensor) or x.dim():
+        return made
+    return made._replace(rms=torch.where(moves_scale(x), x.abs(), 0.0).float())
 
 
 @rule(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
