@@ -75,21 +75,18 @@ _NAMES: list[str] = []
 
 # --- the C++ of a function on tensors ------------------------------------------------------------
 
-#: Operations of float32 in C++, by the names that Inductor's header has for them. A minimum and a
-#: maximum of NaN are NaN.
+#: Operations of float32 in C++. A clamp of NaN is NaN.
 _SCALAR = {
-    "least": "min_propagate_nan({}, {})",
-    "most": "max_propagate_nan({}, {})",
-    "abs": "std::abs({})",
-    "where": "{} ? {} : {}",
+    "clamp": "std::min(std::max({}, {}), {})",
+    "clamp_min": "std::max({}, {})",
+    "and": "c10::bit_cast<float>(c10::bit_cast<int32_t>({}) & {})",
 }
 
-#: The same of vectors of float32. A comparison is a vector of masks.
+#: The same of vectors of float32.
 _VECTOR = {
-    "least": "at::vec::minimum({}, {})",
-    "most": "at::vec::maximum({}, {})",
-    "abs": "{}.abs()",
-    "where": "T::blendv({2}, {1}, {0})",
+    "clamp": "at::vec::clamp({}, {}, {})",
+    "clamp_min": "at::vec::clamp_min({}, {})",
+    "and": "{} & T(c10::bit_cast<float>({}))",
 }
 
 
@@ -114,19 +111,23 @@ class _Value:
 
     def _made(self, text: str, *operands: Any) -> "_Value":
         name = f"v{len(self.lines)}"
-        given = (x if isinstance(x, _Value) else f"T({x + 0.0!r}f)" for x in operands)
+        given = (x if isinstance(x, (_Value, str)) else f"T({x + 0.0!r}f)" for x in operands)
         self.lines.append(f"const auto {name} = {text.format(*given)};")
         return _Value(name, self.lines, self.operations)
 
     def float(self) -> "_Value":
         return self
 
-    def abs(self) -> "_Value":
-        return self._made(self.operations["abs"], self)
+    def clamp(self, min: Any, max: Any = None) -> "_Value":
+        if max is None:
+            return self._made(self.operations["clamp_min"], self, min)
+        return self._made(self.operations["clamp"], self, min, max)
 
-    def clamp(self, low: Any, high: Any) -> "_Value":
-        raised = self._made(self.operations["most"], self, low)
-        return self._made(self.operations["least"], raised, high)
+    def view(self, dtype: torch.dtype) -> "_Value":
+        return self  # `__and__` reads the bits
+
+    def __and__(self, mask: int) -> "_Value":
+        return self._made(self.operations["and"], self, str(mask))
 
     def __add__(self, other: Any) -> "_Value":
         return self._made("{} + {}", self, other)
@@ -136,13 +137,3 @@ class _Value:
 
     def __mul__(self, other: Any) -> "_Value":
         return self._made("{} * {}", self, other)
-
-    def __lt__(self, other: Any) -> "_Value":
-        return self._made("{} < {}", self, other)
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
-        if function is not torch.where or kwargs:
-            return NotImplemented
-        condition = args[0]
-        return condition._made(condition.operations["where"], *args)
