@@ -157,7 +157,7 @@ class Site:
         """The tensor by which compiled code reads this site of `weight`: factors or a history. None
         if the casts of its products take neither."""
         recipe = weight.recipe
-        if weight.dim() < 2 or recipe is None or recipe.gemms.once is None:
+        if weight.qdata.dim() < 2 or recipe is None or recipe.gemms.once is None:
             return None
         if isinstance(recipe, Delayed):
             return self._lent_history()
