@@ -37,6 +37,7 @@ ERRORS = {
 
 MEMBERS = [
     "INNER",
+    "apply_",
     "context",
     "data",
     "data_ptr",

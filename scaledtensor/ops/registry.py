@@ -315,6 +315,8 @@ def _into_outputs(twin: Overload, names: list[str], *args: Any, **kwargs: Any) -
     scaled = any(isinstance(x, ScaledTensor) for x in inputs)
     result = (RULES[twin].call if scaled else twin)(*args, **kwargs)
     for target, value in zip(targets, _results(result), strict=True):
+        if target.numel() == 0 and not isinstance(target, ScaledTensor):
+            target.resize_(value.q.shape if isinstance(value, Raw) else value.shape)
         write(target, value, inputs)
     return targets[0] if len(targets) == 1 else tuple(targets)
 

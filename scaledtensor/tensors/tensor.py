@@ -1,5 +1,6 @@
 """ScaledTensor: a tensor whose value is `qdata * scale`."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, cast
@@ -318,6 +319,13 @@ class ScaledTensor(Wrapper):
                 "A float64 model (for gradcheck, say): scaledtensor.unscale_model(model).double()"
             )
         plain = not isinstance(new, ScaledTensor)
+        if plain and new.numel() * new.itemsize < new.untyped_storage().nbytes():
+            warnings.warn(
+                "`.data = x` copies the values of x, here a part of a larger plain tensor. A write "
+                "into that tensor, such as an optimizer's step on a flat buffer, does not reach "
+                "this ScaledTensor. Make the buffer of scaled tensors, by torch.cat, to share it",
+                stacklevel=2,
+            )
         held = self.recipe.master if self.recipe is not None and is_stored(self) else self.format
         fmt = held if new.dtype == self.dtype else from_dtype(new.dtype)
         self._adopt(from_plain(new, fmt, new.dtype, self.recipe) if plain else new)

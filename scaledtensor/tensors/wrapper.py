@@ -7,7 +7,7 @@ tensors become a tensor (`put_together`), and how operators treat it.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from typing import Any, Self, TypeGuard, TypeVar, cast
 
@@ -177,6 +177,10 @@ class Wrapper(Tensor):
 
     storage: Any = data_ptr  #: safetensors asks this next
 
+    def apply_(self, function: Callable[[Any], Any]) -> Tensor:
+        with torch.no_grad():
+            return self.copy_(self.dequantize().apply_(function))
+
     # --- copies and files --------------------------------------------------------------------
 
     def _adopt(self, held: Any) -> None:
@@ -199,7 +203,7 @@ class Wrapper(Tensor):
         copy = self.like(*(getattr(self, name).clone() for name in self.INNER))
         copy.site = self.site and self.site.copied(copy)
         memo[id(self)] = copy = with_autograd(copy, self.requires_grad, is_parameter(self))
-        if self.grad is not None:
+        if self.grad is not None and not is_parameter(self):  # nn.Parameter drops it
             with torch.no_grad():
                 copy.grad = deepcopy(self.grad, memo)
         return copy
@@ -208,11 +212,22 @@ class Wrapper(Tensor):
         inner = tuple(as_bytes(getattr(self, name)) for name in self.INNER)
         if self.site is not None:
             self.site.correct(self)
-        history = () if self.site is None or self.site.own is None else (self.site.own,)
+        history = None if self.site is None else self.site.own
         named = FORMATS.get(self.format.name) is self.format
         context = (self.format.name if named else self.format, *self._spelled_facts())
-        flags = (self.requires_grad, is_parameter(self), *history)
+        flags: tuple[Any, ...] = (self.requires_grad, is_parameter(self))
+        tags = self._tags()
+        if tags or history is not None:
+            flags += (history, tags) if tags else (history,)
         return rebuild, (type(self), inner, tuple(self.shape), context, *flags)
+
+    def _tags(self) -> dict[str, Any]:
+        """The attributes that a program gave to this parameter, as far as safe loading reads their
+        values."""
+        if not is_parameter(self):
+            return {}
+        own = {*_OWN, *self._FACTS, *self.INNER, *self._EXTRAS}
+        return {k: v for k, v in vars(self).items() if k not in own and _is_simple(v)}
 
     def _spelled_facts(self) -> tuple[Any, ...]:
         """The context without the format, as types that safe loading reads."""
@@ -252,13 +267,32 @@ def rebuild(
     requires_grad: bool,
     is_parameter: bool,
     history: Tensor | None = None,
+    tags: dict[str, Any] | None = None,
 ) -> T:
     """Unpickle a Wrapper. Safe loading (`weights_only=True`) allows this function by its name."""
     name, *facts = context
     made = kind._unpickled(inner, shape, get_format(name), *facts)
     made = with_autograd(made, requires_grad, is_parameter)
     made.site = None if history is None else Site(own=history)
+    for key, value in (tags or {}).items():
+        setattr(made, key, value)
     return made
+
+
+#: Attributes of tensors that belong to this library or to torch, beside those that classes list.
+_OWN = (
+    *("_scale", "_rms", "scale", "rms", "memo", "site", "loop"),
+    *("_is_param", "_keeps_step_hooks", "_dynamo_static_input_type"),
+)
+
+
+def _is_simple(x: Any) -> bool:
+    """Whether `x` consists of numbers, strings, None, tuples, lists and dictionaries."""
+    if isinstance(x, dict):
+        return all(_is_simple(part) for pair in x.items() for part in pair)
+    if isinstance(x, (tuple, list)):
+        return all(map(_is_simple, x))
+    return x is None or type(x) in (bool, int, float, str)
 
 
 def refuse_jit(cls: type[Tensor]) -> None:
@@ -293,3 +327,50 @@ def with_autograd(x: T, requires_grad: bool, is_parameter: bool) -> T:
 
 
 torch.serialization.add_safe_globals([rebuild])
+
+
+# --- plain tensors that take the data of a Wrapper -----------------------------------------------
+
+
+def _may_take(keys: Any, x: Tensor, data: Tensor) -> bool:
+    """The question that the assignment `x.data = data` asks before `x` takes the memory of `data`.
+
+    A Wrapper has no memory, and torch's own answer lets a plain `x` take it nevertheless. The next
+    operator on `x` would end the process. So the wrapper gets memory with its values first.
+
+    Raises:
+        UnsupportedError: the assignment is traced.
+    """
+    if is_wrapper(data) and not is_wrapper(x):
+        if _torch.is_tracing(data.qdata):
+            raise UnsupportedError(
+                f"compiled code assigns a {data.kind} to the `.data` of a plain tensor: write the "
+                "values by `.copy_(x)`, or assign x.dequantize()"
+            )
+        _fill(data)
+    rest = keys.remove(keys.highestPriorityTypeId())
+    answer: bool = _QUESTION.redispatch(rest, x, data)
+    return answer
+
+
+def _fill(x: Wrapper) -> None:
+    """Give the wrapper of `x` memory with its values, in its geometry."""
+    with torch.no_grad(), _torch.disable_torch_function():
+        values, start = x.dequantize(), x.storage_offset()
+        end = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) + 1
+        memory = values.new_empty(start + end if x.numel() else 0)
+        target = memory.as_strided(x.shape, x.stride(), start)
+        for dim, step in enumerate(x.stride()):
+            if step == 0 and x.shape[dim]:  # an expanded dimension holds one element
+                target, values = target.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+        target.copy_(values)
+        place = memory.untyped_storage(), start, x.shape, x.stride()
+        _torch.reshape_wrapper(torch.ops.aten.set_.source_Storage_storage_offset, x, *place)
+
+
+_QUESTION: Any = torch.ops.aten._has_compatible_shallow_copy_type.default
+_ATEN = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+# Under this key torch asks for tensors of subclasses alone.
+_ATEN.impl(  # type: ignore[no-untyped-call]
+    "_has_compatible_shallow_copy_type", _may_take, "PythonTLSSnapshot", with_keyset=True
+)

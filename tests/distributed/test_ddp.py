@@ -6,6 +6,7 @@ import torch.distributed as dist
 import training
 
 import scaledtensor as sct
+from scaledtensor.errors import UnsupportedError
 
 
 def losses_of(recipe, steps, **options):
@@ -103,6 +104,67 @@ def test__collectives__are_of_values__whatever_the_scales_are(world):
         assert torch.equal(y.dequantize(), torch.full((4,), 4.0))
         assert y.scale == 4.0
         assert y.format == sct.formats.E4M3FN
+
+
+def received(scaled):
+    """What each rank receives by the collectives that write into lists and tensors of outputs."""
+    rank = dist.get_rank()
+    x = torch.tensor([[1.0, -2.0], [3.0, 4.0]]) * 2.0 ** (4 * rank)
+    held = sct.scaled(x, "bf16") if scaled else x
+
+    def room(n=2):
+        return torch.zeros_like(held[:1].expand(n, 2) if n != 2 else held)
+
+    found = {}
+    found["all_gather"] = [room(), room()]
+    dist.all_gather(found["all_gather"], held)
+    found["all_gather_into_tensor"] = room(4)
+    dist.all_gather_into_tensor(found["all_gather_into_tensor"], held)
+    found["gather"] = [room(), room()] if rank == 0 else None
+    dist.gather(held, found["gather"], dst=0)
+    found["all_to_all_single"] = room()
+    dist.all_to_all_single(found["all_to_all_single"], held)
+    found["reduce_scatter"] = room(1)
+    dist.reduce_scatter(found["reduce_scatter"], list(held.chunk(2)))
+    found["reduce_scatter_tensor"] = room(1)
+    dist.reduce_scatter_tensor(found["reduce_scatter_tensor"], held)
+    found["later"] = room(4)
+    dist.all_gather_into_tensor(found["later"], held, async_op=True).wait()
+    leaf = held.clone().requires_grad_()
+    every = torch.distributed.nn.functional.all_gather(leaf)
+    (every[0].sum() + 3 * every[1].sum()).backward()
+    found["nn.all_gather"], found["gradient"] = [t.detach() for t in every], leaf.grad
+    if rank == 0:
+        dist.send(held, 1)
+    else:
+        found["sent"] = torch.empty(2, 2)
+        dist.recv(found["sent"], 0)
+    written = {name: t for name, t in found.items() if name not in ("gradient", "sent")}
+    kinds = {type(t) for t in torch.utils._pytree.tree_leaves(written) if t is not None}
+    plain = torch.utils._pytree.tree_map(
+        lambda t: t.dequantize() if isinstance(t, sct.ScaledTensor) else t, found
+    )
+    return plain, [kind.__name__ for kind in kinds]
+
+
+def test__what_collectives_write__is_what_they_write_into_plain_tensors(world):
+    results = [world(2, received, scaled) for scaled in (False, True)]
+    for (wanted, _), (found, kinds) in zip(*results, strict=True):
+        assert found.keys() == wanted.keys()
+        assert kinds == ["ScaledTensor"]
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=0, msg=name)
+
+
+def receives():
+    x = sct.scaled(torch.ones(2))
+    if dist.get_rank() == 0:
+        with pytest.raises(UnsupportedError, match="receive it into a plain tensor"):
+            dist.recv(x, 1)
+
+
+def test__a_message_into_a_scaled_tensor__is_refused_by_name(world):
+    world(2, receives)
 
 
 def delayed_histories(shared):

@@ -138,7 +138,7 @@ def term(x: Any, like: ScaledTensor) -> Side:
     if isinstance(x, ScaledTensor):
         return side(x, like)
     if is_table(x):
-        x = x.float()
+        x = (x.to_dense() if x.is_sparse else x).float()
         rms = ONE if invariant.assumes_unit_scale() else single_of(_table_rms(x))
         return Side(x, torch.ones_like(rms) if isinstance(rms, Tensor) else ONE, rms)
     return side(x, like)

@@ -242,7 +242,8 @@ def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 def _own_scale(source: Tensor, target: ScaledTensor) -> ScaledTensor:
     """Return the source under a scale of its own."""
     if not isinstance(source, ScaledTensor):
-        return from_plain(source, FP32, target.dtype, None)
+        numbers = source if source.dtype.is_floating_point else source.float()
+        return from_plain(numbers, FP32, target.dtype, None)
     if not getattr(source.rms, SENT_AS_ONE, False) or covers_storage(source.qdata):
         return source
     measured = from_plain(value(source), source.format, source.dtype, source.recipe)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from scaledtensor import _torch
 from scaledtensor.errors import UnsupportedError
@@ -17,7 +18,7 @@ from scaledtensor.ops.algebra import elements, value
 from scaledtensor.ops.operators import c10d, fsdp
 from scaledtensor.ops.operators import c10d_functional as functional
 from scaledtensor.ops.registry import Raw, rule
-from scaledtensor.ops.results import store
+from scaledtensor.ops.results import dequantized, store
 from scaledtensor.tensors.tensor import SENT_AS_ONE, ScaledTensor, from_plain
 from scaledtensor.tensors.wrapper import as_bytes
 
@@ -100,6 +101,53 @@ def allreduce_(tensors: Sequence[Tensor], *args: Any) -> Any:
         work.wait()
         x.copy_(from_plain(total, x.format, x.dtype, x.recipe))
     return list(tensors), work
+
+
+#: The collectives of values that write into their first argument.
+_WRITING = (
+    c10d.allgather_,
+    c10d._allgather_base_,
+    c10d.allgather_coalesced_,
+    c10d.allgather_into_tensor_coalesced_,
+    c10d.allreduce_coalesced_,
+    c10d.alltoall_,
+    c10d.alltoall_base_,
+    c10d.gather_,
+    c10d.reduce_,
+    c10d.reduce_scatter_,
+    c10d._reduce_scatter_base_,
+    c10d.reduce_scatter_tensor_coalesced_,
+)
+
+
+@rule(*(operator.default for operator in _WRITING), pass_op=True)
+def written(op: Any, outputs: Any, *args: Any) -> Any:
+    """Sends values, and writes what arrives into the tensors with its measured RMS. The schemas of
+    these operators do not say that they write."""
+    plain, *sent = tree_map(dequantized, (outputs, *args))
+    made = op(plain, *sent)
+    work = made[-1] if isinstance(made, (tuple, list)) else made
+    work.wait()
+    for x, arrived in zip(tree_leaves(outputs), tree_leaves(plain), strict=True):
+        if isinstance(x, ScaledTensor):
+            x.copy_(from_plain(arrived, x.format, x.dtype, x.recipe))
+    return (outputs, work) if isinstance(made, (tuple, list)) else work
+
+
+@rule(c10d.send.default)
+def send(tensors: Sequence[Tensor], *args: Any) -> Any:
+    """Sends values. The message has no scale, because the receiver may have a plain tensor."""
+    return c10d.send.default([dequantized(x) for x in tensors], *args)
+
+
+@rule(c10d.recv_.default, c10d.recv_any_source_.default)
+def receive(*args: Any) -> Any:
+    """Raises UnsupportedError. What arrives later, after `irecv` has returned, can be written into
+    plain memory only."""
+    raise UnsupportedError(
+        "a ScaledTensor receives no message of another rank: receive it into a plain tensor such "
+        "as torch.empty(x.shape), and copy that into the ScaledTensor"
+    )
 
 
 @rule(c10d.scatter_.default)
