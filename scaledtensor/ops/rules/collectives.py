@@ -122,8 +122,8 @@ _WRITING = (
 
 @rule(*(operator.default for operator in _WRITING), pass_op=True)
 def written(op: Any, outputs: Any, *args: Any) -> Any:
-    """Sends values, and writes what arrives into the tensors with its measured RMS. The schemas of
-    these operators do not say that they write."""
+    """Sends values, and writes the values that arrive, with their measured RMS. The schemas of these
+    operators do not say that they write."""
     plain, *sent = tree_map(dequantized, (outputs, *args))
     made = op(plain, *sent)
     work = made[-1] if isinstance(made, (tuple, list)) else made
@@ -142,8 +142,8 @@ def send(tensors: Sequence[Tensor], *args: Any) -> Any:
 
 @rule(c10d.recv_.default, c10d.recv_any_source_.default)
 def receive(*args: Any) -> Any:
-    """Raises UnsupportedError. What arrives later, after `irecv` has returned, can be written into
-    plain memory only."""
+    """Raises UnsupportedError. A message that arrives after `irecv` has returned is written into
+    plain memory."""
     raise UnsupportedError(
         "a ScaledTensor receives no message of another rank: receive it into a plain tensor such "
         "as torch.empty(x.shape), and copy that into the ScaledTensor"
