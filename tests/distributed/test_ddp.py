@@ -107,7 +107,7 @@ def test__collectives__are_of_values__whatever_the_scales_are(world):
 
 
 def received(scaled):
-    """The tensors that each rank receives by the collectives that write into lists and tensors of outputs."""
+    """The tensors that each rank receives by the collectives that write into outputs."""
     rank = dist.get_rank()
     x = torch.tensor([[1.0, -2.0], [3.0, 4.0]]) * 2.0 ** (4 * rank)
     held = sct.scaled(x, "bf16") if scaled else x

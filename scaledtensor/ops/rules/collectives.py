@@ -122,7 +122,7 @@ _WRITING = (
 
 @rule(*(operator.default for operator in _WRITING), pass_op=True)
 def written(op: Any, outputs: Any, *args: Any) -> Any:
-    """Sends values, and writes the values that arrive, with their measured RMS. The schemas of these
+    """Sends values, and writes those that arrive with their measured RMS. The schemas of these
     operators do not say that they write."""
     plain, *sent = tree_map(dequantized, (outputs, *args))
     made = op(plain, *sent)
