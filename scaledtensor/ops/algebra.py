@@ -268,8 +268,9 @@ def operand(x: Any, like: ScaledTensor) -> Operand:
     return Operand(q / scale, scale, rms)
 
 
-def real(number: Any) -> float:
-    """Return a Python number that is an operand of a ScaledTensor.
+def real(number: Any) -> Any:
+    """Return a Python number that is an operand of a ScaledTensor. A number that follows from a
+    symbolic size stays symbolic, because `float` would fix the size.
 
     Raises:
         UnsupportedError: It is a complex number.
@@ -279,7 +280,8 @@ def real(number: Any) -> float:
             f"the complex number {number} as an operand of a ScaledTensor, whose elements are "
             "real: calculate with x.dequantize(), which gives a plain complex tensor"
         )
-    return float(number)
+    symbolic = isinstance(number, (torch.SymInt, torch.SymFloat))
+    return 1.0 * number if symbolic else float(number)
 
 
 def difference(x: Any, y: Any, *others: Any) -> tuple[Tensor, Tensor, Tensor]:

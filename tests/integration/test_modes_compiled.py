@@ -78,6 +78,66 @@ def test__sizes_that_change__are_one_graph(part: Callable[[Tensor, nn.Module], T
     assert graphs == graphs[:1] * 3
 
 
+#: Functions of a batch of sequences that calculate with their length.
+OF_LENGTH: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda h: h.mean(1),
+    "mean of all": lambda h: h.mean((0, 1)),
+    "centred": lambda h: h - h.mean(1, keepdim=True),
+    "var": lambda h: h.var(1),
+    "std": lambda h: h.std(1),
+    "times": lambda h: h * h.shape[1] ** -0.5,
+    "plus": lambda h: h + h.shape[1],
+    "divided": lambda h: h.sum(1) / h.shape[1],
+    "tril": lambda h: (h @ h.mT).tril() @ h,
+    "triu": lambda h: (h @ h.mT).triu(1) @ h,
+}
+
+
+@pytest.mark.parametrize("name", OF_LENGTH)
+def test__lengths_that_a_function_reads__are_one_graph(name: str) -> None:
+    """A number that follows from a size stays symbolic, forward and backward."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = sct.scale_model(nn.Linear(8, 8))
+    eager, counter = copy.deepcopy(model), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(
+        lambda m, x: OF_LENGTH[name](m(x)).square().mean(),
+        fullgraph=True,
+        dynamic=True,
+        backend=counter,
+    )
+    for length in (7, 9, 26):
+        x = torch.randn(3, length, 8)
+        model.zero_grad()
+        eager.zero_grad()
+        loss, want = compiled(model, x), OF_LENGTH[name](eager(x)).square().mean()
+        loss.backward()
+        want.backward()
+        assert torch.equal(loss, want)
+        assert_identical(gradients(model), gradients(eager))
+    assert counter.frame_count == 1
+
+
+def test__tokens_that_pass_the_rows_of_a_table__are_one_graph() -> None:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = sct.scale_model(nn.Embedding(32, 8))
+    eager, counter = copy.deepcopy(model), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(
+        lambda m, x: m(x).square().sum(), fullgraph=True, dynamic=True, backend=counter
+    )
+    graphs = []
+    for count in (7, 31, 64, 100):
+        x = torch.randint(0, 32, (count,))
+        model.zero_grad()
+        eager.zero_grad()
+        compiled(model, x).backward()
+        eager(x).square().sum().backward()
+        assert_identical(gradients(model), gradients(eager))
+        graphs.append(counter.frame_count)
+    assert graphs == graphs[:1] * 4
+
+
 @pytest.mark.parametrize(
     ("part", "free"),
     [

@@ -174,7 +174,7 @@ def mul(x: Any, y: Any) -> Raw:
     if not isinstance(y, Tensor):
         c = real(y)
         nonnegative = x.nonnegative and c >= 0
-        if not math.isfinite(c):  # an infinity has no scale, so it shows in the elements
+        if c in (math.inf, -math.inf) or c != c:  # it has no scale, so it shows in the elements
             q = elements(x) * c
             return Raw(q, scale_of(x), rms_of(x), settled=True, nonnegative=nonnegative)
         return Raw(elements(x), scale_of(x) * c, rms_of(x) * abs(c), nonnegative=nonnegative)

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from scaledtensor.formats import FP32, Format
@@ -40,8 +41,13 @@ def embedding_backward(
     q = aten.embedding_dense_backward.default(
         left.q.float(), indices, num_weights, padding_idx, scale_grad_by_freq
     )
-    hits = max(1.0, indices.numel() / max(num_weights, 1))
-    return Raw(q, left.scale, left.rms * hits**0.5, format=FP32)
+    return Raw(q, left.scale, left.rms * _hits(indices.numel(), num_weights) ** 0.5, format=FP32)
+
+
+def _hits(tokens: int, rows: int) -> float:
+    """Return max(1, B / V). For a symbolic size, Python's `max` would fix which one is larger."""
+    hits: float = torch.sym_max(1.0, tokens / max(rows, 1))  # type: ignore[no-untyped-call]
+    return hits
 
 
 @rule(aten.embedding_renorm.default)
@@ -152,8 +158,7 @@ def embedding_bag_backward(
     if sparse:
         return made(q, left.scale, left.rms / n if mode == _MEAN else left.rms, like)
     rows = bags if mode == _MAX else indices.numel()
-    hits = max(1.0, rows / max(num_weights, 1))
-    factor = hits**0.5 / (n if mode == _MEAN else 1.0)
+    factor = _hits(rows, num_weights) ** 0.5 / (n if mode == _MEAN else 1.0)
     return Raw(q, left.scale, left.rms * factor, format=FP32)
 
 

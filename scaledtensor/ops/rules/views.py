@@ -222,10 +222,18 @@ def unfold_backward(g: ScaledTensor, sizes: Sequence[int], dim: int, size: int, 
 def triangle(op: Overload, x: ScaledTensor, diagonal: int = 0) -> Raw:
     """r sqrt(share) for the share of elements in the triangle. The others become zeros."""
     rows, columns = x.shape[-2:]
-    below = sum(min(max(i + diagonal + (op is aten.tril.default), 0), columns) for i in range(rows))
+    first = diagonal + (op is aten.tril.default)  # elements of the first row
+    below = _below(rows + first - 1, columns) - _below(first - 1, columns)
     kept = below if op is aten.tril.default else rows * columns - below
     share = (max(kept, 1) / max(rows * columns, 1)) ** 0.5
     return Raw(op(elements(x), diagonal), x.scale, x.rms * share, nonnegative=x.nonnegative)
+
+
+def _below(last: Any, columns: Any) -> Any:
+    """Return the sum of min(i, columns) over i = 0..last. No loop counts a symbolic size."""
+    if last <= columns:
+        return last * (last + 1) // 2 if last > 0 else 0
+    return columns * (columns + 1) // 2 + (last - columns) * columns
 
 
 @rule(aten.constant_pad_nd.default)
