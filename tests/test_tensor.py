@@ -371,7 +371,8 @@ def test__a_copy__is_the_same_bit_for_bit(name, again):
     assert_same(x, again(x))
 
 
-def test__deepcopy__copies_the_gradient_and_ties():
+def test__deepcopy__keeps_ties__and_the_gradient_of_what_is_no_parameter():
+    """`nn.Parameter` drops its gradient, which a backward pass of the copy would add to."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = model[0].weight
     sct.scale_model(model)
@@ -379,7 +380,10 @@ def test__deepcopy__copies_the_gradient_and_ties():
     twin = copy.deepcopy(model)
     assert twin[1].weight is twin[0].weight
     assert_same(model[0].weight, twin[0].weight)
-    assert_same(model[0].weight.grad, twin[0].weight.grad)
+    assert twin[0].weight.grad is None
+    leaf = sct.scaled(gaussian(3)).requires_grad_()
+    (2 * leaf).square().sum().backward()
+    assert_same(leaf.grad, copy.deepcopy(leaf).grad)
     with pytest.raises(RuntimeError, match="leaf"):
         copy.deepcopy(model[0].weight * 2)
 
