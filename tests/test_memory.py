@@ -208,6 +208,18 @@ def test__a_trained_parameter__has_no_attributes_to_keep(recipe: str) -> None:
     assert [p._tags() for p in module.parameters()] == [{}] * 4  # type: ignore[operator]
 
 
+def test__a_forged_attribute__changes_nothing_of_a_tensor() -> None:
+    weight = layer().weight
+    weight.place = 3
+    function, (*arguments, history, tags) = weight.__reduce_ex__(2)
+    forged = {**tags, "qdata": 1, "format": "e5m2", "requires_grad": False, "__class__": 2}
+    again = function(*arguments, history, forged)
+    assert again.place == 3
+    assert again.requires_grad
+    assert again.format is weight.format
+    assert torch.equal(value(again), value(weight))
+
+
 def test__a_parameter_without_attributes__pickles_as_older_releases_read_it() -> None:
     function, arguments = layer().weight.__reduce_ex__(2)
     assert function.__name__ == "rebuild"

@@ -226,8 +226,12 @@ class Wrapper(Tensor):
         values."""
         if not is_parameter(self):
             return {}
-        own = {*_OWN, *self._FACTS, *self.INNER, *self._EXTRAS}
-        return {k: v for k, v in vars(self).items() if k not in own and _is_simple(v)}
+        return {k: v for k, v in vars(self).items() if not self._owns(k) and _is_simple(v)}
+
+    def _owns(self, name: str) -> bool:
+        """Whether an attribute belongs to this library or to torch."""
+        listed = (*_OWN, *self._FACTS, *self.INNER, *self._EXTRAS)
+        return name in listed or hasattr(type(self), name)
 
     def _spelled_facts(self) -> tuple[Any, ...]:
         """The context without the format, as types that safe loading reads."""
@@ -275,15 +279,13 @@ def rebuild(
     made = with_autograd(made, requires_grad, is_parameter)
     made.site = None if history is None else Site(own=history)
     for key, value in (tags or {}).items():
-        setattr(made, key, value)
+        if not made._owns(key):  # a forged file might have other names
+            setattr(made, key, value)
     return made
 
 
-#: Attributes of tensors that belong to this library or to torch, beside those that classes list.
-_OWN = (
-    *("_scale", "_rms", "scale", "rms", "memo", "site", "loop"),
-    *("_is_param", "_keeps_step_hooks", "_dynamo_static_input_type"),
-)
+#: Attributes of tensors that belong to this library or to torch, beside those that classes have.
+_OWN = ("_scale", "_rms", "loop", "_is_param", "_keeps_step_hooks", "_dynamo_static_input_type")
 
 
 def _is_simple(x: Any) -> bool:
