@@ -236,11 +236,21 @@ def test__parameters_that_peft_computes_from_scaled_weights__are_loaded_from_the
         assert torch.equal(p.detach().dequantize(), value)
 
 
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("init", ["olora", "pissa"])
-def test__adapters_that_write_to_the_data_of_weights__train_if_they_come_first(init, tmp_path):
+def test__adapters_that_write_to_the_data_of_weights__train(init, order, tmp_path):
     config = LoraConfig(
         r=4, init_lora_weights=init, target_modules=["q_proj"], task_type="CAUSAL_LM"
     )
-    model = trained(sct.scale_model(get_peft_model(llama(), config)))
+    if order.startswith("peft"):
+        model = sct.scale_model(get_peft_model(llama(), config))
+    else:
+        base = sct.scale_model(llama())
+        want = logits(base)
+        model = get_peft_model(base, config)
+        assert (logits(model) - want).norm() < 0.1 * want.norm()  # the adapter is a part of W
+    before = model(input_ids=TEXT, labels=TEXT).loss
+    model = trained(model)
+    assert model(input_ids=TEXT, labels=TEXT).loss < before
     model.save_pretrained(tmp_path)
     assert all("lora_" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
