@@ -395,7 +395,7 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
     if target.shape != shape:
         raise ShapeError(f"cannot write a result of shape {shape} into {tuple(target.shape)}")
     if not target.dtype.is_floating_point and (
-        isinstance(value, (Raw, ScaledTensor)) or value.dtype.is_floating_point
+        isinstance(value, Raw) or value.dtype.is_floating_point
     ):
         raise DTypeError(f"a scaled result does not fit into a tensor of {target.dtype}")
     if not isinstance(target, ScaledTensor):
