@@ -101,6 +101,9 @@ class Backend:
     """ATen operators without a kernel for bfloat16, like their backward operators."""
     float32_attention: bool = False
     """Attention of bfloat16 operands is computed in float32."""
+    mixed_norms: bool = False
+    """The kernels of layer norm and group norm take 16-bit data beside a float32 weight, and then
+    keep float32 statistics. CUDA's kernels take one dtype."""
     fused_rms_norm: bool = True
     """torch has a kernel for the RMS norm; otherwise it composes the norm of other operators."""
     flash: Callable[[torch.device], str | None] = lambda device: None

@@ -121,6 +121,7 @@ CPU = Backend(
     # The bfloat16 backward takes 4 times as long at 64 tokens and 0.8 times at 1024 (measured), and
     # rounds more.
     float32_attention=True,
+    mixed_norms=True,
     fused_rms_norm=False,
     flash=lambda device: "_scaled_dot_product_flash_attention_for_cpu",
     products=_products,

@@ -47,9 +47,14 @@ def _affine_rms(weight: Any, bias: Any, v: Tensor) -> Any:
 
 
 def _values(x: Any, *parameters: Any) -> list[Any]:
-    """Return the data, and the weight and bias in float32, which the kernels mix with any data.
-    They are only read."""
+    """Return the data, and the weight and bias in float32. They are only read."""
     return [read_value(x), *(None if p is None else read_value(p).float() for p in parameters)]
+
+
+def _for_kernel(v: Tensor) -> Tensor:
+    """Return the data in the dtype in which the kernels of layer norm and group norm take them
+    beside a float32 weight. The statistics are then float32 too."""
+    return v if backend_of(v).mixed_norms else v.float()
 
 
 class _Normalised(NamedTuple):
@@ -93,7 +98,9 @@ def _gradients(
     dx, *parameters = raw
     rms = g.rms * _rms(weight, g.rms) * held.rms
     return (
-        None if dx is None else Raw(dx, product_of(g.scale, held.power), rms, fresh=True),
+        None
+        if dx is None
+        else Raw(dx.to(held.v.dtype), product_of(g.scale, held.power), rms, fresh=True),
         *(None if d is None else Raw(d, g.scale, g.rms * rows, format=FP32) for d in parameters),
     )
 
@@ -108,10 +115,11 @@ def layer_norm(
     """r = sqrt(rw^2 + rb^2) for weight and bias. The mean and the reciprocal deviation are plain
     float32."""
     v, w, b = _values(x, weight, bias)
-    if w is None and v.dtype == torch.bfloat16:
+    data = _for_kernel(v)
+    if w is None and data.dtype == torch.bfloat16:
         w = torch.ones(shape, device=v.device)  # float32 statistics need a float32 weight
-    out, mean, rstd = aten.native_layer_norm.default(v, shape, w, b, eps)
-    return Raw(out, None, _affine_rms(weight, bias, v), fresh=True), mean, rstd
+    out, mean, rstd = aten.native_layer_norm.default(data, shape, w, b, eps)
+    return Raw(out.to(v.dtype), None, _affine_rms(weight, bias, v), fresh=True), mean, rstd
 
 
 @rule(aten.native_layer_norm_backward.default)
@@ -131,10 +139,11 @@ def layer_norm_backward(
     left = side(g, like)
     held = _Normalised.of(x, mean, rstd, left.rms)
     v, w, b = _values(held.v, weight, bias)
-    if w is None and v.dtype == torch.bfloat16:
+    data = _for_kernel(v)
+    if w is None and data.dtype == torch.bfloat16:
         w = torch.ones(shape, device=v.device)
     raw = aten.native_layer_norm_backward.default(
-        left.q.to(v.dtype), v, shape, held.mean, held.rstd, w, b, mask
+        left.q.to(data.dtype), data, shape, held.mean, held.rstd, w, b, mask
     )
     return _gradients(raw, left, weight, held, math.prod(shape))
 
@@ -236,8 +245,9 @@ def group_norm(
     float32."""
     v, w = _by_channel(x, weight)
     b = None if bias is None else plain(bias).float()
-    out, mean, rstd = aten.native_group_norm.default(v.contiguous(), w, b, *sizes_and_eps)
-    return Raw(out, None, _affine_rms(weight, bias, v)), mean, rstd
+    data = _for_kernel(v).contiguous()
+    out, mean, rstd = aten.native_group_norm.default(data, w, b, *sizes_and_eps)
+    return Raw(out.to(v.dtype), None, _affine_rms(weight, bias, v)), mean, rstd
 
 
 @rule(aten.native_group_norm_backward.default)
@@ -250,8 +260,9 @@ def group_norm_backward(
     left = side(g, first_scaled(g, x, weight))
     held = _Normalised.of(x, mean, rstd, left.rms)
     v, w = _by_channel(held.v, weight)
+    data = _for_kernel(v).contiguous()
     raw = aten.native_group_norm_backward.default(
-        left.q.to(v.dtype).contiguous(), v.contiguous(), held.mean, held.rstd, w, *extents, mask
+        left.q.to(data.dtype).contiguous(), data, held.mean, held.rstd, w, *extents, mask
     )
     found: tuple[Raw | None, Raw | None, Raw | None] = _gradients(
         _asked(raw, mask), left, weight, held, v.shape[1]
