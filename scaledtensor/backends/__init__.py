@@ -24,6 +24,7 @@ __all__ = [
     "Sharing",
     "Units",
     "backend_of",
+    "is_readable",
     "units_of",
 ]
 
@@ -44,6 +45,13 @@ def backend_of(x: Tensor | torch.device) -> Backend:
     if x.is_cpu:
         return CPU
     return BACKENDS.get(x.device.type, OTHER)
+
+
+def is_readable(x: Tensor) -> bool:
+    """Whether the host can read the elements of `x` now. It waits for a device that has its own
+    memory. A graph of kernels that is being recorded computes nothing yet."""
+    backend = backend_of(x)
+    return backend.host or (backend.has_elements and not backend.is_capturing())
 
 
 def units_of(x: Tensor) -> Units | None:

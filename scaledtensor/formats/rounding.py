@@ -28,6 +28,7 @@ nearest power of two; ties go up. Between its two smallest codes, 2^-127 and 2^-
 rounds up, as in ml_dtypes; smaller numbers become 2^-127.
 """
 
+import math
 from typing import Literal, get_args
 
 import torch
@@ -68,6 +69,7 @@ ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
 
 _WIDE = (torch.float32, torch.bfloat16, torch.float16)
 _RAW = (torch.uint8, torch.int16)
+_NAN = torch.tensor(math.nan, device="cpu")
 _MAX = torch.finfo(torch.float32).max
 
 
@@ -207,8 +209,11 @@ def _way(
         if storage in _WIDE:
             return "torch"
         # Other classes, such as FakeTensor, have no data to look up.
-        real = not compiled and backend_of(x).host and type(x) is Tensor
-        return "table" if real and storage.itemsize == 1 else "bits"
+        if compiled or type(x) is not Tensor or storage.itemsize > 1:
+            return "bits"
+        if backend_of(x).host:
+            return "table"
+        return "bits" if storage in _RAW else "torch"
     if not compiled:
         if cast == "fake_quantize":
             if not nearest or storage in _WIDE or not rounds_in_float32(fmt):
@@ -313,15 +318,12 @@ def _cast(x: Tensor, fmt: Format, overflow: Overflow, out: Tensor | None = None)
     if x.dtype is torch.float64 and storage is not torch.float32:
         x = _round_to_odd(x)
     if overflow != "ieee":
-        given = x
         # Other 16-bit floats do not have the maxima of the wide formats. Their clamp, which goes
         # through float32 itself, drops the sign of a NaN.
-        if x.dtype in HALVES and x.dtype is not storage:
-            x = x.float().clamp_(-fmt.max, fmt.max)
-        else:
-            x = x.clamp(-fmt.max, fmt.max)
+        given = x.float() if x.dtype in HALVES and x.dtype is not storage else x
+        x = given.clamp(-fmt.max, fmt.max)
         if overflow == "saturate_finite":
-            kept = given if fmt.has_inf else torch.full_like(given, torch.nan).copysign_(given)
+            kept = given if fmt.has_inf else torch.copysign(_NAN.to(given.dtype), given)
             x = torch.where(given.abs() == torch.inf, kept, x)
     codes = _as(x, storage) if out is None else out.copy_(x)
     if storage is torch.float8_e5m2:

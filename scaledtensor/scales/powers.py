@@ -133,6 +133,8 @@ def settle(rms: A, *scales: A) -> Sequence[A]:
             found.append(_ratio_of(held, power))
         else:
             return found
+        if not torch.compiler.is_compiling() and not _is_traced(*scales):
+            return [power, *(_ratio_of_any(held, power) for held in scales)]
     if torch.compiler.is_compiling() or _is_traced(rms, *scales):
         return _settle_forms(rms, scales)
     return _settle_tensors(tensor_of(rms), tuple(map(_held, scales)))  # type: ignore[return-value]
@@ -245,6 +247,14 @@ def _ratio_of(held: float, scale: float) -> Single:
     """The float32 factor that takes elements from one scale to another. It is finite."""
     ratio = float.__truediv__(held, scale)
     return _POWER_OF.get(ratio) or Single(rounded(min(ratio, _FLOAT32_MAX)))
+
+
+def _ratio_of_any(held: Any, scale: Single) -> Any:
+    """`_ratio_of` a scale that may be a tensor of a device, which is not read."""
+    held = single_of(held) if not isinstance(held, Tensor) or held.is_cpu else held
+    if isinstance(held, Tensor):
+        return (held / scale).clamp_max_(_FLOAT32_MAX).float()
+    return _ratio_of(held, scale)
 
 
 # --- numbers of rules: ratios and RMS -----------------------------------------------------------

@@ -1,12 +1,18 @@
 """Scales and expected RMS as numbers of the host.
 
 An operator on 0-dim tensors takes as long as one on the elements of a small layer, and a rule would
-call a dozen of them. So on a CPU, outside tracing, `scale_of` and `rms_of` give a rule `Single`s:
-Python numbers with the arithmetic of float32, which take a tenth of the time. Elsewhere they give
-tensors, or the closed forms of `forms.py` in traced code.
+call a dozen of them. So outside tracing, `scale_of` and `rms_of` give a rule `Single`s: Python
+numbers with the arithmetic of float32, which take a tenth of the time. In traced code they give the
+closed forms of `forms.py`, and tensors of the meta device have no numbers.
 
 The result of such a rule keeps its numbers in a `Cell`, which views share. When `x.scale` is first
 read, the cell makes a tensor. From then on this tensor holds the value, and may be written to.
+
+On a CPU a number is read from this tensor at once. To read it from another device takes a wait, so
+there the cell remembers the number that the tensor holds, until somebody may have written to the
+tensor: until `x.scale` is read again, or until torch counts a write. Compiled code writes uncounted,
+and asks for `x.scale` before each run. A rule that measures (a norm's backward pass) waits for the
+number: the operators after it would otherwise launch a dozen kernels each for their scales.
 """
 
 import math
@@ -20,7 +26,7 @@ import torch
 from torch import Tensor
 
 from scaledtensor import _torch
-from scaledtensor.backends import backend_of
+from scaledtensor.backends import backend_of, is_readable
 from scaledtensor.native import elements
 from scaledtensor.scales.forms import Form, program, written
 
@@ -38,6 +44,7 @@ __all__ = [
     "cells",
     "copied",
     "exponential",
+    "held_anew",
     "hold",
     "multiplied",
     "multiplier",
@@ -180,35 +187,65 @@ def quotient(a: float, b: float) -> float:
 # --- cells, which tensors and their views share -------------------------------------------------
 
 
+#: The version of a tensor whose number is not known.
+_UNKNOWN = -1
+
+
 class Cell:
     """A number that a tensor and its views share, and its 0-dim tensor, once one was made."""
 
-    __slots__ = ("made", "number", "pair", "place")
+    __slots__ = ("made", "number", "pair", "place", "version")
 
     def __init__(self, number: Single | Form, pair: Tensor | None = None, place: int = 0) -> None:
         self.made: Tensor | None = None
         self.number = number
         self.pair, self.place = pair, place
+        self.version = _UNKNOWN
         if type(number) is Form and pair is None:
             # A graph may return any tensor, and nothing can be added to it by then. So the node is
             # made now; the compiler drops it if nothing reads it.
             self.made = number.fresh()
 
+    @classmethod
+    def around(cls, made: Tensor) -> "Cell":
+        """A cell for the number in a tensor of a device that is not the host."""
+        cell = cls(ONE)
+        cell.made = made
+        return cell
+
+    def read(self) -> Any:
+        """The number in the tensor that was made; the tensor itself if it cannot be read now."""
+        made = self.made
+        assert made is not None
+        if made.is_cpu or type(made) is not Tensor or torch.compiler.is_compiling():
+            return single_of(made)
+        version = 0 if made.is_inference() else made._version
+        if version != self.version:
+            found = single_of(made)
+            if not isinstance(found, Single):
+                return found
+            self.number, self.version = found, version
+        return self.number
+
     def write(self, number: Single) -> None:
         if self.made is None:
             self.number = number
-        else:
-            self.made.fill_(number)
+            return
+        self.made.fill_(number)
+        if not self.made.is_cpu:
+            self.number = number
+            self.version = 0 if self.made.is_inference() else self.made._version
 
-    def tensor(self, inference: bool) -> Tensor:
+    def tensor(self, inference: bool, device: torch.device | str = "cpu") -> Tensor:
         """The tensor that holds the value from now on. The tensor of a number of the host is a real
-        one, also during tracing."""
+        one, also during tracing. Whoever takes it may write to it."""
         if self.made is None and self.pair is not None:
             self.made = self.pair.select(0, self.place)
         elif self.made is None:
             with _torch.outside_modes(), torch.inference_mode(inference):
                 number: Any = self.number
-                self.made = torch.scalar_tensor(number, dtype=torch.float32, device="cpu")
+                self.made = torch.scalar_tensor(number, dtype=torch.float32, device=device)
+        self.version = _UNKNOWN
         return self.made
 
 
@@ -216,8 +253,9 @@ class Cell:
 
 
 def single_of(x: Amount) -> Any:
-    """The number in a 0-dim float32 tensor, if reading it costs no time; otherwise `x` itself."""
-    if type(x) is not Tensor or not backend_of(x).host or x.dim() or torch.compiler.is_compiling():
+    """The number in a 0-dim float32 tensor if it can be read; otherwise `x` itself. Reading it
+    waits for a device that is not the host."""
+    if type(x) is not Tensor or x.dim() or torch.compiler.is_compiling() or not is_readable(x):
         return x
     return Single(x.item())
 
@@ -250,7 +288,7 @@ def _held(held: dict[str, Any], name: str, numbered: str) -> Any:
     if name in held:
         return single_of(held[name])
     cell = held[numbered]
-    return cell.number if cell.made is None else single_of(cell.made)
+    return cell.number if cell.made is None else cell.read()
 
 
 def _form_of(x: Any, name: str, numbered: str) -> Form:
@@ -283,18 +321,32 @@ def hold(x: Any, scale: "Amount | Cell", rms: "Amount | Cell") -> None:
         scale, rms = cells(torch.ops.scaledtensor.pair(*program(scale, rms)), scale, rms)
     elif type(scale) is Cell or type(rms) is Cell:
         _part(scale, rms)
-    if isinstance(scale, Tensor):
-        x.scale = scale
-    else:
-        x._scale = cell = scale if isinstance(scale, Cell) else Cell(scale)
-        if cell.made is not None:
-            x.scale = cell.made
-    if isinstance(rms, Tensor):
-        x.rms = rms
-    else:
-        x._rms = cell = rms if isinstance(rms, Cell) else Cell(rms)
-        if cell.made is not None:
-            x.rms = cell.made
+    for name, numbered, amount in (("scale", "_scale", scale), ("rms", "_rms", rms)):
+        if isinstance(amount, Tensor) and not _is_distant(amount):
+            setattr(x, name, amount)
+            continue
+        cell = amount if isinstance(amount, Cell) else _cell_of(amount)
+        setattr(x, numbered, cell)
+        if cell.made is not None and not _is_distant(cell.made):
+            setattr(x, name, cell.made)
+
+
+def _is_distant(x: Tensor) -> bool:
+    """Whether `x` has elements that the host cannot read without a wait."""
+    if x.is_cpu or type(x) is not Tensor or torch.compiler.is_compiling():
+        return False
+    return backend_of(x).has_elements
+
+
+def _cell_of(amount: Any) -> Cell:
+    return Cell.around(amount) if isinstance(amount, Tensor) else Cell(amount)
+
+
+def held_anew(x: Any) -> None:
+    """Remember the numbers of a tensor whose attributes `scale` and `rms` were assigned."""
+    held = x.__dict__
+    if _is_distant(held["scale"]):
+        hold(x, held.pop("scale"), held.pop("rms"))
 
 
 def _part(scale: Any, rms: Any) -> None:
@@ -351,7 +403,10 @@ class Asked:
         cell = x.__dict__.get(self.cell)
         if cell is None:
             raise AttributeError(f"{type(x).__name__!r} object has no attribute {self.name!r}")
-        made = x.__dict__[self.name] = cell.tensor(x.is_inference())
+        device = x.__dict__["qdata"].device
+        made = cell.tensor(x.is_inference(), device)
+        if not _is_distant(made):
+            x.__dict__[self.name] = made
         return made
 
 

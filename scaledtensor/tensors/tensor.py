@@ -23,6 +23,7 @@ from scaledtensor.scales.singles import (
     Cell,
     asked,
     cells,
+    held_anew,
     hold,
     pair_of,
     shared,
@@ -332,6 +333,7 @@ class ScaledTensor(Wrapper):
 
     def _adopt(self, held: Any) -> None:
         super()._adopt(held)
+        held_anew(self)
         after_overwrite(self)
 
     # --- fully_shard, which looks for these methods on the class of a part -------------------
