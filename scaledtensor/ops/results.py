@@ -233,7 +233,7 @@ def wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
     q, rms = raw.q, raw.rms
     wide = fmt.storage_dtype if fmt.storage_dtype.itemsize > 1 else None
     if type(q) is not Tensor:
-        q = q.made(wide) if type(q) is Total else tensor_of(q)
+        q = q.made(wide) if type(q) is Total else tensor_of(q, operands[0].device)
     if type(rms) is not Single:
         rms = single_of(rms)
     held = single_of(raw.held)

@@ -262,6 +262,8 @@ def _ratio_of_any(held: Any, scale: Single) -> Any:
 
 def is_one(ratio: Amount) -> bool:
     """Whether a ratio of scales is 1. False if reading the ratio would cost time."""
+    if isinstance(ratio, Tensor) and not ratio.is_cpu:
+        return False
     known = single_of(ratio)
     return isinstance(known, Single) and float(known) == 1
 

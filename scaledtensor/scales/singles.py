@@ -304,9 +304,20 @@ def remembered(function: F) -> F:
     return typing.cast(F, lru_cache(maxsize=1 << 10)(function))
 
 
-def tensor_of(x: Amount) -> Tensor:
-    """An Amount as a 0-dim tensor."""
-    return x if isinstance(x, Tensor) else x.tensor()
+def tensor_of(x: Amount, device: torch.device | None = None) -> Tensor:
+    """An Amount as a 0-dim tensor, which the caller only reads. A number becomes a tensor of the
+    host, or of `device` if it is given, for kernels that read the number on their device."""
+    if isinstance(x, Tensor):
+        return x
+    if isinstance(x, Form) or device is None or device.type == "cpu":
+        return x.tensor()
+    place = (float(x), device)
+    found = _ON_DEVICES.get(place)
+    if found is None:
+        found = Cell(x).tensor(False, device)
+        if abs(math.frexp(x)[0]) == 0.5:
+            _ON_DEVICES[place] = found
+    return found
 
 
 # --- giving a tensor its Amounts ----------------------------------------------------------------
@@ -437,6 +448,10 @@ def view_of(x: Any, qdata: Tensor, made: Any) -> Any:
         if name in held:
             new[name] = held[name]
     return made
+
+
+#: (power of two, device) -> its tensor there.
+_ON_DEVICES: dict[tuple[float, torch.device], Tensor] = {}
 
 
 # --- calculating with Amounts -------------------------------------------------------------------

@@ -19,6 +19,7 @@ from torch import Tensor
 from scaledtensor.errors import DTypeError, UnsupportedError
 from scaledtensor.formats import FP32
 from scaledtensor.scales.powers import MAX_SCALE, MIN_SCALE
+from scaledtensor.scales.singles import Single, scale_of, tensor_of
 from scaledtensor.tensors import site
 from scaledtensor.tensors.tensor import ScaledTensor
 
@@ -74,7 +75,10 @@ def _remember_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _remember_scale(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     # Not the tensor itself, whose elements would stay in memory until the backward pass.
-    ctx.scale, ctx.dtype, ctx.recipe = inputs[0].scale, inputs[0].dtype, inputs[0].recipe
+    x = inputs[0]
+    number = None if x.is_cpu else scale_of(x)
+    ctx.scale = tensor_of(number, x.device) if isinstance(number, Single) else x.scale
+    ctx.dtype, ctx.recipe = x.dtype, x.recipe
 
 
 def _as_scaled(ctx: Any, grad: Tensor) -> ScaledTensor:

@@ -36,6 +36,7 @@ from scaledtensor.ops.results import is_wide
 from scaledtensor.recipes import Recipe
 from scaledtensor.recipes.casts import HADAMARD, Cast, Gemm, parsed_cast, parsed_gemms
 from scaledtensor.scales.powers import settle_product
+from scaledtensor.scales.singles import tensor_of
 from scaledtensor.tensors import verbs
 from scaledtensor.tensors.tensor import ScaledTensor
 
@@ -289,7 +290,7 @@ def by_units(left: Side, right: Side, ratio: Tensor, fast: bool) -> Tensor | Non
     if reason is not None:
         warn_of_emulation(reason)
         return None
-    return units.multiply(a, b, ratio, fast)
+    return units.multiply(a, b, tensor_of(ratio, a.codes.device), fast)
 
 
 def _turned(side: Side, cast: Cast, dim: int) -> Codes:

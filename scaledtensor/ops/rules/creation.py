@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scaledtensor.backends import is_readable
 from scaledtensor.formats import from_dtype
 from scaledtensor.ops.algebra import elements, first_scaled, measured, operand, plain, value, within
 from scaledtensor.ops.operators import aten
@@ -50,14 +51,20 @@ def _new(
         rms = _rms_beside_fills(x)
         scale = nearest_power_of_two(rms)
         q.fill_(fill_under(number, scale, q))
-        return ScaledTensor.make(q, scale, rms, fmt, dtype, x.recipe, number > 0)
-    rms = torch.full((), abs(number), device=q.device)
+        own = single_of(scale), single_of(rms)
+        return ScaledTensor.make(q, *own, fmt, dtype, x.recipe, number > 0)
+    rms = torch.full((), abs(number), device="cpu" if _is_real(q) else q.device)
     scale = nearest_power_of_two(rms)
     q = q if number in (0, 1) else q / scale
     scale = torch.ones_like(scale) if number in (0, 1) else scale
     # Zeros are not nonnegative: views may write into them, and cannot tell their base of a sign.
     own = single_of(scale), single_of(rms)
     return ScaledTensor.make(q, *own, fmt, dtype, x.recipe, number > 0)
+
+
+def _is_real(q: Tensor) -> bool:
+    """Whether a number of the host may stand for a scale of `q`."""
+    return type(q) is Tensor and not torch.compiler.is_compiling() and is_readable(q)
 
 
 def _rms_beside_fills(x: ScaledTensor) -> Tensor:

@@ -188,7 +188,7 @@ def grouped_mm(
     units = _units(a, b, grouped=True) if offs is not None and bias is None else None
     if units is not None and offs is not None:
         scale, ratio, rms = settle_product(a.shape[-1], (a.scale, a.rms), (b.scale, b.rms))
-        q = units.groups(a.qdata, b.qdata, offs, tensor_of(ratio), _is_fast(a, b))
+        q = units.groups(a.qdata, b.qdata, offs, tensor_of(ratio, a.device), _is_fast(a, b))
         return Raw(q, scale, rms, settled=True, dtype=out_dtype)
     x, y = operand(a, like), operand(b, like)
     left, right = multiplied(x.q, y.q, wide=is_wide(a, b))
@@ -245,7 +245,8 @@ def _product(matmul: Any, a: Any, b: Any) -> Raw:
     if units is not None:
         scale, ratio, rms = settle_product(k, (scale_of(a), rms_of(a)), (scale_of(b), rms_of(b)))
         behind = torch.compiler.is_compiling() and _carries(a, b)
-        q = units.scaled(a.qdata, b.qdata, None if behind else tensor_of(ratio), _is_fast(a, b))
+        factor_of = None if behind or is_one(ratio) else tensor_of(ratio, a.device)
+        q = units.scaled(a.qdata, b.qdata, factor_of, _is_fast(a, b))
         return Raw(scaled_by(q, ratio) if behind else q, scale, rms, settled=True)
     like = first_scaled(a, b)
     wide = is_wide(a, b)
