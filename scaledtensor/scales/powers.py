@@ -125,7 +125,7 @@ def settle(rms: A, *scales: A) -> Sequence[A]:
     be NaN. `product_of` and `quotient_of` make the products and quotients of scales to pass here.
     """
     if type(rms) is Single:
-        power = _power_near(rms)
+        power: Any = _power_near(rms)
         found: list[Any] = [power]
         for held in scales:
             if type(held) is not Single:
@@ -233,6 +233,8 @@ def settle_in_place(
         moves = whole and rms > 0 and not float(kept) / far <= rms <= float(kept) * far
         scale = _power_near(rms) if not was or moves else kept
         return scale, _ratio_of(held, scale)
+    if type(kept) is Single and not torch.compiler.is_compiling() and not _is_traced(was, rms):
+        return kept, _ratio_of_any(held, kept)  # the others cannot be read now
     held = _held(held)
     kept, was, rms = map(tensor_of, (kept, was, rms))
     free = was == 0

@@ -8,11 +8,11 @@ closed forms of `forms.py`, and tensors of the meta device have no numbers.
 The result of such a rule keeps its numbers in a `Cell`, which views share. When `x.scale` is first
 read, the cell makes a tensor. From then on this tensor holds the value, and may be written to.
 
-On a CPU a number is read from this tensor at once. To read it from another device takes a wait, so
-there the cell remembers the number that the tensor holds, until somebody may have written to the
-tensor: until `x.scale` is read again, or until torch counts a write. Compiled code writes uncounted,
-and asks for `x.scale` before each run. A rule that measures (a norm's backward pass) waits for the
-number: the operators after it would otherwise launch a dozen kernels each for their scales.
+On a CPU a number is read from this tensor at once. Another device takes a wait, so there the cell
+remembers the number until somebody may have written to the tensor: until `x.scale` is read again,
+or until torch counts a write. Compiled code writes uncounted, and asks for `x.scale` before each
+run. A rule that measures, such as a norm's backward pass, waits for the number. Otherwise each of
+the operators after it would launch a dozen kernels for its scales.
 """
 
 import math

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from scaledtensor import _torch
+from scaledtensor.backends import backend_of
 from scaledtensor.errors import StorageError, UnsupportedError
 from scaledtensor.formats import FORMATS, Format
 from scaledtensor.formats import get as get_format
@@ -28,6 +29,7 @@ __all__ = [
     "is_parameter",
     "is_wrapper",
     "rebuild",
+    "refuse_capture",
     "refuse_jit",
     "with_autograd",
     "written_by",
@@ -308,6 +310,21 @@ def refuse_jit(cls: type[Tensor]) -> None:
         raise UnsupportedError(
             f"torch.jit.trace does not record what a {cls.__name__} computes: use "
             "torch.export.export, or trace the plain model that unscale_model(model) makes"
+        )
+
+
+def refuse_capture(x: Tensor) -> None:
+    """Raise an error while a CUDA graph records eager operators. The graph would keep the scales of
+    today as constants of its kernels, and multiply by them after a rebalance.
+
+    Raises:
+        UnsupportedError: A CUDA graph is being recorded on the device of `x`.
+    """
+    if not x.is_cpu and backend_of(x).is_capturing() and not torch.compiler.is_compiling():
+        raise UnsupportedError(
+            "a CUDA graph does not record eager operators of a ScaledTensor, whose scales are "
+            'numbers of the host: use torch.compile(model, mode="reduce-overhead"), which reads '
+            "scales on the device and records the graph itself"
         )
 
 

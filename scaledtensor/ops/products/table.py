@@ -30,7 +30,7 @@ from scaledtensor.recipes.casts import Carried, Cast, Fixed
 from scaledtensor.tensors import steps, verbs
 from scaledtensor.tensors.sparse import is_sparse
 from scaledtensor.tensors.tensor import ScaledTensor, is_parameter
-from scaledtensor.tensors.wrapper import refuse_jit
+from scaledtensor.tensors.wrapper import refuse_capture, refuse_jit
 
 __all__ = ["FUNCTIONS", "PRODUCTS", "Product", "cast_input", "cast_once", "linear", "plus"]
 
@@ -93,13 +93,13 @@ def _governing(*operands: Any) -> tuple[Recipe | None, ScaledTensor | None]:
     """Return the recipe of a product, and the weight that has it: the first parameter, or else the
     first view or conversion of one, as `w.t()` and `w.bfloat16()` are. A product without a weight
     has the recipe of the last scaled operand. If a filter left out an operand, there is none."""
-    found: Recipe | None = None
-    weight: ScaledTensor | None = None
-    settled = False
+    refuse_jit(ScaledTensor)
+    found, weight, settled = None, None, False
     for x in operands:
         if isinstance(x, ScaledTensor):
             if x.recipe is None:
                 return None, None
+            refuse_capture(x)
             if settled:
                 continue
             if is_parameter(x):
@@ -145,7 +145,6 @@ def _product(
     """Return `function(*operands)` with every operand cast, and the gradient cast once. If the
     recipe casts for each of the three products, `lowered` or the entry of `BY_GEMM` makes the
     product. A warning names `spelled` if there is neither."""
-    refuse_jit(ScaledTensor)
     recipe, weight = _governing(*operands)
     if any(map(is_sparse, operands)):
         return function(*_beside_sparse(operands, recipe), **kwargs)
