@@ -129,15 +129,16 @@ _OWN = ("empty", "copy_", "resize_", "set_", "as_strided", "view", "unfold", "_r
 def _take_operators(torch: Any, library: Any) -> None:
     """Run the CPU's kernel of operators that torch would compose of others without a kernel."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    composed = ("", "NonFunctional")
+    kinds = ("ExplicitAutograd", "ExplicitAutogradNonFunctional", "ImplicitAutograd")
     names = [
         name.encode()
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("aten::")
         and name.removeprefix("aten::").split(".")[0] not in _OWN
         and has(name, "CPU")
-        and any(has(name, f"CompositeExplicitAutograd{kind}") for kind in composed)
+        and any(has(name, f"Composite{kind}") for kind in kinds)
     ]
+    names += [b"aten::convolution", b"aten::convolution_backward"]
     library.take((ctypes.c_char_p * len(names))(*names), len(names))
 
 

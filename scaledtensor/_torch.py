@@ -161,7 +161,7 @@ def foreach_increment(targets: list[Tensor]) -> None:
     """`target += 1` for each target, in one call. torch's own optimizers count their steps so.
     The 1 is a tensor, since torch would make one for each target, in four times the time."""
     if targets:
-        torch._foreach_add_(targets, torch.ones(()), alpha=1.0)
+        torch._foreach_add_(targets, torch.ones((), dtype=torch.float32), alpha=1.0)
 
 
 def mark_rows_dynamic(tensors: Sequence[Tensor]) -> None:

@@ -173,7 +173,7 @@ def _example(rounding: Rounding) -> dict[str, str]:
     """The results of `rounding` for each of `EXAMPLES`. A random rounding may have several."""
     row: dict[str, str] = {"rounding": rounding}
     for x in EXAMPLES:
-        codes = encode(torch.full((_DRAWS,), x), E4M3FN, rounding=rounding)
+        codes = encode(torch.full((_DRAWS,), x, dtype=torch.float32), E4M3FN, rounding=rounding)
         found = {E4M3FN.value(code) for code in describe.unsigned(codes)}
         row[str(x)] = " or ".join(describe.number(v) for v in sorted(found, key=abs))
     return row

@@ -106,7 +106,7 @@ class Parallel(Alone):
         return loss
 
     def any(self, here: bool) -> bool:
-        told = torch.tensor(float(here), device=self.device)
+        told = torch.tensor(float(here), device=self.device, dtype=torch.float32)
         dist.all_reduce(told)
         return bool(told > 0)
 

@@ -109,8 +109,8 @@ class FP8Units:
         reason = self._obstacle_of_dtypes(kind, a.dtype, b.dtype)
         if reason is not None:
             return reason
-        if a.dim() != 2:
-            return "a batch of matrices has no FP8 product"
+        if a.dim() != 2 or b.dim() != 2:
+            return "FP8 units multiply two matrices, no batch of them and no vector"
         (m, k), n = a.shape, b.shape[1]
         across, along = kind.right
         if k % max(along * (_READ if across > 1 else 1), 1) or n % max(across, 1):
@@ -132,7 +132,7 @@ class FP8Units:
     # --- products without an obstacle ---
 
     def scaled(self, a: Tensor, b: Tensor, scale: Tensor | None, fast: bool) -> Tensor:
-        one = torch.ones((), device=a.device)
+        one = torch.ones((), device=a.device, dtype=torch.float32)
         of_rows = one if scale is None else scale
         return _torch.scaled_mm(_by_rows(a), _by_columns(b), of_rows, one, fast)
 
@@ -158,7 +158,7 @@ class FP8Units:
 
     def groups(self, a: Tensor, b: Tensor, offs: Tensor, scale: Tensor, fast: bool) -> Tensor:
         of_rows = scale.expand(a.shape[0]).contiguous()
-        of_columns = torch.ones(b.shape[0], b.shape[2], device=a.device)
+        of_columns = torch.ones(b.shape[0], b.shape[2], device=a.device, dtype=torch.float32)
         rows, columns = _by_rows(a), _by_columns(b)
         return _torch.scaled_grouped_mm(rows, columns, of_rows, of_columns, offs, fast)
 

@@ -98,7 +98,7 @@ class AutoScales:
         """Return mu of a bucket, 0-dim float32. It is 1 for a new bucket."""
         mu = self.mu.get(bucket)
         if mu is None:
-            mu = torch.ones((), device=device)
+            mu = torch.ones((), device=device, dtype=torch.float32)
         self.mu[bucket] = mu.to(device)  # a loaded mu may be on another device
         return self.mu[bucket]
 

@@ -150,7 +150,10 @@ class Forms:
                 return self.round_trip(x, scale, how.format, columns)
             # `block_size` is a constant, and this size is none.
             return (
-                self.round_trip(x / scale, torch.ones((), device=x.device), how.format, 0) * scale
+                self.round_trip(
+                    x / scale, torch.ones((), device=x.device, dtype=torch.float32), how.format, 0
+                )
+                * scale
             )
         padded = torch.nn.functional.pad(size, (0, -columns % along))
         amax = padded.view(*x.shape[:-1], -1, along).amax(-1)

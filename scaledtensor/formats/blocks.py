@@ -413,7 +413,7 @@ def _scaled(
     pieces = _pieces(blocks)
     if pieces is None:
         return f(blocks, factor)
-    out = torch.empty(blocks.shape, dtype=dtype)
+    out = torch.empty(blocks.shape, dtype=dtype, device="cpu")
     for dim, start, count in pieces:
         own = factor if factor.shape[dim] == 1 else factor.narrow(dim, start, count)
         out.narrow(dim, start, count).copy_(f(blocks.narrow(dim, start, count), own))

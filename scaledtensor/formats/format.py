@@ -297,7 +297,8 @@ class Format:
                 f"{self.name} has {self.num_codes} codes; values() is for formats of at most"
                 " 16 bits. value(code) gives one"
             )
-        return torch.tensor([self.value(code) for code in range(self.num_codes)])
+        values = [self.value(code) for code in range(self.num_codes)]
+        return torch.tensor(values, dtype=torch.float32)
 
     def _magnitude(self, code: int) -> float:
         if code == self.max_code + 1 and self.has_inf:

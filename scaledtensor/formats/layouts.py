@@ -387,7 +387,7 @@ def _by_group(
     groups = x.reshape(-1, inner)
     if torch.compiler.is_compiling() or not backend_of(x).host or len(groups) <= PIECE:
         return f(groups, stream)[:, :outer].reshape(shape)
-    out = torch.empty(len(groups), outer, dtype=torch.uint8)
+    out = torch.empty(len(groups), outer, dtype=torch.uint8, device="cpu")
     for start in range(0, len(groups), PIECE):
         out[start : start + PIECE] = f(groups[start : start + PIECE], stream)[:, :outer]
     return out.view(shape)

@@ -69,7 +69,7 @@ ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
 
 _WIDE = (torch.float32, torch.bfloat16, torch.float16)
 _RAW = (torch.uint8, torch.int16)
-_NAN = torch.tensor(math.nan, device="cpu")
+_NAN = torch.tensor(math.nan, dtype=torch.float32, device="cpu")
 _MAX = torch.finfo(torch.float32).max
 
 

@@ -48,7 +48,7 @@ def fake_quantize(x: Tensor, fmt: Format, mode: Mode, cast: Callable[[Tensor], T
 def _gather(x: Tensor, key: tuple[object, ...], cast: Callable[[Tensor], Tensor]) -> Tensor:
     table = _TABLES.get(key)
     if table is None:
-        every = torch.arange(1 << 16).to(torch.int16).view(x.dtype)
+        every = torch.arange(1 << 16, device="cpu").to(torch.int16).view(x.dtype)
         table = _TABLES[key] = cast(every)
     raw = table.view(_RAW[table.dtype.itemsize])
 
@@ -74,7 +74,7 @@ def _selected(
 ) -> Tensor:
     """The entries at `index`, into `out` if given, else in the shape of `source`."""
     if out is None:
-        out = torch.empty(source.shape, dtype=dtype)
+        out = torch.empty(source.shape, dtype=dtype, device="cpu")
     entries = out.view(-1).view(table.dtype).view(-1, *table.shape[1:])
     torch.index_select(table, 0, index.view(-1).to(torch.int32), out=entries)
     return out

@@ -63,7 +63,7 @@ def in_pieces(
     rows = x.permute(*order)
     if not rows.is_contiguous():
         return f(x, 0, None)
-    out = torch.empty(rows.shape, dtype=dtype)
+    out = torch.empty(rows.shape, dtype=dtype, device="cpu")
     pairs = zip(pieces(rows), pieces(out), strict=True)
     for i, (piece, place) in enumerate(pairs):
         result = f(piece, i * PIECE, place)

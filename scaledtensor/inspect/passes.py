@@ -49,7 +49,7 @@ def start_of_backward(result: Any) -> tuple[Tensor, Tensor | None]:
     out = next((t for t in found if t.dim() == 0), found[0])
     if out.dim() == 0:
         return out, None
-    gradient = torch.randn(out.shape, device=out.device)
+    gradient = torch.randn(out.shape, device=out.device, dtype=torch.float32)
     if isinstance(out, ScaledTensor):
         return out, verbs.promote(gradient.to(out.dtype), out.detach())
     return out, gradient.to(out.dtype)

@@ -203,7 +203,7 @@ def _begin_anew(module: nn.Module, state: dict[str, Any], prefix: str, *rest: An
         weight = state.get(prefix + name)
         if weight is not None:
             device = weight.device if history.is_meta else history.device
-            history = torch.zeros(history.shape, device=device)
+            history = torch.zeros(history.shape, device=device, dtype=torch.float32)
         state.setdefault(prefix + name_of(name), history)
 
 

@@ -161,7 +161,7 @@ def simulate_format(
     """
     forward, backward = (None if f is None else get(f) for f in (fwd_format, bwd_format))
     how = SimulateFormat(forward, backward, rounding, bwd_rounding or rounding, overflow)
-    probe = torch.zeros(1)
+    probe = torch.zeros(1, dtype=torch.float32)
     for fmt, mode in ((how.forward, how.rounding), (how.backward, how.backward_rounding)):
         if fmt is not None:
             fake_quantize(probe, fmt, rounding=mode, overflow=overflow)  # may raise

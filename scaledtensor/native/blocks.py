@@ -93,8 +93,9 @@ def cast_values(
     m, k = x.shape
     carry, above, least = power or (0, 0, 0)
     whole, rows = block == "tensor" or kind in ("given", "two_level"), block == "row"
-    y = torch.empty(m, k, dtype=dtype)
-    outer = torch.empty(()) if whole else torch.empty(m, 1) if rows else None
+    y = torch.empty(m, k, dtype=dtype, device="cpu")
+    levels = () if whole else (m, 1)
+    outer = torch.empty(levels, dtype=torch.float32, device="cpu") if whole or rows else None
     call = _Blocks(
         *(x.data_ptr(), y.data_ptr(), None if outer is None else outer.data_ptr()),
         *(m, k, block if isinstance(block, int) else k),

@@ -193,7 +193,7 @@ def column_sums(x: Tensor) -> Tensor | None:
     if x.shape[-1] % _COLUMNS or not x.numel() or not _is_read(x):
         return None
     columns = x.shape[-1]
-    y = torch.empty(columns)
+    y = torch.empty(columns, dtype=torch.float32, device="cpu")
     rows = x.numel() // columns
     native.library().scaledtensor_column_sums(
         x.data_ptr(), y.data_ptr(), rows, columns, torch.get_num_threads()

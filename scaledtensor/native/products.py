@@ -142,7 +142,7 @@ class Prepared:
                 f"a product with a weight of shape {(call.n, call.k)} takes x of shape "
                 f"(M, {call.k}); got {tuple(x.shape)}"
             )
-        y = torch.empty(x.shape[0], call.n, dtype=x.dtype)
+        y = torch.empty(x.shape[0], call.n, dtype=x.dtype, device="cpu")
         call.x, call.y, call.m = x.data_ptr(), y.data_ptr(), x.shape[0]
         call.half = x.dtype is torch.bfloat16
         _run(call, y)
@@ -225,7 +225,7 @@ def dot_rows(a: Tensor, b: Tensor) -> Tensor | None:
     (batches, m, k), n = a.shape, b.shape[1]
     if not all(x.stride(2) == 1 or k <= 1 for x in (a, b)) or native.library() is None:
         return None
-    y = torch.empty(batches, m, n, dtype=a.dtype)
+    y = torch.empty(batches, m, n, dtype=a.dtype, device="cpu")
     size = b.element_size()
     call = _Product(
         *(a.data_ptr(), b.data_ptr(), None, None, y.data_ptr()),

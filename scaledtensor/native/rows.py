@@ -64,11 +64,11 @@ def decoded_rows(
     if batch > 1 and codes.stride(0) != heads * codes.stride(1):
         return None
     if not isinstance(scale, Tensor):
-        scale = torch.full((1, 1, 1, 1), scale)
+        scale = torch.full((1, 1, 1, 1), scale, dtype=torch.float32, device="cpu")
     if not scale.is_contiguous() or not native.takes(scale):
         return None
     narrow = dtype if dtype in _FLOATS else torch.float32
-    y = torch.empty(batch, heads, rows, width, dtype=narrow)
+    y = torch.empty(batch, heads, rows, width, dtype=narrow, device="cpu")
     if type(y) is not Tensor:  # under a mode that makes tensors without memory
         return None
     kind, table = decoder_of(fmt)

@@ -37,7 +37,9 @@ def weighted_sums(p: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
     if native.library() is None:
         return None
     (batches, m, k), n = p.shape, v.shape[2]
-    y, total = torch.empty(batches, m, n), torch.empty(batches, m, 1)
+    y, total = (
+        torch.empty(batches, m, width, dtype=torch.float32, device="cpu") for width in (n, 1)
+    )
     call = _Weighted(
         *(x.data_ptr() for x in (p, v, y, total)),
         *(batches, m, n, k, p.stride(1), p.stride(0), v.stride(1), v.stride(0)),

@@ -244,7 +244,7 @@ def operand(x: Any, like: ScaledTensor) -> Operand:
     if isinstance(x, ScaledTensor):
         return Operand(elements(x), x.scale, x.rms, x.nonnegative)
     if not isinstance(x, Tensor):
-        q = torch.full((), real(x), device=like.device)
+        q = torch.full((), real(x), device=like.device, dtype=torch.float32)
         return Operand(q, torch.ones_like(q), q.abs(), x >= 0)
     if x.layout != torch.strided:
         raise UnsupportedError(
@@ -261,7 +261,7 @@ def operand(x: Any, like: ScaledTensor) -> Operand:
         return Operand(x / scale, scale, x.abs())
     q = x if x.dtype == torch.bfloat16 else x.float()
     if invariant.assumes_unit_scale():
-        one = torch.ones((), device=x.device)
+        one = torch.ones((), device=x.device, dtype=torch.float32)
         return Operand(q, one, one.clone())
     rms = measured_rms(x)
     scale = nearest_power_of_two(rms)
@@ -300,7 +300,7 @@ def side(x: Any, like: ScaledTensor) -> Side:
         return Side(elements(x), *amounts_of(x), x.nonnegative)
     if not isinstance(x, Tensor) and calculates(like):
         number = Single(rounded(real(x)))
-        return Side(torch.full((), number), ONE, abs(number), x >= 0)
+        return Side(torch.full((), number, dtype=torch.float32), ONE, abs(number), x >= 0)
     if isinstance(x, Tensor) and x.dim() == 0 and torch.compiler.is_compiling():
         given: Any = Form.of(x.to(like.device, torch.float32))
         (unit,) = settle(abs(given))

@@ -198,7 +198,7 @@ class Bucket:
                 _copy(part(entry.state[name]), view)
             shown[name] = entry.state[name] = as_spread(view, entry.owner)
         if RULES[self.plan.rule].counts and "step" not in entry.state:
-            entry.state["step"] = torch.zeros(())
+            entry.state["step"] = torch.zeros((), dtype=torch.float32)
         return shown
 
     def holds(self, entries: Sequence[Entry]) -> bool:

@@ -73,7 +73,7 @@ def _loaded(p: Tensor, group: Group, saved: State, wide: bool, units: dict[str, 
         if x is None:  # the buffer of SGD without momentum
             continue
         if name == "step":
-            made[name] = torch.tensor(float(x))
+            made[name] = torch.tensor(float(x), dtype=torch.float32)
             continue
         if not isinstance(x, Tensor):
             made[name] = x

@@ -78,7 +78,7 @@ class Float32Master(Master):
     why = "a float32 parameter is its own master"
 
     def empty(self, groups: int, device: torch.device) -> Kept:
-        return (torch.zeros(groups, GROUP, device=device),)
+        return (torch.zeros(groups, GROUP, device=device, dtype=torch.float32),)
 
     def read(self, elements: Tensor, fmt: Format, kept: Kept, unit: Tensor) -> Tensor:
         return _unless_written(elements, fmt, kept[0] / unit)

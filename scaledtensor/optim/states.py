@@ -62,7 +62,7 @@ class Float32State:
 
     def empty(self, groups: int, device: torch.device) -> Kept:
         """Return zeros."""
-        return (torch.zeros(groups, GROUP, device=device),)
+        return (torch.zeros(groups, GROUP, device=device, dtype=torch.float32),)
 
     def table(self, device: torch.device) -> Tensor | None:
         """Return the table in which `read` looks up values, if the format has one."""
@@ -126,7 +126,7 @@ class GroupedState(Float32State):
     def empty(self, groups: int, device: torch.device) -> Kept:
         codes = torch.zeros(groups, GROUP, dtype=self.format.storage_dtype, device=device)
         power = torch.full((groups,), 16, dtype=torch.uint8, device=device)
-        return codes, torch.ones(groups, device=device), power
+        return codes, torch.ones(groups, device=device, dtype=torch.float32), power
 
     def table(self, device: torch.device) -> Tensor | None:
         return value_table(self.format, device) if self.format.bits == 8 else None

@@ -95,7 +95,7 @@ def rounded_with_feedback(matrix: Tensor, moments: Tensor, cast: Cast) -> Coded:
     held = matrix.double().clone()
     by_moments = held.view(moments.shape[0], -1, k)  # the same memory
     # A second level is for the whole tensor, before any column is updated.
-    one = torch.ones((), device=matrix.device)
+    one = torch.ones((), device=matrix.device, dtype=torch.float32)
     start = quantized(matrix, one, cast, -1)
     codes, scale = torch.empty_like(start.codes), start.scale
     along = cast.block[1]

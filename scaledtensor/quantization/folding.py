@@ -88,7 +88,7 @@ def _stored(matrix: Tensor, config: Config) -> Tensor:
     """The values that a config stores a matrix as, by rounding to nearest."""
     held = mixed(matrix, -1) if config.rotate else matrix
     how = config.weight
-    coded = quantized(held, torch.ones((), device=held.device), how, -1)
+    coded = quantized(held, torch.ones((), device=held.device, dtype=torch.float32), how, -1)
     scale: Any = coded.scale
     if coded.whole is not None:
         scale = TwoLevelScale(coded.scale, coded.whole)

@@ -48,7 +48,7 @@ def coded_input(x: Tensor, config: Config, scale: Tensor | None, dim: int = -1) 
 
 def _coded(x: Tensor, how: Cast, given: Tensor | None, dim: int = -1) -> Coded:
     if given is None:
-        return quantized(x, torch.ones((), device=x.device), how, dim)
+        return quantized(x, torch.ones((), device=x.device, dtype=torch.float32), how, dim)
     codes = encode_blocks(x, how.format, PerTensor(), given, overflow="saturate_finite")
     return Coded(codes, given)
 
@@ -107,7 +107,7 @@ cast_rows = torch.ops.scaledtensor.cast_rows.default
 
 def _cast_rows(x: Tensor, given: Tensor | None, cast: str) -> tuple[Tensor, Tensor]:
     values, outer = _factored(x.contiguous(), parsed_cast(cast), given)
-    return values, torch.ones(()) if outer is None else outer
+    return values, torch.ones((), dtype=torch.float32) if outer is None else outer
 
 
 def _imagined_rows(x: Tensor, given: Tensor | None, cast: str) -> tuple[Tensor, Tensor]:

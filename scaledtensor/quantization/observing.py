@@ -156,7 +156,9 @@ class Seen:
         if self.wants_moments:
             terms = rows.shape[-1]
             if self.moments is None:
-                self.moments = torch.zeros(matrices, terms, terms, device=rows.device)
+                self.moments = torch.zeros(
+                    matrices, terms, terms, device=rows.device, dtype=torch.float32
+                )
             held = self.moments if index is None else self.moments[index]
             held += rows.mT @ rows
 

@@ -316,7 +316,9 @@ def _by_units(x: Tensor, w: QuantizedTensor) -> Tensor | None:
         return None
     left = by_gemm.Side(inputs.coded_input(x, w.config, w.input_scale), w.config.input, -1)
     right = by_gemm.Side(_coded(w), w.config.weight, -1)
-    return by_gemm.by_units(left, right, torch.ones((), device=w.qdata.device), False)
+    return by_gemm.by_units(
+        left, right, torch.ones((), device=w.qdata.device, dtype=torch.float32), False
+    )
 
 
 def _coded(w: QuantizedTensor) -> Coded:
@@ -440,7 +442,7 @@ def _cast_input(x: Tensor, w: QuantizedTensor, dim: int) -> Tensor:
 def turned_back(x: Tensor) -> Tensor:
     """Undo `mixed` along the last dimension: its matrix is orthogonal."""
     groups = x.float().reshape(*x.shape[:-1], -1, HADAMARD)
-    identity = mixed(torch.eye(HADAMARD, device=x.device), -1)
+    identity = mixed(torch.eye(HADAMARD, device=x.device, dtype=torch.float32), -1)
     return torch.matmul(groups, identity.mT).flatten(-2)
 
 

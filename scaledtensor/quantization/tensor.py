@@ -140,7 +140,11 @@ class QuantizedTensor(Wrapper):
                 f"{matrix_shape(full, order)}; got {tuple(codes.shape)}"
             )
         levels = scale if isinstance(scale, TwoLevelScale) else (scale, None)
-        whole = torch.ones((), device=codes.device) if levels[1] is None else levels[1]
+        whole = (
+            torch.ones((), device=codes.device, dtype=torch.float32)
+            if levels[1] is None
+            else levels[1]
+        )
         extras: dict[str, Tensor] = {}
         if input_scale is not None:
             given = torch.as_tensor(input_scale, dtype=torch.float32, device=codes.device)

@@ -129,7 +129,7 @@ def _quantized(w: Tensor, config: str, order: Any, input_scale: float | None = N
 def _seen(name: str, shape: tuple[int, ...], trained_as: Trained) -> Seen:
     found = Seen(name, _config(trained_as.config), cast(Order, trained_as.order), shape)
     if trained_as.input_scale is not None:
-        found.input_scale = torch.tensor(trained_as.input_scale)
+        found.input_scale = torch.tensor(trained_as.input_scale, dtype=torch.float32)
     return found
 
 

@@ -414,7 +414,9 @@ def quantized_weight(
     if config.rounding == "error_feedback" and seen is not None and seen.moments is not None:
         coded = rounded_with_feedback(matrix, seen.entering_moments(), config.weight)
     else:
-        coded = quantized(matrix, torch.ones((), device=matrix.device), config.weight, -1)
+        coded = quantized(
+            matrix, torch.ones((), device=matrix.device, dtype=torch.float32), config.weight, -1
+        )
     scale: Any = coded.scale
     if coded.whole is not None:
         scale = TwoLevelScale(coded.scale, coded.whole)

@@ -368,4 +368,4 @@ def _form_fake(leaves: list[Tensor], steps: str) -> Tensor:
 @torch.library.register_fake("scaledtensor::pair", lib=_LIBRARY)  # type: ignore[untyped-decorator]
 def _pair_fake(leaves: list[Tensor], steps: str) -> Tensor:
     _inductor.teach()
-    return torch.empty(2, device=leaves[0].device)
+    return torch.empty(2, device=leaves[0].device, dtype=torch.float32)

@@ -115,7 +115,7 @@ def checked_levels(
         if isinstance(given, Tensor) and given.dtype == torch.float8_e8m0fnu:
             given = decode(given, from_dtype(given.dtype))
         scale = _checked_scales(given, torch.float32, granularity, codes)
-        return scale, torch.ones((), device=scale.device)
+        return scale, torch.ones((), device=scale.device, dtype=torch.float32)
     if fmt.bits > 8:
         raise FormatError(f"two-level scales are for elements of 8 bits or fewer, not {fmt!r}")
     block = _checked_scales(given.block, torch.float8_e4m3fn, granularity, codes)

@@ -181,7 +181,8 @@ class Site:
         key = (weight.recipe.shifts, weight.device)
         if self.lent is None or self.lent[0] != key:
             with _torch.outside_modes(), torch.inference_mode(False):
-                made = torch.tensor([2.0**n for n in weight.recipe.shifts], device=weight.device)
+                factors = [2.0**n for n in weight.recipe.shifts]
+                made = torch.tensor(factors, dtype=torch.float32, device=weight.device)
             if self.lent is not None:
                 _lenders.pop(self.lent[1].data_ptr(), None)
             self.lent = key, made

@@ -114,7 +114,7 @@ def _one_scale(x: Tensor, fmt: Format, scale: str | float | Tensor) -> Tensor:
     if not isinstance(scale, str):
         return checked_scale(scale, x.device, power_of_two=True)
     if scale == "one":
-        return torch.ones((), device=x.device)
+        return torch.ones((), device=x.device, dtype=torch.float32)
     if scale == "amax":
         return _filling(x, fmt)
     return cast(Tensor, _by_blocks(x, fmt, scale, PerTensor())[1])
@@ -159,7 +159,7 @@ def _by_blocks(
 def _chosen(x: Tensor, scale: str | float | Tensor, granularity: Granularity) -> Tensor:
     shape = scale_shape(granularity, x.shape)
     if scale == "one":
-        return torch.ones(shape, device=x.device)
+        return torch.ones(shape, device=x.device, dtype=torch.float32)
     if isinstance(scale, str):
         return nearest_power_of_two(_block_rms(x, granularity)).view(shape)
     if not isinstance(scale, Tensor) or scale.dim() == 0:

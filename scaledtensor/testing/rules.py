@@ -155,11 +155,14 @@ class _Check:
             self._in_range(list(pooled), low, high, f"gradient {n}")
 
     def _input(self, shape: tuple[int, ...], power: int) -> Tensor:
-        x = torch.randn(shape, generator=self.rng) * 2.0**power
+        x = torch.randn(shape, generator=self.rng, dtype=torch.float32) * 2.0**power
         return scaled(x.to(self.dtype)).requires_grad_(self.differentiable)
 
     def _grad(self, out: Tensor) -> Tensor:
-        grad = torch.randn(out.shape, generator=self.rng) * 2.0**self.power_of_grad
+        grad = (
+            torch.randn(out.shape, generator=self.rng, dtype=torch.float32)
+            * 2.0**self.power_of_grad
+        )
         plain = grad.to(out.dtype)
         return scaled(plain) if isinstance(out, ScaledTensor) else plain
 

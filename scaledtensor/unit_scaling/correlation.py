@@ -68,7 +68,9 @@ def _gradients(result: Any, parameters: dict[str, nn.Parameter]) -> dict[str, fl
     losses = [x for x in found if x.numel() == 1]
     rng = torch.Generator().manual_seed(0)
     seeds = [
-        torch.ones_like(x) if losses else torch.randn(x.shape, generator=rng).to(x)
+        torch.ones_like(x)
+        if losses
+        else torch.randn(x.shape, generator=rng, dtype=torch.float32).to(x)
         for x in losses or found
     ]
     sources = {name: p for name, p in parameters.items() if p.requires_grad}

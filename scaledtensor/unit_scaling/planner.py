@@ -391,7 +391,9 @@ def _is_causal(node: Node) -> bool:
     if not isinstance(mask, Tensor) or mask.shape[-2] < 2:
         return False
     hidden = ~mask if mask.dtype == torch.bool else mask < -_FILL
-    later = torch.ones(mask.shape[-2:]).tril(mask.shape[-1] - mask.shape[-2]) == 0
+    later = (
+        torch.ones(mask.shape[-2:], dtype=torch.float32).tril(mask.shape[-1] - mask.shape[-2]) == 0
+    )
     return bool(later.any() and hidden.cpu()[..., later].all())
 
 

@@ -64,7 +64,7 @@ class Layout:
 
     def gaussian(self, rng: torch.Generator) -> Tensor:
         """Return a tensor of random numbers with this layout, in new memory."""
-        drawn = torch.randn(self.end - self.offset, generator=rng)
+        drawn = torch.randn(self.end - self.offset, generator=rng, dtype=torch.float32)
         memory = drawn.to(self.device, self.dtype)
         return memory.as_strided(self.shape, self.stride)
 

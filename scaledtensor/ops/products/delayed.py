@@ -49,7 +49,7 @@ INPUT, WEIGHT, GRADIENT = 0, 1, verbs.GRADIENT
 
 
 def new(length: int, device: torch.device) -> Tensor:
-    return torch.zeros(3, length + 2, device=device)
+    return torch.zeros(3, length + 2, device=device, dtype=torch.float32)
 
 
 def advance(history: Tensor) -> None:

@@ -126,7 +126,7 @@ def quantized(q: Tensor, held: Tensor, cast: Cast, dim: int, whole: Tensor | Non
             scale = least_error(q, fmt, below=below)
             return Coded(encode_blocks(q, fmt, cut, scale, **how), scale)
         case _:
-            one = torch.ones((), device=q.device)
+            one = torch.ones((), device=q.device, dtype=torch.float32)
             if fmt.storage_dtype.itemsize > 1:  # a compute format keeps infinities
                 return Coded(store(q, fmt), one)
             shift = 2.0**cast.scale.shift
@@ -284,7 +284,7 @@ def _searched(q: Tensor, cast: Cast, dim: int, how: dict[str, Any], whole: Tenso
     """Cast `q` under scales near the scales by amax, those with the least squared error."""
     fmt, scale = cast.format, replace(cast.scale, least_error=False)  # type: ignore[arg-type]
     plain, cut = replace(cast, scale=scale), granularity(cast, dim)
-    first = quantized(q, torch.ones((), device=q.device), plain, dim, whole)
+    first = quantized(q, torch.ones((), device=q.device, dtype=torch.float32), plain, dim, whole)
     kind = first.scale.dtype
     numbers = first.scale if kind == torch.float32 else decode(first.scale, from_dtype(kind))
     binary = kind == torch.float8_e8m0fnu or getattr(scale, "power_of_two", False)
@@ -320,7 +320,7 @@ def mixed(q: Tensor, dim: int) -> Tensor:
 
 
 def _hadamard(device: torch.device) -> Tensor:
-    h = torch.ones(1, 1, device=device)
+    h = torch.ones(1, 1, device=device, dtype=torch.float32)
     while h.shape[0] < HADAMARD:
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
     # By arithmetic: a tensor of numbers of the host would be a constant of an exported program.

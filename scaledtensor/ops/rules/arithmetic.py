@@ -289,7 +289,7 @@ def lerp(x: Any, y: Any, weight: Any) -> Raw:
     if isinstance(a.rms, Single) and isinstance(b.rms, Single) and not isinstance(w, Tensor):
         w = Single(rounded(w))
     elif not isinstance(w, Tensor):
-        w = torch.full((), w, device=like.device)
+        w = torch.full((), w, device=like.device, dtype=torch.float32)
     mean = w.mean() if isinstance(w, Tensor) and w.dim() else w
     rms = _lerp_rms(a.rms, b.rms, mean)
     scale, ratio_a, ratio_b = settle(rms, a.scale, b.scale)

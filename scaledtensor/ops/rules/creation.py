@@ -38,7 +38,7 @@ def _new(
     dtype = options.pop("dtype", None) or x.dtype
     options.pop("layout", None)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        like = torch.empty_strided(x.shape, x.stride(), device=x.device)
+        like = torch.empty_strided(x.shape, x.stride(), device=x.device, dtype=torch.float32)
         plain: Tensor = op(like, *args, dtype=dtype, **options)
         return plain
     fmt = x.format if dtype == x.dtype else from_dtype(dtype)
@@ -53,7 +53,9 @@ def _new(
         q.fill_(fill_under(number, scale, q))
         own = single_of(scale), single_of(rms)
         return ScaledTensor.make(q, *own, fmt, dtype, x.recipe, number > 0)
-    rms = torch.full((), abs(number), device="cpu" if _is_real(q) else q.device)
+    rms = torch.full(
+        (), abs(number), device="cpu" if _is_real(q) else q.device, dtype=torch.float32
+    )
     scale = nearest_power_of_two(rms)
     q = q if number in (0, 1) else q / scale
     scale = torch.ones_like(scale) if number in (0, 1) else scale
@@ -188,14 +190,18 @@ def randn_like(x: ScaledTensor, **options: Any) -> Tensor:
 @rule(aten.normal_functional.default)
 def normal(x: ScaledTensor, mean: float = 0, std: float = 1, *, generator: Any = None) -> Raw:
     """r = sqrt(mean^2 + std^2)."""
-    q = torch.empty(x.shape, device=x.device).normal_(mean, std, generator=generator)
+    q = torch.empty(x.shape, device=x.device, dtype=torch.float32).normal_(
+        mean, std, generator=generator
+    )
     return Raw(q, None, torch.full_like(x.rms, math.hypot(mean, std)))
 
 
 @rule(aten.uniform.default)
 def uniform(x: ScaledTensor, low: float = 0, high: float = 1, *, generator: Any = None) -> Raw:
     """r = sqrt((a^2 + a b + b^2) / 3): uniform on [a, b)."""
-    q = torch.empty(x.shape, device=x.device).uniform_(low, high, generator=generator)
+    q = torch.empty(x.shape, device=x.device, dtype=torch.float32).uniform_(
+        low, high, generator=generator
+    )
     rms = math.sqrt((low * low + low * high + high * high) / 3)
     return Raw(q, None, torch.full_like(x.rms, rms))
 

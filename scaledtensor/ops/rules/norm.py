@@ -117,7 +117,9 @@ def layer_norm(
     v, w, b = _values(x, weight, bias)
     data = _for_kernel(v)
     if w is None and data.dtype == torch.bfloat16:
-        w = torch.ones(shape, device=v.device)  # float32 statistics need a float32 weight
+        w = torch.ones(
+            shape, device=v.device, dtype=torch.float32
+        )  # float32 statistics need a float32 weight
     out, mean, rstd = aten.native_layer_norm.default(data, shape, w, b, eps)
     return Raw(out.to(v.dtype), None, _affine_rms(weight, bias, v), fresh=True), mean, rstd
 
@@ -141,7 +143,7 @@ def layer_norm_backward(
     v, w, b = _values(held.v, weight, bias)
     data = _for_kernel(v)
     if w is None and data.dtype == torch.bfloat16:
-        w = torch.ones(shape, device=v.device)
+        w = torch.ones(shape, device=v.device, dtype=torch.float32)
     raw = aten.native_layer_norm_backward.default(
         left.q.to(data.dtype), data, shape, held.mean, held.rstd, w, b, mask
     )
@@ -229,7 +231,7 @@ def _by_channel(x: Any, weight: Any) -> tuple[Tensor, Tensor | None]:
     that the kernel computes float32 statistics."""
     v, w = _values(x, weight)
     if w is None and v.dtype != torch.float32 and v.dim() > 1:
-        w = torch.ones(v.shape[1], device=v.device)
+        w = torch.ones(v.shape[1], device=v.device, dtype=torch.float32)
     return v, w
 
 
@@ -294,7 +296,7 @@ class _Running(NamedTuple):
         """RMS of (x - mean) / sqrt(var). It is 1 for measured statistics. A new module has mean 0
         and variance 1, so there it is the RMS of `x`."""
         if self.mean is None or self.var is None or not isinstance(x, ScaledTensor):
-            return torch.ones((), device=x.device)
+            return torch.ones((), device=x.device, dtype=torch.float32)
         fresh = (self.mean == 0).all() & (self.var == 1).all()
         return torch.where(fresh, x.rms, torch.ones_like(x.rms))
 

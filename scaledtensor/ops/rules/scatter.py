@@ -241,7 +241,9 @@ def scatter_with(x: Tensor, dim: int, index: Tensor, src: Tensor, *, reduce: str
 @rule(aten.scatter.value_reduce)
 def scatter_number(x: ScaledTensor, dim: int, index: Tensor, number: float, *, reduce: str) -> Raw:
     """Same as `scatter_reduce` for a source of one number."""
-    return scatter_with(x, dim, index, torch.full(index.shape, float(number)), reduce=reduce)
+    return scatter_with(
+        x, dim, index, torch.full(index.shape, float(number), dtype=torch.float32), reduce=reduce
+    )
 
 
 def _reduced(
