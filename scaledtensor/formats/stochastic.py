@@ -112,9 +112,7 @@ def _counters(key: Tensor, shape: torch.Size, start: int) -> Tensor:
     if in_cpp and len(shape) > 1 and shape[-1] <= _ROW:
         # Inductor's C++ puts a vector of counters together element by element. `as_strided` makes
         # it write a row of counters first, so that a vector is one load from the cache.
-        rows = torch.arange(
-            start, start + count, shape[-1], dtype=torch.int32, device=key.device
-        )
+        rows = torch.arange(start, start + count, shape[-1], dtype=torch.int32, device=key.device)
         columns = torch.arange(shape[-1], dtype=torch.int32, device=key.device)
         return (rows[:, None] + columns.as_strided(columns.shape, (1,))).view(shape)
     return torch.arange(start, start + count, dtype=torch.int32, device=key.device).view(shape)
