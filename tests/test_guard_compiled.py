@@ -355,3 +355,73 @@ def test__compiled_code__counts_when_the_parameters_are_rebalanced():
         told += [step] * any(w.category is SaturationWarning for w in found)
         optimizer.step()
     assert told == [5]
+
+
+def rays():
+    """The loss of NeRF's compositing along a ray, whose gradient is far smaller than its rule says,
+    since the terms of the product are correlated."""
+    x = torch.randn(8, 12, 8, generator=torch.Generator().manual_seed(0))
+
+    def loss(model):
+        alpha = 1 - torch.exp(-nn.functional.relu(model(x)[..., 3]) / 12)
+        kept = torch.cumprod(torch.cat([torch.ones(8, 1), 1 - alpha], -1), -1)[:, :-1]
+        return (alpha * kept).mean()
+
+    return nn.Sequential(nn.Linear(8, 32), nn.SiLU(), nn.Linear(32, 4)), loss
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+def test__a_gradient_that_vanishes_whole__is_found_within_three_steps():
+    torch.manual_seed(0)
+    model, loss = rays()
+    loss(model).backward()
+    want = model[0].weight.grad.clone()
+    model.zero_grad()
+    sct.scale_model(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    errors = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss(compiled).backward()
+        optimizer.step()
+        errors.append(error(model[0].weight.grad.dequantize(), want))
+    assert errors[0] == 1
+    assert max(errors[2:]) < 0.1
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+def test__a_branch_that_starts_at_zero__keeps_its_shifts():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.SiLU(), nn.Linear(64, 16))
+    nn.init.zeros_(model[2].weight)
+    x = torch.randn(64, 16)
+    sct.scale_model(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SaturationWarning)
+        for _ in range(4):
+            optimizer.zero_grad()
+            (compiled(x) - x).square().sum().backward()
+            optimizer.step()
+            assert model[0].weight.recipe.shifts[1] > -8
+    assert model[0].weight.grad.dequantize().norm() > 0
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+def test__a_gradient_that_is_zero__is_sought_a_few_times():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.SiLU(), nn.Linear(64, 16))
+    nn.init.zeros_(model[2].weight)
+    x = torch.randn(64, 16)
+    sct.scale_model(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    shifts = []
+    for _ in range(9):
+        compiled(x).square().sum().backward()
+        optimizer.step()
+        shifts.append(model[0].weight.recipe.shifts[1])
+    assert min(shifts) == sites._LOWEST
+    assert shifts[-1] == 0

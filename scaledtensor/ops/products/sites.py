@@ -224,6 +224,10 @@ def _within(shift: int) -> int:
 _GROWTH = ((0.5, 8), (0.1, 4), (0.01, 2), (_LOST, 1))
 
 
+#: The least shift that compiled code tries for a gradient that is all zeros.
+_LOWEST = -60
+
+
 def look_at_cast(
     site: Site, role: int, q: Tensor, factors: Tensor, fmt: Format, corrects: bool
 ) -> None:
@@ -234,7 +238,8 @@ def look_at_cast(
     q = q.detach().float() if q.dtype.itemsize == 1 else q.detach()
     q, amax, sum_of_squares = amax_and_squares(q)
     lost = _share(at_limit(q.abs(), fmt), q) if amax == fmt.max else 0.0
-    if lost > LOST_FOR_GOOD:
+    seeks_below = corrects and site.between[role][0] is None is not site.between[role][1]
+    if lost > LOST_FOR_GOOD and not seeks_below:
         _tell_saturated(site.name or "a weight", role, lost, fmt, "compiled" if corrects else "")
     if not corrects:
         site.glanced = True
@@ -253,7 +258,9 @@ def look_at_cast(
 
 def _seek(site: Site, role: int, fmt: Format, shift: int, lost: float, vanished: bool) -> None:
     """Seek a shift between the shifts that lose elements: a greater one if elements saturate, and a
-    smaller one if it grew too far for another product of the weight."""
+    smaller one if it grew too far for another product of the weight, or if a whole gradient
+    vanished twice. A gradient may also be zero: that of a branch that starts at zero is, in the
+    first step. So this search begins with the second look, and ends at `_LOWEST`."""
     global settling
     low, high = site.between[role]
     growth = next((more for least, more in _GROWTH if lost > least), 0)
@@ -270,6 +277,10 @@ def _seek(site: Site, role: int, fmt: Format, shift: int, lost: float, vanished:
     elif vanished and low is not None and shift > low + 1:
         high = shift
         site.sought[role] = (low + shift) // 2
+    elif vanished and role == GRADIENT and low is None and (high is None or shift <= high):
+        lower = shift if high is None else shift - math.floor(math.log2(fmt.max))
+        high = shift
+        site.sought[role] = lower if lower >= _LOWEST else 0
     else:
         return
     site.between[role] = low, high
