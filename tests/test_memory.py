@@ -13,7 +13,7 @@ from tensors import saved_and_loaded
 from torch import Tensor, nn
 
 import scaledtensor as sct
-from scaledtensor.errors import DTypeError
+from scaledtensor.errors import DTypeError, UnsupportedError
 
 VIEWS = {
     "whole": lambda x: x,
@@ -224,3 +224,42 @@ def test__a_parameter_without_attributes__pickles_as_older_releases_read_it() ->
     function, arguments = layer().weight.__reduce_ex__(2)
     assert function.__name__ == "rebuild"
     assert len(arguments) == 6
+
+
+PRODUCTS_WITH_OUT = {
+    "mm": lambda a, b, out: torch.mm(a, b, out=out),
+    "matmul": lambda a, b, out: torch.matmul(a, b, out=out),
+    "mv": lambda a, b, out: torch.mv(a, b[:, 0], out=out),
+    "bmm": lambda a, b, out: torch.bmm(a[None], b[None], out=out),
+    "addmm": lambda a, b, out: torch.addmm(b[0], a, b, beta=0.5, out=out),
+    "multi_dot": lambda a, b, out: torch.linalg.multi_dot([a, b], out=out),
+}
+
+
+@pytest.mark.parametrize("plain_out", [False, True])
+@pytest.mark.parametrize("name", PRODUCTS_WITH_OUT)
+def test__a_product__writes_into_its_out(name, plain_out):
+    torch.manual_seed(0)
+    a, b = torch.randn(8, 16), torch.randn(16, 4)
+    want = PRODUCTS_WITH_OUT[name](a, b, torch.empty(0))
+    x, y = sct.scaled(a), sct.scaled(b)
+    out = torch.empty(want.shape) if plain_out else torch.zeros_like(sct.scaled(want))
+    with torch.no_grad():
+        made = PRODUCTS_WITH_OUT[name](x, y, out)
+    assert made is out
+    found = out if plain_out else out.dequantize()
+    torch.testing.assert_close(found, want, rtol=2e-2, atol=2e-2)
+
+
+def test__out_of_a_product__is_refused_where_autograd_records():
+    x = sct.scaled(torch.randn(4, 4)).requires_grad_()
+    with pytest.raises(UnsupportedError, match="autograd has no out="):
+        torch.mm(x, x, out=torch.empty(4, 4))
+
+
+@pytest.mark.parametrize("name", ["maximum", "minimum", "fmax", "fmin"])
+def test__the_larger_of_two__is_found_in_fp16(name):
+    torch.manual_seed(0)
+    a, b = torch.randn(8, 8).half(), torch.randn(8, 8).half()
+    made = getattr(torch, name)(sct.scaled(a, "fp16"), sct.scaled(b, "fp16"))
+    assert made.dequantize().tolist() == getattr(torch, name)(a, b).tolist()

@@ -20,7 +20,7 @@ from scaledtensor.errors import DTypeMismatchError, UnsupportedError
 from scaledtensor.formats import Format, decode
 from scaledtensor.ops import invariant
 from scaledtensor.ops.products.dtype import product_dtype
-from scaledtensor.ops.registry import Overload, Raw
+from scaledtensor.ops.registry import ComplexOperand, Overload, Raw
 from scaledtensor.scales.cast_nodes import values_of
 from scaledtensor.scales.forms import Form
 from scaledtensor.scales.measure import measured_rms
@@ -253,6 +253,8 @@ def operand(x: Any, like: ScaledTensor) -> Operand:
             "size), or as x.to_dense()"
         )
     if not x.dtype.is_floating_point:
+        if x.is_complex():
+            raise ComplexOperand
         x = x.float()
     if x.dim() == 0:
         # Its power of two moves into the scale, so a loss multiplier of 2**-18 only edits scales.
@@ -301,7 +303,8 @@ def side(x: Any, like: ScaledTensor) -> Side:
     if not isinstance(x, Tensor) and calculates(like):
         number = Single(rounded(real(x)))
         return Side(torch.full((), number, dtype=torch.float32), ONE, abs(number), x >= 0)
-    if isinstance(x, Tensor) and x.dim() == 0 and torch.compiler.is_compiling():
+    single = isinstance(x, Tensor) and x.dim() == 0 and not x.is_complex()
+    if single and torch.compiler.is_compiling():
         given: Any = Form.of(x.to(like.device, torch.float32))
         (unit,) = settle(abs(given))
         return Side((given / unit).tensor(), unit, abs(given))

@@ -27,7 +27,12 @@ from torch.utils._pytree import tree_leaves
 
 from scaledtensor import _torch
 from scaledtensor._version import source_digest
-from scaledtensor.errors import MissingRuleError, MissingRuleWarning, RegistryError
+from scaledtensor.errors import (
+    MissingRuleError,
+    MissingRuleWarning,
+    RegistryError,
+    UnsupportedError,
+)
 from scaledtensor.formats import FP32, from_dtype
 from scaledtensor.ops.operators import Absent, Overload, find
 from scaledtensor.ops.results import Raw, dequantized, foreach, narrowest, wrap, write, written
@@ -39,6 +44,7 @@ from scaledtensor.tensors.tensor import ScaledTensor, from_plain
 
 __all__ = [
     "RULES",
+    "ComplexOperand",
     "Observer",
     "Overload",
     "Raw",
@@ -230,7 +236,10 @@ def dispatch(op: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     handler = _handlers.get(op)
     if handler is None:
         handler = _handlers[op] = _resolve(op)
-    result = handler(*args, **kwargs)
+    try:
+        result = handler(*args, **kwargs)
+    except ComplexOperand:
+        result = _beside_complex(op, args, kwargs)
     for observer in observers:
         observer(op, args, result)
     return result
@@ -266,6 +275,30 @@ def _resolve(op: Overload) -> Callable[..., Any]:
     if _torch.is_composite(op):
         return op.decompose
     return partial(_without_rule, op)
+
+
+# --- complex numbers -------------------------------------------------------------------------
+
+
+class ComplexOperand(Exception):  # noqa: N818 - `dispatch` catches it, and no program sees it
+    """A rule has met a plain complex tensor beside a ScaledTensor."""
+
+
+def _beside_complex(op: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator on plain values: complex numbers have no scales, and neither has the
+    result."""
+    for given, argument in zip(args, op._schema.arguments, strict=False):
+        into = argument.alias_info is not None and argument.alias_info.is_write
+        if into and isinstance(given, ScaledTensor):
+            raise UnsupportedError(
+                f"{op} writes a complex result into a ScaledTensor, whose elements are real"
+            )
+    named = {name: _plain_values(x) for name, x in kwargs.items()}
+    return op(*_plain_values(args), **named)
+
+
+def _plain_values(x: Any) -> Any:
+    return type(x)(map(_plain_values, x)) if isinstance(x, (list, tuple)) else dequantized(x)
 
 
 # --- 1. functional ---------------------------------------------------------------------------

@@ -57,6 +57,7 @@ __all__ = [
     "foreach",
     "is_table",
     "is_wide",
+    "limited",
     "narrowest",
     "saturated",
     "starts_at",
@@ -88,9 +89,14 @@ def is_table(x: Any) -> bool:
 
 
 def saturated(source: Tensor, q: Tensor) -> Tensor:
-    """Return `q`, a rescaled `source`, with finite elements kept finite. An infinity of `source`,
-    such as -inf in a mask, is intended and stays."""
-    return torch.where(source.isinf(), source, q.clamp(-LARGEST, LARGEST))
+    """Return `q`, a rescaled `source`. Finite elements stay finite, infinities of masks stay."""
+    return torch.where(source.isinf(), source, limited(q))
+
+
+def limited(q: Tensor) -> Tensor:
+    """Return elements limited to finite numbers of bfloat16 and of their own dtype."""
+    largest = min(LARGEST, torch.finfo(q.dtype).max)
+    return q.clamp(-largest, largest)
 
 
 # --- the result of a rule --------------------------------------------------------------------

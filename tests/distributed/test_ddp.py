@@ -156,6 +156,57 @@ def test__what_collectives_write__is_what_they_write_into_plain_tensors(world):
             torch.testing.assert_close(found[name], value, rtol=0, atol=0, msg=name)
 
 
+def returned(scaled):
+    """Return the values that functional collectives return and write, and the gradients of two
+    losses across ranks."""
+    import torch.distributed._functional_collectives as fc
+    import torch.distributed.nn as dnn
+
+    rank, group = dist.get_rank(), dist.group.WORLD
+    torch.manual_seed(rank)
+    x = torch.randn(64, 16) * 2.0**rank
+
+    def held():
+        return sct.scaled(x) if scaled else x.clone()
+
+    found = {
+        "all_to_all_single": fc.all_to_all_single(held(), None, None, group),
+        "broadcast": fc.broadcast(held(), 0, group),
+        "all_reduce_coalesced": fc.all_reduce_coalesced([held(), held()], "sum", group),
+        "all_gather_coalesced": fc.all_gather_into_tensor_coalesced([held(), held()], group),
+        "reduce_scatter_coalesced": fc.reduce_scatter_tensor_coalesced(
+            [held(), held()], "sum", [0, 0], group
+        ),
+        "all_reduce_": torch.ops._c10d_functional.all_reduce_(held(), "sum", group.group_name),
+    }
+    compiled = torch.compile(
+        lambda t: fc.all_to_all_single(t, None, None, group) * 2, backend="aot_eager"
+    )
+    found["compiled"] = compiled(held())
+    leaf = held().requires_grad_()
+    moved = fc.all_to_all_single_autograd(leaf, [32, 32], [32, 32], group)
+    (moved * (1 + rank)).square().sum().backward()
+    found["gradient"] = leaf.grad
+    leaf = held().requires_grad_()
+    torch.cat(dnn.all_gather(leaf)).square().sum().backward()
+    found["gradient of all_gather"] = leaf.grad
+
+    def values(y):
+        if isinstance(y, list):
+            return [values(t) for t in y]
+        y = fc.wait_tensor(y.detach())
+        return y.dequantize() if isinstance(y, sct.ScaledTensor) else y.clone()
+
+    return {name: values(y) for name, y in found.items()}
+
+
+def test__functional_collectives__wait_for_what_arrives(world):
+    for ours, plain in zip(world(2, returned, True), world(2, returned, False), strict=True):
+        assert ours.keys() == plain.keys()
+        for name, want in plain.items():
+            torch.testing.assert_close(ours[name], want, rtol=1e-2, atol=1e-3, msg=name)
+
+
 def receives():
     x = sct.scaled(torch.ones(2))
     if dist.get_rank() == 0:

@@ -286,13 +286,13 @@ def _added(
 ) -> Any:
     """Return beta input + alpha function(a, b), for addmm and its like. `input` stays uncast. If it
     is a factor too, nothing is cast: the terms of a polynomial of one matrix cancel."""
-    _refuse_out(function, kwargs)
+    out = kwargs.pop("out", None)
     if any(x is input for x in args):
-        return whole(input, *args, **kwargs)
+        return _into(out, whole(input, *args, **kwargs))
     beta, alpha = kwargs.pop("beta", 1), kwargs.pop("alpha", 1)
     y = multiply(function, *args, *kwargs.values())  # mat1, mat2; batch1, batch2; mat, vec
     y = y if alpha == 1 else y * alpha
-    return plus(y, input if beta == 1 else input * beta)
+    return _into(out, plus(y, input if beta == 1 else input * beta))
 
 
 def _added_in_place(
@@ -328,8 +328,8 @@ def _einsum(multiply: Multiply, equation: Any, *operands: Any) -> Any:
 
 
 def _binary(function: Callable[..., Any], multiply: Multiply, *args: Any, **kwargs: Any) -> Any:
-    _refuse_out(function, kwargs)
-    return multiply(function, *args, *kwargs.values())  # torch.matmul(input=a, other=b)
+    out = kwargs.pop("out", None)
+    return _into(out, multiply(function, *args, *kwargs.values()))  # matmul(input=a, other=b)
 
 
 def _grouped(function: Callable[..., Any], multiply: Multiply, *args: Any, **kwargs: Any) -> Any:
@@ -339,15 +339,15 @@ def _grouped(function: Callable[..., Any], multiply: Multiply, *args: Any, **kwa
 
 
 def _tensordot(multiply: Multiply, a: Any, b: Any, dims: Any = 2, **kwargs: Any) -> Any:
-    _refuse_out(torch.tensordot, kwargs)
     lowered = partial(by_gemm.tensordot, dims)
-    return multiply(partial(torch.tensordot, dims=dims), a, b, lowered=lowered)
+    y = multiply(partial(torch.tensordot, dims=dims), a, b, lowered=lowered)
+    return _into(kwargs.get("out"), y)
 
 
 def _multi_dot(multiply: Multiply, tensors: Any, **kwargs: Any) -> Any:
-    _refuse_out(torch.linalg.multi_dot, kwargs)
     function = torch.linalg.multi_dot
-    return multiply(lambda *matrices: function(matrices), *tensors, spelled=function)
+    y = multiply(lambda *matrices: function(matrices), *tensors, spelled=function)
+    return _into(kwargs.get("out"), y)
 
 
 def _chain(multiply: Multiply, *matrices: Any, **kwargs: Any) -> Any:
@@ -393,12 +393,13 @@ def _sparse_mm(multiply: Multiply, a: Any, b: Any, reduce: str | None = None) ->
     return multiply(partial(torch.sparse.mm, reduce=reduce), a, b)
 
 
-def _refuse_out(function: Callable[..., Any], kwargs: dict[str, Any]) -> None:
-    if kwargs.pop("out", None) is not None:
-        raise UnsupportedError(
-            f"{function.__name__}(..., out=) on ScaledTensors: autograd has no out= either; "
-            "assign the result instead"
-        )
+def _into(out: Any, y: Any) -> Any:
+    """Return `y`, written into the argument `out=` of a product if there is one."""
+    if out is None:
+        return y
+    if torch.is_grad_enabled() and (y.requires_grad or out.requires_grad):
+        raise UnsupportedError("autograd has no out=: assign the result of this product instead")
+    return (out if out.shape == y.shape else out.resize_(y.shape)).copy_(y)
 
 
 def _by_rows(x: Any, weight: Any, recipe: Recipe) -> Any:

@@ -30,10 +30,10 @@ from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.results import (
     FILL,
     HUGE,
-    LARGEST,
     Total,
     Towards,
     is_table,
+    limited,
     saturated,
     starts_at,
 )
@@ -161,7 +161,7 @@ def under(term: Side, x: Any, ratio: Amount) -> Tensor:
         return times(term.q, ratio)
     # A finite fill stays finite, as an element and as a value: it saturates to the largest bfloat16
     # before the division and after. An infinity stays, because a mask may mean it.
-    return saturated(term.q, term.q.clamp(-LARGEST, LARGEST) * ratio)
+    return saturated(term.q, limited(term.q) * ratio)
 
 
 # --- products --------------------------------------------------------------------------------

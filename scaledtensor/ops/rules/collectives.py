@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from scaledtensor import _torch
 from scaledtensor.errors import UnsupportedError
-from scaledtensor.ops.algebra import elements, value
+from scaledtensor.ops.algebra import elements, measured, value
 from scaledtensor.ops.operators import c10d, fsdp
 from scaledtensor.ops.operators import c10d_functional as functional
 from scaledtensor.ops.registry import Raw, rule
@@ -71,6 +71,51 @@ def reduce_scatter(x: ScaledTensor, how: str, size: int, group: Any) -> Raw:
     """Same as `all_reduce`. Each rank gets a part of the sum."""
     total = _waited(functional.reduce_scatter_tensor.default(_carried(x), how, size, group))
     return Raw(total, None, _reduced_rms(x, how, size))
+
+
+@rule(functional.all_to_all_single.default, functional.broadcast.default, pass_op=True)
+def moved(op: Any, x: ScaledTensor, *args: Any) -> Raw:
+    """Sends values, whose RMS is measured where they arrive."""
+    return measured(_waited(op(_carried(x), *args)))
+
+
+_COALESCED = {
+    functional.all_reduce_coalesced.default: functional.all_reduce.default,
+    functional.all_gather_into_tensor_coalesced.default: functional.all_gather_into_tensor.default,
+    functional.reduce_scatter_tensor_coalesced.default: functional.reduce_scatter_tensor.default,
+}
+
+
+@rule(*_COALESCED, pass_op=True)
+def coalesced(op: Any, inputs: Sequence[Tensor], *args: Any) -> list[Tensor]:
+    """Sends the tensors one after another, as the operator for one tensor does."""
+    return [_waited(_COALESCED[op](x, *args)) for x in inputs]
+
+
+@rule(
+    functional.all_reduce_.default,
+    functional.all_reduce_coalesced_.default,
+    functional.broadcast_.default,
+    functional.all_gather_into_tensor_out.default,
+    functional.reduce_scatter_tensor_out.default,
+    pass_op=True,
+)
+def written_by_functional(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Sends values, and writes those that arrive with their measured RMS."""
+    plain, named = tree_map(dequantized, (args, kwargs))
+    targets = kwargs.get("out", args[0])
+    made = tree_leaves(op(*plain, **named))
+    for x, arrived in zip(tree_leaves(targets), map(_waited, made), strict=True):
+        if isinstance(x, ScaledTensor):
+            x.copy_(from_plain(arrived, x.format, x.dtype, x.recipe))
+    return targets
+
+
+@rule(functional.isend.default)
+def functional_send(x: ScaledTensor, *args: Any) -> Tensor:
+    """Sends values, like `c10d.send`."""
+    sent: Tensor = functional.isend.default(_carried(x), *args)
+    return sent
 
 
 @rule(c10d.broadcast_.default)
@@ -140,7 +185,12 @@ def send(tensors: Sequence[Tensor], *args: Any) -> Any:
     return c10d.send.default([dequantized(x) for x in tensors], *args)
 
 
-@rule(c10d.recv_.default, c10d.recv_any_source_.default)
+@rule(
+    c10d.recv_.default,
+    c10d.recv_any_source_.default,
+    functional.irecv.default,
+    functional.batch_p2p_ops.default,
+)
 def receive(*args: Any) -> Any:
     """Raises UnsupportedError. A message that arrives after `irecv` has returned is written into
     plain memory."""
@@ -152,12 +202,14 @@ def receive(*args: Any) -> Any:
 
 @rule(c10d.scatter_.default)
 def scatter_(*args: Any) -> Any:
-    """Raises UnsupportedError. torch's styles of tensor parallelism divide parameters with this
-    operator, and a DTensor knows no recipe."""
+    """Raises UnsupportedError outside of a backward pass, in which it sends values. torch's styles
+    of tensor parallelism divide parameters with this operator, and a DTensor knows no recipe."""
+    if _torch.is_within_backward():  # the derivative of an `all_gather` under gloo
+        return written(c10d.scatter_.default, *args)
     raise UnsupportedError(
-        "a DTensor knows nothing of recipes, so that distribute_tensor() and torch's "
-        "ColwiseParallel and RowwiseParallel take no ScaledTensors: the styles of the same names "
-        "and arguments in scaledtensor.distributed do. For dist.scatter(), scatter x.dequantize()"
+        "dist.scatter() takes no ScaledTensors: scatter x.dequantize(). If distribute_tensor() or "
+        "torch's ColwiseParallel or RowwiseParallel scatters a parameter: a DTensor knows nothing "
+        "of recipes, and the styles of the same names and arguments in scaledtensor.distributed do"
     )
 
 
