@@ -15,7 +15,7 @@ from benchmarks.simulated_cuda import start
 
 start()
 
-import torch
+import torch  # noqa: E402 - after the start of the device
 
 torch.set_default_device("cuda")
 

@@ -208,3 +208,49 @@ def test__a_frozen_layer_compiled__has_two_products(make: Any, forward: int, bac
     assert gradients(layer).keys() == want.keys()
     for name, g in gradients(layer).items():
         assert_shifted(g, want[name], 0)
+
+
+class Residual(nn.Module):
+    """A block that adds to its input in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        x += self.linear(x.relu())
+        return x
+
+
+def test__a_compiled_block__writes_into_its_input():
+    torch.compiler.reset()
+
+    def gradients(compiled):
+        torch.manual_seed(0)
+        model = sct.scale_model(nn.Sequential(nn.Linear(16, 16), Residual(), Residual()))
+        if compiled:
+            for block in model[1:]:
+                block.compile(backend="aot_eager")
+        model(torch.randn(4, 16)).float().square().mean().backward()
+        return [p.grad.dequantize() for p in model.parameters()]
+
+    for ours, eager in zip(gradients(True), gradients(False), strict=True):
+        torch.testing.assert_close(ours, eager, rtol=2e-2, atol=2e-3)
+
+
+def test__correlated_factors_in_a_loop__make_no_infinite_scale():
+    torch.compiler.reset()
+
+    def logistic(x):
+        h = x.sigmoid()
+        for _ in range(10):
+            h = 3.2 * h * (1 - h)
+        return h
+
+    torch.manual_seed(0)
+    p = torch.randn(16, 16)
+    x = sct.scaled(p).requires_grad_()
+    y = torch.compile(logistic, backend="aot_eager")(x)
+    torch.testing.assert_close(y.dequantize(), logistic(p), rtol=1e-4, atol=1e-4)
+    y.mean().backward()
+    assert x.grad.dequantize().isfinite().all()

@@ -225,7 +225,7 @@ _GROWTH = ((0.5, 8), (0.1, 4), (0.01, 2), (_LOST, 1))
 
 
 #: The least shift that compiled code tries for a gradient that is all zeros.
-_LOWEST = -60
+_LOWEST = EXPONENTS[0]
 
 
 def look_at_cast(

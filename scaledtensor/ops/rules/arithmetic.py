@@ -12,6 +12,7 @@ from scaledtensor.ops import invariant
 from scaledtensor.ops.algebra import (
     Side,
     at_value,
+    bounded,
     elements,
     first_scaled,
     gaussian_moment,
@@ -180,9 +181,8 @@ def mul(x: Any, y: Any) -> Raw:
         return Raw(elements(x), scale_of(x) * c, rms_of(x) * abs(c), nonnegative=nonnegative)
     like = first_scaled(x, y)
     a, b = side(x, like), side(y, like)
-    square = x is y
-    rms = _factor(x, a.rms) * _factor(y, b.rms) * (gaussian_moment(2) if square else 1.0)
-    positive = square or (a.nonnegative and b.nonnegative)
+    rms = bounded(_factor(x, a.rms) * _factor(y, b.rms) * (gaussian_moment(2) if x is y else 1.0))
+    positive = x is y or (a.nonnegative and b.nonnegative)
     scale, ratio = settle(rms, product_of(a.scale, b.scale))
     # The ratio comes first: the product alone might leave the range of the elements.
     q = times(a.q, ratio) * b.q if a.q.dim() <= b.q.dim() else a.q * times(b.q, ratio)

@@ -29,7 +29,15 @@ from scaledtensor.ops.results import FILL, HUGE, LARGEST
 from scaledtensor.ops.rules.arithmetic import term, under
 from scaledtensor.ops.rules.windows import sym_max
 from scaledtensor.scales.powers import settle, times
-from scaledtensor.scales.singles import Amount, copied, rms_of, scale_of, single_of, tensor_of
+from scaledtensor.scales.singles import (
+    Amount,
+    copied,
+    pair_of,
+    rms_of,
+    scale_of,
+    single_of,
+    tensor_of,
+)
 from scaledtensor.tensors.memo import after_write, note
 from scaledtensor.tensors.tensor import ScaledTensor
 
@@ -184,6 +192,9 @@ def move(op: Overload, x: ScaledTensor, *args: Any, **kwargs: Any) -> Any:
     q = op(x.qdata.view(torch.uint8) if narrow else x.qdata, *args, **kwargs)
     parts = q if isinstance(q, (list, tuple)) else [q]
     scale, rms = scale_of(x), rms_of(x)
+    if op is aten.clone.default and torch.compiler.is_compiling() and pair_of(x) is None:
+        # AOTAutograd copies an input that a graph writes to, and expects the same inner tensors.
+        scale, rms = x.scale, x.rms
     out = [
         x.like(p.view(x.qdata.dtype) if narrow else p, copied(scale), copied(rms)) for p in parts
     ]
