@@ -28,16 +28,20 @@ test-all: venv
 	$(BIN)/python -m pytest -n auto -m ""
 
 # What a machine decides, decided otherwise: products in the dtype that it does not choose, the vectors of
-# AVX2 where it has others, casts without a C++ compiler, builds by other compilers, a step for a CUDA
-# device that is not there. `make test` has what it does choose. The keys
+# AVX2 where it has others, casts without a C++ compiler, builds by other compilers, a CUDA device that is
+# simulated. `make test` has what it does choose. The keys
 # of Inductor's cache lack the vectors of the CPU: what is compiled for others has a folder of its own.
 PRODUCTS := tests/test_products.py tests/recipes/test_recipe_products.py tests/ops/test_recurrent.py
+ON_CUDA := tests/test_singles.py tests/test_rebalance.py tests/test_scale.py tests/test_optim.py \
+	tests/test_scale_in_place.py tests/ops/test_edges.py tests/ops/test_in_place.py \
+	tests/ops/test_complex.py tests/test_default_dtype.py tests/recipes/test_recipe_products.py
 OTHER := "import torch; from scaledtensor.ops.products.dtype import product_dtype as of; \
 	print({torch.float32: 'bfloat16', torch.bfloat16: 'float32'}[of(torch.device('cpu'))])"
 VECTORS := "import torch; print(torch.backends.cpu.get_cpu_capability())"
 
 test-kinds: venv
 	$(BIN)/python -m pytest -n auto -m kinds
+	$(BIN)/python -m pytest -n auto -p benchmarks.on_simulated_cuda $(ON_CUDA)
 	SCALEDTENSOR_PRODUCTS=$$($(BIN)/python -c $(OTHER)) \
 		$(BIN)/python -m pytest -n auto $(PRODUCTS)
 	SCALEDTENSOR_NATIVE=0 $(BIN)/python -m pytest -n auto tests/formats/test_encode.py \

@@ -162,8 +162,8 @@ struct Results {
       auto own = given[i].toTensor();
       if (!own.is_cuda() || !x.storage().data() || own.storage().data() != x.storage().data())
         continue;
-      auto made = at::detail::make_tensor<c10::TensorImpl>(
-          c10::TensorImpl::VIEW, c10::Storage(own.storage()), keys, x.dtype());
+      auto made =
+          at::detail::make_tensor<c10::TensorImpl>(c10::Storage(own.storage()), keys, x.dtype());
       made.unsafeGetTensorImpl()->set_sizes_and_strides(x.sizes(), x.strides(),
                                                         x.storage_offset());
       return made;

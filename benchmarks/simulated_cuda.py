@@ -14,6 +14,7 @@ tensors, pickles, streams, collectives, generated kernels (`no_device.py`).
 """
 
 import ctypes
+import os
 import subprocess
 import tempfile
 from collections import Counter
@@ -110,7 +111,13 @@ def start(capability: tuple[int, int] = (9, 0)) -> None:
     torch.cuda.manual_seed = lambda seed: None
 
 
+#: The variable by which the processes of one test run share the library that the first one built.
+_BUILT = "SIMULATED_CUDA_LIBRARY"
+
+
 def _built(torch: Any) -> Any:
+    if _BUILT in os.environ:
+        return ctypes.CDLL(os.environ[_BUILT])
     home = Path(torch.__file__).parent
     source = Path(__file__).with_name("simulated_cuda.cpp")
     made = Path(tempfile.mkdtemp(prefix="simulated-cuda-")) / "simulated_cuda.so"
@@ -119,6 +126,7 @@ def _built(torch: Any) -> Any:
     command += [f"-I{include / 'torch' / 'csrc' / 'api' / 'include'}", str(source)]
     libraries = [f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{home / 'lib'}"]
     subprocess.run([*command, "-o", str(made), *libraries], check=True)
+    os.environ[_BUILT] = str(made)
     return ctypes.CDLL(str(made))
 
 

@@ -28,7 +28,6 @@ nearest power of two; ties go up. Between its two smallest codes, 2^-127 and 2^-
 rounds up, as in ml_dtypes; smaller numbers become 2^-127.
 """
 
-import math
 from typing import Literal, get_args
 
 import torch
@@ -69,7 +68,6 @@ ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
 
 _WIDE = (torch.float32, torch.bfloat16, torch.float16)
 _RAW = (torch.uint8, torch.int16)
-_NAN = torch.tensor(math.nan, dtype=torch.float32, device="cpu")
 _MAX = torch.finfo(torch.float32).max
 
 
@@ -323,7 +321,7 @@ def _cast(x: Tensor, fmt: Format, overflow: Overflow, out: Tensor | None = None)
         given = x.float() if x.dtype in HALVES and x.dtype is not storage else x
         x = given.clamp(-fmt.max, fmt.max)
         if overflow == "saturate_finite":
-            kept = given if fmt.has_inf else torch.copysign(_NAN.to(given.dtype), given)
+            kept = given if fmt.has_inf else torch.full_like(given, torch.nan).copysign_(given)
             x = torch.where(given.abs() == torch.inf, kept, x)
     codes = _as(x, storage) if out is None else out.copy_(x)
     if storage is torch.float8_e5m2:

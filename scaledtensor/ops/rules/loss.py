@@ -298,6 +298,17 @@ def binary_cross_entropy_with_logits(
 # --- sequences -------------------------------------------------------------------------------
 
 
+@rule(
+    aten._use_cudnn_ctc_loss.default,
+    aten._use_cudnn_ctc_loss.Tensor,
+    aten._use_miopen_ctc_loss.default,
+    aten._use_miopen_ctc_loss.Tensor,
+)
+def use_cudnn_ctc_loss(*args: Any) -> bool:
+    """No: `_ctc_loss` has a rule, and torch asks this on CUDA alone."""
+    return False
+
+
 @rule(aten._ctc_loss.default, aten._ctc_loss.Tensor, pass_op=True)
 def ctc_loss(op: Overload, log_probs: Any, targets: Tensor, *args: Any) -> Any:
     """A plain float32 statistic for each sequence. The forward variables are plain too."""
