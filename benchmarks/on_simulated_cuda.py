@@ -2,8 +2,8 @@
 
     python -m pytest -p benchmarks.on_simulated_cuda tests/test_rebalance.py
 
-It starts the device before torch is imported. A test is skipped, with its reason, where it needs
-what the simulation does not have (`_LACKS`).
+It starts the device before torch is imported. A test that needs more than the simulation has is
+skipped, with the reason (`_LACKS`).
 """
 
 from collections.abc import Iterator

@@ -7,10 +7,10 @@ library and in torch: products go to the FP8 units (`torch._scaled_mm`), attenti
 kernel, and a tensor of the CPU beside one of the device is an error.
 
 `counted()` counts the kernels that a device would launch, and the times that the host would wait
-for it. Results are those of the CPU's kernels: times and last digits say nothing about a device.
+for it. The CPU's kernels compute the results, so times and last digits say nothing about a device.
 
-Use a separate process for it: its replacements cannot be undone. What it does not have: sparse
-tensors, pickles, streams, collectives, generated kernels (`no_device.py`).
+Use a separate process for it: its replacements cannot be undone. It has no sparse tensors, pickles,
+streams, collectives and generated kernels (`no_device.py` generates those).
 """
 
 import ctypes

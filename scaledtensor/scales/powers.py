@@ -253,7 +253,8 @@ def _ratio_of(held: float, scale: float) -> Single:
 
 def _ratio_of_any(held: Any, scale: Single) -> Any:
     """`_ratio_of` a scale that may be a tensor of a device, which is not read."""
-    held = single_of(held) if not isinstance(held, Tensor) or held.is_cpu else held
+    if isinstance(held, Tensor) and backend_of(held).host:
+        held = single_of(held)
     if isinstance(held, Tensor):
         return (held / scale).clamp_max_(_FLOAT32_MAX).float()
     return _ratio_of(held, scale)
@@ -264,7 +265,7 @@ def _ratio_of_any(held: Any, scale: Single) -> Any:
 
 def is_one(ratio: Amount) -> bool:
     """Whether a ratio of scales is 1. False if reading the ratio would cost time."""
-    if isinstance(ratio, Tensor) and not ratio.is_cpu:
+    if isinstance(ratio, Tensor) and not backend_of(ratio).host:
         return False
     known = single_of(ratio)
     return isinstance(known, Single) and float(known) == 1

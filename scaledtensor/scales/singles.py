@@ -18,7 +18,6 @@ the operators after it would launch a dozen kernels for its scales.
 import math
 import typing
 from collections.abc import Callable
-from ctypes import c_float
 from functools import lru_cache
 from typing import Any, TypeAlias, TypeVar
 
@@ -29,6 +28,7 @@ from scaledtensor import _torch
 from scaledtensor.backends import backend_of, is_readable
 from scaledtensor.native import elements
 from scaledtensor.scales.forms import Form, program, written
+from scaledtensor.scales.numbers import ONE, Single, exponential, quotient, rounded
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -63,125 +63,9 @@ __all__ = [
 ]
 
 
-# --- float32 numbers ----------------------------------------------------------------------------
-
-
-def rounded(number: float) -> float:
-    """A number rounded to float32; infinity if it is beyond the range of float32."""
-    return c_float(number).value
-
-
-class Single(float):
-    """A float32 number that calculates like a 0-dim float32 tensor on a CPU.
-
-    The other operand is a Single, or a Python number, which is rounded to float32 first. A tensor
-    takes a Single as a Python number. Sums, products, quotients and roots are calculated in float64
-    and rounded to float32; for float32 operands, rounding twice gives the same as rounding once. A
-    root is the nearest float32 number, as in compiled code. Eager tensors get the root of MKL,
-    which may be a neighbour of that number.
-    """
-
-    __slots__ = ()
-
-    def __mul__(self, other: Any) -> Any:
-        number = _number(other)
-        if number is None:
-            return NotImplemented
-        return Single(c_float(float.__mul__(self, number)).value)
-
-    __rmul__ = __mul__
-
-    def __add__(self, other: Any) -> Any:
-        number = _number(other)
-        if number is None:
-            return NotImplemented
-        return Single(c_float(float.__add__(self, number)).value)
-
-    __radd__ = __add__
-
-    def __sub__(self, other: Any) -> Any:
-        number = _number(other)
-        if number is None:
-            return NotImplemented
-        return Single(c_float(float.__sub__(self, number)).value)
-
-    def __rsub__(self, other: Any) -> Any:
-        return -(self - other)
-
-    def __truediv__(self, other: Any) -> Any:
-        number = _number(other)
-        if number is None:
-            return NotImplemented
-        return Single(c_float(quotient(self, number)).value)
-
-    def __rtruediv__(self, other: Any) -> Any:
-        return self.reciprocal() * other  # torch divides a number by a tensor like this
-
-    def __pow__(self, exponent: Any, modulus: None = None) -> Any:
-        if exponent == 0.5:
-            return self.sqrt()
-        return self.square() if exponent == 2 else self.pow(exponent)
-
-    def __neg__(self) -> "Single":
-        return Single(float.__neg__(self))
-
-    def __abs__(self) -> "Single":
-        return Single(float.__abs__(self))
-
-    abs = __abs__
-
-    def sqrt(self) -> "Single":
-        return Single(rounded(math.sqrt(self)) if self >= 0 else math.nan)
-
-    def square(self) -> "Single":
-        return Single(rounded(float.__mul__(self, self)))
-
-    def exp(self) -> "Single":
-        return Single(rounded(exponential(self)))
-
-    def reciprocal(self) -> "Single":
-        return Single(rounded(quotient(1.0, self)))
-
-    def rsqrt(self) -> "Single":
-        return Single(rounded(quotient(1.0, math.sqrt(self))) if self >= 0 else math.nan)
-
-    def clamp_max(self, most: float) -> "Single":
-        return Single(rounded(most)) if self > most else self
-
-    def clamp_min(self, least: float) -> "Single":
-        return Single(rounded(least)) if self < least else self
-
-    def pow(self, exponent: float) -> "Single":
-        return Single(self.tensor().pow(exponent).item())
-
-    def tensor(self) -> Tensor:
-        """This number as a 0-dim float32 tensor."""
-        return torch.scalar_tensor(self, dtype=torch.float32)
-
-
-ONE = Single(1.0)
-
 Amount: TypeAlias = Tensor | Single | Form
 """A scale or an RMS: a 0-dim float32 tensor, the same number as a Single, or in traced code its
 closed form."""
-
-
-def _number(x: Any) -> float | None:
-    if type(x) is Single:
-        return x
-    return c_float(x).value if isinstance(x, (float, int)) else None
-
-
-def exponential(x: float) -> float:
-    """e^x in float64; infinity beyond its range."""
-    return math.exp(x) if x < 709 else math.inf if x == x else x
-
-
-def quotient(a: float, b: float) -> float:
-    """a / b in float64; a divisor of 0 gives the result of IEEE 754."""
-    if b == 0:
-        return math.nan if a == 0 or a != a else math.copysign(math.inf, a) * math.copysign(1.0, b)
-    return float.__truediv__(a, b)
 
 
 # --- cells, which tensors and their views share -------------------------------------------------
@@ -217,7 +101,7 @@ class Cell:
         """The number in the tensor that was made; the tensor itself if it cannot be read now."""
         made = self.made
         assert made is not None
-        if made.is_cpu or type(made) is not Tensor or torch.compiler.is_compiling():
+        if backend_of(made).host or type(made) is not Tensor or torch.compiler.is_compiling():
             return single_of(made)
         version = 0 if made.is_inference() else made._version
         if version != self.version:
@@ -232,7 +116,7 @@ class Cell:
             self.number = number
             return
         self.made.fill_(number)
-        if not self.made.is_cpu:
+        if not backend_of(self.made).host:
             self.number = number
             self.version = 0 if self.made.is_inference() else self.made._version
 
@@ -309,7 +193,7 @@ def tensor_of(x: Amount, device: torch.device | None = None) -> Tensor:
     host, or of `device` if it is given, for kernels that read the number on their device."""
     if isinstance(x, Tensor):
         return x
-    if isinstance(x, Form) or device is None or device.type == "cpu":
+    if isinstance(x, Form) or device is None or backend_of(device).host:
         return x.tensor()
     place = (float(x), device)
     found = _ON_DEVICES.get(place)
@@ -344,9 +228,10 @@ def hold(x: Any, scale: "Amount | Cell", rms: "Amount | Cell") -> None:
 
 def _is_distant(x: Tensor) -> bool:
     """Whether `x` has elements that the host cannot read without a wait."""
-    if x.is_cpu or type(x) is not Tensor or torch.compiler.is_compiling():
+    if type(x) is not Tensor or torch.compiler.is_compiling():
         return False
-    return backend_of(x).has_elements
+    backend = backend_of(x)
+    return backend.has_elements and not backend.host
 
 
 def _cell_of(amount: Any) -> Cell:

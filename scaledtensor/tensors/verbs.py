@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from scaledtensor.backends import backend_of
 from scaledtensor.errors import DTypeError, UnsupportedError
 from scaledtensor.formats import FP32
 from scaledtensor.scales.powers import MAX_SCALE, MIN_SCALE
@@ -76,7 +77,7 @@ def _remember_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _remember_scale(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     # Not the tensor itself, whose elements would stay in memory until the backward pass.
     x = inputs[0]
-    number = None if x.is_cpu else scale_of(x)
+    number = None if backend_of(x).host else scale_of(x)
     ctx.scale = tensor_of(number, x.device) if isinstance(number, Single) else x.scale
     ctx.dtype, ctx.recipe = x.dtype, x.recipe
 

@@ -320,7 +320,7 @@ def refuse_capture(x: Tensor) -> None:
     Raises:
         UnsupportedError: A CUDA graph is being recorded on the device of `x`.
     """
-    if not x.is_cpu and backend_of(x).is_capturing() and not torch.compiler.is_compiling():
+    if backend_of(x).is_capturing() and not torch.compiler.is_compiling():
         raise UnsupportedError(
             "a CUDA graph does not record eager operators of a ScaledTensor, whose scales are "
             'numbers of the host: use torch.compile(model, mode="reduce-overhead"), which reads '

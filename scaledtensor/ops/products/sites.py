@@ -259,7 +259,7 @@ def look_at_cast(
 def _seek(site: Site, role: int, fmt: Format, shift: int, lost: float, vanished: bool) -> None:
     """Seek a shift between the shifts that lose elements: a greater one if elements saturate, and a
     smaller one if it grew too far for another product of the weight, or if a whole gradient
-    vanished twice. A gradient may also be zero: that of a branch that starts at zero is, in the
+    vanished twice. A gradient may also be zero, as before a branch that starts at zero, in the
     first step. So this search begins with the second look, and ends at `_LOWEST`."""
     global settling
     low, high = site.between[role]
