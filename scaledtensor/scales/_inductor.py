@@ -284,7 +284,7 @@ _FEW, _MANY = 4, 128
 
 #: How many nodes have their numbers in one tensor, in a model without layers. Layers are alike if
 #: this share of their nodes is the same.
-_TOGETHER, _ALIKE = 8, 0.4
+_TOGETHER, _ALIKE, _NEARLY = 8, 0.4, 0.1
 
 
 def _of_one_call() -> Sequence[Any] | None:
@@ -400,15 +400,16 @@ def _kind(node: Any) -> tuple[Any, ...]:
 
 def _period(kinds: Sequence[Any]) -> int:
     """The number of nodes after which most kinds of nodes repeat, so the number of nodes in a
-    layer. `_TOGETHER` if they do not repeat."""
+    layer. `_TOGETHER` if they do not repeat. Of two numbers that serve nearly as well, it is the
+    smaller one, since the nodes of two layers repeat too."""
     numbers = {kind: n for n, kind in enumerate(dict.fromkeys(kinds))}
     row = [numbers[kind] for kind in kinds]
-    best, alike = _TOGETHER, _ALIKE
-    for period in range(1, len(row) // 2 + 1):
-        share = sum(map(eq, row, row[period:])) / (len(row) - period)
-        if share > alike:
-            best, alike = period, share
-    return best
+    shares = {
+        period: sum(map(eq, row, row[period:])) / (len(row) - period)
+        for period in range(1, len(row) // 2 + 1)
+    }
+    least = max(_ALIKE, max(shares.values(), default=0) - _NEARLY)
+    return next((period for period, share in shares.items() if share > least), _TOGETHER)
 
 
 def _ready(graph: Any, device: torch.device, made: dict[Any, Any]) -> dict[Any, _Program]:
