@@ -97,10 +97,8 @@ class Cell:
         cell.made = made
         return cell
 
-    def read(self) -> Any:
-        """The number in the tensor that was made; the tensor itself if it cannot be read now."""
-        made = self.made
-        assert made is not None
+    def read(self, made: Tensor) -> Any:
+        """The number in `made`, the tensor of this cell; `made` itself if it cannot be read now."""
         if backend_of(made).host or type(made) is not Tensor or torch.compiler.is_compiling():
             return single_of(made)
         version = 0 if made.is_inference() else made._version
@@ -172,7 +170,7 @@ def _held(held: dict[str, Any], name: str, numbered: str) -> Any:
     if name in held:
         return single_of(held[name])
     cell = held[numbered]
-    return cell.number if cell.made is None else cell.read()
+    return cell.number if cell.made is None else cell.read(cell.made)
 
 
 def _form_of(x: Any, name: str, numbered: str) -> Form:

@@ -333,7 +333,8 @@ class ScaledTensor(Wrapper):
 
     def _adopt(self, held: Any) -> None:
         super()._adopt(held)
-        held_anew(self)
+        if self.INNER is ScaledTensor.INNER:
+            held_anew(self)
         after_overwrite(self)
 
     # --- fully_shard, which looks for these methods on the class of a part -------------------

@@ -74,6 +74,31 @@ WRITES = """
 """
 
 
+COMPILED = """
+    from benchmarks.simulated_cuda import start
+    start()
+    import torch
+    from torch import nn
+    import scaledtensor as sct
+    from scaledtensor.scales.singles import rms_of, scale_of
+    torch.manual_seed(0)
+    model = sct.scale_model(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).cuda())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.3)
+    step = torch.compile(optimizer.step, backend="aot_eager")
+    forward = torch.compile(model, backend="aot_eager")
+    x, moved = torch.randn(64, 32, device="cuda"), 0
+    for _ in range(10):
+        forward(x).square().mean().backward()
+        before = [float(scale_of(p)) for p in model.parameters()]
+        step()
+        optimizer.zero_grad()
+        known = [(float(scale_of(p)), float(rms_of(p))) for p in model.parameters()]
+        assert known == [(p.scale.item(), p.rms.item()) for p in model.parameters()]
+        moved += before != [scale for scale, _ in known]
+    print("moved", moved)
+"""
+
+
 def printed(program):
     if shutil.which("c++") is None:
         pytest.skip("the device is compiled by c++")
@@ -124,3 +149,8 @@ def test__a_tensor_of_the_cpu_and_a_capture__are_refused():
 
 def test__a_remembered_scale__follows_every_write():
     assert printed(WRITES).endswith("right\n")
+
+
+def test__a_remembered_scale__follows_compiled_steps():
+    """A compiled step writes into scales, and counts no write."""
+    assert printed(COMPILED).endswith("moved 1\n")

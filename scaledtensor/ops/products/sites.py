@@ -238,7 +238,8 @@ def look_at_cast(
     q = q.detach().float() if q.dtype.itemsize == 1 else q.detach()
     q, amax, sum_of_squares = amax_and_squares(q)
     lost = _share(at_limit(q.abs(), fmt), q) if amax == fmt.max else 0.0
-    seeks_below = corrects and site.between[role][0] is None is not site.between[role][1]
+    low, high = site.between[role]
+    seeks_below = corrects and low is None and high is not None
     if lost > LOST_FOR_GOOD and not seeks_below:
         _tell_saturated(site.name or "a weight", role, lost, fmt, "compiled" if corrects else "")
     if not corrects:
@@ -259,8 +260,8 @@ def look_at_cast(
 def _seek(site: Site, role: int, fmt: Format, shift: int, lost: float, vanished: bool) -> None:
     """Seek a shift between the shifts that lose elements: a greater one if elements saturate, and a
     smaller one if it grew too far for another product of the weight, or if a whole gradient
-    vanished twice. A gradient may also be zero, as before a branch that starts at zero, in the
-    first step. So this search begins with the second look, and ends at `_LOWEST`."""
+    vanished twice. A gradient may also be zero: the layers before a branch that starts at zero have
+    none in the first step. So this search begins with the second look, and ends at `_LOWEST`."""
     global settling
     low, high = site.between[role]
     growth = next((more for least, more in _GROWTH if lost > least), 0)

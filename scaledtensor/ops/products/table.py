@@ -94,12 +94,12 @@ def _governing(*operands: Any) -> tuple[Recipe | None, ScaledTensor | None]:
     first view or conversion of one, as `w.t()` and `w.bfloat16()` are. A product without a weight
     has the recipe of the last scaled operand. If a filter left out an operand, there is none."""
     refuse_jit(ScaledTensor)
+    refuse_capture(operands[0])
     found, weight, settled = None, None, False
     for x in operands:
         if isinstance(x, ScaledTensor):
             if x.recipe is None:
                 return None, None
-            refuse_capture(x)
             if settled:
                 continue
             if is_parameter(x):

@@ -117,9 +117,8 @@ def layer_norm(
     v, w, b = _values(x, weight, bias)
     data = _for_kernel(v)
     if w is None and data.dtype == torch.bfloat16:
-        w = torch.ones(
-            shape, device=v.device, dtype=torch.float32
-        )  # float32 statistics need a float32 weight
+        # float32 statistics need a float32 weight
+        w = torch.ones(shape, device=v.device, dtype=torch.float32)
     out, mean, rstd = aten.native_layer_norm.default(data, shape, w, b, eps)
     return Raw(out.to(v.dtype), None, _affine_rms(weight, bias, v), fresh=True), mean, rstd
 
