@@ -423,5 +423,5 @@ def test__a_gradient_that_is_zero__is_sought_a_few_times():
         compiled(x).square().sum().backward()
         optimizer.step()
         shifts.append(model[0].weight.recipe.shifts[1])
-    assert min(shifts) == sites._LOWEST
+    assert sites._LOWEST <= min(shifts) < sites._LOWEST + 16
     assert shifts[-1] == 0

@@ -263,13 +263,15 @@ def lost_ranks_told(trainer: Trainer, folder: Path) -> Iterator[None]:
     def ended(number: int, frame: object) -> None:
         raise lost(" or was told to end", " (SIGTERM)")
 
-    before = signal.signal(signal.SIGTERM, ended)
+    before: Any = signal.signal(signal.SIGTERM, ended)
     try:
         yield
     except RuntimeError as error:
         if isinstance(error, DistributedError) or not _is_of_the_wire(error):
             raise
         first = str(error).partition("\n")[0]
+        # torchrun's signal would end this process before it has told the error.
+        before = signal.SIG_IGN
         raise lost("", f", which was killed or failed ({first})") from error
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -111,13 +111,6 @@ def written_by_functional(op: Any, *args: Any, **kwargs: Any) -> Any:
     return targets
 
 
-@rule(functional.isend.default)
-def functional_send(x: ScaledTensor, *args: Any) -> Tensor:
-    """Sends values, like `c10d.send`."""
-    sent: Tensor = functional.isend.default(_carried(x), *args)
-    return sent
-
-
 @rule(c10d.broadcast_.default)
 def broadcast_(tensors: Sequence[Tensor], group: Any, root: int, index: int, *options: Any) -> Any:
     """Sends the scale, the RMS and the bytes of the elements, and writes them into the tensor."""
@@ -185,12 +178,7 @@ def send(tensors: Sequence[Tensor], *args: Any) -> Any:
     return c10d.send.default([dequantized(x) for x in tensors], *args)
 
 
-@rule(
-    c10d.recv_.default,
-    c10d.recv_any_source_.default,
-    functional.irecv.default,
-    functional.batch_p2p_ops.default,
-)
+@rule(c10d.recv_.default, c10d.recv_any_source_.default, functional.irecv.default)
 def receive(*args: Any) -> Any:
     """Raises UnsupportedError. A message that arrives after `irecv` has returned is written into
     plain memory."""
