@@ -186,8 +186,8 @@ def test__inductor_reads_the_elements_that_eager_code_reads(
     make: Callable[[], tuple[nn.Module, Callable[[nn.Module], Tensor]]], tolerance: float
 ) -> None:
     """Inductor chooses the strides of an intermediate, and leaves out roundings between operators
-    of a kernel. Products are in bfloat16 on each CPU: after a float32 product it would leave out the
-    rounding of the logits too, and the bounds are for the others."""
+    of a kernel. Products are in bfloat16 on each CPU. After a float32 product it would leave out
+    the rounding of the logits too, and the bounds are for the others."""
     torch.manual_seed(0)
     torch.compiler.reset()
     model, loss_of = make()
