@@ -29,8 +29,7 @@ test-all: venv
 
 # What a machine decides, decided otherwise: products in the dtype that it does not choose, the vectors of
 # AVX2 where it has others, casts without a C++ compiler, builds by other compilers, a CUDA device that is
-# simulated. `make test` has what it does choose. The keys
-# of Inductor's cache lack the vectors of the CPU: what is compiled for others has a folder of its own.
+# simulated. `make test` has what it does choose. The keys of Inductor's cache lack the vectors of the CPU: what is compiled for others has a folder of its own.
 PRODUCTS := tests/test_products.py tests/recipes/test_recipe_products.py tests/ops/test_recurrent.py
 ON_CUDA := tests/test_singles.py tests/test_rebalance.py tests/test_scale.py tests/test_optim.py \
 	tests/test_scale_in_place.py tests/ops/test_edges.py tests/ops/test_in_place.py \

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-__all__ = ["capabilities", "stand_in", "target"]
+__all__ = ["built", "capabilities", "stand_in", "target"]
 
 #: compute capability -> properties that torch and Triton ask for (NVIDIA's data sheets)
 _DEVICES: dict[tuple[int, int], dict[str, Any]] = {
@@ -56,18 +56,24 @@ def target(capability: tuple[int, int]) -> Any:
     return GPUTarget("cuda", 10 * major + minor, 32)
 
 
-def _load_hooks() -> None:
+def built(name: str, *options: str) -> Path:
+    """Compile a C++ source of this folder with the headers of torch, and return the library."""
     found = importlib.util.find_spec("torch")
     torch = Path(str(found and found.origin)).parent
-    source = Path(__file__).with_name("no_device.cpp")
-    folder = tempfile.mkdtemp(prefix="no-device-")
-    made = Path(folder) / "no_device.so"
-    command = ["c++", "-shared", "-fPIC", "-std=c++20", f"-I{torch / 'include'}", str(source)]
+    made = Path(tempfile.mkdtemp(prefix=f"{name}-")) / f"{name}.so"
+    headers = torch / "include", torch / "include" / "torch" / "csrc" / "api" / "include"
+    command = ["c++", "-shared", "-fPIC", "-std=c++20", *options, *(f"-I{x}" for x in headers)]
     libraries = [f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch / 'lib'}"]
-    subprocess.run([*command, "-o", str(made), *libraries], check=True)
-    # torch asks for its hooks once, when it is imported.
+    source = Path(__file__).with_name(f"{name}.cpp")
+    subprocess.run([*command, str(source), "-o", str(made), *libraries], check=True)
+    # The library of torch is loaded first, with names that ours can see.
     ctypes.CDLL(str(torch / "lib" / "libtorch_cpu.so"), mode=ctypes.RTLD_GLOBAL)
-    ctypes.CDLL(str(made))
+    return made
+
+
+def _load_hooks() -> None:
+    # torch asks for its hooks once, when it is imported.
+    ctypes.CDLL(str(built("no_device")))
 
 
 def _answer(torch: Any, capability: tuple[int, int], kernels: bool) -> None:

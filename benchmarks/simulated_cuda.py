@@ -15,16 +15,13 @@ streams, collectives and generated kernels (`no_device.py` generates those).
 
 import ctypes
 import os
-import subprocess
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from benchmarks.no_device import stand_in
+from benchmarks.no_device import built, stand_in
 
 __all__ = ["Counts", "counted", "start"]
 
@@ -103,7 +100,7 @@ def start(capability: tuple[int, int] = (9, 0)) -> None:
     stand_in(capability, kernels=False)
     import torch
 
-    device = _Device(_built(torch))
+    device = _Device(_library())
     _started.append(device)
     _take_operators(torch, device.library)
     _attend(torch, device)
@@ -115,19 +112,10 @@ def start(capability: tuple[int, int] = (9, 0)) -> None:
 _BUILT = "SIMULATED_CUDA_LIBRARY"
 
 
-def _built(torch: Any) -> Any:
-    if _BUILT in os.environ:
-        return ctypes.CDLL(os.environ[_BUILT])
-    home = Path(torch.__file__).parent
-    source = Path(__file__).with_name("simulated_cuda.cpp")
-    made = Path(tempfile.mkdtemp(prefix="simulated-cuda-")) / "simulated_cuda.so"
-    include = home / "include"
-    command = ["c++", "-shared", "-fPIC", "-std=c++20", "-w", f"-I{include}"]
-    command += [f"-I{include / 'torch' / 'csrc' / 'api' / 'include'}", str(source)]
-    libraries = [f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{home / 'lib'}"]
-    subprocess.run([*command, "-o", str(made), *libraries], check=True)
-    os.environ[_BUILT] = str(made)
-    return ctypes.CDLL(str(made))
+def _library() -> Any:
+    if _BUILT not in os.environ:
+        os.environ[_BUILT] = str(built("simulated_cuda", "-w"))
+    return ctypes.CDLL(os.environ[_BUILT])
 
 
 #: Operators whose kernels `simulated_cuda.cpp` has itself.

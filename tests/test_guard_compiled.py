@@ -390,14 +390,19 @@ def test__a_gradient_that_vanishes_whole__is_found_within_three_steps():
     assert max(errors[2:]) < 0.1
 
 
-@pytest.mark.usefixtures("nothing_compiled")
-def test__a_branch_that_starts_at_zero__keeps_its_shifts():
+def started_at_zero():
+    """A network whose last weight is zero, so that the first one has no gradient, also compiled."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.SiLU(), nn.Linear(64, 16))
     nn.init.zeros_(model[2].weight)
     x = torch.randn(64, 16)
     sct.scale_model(model)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    return model, torch.compile(model, backend="aot_eager", fullgraph=True), x
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+def test__a_branch_that_starts_at_zero__keeps_its_shifts():
+    model, compiled, x = started_at_zero()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     with warnings.catch_warnings():
         warnings.simplefilter("error", SaturationWarning)
@@ -411,12 +416,7 @@ def test__a_branch_that_starts_at_zero__keeps_its_shifts():
 
 @pytest.mark.usefixtures("nothing_compiled")
 def test__a_gradient_that_is_zero__is_sought_a_few_times():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 64), nn.SiLU(), nn.Linear(64, 16))
-    nn.init.zeros_(model[2].weight)
-    x = torch.randn(64, 16)
-    sct.scale_model(model)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    model, compiled, x = started_at_zero()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     shifts = []
     for _ in range(9):

@@ -400,8 +400,8 @@ def _kind(node: Any) -> tuple[Any, ...]:
 
 def _period(kinds: Sequence[Any]) -> int:
     """The number of nodes after which most kinds of nodes repeat, so the number of nodes in a
-    layer. `_TOGETHER` if they do not repeat. Of two numbers that serve nearly as well, it is the
-    smaller one, since the nodes of two layers repeat too."""
+    layer. It is `_TOGETHER` if they do not repeat. The nodes of two layers repeat nearly as well,
+    so the smallest number whose share is within `_NEARLY` of the best share is taken."""
     numbers = {kind: n for n, kind in enumerate(dict.fromkeys(kinds))}
     row = [numbers[kind] for kind in kinds]
     shares = {

@@ -164,7 +164,7 @@ def _settle_tensors(tensor: Tensor, held: tuple[Tensor, ...]) -> list[Tensor]:
         numbers = settle(Single(tensor.item()), *(Single(s.item()) for s in held))
         return [number.tensor() for number in numbers]
     power = nearest_power_of_two(tensor)
-    return [power, *((s / power).clamp_max_(_FLOAT32_MAX).float() for s in held)]
+    return [power, *(_ratio_of_tensor(s, power) for s in held)]
 
 
 def _is_traced(*amounts: Any) -> bool:
@@ -242,7 +242,7 @@ def settle_in_place(
         value, unit = rms.double(), kept.double()
         free = free | ((value > 0) & ((value > unit * far) | (value < unit / far)))
     new = torch.where(free, nearest_power_of_two(rms), kept)
-    return new, (held / new).clamp_max_(_FLOAT32_MAX).float()
+    return new, _ratio_of_tensor(held, new)
 
 
 def _ratio_of(held: float, scale: float) -> Single:
@@ -251,13 +251,17 @@ def _ratio_of(held: float, scale: float) -> Single:
     return _POWER_OF.get(ratio) or Single(rounded(min(ratio, _FLOAT32_MAX)))
 
 
+def _ratio_of_tensor(held: Tensor, scale: Any) -> Tensor:
+    """`_ratio_of` a scale that is a tensor, which is not read."""
+    ratio: Tensor = (held / scale).clamp_max_(_FLOAT32_MAX).float()
+    return ratio
+
+
 def _ratio_of_any(held: Any, scale: Single) -> Any:
-    """`_ratio_of` a scale that may be a tensor of a device, which is not read."""
+    """`_ratio_of` a scale that is a number, or a tensor. A tensor of a device is not read."""
     if isinstance(held, Tensor) and backend_of(held).host:
         held = single_of(held)
-    if isinstance(held, Tensor):
-        return (held / scale).clamp_max_(_FLOAT32_MAX).float()
-    return _ratio_of(held, scale)
+    return (_ratio_of_tensor if isinstance(held, Tensor) else _ratio_of)(held, scale)
 
 
 # --- numbers of rules: ratios and RMS -----------------------------------------------------------

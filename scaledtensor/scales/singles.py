@@ -46,6 +46,7 @@ __all__ = [
     "exponential",
     "held_anew",
     "hold",
+    "is_known",
     "multiplied",
     "multiplier",
     "pair_of",
@@ -75,6 +76,11 @@ closed form."""
 _UNKNOWN = -1
 
 
+def _version_of(x: Tensor) -> int:
+    """The number of writes into `x`. torch counts none in tensors of inference mode."""
+    return 0 if x.is_inference() else x._version
+
+
 class Cell:
     """A number that a tensor and its views share, and its 0-dim tensor, once one was made."""
 
@@ -101,7 +107,7 @@ class Cell:
         """The number in `made`, the tensor of this cell; `made` itself if it cannot be read now."""
         if backend_of(made).host or type(made) is not Tensor or torch.compiler.is_compiling():
             return single_of(made)
-        version = 0 if made.is_inference() else made._version
+        version = _version_of(made)
         if version != self.version:
             found = single_of(made)
             if not isinstance(found, Single):
@@ -116,7 +122,7 @@ class Cell:
         self.made.fill_(number)
         if not backend_of(self.made).host:
             self.number = number
-            self.version = 0 if self.made.is_inference() else self.made._version
+            self.version = _version_of(self.made)
 
     def tensor(self, inference: bool, device: torch.device | str = "cpu") -> Tensor:
         """The tensor that holds the value from now on. The tensor of a number of the host is a real
@@ -134,12 +140,15 @@ class Cell:
 # --- reading the Amounts of a tensor ------------------------------------------------------------
 
 
+def is_known(x: Any) -> bool:
+    """Whether the host may read the numbers of `x` now: `x` is a real tensor, outside tracing."""
+    return type(x) is Tensor and not torch.compiler.is_compiling() and is_readable(x)
+
+
 def single_of(x: Amount) -> Any:
     """The number in a 0-dim float32 tensor if it can be read; otherwise `x` itself. Reading it
     waits for a device that is not the host."""
-    if type(x) is not Tensor or x.dim() or torch.compiler.is_compiling() or not is_readable(x):
-        return x
-    return Single(x.item())
+    return Single(x.item()) if is_known(x) and not x.dim() else x  # type: ignore[union-attr]
 
 
 def scale_of(x: Any) -> Any:

@@ -1,12 +1,11 @@
 """A step is traced on fake CUDA tensors: it shows what a CUDA device would run."""
 
-import shutil
 import subprocess
 import sys
-import textwrap
 from importlib.util import find_spec
 
 import pytest
+from programs import printed
 
 pytestmark = pytest.mark.kinds
 
@@ -44,15 +43,7 @@ PROGRAM = """
 
 
 def traced() -> list[dict[str, int]]:
-    if shutil.which("c++") is None:
-        pytest.skip("stand-ins for a device are compiled by c++")
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(PROGRAM)], capture_output=True, text=True
-    )
-    if "CUDA build of torch" in done.stderr:
-        pytest.skip("a CUDA build of torch asks its driver")
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [dict(eval(line)) for line in done.stdout.splitlines()]
+    return [dict(eval(line)) for line in printed(PROGRAM).splitlines()]
 
 
 def test__a_step_for_cuda__multiplies_on_fp8_units_and_attends_by_flash():

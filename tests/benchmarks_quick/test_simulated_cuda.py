@@ -1,13 +1,10 @@
 """Eager training runs on a simulated CUDA device: with its rules, few launches and few waits."""
 
 import json
-import shutil
-import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch
+from programs import printed
 
 import scaledtensor as sct
 from scaledtensor.apps.gpt import GPT, GPTConfig
@@ -97,18 +94,6 @@ COMPILED = """
         moved += before != [scale for scale, _ in known]
     print("moved", moved)
 """
-
-
-def printed(program):
-    if shutil.which("c++") is None:
-        pytest.skip("the device is compiled by c++")
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True
-    )
-    if "CUDA build of torch" in done.stderr:
-        pytest.skip("a CUDA build of torch asks its driver")
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
 
 
 def losses_on_cpu(recipe):

@@ -104,10 +104,8 @@ def written_by_functional(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Sends values, and writes those that arrive with their measured RMS."""
     plain, named = tree_map(dequantized, (args, kwargs))
     targets = kwargs.get("out", args[0])
-    made = tree_leaves(op(*plain, **named))
-    for x, arrived in zip(tree_leaves(targets), map(_waited, made), strict=True):
-        if isinstance(x, ScaledTensor):
-            x.copy_(from_plain(arrived, x.format, x.dtype, x.recipe))
+    for x, arrived in zip(tree_leaves(targets), tree_leaves(op(*plain, **named)), strict=True):
+        _write(x, _waited(arrived))
     return targets
 
 
@@ -137,7 +135,7 @@ def allreduce_(tensors: Sequence[Tensor], *args: Any) -> Any:
         total = _carried(x)
         _, work = c10d.allreduce_.default([total], *args)
         work.wait()
-        x.copy_(from_plain(total, x.format, x.dtype, x.recipe))
+        _write(x, total)
     return list(tensors), work
 
 
@@ -167,8 +165,7 @@ def written(op: Any, outputs: Any, *args: Any) -> Any:
     work = made[-1] if isinstance(made, (tuple, list)) else made
     work.wait()
     for x, arrived in zip(tree_leaves(outputs), tree_leaves(plain), strict=True):
-        if isinstance(x, ScaledTensor):
-            x.copy_(from_plain(arrived, x.format, x.dtype, x.recipe))
+        _write(x, arrived)
     return (outputs, work) if isinstance(made, (tuple, list)) else work
 
 
@@ -207,6 +204,12 @@ def chunk_cat(tensors: Sequence[Tensor], dim: int, chunks: int, out: Tensor) -> 
     message."""
     plain = [t.dequantize() if isinstance(t, ScaledTensor) else t for t in tensors]
     fsdp.chunk_cat.default(plain, dim, chunks, out=out)
+
+
+def _write(x: Any, arrived: Tensor) -> None:
+    """Write values that arrived into `x`. A plain tensor has them already."""
+    if isinstance(x, ScaledTensor):
+        x.copy_(from_plain(arrived, x.format, x.dtype, x.recipe))
 
 
 def _waited(x: Tensor) -> Tensor:

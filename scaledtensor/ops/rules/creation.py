@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scaledtensor.backends import is_readable
 from scaledtensor.formats import from_dtype
 from scaledtensor.ops.algebra import elements, first_scaled, measured, operand, plain, value, within
 from scaledtensor.ops.operators import aten
@@ -20,6 +19,7 @@ from scaledtensor.scales.powers import nearest_power_of_two
 from scaledtensor.scales.singles import (
     Single,
     calculates,
+    is_known,
     put,
     rms_of,
     scale_of,
@@ -53,20 +53,14 @@ def _new(
         q.fill_(fill_under(number, scale, q))
         own = single_of(scale), single_of(rms)
         return ScaledTensor.make(q, *own, fmt, dtype, x.recipe, number > 0)
-    rms = torch.full(
-        (), abs(number), device="cpu" if _is_real(q) else q.device, dtype=torch.float32
-    )
+    place = "cpu" if is_known(q) else q.device
+    rms = torch.full((), abs(number), device=place, dtype=torch.float32)
     scale = nearest_power_of_two(rms)
     q = q if number in (0, 1) else q / scale
     scale = torch.ones_like(scale) if number in (0, 1) else scale
     # Zeros are not nonnegative: views may write into them, and cannot tell their base of a sign.
     own = single_of(scale), single_of(rms)
     return ScaledTensor.make(q, *own, fmt, dtype, x.recipe, number > 0)
-
-
-def _is_real(q: Tensor) -> bool:
-    """Whether a number of the host may stand for a scale of `q`."""
-    return type(q) is Tensor and not torch.compiler.is_compiling() and is_readable(q)
 
 
 def _rms_beside_fills(x: ScaledTensor) -> Tensor:

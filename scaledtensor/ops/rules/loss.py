@@ -305,7 +305,7 @@ def binary_cross_entropy_with_logits(
     aten._use_miopen_ctc_loss.Tensor,
 )
 def use_cudnn_ctc_loss(*args: Any) -> bool:
-    """No: `_ctc_loss` has a rule, and torch asks this on CUDA alone."""
+    """Answers no, so that torch takes `_ctc_loss`, which has a rule. torch asks on CUDA alone."""
     return False
 
 
