@@ -3,6 +3,7 @@
 import ast
 import re
 import runpy
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -131,6 +132,13 @@ def test__only_backends__compare_kinds_of_devices():
         if branch.search(file.read_text()) and file.parent.name != "backends"
     }
     assert not found
+
+
+def test__modules_of_the_tests__have_names_of_their_own():
+    """pytest puts every folder of tests on `sys.path`: of two modules of one name, one is hidden."""
+    names = Counter(file.stem for file in ROOT.glob("tests/**/*.py"))
+    assert len(names) > 100
+    assert {name for name, n in names.items() if n > 1} <= {"conftest", "__main__"}
 
 
 def test__architecture_md__lists_these_floors():

@@ -5,7 +5,7 @@ import sys
 from importlib.util import find_spec
 
 import pytest
-from programs import printed
+from separately import printed
 
 pytestmark = pytest.mark.kinds
 

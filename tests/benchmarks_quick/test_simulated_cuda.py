@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from programs import printed
+from separately import printed
 
 import scaledtensor as sct
 from scaledtensor.apps.gpt import GPT, GPTConfig
