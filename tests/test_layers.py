@@ -135,7 +135,7 @@ def test__only_backends__compare_kinds_of_devices():
 
 
 def test__modules_of_the_tests__have_names_of_their_own():
-    """pytest puts every folder of tests on `sys.path`: of two modules of one name, one is hidden."""
+    """pytest puts every folder of tests on `sys.path`: one of two with one name is hidden."""
     names = Counter(file.stem for file in ROOT.glob("tests/**/*.py"))
     assert len(names) > 100
     assert {name for name, n in names.items() if n > 1} <= {"conftest", "__main__"}
