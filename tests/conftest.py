@@ -44,6 +44,12 @@ trace.handlers.clear()
 gc.set_threshold(100_000, 20, 100)
 
 
+def pytest_configure(config):
+    # A filter in pyproject.toml would import the library, and so torch, before any plugin. The
+    # plugin of the simulated device comes before torch.
+    config.addinivalue_line("filterwarnings", "error::scaledtensor.errors.MissingRuleWarning")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
     """Collection makes no garbage, and searching for some takes a fifth of its time."""
