@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scaledtensor import ScaledTensor
+from scaledtensor import CodedTensor, ScaledTensor
 
 
 def gaussian(
@@ -24,18 +24,18 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 def value_of(x: Tensor) -> Tensor:
     """Return the value of a tensor as a plain tensor."""
-    return x.dequantize() if isinstance(x, ScaledTensor) else x
+    return x.dequantize() if isinstance(x, (ScaledTensor, CodedTensor)) else x
 
 
 def parts(x: Tensor) -> list[Tensor]:
     """Return the plain tensors that a tensor consists of."""
-    return [getattr(x, name) for name in x.INNER] if isinstance(x, ScaledTensor) else [x]
+    return [getattr(x, name) for name in x.INNER] if hasattr(x, "INNER") else [x]
 
 
 def bits(x: Tensor) -> tuple[Any, ...]:
     """Return all that a tensor holds on this rank, so that `==` compares its bits and its facts."""
     x = x.to_local() if hasattr(x, "to_local") else x.detach()
-    if isinstance(x, ScaledTensor):
+    if hasattr(x, "INNER"):
         inner = tuple(bits(part) for part in parts(x))
         return type(x).__name__, inner, x.format.name, x.dtype, str(x.recipe), x.nonnegative
     raw = x.contiguous().reshape(-1).view(torch.uint8)

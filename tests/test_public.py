@@ -7,6 +7,7 @@ import inspect
 import public_names
 
 import scaledtensor as sct
+from scaledtensor.tensors.ruled import Ruled
 from scaledtensor.tensors.wrapper import Wrapper
 
 ERRORS = {
@@ -42,11 +43,14 @@ MEMBERS = [
     "data",
     "data_ptr",
     "dequantize",
+    "facts",
+    "from_facts",
     "fsdp_post_all_gather",
     "fsdp_pre_all_gather",
     "granularity",
     "is_shared",
     "kind",
+    "kinds",
     "lent",
     "like",
     "make",
@@ -90,7 +94,7 @@ def test__errors__have_a_base_and_a_builtin_that_callers_expect():
 
 
 def test__members_of_scaled_tensor__are_frozen():
-    own = {n for c in (sct.ScaledTensor, Wrapper) for n in vars(c) if not n.startswith("_")}
+    own = {n for c in (sct.ScaledTensor, Ruled, Wrapper) for n in vars(c) if not n.startswith("_")}
     assert sorted(own) == MEMBERS
 
 

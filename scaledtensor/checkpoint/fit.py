@@ -25,6 +25,7 @@ from scaledtensor.quantization.tensor import QuantizedTensor
 from scaledtensor.recipes import Delayed
 from scaledtensor.tensors.coded import CodedTensor
 from scaledtensor.tensors.memo import after_overwrite
+from scaledtensor.tensors.ruled import Ruled
 from scaledtensor.tensors.tensor import ScaledTensor, is_stored
 from scaledtensor.tensors.wrapper import as_bytes, is_wrapper
 
@@ -293,7 +294,7 @@ def put(target: Tensor, source: Tensor) -> None:
         held.copy_(given)
 
 
-def _put_parts(held: ScaledTensor, given: ScaledTensor) -> None:
+def _put_parts(held: Ruled, given: Any) -> None:
     for name in held.INNER:
         getattr(held, name).copy_(getattr(given, name))
 
@@ -319,7 +320,7 @@ def _needs_whole(held: Tensor, given: Tensor) -> bool:
     """Return whether the scale that `held` gets depends on all elements of the whole tensor."""
     if not isinstance(held, ScaledTensor):
         return False
-    if not isinstance(given, ScaledTensor):
+    if not isinstance(given, Ruled):
         return True
     return is_stored(held) and held.format != given.format
 
@@ -342,10 +343,9 @@ def _shard(whole: Tensor, target: DTensor) -> DTensor:
         mesh, placements = target.device_mesh, target.placements
         return distribute_tensor(x, mesh, placements, src_data_rank=None).to_local()
 
-    if not isinstance(whole, ScaledTensor):
+    if not isinstance(whole, Ruled):
         return of_local(cut(whole), target)
-    if isinstance(whole, CodedTensor):
-        whole = whole.widened()
+    whole = whole.widened()
     return of_local(whole.like(cut(whole.qdata), whole.scale, whole.rms), target)
 
 
@@ -426,4 +426,4 @@ def as_parameter(optimizer: Optimizer, p: Tensor, state: Tensor, saved: Tensor) 
 
 
 def _kind(x: Tensor) -> Any:
-    return (type(x), x.format) if isinstance(x, ScaledTensor) else None
+    return (type(x), x.format) if isinstance(x, Ruled) else None

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from scaledtensor import _torch
 from scaledtensor.errors import CheckpointError, UnsupportedError
+from scaledtensor.quantization.tensor import QuantizedTensor
 from scaledtensor.tensors.codec import (
     Facts,
     dtype_from_name,
@@ -191,8 +192,18 @@ def parts(name: str, x: Tensor) -> dict[str, Tensor]:
                 f"{name} is a shard of a {type(held).__name__}, whose scales are those of blocks "
                 "of this shard and would not fit another cut: keep it whole, or widen it first"
             )
-        found["qdata"] = of_local(found["qdata"], x)
+        found |= {part: _spread(found[part], x) for part in held.cut}
     return prefixed(name, found)
+
+
+def _spread(part: Tensor, x: DTensor) -> DTensor:
+    """Return the DTensor whose shard on this rank is `part`, an inner tensor of the shard of `x`.
+    The rows of both are cut alike."""
+    held = local(x)
+    if part.shape == held.shape:
+        return of_local(part, x)
+    # All ranks have as many rows, or the weight could not be gathered (`quantization/shards.py`).
+    return DTensor.from_local(part, x.device_mesh, x.placements, run_check=False)
 
 
 def described(x: Tensor) -> Facts:
@@ -202,7 +213,8 @@ def described(x: Tensor) -> Facts:
         return facts_of_plain(x)
     facts = _facts_with_parts(held)
     if isinstance(x, DTensor):
-        facts["parts"]["qdata"]["shape"] = list(x.shape)
+        for part in held.cut:
+            facts["parts"][part]["shape"] = list(_spread(getattr(held, part), x).shape)
         facts |= {"shape": list(x.shape), "cut": layout(x)}
         facts.pop("nonnegative", None)  # this belongs to the level, which may differ between ranks
     return facts
@@ -235,7 +247,7 @@ class TensorToRead:
     def __init__(self, name: str, facts: Facts, like: Tensor | None, rank: int) -> None:
         self.name, self.facts, self.rank = name, facts, rank
         self.device = torch.device("cpu") if like is None else like.device
-        cut = isinstance(like, DTensor) and tuple(like.shape) == tuple(facts["shape"])
+        cut = isinstance(like, DTensor) and _cuts(like, facts)
         self.like: DTensor | None = like if isinstance(like, DTensor) and cut else None
 
     def blanks(self) -> dict[str, Tensor]:
@@ -243,7 +255,7 @@ class TensorToRead:
         if "kind" not in self.facts:
             return {self.name: self._blank(self.facts)}
         told = self.facts["parts"].items()
-        return prefixed(self.name, {part: self._blank(facts) for part, facts in told})
+        return prefixed(self.name, {part: self._blank(facts, part) for part, facts in told})
 
     def build(self, read: Mapping[str, Tensor]) -> Tensor:
         """Return the tensor, or a DTensor with this rank's shard, from the filled blanks."""
@@ -253,19 +265,37 @@ class TensorToRead:
         qdata = found["qdata"]
         if not isinstance(qdata, DTensor):
             return rebuilt(self.name, found, self.facts)
-        own = qdata.to_local()
-        facts = self.facts | {"shape": list(own.shape)}
-        made = rebuilt(self.name, found | {"qdata": own}, facts)
+        facts = self.facts | {"shape": list(local(self.like).shape)}
+        made = rebuilt(self.name, {part: local(x) for part, x in found.items()}, facts)
         own_level = facts.get("levels", {}).get(str(self.rank))
         if own_level is not None and facts["cut"] == layout(qdata):
             _restore_level(cast(ScaledTensor, made), Level(*own_level))
         return of_local(made, qdata)
 
-    def _blank(self, told: Facts) -> Tensor:
-        if self.like is None or told["shape"] != self.facts["shape"]:
+    def _blank(self, told: Facts, part: str = "") -> Tensor:
+        if self.like is None:
             return empty_like_facts(told, self.device)
-        shape = list(local(self.like).shape)
-        return of_local(empty_like_facts(told | {"shape": shape}, self.device), self.like)
+        held = local(self.like)
+        if _is_quantized(self.facts) and part in held.cut:
+            held = getattr(held, part)
+        elif told["shape"] != self.facts["shape"]:
+            return empty_like_facts(told, self.device)
+        own = empty_like_facts(told | {"shape": list(held.shape)}, self.device)
+        return _spread(own, self.like)
+
+
+def _is_quantized(facts: Facts) -> bool:
+    return facts.get("kind") == "QuantizedTensor"
+
+
+def _cuts(like: DTensor, facts: Facts) -> bool:
+    """Return whether a described tensor can be read in the layout of `like`, shard by shard."""
+    if tuple(like.shape) != tuple(facts["shape"]):
+        return False
+    held = local(like)
+    if not _is_quantized(facts):
+        return True
+    return isinstance(held, QuantizedTensor) and described(like)["parts"] == facts["parts"]
 
 
 # --- pieces ----------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from scaledtensor.distributed.reduce import Group, checked_group
 from scaledtensor.errors import CheckpointError, ShapeError, UnsupportedError
 from scaledtensor.models.rebalance import COUNT
 from scaledtensor.tensors.codec import parts_of
-from scaledtensor.tensors.tensor import ScaledTensor
+from scaledtensor.tensors.ruled import Ruled
 
 __all__ = ["ShardedOptimizer", "place"]
 
@@ -227,7 +227,7 @@ class ShardedOptimizer(Optimizer):
 
 def parts(x: Tensor) -> list[Tensor]:
     """Return the plain tensors in `x`: `x`, or the elements, scale and RMS of a ScaledTensor."""
-    return list(parts_of(x).values()) if isinstance(x, ScaledTensor) else [x.detach()]
+    return list(parts_of(x).values()) if isinstance(x, Ruled) else [x.detach()]
 
 
 def _bytes(x: Tensor) -> Tensor:

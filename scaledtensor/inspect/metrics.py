@@ -12,7 +12,7 @@ from scaledtensor.errors import UnsupportedError
 from scaledtensor.formats import Format
 from scaledtensor.ops.algebra import elements
 from scaledtensor.scales.measure import amax, beyond, root_mean_square, underflowed
-from scaledtensor.tensors.tensor import ScaledTensor
+from scaledtensor.tensors.ruled import Ruled
 
 __all__ = ["Data", "Metrics", "is_readable", "measure"]
 
@@ -100,7 +100,7 @@ def is_readable(x: Any) -> bool:
     """
     if not isinstance(x, Tensor) or not x.dtype.is_floating_point or _torch.is_transforming():
         return False
-    if isinstance(x, ScaledTensor):
+    if isinstance(x, Ruled):
         return is_readable(x.qdata) or x.qdata.dtype == torch.uint8
     if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__ or x.is_nested:
         return False
@@ -127,7 +127,7 @@ def measure(x: Tensor, format: Format, scale: float | None = None) -> Data:
         kind = f"{x.dtype}, {x.layout}, on {x.device}" if isinstance(x, Tensor) else repr(x)
         raise UnsupportedError(f"measure() takes strided float tensors that hold data; got {kind}")
     with torch.no_grad(), _torch.disable_torch_function():
-        if not isinstance(x, ScaledTensor):
+        if not isinstance(x, Ruled):
             return _numbers(x.detach(), format, 1.0 if scale is None else 1.0 / scale)
         plain = x.widened()
         q, own = elements(plain).detach(), float(plain.scale)

@@ -35,6 +35,7 @@ from scaledtensor.inspect.weights import (
 )
 from scaledtensor.ops.registry import observed, on_missing
 from scaledtensor.recipes import Recipe
+from scaledtensor.tensors.ruled import Ruled
 from scaledtensor.tensors.shards import part_of
 from scaledtensor.tensors.steps import is_scaled
 from scaledtensor.tensors.tensor import ScaledTensor
@@ -228,7 +229,7 @@ class _Plain(_torch.DispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not any(issubclass(t, ScaledTensor) for t in types):
+        if not any(issubclass(t, Ruled) for t in types):
             self.told(func, args, result)
         return result
 

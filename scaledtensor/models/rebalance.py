@@ -31,6 +31,7 @@ from scaledtensor.scales.powers import MIN_SCALE, nearest_power_of_two, power_of
 from scaledtensor.scales.singles import Single, put, rms_of, rounded, scale_of, single_of, tensor_of
 from scaledtensor.tensors.coded import CodedTensor
 from scaledtensor.tensors.memo import after_write
+from scaledtensor.tensors.ruled import Ruled
 from scaledtensor.tensors.shards import (
     by_groups,
     is_sharded,
@@ -62,13 +63,13 @@ class Statistics:
     """Share of the finite elements that are not zero and that this format rounds to zero."""
 
 
-def statistics(x: ScaledTensor) -> Statistics:
-    """Measure a ScaledTensor. It waits for the tensor's device.
+def statistics(x: ScaledTensor | CodedTensor) -> Statistics:
+    """Measure a ScaledTensor or a CodedTensor. It waits for the tensor's device.
 
     Raises:
-        DTypeError: `x` is not a ScaledTensor.
+        DTypeError: `x` is neither.
     """
-    if not isinstance(x, ScaledTensor):
+    if not isinstance(x, Ruled):
         raise DTypeError(f"statistics are of a ScaledTensor; got {type(x).__name__}")
     held = x.widened()
     size = finite_magnitudes(elements(held).detach().double())
@@ -113,8 +114,8 @@ def rebalance(
     """
     if by not in ("rms", "amax"):
         raise ScaleError(f"rebalance is by 'rms' or 'amax'; got {by!r}")
-    if isinstance(target, ScaledTensor):
-        if isinstance(target, CodedTensor) or not covers_storage(target.qdata):
+    if isinstance(target, Ruled):
+        if not isinstance(target, ScaledTensor) or not covers_storage(target.qdata):
             raise UnsupportedError(
                 "rebalance changes the scale of a whole tensor: pass that of which this is a view;"
                 " codes under block scales are made anew with scaledtensor.scaled()"

@@ -30,8 +30,7 @@ from scaledtensor.recipes import get as get_recipe
 from scaledtensor.recipes.casts import Cast
 from scaledtensor.scales.singles import CELLS
 from scaledtensor.tensors import steps
-from scaledtensor.tensors.coded import CodedTensor
-from scaledtensor.tensors.shards import is_dtensor, is_sharded, part_of
+from scaledtensor.tensors.shards import is_dtensor, part_of
 from scaledtensor.tensors.sparse import coo
 from scaledtensor.tensors.steps import is_scaled
 from scaledtensor.tensors.storable import check_strided
@@ -184,7 +183,7 @@ def unscale_model(model: M) -> M:
         ModelError: no parameter of `model` is scaled or quantised, or one has hooks of its own or
             cannot stay the same object (see `scale_model`). The model is then unchanged.
     """
-    if any(is_sharded(p) for p in model.parameters()):
+    if any(is_dtensor(p) and is_wrapper(_torch.local_part(p)) for p in model.parameters()):
         raise ModelError(
             "parameters of this model are spread over ranks, which unwraps none of them: put "
             "p.full_tensor().dequantize() of each into a new model, or a checkpoint of it "
@@ -362,7 +361,7 @@ def _held(
     x: Tensor, recipe: Recipe, stored: bool, dtype: torch.dtype | None = None
 ) -> ScaledTensor:
     """Plain values in the form in which a recipe keeps them."""
-    made = scaled(x, recipe.master, dtype=dtype, recipe=recipe)
+    made = cast(ScaledTensor, scaled(x, recipe.master, dtype=dtype, recipe=recipe))
     return cast(ScaledTensor, cast_once(made)) if stored else made
 
 
@@ -383,13 +382,8 @@ def _check_scalable(p: nn.Parameter, name: str) -> None:
         )
     if is_wrapper(p) and not isinstance(p, ScaledTensor):
         raise ModelError(
-            f"{name} is quantised: unscale_model() makes it plain, and a scaled model then trains "
-            "on from its value"
-        )
-    if isinstance(p, CodedTensor):
-        raise ModelError(
-            f"{name} is a CodedTensor, whose codes and scales were made together; unscale_model() "
-            "makes it plain"
+            f"{name} is a {p.kind}, whose codes and scales were made together: unscale_model() "
+            "makes it plain, and a scaled model then trains on from its value"
         )
     if p.dtype.is_floating_point and p.dtype not in _DTYPES and not isinstance(p, ScaledTensor):
         allowed = ", ".join(str(d) for d in _DTYPES)

@@ -1,6 +1,6 @@
 """The rules of operators: one file for each family of operators, a table of small functions.
 
-The import of this package installs the rules into ScaledTensor.
+The import of this package installs the rules into the base of ScaledTensor and CodedTensor.
 """
 
 from scaledtensor.ops.products import (  # noqa: F401 - imported for the rules that they register
@@ -53,7 +53,8 @@ from scaledtensor.ops.registry import (
     rule,
 )
 from scaledtensor.tensors import steps
-from scaledtensor.tensors.tensor import Engine, ScaledTensor
+from scaledtensor.tensors.engine import Engine
+from scaledtensor.tensors.ruled import Ruled
 
 __all__ = [
     "RULES",
@@ -88,4 +89,4 @@ def _code_depends_on() -> str:
     return f"{fingerprint()} {state()}"
 
 
-ScaledTensor._engine = Engine(dispatch, saved.over(_FUNCTIONS), _code_depends_on)
+Ruled._engine = Engine(dispatch, saved.over(_FUNCTIONS), _code_depends_on)

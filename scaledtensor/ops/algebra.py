@@ -20,7 +20,7 @@ from scaledtensor.errors import DTypeMismatchError, UnsupportedError
 from scaledtensor.formats import Format, decode
 from scaledtensor.ops import invariant
 from scaledtensor.ops.products.dtype import product_dtype
-from scaledtensor.ops.registry import ComplexOperand, Overload, Raw
+from scaledtensor.ops.registry import Overload, Raw, WithoutScale
 from scaledtensor.scales.cast_nodes import values_of
 from scaledtensor.scales.forms import Form
 from scaledtensor.scales.measure import measured_rms
@@ -45,6 +45,7 @@ from scaledtensor.scales.singles import (
     scaled_by,
     single_of,
 )
+from scaledtensor.tensors.ruled import Ruled
 from scaledtensor.tensors.tensor import ScaledTensor, is_stored
 from scaledtensor.tensors.verbs import LIBRARY
 
@@ -66,6 +67,7 @@ __all__ = [
     "integrand",
     "measured",
     "mismatch",
+    "of_floats",
     "operand",
     "plain",
     "quadrature",
@@ -74,6 +76,7 @@ __all__ = [
     "rms_seen",
     "saved_format",
     "side",
+    "statistic",
     "value",
     "wide",
     "within",
@@ -106,7 +109,7 @@ class Side(NamedTuple):
 def saved_format(x: Any) -> Format | None:
     """Return the format in which the recipe of `x` keeps activations for the backward pass. None
     keeps them as they are."""
-    if not isinstance(x, ScaledTensor) or x.recipe is None:
+    if not isinstance(x, Ruled) or x.recipe is None:
         return None
     return x.recipe.saved
 
@@ -178,6 +181,19 @@ def value(x: ScaledTensor, power: Amount = ONE) -> Tensor:
     if isinstance(together, Single) and MIN_SCALE <= together <= MAX_SCALE:
         return scaled_by(q, together)
     return scaled_by(scaled_by(q, scale), power)
+
+
+def of_floats(dtype: torch.dtype | None) -> torch.dtype | None:
+    """Return the dtype that a caller asks of a result. `dispatch` runs the operator on plain values
+    if it is no float dtype."""
+    if dtype is not None and not dtype.is_floating_point:
+        raise WithoutScale
+    return dtype
+
+
+def statistic(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return a plain statistic: float32, or in the dtype that a caller asks."""
+    return x if dtype is None else x.to(dtype)
 
 
 def plain(x: Any) -> Any:
@@ -255,7 +271,7 @@ def operand(x: Any, like: ScaledTensor) -> Operand:
         )
     if not x.dtype.is_floating_point:
         if x.is_complex():
-            raise ComplexOperand
+            raise WithoutScale
         x = x.float()
     if x.dim() == 0:
         # Its power of two moves into the scale, so a loss multiplier of 2**-18 only edits scales.

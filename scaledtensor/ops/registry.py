@@ -40,15 +40,16 @@ from scaledtensor.recipes import Recipe
 from scaledtensor.scales.forms import Form
 from scaledtensor.setting import Setting
 from scaledtensor.tensors import verbs
+from scaledtensor.tensors.ruled import Ruled
 from scaledtensor.tensors.tensor import ScaledTensor, from_plain
 
 __all__ = [
     "RULES",
-    "ComplexOperand",
     "Observer",
     "Overload",
     "Raw",
     "Rule",
+    "WithoutScale",
     "absent",
     "dispatch",
     "entered",
@@ -128,12 +129,12 @@ def entered(x: Tensor, recipe: Recipe | None) -> ScaledTensor:
 
 def promoted(operands: Sequence[Any]) -> Sequence[Any]:
     """Return the operands of a product, all scaled if one is."""
-    scaled = [x for x in operands if isinstance(x, ScaledTensor)]
+    scaled = [x for x in operands if isinstance(x, Ruled)]
     if len(scaled) in (0, len(operands)):  # perhaps only the bias is scaled
         return operands
     # `like` gives its scale and recipe alone, so no gradient flows to it.
     like = scaled[0].detach()
-    return [x if isinstance(x, ScaledTensor) else verbs.promote(x, like) for x in operands]
+    return [x if isinstance(x, Ruled) else verbs.promote(x, like) for x in operands]
 
 
 # --- the table of rules ----------------------------------------------------------------------
@@ -238,8 +239,8 @@ def dispatch(op: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         handler = _handlers[op] = _resolve(op)
     try:
         result = handler(*args, **kwargs)
-    except ComplexOperand:
-        result = _beside_complex(op, args, kwargs)
+    except WithoutScale:
+        result = _on_values(op, args, kwargs)
     for observer in observers:
         observer(op, args, result)
     return result
@@ -277,16 +278,16 @@ def _resolve(op: Overload) -> Callable[..., Any]:
     return partial(_without_rule, op)
 
 
-# --- complex numbers -------------------------------------------------------------------------
+# --- complex numbers and integers ------------------------------------------------------------
 
 
-class ComplexOperand(Exception):  # noqa: N818 - `dispatch` catches it, and no program sees it
-    """A rule has met a plain complex tensor beside a ScaledTensor."""
+class WithoutScale(Exception):  # noqa: N818 - `dispatch` catches it, and no program sees it
+    """A rule has met a plain complex tensor, or a dtype of results that is no float dtype."""
 
 
-def _beside_complex(op: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator on plain values: complex numbers have no scales, and neither has the
-    result."""
+def _on_values(op: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator on plain values: complex numbers and integers have no scales, and neither
+    has the result."""
     for given, argument in zip(args, op._schema.arguments, strict=False):
         into = argument.alias_info is not None and argument.alias_info.is_write
         if into and isinstance(given, ScaledTensor):

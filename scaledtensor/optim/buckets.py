@@ -23,8 +23,8 @@ from scaledtensor.optim.loops import Loop, serve
 from scaledtensor.optim.masters import MASTERS
 from scaledtensor.optim.states import GROUP, STATES
 from scaledtensor.optim.updates import RULES, Group, Units
+from scaledtensor.tensors.ruled import Ruled
 from scaledtensor.tensors.shards import is_dtensor
-from scaledtensor.tensors.tensor import ScaledTensor
 
 __all__ = [
     "Bucket",
@@ -312,7 +312,7 @@ def _pieces(spans: Sequence[slice]) -> Iterator[tuple[slice, slice]]:
 
 def _copy(source: Tensor, target: Tensor) -> None:
     """Copy a state to the bit, inner tensor by inner tensor."""
-    if not isinstance(target, ScaledTensor):
+    if not isinstance(target, Ruled):
         target.copy_(source)
         return
     for name in target.INNER:

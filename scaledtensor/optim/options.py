@@ -16,7 +16,7 @@ from scaledtensor.optim.masters import MASTERS
 from scaledtensor.optim.states import STATE_FORMATS
 from scaledtensor.optim.updates import Group
 from scaledtensor.tensors.coded import CodedTensor
-from scaledtensor.tensors.tensor import ScaledTensor
+from scaledtensor.tensors.ruled import Ruled
 
 __all__ = [
     "FORMATS",
@@ -164,7 +164,7 @@ def check_tensor(name: str, x: Tensor) -> None:
             f"steps in low precision take dense tensors; {name} of shape {tuple(x.shape)} is "
             f"{x.layout}. For an embedding, sparse=False"
         )
-    if type(x) not in PLAIN and not isinstance(x, ScaledTensor):
+    if type(x) not in PLAIN and not isinstance(x, Ruled):
         raise UnsupportedError(
             f"steps in low precision take plain tensors and ScaledTensors; {name} of shape "
             f"{tuple(x.shape)} is a {type(x).__name__}"

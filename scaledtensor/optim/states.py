@@ -28,6 +28,7 @@ from scaledtensor.formats.expansion import (
 )
 from scaledtensor.tensors.coded import CodedTensor, is_expanded
 from scaledtensor.tensors.coding import Coding
+from scaledtensor.tensors.ruled import Ruled
 from scaledtensor.tensors.tensor import ScaledTensor
 from scaledtensor.tensors.wrap import scaled
 
@@ -190,4 +191,4 @@ def unit_of(x: Any) -> float:
 
 def values_of(x: Tensor) -> Tensor:
     """Return the elements of a state as a plain tensor."""
-    return x.detach().dequantize() if isinstance(x, ScaledTensor) else x.detach()
+    return x.detach().dequantize() if isinstance(x, Ruled) else x.detach()

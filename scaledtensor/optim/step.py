@@ -14,7 +14,7 @@ Muon's step stays torch's: it runs on one parameter at a time, with states widen
 
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ from scaledtensor.optim.options import (
 from scaledtensor.optim.states import LARGEST_UNIT, LEAST_UNIT, unit_of, values_of
 from scaledtensor.optim.updates import RULES, Group, Units
 from scaledtensor.tensors.coded import CodedTensor, is_expanded
+from scaledtensor.tensors.ruled import Ruled
 from scaledtensor.tensors.tensor import ScaledTensor
 
 __all__ = ["LowPrecision"]
@@ -317,9 +318,8 @@ def _seen(name: str, x: Tensor) -> tuple[Any, Tensor, Format]:
     check_tensor(name, own)
     if type(own) in PLAIN:
         return own, own, from_dtype(own.dtype)
-    scaled: Any = own
-    if isinstance(own, CodedTensor):  # a gradient: `check_parameters` refuses such a parameter
-        scaled = own.widened()
+    # A gradient may be a CodedTensor. `check_parameters` refuses such a parameter.
+    scaled: ScaledTensor = cast(Ruled, own).widened()
     return scaled, scaled.qdata, scaled.format
 
 

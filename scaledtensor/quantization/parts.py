@@ -20,6 +20,7 @@ __all__ = [
     "check_inner",
     "matrix_of",
     "matrix_shape",
+    "rows_of_scales",
     "scale_dtype",
 ]
 
@@ -35,6 +36,16 @@ def block_of(cast: Cast) -> PerTensor | PerBlock:
     if cast.block == (0, 0):
         return PerTensor()
     return PerBlock((cast.block[0] or -1, cast.block[1] or -1))
+
+
+def rows_of_scales(cast: Cast, shape: Sequence[int]) -> int | None:
+    """How many rows of a tensor of `shape` share their scales; None if all rows do."""
+    block = block_of(cast)
+    if isinstance(block, PerTensor):
+        return None
+    if len(shape) == 3:  # a batch of matrices
+        return 1
+    return None if block.block[0] < 0 else block.block[0]
 
 
 def scale_dtype(cast: Cast) -> torch.dtype:

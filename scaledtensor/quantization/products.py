@@ -34,12 +34,12 @@ from scaledtensor.ops.products.dtype import multiplied
 from scaledtensor.ops.products.linear import is_alone
 from scaledtensor.ops.products.quantize import Coded, factors, mixed
 from scaledtensor.ops.products.table import PRODUCTS
-from scaledtensor.quantization import flops, inputs, writing
+from scaledtensor.quantization import flops, inputs, shards, writing
 from scaledtensor.quantization.tensor import QuantizedTensor
 from scaledtensor.quantization.writing import as_parts, guarded, read_only, refuse_writing
 from scaledtensor.recipes.casts import HADAMARD, Cast, TwoLevel, parsed_cast
 from scaledtensor.tensors import verbs
-from scaledtensor.tensors.tensor import ScaledTensor
+from scaledtensor.tensors.ruled import Ruled
 from scaledtensor.tensors.wrapper import Wrapper
 
 __all__ = [
@@ -164,7 +164,7 @@ def _multiply(
 ) -> Any:
     """`function(*operands)`, where one operand or more is a QuantizedTensor."""
     for x in operands:
-        if isinstance(x, ScaledTensor):
+        if isinstance(x, Ruled):
             raise UnsupportedError(
                 "a product of a ScaledTensor and a quantised weight: a model is scaled or "
                 "quantised as a whole. unscale_model(model) comes before quantize_(model, ...)"
@@ -470,4 +470,5 @@ OPERATORS: dict[Any, Callable[..., Any]] = {
     cast_input: _cast_input,
     rows: _rows,
     torch.ops.aten.copy_.default: writing.copy_into,
+    **shards.OPERATORS,
 }

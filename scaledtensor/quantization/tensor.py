@@ -39,6 +39,7 @@ from scaledtensor.quantization.parts import (
     block_of,
     check_inner,
     matrix_shape,
+    rows_of_scales,
     scale_dtype,
 )
 from scaledtensor.quantization.written import form_of, refuse_onnx
@@ -161,9 +162,6 @@ class QuantizedTensor(Wrapper):
         check_inner(inner, full, context)
         return cls.put_together(inner, full, context)
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__()
-
     @classmethod
     @_torch.inlined_only
     def put_together(cls, inner: Sequence[Tensor], shape: Sequence[int], context: Any) -> Self:
@@ -210,6 +208,10 @@ class QuantizedTensor(Wrapper):
             held = held / self.columns
         held = held.mT if self.order == "columns" else held.reshape(self.shape)
         return held.to(dtype)
+
+    @property
+    def cut(self) -> tuple[str, ...]:
+        return ("qdata",) if rows_of_scales(self.config.weight, self.shape) is None else _INNER[:2]
 
     def dequantize(self) -> Tensor:
         """The plain tensor of the same value, shape and dtype."""
@@ -278,6 +280,30 @@ class QuantizedTensor(Wrapper):
     def _fingerprint(cls) -> str:
         return source_digest()
 
+    # --- fully_shard, which looks for these methods on the class of a part -------------------
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: Any,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: torch.nn.Module,
+        mp_policy: Any,
+    ) -> Any:
+        """The codes and scales to send of this part of a weight."""
+        return _shards().before(self, mesh, outer_size, mp_policy)
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: Any = None,
+    ) -> Any:
+        """The whole weight, of the codes that all ranks sent."""
+        return _shards().after(all_gather_outputs, metadata, out)
+
     # --- Python ------------------------------------------------------------------------------
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -304,7 +330,6 @@ class QuantizedTensor(Wrapper):
     # --- files -------------------------------------------------------------------------------
 
     def facts(self) -> dict[str, Any]:
-        """The facts by which the codec rebuilds this tensor, beside the facts of every tensor."""
         told = {"config": self.config.to_json(), "order": self.order}
         return told | {"extras": list(self.extras)}
 
@@ -312,18 +337,12 @@ class QuantizedTensor(Wrapper):
     def from_facts(
         cls,
         parts: Mapping[str, Tensor],
-        shape: Sequence[int],
-        fmt: Format,
-        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        context: tuple[Any, ...],
         facts: Mapping[str, Any],
     ) -> Self:
-        """The tensor that has these parts and facts.
-
-        Raises:
-            CheckpointError, QuantizationError, ShapeError, ScaleError: they do not fit together.
-        """
         extras, order = tuple(facts["extras"]), facts["order"]
-        context = (fmt, dtype, config_from(facts["config"]), order, extras)
+        context = (*context[:2], config_from(facts["config"]), order, extras)
         return cls.checked([parts[name] for name in (*_INNER, *extras)], shape, context)
 
     @classmethod
@@ -347,6 +366,11 @@ torch.serialization.add_safe_globals([QuantizedTensor])
 def _products() -> Any:
     """The products, which load the operators on first use."""
     return import_module("scaledtensor.quantization.products")
+
+
+def _shards() -> Any:
+    """The parts that `fully_shard` makes, which are loaded on use."""
+    return import_module("scaledtensor.quantization.shards")
 
 
 # --- operators -------------------------------------------------------------------------------
@@ -410,10 +434,6 @@ def _selected(x: QuantizedTensor, dim: int, index: Any) -> Any:
     return x.put_together(inner, x.shape[1:], x.context)
 
 
-def _view(x: QuantizedTensor, shape: Sequence[int]) -> Any:
-    return _share(x) if tuple(shape) == tuple(x.shape) else NotImplemented
-
-
 #: Operators that keep codes as they are.
 _OWN: dict[Any, Callable[..., Any]] = {
     _aten.alias.default: _share,
@@ -425,7 +445,6 @@ _OWN: dict[Any, Callable[..., Any]] = {
     _aten.t.default: _transposed,
     _aten.transpose.int: _transposed,
     _aten.select.int: _selected,
-    _aten.view.default: _view,
 }
 
 

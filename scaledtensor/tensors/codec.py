@@ -9,20 +9,17 @@ JSON can hold. Folders of checkpoints, safetensors files and state dicts all use
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+import scaledtensor.tensors.coded  # noqa: F401 - a class that files contain
 from scaledtensor.errors import CheckpointError, ScaledTensorError
-from scaledtensor.formats import FORMATS, Format, PerAxis, PerBlock, PerTensor, Specials
+from scaledtensor.formats import FORMATS, Format, Specials
 from scaledtensor.formats import get as get_format
-from scaledtensor.formats.layouts import packed_shape
 from scaledtensor.recipes import Recipe
-from scaledtensor.tensors.coded import CodedTensor
-from scaledtensor.tensors.coding import Coding
 from scaledtensor.tensors.storable import appearance
-from scaledtensor.tensors.tensor import ScaledTensor
 from scaledtensor.tensors.wrapper import Wrapper
 
 __all__ = [
@@ -68,11 +65,7 @@ def facts_of(x: Wrapper) -> Facts:
         found["recipe"] = json.loads(recipe.to_json())
     if x.nonnegative:
         found["nonnegative"] = True
-    if isinstance(x, CodedTensor):
-        found["granularity"] = _written_granularity(x.granularity)
-    elif not isinstance(x, ScaledTensor):
-        found |= cast(Any, x).facts()
-    return found
+    return found | x.facts()
 
 
 def rebuilt(name: str, parts: Mapping[str, Tensor], facts: Facts) -> Wrapper:
@@ -98,28 +91,7 @@ def _rebuilt(parts: Mapping[str, Tensor], facts: Facts) -> Wrapper:
     kind, shape, fmt = _kind(facts), tuple(facts["shape"]), _read_format(facts["format"])
     recipe = Recipe.from_json(json.dumps(facts["recipe"])) if "recipe" in facts else None
     dtype, nonnegative = appearance(dtype_from_name(facts["dtype"])), bool(facts.get("nonnegative"))
-    if not issubclass(kind.cls, ScaledTensor):
-        return cast(Wrapper, kind.cls.from_facts(parts, shape, fmt, dtype, facts))
-    parts = {part: parts[part] for part in kind.inner}
-    context: tuple[Any, ...] = (fmt, dtype, recipe, nonnegative)
-    for part in ("rms", "tensor_scale"):
-        if part in parts:
-            _check(parts, part, torch.float32, ())
-    if not issubclass(kind.cls, CodedTensor):
-        _check(parts, "qdata", fmt.storage_dtype, shape)
-        _check(parts, "scale", torch.float32, ())
-        _check_positive(parts["scale"])
-        return cast(Wrapper, kind.cls.put_together(tuple(parts.values()), shape, context))
-    levels = 2 if parts["scale"].dtype == torch.float8_e4m3fn and not kind.expanded else 1
-    coding = Coding(_read_granularity(facts["granularity"]), levels, kind.expanded)
-    packed = fmt.storage_dtype if fmt.bits >= 8 else torch.uint8
-    _check(parts, "qdata", packed, packed_shape(fmt, shape))
-    if levels == 1 and parts["scale"].dtype != torch.float32:
-        raise CheckpointError(f"its scale is {parts['scale'].dtype}")
-    coding.check(fmt, shape, tuple(parts.values()))
-    made: Wrapper = kind.cls.put_together(tuple(parts.values()), shape, (*context, coding))
-    if kind.expanded:
-        made.dequantize()  # raises unless the parts can be decoded together
+    made: Wrapper = kind.cls.from_facts(parts, shape, (fmt, dtype, recipe, nonnegative), facts)
     return made
 
 
@@ -140,7 +112,6 @@ class _Kind(NamedTuple):
 
     cls: Any
     inner: tuple[str, ...]
-    expanded: bool = False
     extras: tuple[str, ...] = ()
     """Inner tensors that only some tensors of the kind have. Their facts name them."""
 
@@ -156,31 +127,18 @@ def _kind(facts: Facts) -> _Kind:
 
 def _kinds() -> dict[str, _Kind]:
     """Return the kinds of tensors by their names in files."""
-    found = {cls.__name__: _Kind(cls, cls.INNER, extras=cls._EXTRAS) for cls in _derived(Wrapper)}
-    for coding in (Coding(PerTensor()), Coding(1, expanded=True)):
-        found[coding.kind] = _Kind(CodedTensor, coding.inner, coding.expanded)
-    return found
+    return {
+        name: _Kind(cls, inner, cls._EXTRAS)
+        for cls in _derived(Wrapper)
+        if hasattr(cls, "INNER")  # the bases of classes have no tensors
+        for name, inner in cls.kinds().items()
+    }
 
 
 def _derived(cls: type[Wrapper]) -> Iterator[type[Wrapper]]:
     for other in cls.__subclasses__():
         yield other
         yield from _derived(other)
-
-
-def _check(
-    parts: Mapping[str, Tensor], part: str, dtype: torch.dtype, shape: tuple[int, ...]
-) -> None:
-    x = parts[part]
-    if x.dtype != dtype or tuple(x.shape) != shape:
-        raise CheckpointError(
-            f"its {part} is {x.dtype} of shape {tuple(x.shape)}, in place of {dtype} of {shape}"
-        )
-
-
-def _check_positive(scale: Tensor) -> None:
-    if not scale.is_meta and not 0 < float(scale) < float("inf"):
-        raise CheckpointError(f"its scale is {float(scale)}; scales are positive and finite")
 
 
 # --- plain tensors, and attributes for which JSON has no type -------------------------------------
@@ -226,18 +184,3 @@ def _read_format(written: Any) -> Format:
         return get_format(written)
     storage = dtype_from_name(written["storage_dtype"])
     return Format(**written | {"specials": Specials(written["specials"]), "storage_dtype": storage})
-
-
-def _written_granularity(granularity: Any) -> Any:
-    if isinstance(granularity, PerAxis):
-        return {"axis": granularity.dim}
-    if isinstance(granularity, PerBlock):
-        return {"block": list(granularity.block)}
-    return "tensor" if isinstance(granularity, PerTensor) else {"group": int(granularity)}
-
-
-def _read_granularity(written: Any) -> Any:
-    if written == "tensor":
-        return PerTensor()
-    ((word, number),) = written.items()
-    return {"axis": PerAxis, "block": PerBlock, "group": int}[word](number)

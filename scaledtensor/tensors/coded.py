@@ -1,4 +1,4 @@
-"""CodedTensor: a ScaledTensor that stores values in any format, under scales of any granularity.
+"""CodedTensor: a tensor that stores values in any format, under scales of any granularity.
 
 A CodedTensor stores weights and optimizer states. It holds packed codes and their scales, and
 operators do not compute on it: torch has no dtype for FP6, FP4 or E3M4, and a product of block
@@ -11,14 +11,14 @@ A `Coding` says how codes and scales make the value: blocks with their scales, o
 groups of an optimizer's states. The optimizer that owns such a state writes into its inner tensors.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, TypeGuard, cast
 
 import torch
 from torch import Tensor
 
 from scaledtensor import _torch
-from scaledtensor.errors import DTypeError, FormatError, UnsupportedError
+from scaledtensor.errors import CheckpointError, DTypeError, FormatError, UnsupportedError
 from scaledtensor.formats import (
     FP32,
     Format,
@@ -33,7 +33,7 @@ from scaledtensor.formats import (
 )
 from scaledtensor.formats import get as get_format
 from scaledtensor.formats.format import Specials
-from scaledtensor.formats.layouts import as_granularity
+from scaledtensor.formats.layouts import as_granularity, packed_shape
 from scaledtensor.formats.rounding import Rounding
 from scaledtensor.formats.stochastic import Randomness
 from scaledtensor.recipes import Recipe
@@ -42,9 +42,10 @@ from scaledtensor.scales.measure import measured_rms
 from scaledtensor.scales.powers import checked_scale
 from scaledtensor.tensors import verbs
 from scaledtensor.tensors.coding import BLOCKS, Coding, checked_levels
-from scaledtensor.tensors.storable import appearance, check_strided
+from scaledtensor.tensors.ruled import Ruled
+from scaledtensor.tensors.storable import appearance, check_part, check_strided
 from scaledtensor.tensors.tensor import ScaledTensor, from_plain
-from scaledtensor.tensors.wrapper import rebuild, written_by
+from scaledtensor.tensors.wrapper import is_wrapper, rebuild, written_by
 
 __all__ = ["CodedTensor", "is_expanded"]
 
@@ -64,7 +65,7 @@ class _Measured:
         return self if x is None else measured_rms(x.value_in(torch.float32))
 
 
-class CodedTensor(ScaledTensor):
+class CodedTensor(Ruled):
     """Codes in `format` and the scales of their blocks: the value is exactly
     `codes * scale * tensor_scale`.
 
@@ -99,9 +100,10 @@ class CodedTensor(ScaledTensor):
     """
 
     INNER: tuple[str, ...] = cast(Any, _Names())
-    _FACTS: tuple[str, ...] = (*ScaledTensor._FACTS, "coding")
+    _FACTS: tuple[str, ...] = (*Ruled._FACTS, "coding")
 
     coding: Coding
+    scale: Tensor
     rms: Tensor = cast(Any, _Measured())
     power: Tensor
     tensor_scale: Tensor
@@ -118,7 +120,7 @@ class CodedTensor(ScaledTensor):
         recipe: Recipe | str | None = None,
     ) -> Self:
         fmt, cut = get_format(format), as_granularity(granularity)
-        if isinstance(codes, ScaledTensor) or not isinstance(codes, Tensor):
+        if is_wrapper(codes) or not isinstance(codes, Tensor):
             raise DTypeError(f"codes are a plain torch.Tensor; got {type(codes).__name__}")
         if codes.dtype != fmt.storage_dtype:
             raise DTypeError(
@@ -182,16 +184,13 @@ class CodedTensor(ScaledTensor):
             setattr(self, name, tensor)
         return self
 
-    def like(self, *inner: Tensor) -> Self:
-        return self.put_together(inner, self.shape, self.context)
-
     @property
     def context(self) -> Any:
         """The facts by which the inner tensors are read."""
         return self.format, self.dtype, self.recipe, self.nonnegative, self.coding
 
     @property
-    def granularity(self) -> Any:  # type: ignore[override]
+    def granularity(self) -> Any:
         """The elements that share a scale; for expanded groups, their size."""
         return self.coding.granularity
 
@@ -208,8 +207,7 @@ class CodedTensor(ScaledTensor):
 
         A value that is no float32 is rounded to the nearest, once.
         """
-        # As views are: made outside inference mode, where this tensor was.
-        with torch.inference_mode(torch.is_inference_mode_enabled() and self.is_inference()):
+        with _mode_of(self):
             return from_plain(self.value_in(torch.float32), FP32, self.dtype, self.recipe)
 
     def value_in(self, dtype: torch.dtype) -> Tensor:
@@ -226,7 +224,7 @@ class CodedTensor(ScaledTensor):
         *_, coding = context
         return cls.put_together([inner[name] for name in coding.inner], outer_size, context)
 
-    def __coerce_tangent_metadata__(self) -> ScaledTensor:  # type: ignore[override]
+    def __coerce_tangent_metadata__(self) -> ScaledTensor:
         # The gradient of a CodedTensor is an ordinary ScaledTensor.
         return self.widened()
 
@@ -276,6 +274,44 @@ class CodedTensor(ScaledTensor):
         coding.check(fmt, shape, [getattr(made, name) for name in coding.inner])
         return made
 
+    # --- files -------------------------------------------------------------------------------
+
+    @classmethod
+    def kinds(cls) -> dict[str, tuple[str, ...]]:
+        return {coding.kind: coding.inner for coding in (BLOCKS, Coding(1, expanded=True))}
+
+    def facts(self) -> dict[str, Any]:
+        return self.coding.facts
+
+    @classmethod
+    def from_facts(
+        cls,
+        parts: Mapping[str, Tensor],
+        shape: tuple[int, ...],
+        context: tuple[Any, ...],
+        facts: Mapping[str, Any],
+    ) -> Self:
+        fmt = context[0]
+        coding = Coding.from_facts(facts, parts["scale"])
+        inner = [parts[name] for name in coding.inner]
+        for name in coding.inner[2:]:
+            if name != "power":
+                check_part(name, parts[name], torch.float32, ())
+        packed = fmt.storage_dtype if fmt.bits >= 8 else torch.uint8
+        check_part("qdata", inner[0], packed, packed_shape(fmt, shape))
+        if coding.levels == 1 and inner[1].dtype != torch.float32:
+            raise CheckpointError(f"its scale is {inner[1].dtype}")
+        coding.check(fmt, shape, inner)
+        made = cls.put_together(inner, shape, (*context, coding))
+        if coding.expanded:
+            made.dequantize()  # raises unless the parts can be decoded together
+        return made
+
+
+def _mode_of(x: Tensor) -> torch.inference_mode:
+    """The mode in which torch makes a view of `x`: outside inference mode if `x` was made there."""
+    return torch.inference_mode(torch.is_inference_mode_enabled() and x.is_inference())
+
 
 def is_expanded(x: Any) -> TypeGuard[CodedTensor]:
     """Whether `x` is a CodedTensor of expanded groups, as states of an optimizer are."""
@@ -302,7 +338,8 @@ def _copy(x: CodedTensor, **options: Any) -> CodedTensor:
 
 
 def _share(x: CodedTensor) -> CodedTensor:
-    return x.viewed(x.qdata)
+    with _mode_of(x):
+        return x.like(*(getattr(x, name) for name in x.INNER))
 
 
 def _view(x: CodedTensor, shape: Sequence[int]) -> Tensor:

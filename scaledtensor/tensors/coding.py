@@ -12,9 +12,9 @@ There are two codings.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from scaledtensor.formats import (
     Expanded,
     Format,
     Granularity,
+    PerAxis,
+    PerBlock,
     PerTensor,
     TwoLevelScale,
     decode,
@@ -34,7 +36,7 @@ from scaledtensor.formats import (
 )
 from scaledtensor.formats.layouts import check_scale_shape, packed_shape
 from scaledtensor.scales.powers import MIN_SCALE
-from scaledtensor.tensors.tensor import ScaledTensor
+from scaledtensor.tensors.wrapper import is_wrapper
 
 __all__ = ["BLOCKS", "Coding", "checked_levels"]
 
@@ -63,6 +65,29 @@ class Coding:
     def inner(self) -> tuple[str, ...]:
         """The names of the inner tensors."""
         return "qdata", "scale", "power" if self.expanded else "rms", "tensor_scale"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The granularity as JSON has it. The dtype of the scales tells the levels."""
+        cut = self.granularity
+        if isinstance(cut, PerAxis):
+            return {"granularity": {"axis": cut.dim}}
+        if isinstance(cut, PerBlock):
+            return {"granularity": {"block": list(cut.block)}}
+        return {"granularity": {"group": cut} if isinstance(cut, int) else "tensor"}
+
+    @classmethod
+    def from_facts(cls, facts: Mapping[str, Any], scale: Tensor) -> Self:
+        """The coding of a tensor that has these facts and this inner tensor `scale`."""
+        written = facts["granularity"]
+        if written == "tensor":
+            cut: Any = PerTensor()
+        else:
+            ((word, number),) = written.items()
+            cut = {"axis": PerAxis, "block": PerBlock, "group": int}[word](number)
+        expanded = isinstance(cut, int)
+        two = scale.dtype == torch.float8_e4m3fn and not expanded
+        return cls(cut, 2 if two else 1, expanded)
 
     def values(
         self, codes: Tensor, fmt: Format, scales: Sequence[Tensor], dtype: torch.dtype
@@ -129,7 +154,7 @@ def _checked_scales(
     scale: Any, dtype: torch.dtype, granularity: Granularity, codes: Tensor
 ) -> Tensor:
     """A copy of `scale`. Its numbers are checked unless they are on the meta device."""
-    if not isinstance(scale, Tensor) or isinstance(scale, ScaledTensor):
+    if not isinstance(scale, Tensor) or is_wrapper(scale):
         raise ScaleError(
             "scales are a plain torch.Tensor or a TwoLevelScale of them; got "
             f"{type(scale).__name__}"

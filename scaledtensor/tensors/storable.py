@@ -1,12 +1,21 @@
 """Checks of the formats that a ScaledTensor can hold and of the dtypes that it can appear as."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from scaledtensor.errors import DTypeError, FormatError
+from scaledtensor.errors import CheckpointError, DTypeError, FormatError
 from scaledtensor.formats import Format
 
-__all__ = ["APPEARANCES", "appearance", "check_storable", "check_strided", "is_storable"]
+__all__ = [
+    "APPEARANCES",
+    "appearance",
+    "check_part",
+    "check_storable",
+    "check_strided",
+    "is_storable",
+]
 
 APPEARANCES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -23,6 +32,15 @@ def check_strided(x: Tensor) -> None:
     """Raises DTypeError unless `x` is dense."""
     if x.layout != torch.strided:
         raise DTypeError(f"a ScaledTensor is dense (torch.strided); got {x.layout}")
+
+
+def check_part(name: str, x: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> None:
+    """Raises CheckpointError unless the inner tensor `name` has this dtype and shape."""
+    if x.dtype != dtype or tuple(x.shape) != tuple(shape):
+        raise CheckpointError(
+            f"its {name} is {x.dtype} of shape {tuple(x.shape)}, in place of {dtype} of "
+            f"{tuple(shape)}"
+        )
 
 
 def is_storable(fmt: Format) -> bool:

@@ -1,15 +1,15 @@
 """ScaledTensor: a tensor whose value is `qdata * scale`."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, cast
+from typing import Any, Self, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from scaledtensor import _torch
-from scaledtensor.errors import DTypeError, UnsupportedError
+from scaledtensor.errors import CheckpointError, DTypeError, UnsupportedError
 from scaledtensor.formats import Format, FormatLike, Granularity, PerTensor, encode, from_dtype
 from scaledtensor.formats import get as get_format
 from scaledtensor.formats.rounding import Overflow
@@ -30,16 +30,21 @@ from scaledtensor.scales.singles import (
     single_of,
     view_of,
 )
-from scaledtensor.tensors.engine import Engine, OnUse
 from scaledtensor.tensors.memo import NOTHING, Memo, after_overwrite, note
+from scaledtensor.tensors.ruled import Ruled
 from scaledtensor.tensors.site import Site, lend
-from scaledtensor.tensors.storable import APPEARANCES, appearance, check_storable, check_strided
-from scaledtensor.tensors.wrapper import Wrapper, is_parameter, rebuild, with_autograd
+from scaledtensor.tensors.storable import (
+    APPEARANCES,
+    appearance,
+    check_part,
+    check_storable,
+    check_strided,
+)
+from scaledtensor.tensors.wrapper import is_parameter, is_wrapper, rebuild, with_autograd
 
 __all__ = [
     "SENT_AS_ONE",
     "Context",
-    "Engine",
     "ScaledTensor",
     "from_plain",
     "is_parameter",
@@ -55,7 +60,7 @@ Context: TypeAlias = tuple[Format, torch.dtype, Recipe | None, bool]
 """The facts that flatten keeps beside the inner tensors: format, dtype, recipe, nonnegative."""
 
 
-class ScaledTensor(Wrapper):
+class ScaledTensor(Ruled):
     """A tensor that carries its scale: the value is exactly `qdata * scale`.
 
     Args:
@@ -89,9 +94,6 @@ class ScaledTensor(Wrapper):
     granularity: Granularity = PerTensor()
     memo: Memo = NOTHING
 
-    #: The rules of operators, which are loaded with the first tensor.
-    _engine: ClassVar[Engine | OnUse] = OnUse()
-
     # --- construction ------------------------------------------------------------------------
 
     @staticmethod
@@ -106,7 +108,7 @@ class ScaledTensor(Wrapper):
         power_of_two: bool = True,
     ) -> Self:
         fmt = get_format(format)
-        if isinstance(qdata, ScaledTensor) or not isinstance(qdata, Tensor):
+        if is_wrapper(qdata) or not isinstance(qdata, Tensor):
             raise DTypeError(f"qdata is a plain torch.Tensor; got {type(qdata).__name__}")
         if qdata.dtype != fmt.storage_dtype:
             raise DTypeError(
@@ -120,9 +122,6 @@ class ScaledTensor(Wrapper):
         if dtype is None:
             dtype = qdata.dtype if qdata.dtype in APPEARANCES else torch.float32
         return cls.make(qdata.detach(), single, single.clone(), fmt, appearance(dtype), chosen)
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__()
 
     @classmethod
     @_torch.inlined_only
@@ -168,52 +167,17 @@ class ScaledTensor(Wrapper):
         if torch.is_inference_mode_enabled() and not self.is_inference():
             with torch.inference_mode(False):  # as torch makes a view of a tensor from outside
                 return self.viewed(qdata)
-        if self.INNER is ScaledTensor.INNER and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():
             return cast(Self, view_of(self, qdata, self._wrapper(qdata, self.dtype)))
         made = self.like(qdata, *[shared(self, name) for name in self.INNER[1:]])
         lend(self, made)
         return made
 
     def widened(self) -> "ScaledTensor":
-        """A ScaledTensor that operators compute on: this one itself. A `CodedTensor` is decoded."""
+        """This tensor itself."""
         return self
 
-    # --- the verbs ---------------------------------------------------------------------------
-
-    def dequantize(self) -> Tensor:
-        """The plain tensor of the same value, shape and dtype. Differentiable."""
-        return cast(Tensor, torch.ops.scaledtensor.dequantize(self))
-
-    def to_format(self, format: FormatLike) -> "ScaledTensor":
-        """Round the elements into another format; the scale stays. 8-bit formats saturate.
-        Differentiable."""
-        fmt = get_format(format)
-        check_storable(fmt)
-        return cast(ScaledTensor, torch.ops.scaledtensor.to_format(self, fmt.name))
-
-    def rescale(self, scale: float | Tensor) -> "ScaledTensor":
-        """Hold the same value under another power of two; the format stays. Differentiable."""
-        single = checked_scale(scale, self.device, power_of_two=True)
-        return cast(ScaledTensor, torch.ops.scaledtensor.rescale(self, single))
-
     # --- operators ---------------------------------------------------------------------------
-
-    @classmethod
-    @_torch.inlined_only
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func in _torch.BODIES and not _torch.is_transforming():
-            return _torch.BODIES[func](*args, **(kwargs or {}))
-        replacement = cls._engine.functions.get(func)
-        if replacement is None or _torch.is_transforming():
-            return _torch.without_torch_function(func, types, args, kwargs or {})
-        with _torch.disable_torch_function():
-            return replacement(*args, **(kwargs or {}))
 
     @classmethod
     # Beside a graph that broke, dynamo would compile the Python of rules.
@@ -227,6 +191,8 @@ class ScaledTensor(Wrapper):
     ) -> Any:
         # Rules read shapes and dtypes of tensors. Each read would ask `__torch_function__`.
         with _torch.disable_torch_function():
+            if len(types) > 1 and any(map(_is_read_first, types)):
+                return NotImplemented  # torch asks its class next
             return cls._engine.dispatch(func, args, kwargs or {})
 
     # --- torch.compile -----------------------------------------------------------------------
@@ -300,20 +266,28 @@ class ScaledTensor(Wrapper):
         held = self if self.format == expected[0] else self.to_format(expected[0])
         return self.make(held.qdata, held.scale, held.rms, *expected)
 
+    # --- files -------------------------------------------------------------------------------
+
     @classmethod
-    def _fingerprint(cls) -> str:
-        return cls._engine.fingerprint()
+    def from_facts(
+        cls,
+        parts: Mapping[str, Tensor],
+        shape: tuple[int, ...],
+        context: tuple[Any, ...],
+        facts: Mapping[str, Any],
+    ) -> Self:
+        inner = [parts[name] for name in cls.INNER]
+        kinds = (context[0].storage_dtype, shape), (torch.float32, ()), (torch.float32, ())
+        for name, x, (dtype, size) in zip(cls.INNER, inner, kinds, strict=True):
+            check_part(name, x, dtype, size)
+        scale = inner[1]
+        if not scale.is_meta and not 0 < float(scale) < float("inf"):
+            raise CheckpointError(f"its scale is {float(scale)}; scales are positive and finite")
+        return cls.put_together(inner, shape, context)
 
     # --- assignment of `.data` ---------------------------------------------------------------
 
-    @property
-    def data(self) -> Tensor:
-        with _torch.disable_torch_function():
-            return cast(Tensor, Tensor.data.__get__(self))  # type: ignore[attr-defined]
-
-    @data.setter
-    def data(self, new: Tensor) -> None:
-        # torch's own setter, which Module.to() calls, would replace the wrapper alone.
+    def _as_data(self, new: Tensor) -> Tensor:
         if new.dtype == torch.float64 != self.dtype:
             raise UnsupportedError(
                 f"no format has the bits of float64; this tensor computes in {self.format.name}. "
@@ -329,12 +303,11 @@ class ScaledTensor(Wrapper):
             )
         held = self.recipe.master if self.recipe is not None and is_stored(self) else self.format
         fmt = held if new.dtype == self.dtype else from_dtype(new.dtype)
-        self._adopt(from_plain(new, fmt, new.dtype, self.recipe) if plain else new)
+        return from_plain(new, fmt, new.dtype, self.recipe) if plain else new
 
     def _adopt(self, held: Any) -> None:
         super()._adopt(held)
-        if self.INNER is ScaledTensor.INNER:
-            held_anew(self)
+        held_anew(self)
         after_overwrite(self)
 
     # --- fully_shard, which looks for these methods on the class of a part -------------------
@@ -361,18 +334,10 @@ class ScaledTensor(Wrapper):
         """The whole tensor, of the elements that all ranks sent."""
         return _gathering().after(all_gather_outputs, metadata, out)
 
-    @property
-    def _fsdp_flattened(self) -> bool:
-        # FullyShardedDataParallel asks this of each parameter first.
-        raise UnsupportedError(
-            "FullyShardedDataParallel copies its parameters into one flat tensor, where "
-            "ScaledTensors would have neither formats nor scales of their own: use "
-            "torch.distributed.fsdp.fully_shard(model), which takes them as they are"
-        )
 
-    if TYPE_CHECKING:
-        __mul__: Any
-        __truediv__: Any
+def _is_read_first(kind: type) -> bool:
+    """Whether operators read tensors of this class as ScaledTensors before rules compute."""
+    return issubclass(kind, Ruled) and not issubclass(kind, ScaledTensor)
 
 
 def _gathering() -> Any:

@@ -36,6 +36,7 @@ from scaledtensor.scales.powers import (
     nearest_power_of_two,
 )
 from scaledtensor.tensors.coded import CodedTensor
+from scaledtensor.tensors.ruled import Ruled
 from scaledtensor.tensors.storable import APPEARANCES, appearance, check_strided, is_storable
 from scaledtensor.tensors.tensor import ScaledTensor, from_plain, under_scale
 
@@ -53,7 +54,7 @@ def scaled(
     *,
     dtype: torch.dtype | None = None,
     recipe: Recipe | str | None = None,
-) -> ScaledTensor:
+) -> ScaledTensor | CodedTensor:
     """Wrap a plain tensor. The result is a leaf: no gradient flows back into `x`.
 
     Args:
@@ -73,7 +74,7 @@ def scaled(
         recipe: how matrix products cast the result, or the name of a recipe.
 
     Returns:
-        A ScaledTensor. It is a `CodedTensor`, on which operators do not compute directly, if it has
+        A ScaledTensor; or a `CodedTensor`, which operators read and do not compute on, if there is
         more than one scale, a scale of two levels (even for a single block, `PerTensor()`), or a
         format for which torch has no dtype.
 
@@ -84,8 +85,8 @@ def scaled(
         ShapeError: `granularity` or a tensor of scales does not fit the shape of `x`.
         RecipeError: no recipe has that name.
     """
-    if isinstance(x, ScaledTensor):
-        raise DTypeError("this is a ScaledTensor already; use .to_format() or .rescale()")
+    if isinstance(x, Ruled):
+        raise DTypeError(f"this is a {x.kind} already; use .to_format() or .rescale()")
     if not isinstance(x, Tensor) or x.dtype not in APPEARANCES:
         given = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise DTypeError(

@@ -7,7 +7,7 @@ tensors become a tensor (`put_together`), and how operators treat it.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, Self, TypeGuard, TypeVar, cast
 
@@ -62,6 +62,9 @@ class Wrapper(Tensor):
     nonnegative: bool
     site: Site | None = None
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
     @classmethod
     def put_together(cls, inner: Sequence[Tensor], shape: Sequence[int], context: Any) -> Self:
         """The tensor of a shape that consists of these tensors, one for each name in `INNER`."""
@@ -84,6 +87,11 @@ class Wrapper(Tensor):
     def dequantize(self) -> Tensor:
         """The plain tensor of the same value, shape and dtype."""
         raise NotImplementedError
+
+    @property
+    def cut(self) -> tuple[str, ...]:
+        """The inner tensors that a part of this tensor on one rank has a part of."""
+        return ("qdata",)
 
     # --- torch.compile -----------------------------------------------------------------------
 
@@ -247,6 +255,39 @@ class Wrapper(Tensor):
         qdata, *others = inner
         elements = qdata if qdata.dtype == fmt.storage_dtype else qdata.view(fmt.storage_dtype)
         return cls.put_together((elements, *others), shape, (fmt, *facts))
+
+    # --- files -------------------------------------------------------------------------------
+
+    @classmethod
+    def kinds(cls) -> dict[str, tuple[str, ...]]:
+        """The kinds of this class by their names in files, each with the names of the inner tensors
+        that all tensors of the kind have."""
+        return {cls.__name__: cls.INNER}
+
+    def facts(self) -> dict[str, Any]:
+        """The facts by which the codec rebuilds this tensor, beside the facts of every tensor."""
+        return {}
+
+    @classmethod
+    def from_facts(
+        cls,
+        parts: Mapping[str, Tensor],
+        shape: tuple[int, ...],
+        context: tuple[Any, ...],
+        facts: Mapping[str, Any],
+    ) -> Self:
+        """The tensor that has these parts and facts.
+
+        Args:
+            parts: the inner tensors by their names.
+            shape: the shape of the tensor.
+            context: format, dtype, recipe, and whether no element is negative.
+            facts: all facts of the tensor, with those that `facts()` returned.
+
+        Raises:
+            ScaledTensorError, KeyError: parts and facts do not fit together.
+        """
+        raise NotImplementedError
 
 
 def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:

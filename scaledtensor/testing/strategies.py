@@ -10,6 +10,7 @@ from scaledtensor.errors import FormatError, UnsupportedError
 from scaledtensor.formats import FORMATS, Format, FormatLike, custom, get
 from scaledtensor.formats.custom import SPECIALS
 from scaledtensor.scales.powers import MAX_SCALE, MIN_SCALE
+from scaledtensor.tensors.coded import CodedTensor
 from scaledtensor.tensors.tensor import ScaledTensor
 from scaledtensor.tensors.wrap import scaled
 from scaledtensor.testing.reference import near_ties
@@ -103,8 +104,9 @@ def scaled_tensors(
     formats: "st.SearchStrategy[FormatLike] | None" = None,
     scales: "st.SearchStrategy[float] | None" = None,
     dtype: torch.dtype = torch.float32,
-) -> ScaledTensor:
-    """ScaledTensors of Gaussian elements, which are drawn from a seed.
+) -> ScaledTensor | CodedTensor:
+    """ScaledTensors of Gaussian elements, which are drawn from a seed. Formats without a dtype of
+    torch give CodedTensors.
 
     Args:
         shapes: strategy for shapes; by default 0 to 3 dimensions of size 1 to 8.

@@ -15,7 +15,16 @@ from torch import Tensor
 
 from scaledtensor.errors import DTypeError
 from scaledtensor.formats import FP32
-from scaledtensor.ops.algebra import count, elements, operand, plain, quadrature, value, wide
+from scaledtensor.ops.algebra import (
+    count,
+    elements,
+    of_floats,
+    operand,
+    plain,
+    quadrature,
+    value,
+    wide,
+)
 from scaledtensor.ops.operators import aten, define_operator
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.rules.reduction import extreme_rms, growth
@@ -214,7 +223,8 @@ def cumsum(x: ScaledTensor, dim: int, *, dtype: Any = None) -> Raw:
     n = count(x.shape, dim)
     factor = growth(n, x.nonnegative) / (3**0.5 if x.nonnegative else 2**0.5)
     q = elements(x).cumsum(dim, dtype=torch.float32)
-    return Raw(q, x.scale, x.rms * max(factor, 1.0), format=FP32, nonnegative=x.nonnegative)
+    rms = x.rms * max(factor, 1.0)
+    return Raw(q, x.scale, rms, format=FP32, dtype=of_floats(dtype), nonnegative=x.nonnegative)
 
 
 @rule(aten.cumprod.default)
@@ -224,7 +234,7 @@ def cumprod(x: ScaledTensor, dim: int, *, dtype: Any = None) -> Raw:
     powers = x.rms.double() ** torch.arange(1, n + 1, device=x.rms.device)
     rms = powers.clamp_max(2.0**126).square().mean().sqrt().float()
     q = value(x).cumprod(dim, dtype=torch.float32)
-    return Raw(q, None, rms, format=FP32, nonnegative=x.nonnegative)
+    return Raw(q, None, rms, format=FP32, dtype=of_floats(dtype), nonnegative=x.nonnegative)
 
 
 @rule(aten.cummax.default, aten.cummin.default, pass_op=True)

@@ -16,7 +16,16 @@ from torch import Tensor
 from scaledtensor._torch import log
 from scaledtensor.formats import FP32
 from scaledtensor.native.elements import column_sums
-from scaledtensor.ops.algebra import count, elements, first_scaled, operand, plain, value
+from scaledtensor.ops.algebra import (
+    count,
+    elements,
+    first_scaled,
+    of_floats,
+    operand,
+    plain,
+    statistic,
+    value,
+)
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.scales.cast_nodes import as_stored
@@ -46,13 +55,13 @@ def growth(n: float, nonnegative: bool) -> float:
 
 
 def _sum(x: ScaledTensor, dims: Dims, keepdim: bool, divide: bool, dtype: Any) -> Any:
-    n = count(x.shape, dims)
+    n, dtype = count(x.shape, dims), of_floats(dtype)
     q = _summed(elements(x), dims, keepdim)
     factor = growth(n, x.nonnegative)
     if divide:
         q, factor = q / n, factor / max(n, 1)
     if _is_full(x, dims, keepdim):
-        return q * scale_of(x)
+        return statistic(q * scale_of(x), dtype)
     rms, positive = rms_of(x) * factor, x.nonnegative
     return Raw(q, scale_of(x), rms, format=FP32, nonnegative=positive, dtype=dtype or x.dtype)
 
@@ -95,9 +104,10 @@ def mean_all(x: ScaledTensor, *, dtype: Any = None) -> Any:
 @rule(aten.nansum.default)
 def nansum(x: ScaledTensor, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     """Same as `sum`. NaNs count as zeros."""
+    dtype = of_floats(dtype)
     q = aten.nansum.default(elements(x).float(), dim, keepdim)
     if _is_full(x, dim, keepdim):
-        return q * x.scale
+        return statistic(q * x.scale, dtype)
     rms = x.rms * growth(count(x.shape, dim), x.nonnegative)
     return Raw(q, x.scale, rms, format=FP32, nonnegative=x.nonnegative, dtype=dtype or x.dtype)
 
@@ -259,10 +269,10 @@ def vector_norm(
     if ord == 0:
         return q
     if _is_full(x, dim, keepdim):
-        return q * x.scale
+        return statistic(q * x.scale, dtype)
     n = count(x.shape, dim)
     rms = extreme_rms(x.rms, n) if math.isinf(ord) else x.rms * n ** (1 / ord)
-    return Raw(q, x.scale, rms, format=FP32, nonnegative=True)
+    return Raw(q, x.scale, rms, format=FP32, dtype=dtype, nonnegative=True)
 
 
 @rule(
@@ -299,10 +309,11 @@ def dist(x: Any, y: Any, p: float = 2) -> Tensor:
 
 
 @rule(aten.prod.default, aten.prod.dim_int, pass_op=True)
-def prod(op: Overload, x: ScaledTensor, *args: Any, **kwargs: Any) -> Any:
+def prod(op: Overload, x: ScaledTensor, *args: Any, dtype: Any = None) -> Any:
     """r^n for n independent terms. Over all elements, a plain float32 statistic."""
-    q = op(value(x).float(), *args, **kwargs)
+    dtype = of_floats(dtype)
+    q = op(value(x).float(), *args)
     if q.dim() == 0:
-        return q
+        return statistic(q, dtype)
     n = x.numel() // max(q.numel(), 1)
-    return Raw(q, None, x.rms**n, format=FP32, nonnegative=x.nonnegative)
+    return Raw(q, None, x.rms**n, format=FP32, dtype=dtype, nonnegative=x.nonnegative)

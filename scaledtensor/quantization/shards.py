@@ -1,0 +1,176 @@
+"""Parts of a quantised weight on several ranks, as `fully_shard` (FSDP2) makes them.
+
+`fully_shard` cuts a parameter along its first dimension and keeps one part on each rank. It makes
+the parts by ordinary operators: `torch.chunk`, `new_zeros`, `narrow` and `copy_`. In other programs
+these operators read the plain value of a quantised weight. Where `fully_shard` calls them, they cut
+codes and scales, so a part is a QuantizedTensor of whole rows. Before a module runs, the codes and
+the scales of blocks are gathered as they are: one message of bytes each.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from scaledtensor import _torch
+from scaledtensor.errors import UnsupportedError
+from scaledtensor.quantization.parts import rows_of_scales
+from scaledtensor.quantization.tensor import QuantizedTensor
+from scaledtensor.tensors.shards import is_dtensor
+from scaledtensor.tensors.wrapper import as_bytes
+
+__all__ = ["OPERATORS", "after", "before"]
+
+_FULLY_SHARD = "torch.distributed.fsdp._fully_shard"
+
+
+def _by_fully_shard() -> bool:
+    """Whether `fully_shard` calls the operator. torch has no other sign of it: `new_zeros` of a
+    program makes a plain tensor."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("scaledtensor."):
+        frame = frame.f_back
+    return str(frame.f_globals["__name__"]).startswith(_FULLY_SHARD)
+
+
+# --- rows of codes and scales ----------------------------------------------------------------
+
+
+def _height(x: QuantizedTensor) -> int | None:
+    return rows_of_scales(x.config.weight, x.shape)
+
+
+def _check_cut(x: QuantizedTensor, dim: int, rows: int) -> None:
+    """Raises UnsupportedError unless parts of so many rows have blocks of their own."""
+    if dim % x.dim() != 0 or (x.order == "columns" and x.dim() == 2):
+        raise UnsupportedError(
+            f"fully_shard cuts a weight of {x.config} of shape {tuple(x.shape)} along dimension "
+            f"{dim}, and its codes lie in {x.order}: give fully_shard no other dimension than 0, "
+            "and leave transposed weights (Conv1D) out by ignored_params"
+        )
+    height = _height(x)
+    if height is not None and rows % height:
+        raise UnsupportedError(
+            f"fully_shard cuts a weight of shape {tuple(x.shape)} into parts of {rows} rows, and "
+            f"{height} rows share the scales of {x.config}: take blocks of one row, such as the "
+            "default of WeightOnly, or leave the weight out by ignored_params"
+        )
+
+
+def _refuse_uneven(x: QuantizedTensor) -> NoReturn:
+    raise UnsupportedError(
+        f"fully_shard cuts a weight of {x.config} into parts of different sizes, and torch gathers "
+        "parts of one size alone: take a number of ranks that divides its rows, or leave the "
+        "weight out by ignored_params"
+    )
+
+
+def _rows(x: QuantizedTensor, start: int, end: int) -> QuantizedTensor:
+    """The rows from `start` to `end`, which share memory with `x`."""
+    height, scale = _height(x), x.scale
+    if height is not None:
+        scale = scale[start // height : -(-end // height)]
+    inner = (x.qdata[start:end], scale, *(getattr(x, name) for name in x.INNER[2:]))
+    return x.put_together(inner, (end - start, *x.shape[1:]), x.context)
+
+
+def _split(x: QuantizedTensor, size: int, dim: int = 0) -> Any:
+    if not _by_fully_shard():
+        return NotImplemented
+    if x.shape[0] % size:
+        _refuse_uneven(x)
+    _check_cut(x, dim, size if size < x.shape[0] else 0)
+    return [_rows(x, at, min(at + size, x.shape[0])) for at in range(0, x.shape[0], size)]
+
+
+def _slice(
+    x: QuantizedTensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> Any:
+    return _rows(x, start or 0, end or 0) if dim == 0 and _by_fully_shard() else NotImplemented
+
+
+def _new_zeros(x: QuantizedTensor, size: Sequence[int], **options: Any) -> Any:
+    if not _by_fully_shard():
+        return NotImplemented
+    height = _height(x)
+    scale = x.scale.clone()
+    if height is not None:
+        scale = scale.new_ones((), dtype=torch.float32).to(scale.dtype)
+        scale = scale.expand(-(-size[0] // height), *x.scale.shape[1:]).clone()
+    inner = (x.qdata.new_zeros(size[0], *x.qdata.shape[1:]), scale)
+    others = (getattr(x, name).clone() for name in x.INNER[2:])
+    return x.put_together((*inner, *others), size, x.context)
+
+
+def _flat(x: QuantizedTensor, shape: Sequence[int]) -> Any:
+    """`part.view(-1)`, by which FSDP2 keeps a part whose class does not gather itself: the memory
+    of its codes."""
+    if tuple(shape) == tuple(x.shape):
+        return x.shared()
+    return x.qdata.view(-1) if tuple(shape) == (-1,) and _by_fully_shard() else NotImplemented
+
+
+def _as_strided(x: QuantizedTensor, size: Any, stride: Any, storage_offset: Any = None) -> Any:
+    same = tuple(size) == tuple(x.shape) and tuple(stride) == x.stride() and not storage_offset
+    return x.shared() if same else NotImplemented
+
+
+_aten = torch.ops.aten
+
+#: Operators that keep codes where `fully_shard` calls them.
+OPERATORS: dict[Any, Callable[..., Any]] = {
+    _aten.as_strided.default: _as_strided,
+    _aten.new_zeros.default: _new_zeros,
+    _aten.slice.Tensor: _slice,
+    _aten.split.Tensor: _split,
+    _aten.view.default: _flat,
+}
+
+
+# --- gathers ---------------------------------------------------------------------------------
+
+
+class _Kept(NamedTuple):
+    """What all ranks have, so that nobody sends it."""
+
+    like: QuantizedTensor
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def before(
+    part: QuantizedTensor, mesh: Any, outer_size: torch.Size, mp_policy: Any
+) -> tuple[tuple[Tensor, ...], _Kept]:
+    """Return the codes and scales of a part to send, and the facts of the whole.
+
+    Raises:
+        UnsupportedError: the parts differ in size. torch would have them padded to one size, which
+            packed codes and their scales do not have.
+    """
+    if outer_size[0] % mesh.size():  # there are more ranks than rows, or `_split` had seen it
+        _refuse_uneven(part)
+    sent = tuple(as_bytes(getattr(part, name)) for name in part.cut)
+    return sent, _Kept(part, outer_size, mp_policy.param_dtype or part.dtype)
+
+
+def after(
+    arrived: tuple[Tensor, ...], kept: _Kept, out: Any
+) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
+    """Return the whole weight around the codes that arrived; with `out`, they arrived in it."""
+    if out is not None:
+        whole: Any = _torch.local_part(out) if is_dtensor(out) else out
+        whole.loop = None  # its memory was given back, and is new
+        return None
+    like = kept.like
+    inner = {name: getattr(like, name) for name in like.INNER}
+    for name, x in zip(like.cut, arrived, strict=True):
+        inner[name] = x.view(inner[name].dtype)
+    fmt, _, *rest = like.context
+    context = (fmt, kept.dtype, *rest)
+    return like.put_together(tuple(inner.values()), kept.shape, context), arrived
