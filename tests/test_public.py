@@ -40,6 +40,7 @@ MEMBERS = [
     "INNER",
     "apply_",
     "context",
+    "cut",
     "data",
     "data_ptr",
     "dequantize",

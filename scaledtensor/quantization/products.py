@@ -47,6 +47,7 @@ __all__ = [
     "OPERATORS",
     "as_parts",
     "cast_input",
+    "computation",
     "dequantize",
     "entering",
     "guarded",
@@ -470,5 +471,9 @@ OPERATORS: dict[Any, Callable[..., Any]] = {
     cast_input: _cast_input,
     rows: _rows,
     torch.ops.aten.copy_.default: writing.copy_into,
-    **shards.OPERATORS,
 }
+
+
+def computation(func: Any) -> Callable[..., Any] | None:
+    """The computation of an operator on inner tensors; None if the operator reads the value."""
+    return OPERATORS.get(func) or shards.OPERATORS.get(func)

@@ -137,7 +137,7 @@ OPERATORS: dict[Any, Callable[..., Any]] = {
 
 
 class _Kept(NamedTuple):
-    """What all ranks have, so that nobody sends it."""
+    """The facts that all ranks have, so that nobody sends them."""
 
     like: QuantizedTensor
     shape: torch.Size

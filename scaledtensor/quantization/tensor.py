@@ -264,7 +264,7 @@ class QuantizedTensor(Wrapper):
         with _torch.disable_torch_function(), where:
             own = form_of(func) or _OWN.get(func)
             if own is None:
-                own = _products().OPERATORS.get(func)
+                own = _products().computation(func)
                 refuse_onnx()
             made = own(*args, **kwargs) if own is not None else NotImplemented
             if made is not NotImplemented:
