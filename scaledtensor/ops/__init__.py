@@ -81,6 +81,7 @@ _FUNCTIONS = {
     **unsupported.FUNCTIONS,
     **linalg.FUNCTIONS,
     **sparse.FUNCTIONS,
+    **collectives.FUNCTIONS,
     **steps.FUNCTIONS,
 }
 

@@ -7,7 +7,6 @@ codes and scales, so a part is a QuantizedTensor of whole rows. Before a module 
 the scales of blocks are gathered as they are: one message of bytes each.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -18,21 +17,16 @@ from scaledtensor import _torch
 from scaledtensor.errors import UnsupportedError
 from scaledtensor.quantization.parts import rows_of_scales
 from scaledtensor.quantization.tensor import QuantizedTensor
+from scaledtensor.tensors.callers import called_by
 from scaledtensor.tensors.shards import is_dtensor
 from scaledtensor.tensors.wrapper import as_bytes
 
 __all__ = ["OPERATORS", "after", "before"]
 
-_FULLY_SHARD = "torch.distributed.fsdp._fully_shard"
-
 
 def _by_fully_shard() -> bool:
-    """Whether `fully_shard` calls the operator. torch has no other sign of it: `new_zeros` of a
-    program makes a plain tensor."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith("scaledtensor."):
-        frame = frame.f_back
-    return str(frame.f_globals["__name__"]).startswith(_FULLY_SHARD)
+    """Whether `fully_shard` calls the operator. `new_zeros` of a program makes a plain tensor."""
+    return called_by("torch.distributed.fsdp._fully_shard")
 
 
 # --- rows of codes and scales ----------------------------------------------------------------

@@ -182,7 +182,9 @@ class Wrapper(Tensor):
             f"a {self.kind} has no storage of its own; its parts ({', '.join(self.INNER)}) have "
             "one each. If safetensors asks for it, write the tensor by "
             "scaledtensor.checkpoint.save_safetensors(model_or_state_dict, path), with "
-            "dequantized=True for a plain file; one plain tensor is x.dequantize()"
+            "dequantized=True for a plain file; one plain tensor is x.dequantize(). For "
+            "torch.distributed.checkpoint.async_save, give it "
+            "scaledtensor.checkpoint.apart(state_dict)"
         )
 
     storage: Any = data_ptr  #: safetensors asks this next

@@ -4,7 +4,7 @@ The ranks may hold a tensor under different scales. So a gather or a broadcast s
 the RMS too. A sum is a sum of values in bfloat16 or float32, whose exponents hold every scale.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +19,11 @@ from scaledtensor.ops.operators import c10d, fsdp
 from scaledtensor.ops.operators import c10d_functional as functional
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.ops.results import dequantized, store
+from scaledtensor.tensors.callers import called_by
 from scaledtensor.tensors.tensor import SENT_AS_ONE, ScaledTensor, from_plain
 from scaledtensor.tensors.wrapper import as_bytes
 
-__all__: list[str] = []
+__all__ = ["FUNCTIONS"]
 
 
 # The second operator wraps a result that may not have arrived yet, in some releases of torch.
@@ -204,6 +205,20 @@ def chunk_cat(tensors: Sequence[Tensor], dim: int, chunks: int, out: Tensor) -> 
     message."""
     plain = [t.dequantize() if isinstance(t, ScaledTensor) else t for t in tensors]
     fsdp.chunk_cat.default(plain, dim, chunks, out=out)
+
+
+def _to(x: ScaledTensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Moves or converts a tensor. `set_model_state_dict` and `set_optimizer_state_dict` move those
+    of rank 0 to send them (`broadcast_from_rank0`). All other ranks have plain tensors for what
+    arrives, so the values are sent."""
+    compiling = torch.compiler.is_compiling()
+    if not compiling and called_by("torch.distributed._state_dict_utils", "_broadcast_tensors"):
+        return x.dequantize().to(*args, **kwargs)
+    return x.to(*args, **kwargs)
+
+
+#: Functions of torch that have to know who calls them.
+FUNCTIONS: dict[Any, Callable[..., Any]] = {Tensor.to: _to}
 
 
 def _write(x: Any, arrived: Tensor) -> None:
