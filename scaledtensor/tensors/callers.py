@@ -1,4 +1,4 @@
-"""Which code of torch has called an operator, where torch gives no other sign of its purpose."""
+"""The caller of an operator, for functions of torch that give no other sign of their purpose."""
 
 import sys
 

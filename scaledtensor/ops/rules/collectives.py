@@ -208,9 +208,9 @@ def chunk_cat(tensors: Sequence[Tensor], dim: int, chunks: int, out: Tensor) -> 
 
 
 def _to(x: ScaledTensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Moves or converts a tensor. `set_model_state_dict` and `set_optimizer_state_dict` move those
-    of rank 0 to send them (`broadcast_from_rank0`). All other ranks have plain tensors for what
-    arrives, so the values are sent."""
+    """Moves or converts a tensor. `set_model_state_dict(..., broadcast_from_rank0=True)` moves the
+    tensors of rank 0 and sends them. All other ranks receive into plain tensors, so rank 0 sends
+    values."""
     compiling = torch.compiler.is_compiling()
     if not compiling and called_by("torch.distributed._state_dict_utils", "_broadcast_tensors"):
         return x.dequantize().to(*args, **kwargs)
