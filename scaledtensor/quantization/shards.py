@@ -73,9 +73,9 @@ def _rows(x: QuantizedTensor, start: int, end: int) -> QuantizedTensor:
 def _split(x: QuantizedTensor, size: int, dim: int = 0) -> Any:
     if not _by_fully_shard():
         return NotImplemented
+    _check_cut(x, dim, size if size < x.shape[0] else 0)
     if x.shape[0] % size:
         _refuse_uneven(x)
-    _check_cut(x, dim, size if size < x.shape[0] else 0)
     return [_rows(x, at, min(at + size, x.shape[0])) for at in range(0, x.shape[0], size)]
 
 
@@ -103,8 +103,7 @@ def _new_zeros(x: QuantizedTensor, size: Sequence[int], **options: Any) -> Any:
 
 
 def _flat(x: QuantizedTensor, shape: Sequence[int]) -> Any:
-    """`part.view(-1)`, by which FSDP2 keeps a part whose class does not gather itself: the memory
-    of its codes."""
+    """`part.view(-1)` of `fully_shard` is the memory that it would send of a plain tensor."""
     if tuple(shape) == tuple(x.shape):
         return x.shared()
     return x.qdata.view(-1) if tuple(shape) == (-1,) and _by_fully_shard() else NotImplemented

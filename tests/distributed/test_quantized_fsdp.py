@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy, gelu
+from transformers.pytorch_utils import Conv1D
 
 import scaledtensor as sct
 from scaledtensor.quantization.tensor import QuantizedTensor
@@ -114,6 +115,17 @@ def test__parts_that_cannot_be_gathered__are_an_error_on_each_rank(world, config
     for words in world(2, refused, config, rows):
         assert told in words
         assert "ignored_params" in words
+
+
+def transposed():
+    layer = sct.quantize_(Conv1D(24, 32), sct.WeightOnly())
+    with pytest.raises(sct.errors.UnsupportedError) as caught:
+        fully_shard(layer)
+    return str(caught.value)
+
+
+def test__transposed_weights__are_an_error(world):
+    assert all("codes lie in columns" in words for words in world(2, transposed))
 
 
 def saved(folder, name):
