@@ -482,7 +482,7 @@ def swap(x: Tensor, new: Tensor, stale: Callable[[], Exception]) -> None:
             raise stale()
 
         get_gradient_edge(x).node.register_prehook(refuse)
-    torch.utils.swap_tensors(x, new)  # type: ignore[no-untyped-call]
+    torch.utils.swap_tensors(x, new)
 
 
 def local_part(x: Any) -> Tensor:

@@ -215,7 +215,7 @@ class Trainer:
         loss = self.loss(self.corpus.train, self.batches)
         self.optimizer.zero_grad()
         multiplier = self.settings.loss_multiplier
-        (loss if multiplier == 1.0 else loss * multiplier).backward()  # type: ignore[no-untyped-call]
+        (loss if multiplier == 1.0 else loss * multiplier).backward()
         if multiplier != 1.0:
             for parameter in self.model.parameters():
                 assert parameter.grad is not None
@@ -248,7 +248,7 @@ class Trainer:
             seen.append(stored.detach().float().flatten())
 
         def watch(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            output.register_hook(keep)  # type: ignore[no-untyped-call]
+            output.register_hook(keep)
 
         hooks = [
             module.register_forward_hook(watch)
@@ -257,7 +257,7 @@ class Trainer:
         ]
         try:
             generator = torch.Generator().manual_seed(self.settings.seed)
-            (self.loss(self.corpus.held_out, generator) * loss_multiplier).backward()  # type: ignore[no-untyped-call]
+            (self.loss(self.corpus.held_out, generator) * loss_multiplier).backward()
         finally:
             for hook in hooks:
                 hook.remove()

@@ -56,7 +56,7 @@ def _of_x86(
     units = [name for name in ("amx_bf16", "avx512_bf16") if facts.get(name)]
     if not units:
         return Choice(torch.float32, "the CPU has neither AVX512_BF16 nor AMX")
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if not torch.backends.mkldnn.is_available():
         return Choice(torch.float32, "this build of torch has no oneDNN, which uses bfloat16 units")
     limit = environment.get("ONEDNN_MAX_CPU_ISA", environment.get("DNNL_MAX_CPU_ISA", "ALL"))
     if limit.upper() in _ISA_WITHOUT:

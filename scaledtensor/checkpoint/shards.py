@@ -124,7 +124,7 @@ def layout(x: DTensor) -> str:
 
 def _region(x: DTensor) -> tuple[list[int], list[int]]:
     """Return the offset of this rank's shard in the whole tensor, and the shape of the shard."""
-    (chunk,) = x.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    (chunk,) = x.__create_chunk_list__()
     return list(chunk.offsets), list(chunk.sizes)
 
 

@@ -173,7 +173,7 @@ def _forget_when_loaded(module: nn.Module) -> None:
     never start.
     """
     if _forget not in module._load_state_dict_post_hooks.values():
-        module.register_load_state_dict_post_hook(_forget)  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_post_hook(_forget)
 
 
 def _forget(module: nn.Module, *_: Any) -> None:

@@ -214,7 +214,7 @@ _SPLITS = {"alltoall_base_": 4, "all_to_all_single": 2}
 """The index of the argument with the sizes of the parts for each rank."""
 
 
-class _Counter(_torch.DispatchMode):  # type: ignore[no-untyped-call]
+class _Counter(_torch.DispatchMode):
     def __init__(self, traffic: Traffic) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.traffic = traffic

@@ -230,8 +230,8 @@ def _recorded(integers: Sequence[int], floats: Sequence[float]) -> _Known:
     return ctypes.byref(_Facts(*integers, *numbers)), first, second
 
 
-_LIBRARY = torch.library.Library("scaledtensor", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define(  # type: ignore[no-untyped-call]
+_LIBRARY = torch.library.Library("scaledtensor", "FRAGMENT")
+_LIBRARY.define(
     "cast(Tensor x, Tensor? key, int cast, int[] integers, float[] floats, ScalarType dtype, "
     "ScalarType wide) -> Tensor",
     tags=(torch.Tag.needs_exact_strides,),
@@ -252,7 +252,7 @@ def _cast_op(
     return made
 
 
-_LIBRARY.impl("cast", _cast_op, "CPU")  # type: ignore[no-untyped-call]
+_LIBRARY.impl("cast", _cast_op, "CPU")
 
 
 @torch.library.register_fake("scaledtensor::cast", lib=_LIBRARY)  # type: ignore[untyped-decorator]

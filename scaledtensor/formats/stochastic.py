@@ -135,17 +135,15 @@ def _shifted(word: Tensor, shift: int) -> Tensor:
 # This operator is opaque to torch.compile, so compiled code draws from the same generator as eager
 # code.
 
-_LIBRARY = torch.library.Library("scaledtensor", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define(  # type: ignore[no-untyped-call]
-    "random_key(Tensor like) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,)
-)
+_LIBRARY = torch.library.Library("scaledtensor", "FRAGMENT")
+_LIBRARY.define("random_key(Tensor like) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
 
 
 def _random_key_op(like: Tensor) -> Tensor:
     return random_key(None, like.device)
 
 
-_LIBRARY.impl("random_key", _random_key_op, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_LIBRARY.impl("random_key", _random_key_op, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("scaledtensor::random_key", lib=_LIBRARY)  # type: ignore[untyped-decorator]

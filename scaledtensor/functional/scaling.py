@@ -300,7 +300,7 @@ def product(sizes: Sequence[int]) -> int:
 
 def repeats(*shapes: Sequence[int]) -> tuple[int, ...]:
     """Return how often each shape's elements are used if all shapes are broadcast together."""
-    result = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
+    result = torch.broadcast_shapes(*shapes)
     return tuple(product(result) // max(product(shape), 1) for shape in shapes)
 
 

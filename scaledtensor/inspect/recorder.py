@@ -145,7 +145,7 @@ class Recorder:
     # --- nodes -------------------------------------------------------------------------------
 
     def _find(self, x: Tensor) -> _Known | None:
-        return cast(_Known | None, self._known.get(x))  # type: ignore[no-untyped-call]
+        return cast(_Known | None, self._known.get(x))
 
     def _unpack(self, node: fx.Node, values: Any, place: Place) -> None:
         for i, value in enumerate(values):
@@ -204,7 +204,7 @@ class Recorder:
             # register_hook reads it after it made room for the hook, and crashes: pytorch issue
             # 196459.
             _ = x.grad_fn
-            self._handles.append(x.register_hook(reader))  # type: ignore[no-untyped-call]
+            self._handles.append(x.register_hook(reader))
 
 
 def _reader(metrics: Metrics, fmt: Format) -> Callable[[Tensor], None]:
@@ -263,7 +263,7 @@ def interpreter(module: fx.GraphModule, recorder: Callable[[], Recorder]) -> Cal
     def run(*args: Any) -> Any:
         return _Recorded(module, recorder()).run(*args)
 
-    return cast(Callable[..., Any], torch.compiler.disable(run))  # type: ignore[no-untyped-call]
+    return cast(Callable[..., Any], torch.compiler.disable(run))
 
 
 class _Recorded(fx.Interpreter):

@@ -217,7 +217,7 @@ def _cells(r: Row, count: int) -> tuple[str, ...]:
     return module, op, direction, ran, str(r.hits), held, lost, flushed
 
 
-class _Plain(_torch.DispatchMode):  # type: ignore[no-untyped-call]
+class _Plain(_torch.DispatchMode):
     """Tells of operators without a ScaledTensor. The operators inside a rule run below this mode,
     so it does not see them."""
 

@@ -172,7 +172,7 @@ def attach(module: nn.Module, taken: set[int]) -> None:
     for name, history in found.items():
         module.register_buffer(name_of(name), history)
     if found:
-        module.register_load_state_dict_pre_hook(_begin_anew)  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(_begin_anew)
         unwritten = any(history.is_meta for history in found.values())
         vars(module)[_ATTRIBUTE] = Histories(module, list(found), unwritten)
 

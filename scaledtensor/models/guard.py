@@ -151,7 +151,7 @@ def calibrate(
             for batch in batches:
                 count += 1
                 if loss is not None:
-                    loss(model, batch).backward()  # type: ignore[no-untyped-call]
+                    loss(model, batch).backward()
                 else:
                     (call or called)(model, batch)
         if not count:

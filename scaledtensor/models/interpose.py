@@ -251,7 +251,7 @@ def _mark(module: nn.Module, name: str) -> None:
     # DistributedDataParallel broadcasts buffers in the way of their devices.
     device = next((p.device for p in module.parameters()), None)
     module.register_buffer(name, torch.ones((), dtype=torch.uint8, device=device))
-    module.register_load_state_dict_pre_hook(_note_missing)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_pre_hook(_note_missing)
 
 
 def _marks(interposed: Interposed | None) -> list[str]:

@@ -96,8 +96,8 @@ def attach(module: nn.Module) -> None:
     DoRA's magnitudes, which PEFT computes from a scaled weight."""
     detach(module)
     if any(is_wrapper(p) for p in module.parameters()):
-        module.register_state_dict_post_hook(_give)  # type: ignore[no-untyped-call]
-        module.register_load_state_dict_pre_hook(_take)  # type: ignore[no-untyped-call]
+        module.register_state_dict_post_hook(_give)
+        module.register_load_state_dict_pre_hook(_take)
 
 
 def detach(module: nn.Module) -> None:

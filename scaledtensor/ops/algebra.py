@@ -443,9 +443,7 @@ def gaussian_rms(name: str, rms: Tensor, *parameters: float, nonnegative: bool =
     return result
 
 
-LIBRARY.define(  # type: ignore[no-untyped-call]
-    "gaussian_rms(Tensor rms, str name, float[] parameters, bool nonnegative) -> Tensor"
-)
+LIBRARY.define("gaussian_rms(Tensor rms, str name, float[] parameters, bool nonnegative) -> Tensor")
 
 
 def _compute(rms: Tensor, name: str, parameters: list[float], nonnegative: bool) -> Tensor:
@@ -485,9 +483,7 @@ def _integral(rms: Tensor, name: str, parameters: list[float], nonnegative: bool
     return torch.maximum(result.clamp_max(_LARGEST), floor).float()
 
 
-LIBRARY.impl(  # type: ignore[no-untyped-call]
-    "gaussian_rms", _compute, "CompositeExplicitAutograd"
-)
+LIBRARY.impl("gaussian_rms", _compute, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("scaledtensor::gaussian_rms", lib=LIBRARY)  # type: ignore[untyped-decorator]

@@ -261,7 +261,7 @@ def _fits_flash(x: Any, query: Tensor) -> bool:
         and x.shape[-1] == query.shape[-1]
         and x.stride(-1) == 1
         and x.dtype == query.dtype
-        and torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+        and torch.backends.cuda.flash_sdp_enabled()
     )
 
 

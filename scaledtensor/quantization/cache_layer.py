@@ -105,10 +105,7 @@ class Layer:
             at = self.length - keys.shape[2] if through else 0
         if not through:
             return k, v
-        k, v = (
-            _Through.apply(x, y, at)  # type: ignore[no-untyped-call]
-            for x, y in zip(given, (k, v), strict=True)
-        )
+        k, v = (_Through.apply(x, y, at) for x, y in zip(given, (k, v), strict=True))  # type: ignore[no-untyped-call]
         return k, v
 
     def _update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -98,9 +98,7 @@ def _is_compiled(x: Tensor) -> bool:
     )
 
 
-verbs.LIBRARY.define(  # type: ignore[no-untyped-call]
-    "cast_rows(Tensor x, Tensor? given, str cast) -> (Tensor, Tensor)"
-)
+verbs.LIBRARY.define("cast_rows(Tensor x, Tensor? given, str cast) -> (Tensor, Tensor)")
 #: `factored` as one node: values, and the factor of their product, or 1 if there is none.
 cast_rows = torch.ops.scaledtensor.cast_rows.default
 
@@ -122,9 +120,7 @@ def _shape_of_outer(x: Tensor, how: Cast) -> tuple[Any, ...] | None:
     return (x.shape[0], 1) if how.block == (1, 0) else None
 
 
-verbs.LIBRARY.impl(  # type: ignore[no-untyped-call]
-    "cast_rows", _cast_rows, "CompositeExplicitAutograd"
-)
+verbs.LIBRARY.impl("cast_rows", _cast_rows, "CompositeExplicitAutograd")
 torch.library.register_fake("scaledtensor::cast_rows", _imagined_rows, lib=verbs.LIBRARY)
 
 

@@ -371,7 +371,7 @@ def _by_loop(x: Tensor, w: QuantizedTensor) -> Tensor | None:
 _LOOPED = (torch.float32, torch.bfloat16)
 
 
-verbs.LIBRARY.define(  # type: ignore[no-untyped-call]
+verbs.LIBRARY.define(
     "coded_product(Tensor x, Tensor qdata, Tensor scale, Tensor whole, str cast) -> Tensor"
 )
 #: `x` (M, K) times the matrix (N, K) of packed codes, in the dtype of `x`.
@@ -401,9 +401,7 @@ def _coded_product(x: Tensor, qdata: Tensor, scale: Tensor, whole: Tensor, cast:
     return _by_torch(x, coded, how).to(x.dtype)
 
 
-verbs.LIBRARY.impl(  # type: ignore[no-untyped-call]
-    "coded_product", _coded_product, "CompositeExplicitAutograd"
-)
+verbs.LIBRARY.impl("coded_product", _coded_product, "CompositeExplicitAutograd")
 
 
 def _imagined(x: Tensor, qdata: Tensor, scale: Tensor, whole: Tensor, cast: str) -> Tensor:

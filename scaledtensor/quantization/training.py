@@ -137,10 +137,10 @@ def _straight_through(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]
     return grad, None, None, None
 
 
-_NAME = LIBRARY.define(  # type: ignore[no-untyped-call]
+_NAME = LIBRARY.define(
     "quantized_weight(Tensor w, str config, str order, float? input_scale=None) -> Tensor"
 )
-LIBRARY.impl(_NAME, _quantized, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+LIBRARY.impl(_NAME, _quantized, "CompositeExplicitAutograd")
 torch.library.register_autograd(f"scaledtensor::{_NAME}", _straight_through, lib=LIBRARY)
 
 

@@ -98,7 +98,7 @@ def encoded(x: Tensor, format: str, overflow: str) -> Tensor:
     return encode(x, format, overflow=typing.cast(Overflow, overflow))
 
 
-_LIBRARY = torch.library.Library("scaledtensor", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY = torch.library.Library("scaledtensor", "FRAGMENT")
 
 
 def _define(name: str, function: Callable[..., Tensor], second: str) -> None:
@@ -127,8 +127,8 @@ def _define(name: str, function: Callable[..., Tensor], second: str) -> None:
         ("_seen", ", Tensor factors, int role, bool trains", seen),
     ):
         given = f"Tensor x, Tensor[] leaves, str steps, str format, {second}{more}"
-        _LIBRARY.define(f"{name}{suffix}({given}) -> Tensor")  # type: ignore[no-untyped-call]
-        _LIBRARY.impl(f"{name}{suffix}", run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        _LIBRARY.define(f"{name}{suffix}({given}) -> Tensor")
+        _LIBRARY.impl(f"{name}{suffix}", run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"scaledtensor::{name}{suffix}", fake, lib=_LIBRARY)
 
 
@@ -138,8 +138,8 @@ _define("encoded", encoded, "str overflow")
 
 # --- elements as memory holds them -----------------------------------------------------------
 
-_LIBRARY.define("stored(Tensor x) -> Tensor")  # type: ignore[no-untyped-call]
-_LIBRARY.impl("stored", torch.clone, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_LIBRARY.define("stored(Tensor x) -> Tensor")
+_LIBRARY.impl("stored", torch.clone, "CompositeExplicitAutograd")
 torch.library.register_fake("scaledtensor::stored", torch.empty_like, lib=_LIBRARY)
 
 

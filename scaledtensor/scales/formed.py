@@ -134,21 +134,19 @@ class Tensors:
         return torch.where(condition, torch.full_like(x, number), x)
 
 
-_LIBRARY = torch.library.Library("scaledtensor", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define("form(Tensor[] leaves, str steps) -> Tensor")  # type: ignore[no-untyped-call]
+_LIBRARY = torch.library.Library("scaledtensor", "FRAGMENT")
+_LIBRARY.define("form(Tensor[] leaves, str steps) -> Tensor")
 
 
-_LIBRARY.define(  # type: ignore[no-untyped-call]
-    "times(Tensor x, Tensor[] leaves, str steps, ScalarType? dtype=None) -> Tensor"
-)
-_LIBRARY.define(  # type: ignore[no-untyped-call]
+_LIBRARY.define("times(Tensor x, Tensor[] leaves, str steps, ScalarType? dtype=None) -> Tensor")
+_LIBRARY.define(
     "total(Tensor x, Tensor y, Tensor[] leaves, str steps, float alpha, ScalarType dtype) -> Tensor"
 )
-_LIBRARY.define(  # type: ignore[no-untyped-call]
+_LIBRARY.define(
     "numbers(Tensor[] leaves, str steps, int[] wanted, int[] sizes, int[] apart, int[] pairs) "
     "-> Tensor[]"
 )
-_LIBRARY.define("pair(Tensor[] leaves, str steps) -> Tensor")  # type: ignore[no-untyped-call]
+_LIBRARY.define("pair(Tensor[] leaves, str steps) -> Tensor")
 
 
 def _numbers(leaves: list[Tensor]) -> tuple[Any, ...]:
@@ -321,11 +319,11 @@ def _total(
     return _summed(x, y, first, second, alpha, dtype)
 
 
-_LIBRARY.impl("times", _times, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-_LIBRARY.impl("total", _total, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-_LIBRARY.impl("pair", _pair, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-_LIBRARY.impl("form", _form, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-_LIBRARY.impl("numbers", _called, "CPU")  # type: ignore[no-untyped-call]
+_LIBRARY.impl("times", _times, "CompositeExplicitAutograd")
+_LIBRARY.impl("total", _total, "CompositeExplicitAutograd")
+_LIBRARY.impl("pair", _pair, "CompositeExplicitAutograd")
+_LIBRARY.impl("form", _form, "CompositeExplicitAutograd")
+_LIBRARY.impl("numbers", _called, "CPU")
 
 
 @torch.library.register_fake("scaledtensor::numbers", lib=_LIBRARY)  # type: ignore[untyped-decorator]

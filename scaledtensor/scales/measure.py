@@ -81,9 +81,9 @@ def _finite_norm(x: Tensor) -> float | None:
     return seen if math.isfinite(seen) else None
 
 
-_LIBRARY = torch.library.Library("scaledtensor", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define("measured(Tensor x, float below) -> Tensor")  # type: ignore[no-untyped-call]
-_LIBRARY.impl("measured", of_elements, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_LIBRARY = torch.library.Library("scaledtensor", "FRAGMENT")
+_LIBRARY.define("measured(Tensor x, float below) -> Tensor")
+_LIBRARY.impl("measured", of_elements, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("scaledtensor::measured", lib=_LIBRARY)  # type: ignore[untyped-decorator]

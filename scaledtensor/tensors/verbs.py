@@ -47,7 +47,7 @@ __all__ = [
     "to_format_at",
 ]
 
-LIBRARY = torch.library.Library("scaledtensor", "DEF")  # type: ignore[no-untyped-call]
+LIBRARY = torch.library.Library("scaledtensor", "DEF")
 
 Backward = Callable[..., Any]
 Setup = Callable[[Any, tuple[Any, ...], Any], None]
@@ -55,7 +55,7 @@ Setup = Callable[[Any, tuple[Any, ...], Any], None]
 
 def operator(schema: str, backward: Backward, setup: Setup) -> Any:
     """Define `scaledtensor::<schema>` with a derivative; return its overload."""
-    name = LIBRARY.define(schema)  # type: ignore[no-untyped-call]
+    name = LIBRARY.define(schema)
 
     def without_scale(*args: Any) -> Tensor:
         raise DTypeError(
@@ -63,7 +63,7 @@ def operator(schema: str, backward: Backward, setup: Setup) -> Any:
             "Wrap it first with scaledtensor.scaled(tensor)"
         )
 
-    LIBRARY.impl(name, without_scale, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    LIBRARY.impl(name, without_scale, "CompositeExplicitAutograd")
     torch.library.register_autograd(
         f"scaledtensor::{name}", backward, setup_context=setup, lib=LIBRARY
     )
@@ -140,9 +140,7 @@ GRADIENT = 2
 #: The scale for a cast of `x` by the amaxes of earlier steps, which are a row of `history`. If
 #: `record` is true, the amax of `x` is written into the history. The schema does not tell graphs of
 #: this write; a site accounts for it (`scaledtensor.tensors.site`).
-LIBRARY.define(  # type: ignore[no-untyped-call]
-    "delayed_scale(Tensor x, Tensor history, str cast, int row, bool record) -> Tensor"
-)
+LIBRARY.define("delayed_scale(Tensor x, Tensor history, str cast, int row, bool record) -> Tensor")
 delayed_scale = torch.ops.scaledtensor.delayed_scale.default
 
 

@@ -349,7 +349,7 @@ def refuse_jit(cls: type[Tensor]) -> None:
     Raises:
         UnsupportedError: `torch.jit.trace` is recording.
     """
-    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+    if torch.jit.is_tracing():  # type: ignore[no-untyped-call, attr-defined]
         raise UnsupportedError(
             f"torch.jit.trace does not record what a {cls.__name__} computes: use "
             "torch.export.export, or trace the plain model that unscale_model(model) makes"
@@ -431,8 +431,6 @@ def _fill(x: Wrapper) -> None:
 
 
 _QUESTION: Any = torch.ops.aten._has_compatible_shallow_copy_type.default
-_ATEN = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+_ATEN = torch.library.Library("aten", "IMPL")
 # Under this key torch asks for tensors of subclasses alone.
-_ATEN.impl(  # type: ignore[no-untyped-call]
-    "_has_compatible_shallow_copy_type", _may_take, "PythonTLSSnapshot", with_keyset=True
-)
+_ATEN.impl("_has_compatible_shallow_copy_type", _may_take, "PythonTLSSnapshot", with_keyset=True)

@@ -61,7 +61,7 @@ def power(torchs: Any, x: Tensor, exponent: float) -> Tensor:
 
 def of_two(torchs: Any, x: Tensor, y: Tensor) -> Tensor:
     """Return `torchs(x, y)` in the same way."""
-    shape = torch.broadcast_shapes(x.shape, y.shape)  # type: ignore[no-untyped-call]
+    shape = torch.broadcast_shapes(x.shape, y.shape)
     n = math.prod(shape)
     if n == 0:
         return torchs(x, y)  # type: ignore[no-any-return]

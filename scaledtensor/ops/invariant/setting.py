@@ -93,7 +93,7 @@ def _follow() -> None:
             return
         from scaledtensor.ops.invariant.kernels import kernels
 
-        library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        library: Any = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():  # torch warns of the first kernel that replaces another
             warnings.simplefilter("ignore")
             for name, key, kernel in kernels():

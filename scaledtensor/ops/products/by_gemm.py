@@ -67,7 +67,7 @@ def matmul(a: Tensor, b: Tensor, recipe: Recipe) -> Tensor:
         rows = a if a.dim() == 2 else a.reshape(-1, a.shape[-1])
         y = _product(rows, b, recipe)
         return y if a.dim() == 2 else y.view(*a.shape[:-1], b.shape[-1])
-    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     left, right = (x.expand(*batch, *x.shape[-2:]).reshape(-1, *x.shape[-2:]) for x in (a, b))
     return _product(left, right, recipe).view(*batch, a.shape[-2], b.shape[-1])
 

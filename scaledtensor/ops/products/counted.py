@@ -66,13 +66,9 @@ def traced(operands: Sequence[Any], recipe: Recipe) -> Traced | None:
     return None
 
 
-_LIBRARY = torch.library.Library("scaledtensor", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define(  # type: ignore[no-untyped-call]
-    "look(Tensor q, Tensor factors, str format, int role, bool trains) -> ()"
-)
-_LIBRARY.define(  # type: ignore[no-untyped-call]
-    "seen(Tensor q, Tensor factors, str format, int role, bool trains) -> Tensor"
-)
+_LIBRARY = torch.library.Library("scaledtensor", "FRAGMENT")
+_LIBRARY.define("look(Tensor q, Tensor factors, str format, int role, bool trains) -> ()")
+_LIBRARY.define("seen(Tensor q, Tensor factors, str format, int role, bool trains) -> Tensor")
 
 
 def _seen(q: Tensor, factors: Tensor, format: str, role: int, trains: bool) -> Tensor:
@@ -93,9 +89,9 @@ def _look(q: Tensor, factors: Tensor, format: str, role: int, trains: bool) -> N
         sites.look_at_cast(site, role, q, factors, get_format(format), trains)
 
 
-_LIBRARY.impl("look", _look, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_LIBRARY.impl("look", _look, "CompositeExplicitAutograd")
 torch.fx.has_side_effect(torch.ops.scaledtensor.look.default)
-_LIBRARY.impl("seen", _seen, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_LIBRARY.impl("seen", _seen, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("scaledtensor::look", lib=_LIBRARY)  # type: ignore[untyped-decorator]

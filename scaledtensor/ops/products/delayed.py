@@ -139,8 +139,8 @@ def delayed_scale(x: ScaledTensor, history: Tensor, cast: str, row: int, record:
     return found.clamp(MIN_SCALE, MAX_SCALE).float()
 
 
-_LIBRARY = torch.library.Library("scaledtensor", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define(  # type: ignore[no-untyped-call]
+_LIBRARY = torch.library.Library("scaledtensor", "FRAGMENT")
+_LIBRARY.define(
     "recall(Tensor amax, Tensor history, int row, bool largest, int margin, bool guard, "
     "bool record) -> Tensor"
 )
@@ -163,7 +163,7 @@ def _recall(
     return torch.where(exceeded, amax, limit) if guard else limit
 
 
-_LIBRARY.impl("recall", _recall, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_LIBRARY.impl("recall", _recall, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("scaledtensor::recall", lib=_LIBRARY)  # type: ignore[untyped-decorator]

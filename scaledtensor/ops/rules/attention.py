@@ -98,7 +98,7 @@ def _for_flash(
         and all(x.shape[-1] == query.shape[-1] for x in (key, value))
         and query.shape[-1] % 8 == 0
         and query.shape[-1] <= 256
-        and torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+        and torch.backends.cuda.flash_sdp_enabled()
     )
     if not serves:
         return None

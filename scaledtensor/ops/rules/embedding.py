@@ -46,7 +46,7 @@ def embedding_backward(
 
 def _hits(tokens: int, rows: int) -> float:
     """Return max(1, B / V). For a symbolic size, Python's `max` would fix which one is larger."""
-    hits: float = torch.sym_max(1.0, tokens / max(rows, 1))  # type: ignore[no-untyped-call]
+    hits: float = torch.sym_max(1.0, tokens / max(rows, 1))
     return hits
 
 

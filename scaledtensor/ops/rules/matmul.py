@@ -209,11 +209,9 @@ def _grouped(a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None) -> 
     return product
 
 
-_LIBRARY = torch.library.Library("scaledtensor", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define(  # type: ignore[no-untyped-call]
-    "grouped_mm(Tensor a, Tensor b, Tensor? offs) -> Tensor"
-)
-_LIBRARY.impl("grouped_mm", aten._grouped_mm.default, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_LIBRARY = torch.library.Library("scaledtensor", "FRAGMENT")
+_LIBRARY.define("grouped_mm(Tensor a, Tensor b, Tensor? offs) -> Tensor")
+_LIBRARY.impl("grouped_mm", aten._grouped_mm.default, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("scaledtensor::grouped_mm", lib=_LIBRARY)  # type: ignore[untyped-decorator]

@@ -109,7 +109,7 @@ def _steps(
     `gates` is (time, batch, features). Packed sequences are (rows, features), and `sizes` lists the
     batch of each step, which never grows. A sequence that has ended keeps its state.
     """
-    parts = gates.unbind(0) if sizes is None else gates.split(sizes)  # type: ignore[no-untyped-call]
+    parts = gates.unbind(0) if sizes is None else gates.split(sizes)
     outputs, over = [], []
     state = start
     for part in parts:
@@ -127,7 +127,7 @@ def _steps_back(
     cell: Cell, gates: Tensor, sizes: list[int] | None, start: State, w: Weights
 ) -> tuple[Tensor, list[Tensor]]:
     """Works like `_steps`, from the end. Each sequence starts at its last element."""
-    parts = gates.unbind(0) if sizes is None else gates.split(sizes)  # type: ignore[no-untyped-call]
+    parts = gates.unbind(0) if sizes is None else gates.split(sizes)
     outputs = []
     state = tuple(s[: parts[-1].shape[0]] for s in start)
     for part in reversed(parts):
