@@ -337,6 +337,54 @@ def test__a_plain_parameter__keeps_nothing_of_its_codes():
     assert torch.equal(model.weight, want)
 
 
+WRITES = {
+    "assignment": lambda x: x.__setitem__(0, 1.0),
+    "zero": lambda x: x[1:3].zero_(),
+    "fill": lambda x: x.view(-1).fill_(7.0),
+    "copy": lambda x: x[3].copy_(torch.ones(32)),
+    "transposed": lambda x: x.t().mul_(2.0),
+    "chunk": lambda x: x.chunk(2)[0].add_(1.0),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("write", WRITES)
+def test__writing_into_a_part__is_refused_and_changes_nothing(write, mode):
+    x = nv(4, 32)
+    before = x.dequantize()
+    with mode(), pytest.raises(UnsupportedError, match=r"x\.widened"):
+        WRITES[write](x)
+    assert torch.equal(x.dequantize(), before)
+
+
+def test__codes_of_the_same_kind__are_copied():
+    x, y = nv(4, 32), sct.scaled(gaussian(4, 32, seed=5), "e2m1fn", "nvfp4", PerBlock((1, 16)))
+    x.copy_(y)
+    assert torch.equal(x.dequantize(), y.dequantize())
+    for other in (mx(4, 32), torch.ones(4, 32), sct.scaled(torch.ones(4, 32))):
+        with pytest.raises(UnsupportedError, match="made together"):
+            x.copy_(other)
+    assert torch.equal(x.dequantize(), y.dequantize())
+    model = nn.Linear(32, 4, bias=False)
+    model.weight = nn.Parameter(x, requires_grad=False)
+    model.load_state_dict(saved_and_loaded(model.state_dict()))
+    assert torch.ones(4, 32).copy_(x).equal(y.dequantize())
+
+
+def test__plain_data__are_refused():
+    p = nn.Parameter(nv(4, 32), requires_grad=False)
+    with pytest.raises(UnsupportedError, match="plain tensor"):
+        p.data = torch.ones(4, 32)
+
+
+def test__it_is_no_scaled_tensor__and_operators_give_one():
+    x, y = nv(4, 32), sct.scaled(gaussian(4, 32))
+    assert not isinstance(x, sct.ScaledTensor)
+    for made in (x + y, y + x, y * x, torch.cat([y, x]), F.linear(y, x), F.gelu(x)):
+        assert type(made) is sct.ScaledTensor
+    assert torch.equal((x + y).dequantize(), (x.widened() + y).dequantize())
+
+
 def test__rebalance__is_refused():
     x = nv(4, 32)
     with pytest.raises(UnsupportedError, match="block scales"):

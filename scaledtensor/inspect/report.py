@@ -36,7 +36,7 @@ from scaledtensor.inspect.weights import (
 from scaledtensor.ops.registry import observed, on_missing
 from scaledtensor.recipes import Recipe
 from scaledtensor.tensors.ruled import Ruled
-from scaledtensor.tensors.shards import part_of
+from scaledtensor.tensors.shards import is_dtensor, part_of
 from scaledtensor.tensors.steps import is_scaled
 from scaledtensor.tensors.tensor import ScaledTensor
 
@@ -289,6 +289,10 @@ def report(model: nn.Module, *inputs: Any, **options: Any) -> Report:
     """
     model = getattr(model, "_orig_mod", model)
     if not any(isinstance(p, ScaledTensor) for p in model.parameters()):
+        if any(is_dtensor(p) for p in model.parameters()):
+            raise ModelError(
+                "parameters of this model are spread over ranks: report on it before fully_shard()"
+            )
         if not in_few_bits(model):
             raise ModelError(
                 "no parameter of this model is a ScaledTensor; scale_model(model) first, or "

@@ -38,12 +38,13 @@ def block_of(cast: Cast) -> PerTensor | PerBlock:
     return PerBlock((cast.block[0] or -1, cast.block[1] or -1))
 
 
-def rows_of_scales(cast: Cast, shape: Sequence[int]) -> int | None:
-    """How many rows of a tensor of `shape` share their scales; None if all rows do."""
+def rows_of_scales(cast: Cast, matrix: Sequence[int]) -> int | None:
+    """How many rows of codes in the shape `matrix` share their scales; None if all rows do. The
+    rows of a batch of matrices are the matrices."""
     block = block_of(cast)
     if isinstance(block, PerTensor):
         return None
-    if len(shape) == 3:  # a batch of matrices
+    if len(matrix) == 3:
         return 1
     return None if block.block[0] < 0 else block.block[0]
 

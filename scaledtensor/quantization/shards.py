@@ -7,6 +7,7 @@ codes and scales, so a part is a QuantizedTensor of whole rows. Before a module 
 the scales of blocks are gathered as they are: one message of bytes each.
 """
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -18,7 +19,7 @@ from scaledtensor.errors import UnsupportedError
 from scaledtensor.quantization.parts import rows_of_scales
 from scaledtensor.quantization.tensor import QuantizedTensor
 from scaledtensor.tensors.callers import called_by
-from scaledtensor.tensors.shards import is_dtensor
+from scaledtensor.tensors.shards import is_dtensor, of_all_parts
 from scaledtensor.tensors.wrapper import as_bytes
 
 __all__ = ["OPERATORS", "after", "before"]
@@ -33,16 +34,20 @@ def _by_fully_shard() -> bool:
 
 
 def _height(x: QuantizedTensor) -> int | None:
-    return rows_of_scales(x.config.weight, x.shape)
+    return rows_of_scales(x.config.weight, x.matrix_shape)
 
 
 def _check_cut(x: QuantizedTensor, dim: int, rows: int) -> None:
     """Raises UnsupportedError unless parts of so many rows have blocks of their own."""
-    if dim % x.dim() != 0 or (x.order == "columns" and x.dim() == 2):
+    if dim % x.dim() != 0:
         raise UnsupportedError(
-            f"fully_shard cuts a weight of {x.config} of shape {tuple(x.shape)} along dimension "
-            f"{dim}, and its codes lie in {x.order}: give fully_shard no other dimension than 0, "
-            "and leave transposed weights (Conv1D) out by ignored_params"
+            f"fully_shard cuts a weight of {x.config} along dimension {dim}, and its codes are cut "
+            "along dimension 0 alone: leave shard_placement_fn out for it"
+        )
+    if x.order == "columns" and x.dim() == 2:
+        raise UnsupportedError(
+            f"fully_shard cuts rows, and the codes of a transposed weight of {x.config} (Conv1D of "
+            "transformers) lie in columns: leave it out by ignored_params"
         )
     height = _height(x)
     if height is not None and rows % height:
@@ -92,11 +97,10 @@ def _slice(
 def _new_zeros(x: QuantizedTensor, size: Sequence[int], **options: Any) -> Any:
     if not _by_fully_shard():
         return NotImplemented
-    height = _height(x)
-    scale = x.scale.clone()
-    if height is not None:
-        scale = scale.new_ones((), dtype=torch.float32).to(scale.dtype)
-        scale = scale.expand(-(-size[0] // height), *x.scale.shape[1:]).clone()
+    height, scale = _height(x), x.scale.clone()
+    if height is not None:  # in bytes, since scales of 8 bits have no zero
+        rows = as_bytes(scale).new_zeros(-(-size[0] // height), *scale.shape[1:])
+        scale = rows.view(scale.dtype)
     inner = (x.qdata.new_zeros(size[0], *x.qdata.shape[1:]), scale)
     others = (getattr(x, name).clone() for name in x.INNER[2:])
     return x.put_together((*inner, *others), size, x.context)
@@ -143,13 +147,32 @@ def before(
     """Return the codes and scales of a part to send, and the facts of the whole.
 
     Raises:
-        UnsupportedError: the parts differ in size. torch would have them padded to one size, which
-            packed codes and their scales do not have.
+        UnsupportedError: the parts differ in size, and torch would have them padded to one size,
+            which packed codes and their scales do not have; or in facts that all parts share.
     """
     if outer_size[0] % mesh.size():  # there are more ranks than rows, or `_split` had seen it
         _refuse_uneven(part)
+    if not part.agreed:
+        _check_agreement(part, mesh.get_group())
     sent = tuple(as_bytes(getattr(part, name)) for name in part.cut)
+    if mesh.size() == 1:  # torch takes one message, and this rank has the rest
+        sent = sent[:1]
     return sent, _Kept(part, outer_size, mp_policy.param_dtype or part.dtype)
+
+
+def _check_agreement(part: QuantizedTensor, group: Any) -> None:
+    """Raises UnsupportedError, on all ranks, unless the inner tensors that each rank keeps whole
+    have the same bits on all of them."""
+    shared = [getattr(part, name) for name in part.INNER if name not in part.cut]
+    sums = [zlib.crc32(as_bytes(x).cpu().contiguous().numpy().tobytes()) for x in shared]
+    own = torch.tensor(sums, dtype=torch.float64, device=part.device)  # 32 bits are exact
+    if not (of_all_parts(own, (group,)) == own).all():
+        raise UnsupportedError(
+            f"the ranks hold different scales or factors for the parts of one weight of "
+            f"{part.config}: quantize_ the same weights on each rank, with the same calibration "
+            "data, or load one checkpoint on all ranks"
+        )
+    part.agreed = True
 
 
 def after(
@@ -162,7 +185,7 @@ def after(
         return None
     like = kept.like
     inner = {name: getattr(like, name) for name in like.INNER}
-    for name, x in zip(like.cut, arrived, strict=True):
+    for name, x in zip(like.cut, arrived, strict=False):
         inner[name] = x.view(inner[name].dtype)
     fmt, _, *rest = like.context
     context = (fmt, kept.dtype, *rest)

@@ -99,6 +99,7 @@ class QuantizedTensor(Wrapper):
     tensor_scale: Tensor
     input_scale: Tensor | None = None
     loop: Any = None  # `native.products.Prepared`, made by the first product
+    agreed: bool = False  # whether the ranks of its other parts have the same facts (`shards.py`)
     columns: Tensor | None = None
     recipe = None
     nonnegative = False
@@ -211,7 +212,8 @@ class QuantizedTensor(Wrapper):
 
     @property
     def cut(self) -> tuple[str, ...]:
-        return ("qdata",) if rows_of_scales(self.config.weight, self.shape) is None else _INNER[:2]
+        matrix = self.matrix_shape
+        return ("qdata",) if rows_of_scales(self.config.weight, matrix) is None else _INNER[:2]
 
     def dequantize(self) -> Tensor:
         """The plain tensor of the same value, shape and dtype."""

@@ -49,7 +49,7 @@ def copy_into(x: Any, source: Any, *rest: Any) -> Any:
     _check_alike(x, source)
     for name in x.INNER:
         getattr(x, name).copy_(getattr(source, name))
-    x.loop = None
+    x.loop, x.agreed = None, False
     return x
 
 
@@ -83,7 +83,9 @@ def _check_alike(x: QuantizedTensor, source: Any) -> None:
         )
     raise UnsupportedError(
         f"a weight of {x.config} takes the codes of another one of the same shape and config; "
-        f"got {what}. Load plain weights into the plain model, before quantize_(); {_WAYS_OUT}"
+        f"got {what}. Load plain weights into the plain model, before quantize_(); {_WAYS_OUT}. "
+        "torch.distributed.checkpoint takes scaledtensor.checkpoint.apart(state_dict, "
+        "loading=True), and get_model_state_dict has an option ignore_frozen_params"
         f"{ranks}"
     )
 
@@ -98,7 +100,7 @@ def _kept(x: QuantizedTensor) -> Any:
 
 def refuse_writing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise an error if an operator would write into a QuantizedTensor."""
-    for t in (*written_by(func, args, kwargs), *_received(func, args)):
+    for t in written_by(func, args, kwargs):
         if isinstance(t, QuantizedTensor):
             _refuse(func, t)
 
@@ -108,13 +110,6 @@ def _refuse(what: Any, x: QuantizedTensor) -> NoReturn:
         f"{what} would write into a weight of {x.config}, whose codes and scales are made "
         f"together: {_WAYS_OUT}"
     )
-
-
-def _received(func: Any, args: tuple[Any, ...]) -> Iterator[Any]:
-    """The tensors that a collective writes into: its first argument. The schemas of `c10d` do not
-    say so."""
-    if func.namespace == "c10d" and func._opname.endswith("_") and args:
-        yield from torch.utils._pytree.tree_leaves(args[0])
 
 
 def _set_elements(x: Any, index: Any, value: Any) -> None:

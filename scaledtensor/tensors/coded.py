@@ -47,7 +47,7 @@ from scaledtensor.tensors.storable import appearance, check_part, check_strided
 from scaledtensor.tensors.tensor import ScaledTensor, from_plain
 from scaledtensor.tensors.wrapper import is_wrapper, rebuild, written_by
 
-__all__ = ["CodedTensor", "is_expanded"]
+__all__ = ["CodedTensor", "is_expanded", "refuse_part"]
 
 
 class _Names:
@@ -365,6 +365,22 @@ def _to(
     return x.put_together(moved, x.shape, (fmt, appearance(kept), *rest))
 
 
+def _copy_into(x: Any, source: Any, non_blocking: bool = False) -> Any:
+    """Copies codes and scales of one kind, as `load_state_dict` does. Nothing else is written."""
+    if not isinstance(x, CodedTensor):
+        return x.copy_(_read(source), non_blocking)
+    alike = isinstance(source, CodedTensor) and (source.shape, _kept(source)) == (x.shape, _kept(x))
+    if not alike:
+        raise UnsupportedError(_refusal_of_writing(x, _aten.copy_.default))
+    for name in x.INNER:
+        getattr(x, name).copy_(getattr(source, name))
+    return x
+
+
+def _kept(x: CodedTensor) -> Any:
+    return x.format, x.coding
+
+
 def _dequantize(x: CodedTensor) -> Tensor:
     return x.value_in(x.dtype)
 
@@ -382,6 +398,7 @@ _aten = torch.ops.aten
 _OWN: dict[Any, Callable[..., Any]] = {
     _aten.alias.default: _share,
     _aten.clone.default: _copy,
+    _aten.copy_.default: _copy_into,
     _aten.detach.default: _share,
     _aten.lift_fresh.default: _share,
     _aten._to_copy.default: _to,
@@ -401,6 +418,18 @@ def _refuse_writing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     for t in written_by(func, args, kwargs):
         if isinstance(t, CodedTensor):
             raise UnsupportedError(_refusal_of_writing(t, func))
+
+
+def refuse_part(x: Tensor) -> None:
+    """Raise UnsupportedError if `x` is a view of a CodedTensor, such as `coded[0]`. It is a part of
+    a decoded copy, and a write into it would be lost."""
+    base = x._base
+    if isinstance(base, CodedTensor):
+        raise UnsupportedError(
+            "this operator would write into a part of a decoded copy of a CodedTensor, and the "
+            "codes would not change: compute on x.widened() and keep the result by "
+            "scaledtensor.scaled(result, format, granularity=...)"
+        )
 
 
 def _refusal_of_writing(x: CodedTensor, func: Any) -> str:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from scaledtensor import _torch
-from scaledtensor.errors import UnsupportedError
 from scaledtensor.formats import FormatLike
 from scaledtensor.formats import get as get_format
 from scaledtensor.scales.powers import checked_scale
@@ -91,15 +90,6 @@ class Ruled(Wrapper):
     def _as_data(self, new: Tensor) -> Tensor:
         """The tensor that `self` becomes by the assignment `self.data = new`."""
         return new
-
-    @property
-    def _fsdp_flattened(self) -> bool:
-        # FullyShardedDataParallel asks this of each parameter first.
-        raise UnsupportedError(
-            "FullyShardedDataParallel copies its parameters into one flat tensor, where "
-            "ScaledTensors would have neither formats nor scales of their own: use "
-            "torch.distributed.fsdp.fully_shard(model), which takes them as they are"
-        )
 
     if TYPE_CHECKING:
         __mul__: Any

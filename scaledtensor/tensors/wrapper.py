@@ -93,6 +93,15 @@ class Wrapper(Tensor):
         """The inner tensors that a part of this tensor on one rank has a part of."""
         return ("qdata",)
 
+    @property
+    def _fsdp_flattened(self) -> bool:
+        # FullyShardedDataParallel asks this of each parameter first.
+        raise UnsupportedError(
+            "FullyShardedDataParallel copies its parameters into one flat tensor, where "
+            f"{self.kind}s would have neither formats nor scales of their own: use "
+            "torch.distributed.fsdp.fully_shard(model), which takes them as they are"
+        )
+
     # --- torch.compile -----------------------------------------------------------------------
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
@@ -197,9 +206,10 @@ class Wrapper(Tensor):
 
     def _adopt(self, held: Any) -> None:
         """Become `held`, which is of the same class."""
-        if held.kind != self.kind:
+        kind = getattr(held, "kind", "plain tensor")
+        if kind != self.kind:
             raise UnsupportedError(
-                f"a {self.kind} cannot become a {held.kind} by assigning `.data`; put a new "
+                f"a {self.kind} cannot become a {kind} by assigning `.data`; put a new "
                 "nn.Parameter in its place"
             )
         with _torch.disable_torch_function():
@@ -294,6 +304,9 @@ class Wrapper(Tensor):
 
 def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
     """The arguments of a call of an operator that it writes into."""
+    # A collective writes into its first argument. The schemas of `c10d` do not say so.
+    if func.namespace == "c10d" and func._opname.endswith("_") and args:
+        yield from torch.utils._pytree.tree_leaves(args[0])
     if not func._schema.is_mutable:
         return
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs

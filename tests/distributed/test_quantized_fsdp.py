@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy, gelu
 from transformers.pytorch_utils import Conv1D
@@ -125,7 +126,7 @@ def transposed():
 
 
 def test__transposed_weights__are_an_error(world):
-    assert all("codes lie in columns" in words for words in world(2, transposed))
+    assert all("lie in columns" in words for words in world(2, transposed))
 
 
 def saved(folder, name):
@@ -170,6 +171,59 @@ def test__a_folder__fits_any_number_of_ranks(world, tmp_path, name):
     for found, refusal in world(2, saved, str(tmp_path), name):
         assert found == [True, True, True]
         assert "WeightOnly(int8" in refusal
+
+
+def on_one_rank(name):
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "parts"))
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(1))
+    model = adapted(CONFIGS[name], 32)
+    wanted = model(x)
+    blocks_sharded(model, mesh=mesh)
+    return [torch.equal(model(x), wanted) for _ in range(2)]
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "dynamic"])
+def test__one_rank__holds_all_parts(world, name):
+    assert world(2, on_one_rank, name) == [[True, True], [True, True]]
+
+
+def small(layer, config):
+    """Return whether results stay as they were where a part has few rows or blocks."""
+    torch.manual_seed(0)
+    layer = sct.quantize_(layer, config)
+    shape = {nn.Linear: (4, 64), nn.Conv1d: (4, 16, 8), nn.Conv2d: (4, 16, 8, 8)}[type(layer)]
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+    wanted = layer(x)
+    return torch.equal(fully_shard(layer)(x), wanted)
+
+
+@pytest.mark.parametrize(
+    ("layer", "config"),
+    [
+        (nn.Linear(64, 2), sct.WeightOnly()),
+        (nn.Linear(64, 256), sct.WeightOnly("fp8_block")),
+        (nn.Conv1d(16, 32, 1), sct.WeightOnly("int8", (16, 16))),
+        (nn.Conv2d(16, 32, 3), sct.WeightOnly("int8", (16, 16))),
+    ],
+    ids=["one row", "one block", "conv1d", "conv2d"],
+)
+def test__parts_of_one_scale__and_of_kernels__are_gathered(world, layer, config):
+    assert world(2, small, layer.requires_grad_(False), config) == [True, True]
+
+
+def calibrated_apart():
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 32, bias=False).requires_grad_(False)
+    torch.manual_seed(dist.get_rank())
+    data = [torch.randn(32, 64) * (2 * torch.randn(64)).exp()]
+    sct.quantize_(layer, sct.WeightOnly("int4", 32, fold=True), calibration=data)
+    with pytest.raises(sct.errors.UnsupportedError) as caught:
+        fully_shard(layer)(torch.ones(1, 64))
+    return str(caught.value)
+
+
+def test__ranks_with_other_factors__are_an_error_on_each(world):
+    assert all("same calibration data" in words for words in world(2, calibrated_apart))
 
 
 def unwrapped():

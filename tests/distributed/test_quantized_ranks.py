@@ -37,6 +37,26 @@ def test__a_collective_that_writes__is_an_error(world):
         assert all("unscale_model(model)" in words for words in told)
 
 
+def written_into_blocks():
+    x = sct.scaled(torch.full((4, 32), dist.get_rank() + 1.0), "e4m3fn", "amax", sct.PerAxis(0))
+    told = []
+    for write in (
+        lambda: dist.all_reduce(x),
+        lambda: dist.broadcast(x, 0),
+        lambda: dist.all_gather([x, x], x),
+        lambda: dist.reduce_scatter_tensor(x, torch.ones(8, 32)),
+    ):
+        with pytest.raises(sct.errors.UnsupportedError) as caught:
+            write()
+        told.append(str(caught.value))
+    return told
+
+
+def test__a_collective_that_writes_into_codes_of_blocks__is_an_error(world):
+    for told in world(2, written_into_blocks):
+        assert all("x.widened()" in words for words in told)
+
+
 def gathered():
     weight = layer(dist.get_rank()).weight
     parts = [torch.zeros(24, 32) for _ in range(2)]

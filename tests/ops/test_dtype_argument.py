@@ -44,6 +44,7 @@ def test__a_reduction__appears_in_the_dtype_that_is_asked(name, source, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", NORMS)
 def test__a_norm__appears_in_the_dtype_that_is_asked(name, dtype):
+    assert torch.linalg.vector_norm(sct.scaled(gaussian(6, 8)), 0, 1, dtype=dtype).dtype == dtype
     _, got = compared(NORMS[name], torch.bfloat16, dtype)
     if isinstance(got, sct.ScaledTensor):
         assert got.format.name == "fp32"

@@ -26,6 +26,7 @@ from scaledtensor.scales.forms import Form
 from scaledtensor.scales.powers import MAX_SCALE, MIN_SCALE, settle
 from scaledtensor.scales.singles import Amount, copied, put, rms_of, scale_of, scaled_by
 from scaledtensor.tensors import verbs
+from scaledtensor.tensors.coded import refuse_part
 from scaledtensor.tensors.memo import Source, after_overwrite, note
 from scaledtensor.tensors.site import lend
 from scaledtensor.tensors.sparse import is_sparse
@@ -210,6 +211,7 @@ def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     source = source.expand(target.shape)
     if not isinstance(target, ScaledTensor):
         return target.copy_(verbs.dequantize(source), non_blocking)
+    refuse_part(target)
     held = _own_scale(source, target)
     if target.memo.agreed or covers_storage(target.qdata):
         after_overwrite(target)

@@ -262,12 +262,12 @@ def vector_norm(
 ) -> Any:
     """r n^(1/p) for the p-norm. Over all elements, a plain float32 statistic. For p = 0 it counts
     elements, and is plain."""
-    held = elements(x)
+    held, dtype = elements(x), of_floats(dtype)
     if math.isinf(ord) and torch.compiler.is_compiling():
         held = as_stored(held.abs())  # torch's derivative compares the magnitudes with the norm
     q = torch.linalg.vector_norm(held, ord, dim, keepdim, dtype=torch.float32)
     if ord == 0:
-        return q
+        return statistic(q, dtype)
     if _is_full(x, dim, keepdim):
         return statistic(q * x.scale, dtype)
     n = count(x.shape, dim)
