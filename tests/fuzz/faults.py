@@ -57,7 +57,7 @@ def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
     stream = io.BytesIO()
     values = []
     for x in [*model.state_dict().values(), *_states(optimizer)]:
-        parts = [getattr(x, n) for n in x.INNER] if isinstance(x, sct.ScaledTensor) else [x]
+        parts = [getattr(x, n) for n in x.INNER] if hasattr(x, "INNER") else [x]
         for part in parts:
             raw = part.detach().contiguous().reshape(-1).view(torch.uint8)
             values.append(raw.numpy().tobytes())
@@ -192,7 +192,7 @@ def _outcome(source: Path, file: Path, wanted: bytes) -> str:
 
 
 def _values(x: torch.Tensor) -> list[float]:
-    whole = x.dequantize() if isinstance(x, sct.ScaledTensor) else x
+    whole = x.dequantize() if hasattr(x, "INNER") else x
     values: list[float] = whole.flatten().tolist()
     return values
 

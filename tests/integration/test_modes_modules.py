@@ -315,7 +315,7 @@ def test__workers_of_a_data_loader__give_the_batches_of_its_own_process(how: Any
     ]
     for (alone, i), (of_worker, j) in (batches[:2], batches[2:]):
         assert type(alone) is type(of_worker)
-        assert isinstance(of_worker, sct.ScaledTensor)
+        assert isinstance(of_worker, (sct.ScaledTensor, sct.CodedTensor))
         assert alone.format == of_worker.format
         assert torch.equal(alone.scale, of_worker.scale)
         assert torch.equal(alone.dequantize(), of_worker.dequantize())

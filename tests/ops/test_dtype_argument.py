@@ -82,7 +82,7 @@ def test__gradients__come_back_in_the_dtype_of_the_tensor(name):
     gradients(name, compiled=False)
 
 
-@pytest.mark.parametrize("name", ["sum", "cumsum", "prod along a dimension", "torch.norm"])
+@pytest.mark.parametrize("name", ["cumsum", "torch.norm"])
 def test__compiled_gradients__do_too(name):
     torch.compiler.reset()
     gradients(name, compiled=True)
