@@ -344,6 +344,8 @@ WRITES = {
     "copy": lambda x: x[3].copy_(torch.ones(32)),
     "transposed": lambda x: x.t().mul_(2.0),
     "chunk": lambda x: x.chunk(2)[0].add_(1.0),
+    "out": lambda x: torch.mul(x[1].detach(), 2.0, out=x[0]),
+    "foreach": lambda x: torch._foreach_mul_([x[0], x[1]], 2.0),
 }
 
 

@@ -40,7 +40,6 @@ from scaledtensor.recipes import Recipe
 from scaledtensor.scales.forms import Form
 from scaledtensor.setting import Setting
 from scaledtensor.tensors import verbs
-from scaledtensor.tensors.coded import refuse_part
 from scaledtensor.tensors.ruled import Ruled
 from scaledtensor.tensors.tensor import ScaledTensor, from_plain
 
@@ -336,8 +335,6 @@ def _operands(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Any]:
 
 
 def _in_place(twin: Overload, places: list[int], *args: Any, **kwargs: Any) -> Any:
-    for i in places:
-        refuse_part(args[i])
     result = RULES[twin].call(*args, **kwargs)
     inputs = _operands(args, kwargs)
     for i, value in zip(places, _results(result), strict=True):

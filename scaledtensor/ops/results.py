@@ -38,6 +38,7 @@ from scaledtensor.scales.singles import (
     single_of,
     tensor_of,
 )
+from scaledtensor.tensors.coded import refuse_part
 from scaledtensor.tensors.memo import after_write, note
 from scaledtensor.tensors.sparse import is_sparse
 from scaledtensor.tensors.steps import watch
@@ -400,14 +401,13 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
     shape = tuple(value.q.shape if isinstance(value, Raw) else value.shape)
     if target.shape != shape:
         raise ShapeError(f"cannot write a result of shape {shape} into {tuple(target.shape)}")
-    if not target.dtype.is_floating_point and (
-        isinstance(value, Raw) or value.dtype.is_floating_point
-    ):
+    floats = isinstance(value, Raw) or value.dtype.is_floating_point
+    if floats and not target.dtype.is_floating_point:
         raise DTypeError(f"a scaled result does not fit into a tensor of {target.dtype}")
     if not isinstance(target, ScaledTensor):
-        plain = wrap(value, operands) if isinstance(value, Raw) else value
-        target.copy_(dequantized(plain))
+        target.copy_(dequantized(wrap(value, operands) if isinstance(value, Raw) else value))
         return
+    refuse_part(target)
     watch(target)  # a parameter without `requires_grad_` becomes known at its first step
     raw = value if isinstance(value, Raw) else _as_raw(value)
     whole = covers_storage(target.qdata)
