@@ -243,7 +243,9 @@ def wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
         q = q.made(wide) if type(q) is Total else tensor_of(q, operands[0].device)
     if type(rms) is not Single:
         rms = single_of(rms)
-    held = single_of(raw.held)
+    held = raw.scale
+    if type(held) is not Single:
+        held = single_of(raw.held)
     expected, rms = rms, believed(rms, q, held)
     if raw.settled and rms is expected:
         # A write in place changes the scale object, so only views share one with another tensor.
@@ -303,15 +305,20 @@ def _measured(rms: Single, q: Tensor, held: Any) -> Single:
 def _inherited(raw: Raw, operands: list[Tensor]) -> tuple[Format, torch.dtype, Recipe | None]:
     """Return the format, the dtype and the recipe of a result. The operands have those that the
     rule leaves open."""
-    scaled = [x for x in operands if isinstance(x, ScaledTensor)]
-    if len(scaled) == len(operands) and scaled[0].format.storage_dtype.itemsize > 1:
-        fmt, dtype, recipe = scaled[0].format, scaled[0].dtype, scaled[0].recipe
-        for x in scaled:
-            if x.format is not fmt or x.dtype is not dtype or x.recipe is not recipe:
+    first = operands[0]
+    if type(first) is ScaledTensor and first.format.storage_dtype.itemsize > 1:
+        fmt, dtype, recipe = first.format, first.dtype, first.recipe
+        for x in operands:
+            if x is first:
+                continue
+            if type(x) is not ScaledTensor or x.format is not fmt:
+                break
+            if x.dtype is not dtype or x.recipe is not recipe:
                 break
         else:  # nearly always
             recipe = None if recipe is None else recipe.uncorrected
             return raw.format or fmt, raw.dtype or dtype, recipe
+    scaled = [x for x in operands if isinstance(x, ScaledTensor)]
     recipe = next((x.recipe.uncorrected for x in scaled if x.recipe is not None), None)
     return raw.format or narrowest(scaled), raw.dtype or _appearance(operands), recipe
 

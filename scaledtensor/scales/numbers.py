@@ -28,7 +28,7 @@ class Single(float):
     __slots__ = ()
 
     def __mul__(self, other: Any) -> Any:
-        number = _number(other)
+        number = other if type(other) is Single else _number(other)
         if number is None:
             return NotImplemented
         return Single(c_float(float.__mul__(self, number)).value)
@@ -82,6 +82,11 @@ class Single(float):
 
     def exp(self) -> "Single":
         return Single(rounded(exponential(self)))
+
+    def log(self) -> "Single":
+        if self > 0:
+            return Single(rounded(math.log(self)))
+        return Single(-math.inf if self == 0 else math.nan)
 
     def reciprocal(self) -> "Single":
         return Single(rounded(quotient(1.0, self)))

@@ -136,7 +136,7 @@ class ScaledTensor(Ruled):
         nonnegative: bool = False,
     ) -> Self:
         """The one constructor path, unchecked: for rules, which make only valid tensors."""
-        self = cast(Self, cls._wrapper(qdata, dtype))
+        self: Self = cls._wrapper(qdata, dtype)
         self.qdata, self.format = qdata, format
         self.recipe, self.nonnegative = recipe, nonnegative
         hold(self, scale, rms)

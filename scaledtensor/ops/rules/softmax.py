@@ -16,11 +16,11 @@ from torch import Tensor
 from scaledtensor._torch import log
 from scaledtensor.formats import FP32
 from scaledtensor.ops.algebra import (
-    at_value,
     bounded_square,
     count,
     operand,
     quadrature,
+    read_value,
     side,
     value,
 )
@@ -28,7 +28,7 @@ from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.ops.results import FILL
 from scaledtensor.scales.powers import A
-from scaledtensor.scales.singles import rms_of
+from scaledtensor.scales.singles import Single, is_known, rms_of, rounded
 from scaledtensor.tensors.tensor import ScaledTensor
 
 __all__ = [
@@ -50,7 +50,8 @@ class Visible(NamedTuple):
     """Moments of 1/n over the rows of a softmax, which see n logits each."""
 
     log_share: Any
-    """ln of the mean of 1/n, which is -ln N without a mask; a float or a 0-dim tensor."""
+    """ln of the mean of 1/n, which is -ln N without a mask; a float, or a 0-dim tensor that cannot
+    be read now."""
     lost: Any
     """Mean of 1/n^2 over mean of 1/n: the part of a gradient that the sum of its row removes."""
 
@@ -76,12 +77,16 @@ def causally_visible(rows: int, n: int) -> Visible:
 def visible(seen: Tensor, dim: int) -> Visible:
     """Count the logits that a mask shows, because no closed form knows the structure of a mask.
 
-    Softmax and its derivative read all logits anyway, and the counts stay on the device.
+    Softmax and its derivative read all logits anyway. Outside of a trace the host reads the two
+    moments at once, and rules calculate with numbers.
     """
     rows = seen.sum(dim, dtype=torch.float32)
-    share = 1 / (rows if rows.numel() else rows.new_ones(1)).clamp_min(1.0)
-    mean = share.mean()
-    return Visible(mean.log(), share.square().mean() / mean)
+    share = (rows if rows.numel() else rows.new_ones(1)).clamp_min(1.0).reciprocal()
+    moments = torch.stack((share.mean(), share.square().mean()))
+    if is_known(moments):
+        mean, square = map(Single, moments.tolist())
+        return Visible(Single(rounded(math.log(mean))), square / mean)
+    return Visible(moments[0].log(), moments[1] / moments[0])
 
 
 def sharpness(rms: A) -> A:
@@ -117,34 +122,46 @@ def softmax(x: ScaledTensor, dim: int, half_to_float: bool = False) -> Raw:
     """r = sqrt(E / N) for N logits of RMS m, where E is the sum of the squares of a row. E is N^(a
     - 1) with a = m^2 / (m^2 + 4); with a mask, 1/N is the mean of 1/n over rows that see n
     logits."""
-    return at_value(lambda v: torch.softmax(v, dim), x, _softmax_rms(x, dim), nonnegative=True)
+    v = read_value(x)
+    rms = _softmax_rms(x, v, dim)
+    return Raw(torch.softmax(v, dim), None, rms, fresh=True, nonnegative=True)
 
 
 @rule(aten._safe_softmax.default)
 def safe_softmax(x: ScaledTensor, dim: int, dtype: torch.dtype | None = None) -> Raw:
     """Same as `_softmax`. A row with -inf only gives zeros."""
+    v = read_value(x)
+    rms = _softmax_rms(x, v, dim)
+    q = torch.softmax(v, dim).masked_fill_(v.isneginf().all(dim, keepdim=True), 0.0)
+    return Raw(q, None, rms, fresh=True, nonnegative=True, dtype=dtype)
 
-    def safe(v: Tensor) -> Tensor:
-        return torch.softmax(v, dim).masked_fill(v.isneginf().all(dim, keepdim=True), 0.0)
 
-    return at_value(safe, x, _softmax_rms(x, dim), nonnegative=True, dtype=dtype)
+def _softmax_rms(x: ScaledTensor, v: Tensor, dim: int) -> A:
+    """Return the RMS of the softmax of `x`, whose value is `v`."""
+    seen = visible(v > MASKED, dim)
+    energy = concentration(_beside(seen, x), seen)
+    root: A = (energy / max(count(x.shape, dim), 1)).sqrt()
+    return root
 
 
-def _softmax_rms(x: ScaledTensor, dim: int) -> Tensor:
-    energy = concentration(x.rms, visible(value(x) > MASKED, dim))
-    return (energy / max(count(x.shape, dim), 1)).sqrt()
+def _beside(seen: Visible, x: ScaledTensor) -> Any:
+    """Return the RMS of `x` as a number or a tensor, as `seen` has them."""
+    return x.rms if isinstance(seen.log_share, Tensor) else rms_of(x)
 
 
 @rule(aten._softmax_backward_data.default)
 def softmax_backward(g: Any, y: ScaledTensor, dim: int, input_dtype: torch.dtype) -> Raw:
     """r_g ry h for the gradient y (g - sum y g), where y is the saved result and h^2 = (1 - 1/N) /
     sqrt(1 + 5 m^2 / (ln N + 0.3)). The RMS m of the logits follows from ry."""
-    left, v = operand(g, y), value(y)
+    v = read_value(y)
     seen = visible(v > 0, dim)
-    energy = y.rms.clamp_min(2.0**-60).square() * max(count(y.shape, dim), 1)
-    a = (1 - energy.log() / seen.log_share.clamp_max(-(2.0**-10))).clamp(0, 1 - 2.0**-10)
+    rms = _beside(seen, y)
+    left = operand(g, y) if isinstance(rms, Tensor) else side(g, y)
+    energy = rms.clamp_min(2.0**-60).square() * max(count(y.shape, dim), 1)
+    sharp = 1 - energy.log() / seen.log_share.clamp_max(-(2.0**-10))
+    a = sharp.clamp_min(0.0).clamp_max(1 - 2.0**-10)
     q = aten._softmax_backward_data.default(left.q.to(v.dtype), v, dim, v.dtype)
-    return Raw(q, left.scale, left.rms * y.rms * selection(4 * a / (1 - a), seen))
+    return Raw(q, left.scale, left.rms * rms * selection(4 * a / (1 - a), seen))
 
 
 def logsumexp_rms(m: A, n: int) -> A:
