@@ -5,10 +5,11 @@ step of Adam. `elements.cpp` has loops that would take many passes over memory a
 operators. `numbers.cpp` calculates the scales of compiled code. `products.cpp` multiplies by codes,
 which PyTorch's operators would decode into memory first. `rows.cpp` decodes the rows of a cache of
 keys and values. `steps.cpp` has the steps of optimizers with states in few bits. A call with at
-least `WORTH_IT` elements builds the library, which takes some ten seconds on two CPUs. The compiler
-is the one of `torch.compile`: the environment variable CXX, else g++, clang++ or c++. The library
-is in the user's cache folder, under a name that covers the sources, the flags, the compiler and the
-CPU. `SCALEDTENSOR_NATIVE=0` leaves it out. `status()` describes the library, and
+least `WORTH_IT` elements builds the library, which takes some ten seconds on two CPUs. A program
+whose tensors are all smaller takes the library from the folder if a program before it built one.
+The compiler is the one of `torch.compile`: the environment variable CXX, else g++, clang++ or c++.
+The library is in the user's cache folder, under a name that covers the sources, the flags, the
+compiler and the CPU. `SCALEDTENSOR_NATIVE=0` leaves it out. `status()` describes the library, and
 `scaledtensor.hardware()` prints that. Each caller has the same arithmetic in Python or in PyTorch's
 operators too, for machines without a compiler.
 """
@@ -49,6 +50,12 @@ __all__ = [
 
 #: A call with this number of elements builds the library. Then the library serves all sizes.
 WORTH_IT = 1 << 12
+
+#: The number of smaller calls after which the folder is searched for the library, which takes 16 ms
+#: with loading. The loops save some 0.1 ms a call.
+LOOK_AFTER = 100
+#: The number of smaller calls that lose as much time as building the library takes.
+BUILD_AFTER = 100_000
 
 #: The classes of tensors whose elements a loop may read and write.
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -91,18 +98,33 @@ def takes(*operands: Tensor) -> bool:
     for x in operands:
         if type(x) is not Tensor or x.is_neg() or not backend_of(x).host:
             return False
-    if _found is None and all(x.numel() < WORTH_IT for x in operands):
+    if _found is None and not _is_worth_it(max(x.numel() for x in operands)):
         return False
     return is_memory(operands[0]) and library() is not None
 
 
 def ready(elements: int) -> bool:
     """Whether there is a library for work that takes as long as a cast of so many elements."""
-    return (_found is not None or elements >= WORTH_IT) and library() is not None
+    return (_found is not None or _is_worth_it(elements)) and library() is not None
 
 
 _lock = threading.Lock()
 _found: tuple[Any, str] | None = None
+_small_calls = 0
+
+
+def _is_worth_it(elements: int) -> bool:
+    """Whether to use the library for a call with so many elements, which nobody asked for yet."""
+    global _found, _small_calls
+    if elements >= WORTH_IT:
+        return True
+    _small_calls += 1
+    if _small_calls == LOOK_AFTER:
+        with _lock:
+            found = _loaded(build=False)
+            if _found is None and found[0] is not None:
+                _found = found
+    return _found is not None or _small_calls >= BUILD_AFTER
 
 
 @contextlib.contextmanager
@@ -139,7 +161,8 @@ def library() -> Any:
     return _found[0]
 
 
-def _loaded() -> tuple[Any, str]:
+def _loaded(build: bool = True) -> tuple[Any, str]:
+    """Return the library, or None, and how casts run. `build` makes the file if there is none."""
     otherwise = "casts are PyTorch operators: "
     if os.environ.get(VARIABLE, "1") == "0":
         return None, f"{otherwise}{VARIABLE}=0"
@@ -147,13 +170,12 @@ def _loaded() -> tuple[Any, str]:
     if compiler is None:
         return None, f"{otherwise}there is no C++ compiler (CXX, {', '.join(_COMPILERS)})"
     try:
-        try:
-            found = ctypes.CDLL(str(_built(compiler, _THREADS)))
-        except (OSError, subprocess.CalledProcessError):
-            found = ctypes.CDLL(str(_built(compiler)))
+        found = _opened(compiler, build)
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
         return None, f"{otherwise}{compiler[0]} did not build the C++ sources: {said.strip()}"
+    if found is None:
+        return None, f"{otherwise}the C++ sources are not built yet"
     for name, arguments in _FUNCTIONS.items():
         function = getattr(found, name)
         function.argtypes, function.restype = arguments, _RESULTS.get(name)
@@ -199,9 +221,24 @@ def _compiler() -> list[str] | None:
     return next(([name] for name in _COMPILERS if shutil.which(name)), None)
 
 
-def _built(compiler: list[str], *more: str) -> Path:
-    """Return the path of the library, and build it if the file does not exist."""
-    flags = (*_FLAGS, *_of_cpu(), *more)
+def _opened(compiler: list[str], build: bool) -> ctypes.CDLL | None:
+    """Return the library, which `build` makes if it does not exist; None if there is none."""
+    for more in ((_THREADS,), ()):
+        flags = (*_FLAGS, *_of_cpu(), *more)
+        made = _place(compiler, flags)
+        try:
+            if build and not made.exists():
+                _build([*compiler, *flags], made)
+            if made.exists():
+                return ctypes.CDLL(str(made))
+        except (OSError, subprocess.CalledProcessError):
+            if not more:
+                raise
+    return None
+
+
+def _place(compiler: list[str], flags: tuple[str, ...]) -> Path:
+    """Return the path of the library of these sources, whether the file exists or not."""
     version = subprocess.run(
         [*compiler, "--version"], capture_output=True, text=True, check=True, timeout=_SECONDS
     ).stdout
@@ -209,13 +246,13 @@ def _built(compiler: list[str], *more: str) -> Path:
     texts = [text.read_text() for text in (*_SOURCES, *_HEADERS)]
     covers = repr((texts, compiler, flags, version, facts))
     name = f"loops-{hashlib.blake2b(covers.encode(), digest_size=12).hexdigest()}.so"
-    made = _folder() / name
-    if made.exists():
-        return made
+    return _folder() / name
+
+
+def _build(command: list[str], made: Path) -> None:
     # Other processes may build at the same time, so the library gets its name when it is whole.
     with tempfile.TemporaryDirectory(dir=made.parent) as folder:
-        os.replace(_compiled([*compiler, *flags], Path(folder)), made)
-    return made
+        os.replace(_compiled(command, Path(folder)), made)
 
 
 def _compiled(command: list[str], folder: Path) -> Path:

@@ -86,7 +86,7 @@ class Single(float):
     def log(self) -> "Single":
         if self > 0:
             return Single(rounded(math.log(self)))
-        return Single(-math.inf if self == 0 else math.nan)
+        return Single(math.nan if self != self or self < 0 else -math.inf)
 
     def reciprocal(self) -> "Single":
         return Single(rounded(quotient(1.0, self)))

@@ -202,9 +202,9 @@ def compiler(folder, *lines: str) -> str:
 
 
 @functools.cache
-def run(**environment: str) -> list[str]:
+def run(code: str = CODE, **environment: str) -> list[str]:
     done = subprocess.run(
-        [sys.executable, "-c", CODE],
+        [sys.executable, "-c", code],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
@@ -235,6 +235,28 @@ def test__a_compiler_without_openmp__builds_it_for_one_thread(tmp_path):
     built, total = run(CXX=single, XDG_CACHE_HOME=str(tmp_path))
     assert built == f"casts are C++, built by {single}"
     assert total == run(SCALEDTENSOR_NATIVE="0")[1]
+
+
+SMALL = """
+import sys, torch
+import scaledtensor as sct
+from scaledtensor import native
+torch.manual_seed(0)
+model = sct.scale_model(torch.nn.Linear(8, 8))
+for _ in range(native.LOOK_AFTER):
+    model(torch.ones(2, 8)).square().mean().backward()
+print(native._found is not None, model.weight.grad.dequantize().abs().sum().item())
+"""
+
+
+@pytest.mark.kinds
+def test__a_program_of_small_tensors__takes_the_library_that_is_there_and_builds_none(tmp_path):
+    environment = {"CXX": compiler(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+    without, found = run(SMALL, **environment)[0].split()
+    assert without == "False"
+    assert not list((tmp_path / "scaledtensor").iterdir())
+    run(**environment)  # a large tensor
+    assert run(f"{SMALL}# again", **environment) == [f"True {found}"]
 
 
 @pytest.mark.kinds

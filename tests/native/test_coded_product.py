@@ -1,7 +1,6 @@
 """Products with codes: the order of additions to the bit, and results that do not depend on the
 other rows, the threads, the vectors of the CPU, or on the form in which a weight is stored."""
 
-import ctypes
 import platform
 from itertools import product
 
@@ -229,7 +228,7 @@ def test__a_cpu_without_these_vectors__gives_the_same_bits(monkeypatch):
     monkeypatch.setattr(native, "_SOURCES", own)
     monkeypatch.setattr(native, "_FLAGS", (*native._FLAGS, "-O1"))
     monkeypatch.setattr(native, "_of_cpu", lambda: ("-mfma",))
-    plain = ctypes.CDLL(str(native._built(native._compiler())))
+    plain = native._opened(native._compiler(), build=True)
     plain.scaledtensor_product.argtypes = native._FUNCTIONS["scaledtensor_product"]
 
     def check(case):

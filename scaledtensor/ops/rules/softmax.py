@@ -136,12 +136,11 @@ def safe_softmax(x: ScaledTensor, dim: int, dtype: torch.dtype | None = None) ->
     return Raw(q, None, rms, fresh=True, nonnegative=True, dtype=dtype)
 
 
-def _softmax_rms(x: ScaledTensor, v: Tensor, dim: int) -> A:
+def _softmax_rms(x: ScaledTensor, v: Tensor, dim: int) -> Any:
     """Return the RMS of the softmax of `x`, whose value is `v`."""
     seen = visible(v > MASKED, dim)
     energy = concentration(_beside(seen, x), seen)
-    root: A = (energy / max(count(x.shape, dim), 1)).sqrt()
-    return root
+    return (energy / max(count(x.shape, dim), 1)).sqrt()
 
 
 def _beside(seen: Visible, x: ScaledTensor) -> Any:
