@@ -79,6 +79,56 @@ def test__a_model_of_many_correlated_rounds__has_its_gradients(
         assert off(p.grad, q.grad) < tolerance
 
 
+class Scan(nn.Module):
+    """The parallel form of a gated recurrence: each factor is huge where the other vanishes."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+        self.into, self.decay, self.out = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        decay = -self.rate * nn.functional.softplus(self.decay(x)).cumsum(1)
+        return self.out(decay.exp() * (self.into(x) * (-decay).exp()).cumsum(1))
+
+
+class Rendering(nn.Module):
+    """Colours along rays, as NeRF adds them; the last interval has no end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        raw, length = self.net(x), torch.full((1, x.shape[1]), 0.1)
+        length[:, -1] = 1e10
+        opaque = 1 - torch.exp(-nn.functional.relu(raw[..., 3]) * length)
+        clear = torch.cat([torch.ones(len(x), 1), 1 - opaque + 1e-10], 1).cumprod(1)
+        return (opaque * clear[:, :-1]).unsqueeze(2) * raw[..., :3].sigmoid()
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize("power", [-18, 0, 18])
+@pytest.mark.parametrize(("recipe", "tolerance"), [("unit", 0.2), (WIDE, 1e-3)])
+@pytest.mark.parametrize(
+    "made", [lambda: Scan(1.0), lambda: Scan(1.5), Rendering], ids=["scan", "steep", "rendering"]
+)
+def test__factors_that_are_huge_where_the_other_vanishes__have_their_gradients(
+    made: Callable[[], nn.Module], recipe: Any, tolerance: float, power: int, mode: str
+) -> None:
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    reference = made()
+    model = sct.scale_model(copy.deepcopy(reference), recipe)
+    run = torch.compile(model, backend="aot_eager") if mode == "compiled" else model
+    for net, forward in ((reference, reference), (model, run)):
+        net.zero_grad()
+        (forward(gaussian(8, 20, 16)).square().mean() * 2.0**power).backward()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert off(p.grad, q.grad) < tolerance
+        assert float(p.grad.norm() / q.grad.norm()) == pytest.approx(1, abs=tolerance)
+
+
 def test__an_expectation_of_zero__stays() -> None:
     x = sct.scaled(torch.zeros(4, 4))
     assert (x * 2).rms == 0

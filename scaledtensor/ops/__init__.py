@@ -25,6 +25,7 @@ from scaledtensor.ops.rules import (  # noqa: F401 - imported for the rules that
     norm,
     optimizer,
     order,
+    powers,
     recurrent,
     reduction,
     resample,

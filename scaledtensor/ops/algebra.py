@@ -53,7 +53,6 @@ __all__ = [
     "Operand",
     "Side",
     "at_value",
-    "bounded",
     "bounded_square",
     "check_dtypes",
     "computable",
@@ -367,13 +366,6 @@ def rms_seen(q: Tensor, otherwise: Tensor) -> Tensor:
     norm = torch.linalg.vector_norm(q.detach(), dtype=torch.float64)
     seen = (norm / max(q.numel(), 1) ** 0.5).float()
     return torch.where(seen.isfinite() & (seen > 0), seen, otherwise)
-
-
-def bounded(rms: Any) -> Any:
-    """Return the RMS of a product, in traced code at most 2^100. Correlated factors in a loop, such
-    as h (1 - h), square an RMS that is too large again and again. Eager code measures such values
-    (`results.believed`)."""
-    return rms.clamp_max(2.0**100) if isinstance(rms, Form) else rms
 
 
 def bounded_square(rms: A) -> A:

@@ -5,7 +5,6 @@ makes a tensor of it, and `write` stores it in an existing tensor. `foreach` app
 lists of tensors.
 """
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -14,14 +13,13 @@ import torch
 from torch import Tensor
 
 from scaledtensor import _torch
-from scaledtensor.backends import backend_of
 from scaledtensor.errors import DTypeError, MissingRuleError, SaturationWarning, ShapeError
 from scaledtensor.formats import BF16, FP32, Format, encode
 from scaledtensor.formats.bits import Overflow
 from scaledtensor.native.elements import converted
+from scaledtensor.ops.plausible import believed, measured_if_real
 from scaledtensor.recipes import Recipe
 from scaledtensor.scales.forms import Form, program
-from scaledtensor.scales.measure import measured_rms
 from scaledtensor.scales.powers import is_one, larger, settle, settle_in_place
 from scaledtensor.scales.singles import (
     ONE,
@@ -31,7 +29,6 @@ from scaledtensor.scales.singles import (
     multiplier,
     put,
     rms_of,
-    rounded,
     scale_of,
     scaled_by,
     scaled_in_place,
@@ -52,7 +49,6 @@ __all__ = [
     "Raw",
     "Total",
     "Towards",
-    "believed",
     "covers_storage",
     "dequantized",
     "foreach",
@@ -272,34 +268,8 @@ def wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
     return made
 
 
-#: An expected RMS beyond these numbers is measured. Products of two elements under such scales
-#: would leave the range of float32. The least is smaller, since gradients of a scaled loss may be.
-_LEAST, _MOST = 2.0**-100, 2.0**60
-#: It stays unless it is off by more than this factor: a loss times a power of two changes no scale,
-#: and the RMS of values without a variance (1 / x^2) says little about most of them.
-_FAR = 2.0**40
 #: A parameter's expectation that is beyond its scale by more than this factor is measured.
 _JUMP = 4.0
-
-
-def believed(rms: Any, q: Tensor, held: Any) -> Any:
-    """Return the expected RMS of elements `q` under the scale `held`, or the measured one if the
-    expectation ran away, by correlated terms in a loop or by an infinite element."""
-    if type(rms) is not Single or _LEAST < rms < _MOST:
-        return rms
-    found = _measured(rms, q, held)
-    return rms if rms / _FAR <= found <= rms * _FAR or (not found and rms < math.inf) else found
-
-
-def _measured(rms: Single, q: Tensor, held: Any) -> Single:
-    """Return the measured RMS of elements under the scale `held`, in place of an expected one. Zero
-    is kept, since it is exact. So is any number where reading the elements would cost a wait, or
-    has to be traced."""
-    held = single_of(held)
-    host = type(q) is Tensor and type(held) is Single and backend_of(q).host and not is_sparse(q)
-    if not rms or not host or _torch.is_transforming() or _torch.is_tracing(q):
-        return rms
-    return Single(rounded(float.__mul__(held, measured_rms(q).item())))
 
 
 def _inherited(raw: Raw, operands: list[Tensor]) -> tuple[Format, torch.dtype, Recipe | None]:
@@ -453,7 +423,7 @@ def _plausible(raw: Raw, target: ScaledTensor, scale: Any, before: Any) -> Any:
     if not (type(rms) is type(before) is type(scale) is Single) or not before:
         return rms
     jumps = rms > float.__mul__(scale, _JUMP) and is_parameter(target)
-    return min(rms, _measured(rms, raw.q, raw.held)) if jumps else rms
+    return min(rms, measured_if_real(rms, raw.q, raw.held)) if jumps else rms
 
 
 def _apart(place: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:

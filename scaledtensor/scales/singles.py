@@ -185,8 +185,13 @@ def _held(held: dict[str, Any], name: str, numbered: str) -> Any:
 def _form_of(x: Any, name: str, numbered: str) -> Form:
     cell = x.__dict__.get(numbered)
     known = None if cell is None else cell.number
-    counts = isinstance(known, Form) and known.counts
-    return known if counts else Form.of(getattr(x, name))  # type: ignore[return-value]
+    if not isinstance(known, Form):
+        return Form.of(getattr(x, name))
+    if known.counts:
+        return known
+    found = Form.of(getattr(x, name))
+    found.wild = known.wild
+    return found
 
 
 def remembered(function: F) -> F:

@@ -26,9 +26,10 @@ from scaledtensor.formats.native import ValueLoop, value_loop
 from scaledtensor.native.elements import converted, rounded_rows
 from scaledtensor.ops.algebra import Side, elements
 from scaledtensor.ops.operators import aten
+from scaledtensor.ops.plausible import believed
 from scaledtensor.ops.products.dtype import multiplied, product_dtype
 from scaledtensor.ops.registry import dispatch, observers
-from scaledtensor.ops.results import HUGE, OVERFLOW, believed, narrowest, store
+from scaledtensor.ops.results import HUGE, OVERFLOW, narrowest, store
 from scaledtensor.recipes import Recipe
 from scaledtensor.recipes.casts import Carried, Cast
 from scaledtensor.scales.powers import commutes, is_one, quadrature, settle, settle_product

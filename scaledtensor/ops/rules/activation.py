@@ -34,6 +34,7 @@ from scaledtensor.ops.algebra import (
     within,
 )
 from scaledtensor.ops.operators import aten
+from scaledtensor.ops.plausible import of_factors
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.results import dequantized, write
 from scaledtensor.scales.powers import product_of
@@ -80,7 +81,9 @@ def threshold_backward(g: Any, x: ScaledTensor, threshold: float) -> Raw:
     left = side(g, x)
     q = torch.where(value(x) > threshold, left.q, 0.0)
     if threshold == 0:
-        return Raw(q, left.scale, left.rms * 0.5**0.5, settled=True)
+        expected = left.rms * 0.5**0.5
+        rms = of_factors(expected, q, left.scale, left.rms)
+        return Raw(q, left.scale, rms, settled=rms is expected, fresh=True)
     share = gaussian_rms("above", x.rms, threshold, nonnegative=x.nonnegative)
     return Raw(q, left.scale, left.rms * share)
 

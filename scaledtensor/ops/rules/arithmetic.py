@@ -1,4 +1,4 @@
-"""Sums, products and the elementary functions of autograd and the optimizers."""
+"""Sums, products, and the choices between two operands."""
 
 import math
 from typing import Any
@@ -11,8 +11,6 @@ from scaledtensor.native.elements import total
 from scaledtensor.ops import invariant
 from scaledtensor.ops.algebra import (
     Side,
-    at_value,
-    bounded,
     elements,
     first_scaled,
     gaussian_moment,
@@ -27,6 +25,7 @@ from scaledtensor.ops.algebra import (
     within,
 )
 from scaledtensor.ops.operators import aten, prims
+from scaledtensor.ops.plausible import bounded, of_factors
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.results import (
     FILL,
@@ -54,7 +53,7 @@ from scaledtensor.scales.singles import (
 )
 from scaledtensor.tensors.tensor import ScaledTensor
 
-__all__ = ["div", "exponential", "log_rms", "mul", "plus_product", "term", "under"]
+__all__ = ["div", "mul", "plus_product", "term", "under"]
 
 # --- sums ------------------------------------------------------------------------------------
 
@@ -186,7 +185,13 @@ def mul(x: Any, y: Any) -> Raw:
     scale, ratio = settle(rms, product_of(a.scale, b.scale))
     # The ratio comes first: the product alone might leave the range of the elements.
     q = times(a.q, ratio) * b.q if a.q.dim() <= b.q.dim() else a.q * times(b.q, ratio)
-    return Raw(q, scale, rms, settled=True, nonnegative=positive)
+    return _multiplied(q, scale, rms, (a.rms, b.rms), positive)
+
+
+def _multiplied(q: Tensor, scale: Any, rms: Any, factors: Any, nonnegative: bool) -> Raw:
+    """Return elements under the scale that follows from the RMS of a product of these factors."""
+    found = of_factors(rms, q, scale, *factors)
+    return Raw(q, scale, found, settled=found is rms, nonnegative=nonnegative, fresh=True)
 
 
 def _factor(x: Tensor, rms: Amount) -> Any:
@@ -212,7 +217,8 @@ def div(x: Any, y: Any) -> Raw:
     scale, ratio = settle(rms, quotient_of(a.scale, b.scale))
     # A 0-dim divisor stays float32, as a 0-dim factor does.
     q = times(a.q, ratio) / b.q
-    return Raw(q, scale, rms, settled=True, nonnegative=a.nonnegative and b.nonnegative)
+    factors = (a.rms, _divisor(b.rms).reciprocal())
+    return _multiplied(q, scale, rms, factors, a.nonnegative and b.nonnegative)
 
 
 def _divisor(rms: Amount) -> Any:
@@ -382,119 +388,3 @@ def clamp(op: Overload, x: ScaledTensor, *bounds: Any, **named: Any) -> Raw:
     if 0.0 in numbers:
         rms = rms * 0.5**0.5
     return Raw(op(v, *bounds, **named), None, rms)
-
-
-# --- powers ----------------------------------------------------------------------------------
-
-
-@rule(aten.square.default)
-def square(x: ScaledTensor) -> Raw:
-    """r = sqrt(3) rx^2, by the fourth moment of a Gaussian."""
-    return _power(x, 2)
-
-
-@rule(aten.pow.Tensor_Scalar)
-def power(x: ScaledTensor, exponent: float) -> Raw:
-    """r = rx^p sqrt(E |z|^(2 p)). Negative powers have no finite moment, so r = rx^p. A tensor that
-    is known to have no negative elements is a statistic close to its RMS, so r = rx^p too, except
-    for p = 2."""
-    return _power(x, exponent)
-
-
-@rule(aten.pow.Scalar)
-def exponential_of(base: float, x: ScaledTensor) -> Raw:
-    """Measured, like `exp`."""
-    rate = abs(math.log(base)) if base > 0 else 1.0
-    raw = exponential(x, lambda v: torch.pow(base, v), rate)
-    return raw._replace(nonnegative=base > 0)
-
-
-def _power(x: ScaledTensor, p: float) -> Raw:
-    p = float(p)
-    if p == 1:
-        q = elements(x).clone()  # a copy, since a write to the result must not reach `x`
-        return Raw(q, scale_of(x), rms_of(x), settled=True, nonnegative=x.nonnegative)
-    positive = x.nonnegative or p % 2 == 0
-    if p == 2:
-        return mul(x, x)
-    rms = rms_of(x).pow(p) * (1.0 if x.nonnegative else gaussian_moment(p))
-    return at_value(lambda v: v.pow(p), x, rms, nonnegative=positive)
-
-
-@rule(aten.sqrt.default)
-def sqrt(x: ScaledTensor) -> Raw:
-    """r = sqrt(rx). The root is taken of the value, so the sqrt(2) of an odd power of two is in the
-    elements."""
-    return at_value(torch.sqrt, x, rms_of(x).sqrt(), nonnegative=True)
-
-
-@rule(aten.rsqrt.default)
-def rsqrt(x: ScaledTensor) -> Raw:
-    """r = 1 / sqrt(rx)."""
-    return at_value(torch.rsqrt, x, rms_of(x).rsqrt(), nonnegative=True)
-
-
-@rule(aten.reciprocal.default)
-def reciprocal(x: ScaledTensor) -> Raw:
-    """r = 1 / rx."""
-    return Raw(elements(x).reciprocal(), scale_of(x).reciprocal(), rms_of(x).reciprocal())
-
-
-# --- transcendental --------------------------------------------------------------------------
-
-
-def exponential(x: ScaledTensor, function: Any, rate: float) -> Raw:
-    """Apply `function`, which is exp(rate x), with a measured RMS. If some element overflows, the
-    RMS is exp((rate r)^2), the moment of a Gaussian."""
-    q = function(value(x))
-    gaussian = (x.rms * rate).square().clamp_max(4.0).exp()
-    return Raw(q, None, rms_seen(q, gaussian), nonnegative=True)
-
-
-@rule(aten.exp.default)
-def exp(x: ScaledTensor) -> Raw:
-    """Measured: decays and log-probabilities are never positive, so the moment of a Gaussian is far
-    from their RMS."""
-    return exponential(x, torch.exp, 1.0)
-
-
-@rule(aten.expm1.default)
-def expm1(x: ScaledTensor) -> Raw:
-    """r = expm1(rx^2) + rx: close to rx if rx is small, and as for exp if rx is large."""
-    r2 = x.rms.square().clamp_max(4.0)
-    return at_value(torch.expm1, x, r2.expm1() + x.rms.clamp_max(1.0))
-
-
-@rule(aten.log1p.default)
-def log1p(x: ScaledTensor) -> Raw:
-    """r = log1p(rx): close to rx if rx is small, and to ln rx if rx is large."""
-    return at_value(torch.log1p, x, x.rms.log1p(), nonnegative=x.nonnegative)
-
-
-def log_rms(rms: Tensor) -> Tensor:
-    """RMS of ln|x| for a Gaussian x: the mean is ln r - (ln 2 + gamma) / 2, the variance pi^2 /
-    8."""
-    spread = torch.full_like(rms, math.pi / 8**0.5)
-    logarithm: Tensor = quadrature(rms.clamp_min(2.0**-126).log() - 0.635, spread)
-    return logarithm
-
-
-@rule(aten.log.default, aten.log2.default, aten.log10.default, pass_op=True)
-def log(op: Overload, x: ScaledTensor) -> Raw:
-    """r = sqrt((ln rx - 0.635)^2 + pi^2 / 8), by the mean and the variance of ln|z|; log2 and log10
-    divide it by ln 2 and ln 10."""
-    natural = log_rms(x.rms)
-    base = {aten.log2.default: math.log(2), aten.log10.default: math.log(10)}.get(op, 1.0)
-    return at_value(op, x, natural / base)
-
-
-@rule(aten.sin.default)
-def sin(x: ScaledTensor) -> Raw:
-    """r = sqrt((1 - exp(-2 rx^2)) / 2)."""
-    return at_value(torch.sin, x, (-0.5 * torch.expm1(-2 * x.rms.square())).sqrt())
-
-
-@rule(aten.cos.default)
-def cos(x: ScaledTensor) -> Raw:
-    """r = sqrt((1 + exp(-2 rx^2)) / 2)."""
-    return at_value(torch.cos, x, (0.5 + 0.5 * torch.exp(-2 * x.rms.square())).sqrt())

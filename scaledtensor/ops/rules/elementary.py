@@ -18,7 +18,7 @@ from scaledtensor.ops.algebra import at_value, elements, gaussian_rms, integrand
 from scaledtensor.ops.operators import aten, define_operator
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.results import LARGEST, saturated
-from scaledtensor.ops.rules.arithmetic import exponential
+from scaledtensor.ops.rules.powers import exponential
 from scaledtensor.scales.measure import measured_rms
 from scaledtensor.scales.powers import settle
 from scaledtensor.tensors.tensor import ScaledTensor

@@ -22,15 +22,17 @@ from scaledtensor.ops.algebra import (
     operand,
     plain,
     quadrature,
+    rms_seen,
     value,
     wide,
 )
 from scaledtensor.ops.operators import aten, define_operator
+from scaledtensor.ops.plausible import wild
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.rules.reduction import extreme_rms, growth
 from scaledtensor.ops.rules.softmax import logsumexp_rms
 from scaledtensor.scales.cast_nodes import as_stored
-from scaledtensor.scales.singles import scale_of, scaled_by
+from scaledtensor.scales.singles import rms_of, scale_of, scaled_by
 from scaledtensor.tensors.tensor import ScaledTensor
 
 __all__ = ["FUNCTIONS"]
@@ -223,17 +225,20 @@ def cumsum(x: ScaledTensor, dim: int, *, dtype: Any = None) -> Raw:
     n = count(x.shape, dim)
     factor = growth(n, x.nonnegative) / (3**0.5 if x.nonnegative else 2**0.5)
     q = elements(x).cumsum(dim, dtype=torch.float32)
-    rms = x.rms * max(factor, 1.0)
-    return Raw(q, x.scale, rms, format=FP32, dtype=of_floats(dtype), nonnegative=x.nonnegative)
+    rms = rms_of(x) * max(factor, 1.0)
+    return Raw(q, scale_of(x), rms, format=FP32, dtype=of_floats(dtype), nonnegative=x.nonnegative)
 
 
 @rule(aten.cumprod.default)
 def cumprod(x: ScaledTensor, dim: int, *, dtype: Any = None) -> Raw:
-    """The square of the result's RMS is the mean of r^(2 i) over i = 1..n."""
+    """Measured: the mean of r^(2 i) over i = 1..n grows or falls exponentially with n, while factors
+    near 1 (transmittances, survival probabilities) give products near 1. If some element overflows,
+    or all are 0, that mean is taken."""
     n = max(count(x.shape, dim), 1)
     powers = x.rms.double() ** torch.arange(1, n + 1, device=x.rms.device)
-    rms = powers.clamp_max(2.0**126).square().mean().sqrt().float()
+    expected = powers.clamp_max(2.0**126).square().mean().sqrt().float()
     q = value(x).cumprod(dim, dtype=torch.float32)
+    rms = wild(rms_seen(q, expected))
     return Raw(q, None, rms, format=FP32, dtype=of_floats(dtype), nonnegative=x.nonnegative)
 
 

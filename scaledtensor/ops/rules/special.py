@@ -27,8 +27,9 @@ from scaledtensor.ops.algebra import (
 )
 from scaledtensor.ops.operators import aten, define_operator
 from scaledtensor.ops.registry import Overload, Raw, rule
-from scaledtensor.ops.rules.arithmetic import div, log_rms, mul
+from scaledtensor.ops.rules.arithmetic import div, mul
 from scaledtensor.ops.rules.elementary import elementwise, spellings, with_slope
+from scaledtensor.ops.rules.powers import log_rms
 from scaledtensor.scales.powers import settle
 from scaledtensor.tensors.tensor import ScaledTensor
 

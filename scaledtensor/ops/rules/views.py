@@ -24,6 +24,7 @@ from scaledtensor.ops.algebra import (
     side,
 )
 from scaledtensor.ops.operators import aten
+from scaledtensor.ops.plausible import either
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.results import FILL, HUGE, LARGEST
 from scaledtensor.ops.rules.arithmetic import term, under
@@ -373,7 +374,7 @@ def _where(condition: Tensor, x: Any, y: Any) -> Raw:
     # `fmax` ignores an RMS that is NaN, for example of a root that the condition guards.
     rms = deciding[0]
     if len(deciding) == 2:
-        rms = single_of(torch.fmax(*map(tensor_of, deciding)))
+        rms = either(single_of(torch.fmax(*map(tensor_of, deciding))), *deciding)
     (scale,) = settle(rms)
     left, right = (
         _aligned(s, p, scale, elements(like)) for s, p in zip((x, y), sides, strict=True)

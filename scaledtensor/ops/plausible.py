@@ -1,0 +1,98 @@
+"""Expected RMS that are far from the elements, and are measured in their place.
+
+The rules take factors and terms for independent, and know no data. If they depend on each other, an
+expectation can run away: over the rounds of a loop, or at once, if one of two factors is huge and
+the other vanishes where it is (`exp(-a) * (x * exp(a)).cumsum()`, the scan of a state-space model).
+A cast to 8 bits under such a scale rounds everything to zero, and a square leaves the range.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaledtensor import _torch
+from scaledtensor.backends import backend_of
+from scaledtensor.scales.forms import Form
+from scaledtensor.scales.measure import measured_rms
+from scaledtensor.scales.singles import Single, rounded, single_of, tensor_of
+from scaledtensor.tensors.sparse import is_sparse
+
+__all__ = ["believed", "bounded", "either", "measured_if_real", "of_factors", "wild"]
+
+#: An expected RMS beyond these numbers is measured. Products of two elements under such scales
+#: would leave the range of float32. The least is smaller, since gradients of a scaled loss may be.
+_LEAST, _MOST = 2.0**-100, 2.0**60
+#: It stays unless it is off by more than this factor: a loss times a power of two changes no scale,
+#: and the RMS of values without a variance (1 / x^2) says little about most of them.
+_FAR = 2.0**40
+
+#: The product with a factor of a larger RMS is measured. No weight and no activation is so large,
+#: and no gradient of a loss that is scaled for FP16.
+_LARGE = 2.0**20
+#: The expectation of such a product stays unless it is off by more than this factor, for the same
+#: reasons. E5M2 holds elements of 2^-10 under their scale.
+_OFF = 2.0**10
+
+
+def believed(rms: Any, q: Tensor, held: Any) -> Any:
+    """Return the expected RMS of elements `q` under the scale `held`, or the measured one if the
+    expectation ran away, by correlated terms in a loop or by an infinite element."""
+    if type(rms) is not Single or _LEAST < rms < _MOST:
+        return rms
+    found = measured_if_real(rms, q, held)
+    return rms if rms / _FAR <= found <= rms * _FAR or (not found and rms < math.inf) else found
+
+
+def measured_if_real(rms: Single, q: Tensor, held: Any) -> Single:
+    """Return the measured RMS of elements under the scale `held`, in place of an expected one. Zero
+    is kept, since it is exact. So is any number where reading the elements would cost a wait, or
+    has to be traced."""
+    held = single_of(held)
+    host = type(q) is Tensor and type(held) is Single and backend_of(q).host and not is_sparse(q)
+    if not rms or not host or _torch.is_transforming() or _torch.is_tracing(q):
+        return rms
+    return Single(rounded(float.__mul__(held, measured_rms(q).item())))
+
+
+def bounded(rms: Any) -> Any:
+    """Return the RMS of a product, in traced code at most 2^100. Correlated factors in a loop, such
+    as h (1 - h), square an RMS that is too large again and again. Eager code measures such values
+    (`believed`)."""
+    return rms.clamp_max(2.0**100) if isinstance(rms, Form) else rms
+
+
+def wild(rms: Any) -> Any:
+    """Return a measured RMS that may be of any order, as that of an exponential. Traced code does
+    not know the number, and so marks it for `of_factors`."""
+    if not torch.compiler.is_compiling():
+        return rms
+    form = Form.of(rms)
+    form.wild = True
+    return form
+
+
+def either(rms: Any, *of: Any) -> Any:
+    """Return the RMS of a choice between operands, `wild` if one of theirs is."""
+    return wild(rms) if any(isinstance(x, Form) and x.wild for x in of) else rms
+
+
+def of_factors(rms: Any, q: Tensor, held: Any, *factors: Any) -> Any:
+    """Return the expected RMS of the product `q` under the scale `held`, or the measured one if it
+    is far from that. Eager code measures if one of the RMS `factors` is large. Traced code measures
+    in every step, and only if a factor is `wild`."""
+    if type(rms) is Single:
+        for factor in factors:
+            if type(factor) is Single and factor > _LARGE:
+                break
+        else:
+            return rms
+        found = measured_if_real(rms, q, held)
+        far = found < rms / _OFF or rms * _OFF < found < math.inf
+        return found if far and found and rms < math.inf else rms
+    if not isinstance(rms, Form) or not rms.wild or _torch.is_transforming():
+        return rms
+    seen, expected = measured_rms(q) * tensor_of(held), rms.tensor()
+    far = (seen < expected / _OFF) | (seen > expected * _OFF)
+    return wild(torch.where(far & (seen > 0) & seen.isfinite(), seen, expected))
