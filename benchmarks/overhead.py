@@ -4,11 +4,11 @@
 
 Figures are microseconds a call beyond a call on the plain tensor of the same dtype, with 32 x 32
 elements of RMS 1. Two other wrapper subclasses are measured beside ours. "wrapper" only unwraps and
-wraps. "floor" calculates in the fewest lines of Python what unit scaling has to calculate for these
-operators: a scale, an RMS, and the ratio by which the kernel's result is multiplied. It knows one
-format, no recipe and no compiler, and does not check anything. So no library in Python is below it.
-Calls have no gradients and run on one thread; figures are medians of interleaved CPU times of 200
-calls. A step of `torch.optim.AdamW` is for one such parameter, as a loop and as the fused operator.
+wraps. "floor" has unit scaling for these operators in the fewest lines of Python: it calculates a
+scale, an RMS, and the ratio by which the kernel's result is multiplied. It knows one format, no
+recipe and no compiler, and does not check anything. So no library in Python is below it. Calls have
+no gradients and run on one thread; figures are medians of interleaved CPU times of 200 calls. A
+step of `torch.optim.AdamW` is for one such parameter, as a loop and as the fused operator.
 """
 
 import argparse

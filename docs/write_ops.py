@@ -59,7 +59,7 @@ These have nothing to compare: {valueless}.
 #: Group -> its families, in the order of the page.
 GROUPS = {
     "Layers": "matmul convolution embedding attention softmax norm activation loss",
-    "Elementwise functions": "arithmetic elementary special derivatives",
+    "Elementwise functions": "arithmetic powers elementary special derivatives",
     "Sums, order and linear algebra": "reduction order linalg",
     "Shapes, places and new tensors": "views scatter resample creation sparse",
     "Casts": "casts quantize delayed counted by_gemm saved",

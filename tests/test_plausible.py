@@ -129,6 +129,45 @@ def test__factors_that_are_huge_where_the_other_vanishes__have_their_gradients(
         assert float(p.grad.norm() / q.grad.norm()) == pytest.approx(1, abs=tolerance)
 
 
+class Forward(nn.Module):
+    """The forward algorithm of a hidden Markov model, without a normalisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.moves = nn.Linear(8, 5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        seen, moves = self.into(x).softmax(-1), self.moves.weight.softmax(-1)
+        state, sums = seen[:, 0] / 5, []
+        for i in range(1, 40):
+            state = (state @ moves) * seen[:, i]
+            sums.append(state.sum())
+        return sums
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize(("recipe", "tolerance"), [("unit", 0.1), (WIDE, 1e-4)])
+def test__products_of_one_sign__keep_their_order_in_a_loop(
+    recipe: Any, tolerance: float, mode: str
+) -> None:
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    reference = Forward()
+    model = sct.scale_model(copy.deepcopy(reference), recipe)
+    run = torch.compile(model, backend="aot_eager") if mode == "compiled" else model
+    x = gaussian(3, 40, 8)
+    for i, (got, want) in enumerate(zip(run(x), reference(x), strict=True), 1):
+        assert float(value_of(got).log() - want.log()) / i == pytest.approx(0, abs=tolerance)
+
+
+def test__a_product_of_one_sign__has_its_measured_rms() -> None:
+    a, b = (sct.scaled(gaussian(16, 16, seed=i)).abs() for i in (0, 1))
+    product = a @ b
+    assert product.nonnegative
+    assert float(product.rms) == pytest.approx(float(value_of(product).square().mean().sqrt()))
+    assert 0.7 <= float(product.rms / product.scale) <= 1.5
+
+
 def test__an_expectation_of_zero__stays() -> None:
     x = sct.scaled(torch.zeros(4, 4))
     assert (x * 2).rms == 0

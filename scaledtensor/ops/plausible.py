@@ -31,8 +31,9 @@ _FAR = 2.0**40
 #: The product with a factor of a larger RMS is measured. No weight and no activation is so large,
 #: and no gradient of a loss that is scaled for FP16.
 _LARGE = 2.0**20
-#: The expectation of such a product stays unless it is off by more than this factor, for the same
-#: reasons. E5M2 holds elements of 2^-10 under their scale.
+#: The expectation of such a product stays unless it is too large by more than this factor, so a
+#: loss times a power of two changes no scale. E5M2 holds elements of 2^-10 under their scale. It
+#: also stays if it is too small: a few elements may then be huge (1 / x), and the others fit it.
 _OFF = 2.0**10
 
 
@@ -64,8 +65,8 @@ def bounded(rms: Any) -> Any:
 
 
 def wild(rms: Any) -> Any:
-    """Return a measured RMS that may be of any order, as that of an exponential. Traced code does
-    not know the number, and so marks it for `of_factors`."""
+    """Return a measured RMS that may be of any order, such as the RMS of exponentials. Traced code
+    does not know the number, and so marks it for `of_factors`."""
     if not torch.compiler.is_compiling():
         return rms
     form = Form.of(rms)
@@ -80,7 +81,7 @@ def either(rms: Any, *of: Any) -> Any:
 
 def of_factors(rms: Any, q: Tensor, held: Any, *factors: Any) -> Any:
     """Return the expected RMS of the product `q` under the scale `held`, or the measured one if it
-    is far from that. Eager code measures if one of the RMS `factors` is large. Traced code measures
+    is far smaller. Eager code measures if one of the RMS `factors` is large. Traced code measures
     in every step, and only if a factor is `wild`."""
     if type(rms) is Single:
         for factor in factors:
@@ -89,10 +90,8 @@ def of_factors(rms: Any, q: Tensor, held: Any, *factors: Any) -> Any:
         else:
             return rms
         found = measured_if_real(rms, q, held)
-        far = found < rms / _OFF or rms * _OFF < found < math.inf
-        return found if far and found and rms < math.inf else rms
+        return found if 0 < found < rms / _OFF and rms < math.inf else rms
     if not isinstance(rms, Form) or not rms.wild or _torch.is_transforming():
         return rms
     seen, expected = measured_rms(q) * tensor_of(held), rms.tensor()
-    far = (seen < expected / _OFF) | (seen > expected * _OFF)
-    return wild(torch.where(far & (seen > 0) & seen.isfinite(), seen, expected))
+    return wild(torch.where((seen > 0) & (seen < expected / _OFF), seen, expected))

@@ -28,12 +28,14 @@ from scaledtensor.ops.algebra import (
     side,
 )
 from scaledtensor.ops.operators import aten
+from scaledtensor.ops.plausible import wild
 from scaledtensor.ops.products.dtype import multiplied, product_dtype, warn_of_emulation
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.ops.results import is_wide
 from scaledtensor.ops.rules import sparse
 from scaledtensor.ops.rules.arithmetic import plus_product
 from scaledtensor.recipes.casts import Carried
+from scaledtensor.scales.measure import measured_rms
 from scaledtensor.scales.powers import (
     commutes,
     is_one,
@@ -58,9 +60,9 @@ from scaledtensor.tensors.tensor import ScaledTensor
 
 @rule(aten.mm.default)
 def mm(a: Any, b: Any) -> Raw:
-    """r = ra rb sqrt(K) for sums of K products. In this and the following products, a sparse
-    operand with E stored elements in N rows has K = E / N. The RMS is then measured if it is finite
-    and not zero."""
+    """r = ra rb sqrt(K) for sums of K products. In this and the following products, r is measured
+    if neither operand has negative elements. A sparse operand with E stored elements in N rows has
+    K = E / N, and the RMS is then measured if it is finite and not zero."""
     return _product(torch.mm, a, b)
 
 
@@ -231,6 +233,23 @@ def _is_aligned(x: Tensor) -> bool:
 
 
 def _product(matmul: Any, a: Any, b: Any) -> Raw:
+    raw = _of_independent(matmul, a, b)
+    if isinstance(a, ScaledTensor) and isinstance(b, ScaledTensor):
+        return _of_one_sign(raw) if a.nonnegative and b.nonnegative else raw
+    return raw
+
+
+def _of_one_sign(raw: Raw) -> Raw:
+    """Return a product without negative terms, which add up to sqrt(K) to K times one term. A
+    recurrence of probabilities (a hidden Markov model, Sinkhorn's iteration) multiplies that factor
+    by itself, so the RMS is measured."""
+    if not isinstance(raw.q, Tensor) or is_sparse(raw.q):
+        return raw
+    rms = wild(measured_rms(raw.q) * tensor_of(raw.held).float())
+    return raw._replace(rms=rms, settled=False, nonnegative=True)
+
+
+def _of_independent(matmul: Any, a: Any, b: Any) -> Raw:
     if type(a) is type(b) is ScaledTensor and not torch.compiler.is_compiling():
         p, q = a.qdata, b.qdata
         if p.dtype is q.dtype and a.dtype is b.dtype and _as_they_are(p):

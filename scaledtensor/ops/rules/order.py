@@ -231,7 +231,7 @@ def cumsum(x: ScaledTensor, dim: int, *, dtype: Any = None) -> Raw:
 
 @rule(aten.cumprod.default)
 def cumprod(x: ScaledTensor, dim: int, *, dtype: Any = None) -> Raw:
-    """Measured: the mean of r^(2 i) over i = 1..n grows or falls exponentially with n, while factors
+    """Measured: the mean of r^(2 i) over i = 1..n grows or falls exponentially with n, and factors
     near 1 (transmittances, survival probabilities) give products near 1. If some element overflows,
     or all are 0, that mean is taken."""
     n = max(count(x.shape, dim), 1)
