@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from scaledtensor import _torch
-from scaledtensor.backends import backend_of
+from scaledtensor.backends import backend_of, is_readable
 from scaledtensor.scales.forms import Form
 from scaledtensor.scales.measure import measured_rms
 from scaledtensor.scales.singles import Single, rounded, single_of, tensor_of
@@ -46,13 +46,15 @@ def believed(rms: Any, q: Tensor, held: Any) -> Any:
     return rms if rms / _FAR <= found <= rms * _FAR or (not found and rms < math.inf) else found
 
 
-def measured_if_real(rms: Single, q: Tensor, held: Any) -> Single:
+def measured_if_real(rms: Single, q: Tensor, held: Any, waits: bool = False) -> Single:
     """Return the measured RMS of elements under the scale `held`, in place of an expected one. Zero
-    is kept, since it is exact. So is any number where reading the elements would cost a wait, or
-    has to be traced."""
+    is kept, since it is exact. So is any number where the measurement has to be traced, or, without
+    `waits`, where reading the elements would cost a wait."""
     held = single_of(held)
-    host = type(q) is Tensor and type(held) is Single and backend_of(q).host and not is_sparse(q)
-    if not rms or not host or _torch.is_transforming() or _torch.is_tracing(q):
+    if not rms or type(q) is not Tensor or type(held) is not Single or is_sparse(q):
+        return rms
+    read = is_readable(q) if waits else backend_of(q).host
+    if not read or _torch.is_transforming():
         return rms
     return Single(rounded(float.__mul__(held, measured_rms(q).item())))
 
@@ -81,15 +83,15 @@ def either(rms: Any, *of: Any) -> Any:
 
 def of_factors(rms: Any, q: Tensor, held: Any, *factors: Any) -> Any:
     """Return the expected RMS of the product `q` under the scale `held`, or the measured one if it
-    is far smaller. Eager code measures if one of the RMS `factors` is large. Traced code measures
-    in every step, and only if a factor is `wild`."""
+    is far smaller. Eager code measures if one of the RMS `factors` is large, and waits for the
+    device. Traced code measures in every step, and only if a factor is `wild`."""
     if type(rms) is Single:
         for factor in factors:
             if type(factor) is Single and factor > _LARGE:
                 break
         else:
             return rms
-        found = measured_if_real(rms, q, held)
+        found = measured_if_real(rms, q, held, waits=True)
         return found if 0 < found < rms / _OFF and rms < math.inf else rms
     if not isinstance(rms, Form) or not rms.wild or _torch.is_transforming():
         return rms
