@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from correlated import smoothed
 from tensors import gaussian, value_of
 from torch import Tensor, nn
 
@@ -24,13 +25,6 @@ def off(got: Tensor, want: Tensor) -> float:
 
 
 # --- results ---------------------------------------------------------------------------------
-
-
-def smoothed(x: Any, rounds: int) -> Any:
-    """Heat that spreads over a ring."""
-    for _ in range(rounds):
-        x = x + 0.4 * (x.roll(1, 0) + x.roll(-1, 0) - 2 * x)
-    return x
 
 
 def inverted(x: Any, rounds: int) -> Any:
@@ -107,6 +101,18 @@ class Rendering(nn.Module):
         return (opaque * clear[:, :-1]).unsqueeze(2) * raw[..., :3].sigmoid()
 
 
+def prepared(
+    made: Callable[[], nn.Module], recipe: Any, mode: str
+) -> tuple[nn.Module, nn.Module, Callable[..., Any]]:
+    """Return a model in float32, the same model under a recipe, and a function that runs the latter."""
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    reference = made()
+    model = sct.scale_model(copy.deepcopy(reference), recipe)
+    compiled = mode == "compiled"
+    return reference, model, torch.compile(model, backend="aot_eager") if compiled else model
+
+
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
 @pytest.mark.parametrize("power", [-18, 0, 18])
 @pytest.mark.parametrize(("recipe", "tolerance"), [("unit", 0.2), (WIDE, 1e-3)])
@@ -116,11 +122,7 @@ class Rendering(nn.Module):
 def test__factors_that_are_huge_where_the_other_vanishes__have_their_gradients(
     made: Callable[[], nn.Module], recipe: Any, tolerance: float, power: int, mode: str
 ) -> None:
-    torch.manual_seed(0)
-    torch.compiler.reset()
-    reference = made()
-    model = sct.scale_model(copy.deepcopy(reference), recipe)
-    run = torch.compile(model, backend="aot_eager") if mode == "compiled" else model
+    reference, model, run = prepared(made, recipe, mode)
     for net, forward in ((reference, reference), (model, run)):
         net.zero_grad()
         (forward(gaussian(8, 20, 16)).square().mean() * 2.0**power).backward()
@@ -150,11 +152,7 @@ class Forward(nn.Module):
 def test__products_of_one_sign__keep_their_order_in_a_loop(
     recipe: Any, tolerance: float, mode: str
 ) -> None:
-    torch.manual_seed(0)
-    torch.compiler.reset()
-    reference = Forward()
-    model = sct.scale_model(copy.deepcopy(reference), recipe)
-    run = torch.compile(model, backend="aot_eager") if mode == "compiled" else model
+    reference, _, run = prepared(Forward, recipe, mode)
     x = gaussian(3, 40, 8)
     for i, (got, want) in enumerate(zip(run(x), reference(x), strict=True), 1):
         assert float(value_of(got).log() - want.log()) / i == pytest.approx(0, abs=tolerance)

@@ -239,9 +239,7 @@ def wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
         q = q.made(wide) if type(q) is Total else tensor_of(q, operands[0].device)
     if type(rms) is not Single:
         rms = single_of(rms)
-    held = raw.scale
-    if type(held) is not Single:
-        held = single_of(raw.held)
+    held = single_of(raw.held)
     expected, rms = rms, believed(rms, q, held)
     if raw.settled and rms is expected:
         # A write in place changes the scale object, so only views share one with another tensor.

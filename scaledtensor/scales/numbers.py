@@ -28,7 +28,7 @@ class Single(float):
     __slots__ = ()
 
     def __mul__(self, other: Any) -> Any:
-        number = other if type(other) is Single else _number(other)
+        number = _number(other)
         if number is None:
             return NotImplemented
         return Single(c_float(float.__mul__(self, number)).value)

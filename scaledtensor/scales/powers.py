@@ -205,21 +205,14 @@ def settle_product(terms: float, a: tuple[Any, Any], b: tuple[Any, Any]) -> tupl
     """The scale and RMS of sums of `terms` independent products of two operands, each given as
     (scale, rms). Returns (scale, ratio of the products' scale to it, RMS)."""
     rms = a[1] * b[1] * terms**0.5
-    product = product_of(a[0], b[0])
-    if type(rms) is type(product) is Single:  # `settle`, for eager code
-        scale = _power_near(rms)
-        return scale, _ratio_of(product, scale), rms
-    scale, ratio = settle(rms, product)
+    scale, ratio = settle(rms, product_of(a[0], b[0]))
     return scale, ratio, rms
 
 
 def settle_sum(a: tuple[Any, Any], b: tuple[Any, Any], alpha: float) -> tuple[Any, Any, Any, Any]:
     """The scale and RMS of `a + alpha * b` for independent terms, each given as (scale, rms).
     Returns (scale, ratio of a's scale to it, ratio of b's scale to it, RMS)."""
-    rms = quadrature(a[1], b[1] if alpha == 1 else b[1] * abs(alpha))
-    if type(rms) is type(a[0]) is type(b[0]) is Single:  # `settle`, for eager code
-        scale: Any = _power_near(rms)
-        return scale, _ratio_of(a[0], scale), _ratio_of(b[0], scale), rms
+    rms = quadrature(a[1], b[1] if abs(alpha) == 1 else b[1] * abs(alpha))
     scale, first, second = settle(rms, a[0], b[0])
     return scale, first, second, rms
 

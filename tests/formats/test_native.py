@@ -238,7 +238,7 @@ def test__a_compiler_without_openmp__builds_it_for_one_thread(tmp_path):
 
 
 SMALL = """
-import sys, torch
+import torch
 import scaledtensor as sct
 from scaledtensor import native
 torch.manual_seed(0)
@@ -255,8 +255,12 @@ def test__a_program_of_small_tensors__takes_the_library_that_is_there_and_builds
     without, found = run(SMALL, **environment)[0].split()
     assert without == "False"
     assert not list((tmp_path / "scaledtensor").iterdir())
-    run(**environment)  # a large tensor
+    many = f"from scaledtensor import native; native.BUILD_AFTER = 2 * native.LOOK_AFTER\n{SMALL}"
+    assert run(many, **environment) == [f"True {found}"]
+    (library,) = (tmp_path / "scaledtensor").iterdir()
+    built = library.stat().st_mtime_ns
     assert run(f"{SMALL}# again", **environment) == [f"True {found}"]
+    assert library.stat().st_mtime_ns == built
 
 
 @pytest.mark.kinds

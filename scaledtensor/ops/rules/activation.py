@@ -34,9 +34,9 @@ from scaledtensor.ops.algebra import (
     within,
 )
 from scaledtensor.ops.operators import aten
-from scaledtensor.ops.plausible import of_factors
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.results import dequantized, write
+from scaledtensor.ops.rules.arithmetic import product
 from scaledtensor.scales.powers import product_of
 from scaledtensor.scales.singles import Amount, Single, remembered, rms_of, scale_of
 from scaledtensor.tensors.tensor import ScaledTensor
@@ -81,9 +81,7 @@ def threshold_backward(g: Any, x: ScaledTensor, threshold: float) -> Raw:
     left = side(g, x)
     q = torch.where(value(x) > threshold, left.q, 0.0)
     if threshold == 0:
-        expected = left.rms * 0.5**0.5
-        rms = of_factors(expected, q, left.scale, left.rms)
-        return Raw(q, left.scale, rms, settled=rms is expected, fresh=True)
+        return product(q, left.scale, left.rms * 0.5**0.5, (left.rms,))
     share = gaussian_rms("above", x.rms, threshold, nonnegative=x.nonnegative)
     return Raw(q, left.scale, left.rms * share)
 

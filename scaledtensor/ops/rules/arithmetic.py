@@ -53,7 +53,7 @@ from scaledtensor.scales.singles import (
 )
 from scaledtensor.tensors.tensor import ScaledTensor
 
-__all__ = ["div", "mul", "plus_product", "term", "under"]
+__all__ = ["div", "mul", "plus_product", "product", "term", "under"]
 
 # --- sums ------------------------------------------------------------------------------------
 
@@ -185,11 +185,14 @@ def mul(x: Any, y: Any) -> Raw:
     scale, ratio = settle(rms, product_of(a.scale, b.scale))
     # The ratio comes first: the product alone might leave the range of the elements.
     q = times(a.q, ratio) * b.q if a.q.dim() <= b.q.dim() else a.q * times(b.q, ratio)
-    return _multiplied(q, scale, rms, (a.rms, b.rms), positive)
+    return product(q, scale, rms, (a.rms, b.rms), nonnegative=positive)
 
 
-def _multiplied(q: Tensor, scale: Any, rms: Any, factors: Any, nonnegative: bool) -> Raw:
-    """Return elements under the scale that follows from the RMS of a product of these factors."""
+def product(
+    q: Tensor, scale: Any, rms: Any, factors: tuple[Any, ...], nonnegative: bool = False
+) -> Raw:
+    """Return the new elements `q` as the product of factors with these RMS. It keeps `scale`, which
+    follows from `rms`, if the elements are not far below it."""
     found = of_factors(rms, q, scale, *factors)
     return Raw(q, scale, found, settled=found is rms, nonnegative=nonnegative, fresh=True)
 
@@ -218,7 +221,7 @@ def div(x: Any, y: Any) -> Raw:
     # A 0-dim divisor stays float32, as a 0-dim factor does.
     q = times(a.q, ratio) / b.q
     factors = (a.rms, _divisor(b.rms).reciprocal())
-    return _multiplied(q, scale, rms, factors, a.nonnegative and b.nonnegative)
+    return product(q, scale, rms, factors, nonnegative=a.nonnegative and b.nonnegative)
 
 
 def _divisor(rms: Amount) -> Any:

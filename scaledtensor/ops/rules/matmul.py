@@ -234,16 +234,16 @@ def _is_aligned(x: Tensor) -> bool:
 
 def _product(matmul: Any, a: Any, b: Any) -> Raw:
     raw = _of_independent(matmul, a, b)
-    if isinstance(a, ScaledTensor) and isinstance(b, ScaledTensor):
-        return _of_one_sign(raw) if a.nonnegative and b.nonnegative else raw
-    return raw
+    if not (isinstance(a, ScaledTensor) and a.nonnegative):
+        return raw
+    return _of_one_sign(raw) if isinstance(b, ScaledTensor) and b.nonnegative else raw
 
 
 def _of_one_sign(raw: Raw) -> Raw:
     """Return a product without negative terms, which add up to sqrt(K) to K times one term. A
     recurrence of probabilities (a hidden Markov model, Sinkhorn's iteration) multiplies that factor
     by itself, so the RMS is measured."""
-    if not isinstance(raw.q, Tensor) or is_sparse(raw.q):
+    if is_sparse(raw.q):
         return raw
     rms = wild(measured_rms(raw.q) * tensor_of(raw.held).float())
     return raw._replace(rms=rms, settled=False, nonnegative=True)

@@ -8,6 +8,7 @@ becomes the mean of 1/n over rows that see n logits (`Visible`).
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -122,25 +123,26 @@ def softmax(x: ScaledTensor, dim: int, half_to_float: bool = False) -> Raw:
     """r = sqrt(E / N) for N logits of RMS m, where E is the sum of the squares of a row. E is N^(a
     - 1) with a = m^2 / (m^2 + 4); with a mask, 1/N is the mean of 1/n over rows that see n
     logits."""
-    v = read_value(x)
-    rms = _softmax_rms(x, v, dim)
-    return Raw(torch.softmax(v, dim), None, rms, fresh=True, nonnegative=True)
+    return _shares(torch.softmax, x, dim)
 
 
 @rule(aten._safe_softmax.default)
 def safe_softmax(x: ScaledTensor, dim: int, dtype: torch.dtype | None = None) -> Raw:
     """Same as `_softmax`. A row with -inf only gives zeros."""
+
+    def safe(v: Tensor, dim: int) -> Tensor:
+        return torch.softmax(v, dim).masked_fill_(v.isneginf().all(dim, keepdim=True), 0.0)
+
+    return _shares(safe, x, dim)._replace(dtype=dtype)
+
+
+def _shares(function: Callable[[Tensor, int], Tensor], x: ScaledTensor, dim: int) -> Raw:
+    """Return a softmax, which `function` makes of the value."""
     v = read_value(x)
-    rms = _softmax_rms(x, v, dim)
-    q = torch.softmax(v, dim).masked_fill_(v.isneginf().all(dim, keepdim=True), 0.0)
-    return Raw(q, None, rms, fresh=True, nonnegative=True, dtype=dtype)
-
-
-def _softmax_rms(x: ScaledTensor, v: Tensor, dim: int) -> Any:
-    """Return the RMS of the softmax of `x`, whose value is `v`."""
     seen = visible(v > MASKED, dim)
     energy = concentration(_beside(seen, x), seen)
-    return (energy / max(count(x.shape, dim), 1)).sqrt()
+    rms = (energy / max(count(x.shape, dim), 1)).sqrt()
+    return Raw(function(v, dim), None, rms, fresh=True, nonnegative=True)
 
 
 def _beside(seen: Visible, x: ScaledTensor) -> Any:
