@@ -104,7 +104,7 @@ class Rendering(nn.Module):
 def prepared(
     made: Callable[[], nn.Module], recipe: Any, mode: str
 ) -> tuple[nn.Module, nn.Module, Callable[..., Any]]:
-    """Return a model in float32, the same model under a recipe, and a function that runs the latter."""
+    """Return a model in float32, the same under a recipe, and a function that runs the latter."""
     torch.manual_seed(0)
     torch.compiler.reset()
     reference = made()
