@@ -39,8 +39,8 @@ def named(dtypes: tuple[torch.dtype, ...]) -> str:
 
 
 def pieces(x: Tensor) -> tuple[Tensor, ...]:
-    """The elements of `x` in a row, piece by piece."""
-    return torch.split(x.reshape(-1), PIECE)
+    """The elements of `x` in a row, piece by piece; a small `x` itself."""
+    return (x,) if x.numel() <= PIECE else torch.split(x.reshape(-1), PIECE)
 
 
 def in_pieces(

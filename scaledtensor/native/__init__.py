@@ -283,7 +283,8 @@ def _of_cpu() -> tuple[str, ...]:
         return ("-mavx2", "-mfma", "-mf16c")
     if platform.machine() not in ("x86_64", "AMD64"):
         return ("-mcpu=native",)  # compilers for ARM take the CPU by another flag
-    # Compilers prefer vectors of 256 bits on CPUs that have more; casts then take 1.3 times as long.
+    # Compilers prefer vectors of 256 bits on CPUs that have more. Casts would take 1.3 times
+    # as long.
     wide = ("-mprefer-vector-width=512",) if capability == "AVX512" else ()
     return ("-march=native", *wide)
 

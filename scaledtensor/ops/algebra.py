@@ -1,9 +1,8 @@
 """The functions that rules are written with: operands, values and the moments of a Gaussian.
 
 `elements(x)` are the elements of a ScaledTensor in a dtype that torch computes in, and `value(x)`
-is its value. `operand(x, like)` gives any operand a scale, and `side(x, like)` does so for rules
-that calculate with Python numbers and closed forms. `gaussian_rms` integrates a function's second
-moment.
+is its value. `side(x, like)` gives any operand a scale, as a Python number or a closed form, and
+`operand(x, like)` as tensors. `gaussian_rms` integrates a function's second moment.
 """
 
 import math
@@ -23,12 +22,11 @@ from scaledtensor.ops.products.dtype import product_dtype
 from scaledtensor.ops.registry import Overload, Raw, WithoutScale
 from scaledtensor.scales.cast_nodes import values_of
 from scaledtensor.scales.forms import Form
-from scaledtensor.scales.measure import measured_rms
+from scaledtensor.scales.measure import finite_norm, measured_rms
 from scaledtensor.scales.powers import (
     MAX_SCALE,
     MIN_SCALE,
     A,
-    nearest_power_of_two,
     product_of,
     quadrature,
     settle,
@@ -37,6 +35,7 @@ from scaledtensor.scales.singles import (
     ONE,
     Amount,
     Single,
+    amount,
     amounts_of,
     calculates,
     rms_of,
@@ -44,6 +43,7 @@ from scaledtensor.scales.singles import (
     scale_of,
     scaled_by,
     single_of,
+    tensor_of,
 )
 from scaledtensor.tensors.ruled import Ruled
 from scaledtensor.tensors.tensor import ScaledTensor, is_stored
@@ -56,6 +56,7 @@ __all__ = [
     "bounded_square",
     "check_dtypes",
     "computable",
+    "constant",
     "count",
     "difference",
     "elements",
@@ -103,6 +104,11 @@ class Side(NamedTuple):
     scale: Any
     rms: Any
     nonnegative: bool = False
+
+    @property
+    def value(self) -> Tensor:
+        """The value in float32."""
+        return scaled_by(self.q.float(), self.scale)
 
 
 def saved_format(x: Any) -> Format | None:
@@ -251,17 +257,16 @@ def mismatch(first: torch.dtype, other: torch.dtype) -> DTypeMismatchError:
     )
 
 
-def operand(x: Any, like: ScaledTensor) -> Operand:
+def side(x: Any, like: ScaledTensor) -> Side:
     """Return `x` with a scale: a ScaledTensor has one, a plain tensor is measured, a number has 1.
     Under `batch_invariant` a plain tensor counts as of unit scale in a forward pass.
 
     A Python number keeps its float32 value. In the storage dtype, Adam's eps could become 0.
     """
     if isinstance(x, ScaledTensor):
-        return Operand(elements(x), x.scale, x.rms, x.nonnegative)
+        return Side(elements(x), *amounts_of(x), x.nonnegative)
     if not isinstance(x, Tensor):
-        q = torch.full((), real(x), device=like.device, dtype=torch.float32)
-        return Operand(q, torch.ones_like(q), q.abs(), x >= 0)
+        return _number(x, like)
     if x.layout != torch.strided:
         raise UnsupportedError(
             f"this operator takes no plain tensor in {x.layout} beside a ScaledTensor, as products "
@@ -274,16 +279,32 @@ def operand(x: Any, like: ScaledTensor) -> Operand:
         x = x.float()
     if x.dim() == 0:
         # Its power of two moves into the scale, so a loss multiplier of 2**-18 only edits scales.
-        x = x.to(like.device, torch.float32)
-        scale = nearest_power_of_two(x.abs())
-        return Operand(x / scale, scale, x.abs())
+        given = amount(x.to(like.device, torch.float32))
+        (unit,) = settle(abs(given))
+        return Side(tensor_of(given / unit, like.device), unit, abs(given))
     q = x if x.dtype == torch.bfloat16 else x.float()
     if invariant.assumes_unit_scale():
         one = torch.ones((), device=x.device, dtype=torch.float32)
-        return Operand(q, one, one.clone())
-    rms = measured_rms(x)
-    scale = nearest_power_of_two(rms)
-    return Operand(q / scale, scale, rms)
+        return Side(q, single_of(one), single_of(one.clone()))
+    rms = amount(measured_rms(x))
+    (scale,) = settle(rms)
+    return Side(scaled_by(q, 1 / scale), scale, rms)
+
+
+def _number(x: Any, like: ScaledTensor) -> Side:
+    if calculates(like):
+        number = Single(rounded(real(x)))
+        return Side(torch.full((), number, dtype=torch.float32), ONE, abs(number), x >= 0)
+    q = torch.full((), real(x), device=like.device, dtype=torch.float32)
+    return Side(q, torch.ones_like(q), q.abs(), x >= 0)
+
+
+def operand(x: Any, like: ScaledTensor) -> Operand:
+    """Same as `side`, for rules that calculate with tensors."""
+    if isinstance(x, ScaledTensor):
+        return Operand(elements(x), x.scale, x.rms, x.nonnegative)
+    q, scale, rms, nonnegative = side(x, like)
+    return Operand(q, tensor_of(scale, like.device), tensor_of(rms, like.device), nonnegative)
 
 
 def real(number: Any) -> Any:
@@ -302,30 +323,14 @@ def real(number: Any) -> Any:
     return 1.0 * number if symbolic else float(number)
 
 
-def difference(x: Any, y: Any, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+def difference(x: Any, y: Any, *others: Any) -> tuple[Tensor, Tensor, Any]:
     """Return both values in float32, and the RMS of their difference.
 
     One of the operands, or of `others`, is a ScaledTensor.
     """
     like = first_scaled(x, y, *others)
-    a, b = operand(x, like), operand(y, like)
+    a, b = side(x, like), side(y, like)
     return a.value, b.value, quadrature(a.rms, b.rms)
-
-
-def side(x: Any, like: ScaledTensor) -> Side:
-    """Same as `operand`, for rules that calculate with Amounts."""
-    if isinstance(x, ScaledTensor):
-        return Side(elements(x), *amounts_of(x), x.nonnegative)
-    if not isinstance(x, Tensor) and calculates(like):
-        number = Single(rounded(real(x)))
-        return Side(torch.full((), number, dtype=torch.float32), ONE, abs(number), x >= 0)
-    single = isinstance(x, Tensor) and x.dim() == 0 and not x.is_complex()
-    if single and torch.compiler.is_compiling():
-        given: Any = Form.of(x.to(like.device, torch.float32))
-        (unit,) = settle(abs(given))
-        return Side((given / unit).tensor(), unit, abs(given))
-    q, scale, rms, nonnegative = operand(x, like)
-    return Side(q, single_of(scale), single_of(rms), nonnegative)
 
 
 def at_value(function: Callable[..., Tensor], x: ScaledTensor, rms: Amount, **kwargs: Any) -> Raw:
@@ -344,28 +349,39 @@ def read_value(x: Any, power: Amount = ONE) -> Any:
     return q if by_one and wide else value(x, power)
 
 
-def measured(q: Tensor, scale: Tensor | None = None, **kwargs: Any) -> Raw:
+def measured(q: Tensor, scale: Amount | None = None, **kwargs: Any) -> Raw:
     """Return a result whose RMS is measured: the value is `q * scale`, and None stands for 1.
 
     A few operators need it, because their second moment has no closed form under Gaussian inputs:
     the entries of a matrix inverse, an eigenvector, a Bessel function. The docstring of such a rule
-    says "measured". It costs one pass over the result and synchronises nothing. A homogeneous
-    operator passes elements and their scale, and so stays equivariant to the bit.
+    says "measured". It costs one pass over the result, and eager code waits for the number. A
+    homogeneous operator passes elements and their scale, and so stays equivariant to the bit.
     """
-    rms = measured_rms(q)
+    rms = amount(measured_rms(q))
     return Raw(q, scale, rms if scale is None else rms * scale, **kwargs)
 
 
-def rms_seen(q: Tensor, otherwise: Tensor) -> Tensor:
+def rms_seen(q: Tensor, otherwise: Amount) -> Any:
     """Return the RMS of `q`, plain values of a function; `otherwise` if some overflow or all are 0.
 
     Functions of a wide range (exp, softplus) need it. Their moment under a Gaussian lies in the
     tail on one side, and models feed them the other side: log-probabilities, decays, time steps. If
     a recurrence multiplies such results, a wrong moment grows with its steps.
     """
-    norm = torch.linalg.vector_norm(q.detach(), dtype=torch.float64)
-    seen = (norm / max(q.numel(), 1) ** 0.5).float()
-    return torch.where(seen.isfinite() & (seen > 0), seen, otherwise)
+    q = q.detach()
+    norm = None if torch.compiler.is_compiling() else finite_norm(q)
+    if norm is not None:
+        return Single(rounded(norm / max(q.numel(), 1) ** 0.5)) if norm else otherwise
+    total = torch.linalg.vector_norm(q, dtype=torch.float64)
+    seen = (total / max(q.numel(), 1) ** 0.5).float()
+    return torch.where(seen.isfinite() & (seen > 0), seen, tensor_of(otherwise))
+
+
+def constant(number: float, like: Amount) -> Any:
+    """Return a number as an Amount of the kind of `like`."""
+    if type(like) is Single:
+        return Single(rounded(number))
+    return torch.full_like(tensor_of(like), number)
 
 
 def bounded_square(rms: A) -> A:
@@ -421,13 +437,15 @@ def integrand(name: str, function: Callable[..., Tensor], *, heavy: bool = False
     return name
 
 
-def gaussian_rms(name: str, rms: Tensor, *parameters: float, nonnegative: bool = False) -> Tensor:
+def gaussian_rms(name: str, rms: Amount, *parameters: float, nonnegative: bool = False) -> Any:
     """Return the RMS of the named function of a Gaussian of RMS `rms`, or of its absolute value.
 
-    Both are 0-dim float32. The result is zero only if `rms` is zero and the function vanishes
-    there.
+    The result is zero only if `rms` is zero and the function vanishes there.
     """
     numbers = tuple(float(p) for p in parameters)
+    if type(rms) is Single:
+        return Single(_remembered(rms, name, numbers, nonnegative))
+    rms = tensor_of(rms)
     if type(rms) is Tensor and backend_of(rms).host and not torch.compiler.is_compiling():
         number = _remembered(rms.item(), name, numbers, nonnegative)
         return torch.scalar_tensor(number, dtype=torch.float32)

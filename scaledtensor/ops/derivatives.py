@@ -19,6 +19,7 @@ from scaledtensor.ops.algebra import at_value, bounded_square, count, quadrature
 from scaledtensor.ops.operators import aten, define_operator
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.ops.rules.softmax import logsumexp_rms
+from scaledtensor.scales.singles import rms_of
 from scaledtensor.tensors.tensor import ScaledTensor
 
 __all__ = ["FUNCTIONS"]
@@ -56,7 +57,8 @@ def logsumexp_rule(x: ScaledTensor, dim: Any, keepdim: bool = False) -> Raw:
     """ln sum exp: the free energy of N Gaussian levels, and the spread of a mean, m / sqrt(N). A
     statistic, in float32."""
     n = max(count(x.shape, dim), 1)
-    rms = quadrature(logsumexp_rms(x.rms, n), x.rms / n**0.5)
+    r = rms_of(x)
+    rms = quadrature(logsumexp_rms(r, n), r / n**0.5)
     return Raw(torch.logsumexp(value(x).float(), dim, keepdim), None, rms, format=FP32)
 
 
@@ -82,14 +84,14 @@ _erf = define_operator(
 @rule(aten.erf.default, _erf)
 def erf_rule(x: ScaledTensor) -> Raw:
     """r = sqrt(2/pi asin(2 rx^2 / (1 + 2 rx^2))), exact for a Gaussian (Williams 1998)."""
-    r2 = 2 * bounded_square(x.rms)
-    return at_value(torch.erf, x, (2 / math.pi * torch.asin(r2 / (1 + r2))).sqrt())
+    r2 = 2 * bounded_square(rms_of(x))
+    return at_value(torch.erf, x, (2 / math.pi * (r2 / (1 + r2)).asin()).sqrt())
 
 
 @rule(_bell)
 def bell_rule(x: ScaledTensor) -> Raw:
     """exp(-x^2): r = (1 + 4 rx^2)^-1/4, exact for a Gaussian."""
-    rms = (1 + 4 * bounded_square(x.rms)).rsqrt().sqrt()
+    rms = (1 + 4 * bounded_square(rms_of(x))).rsqrt().sqrt()
     return at_value(lambda v: torch.exp(-v.square()), x, rms, nonnegative=True)
 
 

@@ -32,6 +32,7 @@ __all__ = [
     "at_limit",
     "beyond",
     "finite_magnitudes",
+    "finite_norm",
     "measured_rms",
     "root_mean_square",
     "rounds_to_zero",
@@ -53,7 +54,7 @@ def measured_rms(x: Tensor, below: float = float("inf")) -> Tensor:
     if torch.compiler.is_compiling() and not _torch.is_transforming():
         found: Tensor = torch.ops.scaledtensor.measured(x, below)  # one node of the graph
         return found
-    seen = _finite_norm(x) if below == float("inf") else None
+    seen = finite_norm(x) if below == float("inf") else None
     if seen is not None:
         return torch.scalar_tensor(seen / max(x.numel(), 1) ** 0.5, dtype=torch.float32)
     return of_elements(x, below)
@@ -67,8 +68,9 @@ def of_elements(x: Tensor, below: float) -> Tensor:
     return rms.float()
 
 
-def _finite_norm(x: Tensor) -> float | None:
-    """The norm in one pass, or None if it is not finite, or if reading it would cost a wait.
+def finite_norm(x: Tensor) -> float | None:
+    """The 2-norm of a plain tensor in one pass. None if it is not finite, or if reading it would
+    cost a wait.
 
     Reading costs nothing on a CPU, outside of tracing and of transforms. The norm makes a copy in
     float64, so it is taken of pieces.

@@ -83,6 +83,15 @@ class Single(float):
     def exp(self) -> "Single":
         return Single(rounded(exponential(self)))
 
+    def expm1(self) -> "Single":
+        return Single(rounded(math.expm1(self) if self < 709 else exponential(self)))
+
+    def log1p(self) -> "Single":
+        return Single(rounded(math.log1p(self)) if self > -1 else math.nan)
+
+    def asin(self) -> "Single":
+        return Single(rounded(math.asin(self)) if -1 <= self <= 1 else math.nan)
+
     def log(self) -> "Single":
         if self > 0:
             return Single(rounded(math.log(self)))

@@ -18,7 +18,7 @@ the operators after it would launch a dozen kernels for its scales.
 import math
 import typing
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -38,6 +38,7 @@ __all__ = [
     "Amount",
     "Cell",
     "Single",
+    "amount",
     "amounts_of",
     "asked",
     "calculates",
@@ -151,6 +152,11 @@ def single_of(x: Amount) -> Any:
     return Single(x.item()) if is_known(x) and not x.dim() else x  # type: ignore[union-attr]
 
 
+def amount(x: Tensor) -> Any:
+    """A 0-dim float32 tensor as the Amount that rules calculate with."""
+    return Form.of(x) if torch.compiler.is_compiling() else single_of(x)
+
+
 def scale_of(x: Any) -> Any:
     """The scale of a ScaledTensor, as the Amount that rules calculate with."""
     return _read(x, "scale", "_scale")
@@ -195,9 +201,15 @@ def _form_of(x: Any, name: str, numbered: str) -> Form:
 
 
 def remembered(function: F) -> F:
-    """A function of numbers with a cache. Eager code without an optimizer calls it with the same
-    numbers again and again."""
-    return typing.cast(F, lru_cache(maxsize=1 << 10)(function))
+    """A function of an Amount and of numbers, with a cache for Amounts that are numbers. Eager code
+    without an optimizer calls it with the same numbers again and again."""
+    known = lru_cache(maxsize=1 << 10)(function)
+
+    @wraps(function)
+    def found(amount: Any, *numbers: float) -> Any:
+        return (known if type(amount) is Single else function)(amount, *numbers)
+
+    return typing.cast(F, found)
 
 
 def tensor_of(x: Amount, device: torch.device | None = None) -> Tensor:

@@ -16,16 +16,19 @@ from scaledtensor.formats.rounding import Overflow
 from scaledtensor.formats.tensors import in_pieces
 from scaledtensor.recipes import Recipe
 from scaledtensor.recipes import get as get_recipe
+from scaledtensor.scales.forms import Form
 from scaledtensor.scales.measure import measured_rms
-from scaledtensor.scales.powers import checked_scale, nearest_power_of_two
+from scaledtensor.scales.powers import checked_scale, settle
 from scaledtensor.scales.singles import (
     Amount,
     Cell,
+    amount,
     asked,
     cells,
     held_anew,
     hold,
     pair_of,
+    scaled_by,
     shared,
     single_of,
     view_of,
@@ -372,24 +375,39 @@ def from_plain(x: Tensor, fmt: Format, dtype: torch.dtype, recipe: Recipe | None
     This runs where plain tensors enter (inputs, tables), never on tensors that rules made. It
     neither checks its arguments nor records a gradient.
     """
-    rms = measured_rms(x)
-    return under_scale(x, nearest_power_of_two(rms), rms, fmt, dtype, recipe)
+    rms = amount(measured_rms(x))
+    (scale,) = settle(rms)
+    # No float32 element is so far above the RMS that its quotient leaves the range.
+    return _divided(x, scale, rms, fmt, dtype, recipe, x.dtype == torch.float64)
 
 
 def under_scale(
     x: Tensor, scale: Tensor, rms: Tensor, fmt: Format, dtype: torch.dtype, recipe: Recipe | None
 ) -> ScaledTensor:
     """Wrap plain data under a scale that is already chosen. No gradient is recorded."""
+    return _divided(x, single_of(scale), single_of(rms), fmt, dtype, recipe, True)
+
+
+def _divided(
+    x: Tensor,
+    scale: Amount,
+    rms: Amount,
+    fmt: Format,
+    dtype: torch.dtype,
+    recipe: Recipe | None,
+    clamps: bool,
+) -> ScaledTensor:
     # Infinities and NaNs stay: -inf in a mask means something.
     overflow: Overflow = "ieee" if fmt.storage_dtype in APPEARANCES else "saturate_finite"
+    clamps = clamps and overflow == "saturate_finite"
 
     def divided(t: Tensor, *_: object) -> Tensor:
         # In float32 at least, so that dividing by the scale rounds nothing.
         wide = t if t.dtype == torch.float64 else t.float()
-        quotient = wide / scale
-        if overflow == "saturate_finite":  # a scale far below a number makes no infinity of it
+        quotient = scaled_by(wide, 1 / scale) if isinstance(scale, Form) else wide / scale
+        if clamps:  # a scale far below a number makes no infinity of it
             quotient = torch.where(wide.isfinite(), quotient.clamp(-_LARGEST, _LARGEST), wide)
         return encode(quotient, fmt, overflow=overflow)
 
     qdata = in_pieces(divided, x.detach(), fmt.storage_dtype)
-    return ScaledTensor.make(qdata, single_of(scale), single_of(rms), fmt, dtype, recipe)
+    return ScaledTensor.make(qdata, scale, rms, fmt, dtype, recipe)

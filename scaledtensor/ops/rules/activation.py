@@ -22,11 +22,11 @@ from torch import Tensor
 from scaledtensor.ops.algebra import (
     at_value,
     bounded_square,
+    constant,
     elements,
     first_scaled,
     gaussian_rms,
     integrand,
-    operand,
     read_value,
     rms_seen,
     side,
@@ -38,24 +38,30 @@ from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.results import dequantized, write
 from scaledtensor.ops.rules.arithmetic import product
 from scaledtensor.scales.powers import product_of
-from scaledtensor.scales.singles import Amount, Single, remembered, rms_of, scale_of
+from scaledtensor.scales.singles import (
+    Amount,
+    remembered,
+    rms_of,
+    scale_of,
+    scaled_by,
+    single_of,
+    tensor_of,
+)
 from scaledtensor.tensors.tensor import ScaledTensor
 
 __all__ = ["softplus_rms"]
 
 
+@remembered
 def _between(rms: Any, low: float, high: float, c: float) -> Any:
     """Return a number that grows from sqrt(low) at rms = 0 to sqrt(high) at infinity."""
     r2 = bounded_square(rms)
     return (low + (high - low) * (r2 / (r2 + c))).sqrt()
 
 
-_known_between = remembered(_between)
-
-
 def _half_to_root_half(rms: Any, c: float) -> Any:
     """Return sqrt(1/4 (1 + r^2 / (r^2 + c))), which grows from 1/2 to sqrt(1/2)."""
-    return (_known_between if type(rms) is Single else _between)(rms, 0.25, 0.5, c)
+    return _between(rms, 0.25, 0.5, c)
 
 
 def _backward(g: Any, saved: ScaledTensor, slope: Amount, kernel: Callable[..., Tensor]) -> Raw:
@@ -82,7 +88,7 @@ def threshold_backward(g: Any, x: ScaledTensor, threshold: float) -> Raw:
     q = torch.where(value(x) > threshold, left.q, 0.0)
     if threshold == 0:
         return product(q, left.scale, left.rms * 0.5**0.5, (left.rms,))
-    share = gaussian_rms("above", x.rms, threshold, nonnegative=x.nonnegative)
+    share = gaussian_rms("above", rms_of(x), threshold, nonnegative=x.nonnegative)
     return Raw(q, left.scale, left.rms * share)
 
 
@@ -98,7 +104,7 @@ def leaky_relu_backward(
     g: Any, x: ScaledTensor, negative_slope: float, self_is_result: bool
 ) -> Raw:
     """r_g sqrt((1 + a^2) / 2) for a slope a below zero."""
-    left = operand(g, x)
+    left = side(g, x)
     q = torch.where(elements(x) > 0, left.q, left.q * negative_slope)
     return Raw(q, left.scale, left.rms * ((1 + negative_slope**2) / 2) ** 0.5, settled=True)
 
@@ -107,12 +113,18 @@ def leaky_relu_backward(
 def hardtanh_backward(g: Any, x: ScaledTensor, low: float, high: float) -> Raw:
     """r_g sqrt(P(a < r z < b)) for bounds a and b; P is (erf(b / (r sqrt 2)) - erf(a / (r sqrt 2)))
     / 2."""
-    left = operand(g, x)
+    left = side(g, x)
     v = value(x)
-    sigma = x.rms.clamp_min(2.0**-60) * 2**0.5
-    share = 0.5 * (torch.erf(high / sigma) - torch.erf(low / sigma))
     q = torch.where((v > low) & (v < high), left.q, 0.0)
-    return Raw(q, left.scale, left.rms * share.clamp_min(2.0**-20).sqrt())
+    return Raw(q, left.scale, left.rms * _share_between(rms_of(x), low, high).sqrt())
+
+
+@remembered
+def _share_between(rms: Any, low: float, high: float) -> Any:
+    """Return the probability that a Gaussian is between two bounds, and at least 2^-20."""
+    sigma = rms.clamp_min(2.0**-60) * 2**0.5
+    below, above = (single_of(torch.erf(tensor_of(bound / sigma))) for bound in (low, high))
+    return (0.5 * (above - below)).clamp_min(2.0**-20)
 
 
 # --- gated -----------------------------------------------------------------------------------
@@ -153,23 +165,32 @@ def silu_backward(g: Any, x: ScaledTensor) -> Raw:
 @rule(aten.tanh.default)
 def tanh(x: ScaledTensor) -> Raw:
     """r / sqrt(1 + 1.25 r^2), within 14% of the integral."""
-    rms = x.rms.clamp_max(2.0**60) / (1 + 1.25 * bounded_square(x.rms)).sqrt()
-    return at_value(torch.tanh, x, rms)
+    return at_value(torch.tanh, x, _tanh_rms(rms_of(x)))
+
+
+@remembered
+def _tanh_rms(rms: Any) -> Any:
+    return rms.clamp_max(2.0**60) / (1 + 1.25 * bounded_square(rms)).sqrt()
 
 
 @rule(aten.tanh_backward.default)
 def tanh_backward(g: Any, y: ScaledTensor) -> Raw:
     """r_g (1 + 3.6 r^2)^-1/4. The RMS r of the input follows from the RMS of the saved result."""
+    return _backward(g, y, _tanh_slope(rms_of(y)), aten.tanh_backward.default)
+
+
+@remembered
+def _tanh_slope(rms: Any) -> Any:
     # Invert r_y = r / sqrt(1 + 1.25 r^2).
-    y2 = y.rms.square()
+    y2 = rms.square()
     r2 = y2 / (1 - 1.25 * y2).clamp_min(2.0**-20)
-    return _backward(g, y, (1 + 3.6 * r2).rsqrt().sqrt(), aten.tanh_backward.default)
+    return (1 + 3.6 * r2).rsqrt().sqrt()
 
 
 @rule(aten.sigmoid.default)
 def sigmoid(x: ScaledTensor) -> Raw:
     """sqrt(1/4 (1 + r^2 / (r^2 + 4)))."""
-    rms = _half_to_root_half(x.rms, 4.0)
+    rms = _half_to_root_half(rms_of(x), 4.0)
     return at_value(torch.sigmoid, x, rms, nonnegative=True)
 
 
@@ -177,31 +198,36 @@ def sigmoid(x: ScaledTensor) -> Raw:
 def sigmoid_backward(g: Any, y: ScaledTensor) -> Raw:
     """r_g / 4 (1 + 0.9 r^2)^-1/4. The RMS r of the input follows from the RMS of the saved
     result."""
+    return _backward(g, y, _sigmoid_slope(rms_of(y)), aten.sigmoid_backward.default)
+
+
+@remembered
+def _sigmoid_slope(rms: Any) -> Any:
     # Invert r_y^2 = 1/4 (1 + r^2 / (r^2 + 4)).
-    share = (4 * y.rms.square() - 1).clamp(0.0, 1 - 2.0**-20)
+    share = (4 * rms.square() - 1).clamp_min(0.0).clamp_max(1 - 2.0**-20)
     r2 = 4 * share / (1 - share)
-    slope = 0.25 * (1 + 0.9 * r2).rsqrt().sqrt()
-    return _backward(g, y, slope, aten.sigmoid_backward.default)
+    return 0.25 * (1 + 0.9 * r2).rsqrt().sqrt()
 
 
 @rule(aten.hardsigmoid.default)
 def hardsigmoid(x: ScaledTensor) -> Raw:
     """sqrt(1/4 (1 + r^2 / (r^2 + 9.5)))."""
-    rms = _half_to_root_half(x.rms, 9.5)
+    rms = _half_to_root_half(rms_of(x), 9.5)
     return at_value(aten.hardsigmoid.default, x, rms, nonnegative=True)
 
 
 @rule(aten.hardsigmoid_backward.default)
 def hardsigmoid_backward(g: Any, x: ScaledTensor) -> Raw:
     """r_g / 6 (1 + 0.145 r^2)^-1/4."""
-    slope = (1 + 0.145 * bounded_square(x.rms)).rsqrt().sqrt() / 6
+    slope = (1 + 0.145 * bounded_square(rms_of(x))).rsqrt().sqrt() / 6
     return _backward(g, x, slope, aten.hardsigmoid_backward.default)
 
 
 # --- exponential below zero ------------------------------------------------------------------
 
 
-def _elu_rms(rms: Tensor, alpha: float, scale: float, input_scale: float) -> Tensor:
+@remembered
+def _elu_rms(rms: Any, alpha: float, scale: float, input_scale: float) -> Any:
     u = rms * input_scale
     below = (alpha * input_scale) ** 2 / (1 + 1.41 * u + bounded_square(u))
     return rms * (0.5 + 0.5 * below).sqrt() * scale
@@ -211,14 +237,14 @@ def _elu_rms(rms: Tensor, alpha: float, scale: float, input_scale: float) -> Ten
 def elu(x: ScaledTensor, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Raw:
     """r s sqrt(1/2 + 1/2 (a b)^2 / (1 + 1.41 u + u^2)) with alpha a, scale s, input_scale b and
     u = b r. selu is an elu."""
-    rms = _elu_rms(x.rms, alpha, scale, input_scale)
+    rms = _elu_rms(rms_of(x), alpha, scale, input_scale)
     return at_value(lambda v: aten.elu.default(v, alpha, scale, input_scale), x, rms)
 
 
 @rule(aten.celu.default)
 def celu(x: ScaledTensor, alpha: float = 1.0) -> Raw:
     """Same as `elu` with input_scale 1 / alpha."""
-    rms = _elu_rms(x.rms, alpha, 1.0, 1 / alpha)
+    rms = _elu_rms(rms_of(x), alpha, 1.0, 1 / alpha)
     return at_value(lambda v: aten.celu.default(v, alpha), x, rms)
 
 
@@ -228,7 +254,7 @@ def elu_backward(
 ) -> Raw:
     """r_g s sqrt(1/2 + 1/2 (a b)^2 / (1 + 2.3 u)), u = b r. The in-place form saves the result, and
     its RMS stands for r."""
-    u = saved.rms * input_scale
+    u = rms_of(saved) * input_scale
     slope = (0.5 + 0.5 * (alpha * input_scale) ** 2 / (1 + 2.3 * u)).sqrt() * scale
 
     def kernel(q: Tensor, v: Tensor) -> Tensor:
@@ -246,10 +272,10 @@ def softplus(x: ScaledTensor, beta: float = 1, threshold: float = 20) -> Raw:
     """Measured: models use softplus on biased arguments (the time steps of a state space model),
     and its results are small there."""
     q = aten.softplus.default(value(x), beta, threshold)
-    return Raw(q, None, rms_seen(q, softplus_rms(x.rms, beta)), nonnegative=True)
+    return Raw(q, None, rms_seen(q, softplus_rms(rms_of(x), beta)), nonnegative=True)
 
 
-def softplus_rms(rms: Tensor, beta: float = 1.0) -> Tensor:
+def softplus_rms(rms: Any, beta: float = 1.0) -> Any:
     """RMS of softplus of a Gaussian: ln 2 / beta for small RMS, and as for relu for large RMS."""
     return ((math.log(2) / beta) ** 2 + bounded_square(rms) / 2).sqrt()
 
@@ -262,16 +288,16 @@ def softplus_backward(g: Any, x: ScaledTensor, beta: float, threshold: float) ->
     return _backward(g, x, slope, kernel)
 
 
-def _sigmoid_seen(x: ScaledTensor, beta: float) -> Tensor:
+def _sigmoid_seen(x: ScaledTensor, beta: float) -> Any:
     slope = torch.sigmoid(value(x) * beta)
-    return rms_seen(slope, _half_to_root_half(x.rms * abs(beta), 7.4))
+    return rms_seen(slope, _half_to_root_half(rms_of(x) * abs(beta), 7.4))
 
 
 @rule(aten.log_sigmoid_forward.default)
 def log_sigmoid(x: ScaledTensor) -> tuple[Raw, Tensor]:
     """-softplus(-x): measured. The buffer for the derivative is plain."""
     q, buffer = aten.log_sigmoid_forward.default(value(x))
-    return Raw(q, None, rms_seen(q, softplus_rms(x.rms))), buffer
+    return Raw(q, None, rms_seen(q, softplus_rms(rms_of(x)))), buffer
 
 
 @rule(aten.log_sigmoid_backward.default)
@@ -284,27 +310,28 @@ def log_sigmoid_backward(g: Any, x: ScaledTensor, buffer: Tensor) -> Raw:
 @rule(aten.mish.default)
 def mish(x: ScaledTensor) -> Raw:
     """r sqrt(0.36 + 0.14 r^2 / (r^2 + 0.51)): at zero the slope is tanh(ln 2) = 0.6."""
-    return at_value(aten.mish.default, x, x.rms * _between(x.rms, 0.36, 0.5, 0.51))
+    r = rms_of(x)
+    return at_value(aten.mish.default, x, r * _between(r, 0.36, 0.5, 0.51))
 
 
 @rule(aten.mish_backward.default)
 def mish_backward(g: Any, x: ScaledTensor) -> Raw:
     """r_g sqrt(0.36 + 0.14 r^2 / (r^2 + 0.22))."""
-    slope = _between(x.rms, 0.36, 0.5, 0.22)
+    slope = _between(rms_of(x), 0.36, 0.5, 0.22)
     return _backward(g, x, slope, aten.mish_backward.default)
 
 
 @rule(aten.hardswish.default)
 def hardswish(x: ScaledTensor) -> Raw:
     """r sqrt(1/4 (1 + r^2 / (r^2 + 1.75)))."""
-    rms = x.rms * _half_to_root_half(x.rms, 1.75)
-    return at_value(aten.hardswish.default, x, rms)
+    r = rms_of(x)
+    return at_value(aten.hardswish.default, x, r * _half_to_root_half(r, 1.75))
 
 
 @rule(aten.hardswish_backward.default)
 def hardswish_backward(g: Any, x: ScaledTensor) -> Raw:
     """r_g sqrt(1/4 (1 + r^2 / (r^2 + 0.92)))."""
-    slope = _half_to_root_half(x.rms, 0.92)
+    slope = _half_to_root_half(rms_of(x), 0.92)
     return _backward(g, x, slope, aten.hardswish_backward.default)
 
 
@@ -312,7 +339,8 @@ def hardswish_backward(g: Any, x: ScaledTensor) -> Raw:
 def glu(x: ScaledTensor, dim: int = -1) -> Raw:
     """r sqrt(1/4 (1 + r^2 / (r^2 + 7.4))) for a sigmoid(b), where a and b are the halves of the
     input."""
-    rms = x.rms * _half_to_root_half(x.rms, 7.4)
+    r = rms_of(x)
+    rms = r * _half_to_root_half(r, 7.4)
     return at_value(lambda v: aten.glu.default(v, dim), x, rms)
 
 
@@ -321,8 +349,8 @@ def glu_backward(g: Any, x: ScaledTensor, dim: int) -> Raw:
     """The two halves of the gradient are g sigmoid(b) and g a sigmoid'(b). The rule is r_g times
     the root of the mean of two squares: 1/4 (1 + r^2 / (r^2 + 7.4)) and r^2 / 16 (1 + 0.9
     r^2)^-1/2."""
-    r2 = bounded_square(x.rms)
-    gate = _half_to_root_half(x.rms, 7.4).square()
+    r = rms_of(x)
+    r2, gate = bounded_square(r), _half_to_root_half(r, 7.4).square()
     slope = ((gate + r2 / 16 * (1 + 0.9 * r2).rsqrt()) / 2).sqrt()
     return _backward(g, x, slope, partial(aten.glu_backward.default, dim=dim))
 
@@ -334,8 +362,8 @@ def glu_backward(g: Any, x: ScaledTensor, dim: int) -> Raw:
 def prelu(x: Any, weight: Any) -> Raw:
     """r sqrt((1 + rw^2) / 2) for slopes of RMS rw."""
     like = first_scaled(x, weight)
-    a, w = operand(x, like), operand(weight, like)
-    q = torch.where(a.q > 0, a.q.float(), a.q * (w.q.float() * w.scale))
+    a, w = side(x, like), side(weight, like)
+    q = torch.where(a.q > 0, a.q.float(), a.q * scaled_by(w.q.float(), w.scale))
     return Raw(q, a.scale, a.rms * ((1 + w.rms.square()) / 2).sqrt())
 
 
@@ -344,9 +372,9 @@ def prelu_backward(g: Any, x: Any, weight: Any) -> tuple[Raw, Raw]:
     """r_g sqrt((1 + rw^2) / 2) for the input, and r_g rx / sqrt(2) for the slopes, before autograd
     sums over the elements that share a slope."""
     like = first_scaled(g, x, weight)
-    left, a, w = (operand(t, like) for t in (g, x, weight))
+    left, a, w = (side(t, like) for t in (g, x, weight))
     positive = a.q > 0
-    of_x = torch.where(positive, left.q.float(), left.q * (w.q.float() * w.scale))
+    of_x = torch.where(positive, left.q.float(), left.q * scaled_by(w.q.float(), w.scale))
     of_w = torch.where(positive, 0.0, left.q.float() * a.q)
     half = (1 + w.rms.square()) / 2
     return (
@@ -392,7 +420,8 @@ def rrelu_functional(
     factor = _rrelu_factor(lower, upper, training)
     out = aten.rrelu_with_noise.default(q, drawn, lower, upper, training, generator)
     slopes = drawn if training else torch.ones_like(q)
-    return Raw(out, x.scale, x.rms * factor), Raw(slopes, None, torch.full_like(x.rms, factor))
+    rms = rms_of(x)
+    return Raw(out, scale_of(x), rms * factor), Raw(slopes, None, constant(factor, rms))
 
 
 @rule(aten.rrelu_with_noise_backward.default)
@@ -406,7 +435,7 @@ def rrelu_backward(
     self_is_result: bool,
 ) -> Raw:
     """r_g sqrt((1 + E a^2) / 2) for slopes a as in `rrelu_with_noise`."""
-    left = operand(g, first_scaled(g, x, noise))
+    left = side(g, first_scaled(g, x, noise))
     q = aten.rrelu_with_noise_backward.default(
         left.q.float(),
         dequantized(x).float(),
@@ -431,7 +460,7 @@ integrand("outside", lambda v, bound: (v.abs() > bound).double())
 @rule(aten.threshold.default)
 def threshold(x: ScaledTensor, threshold: float, value: float) -> Raw:
     """sqrt(E f(r z)^2) for the function f itself."""
-    rms = gaussian_rms("threshold", x.rms, threshold, value, nonnegative=x.nonnegative)
+    rms = gaussian_rms("threshold", rms_of(x), threshold, value, nonnegative=x.nonnegative)
     given = threshold, value
     function = aten.threshold.default
     return at_value(lambda v: function(v, *(within(n, v.dtype) for n in given)), x, rms)
@@ -440,12 +469,12 @@ def threshold(x: ScaledTensor, threshold: float, value: float) -> Raw:
 @rule(aten.hardshrink.default, aten.softshrink.default, pass_op=True)
 def shrink(op: Overload, x: ScaledTensor, lambd: float = 0.5) -> Raw:
     """sqrt(E f(r z)^2) for the function f itself."""
-    rms = gaussian_rms(op._schema.name.split("::")[1], x.rms, lambd)
+    rms = gaussian_rms(op._schema.name.split("::")[1], rms_of(x), lambd)
     return at_value(lambda v: op(v, within(lambd, v.dtype)), x, rms, nonnegative=x.nonnegative)
 
 
 @rule(aten.hardshrink_backward.default, aten.softshrink_backward.default, pass_op=True)
 def shrink_backward(op: Overload, g: Any, x: ScaledTensor, lambd: float) -> Raw:
     """r_g sqrt(P(|r z| > lambda))."""
-    slope = gaussian_rms("outside", x.rms, lambd)
+    slope = gaussian_rms("outside", rms_of(x), lambd)
     return _backward(g, x, slope, lambda q, v: op(q, v, lambd))

@@ -11,11 +11,11 @@ from scaledtensor.native.elements import total
 from scaledtensor.ops import invariant
 from scaledtensor.ops.algebra import (
     Side,
+    constant,
     elements,
     first_scaled,
     gaussian_moment,
     measured,
-    operand,
     plain,
     quadrature,
     real,
@@ -258,10 +258,10 @@ def fma(a: Any, b: Any, x: Any) -> Raw:
     """a b + x: measured. Dynamo writes the steps of optimizers in this operator, and a rule cannot
     tell there whether a b is a square or a step from x."""
     like = first_scaled(a, b, x)
-    left, right, base = (operand(t, like) for t in (a, b, x))
+    left, right, base = (side(t, like) for t in (a, b, x))
     rms = quadrature(base.rms, left.rms * right.rms)
     scale, ratio, factor = settle(rms, base.scale, product_of(left.scale, right.scale))
-    q = torch.addcmul(base.q * ratio, left.q * factor, right.q)
+    q = torch.addcmul(times(base.q, ratio), times(left.q, factor), right.q)
     positive = base.nonnegative and left.nonnegative and right.nonnegative
     return measured(q, scale, nonnegative=positive)
 
@@ -332,7 +332,7 @@ def abs_(x: ScaledTensor) -> Raw:
 @rule(aten.sign.default, aten.sgn.default)
 def sign(x: ScaledTensor) -> Raw:
     """r = 1: every element is -1, 0 or 1."""
-    return Raw(elements(x).sign(), None, torch.ones_like(x.rms), settled=True)
+    return Raw(elements(x).sign(), None, constant(1.0, rms_of(x)), settled=True)
 
 
 @rule(
@@ -347,27 +347,37 @@ def extremum(op: Overload, x: Any, y: Any) -> Raw:
     running maximum starts does not count. The RMS is measured if rx and ry differ by more than
     2^20."""
     like = first_scaled(x, y)
-    a, b = operand(x, like), operand(y, like)
-    rms = quadrature(a.rms, b.rms)
-    seen = quadrature(*(torch.where(p.rms < HUGE, p.rms, 0.0) for p in (a, b)))
-    rms = torch.where(seen > 0, seen, rms) * 0.5**0.5
+    a, b = side(x, like), side(y, like)
+    rms = _without_huge(a.rms, b.rms) * 0.5**0.5
     scale, ratio_a, ratio_b = settle(rms, a.scale, b.scale)
-    left, right = (saturated(p.q, p.q * ratio) for p, ratio in ((a, ratio_a), (b, ratio_b)))
+    left, right = (saturated(p.q, times(p.q, ratio)) for p, ratio in ((a, ratio_a), (b, ratio_b)))
     wide = torch.promote_types(left.dtype, right.dtype)
     positive = a.nonnegative and b.nonnegative
     out = op(left.to(wide), right.to(wide))
     return Raw(out, scale, _chosen_rms(out, scale, rms, a.rms, b.rms), nonnegative=positive)
 
 
-def _chosen_rms(q: Tensor, scale: Amount, rms: Amount, of_a: Tensor, of_b: Tensor) -> Any:
+def _without_huge(of_a: Amount, of_b: Amount) -> Any:
+    """Return the quadrature of two RMS, of those below HUGE if there is one above zero."""
+    both = of_a, of_b
+    if type(of_a) is type(of_b) is Single:
+        seen = quadrature(*(r for r in both if r < HUGE))
+        return seen if seen > 0 else quadrature(*both)
+    counted = quadrature(*(torch.where(r < HUGE, r, 0.0) for r in map(tensor_of, both)))
+    return torch.where(counted > 0, counted, tensor_of(quadrature(*both)))
+
+
+def _chosen_rms(q: Tensor, scale: Amount, rms: Amount, of_a: Amount, of_b: Amount) -> Any:
     """RMS of elements under `scale` that are chosen from two operands. If the operands are of very
     different size, the result may have no element of the larger one, so its RMS is measured."""
-    low, high = torch.minimum(of_a, of_b), torch.maximum(of_a, of_b)
-    apart = single_of((low > 0) & (high > low * 2.0**20) & (high < HUGE))
-    if not (isinstance(apart, Tensor) or apart):
-        return rms
-    seen = rms_seen(q, tensor_of(rms) / tensor_of(scale)) * tensor_of(scale)
-    return torch.where(apart, seen, tensor_of(rms)) if isinstance(apart, Tensor) else seen
+    if type(of_a) is type(of_b) is Single:
+        low, high = sorted((of_a, of_b))
+        apart = low > 0 and low * 2.0**20 < high < HUGE
+        return rms_seen(q, rms / scale) * scale if apart else rms
+    a, b, rms, scale = map(tensor_of, (of_a, of_b, rms, scale))
+    least, most = torch.minimum(a, b), torch.maximum(a, b)
+    seen = rms_seen(q, rms / scale) * scale
+    return torch.where((least > 0) & (most > least * 2.0**20) & (most < HUGE), seen, rms)
 
 
 @rule(
@@ -382,7 +392,7 @@ def _chosen_rms(q: Tensor, scale: Amount, rms: Amount, of_a: Tensor, of_b: Tenso
 )
 def clamp(op: Overload, x: ScaledTensor, *bounds: Any, **named: Any) -> Raw:
     """r, but at most the larger of two bounds. With a bound at 0, r / sqrt(2)."""
-    v, rms = value(x), x.rms
+    v, rms = value(x), rms_of(x)
     bounds = tuple(within(plain(b), v.dtype) for b in bounds)
     named = {k: within(plain(b), v.dtype) for k, b in named.items()}
     numbers = [float(b) for b in (*bounds, *named.values()) if not isinstance(b, Tensor | None)]

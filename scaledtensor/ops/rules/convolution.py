@@ -25,13 +25,13 @@ from torch import Tensor
 
 from scaledtensor.formats import FP32
 from scaledtensor.ops.algebra import (
-    Operand,
+    Side,
     check_dtypes,
     computable,
     elements,
     first_scaled,
-    operand,
     quadrature,
+    side,
 )
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.products.dtype import multiplied
@@ -39,7 +39,8 @@ from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.results import is_wide
 from scaledtensor.ops.rules.reduction import growth
 from scaledtensor.ops.rules.windows import expanded, pairs, share, sym_max
-from scaledtensor.scales.powers import product_of, settle
+from scaledtensor.scales.powers import product_of, settle, times
+from scaledtensor.scales.singles import rms_of, scale_of
 from scaledtensor.tensors.tensor import ScaledTensor
 
 __all__ = ["terms"]
@@ -90,7 +91,7 @@ def convolution(x: Any, w: Any, bias: Any, *geometry: Any) -> Raw:
     image. With a bias b, r^2 grows by rb^2."""
     check_dtypes(x, w)
     like = first_scaled(x, w, bias)
-    a, b = operand(x, like), operand(w, like)
+    a, b = side(x, like), side(w, like)
     left, right = multiplied(a.q, b.q, wide=is_wide(x, w))
     q = aten.convolution.default(left, right, None, *geometry)
     stride, padding, dilation, transposed, _, groups = geometry
@@ -98,11 +99,11 @@ def convolution(x: Any, w: Any, bias: Any, *geometry: Any) -> Raw:
     product = Raw(q, product_of(a.scale, b.scale), a.rms * b.rms * n.output**0.5)
     if bias is None:
         return product
-    c = operand(bias, like)
+    c = side(bias, like)
     rms = quadrature(product.rms, c.rms)
     scale, ratio, ratio_bias = settle(rms, product.held, c.scale)
-    added = (c.q * ratio_bias).view(-1, *[1] * (q.dim() - 2))
-    return Raw(q * ratio + added, scale, rms, settled=True)
+    added = times(c.q, ratio_bias).view(-1, *[1] * (q.dim() - 2))
+    return Raw(times(q, ratio) + added, scale, rms, settled=True)
 
 
 @rule(aten.convolution_backward.default)
@@ -114,7 +115,7 @@ def convolution_backward(
     windows) for the bias."""
     *geometry, mask = options
     like = first_scaled(g, x, w)
-    out, a, b = operand(g, like), operand(x, like), operand(w, like)
+    out, a, b = (side(t, like) for t in (g, x, w))
     operands = multiplied(out.q, a.q, b.q, wide=is_wide(g, x, w))
     dx, dw, _ = aten.convolution_backward.default(
         *operands, None, *geometry, [mask[0], mask[1], False]
@@ -129,7 +130,7 @@ def convolution_backward(
     )
 
 
-def _of_bias(g: Operand) -> Raw:
+def _of_bias(g: Side) -> Raw:
     dims = [0, *range(2, g.q.dim())]
     n = math.prod(g.q.shape[d] for d in dims)
     return Raw(g.q.sum(dims, dtype=torch.float32), g.scale, g.rms * n**0.5, format=FP32)
@@ -151,7 +152,8 @@ def _largest(x: ScaledTensor, result: tuple[Tensor, Tensor], n: float) -> tuple[
         # r is the RMS of the positive half, so the square is twice as large. The largest is zero if
         # all n were negative.
         square = 2 * max(square - 0.5**n, 0.5)
-    return Raw(q, x.scale, x.rms * math.sqrt(square), nonnegative=x.nonnegative), index
+    rms = rms_of(x) * math.sqrt(square)
+    return Raw(q, scale_of(x), rms, nonnegative=x.nonnegative), index
 
 
 @rule(aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default, pass_op=True)
@@ -193,7 +195,7 @@ def fractional_max_pool(
 )
 def max_pool_backward(op: Overload, g: Any, x: ScaledTensor, *options: Any) -> Raw:
     """r_g sqrt(gradients / elements): each gradient goes to one element."""
-    out = operand(g, x)
+    out = side(g, x)
     q = op(out.q, _like(x, out.q), *options)
     return Raw(q, out.scale, out.rms * share(g.shape, x.shape) ** 0.5)
 
@@ -202,8 +204,8 @@ def max_pool_backward(op: Overload, g: Any, x: ScaledTensor, *options: Any) -> R
 def max_unpool(op: Overload, x: ScaledTensor, index: Tensor, *options: Any) -> Raw:
     """r sqrt(elements / results): the elements lie among zeros."""
     q = op(elements(x), index, *options)
-    rms = x.rms * share(x.shape, q.shape) ** 0.5
-    return Raw(q, x.scale, rms, nonnegative=x.nonnegative)
+    rms = rms_of(x) * share(x.shape, q.shape) ** 0.5
+    return Raw(q, scale_of(x), rms, nonnegative=x.nonnegative)
 
 
 def _like(x: ScaledTensor, q: Tensor) -> Tensor:
@@ -226,13 +228,13 @@ def avg_pool(op: Overload, x: ScaledTensor, *options: Any) -> Raw:
     seen, divisor = _windows(op, x.shape, q.shape, options)
     terms = seen / sym_max(math.prod(q.shape[-_dims(op) :]), 1)
     factor = growth(terms, x.nonnegative) / (divisor or terms)
-    return Raw(q, x.scale, x.rms * factor, nonnegative=x.nonnegative)
+    return Raw(q, scale_of(x), rms_of(x) * factor, nonnegative=x.nonnegative)
 
 
 @rule(aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default, pass_op=True)
 def avg_pool_backward(op: Overload, g: Any, x: ScaledTensor, *options: Any) -> Raw:
     """r_g sqrt(windows over an element) / divisor."""
-    out = operand(g, x)
+    out = side(g, x)
     source = computable(op, out.q)
     q = op(source, _like(x, source), *options)
     seen, divisor = _windows(op, x.shape, g.shape, options)
@@ -266,7 +268,7 @@ def adaptive_avg_pool(op: Overload, x: ScaledTensor, size: Sequence[int]) -> Raw
         factor = growth(n, True) / n
     else:
         factor = math.sqrt(_inverse_widths(x, size) / max(math.prod(size), 1))
-    return Raw(q, x.scale, x.rms * factor, nonnegative=x.nonnegative)
+    return Raw(q, scale_of(x), rms_of(x) * factor, nonnegative=x.nonnegative)
 
 
 @rule(
@@ -276,7 +278,7 @@ def adaptive_avg_pool(op: Overload, x: ScaledTensor, size: Sequence[int]) -> Raw
 )
 def adaptive_avg_pool_backward(op: Overload, g: Any, x: ScaledTensor) -> Raw:
     """r_g sqrt(s / elements), where s is the sum of 1/n over windows of n elements."""
-    out = operand(g, x)
+    out = side(g, x)
     q = op(out.q, _like(x, out.q))
     size = g.shape[-_dims(op) :]
     factor = _inverse_widths(x, size) / max(math.prod(x.shape[-_dims(op) :]), 1)

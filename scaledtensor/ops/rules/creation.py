@@ -11,14 +11,21 @@ import torch
 from torch import Tensor
 
 from scaledtensor.formats import from_dtype
-from scaledtensor.ops.algebra import elements, first_scaled, measured, operand, plain, value, within
+from scaledtensor.ops.algebra import (
+    constant,
+    elements,
+    first_scaled,
+    measured,
+    plain,
+    side,
+    value,
+    within,
+)
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.rules.views import fill_under, moves_scale, plain_number, written
 from scaledtensor.scales.powers import nearest_power_of_two
 from scaledtensor.scales.singles import (
-    Single,
-    calculates,
     is_known,
     put,
     rms_of,
@@ -111,7 +118,7 @@ def new_full(x: ScaledTensor, size: Sequence[int], number: float, **options: Any
 def zero(x: ScaledTensor) -> Raw:
     """Zeros keep the scale, but take another scale with the next value that is written into
     them."""
-    zero = Single(0.0) if calculates(x) else torch.zeros_like(x.rms)
+    zero = constant(0.0, rms_of(x))
     q = elements(x)
     if 0 in x.qdata.stride():  # `zero_` writes the one element that an expanded tensor repeats
         return Raw(q.new_zeros(()).expand(q.shape), scale_of(x), zero, settled=True)
@@ -159,7 +166,7 @@ def bernoulli(x: ScaledTensor, p: float = 0.5, *, generator: Any = None) -> Raw:
     """r = sqrt(p). torch's decomposition of dropout draws its mask with this operator."""
     q = torch.empty(x.shape, device=x.device, dtype=elements(x).dtype)
     q.bernoulli_(p, generator=generator)
-    rms = torch.full_like(x.rms, math.sqrt(p))
+    rms = constant(math.sqrt(p), rms_of(x))
     return Raw(q, None, rms, settled=True, nonnegative=True)
 
 
@@ -187,7 +194,7 @@ def normal(x: ScaledTensor, mean: float = 0, std: float = 1, *, generator: Any =
     q = torch.empty(x.shape, device=x.device, dtype=torch.float32).normal_(
         mean, std, generator=generator
     )
-    return Raw(q, None, torch.full_like(x.rms, math.hypot(mean, std)))
+    return Raw(q, None, constant(math.hypot(mean, std), rms_of(x)))
 
 
 @rule(aten.uniform.default)
@@ -197,14 +204,14 @@ def uniform(x: ScaledTensor, low: float = 0, high: float = 1, *, generator: Any 
         low, high, generator=generator
     )
     rms = math.sqrt((low * low + low * high + high * high) / 3)
-    return Raw(q, None, torch.full_like(x.rms, rms))
+    return Raw(q, None, constant(rms, rms_of(x)))
 
 
 @rule(aten.exponential.default)
 def exponential(x: ScaledTensor, lambd: float = 1.0, *, generator: Any = None) -> Raw:
     """r = sqrt(2) / lambda."""
     q = _float32_like(x).exponential_(lambd, generator=generator)
-    return Raw(q, None, torch.full_like(x.rms, 2**0.5 / lambd), nonnegative=True)
+    return Raw(q, None, constant(2**0.5 / lambd, rms_of(x)), nonnegative=True)
 
 
 @rule(aten.cauchy.default)
@@ -214,14 +221,14 @@ def cauchy(
     """r = sqrt(median^2 + sigma^2), since there is no second moment. For median = 0 this is the
     median of |x|."""
     q = _float32_like(x).cauchy_(median, sigma, generator=generator)
-    return Raw(q, None, torch.full_like(x.rms, math.hypot(median, sigma)))
+    return Raw(q, None, constant(math.hypot(median, sigma), rms_of(x)))
 
 
 @rule(aten.geometric.default)
 def geometric(x: ScaledTensor, p: float, *, generator: Any = None) -> Raw:
     """r = sqrt(2 - p) / p."""
     q = _float32_like(x).geometric_(p, generator=generator)
-    return Raw(q, None, torch.full_like(x.rms, (2 - p) ** 0.5 / p), nonnegative=True)
+    return Raw(q, None, constant((2 - p) ** 0.5 / p, rms_of(x)), nonnegative=True)
 
 
 @rule(aten.log_normal.default)
@@ -231,7 +238,7 @@ def log_normal(
     """r = exp(mean + std^2); std counts as 2 at most."""
     q = _float32_like(x).log_normal_(mean, std, generator=generator)
     rms = math.exp(mean + min(std * std, 4.0))
-    return Raw(q, None, torch.full_like(x.rms, rms), nonnegative=True)
+    return Raw(q, None, constant(rms, rms_of(x)), nonnegative=True)
 
 
 @rule(aten.random.default, getattr(aten.random, "from"), aten.random.to, pass_op=True)
@@ -265,7 +272,7 @@ def _uniform_integers(x: ScaledTensor, q: Tensor, low: float, high: float) -> Ra
     """Return integers from `low` to `high` - 1."""
     a, b = float(low), float(high - 1)
     rms = math.sqrt(max((a * a + a * b + b * b) / 3 + (b - a) / 6, 0.0))
-    return Raw(q, None, torch.full_like(x.rms, rms), nonnegative=low >= 0)
+    return Raw(q, None, constant(rms, rms_of(x)), nonnegative=low >= 0)
 
 
 # --- random numbers with a tensor of parameters ----------------------------------------------
@@ -282,18 +289,22 @@ def bernoulli_from(x: ScaledTensor, p: Any, *, generator: Any = None) -> Raw:
     """r = sqrt(0.93 rp) for probabilities of RMS rp. Their mean is sqrt(3)/2 rp if they are spread
     evenly, and rp if they are equal."""
     q = _float32_like(x).bernoulli_(plain(p).float(), generator=generator)
-    return Raw(q, None, _of_probabilities(operand(p, x).rms), nonnegative=True)
+    return Raw(q, None, _of_probabilities(side(p, x).rms), nonnegative=True)
 
 
 @rule(aten.bernoulli.default)
 def bernoulli_of(x: ScaledTensor, *, generator: Any = None) -> Raw:
     """Same as `bernoulli.Tensor`: the operand holds the probabilities."""
     q = torch.bernoulli(value(x).float(), generator=generator)
-    return Raw(q, None, _of_probabilities(x.rms), nonnegative=True)
+    return Raw(q, None, _of_probabilities(rms_of(x)), nonnegative=True)
 
 
-def _of_probabilities(rms: Tensor) -> Tensor:
+def _of_probabilities(rms: Any) -> Any:
     return (rms.clamp_max(1.0) * 0.93).sqrt()
+
+
+def _poisson_rms(rms: Any) -> Any:
+    return (rms.square() + rms).sqrt()
 
 
 @rule(
@@ -305,7 +316,7 @@ def _of_probabilities(rms: Tensor) -> Tensor:
 def normal_of(op: Overload, mean: Any, std: Any = 1.0, *, generator: Any = None) -> Raw:
     """r = sqrt(ra^2 + rb^2) for means of RMS ra and standard deviations of RMS rb."""
     like = first_scaled(mean, std)
-    a, b = operand(mean, like), operand(std, like)
+    a, b = side(mean, like), side(std, like)
     q = op(_floats(mean), _floats(std), generator=generator)
     return Raw(q, None, (a.rms.square() + b.rms.square()).sqrt())
 
@@ -314,7 +325,7 @@ def normal_of(op: Overload, mean: Any, std: Any = 1.0, *, generator: Any = None)
 def poisson(x: ScaledTensor, generator: Any = None) -> Raw:
     """r = sqrt(rx^2 + rx): the mean and the variance are both x."""
     q = aten.poisson.default(value(x).float(), generator)
-    return Raw(q, None, (x.rms.square() + x.rms).sqrt(), nonnegative=True)
+    return Raw(q, None, _poisson_rms(rms_of(x)), nonnegative=True)
 
 
 @rule(aten.binomial.default)
@@ -322,16 +333,16 @@ def binomial(count: Any, prob: Any, generator: Any = None) -> Raw:
     """r = sqrt((n p)^2 + n p), where n is the RMS of the counts and p the RMS of the
     probabilities."""
     like = first_scaled(count, prob)
-    mean = operand(count, like).rms * operand(prob, like).rms
+    mean = side(count, like).rms * side(prob, like).rms
     q = aten.binomial.default(_floats(count), _floats(prob), generator)
-    return Raw(q, None, (mean.square() + mean).sqrt(), nonnegative=True)
+    return Raw(q, None, _poisson_rms(mean), nonnegative=True)
 
 
 @rule(aten._standard_gamma.default)
 def standard_gamma(x: ScaledTensor, generator: Any = None) -> Raw:
     """r = sqrt(rx^2 + rx): the mean and the variance are both x."""
     q = aten._standard_gamma.default(value(x).float(), generator)
-    return Raw(q, None, (x.rms.square() + x.rms).sqrt(), nonnegative=True)
+    return Raw(q, None, _poisson_rms(rms_of(x)), nonnegative=True)
 
 
 @rule(
@@ -354,7 +365,8 @@ def dropout(x: ScaledTensor, p: float, train: bool | None) -> tuple[Raw, Tensor]
     """r / sqrt(1 - p) in training, and r in evaluation. The mask is plain."""
     q, mask = aten.native_dropout.default(elements(x), p, train)
     keep = 1 - p if train or train is None else 1.0
-    return Raw(q, x.scale, x.rms / max(keep, 2.0**-20) ** 0.5, nonnegative=x.nonnegative), mask
+    rms = rms_of(x) / max(keep, 2.0**-20) ** 0.5
+    return Raw(q, scale_of(x), rms, nonnegative=x.nonnegative), mask
 
 
 @rule(aten.native_dropout_backward.default)

@@ -14,13 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scaledtensor.ops.algebra import at_value, elements, gaussian_rms, integrand, operand, value
+from scaledtensor.ops.algebra import (
+    at_value,
+    constant,
+    elements,
+    gaussian_rms,
+    integrand,
+    operand,
+    side,
+    value,
+)
 from scaledtensor.ops.operators import aten, define_operator
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.results import LARGEST, saturated
 from scaledtensor.ops.rules.powers import exponential
 from scaledtensor.scales.measure import measured_rms
 from scaledtensor.scales.powers import settle
+from scaledtensor.scales.singles import rms_of, scale_of
 from scaledtensor.tensors.tensor import ScaledTensor
 
 __all__ = ["FUNCTIONS", "elementwise", "spellings", "with_slope"]
@@ -43,7 +53,7 @@ def elementwise(
 
     def run(x: ScaledTensor) -> Raw:
         # torch has many of these functions in float32 only.
-        rms = gaussian_rms(name, x.rms, nonnegative=x.nonnegative)
+        rms = gaussian_rms(name, rms_of(x), nonnegative=x.nonnegative)
         return Raw(call(value(x).float()), None, rms)
 
     run.__doc__ = (
@@ -81,8 +91,8 @@ def with_slope(
     times_slope = define_operator(f"{name}_backward(Tensor g, Tensor x) -> Tensor")
 
     def run_backward(g: Any, x: ScaledTensor) -> Raw:
-        left = operand(g, x)
-        rms = left.rms * gaussian_rms(key, x.rms, nonnegative=x.nonnegative)
+        left = side(g, x)
+        rms = left.rms * gaussian_rms(key, rms_of(x), nonnegative=x.nonnegative)
         return Raw(left.q.float() * slope(value(x).float()), left.scale, rms)
 
     mean = "median |f'(r z)|" if heavy_slope else "sqrt(E f'(r z)^2)"
@@ -141,7 +151,7 @@ with_slope(
 def degrees(op: Overload, x: ScaledTensor) -> Raw:
     """r pi / 180 to radians, and r 180 / pi to degrees."""
     c = math.pi / 180 if op is aten.deg2rad.default else 180 / math.pi
-    return Raw(elements(x), x.scale * c, x.rms * c, nonnegative=x.nonnegative)
+    return Raw(elements(x), scale_of(x) * c, rms_of(x) * c, nonnegative=x.nonnegative)
 
 
 # --- hyperbolic ------------------------------------------------------------------------------
@@ -258,7 +268,7 @@ def rounded(op: Overload, x: ScaledTensor) -> Raw:
     """sqrt(E f(r z)^2) for the function f itself, and at least 1/4: if r is small, few elements are
     not zero."""
     name = op._schema.name.split("::")[1]
-    rms = gaussian_rms(name, x.rms, nonnegative=x.nonnegative).clamp_min(_RARE)
+    rms = gaussian_rms(name, rms_of(x), nonnegative=x.nonnegative).clamp_min(_RARE)
     return at_value(op, x, rms, nonnegative=x.nonnegative)
 
 
@@ -270,7 +280,7 @@ for _name in ("floor", "ceil", "round", "trunc"):
 def round_decimals(x: ScaledTensor, *, decimals: int) -> Raw:
     """10^-d times the RMS of `round` for 10^d x, with d decimals."""
     unit = 10.0**-decimals
-    rms = gaussian_rms("round", x.rms / unit, nonnegative=x.nonnegative).clamp_min(_RARE) * unit
+    rms = gaussian_rms("round", rms_of(x) / unit, nonnegative=x.nonnegative).clamp_min(_RARE) * unit
     q = aten.round.decimals(value(x).float(), decimals=decimals)
     return Raw(q, None, rms, nonnegative=x.nonnegative)
 
@@ -281,7 +291,7 @@ elementwise("frac", aten.frac.default)
 @rule(aten.angle.default)
 def angle(x: ScaledTensor) -> Raw:
     """pi / sqrt(2): the angle is 0 or pi, by the sign."""
-    rms = torch.full_like(x.rms, math.pi * 0.5**0.5)
+    rms = constant(math.pi * 0.5**0.5, rms_of(x))
     return at_value(torch.angle, x, rms, nonnegative=True)
 
 
@@ -307,5 +317,5 @@ def frexp(x: ScaledTensor) -> tuple[Raw, Tensor]:
     """sqrt(3/8 / ln 2) for the mantissa, whose logarithm is spread evenly over [1/2, 1). The
     exponents are plain."""
     mantissa, exponent = torch.frexp(value(x))
-    rms = torch.full_like(x.rms, (0.375 / math.log(2)) ** 0.5)
+    rms = constant((0.375 / math.log(2)) ** 0.5, rms_of(x))
     return Raw(mantissa, None, rms), exponent

@@ -19,9 +19,9 @@ from torch import Tensor
 from scaledtensor.formats import FP32
 from scaledtensor.ops.algebra import (
     bounded_square,
+    constant,
     difference,
     first_scaled,
-    operand,
     side,
     wide,
 )
@@ -30,7 +30,7 @@ from scaledtensor.ops.products.table import linear
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.rules.activation import softplus_rms
 from scaledtensor.ops.rules.elementary import spellings
-from scaledtensor.scales.singles import single_of
+from scaledtensor.scales.singles import Amount, rms_of, single_of
 from scaledtensor.tensors.tensor import ScaledTensor
 
 __all__ = ["FUNCTIONS"]
@@ -44,27 +44,27 @@ class _Incoming(NamedTuple):
     """The gradient of a loss, with the number of terms of a mean in its scale."""
 
     q: Tensor
-    scale: Tensor
-    rms: Tensor
+    scale: Any
+    rms: Any
     reduction: int
     """The reduction for the kernel, which is never a mean."""
 
     @staticmethod
     def of(g: Any, like: ScaledTensor, n: int, reduction: int) -> "_Incoming":
         """Take the gradient `g` of a loss over `n` terms."""
-        left = operand(g, like)
+        left = side(g, like)
         share = 1 / max(n, 1) if reduction == _MEAN else 1.0
         rest = _NONE if reduction == _NONE else _SUM
         return _Incoming(left.q.float(), left.scale * share, left.rms * share, rest)
 
 
-def _loss(loss: Tensor, rms: Tensor, reduction: int) -> Any:
+def _loss(loss: Tensor, rms: Amount, reduction: int) -> Any:
     """Return a loss: a plain statistic if it has a reduction."""
     return loss if reduction else Raw(loss, None, rms, format=FP32, nonnegative=True)
 
 
-def _weighted(rms: Tensor, weight: Any, like: ScaledTensor) -> Tensor:
-    return rms if weight is None else rms * operand(weight, like).rms
+def _weighted(rms: Amount, weight: Any, like: ScaledTensor) -> Any:
+    return rms if weight is None else rms * side(weight, like).rms
 
 
 # --- negative log-likelihood -----------------------------------------------------------------
@@ -124,7 +124,7 @@ def mse_loss_backward(g: Any, x: Any, y: Any, reduction: int) -> Raw:
     return Raw(into.q * (left - right), into.scale * 2, into.rms * spread * 2)
 
 
-def _huber_rms(spread: Tensor, edge: float) -> Tensor:
+def _huber_rms(spread: Any, edge: float) -> Any:
     # d is the difference in units of the edge. The ends are sqrt(3) d^2 / 2 for small d, and d for
     # large d. Between them the formula is within 6% of the integral.
     d2 = bounded_square(spread / edge)
@@ -158,7 +158,7 @@ def smooth_l1_loss_backward(
     into = _Incoming.of(g, first_scaled(x, y, g), x.numel(), reduction)
     left, right, spread = difference(x, y, g)
     q = op(into.q, left, right, into.reduction, edge)
-    slope = torch.ones_like(spread)
+    slope = constant(1.0, spread)
     if edge:
         d2 = bounded_square(spread / edge)
         slope = (d2 / (1 + 0.97 * d2)).sqrt()
@@ -176,7 +176,7 @@ def binary_cross_entropy(x: Any, target: Any, weight: Any = None, reduction: int
     2, and for probabilities that are spread evenly its RMS is sqrt(2)."""
     like = first_scaled(x, target, weight)
     loss = aten.binary_cross_entropy.default(wide(x), wide(target), wide(weight), reduction)
-    return _loss(loss, _weighted(torch.ones_like(like.rms), weight, like), reduction)
+    return _loss(loss, _weighted(constant(1.0, rms_of(like)), weight, like), reduction)
 
 
 @rule(aten.binary_cross_entropy_backward.default)
@@ -194,7 +194,7 @@ def binary_cross_entropy_backward(
     return Raw(q, into.scale, _weighted(into.rms * 2.8, weight, like))
 
 
-def _sigmoid_square(rms: Tensor) -> Tensor:
+def _sigmoid_square(rms: Any) -> Any:
     """Return E sigmoid(r z)^2, within 5% of the integral."""
     r2 = bounded_square(rms)
     return 0.25 + 0.25 * (r2 / (r2 + 7.4))
@@ -202,19 +202,19 @@ def _sigmoid_square(rms: Tensor) -> Tensor:
 
 def _difference_from_target(
     x: Any, target: Any, pos_weight: Any, like: ScaledTensor
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Any]:
     """Return (1 - t + w t) sigmoid(x) - w t, and its RMS.
 
     E (sigmoid - t)^2 = E sigmoid^2 - E t (1 - t) if x is independent of t. The means over the
     targets are read from their table.
     """
     t, logits = wide(target), wide(x)
-    square = _sigmoid_square(operand(x, like).rms) - (t * (1 - t)).mean()
+    square = _sigmoid_square(side(x, like).rms) - single_of((t * (1 - t)).mean())
     if pos_weight is None:
         return logits.sigmoid() - t, square.clamp_min(2.0**-12).sqrt()
     w = wide(pos_weight)
     share = 1 - t + w * t
-    square = square * (1 - t + w.square() * t).mean()
+    square = square * single_of((1 - t + w.square() * t).mean())
     return share * logits.sigmoid() - w * t, square.clamp_min(2.0**-12).sqrt()
 
 
@@ -254,7 +254,7 @@ def binary_cross_entropy_with_logits_rule(
     loss = aten.binary_cross_entropy_with_logits.default(
         wide(x), wide(target), wide(weight), wide(pos_weight), reduction
     )
-    rms = softplus_rms(operand(x, like).rms)
+    rms = softplus_rms(side(x, like).rms)
     return _loss(loss, _weighted(_weighted(rms, weight, like), pos_weight, like), reduction)
 
 
@@ -320,7 +320,7 @@ def ctc_loss_backward(op: Overload, g: Any, log_probs: Any, targets: Tensor, *ar
     """r_g sqrt(0.4 / C) for the gradient g (p - posterior) over C classes. The posterior is on two
     or three classes. Steps after the end of a sequence are zero."""
     like = first_scaled(g, log_probs, *args)
-    left = operand(g, like)
+    left = side(g, like)
     rest = tuple(wide(a) for a in args)
     q = op(left.q.float(), wide(log_probs).contiguous(), targets, *rest)
     rms = left.rms * (0.4 / max(log_probs.shape[-1], 1)) ** 0.5
@@ -385,7 +385,7 @@ def multi_margin_loss(
     The loss is the mean over classes j of max(0, m - x_t + x_j)^p for the target t."""
     like = first_scaled(x, weight)
     loss = aten.multi_margin_loss.default(wide(x), target, p, margin, wide(weight), reduction)
-    rms = (margin**2 + 0.45 * bounded_square(operand(x, like).rms)).sqrt().pow(p)
+    rms = (margin**2 + 0.45 * bounded_square(side(x, like).rms)).sqrt().pow(p)
     return _loss(loss, _weighted(rms, weight, like), reduction)
 
 
@@ -408,7 +408,7 @@ def multi_margin_loss_backward(
     q = aten.multi_margin_loss_backward.default(
         into.q, wide(x), target, p, margin, wide(weight), into.reduction
     )
-    r = operand(x, like).rms
+    r = side(x, like).rms
     if p == 1:
         each, together = _violated(r, margin)
     else:
@@ -425,7 +425,7 @@ def multilabel_margin_loss(x: ScaledTensor, target: Tensor, reduction: int) -> t
     that are targets."""
     loss, is_target = aten.multilabel_margin_loss_forward.default(wide(x), target, reduction)
     pairs = _mixed(is_target) * _rows(x)[1]
-    rms = pairs * (1 + 0.45 * bounded_square(x.rms)).sqrt()
+    rms = pairs * (1 + 0.45 * bounded_square(rms_of(x))).sqrt()
     return _loss(loss, rms, reduction), is_target
 
 
@@ -446,7 +446,7 @@ def multilabel_margin_loss_backward(
     into = _Incoming.of(g, like, _rows(x)[0], reduction)
     hits = wide(is_target)
     q = aten.multilabel_margin_loss_backward.default(into.q, wide(x), target, into.reduction, hits)
-    _, together = _violated(operand(x, like).rms, 1.0)
+    _, together = _violated(side(x, like).rms, 1.0)
     return Raw(q, into.scale, into.rms * (together * _mixed(hits)).sqrt())
 
 
@@ -456,7 +456,7 @@ def soft_margin_loss(x: Any, target: Any, reduction: int = 1) -> Any:
     softplus of -t x."""
     like = first_scaled(x, target)
     loss = aten.soft_margin_loss.default(wide(x), wide(target), reduction)
-    r = operand(x, like).rms * operand(target, like).rms
+    r = side(x, like).rms * side(target, like).rms
     return _loss(loss, softplus_rms(r), reduction)
 
 
@@ -467,8 +467,8 @@ def soft_margin_loss_backward(g: Any, x: Any, target: Any, reduction: int) -> Ra
     like = first_scaled(g, x, target)
     into = _Incoming.of(g, like, x.numel(), reduction)
     q = aten.soft_margin_loss_backward.default(into.q, wide(x), wide(target), into.reduction)
-    t = operand(target, like).rms
-    slope = _sigmoid_square(operand(x, like).rms * t).sqrt() * t
+    t = side(target, like).rms
+    slope = _sigmoid_square(side(x, like).rms * t).sqrt() * t
     return Raw(q, into.scale, into.rms * slope)
 
 

@@ -23,7 +23,6 @@ from scaledtensor.ops.algebra import (
     factor,
     first_scaled,
     measured,
-    operand,
     quadrature,
     side,
 )
@@ -83,15 +82,16 @@ def dot(a: Any, b: Any) -> Tensor:
     """A plain float32 statistic."""
     check_dtypes(a, b)
     like = first_scaled(a, b)
-    x, y = operand(a, like), operand(b, like)
-    return torch.dot(x.q.float(), y.q.float()) * x.scale * y.scale
+    x, y = side(a, like), side(b, like)
+    product: Tensor = torch.dot(x.q.float(), y.q.float()) * x.scale * y.scale
+    return product
 
 
 @rule(aten.linalg_cross.default)
 def cross(a: Any, b: Any, *, dim: int = -1) -> Raw:
     """r = ra rb sqrt(2): each element is a sum of two products."""
     like = first_scaled(a, b)
-    x, y = operand(a, like), operand(b, like)
+    x, y = side(a, like), side(b, like)
     q = torch.linalg.cross(*multiplied(x.q, y.q), dim=dim)
     return Raw(q, product_of(x.scale, y.scale), x.rms * y.rms * 2**0.5)
 
@@ -110,7 +110,7 @@ def trilinear(
     """r = ra rb rc sqrt(n) for sums of n products. It is a part of the derivative of a plain
     `nn.Bilinear`."""
     like = first_scaled(a, b, c)
-    factors = [operand(x, like) for x in (a, b, c)]
+    factors = [side(x, like) for x in (a, b, c)]
     expanded = (expand1, expand2, expand3)
     terms = 1
     for dim in sumdim:
@@ -140,13 +140,11 @@ def addmm(c: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Raw:
     polynomial of a matrix (Newton-Schulz), the two parts cancel each other, and r is measured."""
     matmul = torch.bmm if a.dim() == 3 else torch.mm if b.dim() == 2 else torch.mv
     product = _product(matmul, a, b)
-    if c is a or c is b:
-        base = operand(c, c)
-        ratio = base.scale / tensor_of(product.held) * beta
-        return measured(base.q.float() * ratio + product.q * alpha, tensor_of(product.held))
     if beta == 0 and alpha == 1:
         return product
-    return _plus(c, product, first_scaled(c, a, b), beta, alpha)
+    cancels = c is a or c is b
+    total = _plus(c, product, first_scaled(c, a, b), beta, alpha, wide=cancels)
+    return measured(total.q, total.scale) if cancels else total
 
 
 @rule(aten.addbmm.default)
@@ -163,16 +161,20 @@ def addr(c: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Raw:
     """r = sqrt((beta rc)^2 + (alpha ra rb)^2) for beta c plus alpha times the outer product of a
     and b."""
     like = first_scaled(c, a, b)
-    x, y = operand(a, like), operand(b, like)
+    x, y = side(a, like), side(b, like)
     outer = Raw(torch.outer(*multiplied(x.q, y.q)), product_of(x.scale, y.scale), x.rms * y.rms)
     return _plus(c, outer, like, beta, alpha)
 
 
-def _plus(c: Any, product: Raw, like: ScaledTensor, beta: float, alpha: float) -> Raw:
+def _plus(
+    c: Any, product: Raw, like: ScaledTensor, beta: float, alpha: float, wide: bool = False
+) -> Raw:
+    """Return beta c + alpha times the product; in float32 if `wide`."""
     base = side(c, like)
+    start = base.q.float() if wide else base.q
     rms = quadrature(base.rms * abs(beta), product.rms * abs(alpha))
     scale, ratio, factor = settle(rms, base.scale, product.held)
-    q = plus_product(base.q * beta if beta != 1 else base.q, ratio, product.q, factor, alpha)
+    q = plus_product(start * beta if beta != 1 else start, ratio, product.q, factor, alpha)
     return Raw(q, scale, rms, settled=True)
 
 
@@ -192,7 +194,7 @@ def grouped_mm(
         scale, ratio, rms = settle_product(a.shape[-1], (a.scale, a.rms), (b.scale, b.rms))
         q = units.groups(a.qdata, b.qdata, offs, tensor_of(ratio, a.device), _is_fast(a, b))
         return Raw(q, scale, rms, settled=True, dtype=out_dtype)
-    x, y = operand(a, like), operand(b, like)
+    x, y = side(a, like), side(b, like)
     left, right = multiplied(x.q, y.q, wide=is_wide(a, b))
     if not (_is_aligned(left) and _is_aligned(right)):
         left, right = left.float(), right.float()

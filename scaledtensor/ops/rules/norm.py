@@ -19,7 +19,7 @@ from torch import Tensor
 from scaledtensor.backends import backend_of
 from scaledtensor.formats import FP32
 from scaledtensor.ops import invariant
-from scaledtensor.ops.algebra import first_scaled, operand, plain, quadrature, read_value, side
+from scaledtensor.ops.algebra import first_scaled, plain, quadrature, read_value, side
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.ops.results import write
@@ -318,7 +318,7 @@ def _batch_norm(
         return Raw(out, None, _affine_rms(weight, bias, v)), mean, rstd
     rms = _affine_rms(weight, None, v) * running.deviations(x)
     if bias is not None:
-        rms = quadrature(rms, operand(bias, x).rms)
+        rms = quadrature(rms, side(bias, x).rms)
     return Raw(out, None, rms), mean, rstd
 
 

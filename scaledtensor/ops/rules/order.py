@@ -32,7 +32,7 @@ from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.rules.reduction import extreme_rms, growth
 from scaledtensor.ops.rules.softmax import logsumexp_rms
 from scaledtensor.scales.cast_nodes import as_stored
-from scaledtensor.scales.singles import rms_of, scale_of, scaled_by
+from scaledtensor.scales.singles import Amount, rms_of, scale_of, scaled_by
 from scaledtensor.tensors.tensor import ScaledTensor
 
 __all__ = ["FUNCTIONS"]
@@ -154,11 +154,13 @@ def ordered(op: Overload, x: ScaledTensor, *args: Any, **kwargs: Any) -> Any:
     """r: the elements in order, under the same scale. For the k largest or smallest of n, r sqrt(2
     ln(n / k)). The indices are plain."""
     q, index = op(as_stored(elements(x)), *args, **kwargs)
-    rms = extreme_rms(x.rms, x.numel() // max(q.numel(), 1)) if q.numel() < x.numel() else x.rms
-    return Raw(q, x.scale, rms), index
+    rms = rms_of(x)
+    if q.numel() < x.numel():
+        rms = extreme_rms(rms, x.numel() // max(q.numel(), 1))
+    return Raw(q, scale_of(x), rms), index
 
 
-def _rank_rms(rms: Tensor, k: int, n: int) -> Tensor:
+def _rank_rms(rms: Amount, k: int, n: int) -> Any:
     """RMS of the k-th smallest of n Gaussians of RMS `rms`.
 
     Its mean is Phi^-1(p) with p = (k - 3/8) / (n + 1/4) (Blom 1958). Its variance is about
@@ -177,13 +179,13 @@ def median_dim(op: Overload, x: ScaledTensor, dim: int, keepdim: bool = False) -
     """About r sqrt(pi / (2 n)). For an even n it is the lower of the two elements in the middle."""
     q, index = op(as_stored(elements(x)), dim, keepdim)
     n = max(count(x.shape, dim), 1)
-    return Raw(q, x.scale, _rank_rms(x.rms, (n + 1) // 2, n)), index
+    return Raw(q, scale_of(x), _rank_rms(rms_of(x), (n + 1) // 2, n)), index
 
 
 @rule(aten.median.default, aten.nanmedian.default, pass_op=True)
 def median(op: Overload, x: ScaledTensor) -> Tensor:
     """A plain float32 statistic."""
-    middle: Tensor = op(as_stored(elements(x))).float() * x.scale
+    middle: Tensor = op(as_stored(elements(x))).float() * scale_of(x)
     return middle
 
 
@@ -193,14 +195,14 @@ def kthvalue(x: ScaledTensor, k: int, dim: int = -1, keepdim: bool = False) -> A
     is Phi^-1(p) (Blom 1958), and the variance p (1 - p) / (n + 1) / phi^2."""
     q, index = aten.kthvalue.default(as_stored(elements(x)), k, dim, keepdim)
     n = max(count(x.shape, dim), 1)
-    return Raw(q, x.scale, _rank_rms(x.rms, k, n)), index
+    return Raw(q, scale_of(x), _rank_rms(rms_of(x), k, n)), index
 
 
 @rule(aten.mode.default)
 def mode(x: ScaledTensor, dim: int = -1, keepdim: bool = False) -> Any:
     """r sqrt(2 ln n): if all values are different, the mode is the least one."""
     q, index = aten.mode.default(as_stored(elements(x)), dim, keepdim)
-    return Raw(q, x.scale, extreme_rms(x.rms, count(x.shape, dim))), index
+    return Raw(q, scale_of(x), extreme_rms(rms_of(x), count(x.shape, dim))), index
 
 
 @rule(
@@ -212,7 +214,7 @@ def mode(x: ScaledTensor, dim: int = -1, keepdim: bool = False) -> Any:
 def unique(op: Overload, x: ScaledTensor, *args: Any, **kwargs: Any) -> Any:
     """r: some of the elements, under the same scale. The indices and counts are plain."""
     q, *counts = op(elements(x), *args, **kwargs)
-    return Raw(q, x.scale, x.rms, settled=True, nonnegative=x.nonnegative), *counts
+    return Raw(q, scale_of(x), rms_of(x), settled=True, nonnegative=x.nonnegative), *counts
 
 
 # --- scans -----------------------------------------------------------------------------------
@@ -248,8 +250,8 @@ def cummax(op: Overload, x: ScaledTensor, dim: int) -> tuple[Raw, Tensor]:
     The indices are plain."""
     q, index = op(elements(x), dim)
     n = max(count(x.shape, dim), 1)
-    rms = x.rms * max(2 * math.lgamma(n + 1) / n, 1.0) ** 0.5
-    return Raw(q, x.scale, rms), index
+    rms = rms_of(x) * max(2 * math.lgamma(n + 1) / n, 1.0) ** 0.5
+    return Raw(q, scale_of(x), rms), index
 
 
 # Autograd writes the derivative of logcumsumexp with the logarithm of the gradient, for which no
@@ -270,7 +272,8 @@ def logcumsumexp_rule(x: ScaledTensor, dim: int) -> Raw:
     n = max(count(x.shape, dim), 1)
     logs = math.sqrt(sum(math.log(i) ** 2 for i in range(1, n + 1)) / n)
     spread = math.sqrt(sum(1 / i for i in range(1, n + 1)) / n)
-    rms = quadrature(logsumexp_rms(x.rms, round(math.exp(logs))), x.rms * spread)
+    r = rms_of(x)
+    rms = quadrature(logsumexp_rms(r, round(math.exp(logs))), r * spread)
     return Raw(torch.logcumsumexp(value(x).float(), dim), None, rms, format=FP32)
 
 

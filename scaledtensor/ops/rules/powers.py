@@ -4,10 +4,10 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from scaledtensor.ops.algebra import (
     at_value,
+    constant,
     elements,
     gaussian_moment,
     quadrature,
@@ -18,7 +18,7 @@ from scaledtensor.ops.operators import aten
 from scaledtensor.ops.plausible import wild
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.rules.arithmetic import mul
-from scaledtensor.scales.singles import rms_of, scale_of
+from scaledtensor.scales.singles import Amount, Single, rms_of, scale_of, tensor_of
 from scaledtensor.tensors.tensor import ScaledTensor
 
 __all__ = ["exponential", "log_rms"]
@@ -86,7 +86,7 @@ def exponential(x: ScaledTensor, function: Any, rate: float) -> Raw:
     """Apply `function`, which is exp(rate x), with a measured RMS. If some element overflows, the
     RMS is exp((rate r)^2), the moment of a Gaussian."""
     q = function(value(x))
-    gaussian = (x.rms * rate).square().clamp_max(4.0).exp()
+    gaussian = (rms_of(x) * rate).square().clamp_max(4.0).exp()
     return Raw(q, None, wild(rms_seen(q, gaussian)), nonnegative=True)
 
 
@@ -100,29 +100,29 @@ def exp(x: ScaledTensor) -> Raw:
 @rule(aten.expm1.default)
 def expm1(x: ScaledTensor) -> Raw:
     """r = expm1(rx^2) + rx: close to rx if rx is small, and as for exp if rx is large."""
-    r2 = x.rms.square().clamp_max(4.0)
-    return at_value(torch.expm1, x, r2.expm1() + x.rms.clamp_max(1.0))
+    r = rms_of(x)
+    return at_value(torch.expm1, x, r.square().clamp_max(4.0).expm1() + r.clamp_max(1.0))
 
 
 @rule(aten.log1p.default)
 def log1p(x: ScaledTensor) -> Raw:
     """r = log1p(rx): close to rx if rx is small, and to ln rx if rx is large."""
-    return at_value(torch.log1p, x, x.rms.log1p(), nonnegative=x.nonnegative)
+    return at_value(torch.log1p, x, rms_of(x).log1p(), nonnegative=x.nonnegative)
 
 
-def log_rms(rms: Tensor) -> Tensor:
+def log_rms(rms: Amount) -> Any:
     """RMS of ln|x| for a Gaussian x: the mean is ln r - (ln 2 + gamma) / 2, the variance pi^2 /
     8."""
-    spread = torch.full_like(rms, math.pi / 8**0.5)
-    logarithm: Tensor = quadrature(rms.clamp_min(2.0**-126).log() - 0.635, spread)
-    return logarithm
+    rms = rms if type(rms) is Single else tensor_of(rms)  # closed forms have no logarithm
+    spread = constant(math.pi / 8**0.5, rms)
+    return quadrature(rms.clamp_min(2.0**-126).log() - 0.635, spread)
 
 
 @rule(aten.log.default, aten.log2.default, aten.log10.default, pass_op=True)
 def log(op: Overload, x: ScaledTensor) -> Raw:
     """r = sqrt((ln rx - 0.635)^2 + pi^2 / 8), by the mean and the variance of ln|z|; log2 and log10
     divide it by ln 2 and ln 10."""
-    natural = log_rms(x.rms)
+    natural = log_rms(rms_of(x))
     base = {aten.log2.default: math.log(2), aten.log10.default: math.log(10)}.get(op, 1.0)
     return at_value(op, x, natural / base)
 
@@ -130,10 +130,10 @@ def log(op: Overload, x: ScaledTensor) -> Raw:
 @rule(aten.sin.default)
 def sin(x: ScaledTensor) -> Raw:
     """r = sqrt((1 - exp(-2 rx^2)) / 2)."""
-    return at_value(torch.sin, x, (-0.5 * torch.expm1(-2 * x.rms.square())).sqrt())
+    return at_value(torch.sin, x, (-0.5 * (-2 * rms_of(x).square()).expm1()).sqrt())
 
 
 @rule(aten.cos.default)
 def cos(x: ScaledTensor) -> Raw:
     """r = sqrt((1 + exp(-2 rx^2)) / 2)."""
-    return at_value(torch.cos, x, (0.5 + 0.5 * torch.exp(-2 * x.rms.square())).sqrt())
+    return at_value(torch.cos, x, (0.5 + 0.5 * (-2 * rms_of(x).square()).exp()).sqrt())

@@ -21,8 +21,8 @@ from scaledtensor.ops.algebra import (
     elements,
     first_scaled,
     of_floats,
-    operand,
     plain,
+    side,
     statistic,
     value,
 )
@@ -30,7 +30,7 @@ from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.scales.cast_nodes import as_stored
 from scaledtensor.scales.powers import product_of
-from scaledtensor.scales.singles import rms_of, scale_of
+from scaledtensor.scales.singles import Amount, rms_of, scale_of
 from scaledtensor.tensors.tensor import ScaledTensor
 
 __all__ = ["extreme_rms", "growth"]
@@ -107,15 +107,16 @@ def nansum(x: ScaledTensor, dim: Dims = None, keepdim: bool = False, *, dtype: A
     dtype = of_floats(dtype)
     q = aten.nansum.default(elements(x).float(), dim, keepdim)
     if _is_full(x, dim, keepdim):
-        return statistic(q * x.scale, dtype)
-    rms = x.rms * growth(count(x.shape, dim), x.nonnegative)
-    return Raw(q, x.scale, rms, format=FP32, nonnegative=x.nonnegative, dtype=dtype or x.dtype)
+        return statistic(q * scale_of(x), dtype)
+    rms = rms_of(x) * growth(count(x.shape, dim), x.nonnegative)
+    positive = x.nonnegative
+    return Raw(q, scale_of(x), rms, format=FP32, nonnegative=positive, dtype=dtype or x.dtype)
 
 
 @rule(aten.trace.default)
 def trace(x: ScaledTensor) -> Tensor:
     """A plain float32 statistic."""
-    total: Tensor = elements(x).float().trace() * x.scale
+    total: Tensor = elements(x).float().trace() * scale_of(x)
     return total
 
 
@@ -126,11 +127,12 @@ def segment_reduce(x: ScaledTensor, reduce: str, **kwargs: Any) -> Raw:
     q = aten.segment_reduce.default(value(x).float(), reduce, **kwargs)
     n = max(x.numel() / max(q.numel(), 1), 1.0)
     factor = growth(n, x.nonnegative)
+    r = rms_of(x)
     rms = {
-        "sum": x.rms * factor,
-        "mean": x.rms * (factor / n),
-        "prod": x.rms.pow(n),
-    }.get(reduce, extreme_rms(x.rms, round(n)))
+        "sum": r * factor,
+        "mean": r * (factor / n),
+        "prod": r.pow(n),
+    }.get(reduce, extreme_rms(r, round(n)))
     return Raw(q, None, rms, format=FP32, nonnegative=x.nonnegative)
 
 
@@ -139,21 +141,21 @@ def segment_reduce_backward(g: Any, y: Any, x: Any, reduce: str, **kwargs: Any) 
     """r_g for sums, since each of the n elements of a segment gets the gradient; r_g / n for means,
     r_g / sqrt(n) for extremes, and r_g ry / rx for products with the result y."""
     like = first_scaled(g, y, x)
-    left = operand(g, like)
+    left = side(g, like)
     grad = left.q.float()
     result, data = (plain(t).float() for t in (y, x))
     q = aten._segment_reduce_backward.default(grad, result, data, reduce, **kwargs)
     n = max(data.numel() / max(result.numel(), 1), 1.0)
     rms = left.rms * {"sum": 1.0, "prod": 1.0, "mean": 1 / n}.get(reduce, n**-0.5)
     if reduce == "prod":
-        rms = rms * operand(y, like).rms / operand(x, like).rms
+        rms = rms * side(y, like).rms / side(x, like).rms
     return Raw(q, left.scale, rms)
 
 
 # --- extremes --------------------------------------------------------------------------------
 
 
-def extreme_rms(rms: Tensor, n: int) -> Tensor:
+def extreme_rms(rms: Amount, n: int) -> Any:
     """RMS of the largest of n Gaussians of RMS r: r sqrt(2 ln n), and at least r."""
     root: float = max(2 * log(max(n, 1)), 1.0) ** 0.5
     return rms * root
@@ -164,21 +166,21 @@ def amax(op: Overload, x: ScaledTensor, dim: Dims = (), keepdim: bool = False) -
     """r sqrt(2 ln n). Over all elements, a plain float32 statistic."""
     q = op(as_stored(elements(x)), dim, keepdim)
     if _is_full(x, dim, keepdim):
-        return q.float() * x.scale
-    return Raw(q, x.scale, extreme_rms(x.rms, count(x.shape, dim)))
+        return q.float() * scale_of(x)
+    return Raw(q, scale_of(x), extreme_rms(rms_of(x), count(x.shape, dim)))
 
 
 @rule(aten.max.dim, aten.min.dim, pass_op=True)
 def max_dim(op: Overload, x: ScaledTensor, dim: int, keepdim: bool = False) -> Any:
     """r sqrt(2 ln n). The indices are plain."""
     q, index = op(as_stored(elements(x)), dim, keepdim)
-    return Raw(q, x.scale, extreme_rms(x.rms, count(x.shape, dim))), index
+    return Raw(q, scale_of(x), extreme_rms(rms_of(x), count(x.shape, dim))), index
 
 
 @rule(aten.max.default, aten.min.default, pass_op=True)
 def max_all(op: Overload, x: ScaledTensor) -> Tensor:
     """A plain float32 statistic."""
-    largest: Tensor = op(as_stored(elements(x))).float() * x.scale
+    largest: Tensor = op(as_stored(elements(x))).float() * scale_of(x)
     return largest
 
 
@@ -194,10 +196,11 @@ def aminmax(x: ScaledTensor, *, dim: int | None = None, keepdim: bool = False) -
 
 def _variance(x: ScaledTensor, q: Tensor, dim: Dims, correction: float | None = None) -> Any:
     if q.dim() == 0:
-        return q * x.scale * x.scale
+        return q * scale_of(x) * scale_of(x)
     n, degrees = _degrees(x, dim, correction)
-    rms = x.rms.square() * (((n - 1) * (n + 1)) ** 0.5 / degrees)
-    return Raw(q, product_of(x.scale, x.scale), rms, format=FP32, nonnegative=True)
+    scale = scale_of(x)
+    rms = rms_of(x).square() * (((n - 1) * (n + 1)) ** 0.5 / degrees)
+    return Raw(q, product_of(scale, scale), rms, format=FP32, nonnegative=True)
 
 
 def _degrees(x: ScaledTensor, dim: Dims, correction: float | None) -> tuple[int, float]:
@@ -222,9 +225,10 @@ def std(
     """r sqrt((n - 1) / (n - correction))."""
     q = aten.std.correction(elements(x).float(), dim, correction=correction, keepdim=keepdim)
     if q.dim() == 0:
-        return q * x.scale
+        return q * scale_of(x)
     n, degrees = _degrees(x, dim, correction)
-    return Raw(q, x.scale, x.rms * ((n - 1) / degrees) ** 0.5, format=FP32, nonnegative=True)
+    rms = rms_of(x) * ((n - 1) / degrees) ** 0.5
+    return Raw(q, scale_of(x), rms, format=FP32, nonnegative=True)
 
 
 @rule(aten.var_mean.correction)
@@ -236,10 +240,11 @@ def var_mean(
         elements(x).float(), dim, correction=correction, keepdim=keepdim
     )
     if mean.dim() == 0:
-        return variance * x.scale * x.scale, mean * x.scale
+        scale = scale_of(x)
+        return variance * scale * scale, mean * scale
     n = count(x.shape, dim)
-    share = growth(n, x.nonnegative) / max(n, 1)
-    return _variance(x, variance, dim, correction), Raw(mean, x.scale, x.rms * share, format=FP32)
+    rms = rms_of(x) * (growth(n, x.nonnegative) / max(n, 1))
+    return _variance(x, variance, dim, correction), Raw(mean, scale_of(x), rms, format=FP32)
 
 
 @rule(aten.std_mean.correction)
@@ -269,10 +274,11 @@ def vector_norm(
     if ord == 0:
         return statistic(q, dtype)
     if _is_full(x, dim, keepdim):
-        return statistic(q * x.scale, dtype)
+        return statistic(q * scale_of(x), dtype)
     n = count(x.shape, dim)
-    rms = extreme_rms(x.rms, n) if math.isinf(ord) else x.rms * n ** (1 / ord)
-    return Raw(q, x.scale, rms, format=FP32, dtype=dtype, nonnegative=True)
+    r = rms_of(x)
+    rms = extreme_rms(r, n) if math.isinf(ord) else r * n ** (1 / ord)
+    return Raw(q, scale_of(x), rms, format=FP32, dtype=dtype, nonnegative=True)
 
 
 @rule(
@@ -299,7 +305,7 @@ def renorm(x: ScaledTensor, p: float, dim: int, maxnorm: float) -> Raw:
     n = max(x.numel() // max(x.shape[dim], 1), 1)
     bound = float(maxnorm) / (n ** (1 / p) if p > 0 else 1)
     q = aten.renorm.default(value(x), p, dim, maxnorm)
-    return Raw(q, None, x.rms.clamp_max(bound), nonnegative=x.nonnegative)
+    return Raw(q, None, rms_of(x).clamp_max(bound), nonnegative=x.nonnegative)
 
 
 @rule(aten.dist.default)
@@ -316,4 +322,4 @@ def prod(op: Overload, x: ScaledTensor, *args: Any, dtype: Any = None) -> Any:
     if q.dim() == 0:
         return statistic(q, dtype)
     n = x.numel() // max(q.numel(), 1)
-    return Raw(q, None, x.rms**n, format=FP32, dtype=dtype, nonnegative=x.nonnegative)
+    return Raw(q, None, rms_of(x) ** n, format=FP32, dtype=dtype, nonnegative=x.nonnegative)

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
-from scaledtensor.ops.algebra import computable, elements, first_scaled, operand, plain
+from scaledtensor.ops.algebra import computable, elements, first_scaled, operand, plain, side
 from scaledtensor.ops.operators import aten, define_operator
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.rules.views import move
 from scaledtensor.ops.rules.windows import expanded, pairs, share, sym_max
 from scaledtensor.scales.powers import product_of
+from scaledtensor.scales.singles import rms_of, scale_of
 from scaledtensor.tensors.tensor import ScaledTensor
 
 __all__ = ["FUNCTIONS"]
@@ -53,7 +54,7 @@ rule(
 def repeated(op: Overload, x: ScaledTensor, *options: Any) -> Raw:
     """r: the same elements, some of them several times, under the same scale."""
     q = op(elements(x), *options)
-    return Raw(q, x.scale, x.rms, settled=True, nonnegative=x.nonnegative)
+    return Raw(q, scale_of(x), rms_of(x), settled=True, nonnegative=x.nonnegative)
 
 
 @rule(
@@ -67,7 +68,7 @@ def repeated(op: Overload, x: ScaledTensor, *options: Any) -> Raw:
 )
 def pad_backward(op: Overload, g: Any, x: Any, padding: Sequence[int]) -> Raw:
     """r_g sqrt(gradients / elements): each gradient goes to one element."""
-    out = operand(g, first_scaled(g, x))
+    out = side(g, first_scaled(g, x))
     q = op(out.q, plain(x).to(out.q.dtype), padding)
     return Raw(q, out.scale, out.rms * share(g.shape, x.shape) ** 0.5)
 
@@ -87,7 +88,7 @@ def repeated_backward(
     """r_g sqrt(gradients / elements): each gradient goes to one element."""
     # Inductor writes the kernel for sizes that are constants alone.
     q = op(elements(g), [int(n) for n in size], [int(n) for n in source], *options)
-    return Raw(q, g.scale, g.rms * share(g.shape, q.shape) ** 0.5)
+    return Raw(q, scale_of(g), rms_of(g) * share(g.shape, q.shape) ** 0.5)
 
 
 # --- interpolation ---------------------------------------------------------------------------
@@ -116,7 +117,7 @@ def interpolate(op: Overload, x: ScaledTensor, size: Sequence[int], *options: An
     positive = x.nonnegative and _KERNELS[_name(op)][0] == "linear"
     if x.nonnegative:
         square = (2 * square + 1) / 3
-    return Raw(q, x.scale, x.rms * math.sqrt(square), nonnegative=positive)
+    return Raw(q, scale_of(x), rms_of(x) * math.sqrt(square), nonnegative=positive)
 
 
 @rule(*_BACKWARDS, pass_op=True)
@@ -128,7 +129,7 @@ def interpolate_backward(
     size, source = [int(n) for n in size], [int(n) for n in source]
     q = op(computable(op, elements(g)), size, source, *options)
     square = _squares(op, source, size, options) / max(math.prod(source[-len(size) :]), 1)
-    return Raw(q, g.scale, g.rms * math.sqrt(square))
+    return Raw(q, scale_of(g), rms_of(g) * math.sqrt(square))
 
 
 # In compiled code and in derivatives, torch writes interpolations in gathers and sums. So
@@ -393,7 +394,7 @@ def im2col(x: ScaledTensor, *geometry: Any) -> Raw:
     seen, columns = _seen(x.shape[-2:], *geometry)
     q = aten.im2col.default(elements(x), *geometry)
     inside = seen / sym_max(math.prod(columns), 1)
-    return Raw(q, x.scale, x.rms * inside**0.5, nonnegative=x.nonnegative)
+    return Raw(q, scale_of(x), rms_of(x) * inside**0.5, nonnegative=x.nonnegative)
 
 
 @rule(aten.col2im.default)
@@ -404,4 +405,4 @@ def col2im(x: ScaledTensor, size: Sequence[int], *geometry: Any) -> Raw:
     q = aten.col2im.default(elements(x), size, *geometry)
     terms = seen / sym_max(math.prod(size), 1)
     factor = ((2 * terms + terms**2) / 3 if x.nonnegative else terms) ** 0.5
-    return Raw(q, x.scale, x.rms * factor, nonnegative=x.nonnegative)
+    return Raw(q, scale_of(x), rms_of(x) * factor, nonnegative=x.nonnegative)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from scaledtensor.formats import FP32
-from scaledtensor.ops.algebra import Operand, elements, first_scaled, operand, quadrature
+from scaledtensor.ops.algebra import Side, elements, first_scaled, quadrature, side
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.rules.reduction import extreme_rms, growth
@@ -27,7 +27,8 @@ from scaledtensor.ops.rules.views import (
     written,
 )
 from scaledtensor.scales.cast_nodes import as_stored
-from scaledtensor.scales.powers import settle
+from scaledtensor.scales.powers import settle, times
+from scaledtensor.scales.singles import Amount, Single, rms_of, scale_of, tensor_of
 from scaledtensor.tensors.tensor import ScaledTensor
 
 # --- places that are replaced ----------------------------------------------------------------
@@ -62,27 +63,34 @@ def _source(
 def _replaced(x: Tensor, source: Tensor, write: Callable[[Tensor, Tensor], Tensor]) -> Raw:
     number = plain_number(source)
     if not isinstance(number, Tensor) and not moves_scale(number):
-        a = operand(x, first_scaled(x))
-        q = write(a.q, fill_under(number, a.scale, a.q))
+        a = side(x, first_scaled(x))
+        q = write(a.q, fill_under(number, tensor_of(a.scale), a.q))
         return Raw(q, a.scale, a.rms, settled=True, nonnegative=a.nonnegative and number >= 0)
     like = first_scaled(x, source)
-    a, b = operand(x, like), written(source, like)
+    a, b = side(x, like), written(source, like)
     share = min(source.numel() / max(x.numel(), 1), 1.0)
     mixed = quadrature(a.rms * (1 - share) ** 0.5, b.rms * share**0.5)
-    rms = torch.where(a.rms == 0, b.rms, mixed)
+    rms = _or_if_zero(a.rms, mixed, b.rms)
     scale, *ratios = settle(rms, a.scale, b.scale)
     q = write(*_aligned(a, b, *ratios))
     return Raw(q, scale, rms, settled=True, nonnegative=a.nonnegative and b.nonnegative)
 
 
-def _operands(x: Tensor, source: Tensor) -> tuple[Operand, Operand]:
+def _operands(x: Tensor, source: Tensor) -> tuple[Side, Side]:
     like = first_scaled(x, source)
-    return operand(x, like), operand(source, like)
+    return side(x, like), side(source, like)
 
 
-def _aligned(a: Operand, b: Operand, ratio_a: Tensor, ratio_b: Tensor) -> tuple[Tensor, Tensor]:
+def _aligned(a: Side, b: Side, ratio_a: Amount, ratio_b: Amount) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(a.q.dtype, b.q.dtype)
-    return (a.q * ratio_a).to(wide), (b.q * ratio_b).to(wide)
+    return times(a.q, ratio_a).to(wide), times(b.q, ratio_b).to(wide)
+
+
+def _or_if_zero(base: Amount, rms: Amount, otherwise: Amount) -> Any:
+    """Return `rms`, or `otherwise` if all elements of the base are zero."""
+    if type(base) is type(rms) is type(otherwise) is Single:
+        return rms if base else otherwise
+    return torch.where(tensor_of(base) == 0, tensor_of(otherwise), tensor_of(rms))
 
 
 @rule(aten.masked_scatter.default)
@@ -101,7 +109,7 @@ def masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Raw:
 def masked_scatter_backward(g: ScaledTensor, mask: Tensor, sizes: Sequence[int]) -> Raw:
     """r_g: the gradients under the mask, then zeros. The scale stays."""
     q = aten.masked_scatter_backward.default(elements(g), mask, sizes)
-    return Raw(q, g.scale, g.rms, settled=True)
+    return Raw(q, scale_of(g), rms_of(g), settled=True)
 
 
 @rule(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, aten.scatter.value, pass_op=True)
@@ -116,7 +124,7 @@ def fill_places(op: Overload, x: ScaledTensor, dim: int, index: Tensor, number: 
         places = index.numel() * x.numel() // max(x.shape[dim] if x.dim() else 1, 1)
     if not isinstance(number, Tensor) and not moves_scale(number):
         return masked_fill(x, mask, number)
-    a, b = operand(x, x), operand(number, x)
+    a, b = side(x, x), side(number, x)
     share = min(places / max(x.numel(), 1), 1.0)
     rms = quadrature(a.rms * (1 - share) ** 0.5, b.rms * share**0.5)
     scale, *ratios = settle(rms, a.scale, b.scale)
@@ -148,7 +156,7 @@ def _added(
         b.rms * (abs(alpha) * growth(h, b.nonnegative and h > 1)) for h in (hits, max(hits, 1.0))
     )
     rms = quadrature(a.rms, term)
-    scale, *ratios = settle(torch.where(a.rms == 0, room, rms), a.scale, b.scale)
+    scale, *ratios = settle(_or_if_zero(a.rms, rms, room), a.scale, b.scale)
     q = write(*_aligned(a, b, *ratios))
     positive = a.nonnegative and b.nonnegative and alpha > 0
     return Raw(q, scale, rms, settled=True, nonnegative=positive)
@@ -183,9 +191,9 @@ def unsafe_masked_index(
 ) -> Raw:
     """r: a choice of the elements under the same scale, and a fill in the other places."""
     q = elements(x)
-    number = fill_under(fill, x.scale, q)
+    number = fill_under(fill, tensor_of(scale_of(x)), q)
     chosen = aten._unsafe_masked_index.default(q, mask, indices, 0)
-    return Raw(torch.where(mask, chosen, number), x.scale, x.rms, settled=True)
+    return Raw(torch.where(mask, chosen, number), scale_of(x), rms_of(x), settled=True)
 
 
 @rule(aten._unsafe_masked_index_put_accumulate.default)

@@ -31,6 +31,7 @@ from scaledtensor.ops.rules.arithmetic import div, mul
 from scaledtensor.ops.rules.elementary import elementwise, spellings, with_slope
 from scaledtensor.ops.rules.powers import log_rms
 from scaledtensor.scales.powers import settle
+from scaledtensor.scales.singles import rms_of
 from scaledtensor.tensors.tensor import ScaledTensor
 
 __all__ = ["FUNCTIONS"]
@@ -51,7 +52,7 @@ _POLYGAMMA = integrand("polygamma", lambda v, n: torch.polygamma(int(n), v), hea
 @rule(aten.polygamma.default)
 def polygamma(n: int, x: ScaledTensor) -> Raw:
     """median |polygamma(n, r z)|. The poles at 0, -1, -2, ... leave no second moment."""
-    rms = gaussian_rms(_POLYGAMMA, x.rms, n, nonnegative=x.nonnegative)
+    rms = gaussian_rms(_POLYGAMMA, rms_of(x), n, nonnegative=x.nonnegative)
     return at_value(lambda v: torch.polygamma(n, v.float()), x, rms)
 
 

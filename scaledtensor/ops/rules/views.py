@@ -15,11 +15,9 @@ from scaledtensor import _torch
 from scaledtensor.backends import backend_of
 from scaledtensor.errors import DTypeError
 from scaledtensor.ops.algebra import (
-    Operand,
     Side,
     elements,
     first_scaled,
-    operand,
     quadrature,
     side,
 )
@@ -32,6 +30,7 @@ from scaledtensor.ops.rules.windows import sym_max
 from scaledtensor.scales.powers import settle, times
 from scaledtensor.scales.singles import (
     Amount,
+    Single,
     copied,
     pair_of,
     rms_of,
@@ -219,7 +218,8 @@ def diag_embed(x: ScaledTensor, *args: Any, **kwargs: Any) -> Raw:
     """r sqrt(share) for the share of elements that are not zeros. The scale stays."""
     q = aten.diag_embed.default(elements(x), *args, **kwargs)
     share = (x.numel() / max(q.numel(), 1)) ** 0.5
-    return Raw(q, x.scale, x.rms * share, settled=True, nonnegative=x.nonnegative)
+    rms = rms_of(x) * share
+    return Raw(q, scale_of(x), rms, settled=True, nonnegative=x.nonnegative)
 
 
 @rule(aten.unfold_backward.default)
@@ -227,7 +227,7 @@ def unfold_backward(g: ScaledTensor, sizes: Sequence[int], dim: int, size: int, 
     """r_g sqrt(windows) for the mean number of windows over an element, whose gradients add up."""
     q = aten.unfold_backward.default(elements(g), sizes, dim, size, step)
     share = (g.numel() / max(math.prod(sizes), 1)) ** 0.5
-    return Raw(q, g.scale, g.rms * share)
+    return Raw(q, scale_of(g), rms_of(g) * share)
 
 
 @rule(aten.tril.default, aten.triu.default, pass_op=True)
@@ -238,7 +238,8 @@ def triangle(op: Overload, x: ScaledTensor, diagonal: int = 0) -> Raw:
     below = _below(rows + first - 1, columns) - _below(first - 1, columns)
     kept = below if op is aten.tril.default else rows * columns - below
     share = (max(kept, 1) / max(rows * columns, 1)) ** 0.5
-    return Raw(op(elements(x), diagonal), x.scale, x.rms * share, nonnegative=x.nonnegative)
+    q, positive = op(elements(x), diagonal), x.nonnegative
+    return Raw(q, scale_of(x), rms_of(x) * share, nonnegative=positive)
 
 
 def _below(last: Any, columns: Any) -> Any:
@@ -254,10 +255,10 @@ def pad(x: ScaledTensor, padding: Sequence[int], value: float = 0) -> Raw:
     if value == 0 or abs(value) == float("inf"):
         q = aten.constant_pad_nd.default(elements(x), padding, value)
     else:
-        fill = fill_under(value, x.scale, elements(x))
+        fill = fill_under(value, tensor_of(scale_of(x)), elements(x))
         mask = aten.constant_pad_nd.default(torch.zeros_like(elements(x)), padding, 1)
         q = torch.where(mask.bool(), fill, aten.constant_pad_nd.default(elements(x), padding, 0))
-    return Raw(q, x.scale, x.rms, settled=True)
+    return Raw(q, scale_of(x), rms_of(x), settled=True)
 
 
 @rule(aten._pack_padded_sequence.default)
@@ -265,7 +266,8 @@ def pack(x: ScaledTensor, lengths: Tensor, batch_first: bool) -> list[Any]:
     """r: the elements that are no padding, under the same scale. The sizes of the steps' batches
     are a plain tensor."""
     q, sizes = aten._pack_padded_sequence.default(elements(x), lengths, batch_first)
-    return [Raw(q, x.scale, x.rms, settled=True, nonnegative=x.nonnegative), sizes]
+    positive = x.nonnegative
+    return [Raw(q, scale_of(x), rms_of(x), settled=True, nonnegative=positive), sizes]
 
 
 # --- tensors joined --------------------------------------------------------------------------
@@ -340,10 +342,10 @@ def moves_scale(number: Any) -> Any:
     return (number != 0) & (number > FILL) & (number < HUGE)
 
 
-def written(x: Any, like: ScaledTensor) -> Operand:
+def written(x: Any, like: ScaledTensor) -> Side:
     """Return the operand that is written into places. Traced code does not know the number in a
     0-dim tensor, whose RMS is 0 if it does not move the scale."""
-    made = operand(x, like)
+    made = side(x, like)
     if not isinstance(x, Tensor) or isinstance(x, ScaledTensor) or x.dim():
         return made
     return made._replace(rms=torch.where(moves_scale(x), x.abs(), 0.0).float())
@@ -371,10 +373,7 @@ def _where(condition: Tensor, x: Any, y: Any) -> Raw:
     deciding = [
         p.rms for p, s in zip(sides, (x, y), strict=True) if isinstance(s, Tensor) or moves_scale(s)
     ]
-    # `fmax` ignores an RMS that is NaN, for example of a root that the condition guards.
-    rms = deciding[0]
-    if len(deciding) == 2:
-        rms = either(single_of(torch.fmax(*map(tensor_of, deciding))), *deciding)
+    rms = deciding[0] if len(deciding) == 1 else either(_larger(*deciding), *deciding)
     (scale,) = settle(rms)
     left, right = (
         _aligned(s, p, scale, elements(like)) for s, p in zip((x, y), sides, strict=True)
@@ -383,6 +382,14 @@ def _where(condition: Tensor, x: Any, y: Any) -> Raw:
     return Raw(
         torch.where(condition, left, right), scale, rms, settled=True, nonnegative=nonnegative
     )
+
+
+def _larger(a: Amount, b: Amount) -> Any:
+    """Return the larger RMS. An RMS that is NaN, for example of a root that the condition guards,
+    does not count."""
+    if type(a) is type(b) is Single:
+        return a if a >= b or b != b else b
+    return single_of(torch.fmax(tensor_of(a), tensor_of(b)))
 
 
 def plain_number(x: Any) -> Any:
