@@ -1,8 +1,8 @@
 """The functions that rules are written with: operands, values and the moments of a Gaussian.
 
 `elements(x)` are the elements of a ScaledTensor in a dtype that torch computes in, and `value(x)`
-is its value. `side(x, like)` gives any operand a scale, as a Python number or a closed form, and
-`operand(x, like)` as tensors. `gaussian_rms` integrates a function's second moment.
+is its value. `side(x, like)` gives any operand a scale. `gaussian_rms` integrates a function's
+second moment.
 """
 
 import math
@@ -50,7 +50,6 @@ from scaledtensor.tensors.tensor import ScaledTensor, is_stored
 from scaledtensor.tensors.verbs import LIBRARY
 
 __all__ = [
-    "Operand",
     "Side",
     "at_value",
     "bounded_square",
@@ -68,7 +67,6 @@ __all__ = [
     "measured",
     "mismatch",
     "of_floats",
-    "operand",
     "plain",
     "quadrature",
     "read_value",
@@ -83,22 +81,8 @@ __all__ = [
 ]
 
 
-class Operand(NamedTuple):
-    """One side of a binary operator: the value is `q * scale`."""
-
-    q: Tensor
-    scale: Tensor
-    rms: Tensor
-    nonnegative: bool = False
-
-    @property
-    def value(self) -> Tensor:
-        """The value in float32."""
-        return self.q.float() * self.scale
-
-
 class Side(NamedTuple):
-    """The same for rules that calculate with Amounts: numbers, closed forms or tensors."""
+    """One side of a binary operator: the value is `q * scale`. Scale and RMS are Amounts."""
 
     q: Tensor
     scale: Any
@@ -297,14 +281,6 @@ def _number(x: Any, like: ScaledTensor) -> Side:
         return Side(torch.full((), number, dtype=torch.float32), ONE, abs(number), x >= 0)
     q = torch.full((), real(x), device=like.device, dtype=torch.float32)
     return Side(q, torch.ones_like(q), q.abs(), x >= 0)
-
-
-def operand(x: Any, like: ScaledTensor) -> Operand:
-    """Same as `side`, for rules that calculate with tensors."""
-    if isinstance(x, ScaledTensor):
-        return Operand(elements(x), x.scale, x.rms, x.nonnegative)
-    q, scale, rms, nonnegative = side(x, like)
-    return Operand(q, tensor_of(scale, like.device), tensor_of(rms, like.device), nonnegative)
 
 
 def real(number: Any) -> Any:

@@ -41,6 +41,7 @@ __all__ = [
     "amount",
     "amounts_of",
     "asked",
+    "asked_for",
     "calculates",
     "cells",
     "copied",
@@ -328,6 +329,15 @@ class Asked:
         if not _is_distant(made):
             x.__dict__[self.name] = made
         return made
+
+
+def asked_for(x: Any, name: str) -> Tensor | None:
+    """The tensor of the "scale" or "rms" of `x`, or None if nobody has read it yet."""
+    held = x.__dict__
+    if name in held:
+        made: Tensor = held[name]
+        return made
+    return held[f"_{name}"].made  # type: ignore[no-any-return]
 
 
 def asked() -> Any:

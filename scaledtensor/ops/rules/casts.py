@@ -24,7 +24,16 @@ from scaledtensor.ops.rules.sparse import wrapped
 from scaledtensor.scales.cast_nodes import Watch, codes_of, seen, values_of
 from scaledtensor.scales.forms import Form
 from scaledtensor.scales.powers import MAX_SCALE, MIN_SCALE, settle
-from scaledtensor.scales.singles import Amount, copied, put, rms_of, scale_of, scaled_by
+from scaledtensor.scales.singles import (
+    Amount,
+    asked_for,
+    calculates,
+    copied,
+    put,
+    rms_of,
+    scale_of,
+    scaled_by,
+)
 from scaledtensor.tensors import verbs
 from scaledtensor.tensors.coded import refuse_part
 from scaledtensor.tensors.memo import Source, after_overwrite, note
@@ -230,15 +239,24 @@ def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         if target.site is not None:
             sites.take_over(target, source)
     else:
-        if not _torch.is_tracing(target.qdata):  # zeros take the scale of the source
-            zero = target.rms == 0
-            put(
-                target,
-                torch.where(zero, held.scale, target.scale),
-                torch.where(zero, held.rms, target.rms),
-            )
+        if not _torch.is_tracing(target.qdata):
+            _adopt_scale(target, held)
         write(target, held, [source])
     return target
+
+
+def _adopt_scale(target: ScaledTensor, source: ScaledTensor) -> None:
+    """Zeros take the scale of the source, which is written into them."""
+    if calculates(target) and calculates(source):
+        if not rms_of(target):
+            put(target, scale_of(source), rms_of(source))
+        return
+    zero = target.rms == 0
+    put(
+        target,
+        torch.where(zero, source.scale, target.scale),
+        torch.where(zero, source.rms, target.rms),
+    )
 
 
 def _own_scale(source: Tensor, target: ScaledTensor) -> ScaledTensor:
@@ -246,7 +264,7 @@ def _own_scale(source: Tensor, target: ScaledTensor) -> ScaledTensor:
     if not isinstance(source, ScaledTensor):
         numbers = source if source.dtype.is_floating_point else source.float()
         return from_plain(numbers, FP32, target.dtype, None)
-    if not getattr(source.rms, SENT_AS_ONE, False) or covers_storage(source.qdata):
+    if not getattr(asked_for(source, "rms"), SENT_AS_ONE, False) or covers_storage(source.qdata):
         return source
     measured = from_plain(value(source), source.format, source.dtype, source.recipe)
     measured.nonnegative = source.nonnegative

@@ -20,7 +20,6 @@ from scaledtensor.ops.algebra import (
     elements,
     gaussian_rms,
     integrand,
-    operand,
     side,
     value,
 )
@@ -251,7 +250,7 @@ def logit_backward(g: Any, x: ScaledTensor, eps: float | None = None) -> Raw:
     """r_g (2 + 2 exp(m^2 / 2)) for logits of RMS m, for the gradient g / (x (1 - x)) = g (2 + 2
     cosh z) of logits z. m^2 counts as 2 at most, because the slope has no second moment for
     probabilities that are spread evenly."""
-    left = operand(g, x)
+    left = side(g, x)
     q = aten.logit_backward.default(left.q.float(), value(x).float(), eps)
     slope = 2 + 2 * (_logit_square(x.rms).clamp_max(2.0) / 2).exp()
     return Raw(q, left.scale, left.rms * slope)

@@ -26,7 +26,7 @@ from scaledtensor.ops.results import write
 from scaledtensor.scales.forms import Form
 from scaledtensor.scales.measure import measured_rms
 from scaledtensor.scales.powers import product_of, settle
-from scaledtensor.scales.singles import ONE, rms_of, scaled_by, single_of
+from scaledtensor.scales.singles import ONE, Single, rms_of, scaled_by, single_of, tensor_of
 from scaledtensor.tensors.tensor import ScaledTensor
 
 
@@ -291,13 +291,16 @@ class _Running(NamedTuple):
             elif owner is not None and owner is not now:
                 owner.copy_(now)
 
-    def deviations(self, x: Any) -> Tensor:
+    def deviations(self, x: Any) -> Any:
         """RMS of (x - mean) / sqrt(var). It is 1 for measured statistics. A new module has mean 0
         and variance 1, so there it is the RMS of `x`."""
         if self.mean is None or self.var is None or not isinstance(x, ScaledTensor):
             return torch.ones((), device=x.device, dtype=torch.float32)
         fresh = (self.mean == 0).all() & (self.var == 1).all()
-        return torch.where(fresh, x.rms, torch.ones_like(x.rms))
+        rms = rms_of(x)
+        if type(rms) is Single and backend_of(fresh).host:
+            return rms if fresh else ONE
+        return torch.where(fresh, tensor_of(rms, x.device), 1.0)
 
 
 def _batch_norm(

@@ -19,10 +19,10 @@ from scaledtensor.ops.algebra import (
     count,
     elements,
     of_floats,
-    operand,
     plain,
     quadrature,
     rms_seen,
+    side,
     value,
     wide,
 )
@@ -32,7 +32,7 @@ from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.rules.reduction import extreme_rms, growth
 from scaledtensor.ops.rules.softmax import logsumexp_rms
 from scaledtensor.scales.cast_nodes import as_stored
-from scaledtensor.scales.singles import Amount, rms_of, scale_of, scaled_by
+from scaledtensor.scales.singles import Amount, amount, rms_of, scale_of, scaled_by, tensor_of
 from scaledtensor.tensors.tensor import ScaledTensor
 
 __all__ = ["FUNCTIONS"]
@@ -281,14 +281,15 @@ def logcumsumexp_rule(x: ScaledTensor, dim: int) -> Raw:
 def logcumsumexp_backward(g: Any, x: ScaledTensor, result: Any, dim: int) -> Raw:
     """r_g sqrt(sum_j min(1, exp(m^2) / j) / n). Element i gets from each gradient j >= i its share
     of the softmax of j terms. The squares of these shares sum to exp(m^2) / j, and at most to 1."""
-    left = operand(g, x)
+    left = side(g, x)
     n = max(count(x.shape, dim), 1)
-    terms = torch.arange(1, n + 1, device=x.rms.device)
-    shares = (x.rms.square().clamp_max(64.0).exp() / terms).clamp_max(1.0)
+    square = tensor_of(rms_of(x).square().clamp_max(64.0).exp())
+    terms = torch.arange(1, n + 1, device=square.device)
+    rms = left.rms * amount((square / terms).clamp_max(1.0).mean().sqrt())
     grad, v, total = left.q.float(), value(x).float(), plain(result).float()
     # sum_j g_j exp(x_i - total_j) in logarithms, so that no exponential leaves its range.
     positive, negative = (_upstream(part.clamp_min(0), total, v, dim) for part in (grad, -grad))
-    return Raw(positive - negative, left.scale, left.rms * shares.mean().sqrt(), format=FP32)
+    return Raw(positive - negative, left.scale, rms, format=FP32)
 
 
 def _upstream(grad: Tensor, total: Tensor, v: Tensor, dim: int) -> Tensor:

@@ -19,7 +19,6 @@ from scaledtensor.formats import FP32
 from scaledtensor.ops.algebra import (
     bounded_square,
     count,
-    operand,
     quadrature,
     read_value,
     side,
@@ -157,7 +156,7 @@ def softmax_backward(g: Any, y: ScaledTensor, dim: int, input_dtype: torch.dtype
     v = read_value(y)
     seen = visible(v > 0, dim)
     rms = _beside(seen, y)
-    left = operand(g, y) if isinstance(rms, Tensor) else side(g, y)
+    left = side(g, y)
     energy = rms.clamp_min(2.0**-60).square() * max(count(y.shape, dim), 1)
     sharp = 1 - energy.log() / seen.log_share.clamp_max(-(2.0**-10))
     a = sharp.clamp_min(0.0).clamp_max(1 - 2.0**-10)

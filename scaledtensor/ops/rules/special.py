@@ -14,15 +14,16 @@ import torch
 from torch import Tensor
 
 from scaledtensor.ops.algebra import (
-    Operand,
+    Side,
     at_value,
+    constant,
     first_scaled,
     gaussian_rms,
     integrand,
     measured,
-    operand,
     plain,
     quadrature,
+    side,
     value,
 )
 from scaledtensor.ops.operators import aten, define_operator
@@ -210,9 +211,9 @@ def of_two(op: Overload, *args: Any) -> Raw:
     return measured(op(*(value(a).float() if isinstance(a, ScaledTensor) else a for a in args)))
 
 
-def _pair(x: Any, y: Any) -> tuple[Operand, Operand]:
+def _pair(x: Any, y: Any) -> tuple[Side, Side]:
     like = first_scaled(x, y)
-    return operand(x, like), operand(y, like)
+    return side(x, like), side(y, like)
 
 
 # --- division with a remainder ---------------------------------------------------------------
@@ -226,7 +227,7 @@ def div_rounded(x: Any, y: Any, *, rounding_mode: str | None) -> Raw:
         return div(x, y)
     a, b = _pair(x, y)
     q = torch.div(a.value, b.value, rounding_mode=rounding_mode)
-    rms = (a.rms / b.rms.clamp_min(2.0**-126)).clamp(0.25, 2.0**126)
+    rms = (a.rms / b.rms.clamp_min(2.0**-126)).clamp_min(0.25).clamp_max(2.0**126)
     return Raw(q, None, rms)
 
 
@@ -268,7 +269,7 @@ def copysign(x: Any, y: Any) -> Raw:
 def heaviside(x: Any, y: Any) -> Raw:
     """r = sqrt(1/2): half of the elements are 1. An element is the second operand if x is 0."""
     a, b = _pair(x, y)
-    rms = torch.full_like(a.rms, 0.5**0.5)
+    rms = constant(0.5**0.5, a.rms)
     return Raw(torch.heaviside(a.q.float(), b.value), None, rms)
 
 
