@@ -28,8 +28,8 @@ from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.results import LARGEST, saturated
 from scaledtensor.ops.rules.powers import exponential
 from scaledtensor.scales.measure import measured_rms
-from scaledtensor.scales.powers import settle
-from scaledtensor.scales.singles import rms_of, scale_of
+from scaledtensor.scales.powers import settle, times
+from scaledtensor.scales.singles import ONE, Single, amount, rms_of, scale_of, tensor_of
 from scaledtensor.tensors.tensor import ScaledTensor
 
 __all__ = ["FUNCTIONS", "elementwise", "spellings", "with_slope"]
@@ -159,14 +159,14 @@ def degrees(op: Overload, x: ScaledTensor) -> Raw:
 @rule(aten.sinh.default)
 def sinh(x: ScaledTensor) -> Raw:
     """r = sqrt((exp(2 rx^2) - 1) / 2), where rx counts as 2 at most; close to rx if rx is small."""
-    doubled = 2 * x.rms.square().clamp_max(4.0)
+    doubled = 2 * rms_of(x).square().clamp_max(4.0)
     return at_value(torch.sinh, x, (doubled.expm1() / 2).sqrt(), nonnegative=x.nonnegative)
 
 
 @rule(aten.cosh.default)
 def cosh(x: ScaledTensor) -> Raw:
     """r = sqrt((exp(2 rx^2) + 1) / 2), where rx counts as 2 at most."""
-    doubled = 2 * x.rms.square().clamp_max(4.0)
+    doubled = 2 * rms_of(x).square().clamp_max(4.0)
     rms = ((doubled.exp() + 1) / 2).sqrt()
     return at_value(torch.cosh, x, rms, nonnegative=True)
 
@@ -227,22 +227,23 @@ with_slope(
 )
 
 
-def _logit_square(rms: Tensor) -> Tensor:
+def _logit_square(rms: Any) -> Any:
     """Return E z^2 of the logits z from the RMS of sigmoid(z), by the inverse of the rule of
     sigmoid.
 
     For probabilities spread evenly it is 2 (the true moment is pi^2 / 3). For probabilities near
     zero it is (ln r)^2.
     """
-    share = (4 * rms.square() - 1).clamp(2.0**-5, 1 - 2.0**-10)
-    return 4 * share / (1 - share) + (2 * rms).clamp(2.0**-126, 1.0).log().square()
+    share = (4 * rms.square() - 1).clamp_min(2.0**-5).clamp_max(1 - 2.0**-10)
+    logarithm = (2 * rms).clamp_min(2.0**-126).clamp_max(1.0).log()
+    return 4 * share / (1 - share) + logarithm.square()
 
 
 @rule(aten.logit.default)
 def logit(x: ScaledTensor, eps: float | None = None) -> Raw:
     """The square of the result's RMS is 4 s / (1 - s) + (ln 2r)^2 with s = 4 r^2 - 1: the inverse
     of the rule of `sigmoid`, and for small r the square of the logarithm."""
-    return Raw(torch.logit(value(x).float(), eps), None, _logit_square(x.rms).sqrt())
+    return Raw(torch.logit(value(x).float(), eps), None, _logit_square(rms_of(x)).sqrt())
 
 
 @rule(aten.logit_backward.default)
@@ -252,7 +253,7 @@ def logit_backward(g: Any, x: ScaledTensor, eps: float | None = None) -> Raw:
     probabilities that are spread evenly."""
     left = side(g, x)
     q = aten.logit_backward.default(left.q.float(), value(x).float(), eps)
-    slope = 2 + 2 * (_logit_square(x.rms).clamp_max(2.0) / 2).exp()
+    slope = 2 + 2 * (_logit_square(rms_of(x)).clamp_max(2.0) / 2).exp()
     return Raw(q, left.scale, left.rms * slope)
 
 
@@ -306,9 +307,14 @@ def nan_to_num(
     high = LARGEST if posinf is None else posinf
     low = -LARGEST if neginf is None else neginf
     replaced = torch.nan_to_num(value(x).float(), nan, high, low)
-    rms = torch.where(x.rms.isfinite(), x.rms, measured_rms(replaced))
-    scale, ratio = settle(rms, torch.ones_like(rms))
-    return Raw(saturated(replaced, replaced * ratio), scale, rms, settled=True)
+    rms = rms_of(x)
+    if type(rms) is not Single:
+        rms = tensor_of(rms)
+        rms = torch.where(rms.isfinite(), rms, measured_rms(replaced))
+    elif not math.isfinite(rms):
+        rms = amount(measured_rms(replaced))
+    scale, ratio = settle(rms, ONE)
+    return Raw(saturated(replaced, times(replaced, ratio)), scale, rms, settled=True)
 
 
 @rule(aten.frexp.Tensor)

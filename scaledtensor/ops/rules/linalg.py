@@ -16,6 +16,7 @@ from torch import Tensor
 
 from scaledtensor.formats import FP32
 from scaledtensor.ops.algebra import (
+    constant,
     difference,
     elements,
     first_scaled,
@@ -28,6 +29,7 @@ from scaledtensor.ops.algebra import (
 from scaledtensor.ops.operators import aten, define_operator
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.scales.powers import MAX_SCALE, MIN_SCALE
+from scaledtensor.scales.singles import rms_of, scale_of
 from scaledtensor.tensors.tensor import ScaledTensor
 
 __all__ = ["FUNCTIONS"]
@@ -76,13 +78,13 @@ def _measured(x: Tensor) -> Any:
 
 def _orthonormal(q: Tensor, length: int, like: ScaledTensor) -> Raw:
     """Return columns or rows of norm 1, with `length` elements each."""
-    return Raw(q, None, torch.full_like(like.rms, max(length, 1) ** -0.5), format=FP32)
+    return Raw(q, None, constant(max(length, 1) ** -0.5, rms_of(like)), format=FP32)
 
 
 def _shares_norm(q: Tensor, x: ScaledTensor, **kwargs: Any) -> Raw:
     """Return a factor with the Frobenius norm of `x`, spread over fewer or more elements."""
     spread = (x.numel() / max(q.numel(), 1)) ** 0.5
-    return Raw(q, x.scale, x.rms * spread, format=FP32, **kwargs)
+    return Raw(q, scale_of(x), rms_of(x) * spread, format=FP32, **kwargs)
 
 
 @rule(aten.linalg_qr.default)
@@ -271,7 +273,7 @@ def pdist(x: ScaledTensor, p: float = 2.0) -> Any:
     """Same as `_cdist_forward` of x with itself, with each pair once."""
     left = side(x, x).value
     q = aten._pdist_forward.default(left.contiguous(), p)
-    return _distance(q, x.rms * 2**0.5, x.shape[-1], p)
+    return _distance(q, rms_of(x) * 2**0.5, x.shape[-1], p)
 
 
 @rule(aten._pdist_backward.default)

@@ -371,7 +371,7 @@ def affine_grid(theta: ScaledTensor, size: Sequence[int], align: bool) -> Raw:
     one element times 1."""
     q = aten.affine_grid_generator.default(elements(theta).float(), size, align)
     dims = len(size) - 2
-    return Raw(q, theta.scale, theta.rms * math.sqrt(1 + dims / 3))
+    return Raw(q, scale_of(theta), rms_of(theta) * math.sqrt(1 + dims / 3))
 
 
 # --- columns of patches ----------------------------------------------------------------------

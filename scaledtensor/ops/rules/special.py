@@ -338,7 +338,7 @@ def _log_sum(name: str, base: float, function: Callable[..., Tensor], op: Overlo
         """r = sqrt((rx^2 + ry^2) / 2 + (log 2)^2): the result is the larger one plus at most log 2,
         in the base of the function."""
         a, b = _pair(x, y)
-        more = torch.full_like(a.rms, math.log(2, base))
+        more = constant(math.log(2, base), a.rms)
         rms = quadrature(quadrature(a.rms, b.rms) * 0.5**0.5, more)
         return Raw(function(a.value, b.value), None, rms)
 
@@ -372,7 +372,7 @@ def atan2(x: Any, y: Any) -> Raw:
     from pi / 2 to pi / sqrt(2). If y is known to be nonnegative, the angles are spread over half of
     the circle, and r = pi / 2 rx / (rx + ry)."""
     a, b = _pair(x, y)
-    rms = torch.full_like(a.rms, math.pi / 3**0.5)
+    rms = constant(math.pi / 3**0.5, a.rms)
     if b.nonnegative:
         rms = math.pi / 2 * a.rms / (a.rms + b.rms).clamp_min(2.0**-126)
     return Raw(torch.atan2(a.value, b.value), None, rms, nonnegative=a.nonnegative)
