@@ -1,33 +1,39 @@
 """Count the graph nodes, kernels and calls of one compiled training step.
 
-    python -m benchmarks.launches [--layers 2] [--width 64] [--by-layer] [--only NAME ...]
-        [--json FILE]
+    python -m benchmarks.launches [--model gpt] [--layers 2] [--width 64] [--by-layer]
+        [--only NAME ...] [--json FILE]
 
 The step is forward and backward of the demo's GPT and its loss, for float32, bfloat16 (autocast),
 bfloat16 with the casts of FP8 and no scales (`benchmarks.casts_alone`), and recipes of ours, on the
-CPU back end. "nodes" are the calls in AOTAutograd's two graphs. "0-dim" are the nodes that give
-0-dim tensors, such as scales. "opaque" are the nodes that call an operator of this library, which
-Inductor does not write itself. "kernels" are the calls of kernels that Inductor wrote, and "extern"
-are the calls of other kernels. "looks" are the extern calls of the guard, which the nodes of casts
-make. "compile s" and "own CPU s" are the time of the first call, cold, by the clock and by the CPU
-time of the process. "step ms" is the least CPU time of five steps after it, and "train ms" is the
-least of twelve with a fused step of AdamW. Only these four depend on the machine. Each row has a
-process of its own, so each first call loads the compiler. With --by-layer each block is compiled by
-itself, as `block.compile()` does, and code that blocks share counts once.
+CPU back end. `--model cnn` takes a convolutional network and `--model lstm` an LSTM instead.
+
+"nodes" are the calls in AOTAutograd's two graphs. "0-dim" are the nodes that give 0-dim tensors,
+such as scales. "opaque" are the nodes that call an operator of this library, which Inductor does
+not write itself. "kernels" are the calls of kernels that Inductor wrote, and "extern" are the calls
+of other kernels. "looks" are the extern calls of the guard, which the nodes of casts make.
+
+"compile s" and "own CPU s" are the time of the first call, cold, by the clock and by the CPU time
+of the process. "step ms" is the least CPU time of five steps after it, "train ms" is the least of
+twelve with a fused step of AdamW, and "eager ms" is the least of twelve uncompiled steps. Only
+these five depend on the machine. Each row has a process of its own, so each first call loads the
+compiler. With --by-layer each block is compiled by itself, as `block.compile()` does, and code that
+blocks share counts once.
 """
 
 import argparse
 import copy
+import itertools
 import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
@@ -50,6 +56,55 @@ ROWS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "current": lambda model: Loss(sct.scale_model(model, "current")),
 }
 
+
+class CNN(nn.Module):
+    """Convolutions with batch norm and max pooling, with a gate, and with a mean over the image."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        sizes = [3, *[width] * layers]
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU())
+            for a, b in itertools.pairwise(sizes)
+        )
+        self.gate = nn.Conv2d(width, 2 * width, 1)
+        self.head = nn.Linear(width, _CLASSES)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        for block in self.blocks:
+            x = F.max_pool2d(block(x), 2)
+        a, b = self.gate(x).chunk(2, 1)
+        x = F.adaptive_avg_pool2d(torch.sigmoid(a) * torch.tanh(b), 1)
+        logits = self.head(x.flatten(1))
+        return logits, F.cross_entropy(logits, y)
+
+
+class LSTM(nn.Module):
+    """A language model of an LSTM."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(_CLASSES, width)
+        self.lstm = nn.LSTM(width, width, layers, batch_first=True)
+        self.head = nn.Linear(width, _CLASSES)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(self.lstm(self.embedding(x))[0])
+        return logits, F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+_CLASSES = 64
+
+#: Name -> the model of some layers and some width, and its batch.
+MODELS: dict[str, tuple[Callable[[int, int], nn.Module], Callable[[], Iterable[Tensor]]]] = {
+    "gpt": (
+        lambda layers, width: GPT(GPTConfig(_CLASSES, 32, layers, 2, width)),
+        lambda: torch.randint(0, _CLASSES, (2, 4, 32)),
+    ),
+    "cnn": (CNN, lambda: (torch.randn(4, 3, 32, 32), torch.randint(0, _CLASSES, (4,)))),
+    "lstm": (LSTM, lambda: torch.randint(0, _CLASSES, (2, 4, 32))),
+}
+
 _KERNEL = re.compile(r"^\s+cpp_fused\w*\(", re.MULTILINE)
 _LOOK = re.compile(r"^\s+torch\.ops\.scaledtensor\.look\.", re.MULTILINE)
 _EXTERN = re.compile(r"^\s+(?:\w+ = )?(?:extern_kernels|torch\.ops\.\w+)\.", re.MULTILINE)
@@ -57,16 +112,20 @@ _EXTERN = re.compile(r"^\s+(?:\w+ = )?(?:extern_kernels|torch\.ops\.\w+)\.", re.
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
+    parser.add_argument("--model", choices=MODELS, default="gpt")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--by-layer", action="store_true")
     parser.add_argument("--only", nargs="+", choices=list(ROWS), default=list(ROWS))
     parser.add_argument("--json", help="write the figures there")
     options = parser.parse_args()
-    size = options.layers, options.width, options.by_layer
+    size = options.model, options.layers, options.width, options.by_layer
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
-        report = {name: pool.submit(counted, name, *size).result() for name in options.only}
-    print(f"torch {torch.__version__}, {options.layers} layers of width {options.width}")
+        report = {name: pool.submit(counted, *size, name).result() for name in options.only}
+    print(
+        f"torch {torch.__version__}, {options.model}, {options.layers} layers of width "
+        f"{options.width}"
+    )
     show(report, 12)
     if options.json:
         Path(options.json).write_text(json.dumps(report, indent=2))
@@ -80,12 +139,12 @@ def show(report: dict[str, dict[str, Any]], width: int) -> None:
         print(f"{name:9}" + "".join(f"{row[head]:{width}g}" for head in heads))
 
 
-def counted(name: str, layers: int, width: int, by_layer: bool) -> dict[str, float]:
+def counted(kind: str, layers: int, width: int, by_layer: bool, name: str) -> dict[str, float]:
     """The figures of a row."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = GPT(GPTConfig(64, 32, layers, 2, width))
-    x, y = torch.randint(0, 64, (2, 4, 32))
+    make, batch = MODELS[kind]
+    model, (x, y) = make(layers, width), batch()
 
     def fresh() -> nn.Module:
         return ROWS[name](copy.deepcopy(model))
@@ -122,6 +181,8 @@ def counted(name: str, layers: int, width: int, by_layer: bool) -> dict[str, flo
         optimizer.step()
 
     alone, trained = least(5, lambda: step(compiled)), least(12, train)
+    uncompiled = fresh()
+    eager = least(12, lambda: step(uncompiled))
     bodies = [code.rpartition("def call(")[2] for code in codes]
     return {
         "nodes": len(calls),
@@ -134,6 +195,7 @@ def counted(name: str, layers: int, width: int, by_layer: bool) -> dict[str, flo
         "own CPU s": round(cpu, 1),
         "step ms": alone,
         "train ms": trained,
+        "eager ms": eager,
     }
 
 
@@ -150,8 +212,8 @@ def least(times: int, function: Callable[[], None]) -> float:
 def _compiled(model: nn.Module, by_layer: bool, **options: Any) -> Any:
     if not by_layer:
         return torch.compile(model, fullgraph=True, **options)
-    (gpt,) = (module for module in model.modules() if isinstance(module, GPT))
-    for block in gpt.blocks:
+    blocks = next(module.blocks for module in model.modules() if isinstance(module, GPT | CNN))
+    for block in blocks:
         block.compile(fullgraph=True, **options)
     return model
 
