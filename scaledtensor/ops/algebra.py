@@ -1,7 +1,7 @@
 """The functions that rules are written with: operands, values and the moments of a Gaussian.
 
 `elements(x)` are the elements of a ScaledTensor in a dtype that torch computes in, and `value(x)`
-is its value. `side(x, like)` gives any operand a scale. `gaussian_rms` integrates a function's
+is its value. `operand(x, like)` gives any operand a scale. `gaussian_rms` integrates a function's
 second moment.
 """
 
@@ -50,7 +50,7 @@ from scaledtensor.tensors.tensor import ScaledTensor, is_stored
 from scaledtensor.tensors.verbs import LIBRARY
 
 __all__ = [
-    "Side",
+    "Operand",
     "at_value",
     "bounded_square",
     "check_dtypes",
@@ -67,13 +67,13 @@ __all__ = [
     "measured",
     "mismatch",
     "of_floats",
+    "operand",
     "plain",
     "quadrature",
     "read_value",
     "real",
     "rms_seen",
     "saved_format",
-    "side",
     "statistic",
     "value",
     "wide",
@@ -81,7 +81,7 @@ __all__ = [
 ]
 
 
-class Side(NamedTuple):
+class Operand(NamedTuple):
     """One side of a binary operator: the value is `q * scale`. Scale and RMS are Amounts."""
 
     q: Tensor
@@ -119,20 +119,20 @@ def elements(x: ScaledTensor) -> Tensor:
     return _decoded(q, x.format)
 
 
-def factor(x: Any, other: Any, like: ScaledTensor) -> Side:
-    """Return `side(x, like)` for a product with `other`.
+def factor(x: Any, other: Any, like: ScaledTensor) -> Operand:
+    """Return `operand(x, like)` for a product with `other`.
 
     A traced backward pass rounds a weight again, after the gradient `other` has arrived. Otherwise
     a compiler would keep the rounded values of the forward pass, which are as large as the weight.
     """
     source = x.memo.source if isinstance(x, ScaledTensor) else None
     if source is None or not isinstance(other, ScaledTensor) or not _torch.is_within_backward():
-        return side(x, like)
+        return operand(x, like)
     scale, rms = amounts_of(x)
     now = Form("after", 1.0, rms_of(other))
     q = source.matrix
     made = values_of(q, now, x.format.name, product_dtype(q.device))
-    return Side(made, scale, rms, x.nonnegative)
+    return Operand(made, scale, rms, x.nonnegative)
 
 
 def _decoded(q: Tensor, fmt: Format) -> Tensor:
@@ -241,14 +241,14 @@ def mismatch(first: torch.dtype, other: torch.dtype) -> DTypeMismatchError:
     )
 
 
-def side(x: Any, like: ScaledTensor) -> Side:
+def operand(x: Any, like: ScaledTensor) -> Operand:
     """Return `x` with a scale: a ScaledTensor has one, a plain tensor is measured, a number has 1.
     Under `batch_invariant` a plain tensor counts as of unit scale in a forward pass.
 
     A Python number keeps its float32 value. In the storage dtype, Adam's eps could become 0.
     """
     if isinstance(x, ScaledTensor):
-        return Side(elements(x), *amounts_of(x), x.nonnegative)
+        return Operand(elements(x), *amounts_of(x), x.nonnegative)
     if not isinstance(x, Tensor):
         return _number(x, like)
     if x.layout != torch.strided:
@@ -265,22 +265,22 @@ def side(x: Any, like: ScaledTensor) -> Side:
         # Its power of two moves into the scale, so a loss multiplier of 2**-18 only edits scales.
         given = amount(x.to(like.device, torch.float32))
         (unit,) = settle(abs(given))
-        return Side(tensor_of(given / unit, like.device), unit, abs(given))
+        return Operand(tensor_of(given / unit, like.device), unit, abs(given))
     q = x if x.dtype == torch.bfloat16 else x.float()
     if invariant.assumes_unit_scale():
         one = torch.ones((), device=x.device, dtype=torch.float32)
-        return Side(q, single_of(one), single_of(one.clone()))
+        return Operand(q, single_of(one), single_of(one.clone()))
     rms = amount(measured_rms(x))
     (scale,) = settle(rms)
-    return Side(scaled_by(q, 1 / scale), scale, rms)
+    return Operand(scaled_by(q, 1 / scale), scale, rms)
 
 
-def _number(x: Any, like: ScaledTensor) -> Side:
+def _number(x: Any, like: ScaledTensor) -> Operand:
     if calculates(like):
         number = Single(rounded(real(x)))
-        return Side(torch.full((), number, dtype=torch.float32), ONE, abs(number), x >= 0)
+        return Operand(torch.full((), number, dtype=torch.float32), ONE, abs(number), x >= 0)
     q = torch.full((), real(x), device=like.device, dtype=torch.float32)
-    return Side(q, torch.ones_like(q), q.abs(), x >= 0)
+    return Operand(q, torch.ones_like(q), q.abs(), x >= 0)
 
 
 def real(number: Any) -> Any:
@@ -305,7 +305,7 @@ def difference(x: Any, y: Any, *others: Any) -> tuple[Tensor, Tensor, Any]:
     One of the operands, or of `others`, is a ScaledTensor.
     """
     like = first_scaled(x, y, *others)
-    a, b = side(x, like), side(y, like)
+    a, b = operand(x, like), operand(y, like)
     return a.value, b.value, quadrature(a.rms, b.rms)
 
 

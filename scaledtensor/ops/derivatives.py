@@ -1,23 +1,27 @@
-"""logsumexp, erf and x * x, with derivatives that rules can follow.
+"""logsumexp, erf, x * x and the RMS norm, with derivatives that rules can follow.
 
 Autograd writes the gradient of logsumexp, a softmax, as exp(x - lse), and the gradient of erf, a
 bell, as exp(-(x^2)). The rule of exp assumes that its argument is a Gaussian of zero mean. It
-cannot know that this argument is never positive. So these functions run as operators of this
-library, and their derivatives are operators with a rule. `FUNCTIONS` lists the functions of torch
-that are replaced for ScaledTensors.
+cannot know that this argument is never positive. A CPU has no kernel for the RMS norm, so torch
+composes it of five operators, whose rules take x and its RMS for independent. So these functions
+run as operators of this library, and their derivatives are operators with a rule. `FUNCTIONS` lists
+the functions of torch that are replaced for ScaledTensors.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from scaledtensor.formats import FP32
+from scaledtensor.ops import invariant
 from scaledtensor.ops.algebra import at_value, bounded_square, count, quadrature, value
 from scaledtensor.ops.operators import aten, define_operator
 from scaledtensor.ops.registry import Raw, rule
+from scaledtensor.ops.rules.norm import DEFAULT_EPS
+from scaledtensor.ops.rules.norm import rms_norm as fused_rms_norm
 from scaledtensor.ops.rules.softmax import logsumexp_rms
 from scaledtensor.scales.singles import rms_of
 from scaledtensor.tensors.tensor import ScaledTensor
@@ -112,9 +116,65 @@ def mul(input: Any, other: Any, **kwargs: Any) -> Tensor:
     return torch.mul(input, other, **kwargs)
 
 
+# --- RMS norm --------------------------------------------------------------------------------
+
+
+def _rms_norm_slope(
+    grad: Tensor,
+    input: Tensor,
+    result1: Tensor,
+    weight: Tensor | None,
+    normalized_shape: Sequence[int],
+    eps: float | None,
+    grad_input_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of input and weight; from operators that can be differentiated again if
+    autograd records them."""
+    if not torch.is_grad_enabled():
+        found: tuple[Tensor | None, Tensor | None] = aten._fused_rms_norm_backward.default(
+            grad, input, normalized_shape, result1, weight, grad_input_mask
+        )
+        return found
+    dims = tuple(range(-len(normalized_shape), 0))
+    eps = DEFAULT_EPS if eps is None else eps
+    inverse = torch.rsqrt(input.square().mean(dims, keepdim=True) + eps)
+    normal = input * inverse
+    weighted = grad if weight is None else grad * weight
+    dx = (weighted - normal * (weighted * normal).mean(dims, keepdim=True)) * inverse
+    dw = None if weight is None else (grad * normal).sum_to_size(weight.shape)
+    return dx, dw
+
+
+_rms_norm = define_operator(
+    "rms_norm(Tensor input, int[] normalized_shape, Tensor? weight, float? eps)"
+    " -> (Tensor, Tensor)",
+    _rms_norm_slope,
+)
+rule(_rms_norm)(fused_rms_norm)
+
+
+def rms_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    """Works like torch's function, which raises its own errors and keeps the cases of other dtypes
+    and of `batch_invariant`."""
+    shape = tuple(normalized_shape)
+    fits = all(type(n) is int for n in shape) and input.shape[input.dim() - len(shape) :] == shape
+    if weight is not None:
+        fits = fits and weight.shape == shape and weight.dtype == input.dtype
+    if not fits or not shape or invariant.is_on():
+        return torch.rms_norm(input, normalized_shape, weight, eps)
+    result: Tensor = _rms_norm(input, shape, weight, eps)[0]
+    return result
+
+
 #: function of torch -> its replacement, whose derivative has rules.
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.logsumexp, Tensor.logsumexp, torch.special.logsumexp), logsumexp),
     **dict.fromkeys((torch.erf, Tensor.erf, torch.special.erf), erf),
+    **dict.fromkeys((torch.nn.functional.rms_norm, torch.rms_norm), rms_norm),
     **dict.fromkeys((torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__), mul),
 }

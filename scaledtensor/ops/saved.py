@@ -68,6 +68,7 @@ from scaledtensor.ops.algebra import saved_format, value
 from scaledtensor.ops.copies import is_worth_it, keep, keep_sign, kept
 from scaledtensor.ops.operators import Absent, Overload, Tensors, aten, define_operator
 from scaledtensor.ops.registry import RULES, rule
+from scaledtensor.ops.rules.norm import DEFAULT_EPS
 from scaledtensor.tensors.tensor import ScaledTensor
 
 __all__ = ["over"]
@@ -119,7 +120,7 @@ def _rms_norm_backward(
     eps: float | None,
     grad_input_mask: list[bool],
 ) -> Any:
-    eps = torch.finfo(input.dtype).eps if eps is None else eps
+    eps = DEFAULT_EPS if eps is None else eps
     dims = tuple(range(-len(normalized_shape), 0))
     rrms = torch.rsqrt(value(input).float().square().mean(dims, keepdim=True) + eps)
     return aten._fused_rms_norm_backward.default(
@@ -265,15 +266,9 @@ def _fits_flash(x: Any, query: Tensor) -> bool:
     )
 
 
-def _composed_rms_norm(
-    x: ScaledTensor, shape: Any, weight: Any = None, eps: float | None = None
-) -> Any:
-    """r = rw for the weight. Without a fused kernel torch composes this norm of parts that round in
-    between, and so does this rule."""
-    fused = aten._fused_rms_norm.default
-    fuses = backend_of(x.qdata).fused_rms_norm
-    run = RULES[fused].function if fuses else fused.decompose
-    return run(x, shape, weight, eps)[0]
+def _rms_norm_alone(x: Any, shape: Any, weight: Any = None, eps: float | None = None) -> Any:
+    """r = rw for the weight."""
+    return RULES[aten._fused_rms_norm.default].function(x, shape, weight, eps)[0]
 
 
 # --- the table -------------------------------------------------------------------------------
@@ -386,7 +381,7 @@ _TABLE = (
         {_rms_norm: (F.rms_norm, torch.rms_norm)},
         _codes("input"),
         _rms_norm_backward,
-        function=_composed_rms_norm,
+        function=_rms_norm_alone,
     ),
     Row(
         aten.native_group_norm.default,

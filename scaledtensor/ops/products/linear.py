@@ -24,7 +24,7 @@ from scaledtensor.formats import BF16, FP32, Format, from_dtype
 from scaledtensor.formats.bits import Mode
 from scaledtensor.formats.native import ValueLoop, value_loop
 from scaledtensor.native.elements import converted, rounded_rows
-from scaledtensor.ops.algebra import Side, elements
+from scaledtensor.ops.algebra import Operand, elements
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.plausible import believed
 from scaledtensor.ops.products.dtype import multiplied, product_dtype
@@ -182,9 +182,9 @@ def _is_batched(x: Any) -> bool:
 # --- casts -----------------------------------------------------------------------------------
 
 
-def _factor(x: Any) -> Side:
+def _factor(x: Any) -> Operand:
     """Return the elements of `x` as a matrix whose rows are its last dimension."""
-    return Side(_rows(elements(x)), *amounts_of(x))
+    return Operand(_rows(elements(x)), *amounts_of(x))
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -194,11 +194,11 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(math.prod(rows), columns)
 
 
-def _turned(a: Side) -> Side:
-    return Side(a.q.t(), a.scale, a.rms)
+def _turned(a: Operand) -> Operand:
+    return Operand(a.q.t(), a.scale, a.rms)
 
 
-def _cast(x: Any, cast: Cast) -> tuple[Any, Side]:
+def _cast(x: Any, cast: Cast) -> tuple[Any, Operand]:
     """Return the cast operand, or None if it stays as it is, and the factor of the product."""
     if x.format == cast.format:
         return None, _factor(x)
@@ -210,7 +210,7 @@ def _cast(x: Any, cast: Cast) -> tuple[Any, Side]:
     codes, values = loop.codes_and_values(held.qdata)
     amounts = amounts_of(held)
     made = ScaledTensor.make(codes, *amounts, cast.format, x.dtype, x.recipe, x.nonnegative)
-    return made, Side(_rows(values), *amounts)
+    return made, Operand(_rows(values), *amounts)
 
 
 def _cast_gradient(grad: Any, cast: Cast) -> Any:
@@ -223,13 +223,13 @@ def _cast_gradient(grad: Any, cast: Cast) -> Any:
     return _run(verbs.quantize, grad, cast.spec)
 
 
-def _gradient_factor(grad: Any, cast: Cast) -> Side:
+def _gradient_factor(grad: Any, cast: Cast) -> Operand:
     """Return the values of the cast gradient. Its codes have no other reader."""
     both = _in_one_pass(grad, cast) if cast.rounding == "nearest_even" else None
     if both is None:
         return _factor(_cast_gradient(grad, cast))
     held, loop = both
-    return Side(_rows(loop.values(held.qdata)), *amounts_of(held))
+    return Operand(_rows(loop.values(held.qdata)), *amounts_of(held))
 
 
 _TO_NEAREST = Mode("nearest_even", OVERFLOW)
@@ -309,7 +309,7 @@ class _Product(NamedTuple):
     ratio: Single = ONE
 
 
-def _multiplied(a: Side, b: Side, fmt: Format, final: bool = True) -> _Product:
+def _multiplied(a: Operand, b: Operand, fmt: Format, final: bool = True) -> _Product:
     """Return the product of two matrices, whose result is in `fmt`. `final` says that no bias
     follows: then the kernel of a bfloat16 product, which rounds its sums, multiplies them by the
     ratio first."""

@@ -27,9 +27,9 @@ from scaledtensor.ops.algebra import (
     first_scaled,
     gaussian_rms,
     integrand,
+    operand,
     read_value,
     rms_seen,
-    side,
     value,
     within,
 )
@@ -66,7 +66,7 @@ def _half_to_root_half(rms: Any, c: float) -> Any:
 
 def _backward(g: Any, saved: ScaledTensor, slope: Amount, kernel: Callable[..., Tensor]) -> Raw:
     """Compute a gradient on the elements of `g`. It is linear in `g`, so it stays in the range."""
-    left, v = side(g, saved), read_value(saved)
+    left, v = operand(g, saved), read_value(saved)
     return Raw(kernel(left.q.to(v.dtype), v), left.scale, left.rms * slope, fresh=True)
 
 
@@ -84,7 +84,7 @@ def relu(x: ScaledTensor) -> Raw:
 def threshold_backward(g: Any, x: ScaledTensor, threshold: float) -> Raw:
     """r_g / sqrt(2): half of the gradients become zero. With a threshold t other than 0, r_g
     sqrt(P(r z > t))."""
-    left = side(g, x)
+    left = operand(g, x)
     q = torch.where(value(x) > threshold, left.q, 0.0)
     if threshold == 0:
         return product(q, left.scale, left.rms * 0.5**0.5, (left.rms,))
@@ -104,7 +104,7 @@ def leaky_relu_backward(
     g: Any, x: ScaledTensor, negative_slope: float, self_is_result: bool
 ) -> Raw:
     """r_g sqrt((1 + a^2) / 2) for a slope a below zero."""
-    left = side(g, x)
+    left = operand(g, x)
     q = torch.where(elements(x) > 0, left.q, left.q * negative_slope)
     return Raw(q, left.scale, left.rms * ((1 + negative_slope**2) / 2) ** 0.5, settled=True)
 
@@ -113,7 +113,7 @@ def leaky_relu_backward(
 def hardtanh_backward(g: Any, x: ScaledTensor, low: float, high: float) -> Raw:
     """r_g sqrt(P(a < r z < b)) for bounds a and b; P is (erf(b / (r sqrt 2)) - erf(a / (r sqrt 2)))
     / 2."""
-    left = side(g, x)
+    left = operand(g, x)
     v = value(x)
     q = torch.where((v > low) & (v < high), left.q, 0.0)
     return Raw(q, left.scale, left.rms * _share_between(rms_of(x), low, high).sqrt())
@@ -362,7 +362,7 @@ def glu_backward(g: Any, x: ScaledTensor, dim: int) -> Raw:
 def prelu(x: Any, weight: Any) -> Raw:
     """r sqrt((1 + rw^2) / 2) for slopes of RMS rw."""
     like = first_scaled(x, weight)
-    a, w = side(x, like), side(weight, like)
+    a, w = operand(x, like), operand(weight, like)
     q = torch.where(a.q > 0, a.q.float(), a.q * scaled_by(w.q.float(), w.scale))
     return Raw(q, a.scale, a.rms * ((1 + w.rms.square()) / 2).sqrt())
 
@@ -372,7 +372,7 @@ def prelu_backward(g: Any, x: Any, weight: Any) -> tuple[Raw, Raw]:
     """r_g sqrt((1 + rw^2) / 2) for the input, and r_g rx / sqrt(2) for the slopes, before autograd
     sums over the elements that share a slope."""
     like = first_scaled(g, x, weight)
-    left, a, w = (side(t, like) for t in (g, x, weight))
+    left, a, w = (operand(t, like) for t in (g, x, weight))
     positive = a.q > 0
     of_x = torch.where(positive, left.q.float(), left.q * scaled_by(w.q.float(), w.scale))
     of_w = torch.where(positive, 0.0, left.q.float() * a.q)
@@ -435,7 +435,7 @@ def rrelu_backward(
     self_is_result: bool,
 ) -> Raw:
     """r_g sqrt((1 + E a^2) / 2) for slopes a as in `rrelu_with_noise`."""
-    left = side(g, first_scaled(g, x, noise))
+    left = operand(g, first_scaled(g, x, noise))
     q = aten.rrelu_with_noise_backward.default(
         left.q.float(),
         dequantized(x).float(),

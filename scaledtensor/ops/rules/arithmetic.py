@@ -10,17 +10,17 @@ from scaledtensor import _torch
 from scaledtensor.native.elements import total
 from scaledtensor.ops import invariant
 from scaledtensor.ops.algebra import (
-    Side,
+    Operand,
     constant,
     elements,
     first_scaled,
     gaussian_moment,
     measured,
+    operand,
     plain,
     quadrature,
     real,
     rms_seen,
-    side,
     value,
     within,
 )
@@ -133,15 +133,15 @@ def _added(a: Tensor, first: Amount, b: Tensor, ratio: Amount, alpha: float) -> 
     return torch.add(wide, b.float(), alpha=alpha)
 
 
-def term(x: Any, like: ScaledTensor) -> Side:
+def term(x: Any, like: ScaledTensor) -> Operand:
     """Return `x` as a term of a sum or of a choice. Its RMS leaves out the fills of a mask."""
     if isinstance(x, ScaledTensor):
-        return side(x, like)
+        return operand(x, like)
     if is_table(x):
         x = (x.to_dense() if x.is_sparse else x).float()
         rms = ONE if invariant.assumes_unit_scale() else single_of(_table_rms(x))
-        return Side(x, torch.ones_like(rms) if isinstance(rms, Tensor) else ONE, rms)
-    return side(x, like)
+        return Operand(x, torch.ones_like(rms) if isinstance(rms, Tensor) else ONE, rms)
+    return operand(x, like)
 
 
 def _table_rms(x: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ def _table_rms(x: Tensor) -> Tensor:
     return torch.where(fills.all(), least.abs().clamp_max(HUGE), rms)
 
 
-def under(term: Side, x: Any, ratio: Amount) -> Tensor:
+def under(term: Operand, x: Any, ratio: Amount) -> Tensor:
     """Return the elements of a term under another scale; `ratio` is the old scale over the new."""
     if isinstance(x, ScaledTensor) or not is_table(x):
         return times(term.q, ratio)
@@ -179,7 +179,7 @@ def mul(x: Any, y: Any) -> Raw:
             return Raw(q, scale_of(x), rms_of(x), settled=True, nonnegative=nonnegative)
         return Raw(elements(x), scale_of(x) * c, rms_of(x) * abs(c), nonnegative=nonnegative)
     like = first_scaled(x, y)
-    a, b = side(x, like), side(y, like)
+    a, b = operand(x, like), operand(y, like)
     rms = bounded(_factor(x, a.rms) * _factor(y, b.rms) * (gaussian_moment(2) if x is y else 1.0))
     positive = x is y or (a.nonnegative and b.nonnegative)
     scale, ratio = settle(rms, product_of(a.scale, b.scale))
@@ -215,7 +215,7 @@ def div(x: Any, y: Any) -> Raw:
         rms = rms_of(x) / abs(real(y))
         return Raw(elements(x) / y, scale_of(x), rms, nonnegative=x.nonnegative and y > 0)
     like = first_scaled(x, y)
-    a, b = side(x, like), side(y, like)
+    a, b = operand(x, like), operand(y, like)
     rms = a.rms / _divisor(b.rms)
     scale, ratio = settle(rms, quotient_of(a.scale, b.scale))
     # A 0-dim divisor stays float32, as a 0-dim factor does.
@@ -238,7 +238,7 @@ def addcmul(x: Any, a: Any, b: Any, value: float = 1) -> Raw:
     """r = sqrt(rx^2 + (c ra rb)^2) for x + c a b. If a is b, the squares (Adam's second moment) all
     have one sign, and r = rx + c sqrt(3) ra^2."""
     like = first_scaled(x, a, b)
-    base, left, right = (side(t, like) for t in (x, a, b))
+    base, left, right = (operand(t, like) for t in (x, a, b))
     if starts_at(b, x):
         # This is x + w (y - x): Dynamo writes the lerp of an optimizer's first moment like this.
         rms = _lerp_rms(base.rms, b.memo.towards.rms, (left.q * left.scale * value).mean())
@@ -258,7 +258,7 @@ def fma(a: Any, b: Any, x: Any) -> Raw:
     """a b + x: measured. Dynamo writes the steps of optimizers in this operator, and a rule cannot
     tell there whether a b is a square or a step from x."""
     like = first_scaled(a, b, x)
-    left, right, base = (side(t, like) for t in (a, b, x))
+    left, right, base = (operand(t, like) for t in (a, b, x))
     rms = quadrature(base.rms, left.rms * right.rms)
     scale, ratio, factor = settle(rms, base.scale, product_of(left.scale, right.scale))
     q = torch.addcmul(times(base.q, ratio), times(left.q, factor), right.q)
@@ -270,7 +270,7 @@ def fma(a: Any, b: Any, x: Any) -> Raw:
 def addcdiv(x: Any, a: Any, b: Any, value: float = 1) -> Raw:
     """r = sqrt(rx^2 + (c ra / rb)^2) for x + c a / b, the update of an optimizer."""
     like = first_scaled(x, a, b)
-    base, left, right = (side(t, like) for t in (x, a, b))
+    base, left, right = (operand(t, like) for t in (x, a, b))
     rms = quadrature(base.rms, left.rms / _divisor(right.rms) * abs(value))
     scale, ratio, held = settle(rms, base.scale, quotient_of(left.scale, right.scale))
     q = times(base.q, ratio).add(times(left.q, held) / right.q, alpha=value)
@@ -293,7 +293,7 @@ def plus_product(
 def lerp(x: Any, y: Any, weight: Any) -> Raw:
     """r = sqrt(((1 - w) rx)^2 + (w ry)^2) for x + w (y - x), such as Adam's first moment."""
     like = first_scaled(x, y)
-    a, b = side(x, like), side(y, like)
+    a, b = operand(x, like), operand(y, like)
     w = plain(weight)
     if isinstance(a.rms, Single) and isinstance(b.rms, Single) and not isinstance(w, Tensor):
         w = Single(rounded(w))
@@ -347,7 +347,7 @@ def extremum(op: Overload, x: Any, y: Any) -> Raw:
     running maximum starts does not count. The RMS is measured if rx and ry differ by more than
     2^20."""
     like = first_scaled(x, y)
-    a, b = side(x, like), side(y, like)
+    a, b = operand(x, like), operand(y, like)
     rms = _without_huge(a.rms, b.rms) * 0.5**0.5
     scale, ratio_a, ratio_b = settle(rms, a.scale, b.scale)
     left, right = (saturated(p.q, times(p.q, ratio)) for p, ratio in ((a, ratio_a), (b, ratio_b)))

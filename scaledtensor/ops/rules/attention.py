@@ -31,7 +31,14 @@ from scaledtensor.errors import UnsupportedError
 from scaledtensor.formats import BF16
 from scaledtensor.native.elements import converted
 from scaledtensor.ops import invariant
-from scaledtensor.ops.algebra import Side, bounded_square, elements, first_scaled, measured, side
+from scaledtensor.ops.algebra import (
+    Operand,
+    bounded_square,
+    elements,
+    first_scaled,
+    measured,
+    operand,
+)
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.ops.rules.softmax import (
@@ -122,7 +129,7 @@ def _folded(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any, list[Tensor]]:
     bfloat16 if all operands are, because bfloat16 has the range of float32.
     """
     like = first_scaled(q, k, v)
-    sides = [side(x, like) for x in (q, k, v)]
+    sides = [operand(x, like) for x in (q, k, v)]
     a, b, c = sides
     half = not backend_of(a.q).float32_attention and all(x.q.dtype is torch.bfloat16 for x in sides)
     dtype = torch.bfloat16 if half else torch.float32
@@ -147,9 +154,9 @@ class _Call(NamedTuple):
 
     query: Any
     key: Any
-    a: Side
-    b: Side
-    c: Side
+    a: Operand
+    b: Operand
+    c: Operand
     operands: list[Tensor]
     mask: Any
     factor: float
@@ -178,13 +185,13 @@ class _Call(NamedTuple):
         root = _known_moments(Single(1.0), causally_visible(keys, keys))[0]
         return Raw(out, self.c.scale, self.c.scale * root)
 
-    def backward(self, g: Side, out: ScaledTensor) -> tuple[Tensor, ...]:
+    def backward(self, g: Operand, out: ScaledTensor) -> tuple[Tensor, ...]:
         """Return the gradient, the folded query, key and value, and the output of these."""
         dtype = self.operands[0].dtype
         held = scaled_by(elements(out), scale_of(out) / self.c.scale, dtype)
         return converted(g.q, dtype), *self.operands, held
 
-    def gradients(self, g: Side, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Raw, Raw, Raw]:
+    def gradients(self, g: Operand, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Raw, Raw, Raw]:
         a, b, c = self.a, self.b, self.c
         # Each key row has Sq / Sk query rows, and all heads of the query that share it add up.
         shared = self.query.numel() / max(self.key.numel(), 1)
@@ -255,7 +262,7 @@ def flash_cpu_backward(
     key, and sqrt(Sq / Sk) for the value. rq, rk and rv are their RMS, c is the softmax scale, d the
     head size, Sq / Sk the number of query rows for each key row, and h as in
     `_softmax_backward_data`."""
-    call, g = _Call.of(query, key, value, attn_mask, is_causal, scale), side(grad_out, query)
+    call, g = _Call.of(query, key, value, attn_mask, is_causal, scale), operand(grad_out, query)
     grad, *operands = call.backward(g, out)
     raw = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
         grad if grad.stride(-1) == 1 else grad.contiguous(),  # torch would read other elements
@@ -312,7 +319,7 @@ def flash_cuda_backward(
     scale: float | None = None,
 ) -> tuple[Raw, Raw, Raw]:
     """Same as `_scaled_dot_product_flash_attention_for_cpu_backward`, on bfloat16 elements."""
-    call, g = _Call.of(query, key, value, None, is_causal, scale), side(grad_out, query)
+    call, g = _Call.of(query, key, value, None, is_causal, scale), operand(grad_out, query)
     raw = aten._scaled_dot_product_flash_attention_backward.default(
         *(x.bfloat16() for x in call.backward(g, out)),
         logsumexp,
@@ -368,7 +375,7 @@ def efficient_backward(
 ) -> tuple[Any, ...]:
     """Same as `_scaled_dot_product_flash_attention_for_cpu_backward`. The gradient of a mask, which
     is added to the logits, has a measured RMS."""
-    call, g = _Call.of(query, key, value, attn_bias, is_causal, scale), side(grad_out_, query)
+    call, g = _Call.of(query, key, value, attn_bias, is_causal, scale), operand(grad_out_, query)
     *operands, output = call.backward(g, out)
     *raw, bias = aten._scaled_dot_product_efficient_attention_backward.default(
         *operands,

@@ -25,13 +25,13 @@ from torch import Tensor
 
 from scaledtensor.formats import FP32
 from scaledtensor.ops.algebra import (
-    Side,
+    Operand,
     check_dtypes,
     computable,
     elements,
     first_scaled,
+    operand,
     quadrature,
-    side,
 )
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.products.dtype import multiplied
@@ -91,7 +91,7 @@ def convolution(x: Any, w: Any, bias: Any, *geometry: Any) -> Raw:
     image. With a bias b, r^2 grows by rb^2."""
     check_dtypes(x, w)
     like = first_scaled(x, w, bias)
-    a, b = side(x, like), side(w, like)
+    a, b = operand(x, like), operand(w, like)
     left, right = multiplied(a.q, b.q, wide=is_wide(x, w))
     q = aten.convolution.default(left, right, None, *geometry)
     stride, padding, dilation, transposed, _, groups = geometry
@@ -99,7 +99,7 @@ def convolution(x: Any, w: Any, bias: Any, *geometry: Any) -> Raw:
     product = Raw(q, product_of(a.scale, b.scale), a.rms * b.rms * n.output**0.5)
     if bias is None:
         return product
-    c = side(bias, like)
+    c = operand(bias, like)
     rms = quadrature(product.rms, c.rms)
     scale, ratio, ratio_bias = settle(rms, product.held, c.scale)
     added = times(c.q, ratio_bias).view(-1, *[1] * (q.dim() - 2))
@@ -115,7 +115,7 @@ def convolution_backward(
     windows) for the bias."""
     *geometry, mask = options
     like = first_scaled(g, x, w)
-    out, a, b = (side(t, like) for t in (g, x, w))
+    out, a, b = (operand(t, like) for t in (g, x, w))
     operands = multiplied(out.q, a.q, b.q, wide=is_wide(g, x, w))
     dx, dw, _ = aten.convolution_backward.default(
         *operands, None, *geometry, [mask[0], mask[1], False]
@@ -130,7 +130,7 @@ def convolution_backward(
     )
 
 
-def _of_bias(g: Side) -> Raw:
+def _of_bias(g: Operand) -> Raw:
     dims = [0, *range(2, g.q.dim())]
     n = math.prod(g.q.shape[d] for d in dims)
     return Raw(g.q.sum(dims, dtype=torch.float32), g.scale, g.rms * n**0.5, format=FP32)
@@ -195,7 +195,7 @@ def fractional_max_pool(
 )
 def max_pool_backward(op: Overload, g: Any, x: ScaledTensor, *options: Any) -> Raw:
     """r_g sqrt(gradients / elements): each gradient goes to one element."""
-    out = side(g, x)
+    out = operand(g, x)
     q = op(out.q, _like(x, out.q), *options)
     return Raw(q, out.scale, out.rms * share(g.shape, x.shape) ** 0.5)
 
@@ -234,7 +234,7 @@ def avg_pool(op: Overload, x: ScaledTensor, *options: Any) -> Raw:
 @rule(aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default, pass_op=True)
 def avg_pool_backward(op: Overload, g: Any, x: ScaledTensor, *options: Any) -> Raw:
     """r_g sqrt(windows over an element) / divisor."""
-    out = side(g, x)
+    out = operand(g, x)
     source = computable(op, out.q)
     q = op(source, _like(x, source), *options)
     seen, divisor = _windows(op, x.shape, g.shape, options)
@@ -278,7 +278,7 @@ def adaptive_avg_pool(op: Overload, x: ScaledTensor, size: Sequence[int]) -> Raw
 )
 def adaptive_avg_pool_backward(op: Overload, g: Any, x: ScaledTensor) -> Raw:
     """r_g sqrt(s / elements), where s is the sum of 1/n over windows of n elements."""
-    out = side(g, x)
+    out = operand(g, x)
     q = op(out.q, _like(x, out.q))
     size = g.shape[-_dims(op) :]
     factor = _inverse_widths(x, size) / max(math.prod(x.shape[-_dims(op) :]), 1)

@@ -16,8 +16,8 @@ from scaledtensor.ops.algebra import (
     elements,
     first_scaled,
     measured,
+    operand,
     plain,
-    side,
     value,
     within,
 )
@@ -289,7 +289,7 @@ def bernoulli_from(x: ScaledTensor, p: Any, *, generator: Any = None) -> Raw:
     """r = sqrt(0.93 rp) for probabilities of RMS rp. Their mean is sqrt(3)/2 rp if they are spread
     evenly, and rp if they are equal."""
     q = _float32_like(x).bernoulli_(plain(p).float(), generator=generator)
-    return Raw(q, None, _of_probabilities(side(p, x).rms), nonnegative=True)
+    return Raw(q, None, _of_probabilities(operand(p, x).rms), nonnegative=True)
 
 
 @rule(aten.bernoulli.default)
@@ -316,7 +316,7 @@ def _poisson_rms(rms: Any) -> Any:
 def normal_of(op: Overload, mean: Any, std: Any = 1.0, *, generator: Any = None) -> Raw:
     """r = sqrt(ra^2 + rb^2) for means of RMS ra and standard deviations of RMS rb."""
     like = first_scaled(mean, std)
-    a, b = side(mean, like), side(std, like)
+    a, b = operand(mean, like), operand(std, like)
     q = op(_floats(mean), _floats(std), generator=generator)
     return Raw(q, None, (a.rms.square() + b.rms.square()).sqrt())
 
@@ -333,7 +333,7 @@ def binomial(count: Any, prob: Any, generator: Any = None) -> Raw:
     """r = sqrt((n p)^2 + n p), where n is the RMS of the counts and p the RMS of the
     probabilities."""
     like = first_scaled(count, prob)
-    mean = side(count, like).rms * side(prob, like).rms
+    mean = operand(count, like).rms * operand(prob, like).rms
     q = aten.binomial.default(_floats(count), _floats(prob), generator)
     return Raw(q, None, _poisson_rms(mean), nonnegative=True)
 

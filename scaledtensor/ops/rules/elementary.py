@@ -20,7 +20,7 @@ from scaledtensor.ops.algebra import (
     elements,
     gaussian_rms,
     integrand,
-    side,
+    operand,
     value,
 )
 from scaledtensor.ops.operators import aten, define_operator
@@ -90,7 +90,7 @@ def with_slope(
     times_slope = define_operator(f"{name}_backward(Tensor g, Tensor x) -> Tensor")
 
     def run_backward(g: Any, x: ScaledTensor) -> Raw:
-        left = side(g, x)
+        left = operand(g, x)
         rms = left.rms * gaussian_rms(key, rms_of(x), nonnegative=x.nonnegative)
         return Raw(left.q.float() * slope(value(x).float()), left.scale, rms)
 
@@ -251,7 +251,7 @@ def logit_backward(g: Any, x: ScaledTensor, eps: float | None = None) -> Raw:
     """r_g (2 + 2 exp(m^2 / 2)) for logits of RMS m, for the gradient g / (x (1 - x)) = g (2 + 2
     cosh z) of logits z. m^2 counts as 2 at most, because the slope has no second moment for
     probabilities that are spread evenly."""
-    left = side(g, x)
+    left = operand(g, x)
     q = aten.logit_backward.default(left.q.float(), value(x).float(), eps)
     slope = 2 + 2 * (_logit_square(rms_of(x)).clamp_max(2.0) / 2).exp()
     return Raw(q, left.scale, left.rms * slope)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from scaledtensor.formats import FP32, Format
-from scaledtensor.ops.algebra import Side, elements, first_scaled, side, value
+from scaledtensor.ops.algebra import Operand, elements, first_scaled, operand, value
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.rules.reduction import extreme_rms
@@ -37,7 +37,7 @@ def embedding_backward(
     g: ScaledTensor, indices: Tensor, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
 ) -> Raw:
     """r_g sqrt(max(1, B / V)) for B tokens and V rows. The sums run in float32."""
-    left = side(g, g)
+    left = operand(g, g)
     q = aten.embedding_dense_backward.default(
         left.q.float(), indices, num_weights, padding_idx, scale_grad_by_freq
     )
@@ -78,10 +78,10 @@ class _Weighted(NamedTuple):
     rms: Any
 
     @staticmethod
-    def of(x: Side, weights: Any, like: ScaledTensor) -> "_Weighted":
+    def of(x: Operand, weights: Any, like: ScaledTensor) -> "_Weighted":
         if weights is None:
             return _Weighted(x.q.float(), None, x.scale, x.rms)
-        w = side(weights, like)
+        w = operand(weights, like)
         return _Weighted(x.q.float(), w.q.float(), x.scale * w.scale, x.rms * w.rms)
 
 
@@ -101,7 +101,7 @@ def embedding_bag(
     """r sqrt(n) for sums over bags of n rows on average, r / sqrt(n) for means, r sqrt(2 ln n) for
     maxima; times the RMS of the samples' weights. The other results are plain."""
     like = first_scaled(weight, per_sample_weights)
-    table = _Weighted.of(side(weight, like), per_sample_weights, like)
+    table = _Weighted.of(operand(weight, like), per_sample_weights, like)
     q, *rest = op(
         table.q,
         indices,
@@ -138,7 +138,7 @@ def embedding_bag_backward(
     over n rows. A sparse gradient has one row for each row in a bag, so r_g, and r_g / n for
     means."""
     like = first_scaled(g, per_sample_weights)
-    left = _Weighted.of(side(g, like), per_sample_weights, like)
+    left = _Weighted.of(operand(g, like), per_sample_weights, like)
     q = aten._embedding_bag_backward.default(
         left.q,
         indices,
@@ -174,7 +174,7 @@ def per_sample_weights_backward(
 ) -> Raw:
     """r_g r sqrt(d): a dot product of rows of d elements."""
     like = first_scaled(g, weight)
-    left, table = side(g, like), side(weight, like)
+    left, table = operand(g, like), operand(weight, like)
     q = aten._embedding_bag_per_sample_weights_backward.default(
         left.q.float(), table.q.float(), indices, offsets, offset2bag, mode, padding_idx
     )

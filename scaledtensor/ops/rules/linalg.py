@@ -22,8 +22,8 @@ from scaledtensor.ops.algebra import (
     first_scaled,
     gaussian_moment,
     measured,
+    operand,
     quadrature,
-    side,
     wide,
 )
 from scaledtensor.ops.operators import aten, define_operator
@@ -193,7 +193,7 @@ def matrix_exp_rule(x: ScaledTensor) -> Any:
 def matrix_exp_backward(g: Any, x: ScaledTensor) -> Raw:
     """Measured. It is the Frechet derivative at the transpose, the upper right block of exp([[A,
     G], [0, A]]) (Najfeld and Havel 1995)."""
-    left, a = side(g, x), wide(x).mT
+    left, a = operand(g, x), wide(x).mT
     zero = torch.zeros_like(a)
     n = a.shape[-1]
     above, below = torch.cat((a, left.q.float()), -1), torch.cat((zero, a), -1)
@@ -259,8 +259,8 @@ def cdist_backward(g: Any, x: Any, y: Any, p: float, distances: Any) -> Raw:
     """r_g sqrt(rows of y) s, where s is the RMS of (|z| / |z|_p)^(p - 1): a sum over the rows of y
     of g times one component of the norm's gradient."""
     like = first_scaled(g, x, y, distances)
-    left = side(g, like)
-    a, b, c = (side(t, like).value for t in (x, y, distances))
+    left = operand(g, like)
+    a, b, c = (operand(t, like).value for t in (x, y, distances))
     q = aten._cdist_backward.default(
         left.q.float().contiguous(), a.contiguous(), b.contiguous(), p, c.contiguous()
     )
@@ -271,7 +271,7 @@ def cdist_backward(g: Any, x: Any, y: Any, p: float, distances: Any) -> Raw:
 @rule(aten._pdist_forward.default)
 def pdist(x: ScaledTensor, p: float = 2.0) -> Any:
     """Same as `_cdist_forward` of x with itself, with each pair once."""
-    left = side(x, x).value
+    left = operand(x, x).value
     q = aten._pdist_forward.default(left.contiguous(), p)
     return _distance(q, rms_of(x) * 2**0.5, x.shape[-1], p)
 
@@ -280,8 +280,8 @@ def pdist(x: ScaledTensor, p: float = 2.0) -> Any:
 def pdist_backward(g: Any, x: Any, p: float, distances: Any) -> Raw:
     """r_g sqrt(rows - 1) s, with s as in `_cdist_backward`."""
     like = first_scaled(g, x, distances)
-    left = side(g, like)
-    a, c = side(x, like).value, side(distances, like).value
+    left = operand(g, like)
+    a, c = operand(x, like).value, operand(distances, like).value
     q = aten._pdist_backward.default(left.q.float().contiguous(), a.contiguous(), p, c)
     rows = max(x.shape[0] - 1, 1)
     return Raw(q, left.scale, left.rms * (rows**0.5 * _slope(x.shape[-1], p)), format=FP32)

@@ -22,7 +22,7 @@ from scaledtensor.ops.algebra import (
     constant,
     difference,
     first_scaled,
-    side,
+    operand,
     wide,
 )
 from scaledtensor.ops.operators import aten, define_operator
@@ -52,7 +52,7 @@ class _Incoming(NamedTuple):
     @staticmethod
     def of(g: Any, like: ScaledTensor, n: int, reduction: int) -> "_Incoming":
         """Take the gradient `g` of a loss over `n` terms."""
-        left = side(g, like)
+        left = operand(g, like)
         share = 1 / max(n, 1) if reduction == _MEAN else 1.0
         rest = _NONE if reduction == _NONE else _SUM
         return _Incoming(left.q.float(), left.scale * share, left.rms * share, rest)
@@ -64,7 +64,7 @@ def _loss(loss: Tensor, rms: Amount, reduction: int) -> Any:
 
 
 def _weighted(rms: Amount, weight: Any, like: ScaledTensor) -> Any:
-    return rms if weight is None else rms * side(weight, like).rms
+    return rms if weight is None else rms * operand(weight, like).rms
 
 
 # --- negative log-likelihood -----------------------------------------------------------------
@@ -89,11 +89,11 @@ def nll_loss_backward(
 ) -> Raw:
     """r_g rw / (B sqrt(V)): each row of V classes has one entry g w / B. B is the total weight of
     the tokens that are not ignored."""
-    left, counted = side(g, x), single_of(total_weight)
+    left, counted = operand(g, x), single_of(total_weight)
     classes = x.shape[1] if x.dim() > 1 else x.shape[0]
     rms = left.rms / max(classes, 1) ** 0.5
     if weight is not None:
-        rms = rms * side(weight, x).rms
+        rms = rms * operand(weight, x).rms
     scale = left.scale
     unit = torch.ones_like(total_weight)
     if reduction == _MEAN:
@@ -209,7 +209,7 @@ def _difference_from_target(
     targets are read from their table.
     """
     t, logits = wide(target), wide(x)
-    square = _sigmoid_square(side(x, like).rms) - single_of((t * (1 - t)).mean())
+    square = _sigmoid_square(operand(x, like).rms) - single_of((t * (1 - t)).mean())
     if pos_weight is None:
         return logits.sigmoid() - t, square.clamp_min(2.0**-12).sqrt()
     w = wide(pos_weight)
@@ -254,7 +254,7 @@ def binary_cross_entropy_with_logits_rule(
     loss = aten.binary_cross_entropy_with_logits.default(
         wide(x), wide(target), wide(weight), wide(pos_weight), reduction
     )
-    rms = softplus_rms(side(x, like).rms)
+    rms = softplus_rms(operand(x, like).rms)
     return _loss(loss, _weighted(_weighted(rms, weight, like), pos_weight, like), reduction)
 
 
@@ -320,7 +320,7 @@ def ctc_loss_backward(op: Overload, g: Any, log_probs: Any, targets: Tensor, *ar
     """r_g sqrt(0.4 / C) for the gradient g (p - posterior) over C classes. The posterior is on two
     or three classes. Steps after the end of a sequence are zero."""
     like = first_scaled(g, log_probs, *args)
-    left = side(g, like)
+    left = operand(g, like)
     rest = tuple(wide(a) for a in args)
     q = op(left.q.float(), wide(log_probs).contiguous(), targets, *rest)
     rms = left.rms * (0.4 / max(log_probs.shape[-1], 1)) ** 0.5
@@ -385,7 +385,7 @@ def multi_margin_loss(
     The loss is the mean over classes j of max(0, m - x_t + x_j)^p for the target t."""
     like = first_scaled(x, weight)
     loss = aten.multi_margin_loss.default(wide(x), target, p, margin, wide(weight), reduction)
-    rms = (margin**2 + 0.45 * bounded_square(side(x, like).rms)).sqrt().pow(p)
+    rms = (margin**2 + 0.45 * bounded_square(operand(x, like).rms)).sqrt().pow(p)
     return _loss(loss, _weighted(rms, weight, like), reduction)
 
 
@@ -408,7 +408,7 @@ def multi_margin_loss_backward(
     q = aten.multi_margin_loss_backward.default(
         into.q, wide(x), target, p, margin, wide(weight), into.reduction
     )
-    r = side(x, like).rms
+    r = operand(x, like).rms
     if p == 1:
         each, together = _violated(r, margin)
     else:
@@ -446,7 +446,7 @@ def multilabel_margin_loss_backward(
     into = _Incoming.of(g, like, _rows(x)[0], reduction)
     hits = wide(is_target)
     q = aten.multilabel_margin_loss_backward.default(into.q, wide(x), target, into.reduction, hits)
-    _, together = _violated(side(x, like).rms, 1.0)
+    _, together = _violated(operand(x, like).rms, 1.0)
     return Raw(q, into.scale, into.rms * (together * _mixed(hits)).sqrt())
 
 
@@ -456,7 +456,7 @@ def soft_margin_loss(x: Any, target: Any, reduction: int = 1) -> Any:
     softplus of -t x."""
     like = first_scaled(x, target)
     loss = aten.soft_margin_loss.default(wide(x), wide(target), reduction)
-    r = side(x, like).rms * side(target, like).rms
+    r = operand(x, like).rms * operand(target, like).rms
     return _loss(loss, softplus_rms(r), reduction)
 
 
@@ -467,8 +467,8 @@ def soft_margin_loss_backward(g: Any, x: Any, target: Any, reduction: int) -> Ra
     like = first_scaled(g, x, target)
     into = _Incoming.of(g, like, x.numel(), reduction)
     q = aten.soft_margin_loss_backward.default(into.q, wide(x), wide(target), into.reduction)
-    t = side(target, like).rms
-    slope = _sigmoid_square(side(x, like).rms * t).sqrt() * t
+    t = operand(target, like).rms
+    slope = _sigmoid_square(operand(x, like).rms * t).sqrt() * t
     return Raw(q, into.scale, into.rms * slope)
 
 

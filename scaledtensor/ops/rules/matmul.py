@@ -23,8 +23,8 @@ from scaledtensor.ops.algebra import (
     factor,
     first_scaled,
     measured,
+    operand,
     quadrature,
-    side,
 )
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.plausible import wild
@@ -82,7 +82,7 @@ def dot(a: Any, b: Any) -> Tensor:
     """A plain float32 statistic."""
     check_dtypes(a, b)
     like = first_scaled(a, b)
-    x, y = side(a, like), side(b, like)
+    x, y = operand(a, like), operand(b, like)
     product: Tensor = torch.dot(x.q.float(), y.q.float()) * x.scale * y.scale
     return product
 
@@ -91,7 +91,7 @@ def dot(a: Any, b: Any) -> Tensor:
 def cross(a: Any, b: Any, *, dim: int = -1) -> Raw:
     """r = ra rb sqrt(2): each element is a sum of two products."""
     like = first_scaled(a, b)
-    x, y = side(a, like), side(b, like)
+    x, y = operand(a, like), operand(b, like)
     q = torch.linalg.cross(*multiplied(x.q, y.q), dim=dim)
     return Raw(q, product_of(x.scale, y.scale), x.rms * y.rms * 2**0.5)
 
@@ -110,7 +110,7 @@ def trilinear(
     """r = ra rb rc sqrt(n) for sums of n products. It is a part of the derivative of a plain
     `nn.Bilinear`."""
     like = first_scaled(a, b, c)
-    factors = [side(x, like) for x in (a, b, c)]
+    factors = [operand(x, like) for x in (a, b, c)]
     expanded = (expand1, expand2, expand3)
     terms = 1
     for dim in sumdim:
@@ -161,7 +161,7 @@ def addr(c: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Raw:
     """r = sqrt((beta rc)^2 + (alpha ra rb)^2) for beta c plus alpha times the outer product of a
     and b."""
     like = first_scaled(c, a, b)
-    x, y = side(a, like), side(b, like)
+    x, y = operand(a, like), operand(b, like)
     outer = Raw(torch.outer(*multiplied(x.q, y.q)), product_of(x.scale, y.scale), x.rms * y.rms)
     return _plus(c, outer, like, beta, alpha)
 
@@ -170,7 +170,7 @@ def _plus(
     c: Any, product: Raw, like: ScaledTensor, beta: float, alpha: float, wide: bool = False
 ) -> Raw:
     """Return beta c + alpha times the product; in float32 if `wide`."""
-    base = side(c, like)
+    base = operand(c, like)
     start = base.q.float() if wide else base.q
     rms = quadrature(base.rms * abs(beta), product.rms * abs(alpha))
     scale, ratio, factor = settle(rms, base.scale, product.held)
@@ -194,7 +194,7 @@ def grouped_mm(
         scale, ratio, rms = settle_product(a.shape[-1], (a.scale, a.rms), (b.scale, b.rms))
         q = units.groups(a.qdata, b.qdata, offs, tensor_of(ratio, a.device), _is_fast(a, b))
         return Raw(q, scale, rms, settled=True, dtype=out_dtype)
-    x, y = side(a, like), side(b, like)
+    x, y = operand(a, like), operand(b, like)
     left, right = multiplied(x.q, y.q, wide=is_wide(a, b))
     if not (_is_aligned(left) and _is_aligned(right)):
         left, right = left.float(), right.float()
@@ -273,7 +273,7 @@ def _of_independent(matmul: Any, a: Any, b: Any) -> Raw:
         x, y = factor(a, b, like), factor(b, a, like)
         q = matmul(*multiplied(x.q, y.q, wide=wide))
         return Raw(q, product_of(x.scale, y.scale), x.rms * y.rms * k**0.5)
-    x, y = side(a, like), side(b, like)
+    x, y = operand(a, like), operand(b, like)
     scale, ratio, rms = settle_product(k, (x.scale, x.rms), (y.scale, y.rms))
     if _goes_first(ratio, a, b):
         scaled_in_place(y.q, ratio)

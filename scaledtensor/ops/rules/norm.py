@@ -19,7 +19,7 @@ from torch import Tensor
 from scaledtensor.backends import backend_of
 from scaledtensor.formats import FP32
 from scaledtensor.ops import invariant
-from scaledtensor.ops.algebra import first_scaled, plain, quadrature, read_value, side
+from scaledtensor.ops.algebra import constant, first_scaled, operand, plain, quadrature, read_value
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.ops.results import write
@@ -28,6 +28,9 @@ from scaledtensor.scales.measure import measured_rms
 from scaledtensor.scales.powers import product_of, settle
 from scaledtensor.scales.singles import ONE, Single, rms_of, scaled_by, single_of, tensor_of
 from scaledtensor.tensors.tensor import ScaledTensor
+
+#: The default of the RMS norm. torch calculates it in float32 for each dtype of ours.
+DEFAULT_EPS = torch.finfo(torch.float32).eps
 
 
 def _rms(x: Any, like: Any) -> Any:
@@ -137,7 +140,7 @@ def layer_norm_backward(
     """r_g rw s for the input, where s is the measured RMS of the reciprocal deviation; r_g
     sqrt(rows) for weight and bias."""
     like = first_scaled(g, x, weight)
-    left = side(g, like)
+    left = operand(g, like)
     held = _Normalised.of(x, mean, rstd, left.rms)
     v, w, b = _values(held.v, weight, bias)
     data = _for_kernel(v)
@@ -161,12 +164,13 @@ def rms_norm(
         return parts  # type: ignore[no-any-return]
     v = plain(x).float()
     dims = tuple(range(-len(shape), 0))
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    eps = DEFAULT_EPS if eps is None else eps
     rrms = torch.rsqrt(v.square().mean(dims, keepdim=True) + eps)
     out = v * rrms
     if weight is not None:
         out = out * plain(weight)
-    return Raw(out, None, _rms(weight, v.new_ones(()))), rrms
+    rms = constant(1.0, rms_of(x)) if weight is None else _rms(weight, ONE)
+    return Raw(out, None, rms), rrms
 
 
 @rule(aten._fused_rms_norm_backward.default)
@@ -176,7 +180,7 @@ def rms_norm_backward(
     """r_g rw s for the input, where s is the measured RMS of the reciprocal RMS; r_g sqrt(rows) for
     the weight."""
     like = first_scaled(g, x, weight)
-    left = side(g, like)
+    left = operand(g, like)
     held = _Normalised.of(x, None, rstd, left.rms)
     v = held.v.float()
     q = left.q.float()
@@ -207,7 +211,7 @@ def weight_norm(v: Any, g: Any, dim: int = 0) -> tuple[Raw, Tensor]:
 def weight_norm_backward(grad: Any, v: Any, g: Any, norms: Tensor, dim: int) -> tuple[Raw, Raw]:
     """r_g rg s for v, where rg is the RMS of the lengths and s the measured RMS of 1 / |v|; r_g for
     the lengths, by a product with a direction."""
-    upstream = side(grad, first_scaled(grad, v, g))
+    upstream = operand(grad, first_scaled(grad, v, g))
     left, right = plain(v).float(), plain(g).float()
     dv, dg = aten._weight_norm_interface_backward.default(
         upstream.q.float(), left, right, norms, dim
@@ -258,7 +262,7 @@ def group_norm_backward(
     """r_g rw s for the input, where s is the measured RMS of the reciprocal deviation; r_g
     sqrt(images * pixels) for weight and bias."""
     *extents, mask = sizes
-    left = side(g, first_scaled(g, x, weight))
+    left = operand(g, first_scaled(g, x, weight))
     held = _Normalised.of(x, mean, rstd, left.rms)
     v, w = _by_channel(held.v, weight)
     data = _for_kernel(v).contiguous()
@@ -321,7 +325,7 @@ def _batch_norm(
         return Raw(out, None, _affine_rms(weight, bias, v)), mean, rstd
     rms = _affine_rms(weight, None, v) * running.deviations(x)
     if bias is not None:
-        rms = quadrature(rms, side(bias, x).rms)
+        rms = quadrature(rms, operand(bias, x).rms)
     return Raw(out, None, rms), mean, rstd
 
 
@@ -422,7 +426,7 @@ def batch_norm_backward(
 ) -> tuple[Raw | None, Raw | None, Raw | None]:
     """r_g rw s for the input, where s is the measured RMS of the reciprocal deviation; r_g
     sqrt(images * pixels) for weight and bias."""
-    left = side(g, first_scaled(g, x, weight))
+    left = operand(g, first_scaled(g, x, weight))
     running = _Running.of(running_mean, running_var)
     if training:
         held = _Normalised.of(x, mean, rstd, left.rms)

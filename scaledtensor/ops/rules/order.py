@@ -19,10 +19,10 @@ from scaledtensor.ops.algebra import (
     count,
     elements,
     of_floats,
+    operand,
     plain,
     quadrature,
     rms_seen,
-    side,
     value,
     wide,
 )
@@ -281,7 +281,7 @@ def logcumsumexp_rule(x: ScaledTensor, dim: int) -> Raw:
 def logcumsumexp_backward(g: Any, x: ScaledTensor, result: Any, dim: int) -> Raw:
     """r_g sqrt(sum_j min(1, exp(m^2) / j) / n). Element i gets from each gradient j >= i its share
     of the softmax of j terms. The squares of these shares sum to exp(m^2) / j, and at most to 1."""
-    left = side(g, x)
+    left = operand(g, x)
     n = max(count(x.shape, dim), 1)
     square = tensor_of(rms_of(x).square().clamp_max(64.0).exp())
     terms = torch.arange(1, n + 1, device=square.device)

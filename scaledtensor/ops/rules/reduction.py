@@ -21,8 +21,8 @@ from scaledtensor.ops.algebra import (
     elements,
     first_scaled,
     of_floats,
+    operand,
     plain,
-    side,
     statistic,
     value,
 )
@@ -141,14 +141,14 @@ def segment_reduce_backward(g: Any, y: Any, x: Any, reduce: str, **kwargs: Any) 
     """r_g for sums, since each of the n elements of a segment gets the gradient; r_g / n for means,
     r_g / sqrt(n) for extremes, and r_g ry / rx for products with the result y."""
     like = first_scaled(g, y, x)
-    left = side(g, like)
+    left = operand(g, like)
     grad = left.q.float()
     result, data = (plain(t).float() for t in (y, x))
     q = aten._segment_reduce_backward.default(grad, result, data, reduce, **kwargs)
     n = max(data.numel() / max(result.numel(), 1), 1.0)
     rms = left.rms * {"sum": 1.0, "prod": 1.0, "mean": 1 / n}.get(reduce, n**-0.5)
     if reduce == "prod":
-        rms = rms * side(y, like).rms / side(x, like).rms
+        rms = rms * operand(y, like).rms / operand(x, like).rms
     return Raw(q, left.scale, rms)
 
 

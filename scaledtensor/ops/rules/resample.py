@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from scaledtensor.ops.algebra import computable, elements, first_scaled, plain, side
+from scaledtensor.ops.algebra import computable, elements, first_scaled, operand, plain
 from scaledtensor.ops.operators import aten, define_operator
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.rules.views import move
@@ -68,7 +68,7 @@ def repeated(op: Overload, x: ScaledTensor, *options: Any) -> Raw:
 )
 def pad_backward(op: Overload, g: Any, x: Any, padding: Sequence[int]) -> Raw:
     """r_g sqrt(gradients / elements): each gradient goes to one element."""
-    out = side(g, first_scaled(g, x))
+    out = operand(g, first_scaled(g, x))
     q = op(out.q, plain(x).to(out.q.dtype), padding)
     return Raw(q, out.scale, out.rms * share(g.shape, x.shape) ** 0.5)
 
@@ -334,7 +334,7 @@ def grid_sampler(op: Overload, x: Any, grid: Any, mode: int, *options: Any) -> R
     """r times the root of the mean sum of squared weights at a random point: r (2/3)^(d / 2) for
     linear interpolation in d dimensions. The coordinates are float32 values, because bfloat16
     coordinates miss the pixel."""
-    source = side(x, first_scaled(x, grid))
+    source = operand(x, first_scaled(x, grid))
     square = _at_random(mode)[0] ** (x.dim() - 2)
     positive = source.nonnegative and _MODES[mode] != "cubic"
     q = op(source.q.float(), plain(grid).float(), mode, *options)
@@ -349,7 +349,7 @@ def grid_sampler_backward(
     sqrt(channels) sqrt(s) size / 2 for a coordinate, which spans 2 from border to border; s is the
     mean sum of squared slopes of the weights."""
     like = first_scaled(g, x, grid)
-    out, source = side(g, like), side(x, like)
+    out, source = operand(g, like), operand(x, like)
     operands = (t.float() for t in (out.q, source.q, plain(grid)))
     dx, dgrid = op(*operands, mode, padding, align, mask)
     square, slope = _at_random(mode)

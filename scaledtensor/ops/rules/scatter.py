@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from scaledtensor.formats import FP32
-from scaledtensor.ops.algebra import Side, elements, first_scaled, quadrature, side
+from scaledtensor.ops.algebra import Operand, elements, first_scaled, operand, quadrature
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, Raw, rule
 from scaledtensor.ops.rules.reduction import extreme_rms, growth
@@ -63,11 +63,11 @@ def _source(
 def _replaced(x: Tensor, source: Tensor, write: Callable[[Tensor, Tensor], Tensor]) -> Raw:
     number = plain_number(source)
     if not isinstance(number, Tensor) and not moves_scale(number):
-        a = side(x, first_scaled(x))
+        a = operand(x, first_scaled(x))
         q = write(a.q, fill_under(number, tensor_of(a.scale), a.q))
         return Raw(q, a.scale, a.rms, settled=True, nonnegative=a.nonnegative and number >= 0)
     like = first_scaled(x, source)
-    a, b = side(x, like), written(source, like)
+    a, b = operand(x, like), written(source, like)
     share = min(source.numel() / max(x.numel(), 1), 1.0)
     mixed = quadrature(a.rms * (1 - share) ** 0.5, b.rms * share**0.5)
     rms = _or_if_zero(a.rms, mixed, b.rms)
@@ -76,12 +76,12 @@ def _replaced(x: Tensor, source: Tensor, write: Callable[[Tensor, Tensor], Tenso
     return Raw(q, scale, rms, settled=True, nonnegative=a.nonnegative and b.nonnegative)
 
 
-def _operands(x: Tensor, source: Tensor) -> tuple[Side, Side]:
+def _operands(x: Tensor, source: Tensor) -> tuple[Operand, Operand]:
     like = first_scaled(x, source)
-    return side(x, like), side(source, like)
+    return operand(x, like), operand(source, like)
 
 
-def _aligned(a: Side, b: Side, ratio_a: Amount, ratio_b: Amount) -> tuple[Tensor, Tensor]:
+def _aligned(a: Operand, b: Operand, ratio_a: Amount, ratio_b: Amount) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(a.q.dtype, b.q.dtype)
     return times(a.q, ratio_a).to(wide), times(b.q, ratio_b).to(wide)
 
@@ -124,7 +124,7 @@ def fill_places(op: Overload, x: ScaledTensor, dim: int, index: Tensor, number: 
         places = index.numel() * x.numel() // max(x.shape[dim] if x.dim() else 1, 1)
     if not isinstance(number, Tensor) and not moves_scale(number):
         return masked_fill(x, mask, number)
-    a, b = side(x, x), side(number, x)
+    a, b = operand(x, x), operand(number, x)
     share = min(places / max(x.numel(), 1), 1.0)
     rms = quadrature(a.rms * (1 - share) ** 0.5, b.rms * share**0.5)
     scale, *ratios = settle(rms, a.scale, b.scale)

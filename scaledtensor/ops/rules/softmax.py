@@ -19,9 +19,9 @@ from scaledtensor.formats import FP32
 from scaledtensor.ops.algebra import (
     bounded_square,
     count,
+    operand,
     quadrature,
     read_value,
-    side,
     value,
 )
 from scaledtensor.ops.operators import aten
@@ -156,7 +156,7 @@ def softmax_backward(g: Any, y: ScaledTensor, dim: int, input_dtype: torch.dtype
     v = read_value(y)
     seen = visible(v > 0, dim)
     rms = _beside(seen, y)
-    left = side(g, y)
+    left = operand(g, y)
     energy = rms.clamp_min(2.0**-60).square() * max(count(y.shape, dim), 1)
     sharp = 1 - energy.log() / seen.log_share.clamp_max(-(2.0**-10))
     a = sharp.clamp_min(0.0).clamp_max(1 - 2.0**-10)
@@ -193,7 +193,7 @@ def log_softmax_backward(g: Any, y: ScaledTensor, dim: int, input_dtype: torch.d
     cross-entropy over B tokens, g is one-hot with r_g = 1 / (B sqrt(N)), and the result is
     (sqrt(N - 1) / N) / B."""
     n = count(y.shape, dim)
-    left = side(g, y)
+    left = operand(g, y)
     q = aten._log_softmax_backward_data.default(left.q.float(), value(y), dim, torch.float32)
     narrow = y.recipe.activation if y.recipe is not None else None
     return Raw(q, left.scale, left.rms * max((n - 1) / n, 1 / n) ** 0.5, format=narrow)

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from scaledtensor.errors import UnsupportedError
 from scaledtensor.formats import BF16, FP32, from_dtype
-from scaledtensor.ops.algebra import Side, elements, first_scaled, rms_seen, side
+from scaledtensor.ops.algebra import Operand, elements, first_scaled, operand, rms_seen
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, Raw, dispatch, rule
 from scaledtensor.ops.results import store
@@ -102,15 +102,15 @@ def of_two(a: Tensor, b: Tensor) -> Tensor:
     )
 
 
-def _operand(x: Any, like: ScaledTensor) -> Side:
+def _operand(x: Any, like: ScaledTensor) -> Operand:
     """Return an operand in float32. The RMS of a plain sparse tensor is the RMS of its values."""
     if not is_sparse(x) or isinstance(x, SparseTensor):
-        dense = side(x, like)
+        dense = operand(x, like)
         return dense._replace(q=dense.q.float())
     q = x.float()
     rms = measured_rms(q._values() if q.layout == torch.sparse_coo else q.values())
     scale = nearest_power_of_two(rms)
-    return Side(_divided(q, scale), single_of(scale), single_of(rms))
+    return Operand(_divided(q, scale), single_of(scale), single_of(rms))
 
 
 def _divided(q: Tensor, scale: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ for _op in (
 @rule(aten._sparse_mm_reduce_impl.default)
 def sparse_mm_reduce(a: Tensor, b: Any, reduce: str) -> Any:
     """Measured: a product with the sum, the mean or the extreme of the terms of a row."""
-    y = side(b, b)
+    y = operand(b, b)
     q, chosen = aten._sparse_mm_reduce_impl.default(a.float(), y.q.float(), reduce)
     return Raw(q, y.scale, rms_seen(q, y.rms / y.scale) * y.scale), chosen
 

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from scaledtensor.ops.algebra import (
-    Side,
+    Operand,
     at_value,
     constant,
     first_scaled,
     gaussian_rms,
     integrand,
     measured,
+    operand,
     plain,
     quadrature,
-    side,
     value,
 )
 from scaledtensor.ops.operators import aten, define_operator
@@ -211,9 +211,9 @@ def of_two(op: Overload, *args: Any) -> Raw:
     return measured(op(*(value(a).float() if isinstance(a, ScaledTensor) else a for a in args)))
 
 
-def _pair(x: Any, y: Any) -> tuple[Side, Side]:
+def _pair(x: Any, y: Any) -> tuple[Operand, Operand]:
     like = first_scaled(x, y)
-    return side(x, like), side(y, like)
+    return operand(x, like), operand(y, like)
 
 
 # --- division with a remainder ---------------------------------------------------------------

@@ -15,11 +15,11 @@ from scaledtensor import _torch
 from scaledtensor.backends import backend_of
 from scaledtensor.errors import DTypeError
 from scaledtensor.ops.algebra import (
-    Side,
+    Operand,
     elements,
     first_scaled,
+    operand,
     quadrature,
-    side,
 )
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.plausible import either
@@ -307,7 +307,7 @@ def chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int) -> Raw:
 
 def _join(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Any, Any, bool]:
     like = first_scaled(*tensors)
-    parts = [side(t, like) for t in tensors]
+    parts = [operand(t, like) for t in tensors]
     total = sym_max(sum(t.numel() for t in tensors), 1)
     rms = quadrature(
         *(p.rms * (t.numel() / total) ** 0.5 for p, t in zip(parts, tensors, strict=True))
@@ -342,10 +342,10 @@ def moves_scale(number: Any) -> Any:
     return (number != 0) & (number > FILL) & (number < HUGE)
 
 
-def written(x: Any, like: ScaledTensor) -> Side:
+def written(x: Any, like: ScaledTensor) -> Operand:
     """Return the operand that is written into places. Traced code does not know the number in a
     0-dim tensor, whose RMS is 0 if it does not move the scale."""
-    made = side(x, like)
+    made = operand(x, like)
     if not isinstance(x, Tensor) or isinstance(x, ScaledTensor) or x.dim():
         return made
     return made._replace(rms=torch.where(moves_scale(x), x.abs(), 0.0).float())
@@ -399,7 +399,7 @@ def plain_number(x: Any) -> Any:
     return x
 
 
-def _aligned(x: Any, part: Side, scale: Amount, like: Tensor) -> Tensor:
+def _aligned(x: Any, part: Operand, scale: Amount, like: Tensor) -> Tensor:
     if not isinstance(x, Tensor):
         return fill_under(x, scale, like)
     return under(part, x, part.scale / scale)
