@@ -5,7 +5,7 @@
 
 The step is forward and backward of the demo's GPT and its loss, for float32, bfloat16 (autocast),
 bfloat16 with the casts of FP8 and no scales (`benchmarks.casts_alone`), and recipes of ours, on the
-CPU back end. `--model cnn` takes a convolutional network and `--model lstm` an LSTM instead.
+CPU back end. `--model cnn` takes a convolutional network instead.
 
 "nodes" are the calls in AOTAutograd's two graphs. "0-dim" are the nodes that give 0-dim tensors,
 such as scales. "opaque" are the nodes that call an operator of this library, which Inductor does
@@ -79,20 +79,6 @@ class CNN(nn.Module):
         return logits, F.cross_entropy(logits, y)
 
 
-class LSTM(nn.Module):
-    """A language model of an LSTM."""
-
-    def __init__(self, layers: int, width: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(_CLASSES, width)
-        self.lstm = nn.LSTM(width, width, layers, batch_first=True)
-        self.head = nn.Linear(width, _CLASSES)
-
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.head(self.lstm(self.embedding(x))[0])
-        return logits, F.cross_entropy(logits.flatten(0, 1), y.flatten())
-
-
 _CLASSES = 64
 
 #: Name -> the model of some layers and some width, and its batch.
@@ -102,7 +88,6 @@ MODELS: dict[str, tuple[Callable[[int, int], nn.Module], Callable[[], Iterable[T
         lambda: torch.randint(0, _CLASSES, (2, 4, 32)),
     ),
     "cnn": (CNN, lambda: (torch.randn(4, 3, 32, 32), torch.randint(0, _CLASSES, (4,)))),
-    "lstm": (LSTM, lambda: torch.randint(0, _CLASSES, (2, 4, 32))),
 }
 
 _KERNEL = re.compile(r"^\s+cpp_fused\w*\(", re.MULTILINE)
