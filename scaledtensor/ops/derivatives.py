@@ -1,11 +1,12 @@
-"""logsumexp, erf, x * x and the RMS norm, with derivatives that rules can follow.
+"""logsumexp, erf, x * x, the RMS norm and dropout, with derivatives that rules can follow.
 
 Autograd writes the gradient of logsumexp, a softmax, as exp(x - lse), and the gradient of erf, a
 bell, as exp(-(x^2)). The rule of exp assumes that its argument is a Gaussian of zero mean. It
 cannot know that this argument is never positive. A CPU has no kernel for the RMS norm, so torch
 composes it of five operators, whose rules take x and its RMS for independent. So these functions
-run as operators of this library, and their derivatives are operators with a rule. `FUNCTIONS` lists
-the functions of torch that are replaced for ScaledTensors.
+run as operators of this library, and their derivatives are operators with a rule. Dropout runs as
+the operator that torch takes on CUDA devices. `FUNCTIONS` lists the functions of torch that are
+replaced for ScaledTensors.
 """
 
 import math
@@ -171,10 +172,22 @@ def rms_norm(
     return result
 
 
+# --- dropout ---------------------------------------------------------------------------------
+
+
+def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Works like torch's function, with the same mask. On a CPU torch composes it of four
+    operators and keeps a mask in the dtype of the input. This one keeps booleans."""
+    if inplace or not training or not 0 < p < 1:
+        return torch.nn.functional.dropout(input, p, training, inplace)
+    return torch.native_dropout(input, p, training)[0]
+
+
 #: function of torch -> its replacement, whose derivative has rules.
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.logsumexp, Tensor.logsumexp, torch.special.logsumexp), logsumexp),
     **dict.fromkeys((torch.erf, Tensor.erf, torch.special.erf), erf),
     **dict.fromkeys((torch.nn.functional.rms_norm, torch.rms_norm), rms_norm),
+    **dict.fromkeys((torch.nn.functional.dropout, torch.dropout), dropout),
     **dict.fromkeys((torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__), mul),
 }

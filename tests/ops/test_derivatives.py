@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from assertions import assert_second_derivative, dequantized, gradient
 from tensors import gaussian
 from torch import Tensor
@@ -23,6 +24,9 @@ SPELLINGS = {
     "x * x": lambda x: x * x,
     "torch.mul": lambda x: torch.mul(x, x),
     "Tensor.multiply": lambda x: x.multiply(x),
+    "F.rms_norm": lambda x: F.rms_norm(x, (6,), eps=0.1),
+    "torch.rms_norm of two dimensions": lambda x: torch.rms_norm(x, (4, 6)),
+    "F.rms_norm with a weight": lambda x: F.rms_norm(x, (6,), x[0]),
 }
 every_spelling = pytest.mark.parametrize("f", SPELLINGS.values(), ids=SPELLINGS)
 
@@ -54,6 +58,66 @@ def test__the_gradient_of_logsumexp__is_a_softmax_in_range():
     out = x.logsumexp(-1)
     grad = torch.autograd.grad(out, x, sct.scaled(gaussian(256, seed=1)))[0]
     assert 0.5 < float(grad.qdata.square().mean().sqrt()) < 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("recipe", [None, sct.recipes.Unit(saved="e4m3fn")], ids=repr)
+def test__rms_norm__has_the_default_eps_of_torch(recipe, dtype):
+    """It is a number of float32 for every dtype, and decides the result of small inputs."""
+    plain = (gaussian(4, 6) * 2.0**-5).to(dtype)
+    x = sct.scaled(plain, recipe=recipe).requires_grad_()
+    y = F.rms_norm(x, (6,))
+    assert torch.equal(dequantized(y), F.rms_norm(plain, (6,)))
+    grad = torch.autograd.grad(y, x, sct.scaled(torch.ones_like(plain)))[0]
+    wide = plain.double().requires_grad_()
+    eps = torch.finfo(torch.float32).eps
+    want = torch.autograd.grad(F.rms_norm(wide, (6,), eps=eps).sum(), wide)[0]
+    assert_close(dequantized(grad).double(), want, 2.0**-3 if recipe else 2.0**-6)
+
+
+def assert_close(got, want, tolerance):
+    assert float((got - want).norm()) <= tolerance * float(want.norm())
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: F.rms_norm(x, (5,)),
+        lambda x: F.rms_norm(x, (6,), sct.scaled(gaussian(5))),
+        lambda x: F.dropout(x, 1.5),
+    ],
+    ids=["shape", "weight", "probability"],
+)
+def test__bad_arguments__raise_the_errors_of_torch(call):
+    with pytest.raises((RuntimeError, ValueError), match=r"shape|probability"):
+        call(sct.scaled(gaussian(4, 6)))
+
+
+@pytest.mark.parametrize("call", [F.dropout, lambda x, p: torch.dropout(x, p, True)])
+def test__dropout__has_the_mask_of_torch_and_keeps_booleans(call):
+    plain = gaussian(64, 16)
+    x, kept = sct.scaled(plain).requires_grad_(), []
+    torch.manual_seed(0)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = call(x, 0.25)
+    torch.manual_seed(0)
+    assert torch.equal(dequantized(y), call(plain, 0.25))
+    assert [t.dtype for t in kept] == [torch.bool]
+    grad = torch.autograd.grad(y, x, torch.ones_like(plain))[0]
+    assert torch.equal(dequantized(grad), (y.dequantize() != 0) / 0.75)
+
+
+def test__dropout__of_compiled_code_is_as_eager():
+    x = sct.scaled(gaussian(8, 6)).requires_grad_()
+    torch.compiler.reset()
+    compiled = torch.compile(lambda t: F.dropout(t, 0.5), fullgraph=True, backend="aot_eager")
+    results = []
+    for f in (compiled, lambda t: F.dropout(t, 0.5)):
+        torch.manual_seed(0)
+        results.append(gradient(f, x, False))
+    got, want = results
+    assert float(got.scale) == float(want.scale)
+    assert torch.equal(got.qdata, want.qdata)
 
 
 # --- operators that this library defines -----------------------------------------------------

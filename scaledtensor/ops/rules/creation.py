@@ -373,4 +373,4 @@ def dropout(x: ScaledTensor, p: float, train: bool | None) -> tuple[Raw, Tensor]
 def dropout_backward(g: ScaledTensor, mask: Tensor, scale: float) -> Raw:
     """r_g / sqrt(1 - p)."""
     q = aten.native_dropout_backward.default(elements(g), mask, scale)
-    return Raw(q, g.scale, g.rms * scale**0.5)
+    return Raw(q, scale_of(g), rms_of(g) * scale**0.5)
