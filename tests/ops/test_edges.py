@@ -199,6 +199,43 @@ def assert_near(x, reference, tolerance):
     assert error <= tolerance * reference.abs().amax()
 
 
+#: Function of torch -> the shapes of a sum and of its two factors.
+SUMS = {
+    torch.addmm: ((4, 5), (4, 8), (8, 5)),
+    torch.baddbmm: ((2, 4, 5), (2, 4, 8), (2, 8, 5)),
+    torch.addbmm: ((4, 5), (2, 4, 8), (2, 8, 5)),
+    torch.addmv: ((4,), (4, 8), (8,)),
+    torch.addr: ((4, 5), (4,), (5,)),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("alpha", [1, 0.75])
+@pytest.mark.parametrize("function", SUMS, ids=lambda f: f.__name__)
+def test__a_beta_of_0__leaves_the_summand_unread(function, alpha, compiled):
+    """timm's Muon sums into `torch.empty`, which may hold any bits."""
+    shape, *factors = SUMS[function]
+    a, b = (sct.scaled(gaussian(*s, seed=i)) for i, s in enumerate(factors))
+    plain = [dequantized(x).double() for x in (a, b)]
+    want = function(torch.zeros(shape).double(), *plain, beta=0, alpha=alpha)
+
+    def run(*args):
+        return function(*args, beta=0, alpha=alpha)
+
+    if compiled:
+        torch.compiler.reset()
+        run = torch.compile(run, backend="aot_eager", fullgraph=True)
+    for unread in (math.nan, math.inf):
+        for c in (torch.full(shape, unread), sct.scaled(torch.ones(shape)) * unread):
+            assert_near(run(c, a, b), want, 2.0**-16)
+    if not compiled:
+        place = sct.scaled(torch.full(shape, math.nan))
+        function(place, a, b, beta=0, alpha=alpha, out=place)
+        assert_near(place, want, 2.0**-16)
+        with pytest.raises(RuntimeError):
+            run(torch.zeros(7, 7), a, b)
+
+
 BOUNDED = {
     "clamp": lambda x, m: x.clamp(min=m),
     "clamp_": lambda x, m: x.clone().clamp_(min=m, max=-m),

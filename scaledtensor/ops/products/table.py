@@ -292,6 +292,9 @@ def _added(
     beta, alpha = kwargs.pop("beta", 1), kwargs.pop("alpha", 1)
     y = multiply(function, *args, *kwargs.values())  # mat1, mat2; batch1, batch2; mat, vec
     y = y if alpha == 1 else y * alpha
+    if beta == 0:  # torch does not read the input, which may be memory that nobody wrote
+        input.expand(y.shape)
+        return _into(out, y)
     return _into(out, plus(y, input if beta == 1 else input * beta))
 
 

@@ -140,9 +140,7 @@ def addmm(c: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Raw:
     polynomial of a matrix (Newton-Schulz), the two parts cancel each other, and r is measured."""
     matmul = torch.bmm if a.dim() == 3 else torch.mm if b.dim() == 2 else torch.mv
     product = _product(matmul, a, b)
-    if beta == 0 and alpha == 1:
-        return product
-    cancels = c is a or c is b
+    cancels = (c is a or c is b) and beta != 0
     total = _plus(c, product, first_scaled(c, a, b), beta, alpha, wide=cancels)
     return measured(total.q, total.scale) if cancels else total
 
@@ -169,7 +167,12 @@ def addr(c: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Raw:
 def _plus(
     c: Any, product: Raw, like: ScaledTensor, beta: float, alpha: float, wide: bool = False
 ) -> Raw:
-    """Return beta c + alpha times the product; in float32 if `wide`."""
+    """Return beta c + alpha times the product; in float32 if `wide`. torch does not read c if beta
+    is 0: it may be memory that nobody wrote."""
+    if beta == 0:
+        c.expand(product.q.shape)
+        q = product.q if alpha == 1 else product.q * alpha
+        return product._replace(q=q, rms=product.rms * abs(alpha))
     base = operand(c, like)
     start = base.q.float() if wide else base.q
     rms = quadrature(base.rms * abs(beta), product.rms * abs(alpha))
