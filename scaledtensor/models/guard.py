@@ -5,11 +5,11 @@ corrects their casts. This module chooses the steps in which it does so. In trai
 
 - in the first step after `scale_model`, at ten products, and at each tenth of any further ones;
 - in each step at whose end the recipe rebalances the parameters;
-- in compiled code also in the steps that follow, until almost no element of any site saturates.
+- in the steps that follow, until no site lowers a shift, and in compiled code until almost no
+  element of any site saturates.
 
 A site from a checkpoint continues with the shifts that were found before. It looks in the same
-steps as the uninterrupted run, except for the steps that follow in compiled code, since no file
-tells of them.
+steps as the uninterrupted run, except for the steps that follow, since no file tells of them.
 """
 
 import sys
@@ -60,6 +60,7 @@ def after_step(held: Held) -> None:
                     part.site = Site(looks=True)
             elif looks or site.looks or site.new:
                 site.settle(part)
+                site.followed = looks and (site.looks or site.new)
                 site.looks = looks
                 site.new = site.new and not any(seen.number for seen in site.seen)
                 site.forget()

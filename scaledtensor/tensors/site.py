@@ -68,6 +68,8 @@ class Site:
     """The number of products that the weight had while the site was new."""
     looks: bool = False
     """Whether its products measure their operands in this step."""
+    followed: bool = False
+    """Whether its products measured their operands in the step before, too."""
     glanced: bool = False
     """Whether the site has looked at its one product outside of training."""
     found: tuple[int, int] | None = None

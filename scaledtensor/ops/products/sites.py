@@ -158,6 +158,14 @@ def trains() -> bool:
     return recorded or _torch.innermost_checkpoint() is not None
 
 
+def looks_again() -> None:
+    """Let all sites look in the next step too, since a shift became lower. The format now ends
+    closer to the elements, and the first steps may bring far larger ones, as behind a layer scale
+    of 1e-6."""
+    global settling
+    settling = settling or not _calibrating
+
+
 def _look(weight: Any, role: int, x: Any) -> None:
     """Measure `x`, an operand in that role that is about to be cast, and set the shift of the role
     in the recipe of `weight` so that the cast holds `x`."""
@@ -187,6 +195,8 @@ def _look(weight: Any, role: int, x: Any) -> None:
         )
     if is_parameter(weight):
         site.next[role] = None  # a view of the weight found it, from fewer operands
+    if fitting < shift:
+        looks_again()
     if fitting != shift:
         shifts = list(weight.recipe.shifts)
         shifts[role] = fitting
@@ -255,6 +265,8 @@ def look_at_cast(
     if found is None:
         found = fitted(seen, fmt, shift, site.settling[role])
     site.next[role] = None if found == shift else found
+    if found < shift:
+        looks_again()
 
 
 def _seek(site: Site, role: int, fmt: Format, shift: int, lost: float, vanished: bool) -> None:
@@ -317,8 +329,9 @@ def _tell(
     """Warn, once for each kind of loss, of the first cast that loses elements. `corrects` says
     whether the shift is set before this cast."""
     name = _named(site, weight)
-    # A new site that corrects loses nothing, since no cast came before. Neither does calibration.
-    nothing = corrects and (site.new or _calibrating)
+    # A new site that corrects loses nothing, since no cast came before. Neither does a site that
+    # looked in the step before, nor calibration.
+    nothing = corrects and (site.new or site.followed or _calibrating)
     factor = math.ldexp(1.0, shift)
     fits = nothing or largest <= fmt.max * factor
     lost = 0.0 if fits else _share(beyond(q.abs(), fmt, factor), q)
