@@ -15,7 +15,7 @@ operations in the kernel at its place.
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
+from functools import cache, partial, wraps
 from itertools import chain, count
 from operator import eq
 from typing import Any, NamedTuple
@@ -49,6 +49,7 @@ def teach() -> None:
     _taught = True
     from torch._inductor.lowering import register_lowering
 
+    _keep_order_of_writes()
     for operator, lowering in _lowerings().items():
         register_lowering(operator, type_promotion_kind=None)(lowering)
 
@@ -70,6 +71,28 @@ def _lowerings() -> dict[Any, Callable[..., Any]]:
         ops.seen.default: casts.seen,
         ops.measured.default: casts.measured,
     }
+
+
+def _keep_order_of_writes() -> None:
+    """Let a node that Inductor lays out again go on reading what others wrote in place.
+
+    Inductor's C++ backend may lay out a loop again to fuse it. Up to torch 2.13 the loop then reads
+    a buffer as it was before the writes of other loops into it, and runs before them: gradients of
+    `topk`, `scatter` and max pooling are lost in silence (pytorch/pytorch#185509, #185873). Code
+    without this library meets the error too, but our nodes make it likely, since a sum of gradients
+    has more readers.
+    """
+    from torch._inductor.scheduler import SchedulerNode
+
+    lay_out = SchedulerNode.recompute_size_and_body
+
+    @wraps(lay_out)
+    def laid_out(self: Any, *args: Any, **kwargs: Any) -> None:
+        lay_out(self, *args, **kwargs)
+        if any(read.name in self.mutation_renames for read in self.read_writes.reads):
+            self.set_read_writes(self.read_writes.rename(self.mutation_renames))
+
+    SchedulerNode.recompute_size_and_body = laid_out  # type: ignore[method-assign]
 
 
 def _may_be_recomputed(*operators: Any) -> None:
