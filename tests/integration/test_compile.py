@@ -290,3 +290,28 @@ def test__a_plain_statistic_of_what_was_compiled__goes_back_into_it(name):
         STATISTICS[name](run(x)).backward()
         found.append(layer.weight.grad)
     assert_shifted(*found, 0)
+
+
+def test__a_gradient_that_is_written_in_place__is_read_after_the_write() -> None:
+    """The gradient of `topk` is written into zeros. Inductor ran the sum with the gradient of the
+    balancing loss before that write (pytorch/pytorch#185509), and the router's gradient was the
+    latter alone."""
+    torch.manual_seed(0)
+    x, values, seen, wanted = (torch.randn(64, *s) for s in ((32,), (4, 32), (32,), (4,)))
+
+    def loss(router: nn.Module) -> Tensor:
+        logits = router(x)
+        weights, chosen = logits.topk(2, -1)
+        gates = torch.zeros_like(logits).scatter(-1, chosen, weights)
+        mixed = torch.einsum("ted,te->td", values, gates)
+        return (mixed * seen).sum() + 0.04 * (logits.softmax(-1) * wanted).sum()
+
+    router = sct.scale_model(nn.Linear(32, 4, bias=False), sct.recipes.Unit("fp32", "fp32", "fp32"))
+    gradients = []
+    torch.compiler.reset()
+    for run in (loss, torch.compile(loss, fullgraph=True)):
+        router.zero_grad()
+        run(router).backward()
+        gradients.append(router.weight.grad.dequantize().clone())
+    eager, compiled = gradients
+    assert float((compiled - eager).norm() / eager.norm()) < 1e-5
