@@ -292,26 +292,38 @@ def test__a_plain_statistic_of_what_was_compiled__goes_back_into_it(name):
     assert_shifted(*found, 0)
 
 
+class Experts(nn.Module):
+    """A mixture of four experts, of which each token takes two, and the loss of their balance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.head = nn.Linear(32, 4, bias=False), nn.Linear(32, 10)
+        self.up = nn.Parameter(torch.randn(4, 32, 64) * 32**-0.5)
+        self.down = nn.Parameter(torch.randn(4, 64, 32) * 64**-0.5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.router(x)
+        weights, chosen = logits.topk(2, -1)
+        gates = torch.zeros_like(logits).scatter(-1, chosen, weights.softmax(-1))
+        hidden = F.gelu(torch.einsum("td,edh->teh", x, self.up))
+        mixed = torch.einsum("ted,te->td", torch.einsum("teh,ehd->ted", hidden, self.down), gates)
+        balance = (gates.gt(0).float().mean(0) * logits.softmax(-1).mean(0)).sum()
+        return self.head(x + mixed), 0.04 * balance
+
+
 def test__a_gradient_that_is_written_in_place__is_read_after_the_write() -> None:
     """The gradient of `topk` is written into zeros. Inductor ran the sum with the gradient of the
-    balancing loss before that write (pytorch/pytorch#185509), and the router's gradient was the
-    latter alone."""
+    balance before that write (pytorch/pytorch#185509), and the router's gradient was the latter
+    alone."""
     torch.manual_seed(0)
-    x, values, seen, wanted = (torch.randn(64, *s) for s in ((32,), (4, 32), (32,), (4,)))
-
-    def loss(router: nn.Module) -> Tensor:
-        logits = router(x)
-        weights, chosen = logits.topk(2, -1)
-        gates = torch.zeros_like(logits).scatter(-1, chosen, weights)
-        mixed = torch.einsum("ted,te->td", values, gates)
-        return (mixed * seen).sum() + 0.04 * (logits.softmax(-1) * wanted).sum()
-
-    router = sct.scale_model(nn.Linear(32, 4, bias=False), sct.recipes.Unit("fp32", "fp32", "fp32"))
+    model = sct.scale_model(Experts(), sct.recipes.Unit("fp32", "fp32", "fp32"))
+    x, labels = torch.randn(64, 32), torch.randint(0, 10, (64,))
     gradients = []
     torch.compiler.reset()
-    for run in (loss, torch.compile(loss, fullgraph=True)):
-        router.zero_grad()
-        run(router).backward()
-        gradients.append(router.weight.grad.dequantize().clone())
+    for run in (model, torch.compile(model, fullgraph=True)):
+        model.zero_grad()
+        y, balance = run(x)
+        (F.cross_entropy(y, labels) + balance).backward()
+        gradients.append(model.router.weight.grad.dequantize().clone())
     eager, compiled = gradients
-    assert float((compiled - eager).norm() / eager.norm()) < 1e-5
+    assert float((compiled - eager).norm() / eager.norm()) < 1e-4
