@@ -61,9 +61,9 @@ class Unit(Recipe):
     master: Format = FP32
     guard: bool = True
     """Whether training looks for inputs and gradients that saturate or vanish in their cast, and
-    corrects the `shifts` of that weight. It looks in its first step and in each step that
-    rebalances parameters. Eager code corrects the cast that it is about to make, compiled code the
-    next casts."""
+    corrects the `shifts` of that weight. It looks in its first step, in each step that rebalances
+    parameters, and in the step after it lowered a shift. Eager code corrects the cast that it is
+    about to make, compiled code the next casts."""
     shifts: tuple[int, int] = (0, 0)
     """Two numbers of binades: how much larger the inputs of this weight, and the gradients of its
     results, are than the rules expect. The guard and `scaledtensor.calibrate` set them for each
