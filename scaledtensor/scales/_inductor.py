@@ -74,7 +74,7 @@ def _lowerings() -> dict[Any, Callable[..., Any]]:
 
 
 def _keep_order_of_writes() -> None:
-    """Let a node that Inductor lays out again go on reading what others wrote in place.
+    """Let a node that Inductor lays out again still read the results of writes in place.
 
     Inductor's C++ backend may lay out a loop again to fuse it. Up to torch 2.13 the loop then reads
     a buffer as it was before the writes of other loops into it, and runs before them: gradients of

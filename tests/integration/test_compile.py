@@ -293,7 +293,7 @@ def test__a_plain_statistic_of_what_was_compiled__goes_back_into_it(name):
 
 
 class Experts(nn.Module):
-    """A mixture of four experts, of which each token takes two, and the loss of their balance."""
+    """A mixture of experts: each token takes two out of four. It has a loss of their balance."""
 
     def __init__(self) -> None:
         super().__init__()
