@@ -135,7 +135,8 @@ def fill(x: ScaledTensor, number: Any) -> Raw:
         q = fill_under(number, scale, elements(x))
         return Raw(q.expand(x.shape), scale, rms, settled=True)
     c = written(number, x)
-    return Raw((c.q * 1.0).expand(x.shape), c.scale, c.rms)
+    q = c.q.to(x.device, copy=True)  # a number is on the host
+    return Raw(q.expand(x.shape), c.scale, c.rms)
 
 
 @rule(
