@@ -324,9 +324,7 @@ def _summed_bmm(a: Any, b: Any) -> Any:
 def _einsum(multiply: Multiply, equation: Any, *operands: Any) -> Any:
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = tuple(operands[0])
-    lowered = None
-    if by_gemm.is_product(equation, operands):
-        lowered = partial(by_gemm.einsum, equation)
+    lowered = partial(by_gemm.einsum, equation) if by_gemm.is_product(equation, operands) else None
     return multiply(partial(torch.einsum, equation), *operands, lowered=lowered)
 
 
@@ -391,9 +389,8 @@ def _conv_tbc(multiply: Multiply, input: Any, weight: Any, bias: Any, pad: int =
 
 def _sparse_mm(multiply: Multiply, a: Any, b: Any, reduce: str | None = None) -> Any:
     """`torch.sparse.mm`; the gradient of its sparse operand is sparse too."""
-    if reduce is None:
-        return multiply(torch.sparse.mm, a, b)
-    return multiply(partial(torch.sparse.mm, reduce=reduce), a, b)
+    function = torch.sparse.mm if reduce is None else partial(torch.sparse.mm, reduce=reduce)
+    return multiply(function, a, b)
 
 
 def _into(out: Any, y: Any) -> Any:
