@@ -309,6 +309,9 @@ _FEW, _MANY = 4, 128
 #: this share of their nodes is the same.
 _TOGETHER, _ALIKE, _NEARLY = 8, 0.4, 0.1
 
+#: How many plain operators, one after the other, may be lowered early for a number that follows.
+_DEEP = 32
+
 
 def _of_one_call() -> Sequence[Any] | None:
     """The numbers of the current node, from one call that makes them and all other numbers whose
@@ -458,22 +461,31 @@ def _is_pair(node: Any) -> bool:
     return node.target is torch.ops.scaledtensor.pair.default
 
 
-def _is_there(node: Any, graph: Any) -> bool:
+def _is_there(node: Any, graph: Any, depth: int = 0) -> bool:
     """Whether a node has been lowered. A node that only needs lowered nodes is lowered now."""
     if node in graph.env:
         return True
-    needed = node.all_input_nodes
-    if node.target not in _early() or not all(_is_there(x, graph) for x in needed):
+    if depth == _DEEP or not _may_be_early(node):
+        return False
+    if not all(_is_there(x, graph, depth + 1) for x in node.all_input_nodes):
         return False
     graph.env[node] = graph.run_node(node)  # Inductor skips it later
     return True
 
 
-def _early() -> tuple[Any, ...]:
-    """The operators on numbers that may be lowered before their place in the graph. A norm's
-    statistics are measured in the backward pass, from tensors that exist when it begins."""
-    aten = torch.ops.aten
-    return torch.ops.scaledtensor.measured.default, aten.clone.default, aten.div.Tensor
+def _may_be_early(node: Any) -> bool:
+    """Whether a node may be lowered before its place in the graph, because a number follows from
+    it. A norm's statistics are measured in the backward pass, from tensors that exist when it
+    begins. The angles of rotary embeddings are calculated from positions, and are measured."""
+    if node.op == "get_attr":
+        return True
+    op, ops = node.target, torch.ops
+    if not isinstance(op, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded in op.tags:
+        return False
+    made = ops.aten.cat, ops.aten.clone, ops.aten.full, ops.prims.iota, ops.scaledtensor.measured
+    elementwise = torch.Tag.pointwise in op.tags and not op._schema.is_mutable
+    converts = op is ops.prims.convert_element_type.default
+    return elementwise or converts or op.is_view or op.overloadpacket in made
 
 
 def called(operator: Any) -> Any:

@@ -24,7 +24,7 @@ from scaledtensor.ops.algebra import (
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.plausible import either
 from scaledtensor.ops.registry import Overload, Raw, rule
-from scaledtensor.ops.results import FILL, HUGE, LARGEST
+from scaledtensor.ops.results import FILL, HUGE, LARGEST, dequantized
 from scaledtensor.ops.rules.arithmetic import term, under
 from scaledtensor.ops.rules.windows import sym_max
 from scaledtensor.scales.powers import settle, times
@@ -307,6 +307,12 @@ def chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int) -> Raw:
 
 def _join(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Any, Any, bool]:
     like = first_scaled(*tensors)
+    held = [t for t in tensors if not _is_empty(t)]
+    if len(held) == 1:
+        # A cache of keys and values begins with an empty tensor, whose RMS nobody has to measure.
+        (part,) = (operand(t, like) for t in held)
+        q = [part.q if t is held[0] else dequantized(t).to(part.q.dtype) for t in tensors]
+        return q, copied(part.scale), copied(part.rms), part.nonnegative
     parts = [operand(t, like) for t in tensors]
     total = sym_max(sum(t.numel() for t in tensors), 1)
     rms = quadrature(
@@ -315,6 +321,11 @@ def _join(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Any, Any, bool]:
     scale, *ratios = settle(rms, *(p.scale for p in parts))
     aligned = [times(p.q, ratio) for p, ratio in zip(parts, ratios, strict=True)]
     return aligned, scale, rms, all(p.nonnegative for p in parts)
+
+
+def _is_empty(x: Tensor) -> bool:
+    """Whether a tensor has no elements. A size that is a symbol is taken for larger than 0."""
+    return any(isinstance(size, int) and size == 0 for size in x.shape)
 
 
 # --- masks -----------------------------------------------------------------------------------
