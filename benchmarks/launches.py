@@ -5,12 +5,14 @@
 
 The step is forward and backward of the demo's GPT and its loss, for float32, bfloat16 (autocast),
 bfloat16 with the casts of FP8 and no scales (`benchmarks.casts_alone`), and recipes of ours, on the
-CPU back end. `--model cnn` takes a convolutional network instead.
+CPU back end. `--model cnn` takes a convolutional network. `--model llama` takes a Llama of
+transformers (pip install transformers), which keeps a cache of keys and values.
 
 "nodes" are the calls in AOTAutograd's two graphs. "0-dim" are the nodes that give 0-dim tensors,
 such as scales. "opaque" are the nodes that call an operator of this library, which Inductor does
-not write itself. "kernels" are the calls of kernels that Inductor wrote, and "extern" are the calls
-of other kernels. "looks" are the extern calls of the guard, which the nodes of casts make.
+not write itself. "kernels" are the calls of kernels that Inductor wrote, and "sources" are the
+kernels that the C++ compiler compiled. "extern" are the calls of other kernels, and "looks" are the
+extern calls of the guard, which the nodes of casts make.
 
 "compile s" and "own CPU s" are the time of the first call, cold, by the clock and by the CPU time
 of the process. "step ms" is the least CPU time of five steps after it, "train ms" is the least of
@@ -79,6 +81,32 @@ class CNN(nn.Module):
         return logits, F.cross_entropy(logits, y)
 
 
+class Llama(nn.Module):
+    """A Llama of transformers with two heads and one head of keys and values."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        super().__init__()
+        config = LlamaConfig(
+            vocab_size=_CLASSES,
+            hidden_size=width,
+            intermediate_size=2 * width,
+            num_hidden_layers=layers,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+        )
+        self.model = LlamaForCausalLM(config)
+
+    @property
+    def blocks(self) -> Any:
+        return self.model.model.layers
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        out = self.model(input_ids=x, labels=y)
+        return out.logits, out.loss
+
+
 _CLASSES = 64
 
 #: Name -> the model of some layers and some width, and its batch.
@@ -87,10 +115,12 @@ MODELS: dict[str, tuple[Callable[[int, int], nn.Module], Callable[[], Iterable[T
         lambda layers, width: GPT(GPTConfig(_CLASSES, 32, layers, 2, width)),
         lambda: torch.randint(0, _CLASSES, (2, 4, 32)),
     ),
+    "llama": (Llama, lambda: torch.randint(0, _CLASSES, (2, 4, 32))),
     "cnn": (CNN, lambda: (torch.randn(4, 3, 32, 32), torch.randint(0, _CLASSES, (4,)))),
 }
 
 _KERNEL = re.compile(r"^\s+cpp_fused\w*\(", re.MULTILINE)
+_SOURCE = re.compile(r"^cpp_fused\w* = ", re.MULTILINE)
 _LOOK = re.compile(r"^\s+torch\.ops\.scaledtensor\.look\.", re.MULTILINE)
 _EXTERN = re.compile(r"^\s+(?:\w+ = )?(?:extern_kernels|torch\.ops\.\w+)\.", re.MULTILINE)
 
@@ -174,6 +204,7 @@ def counted(kind: str, layers: int, width: int, by_layer: bool, name: str) -> di
         "0-dim": sum(is_single(n.meta.get("val")) for n in calls),
         "opaque": sum(is_opaque(n.target) for n in calls),
         "kernels": sum(len(_KERNEL.findall(body)) for body in bodies),
+        "sources": sum(len(_SOURCE.findall(code)) for code in codes),
         "extern": sum(len(_EXTERN.findall(body)) for body in bodies),
         "looks": sum(len(_LOOK.findall(body)) for body in bodies),
         "compile s": round(wall, 1),
@@ -197,7 +228,9 @@ def least(times: int, function: Callable[[], None]) -> float:
 def _compiled(model: nn.Module, by_layer: bool, **options: Any) -> Any:
     if not by_layer:
         return torch.compile(model, fullgraph=True, **options)
-    blocks = next(module.blocks for module in model.modules() if isinstance(module, GPT | CNN))
+    blocks = next(
+        module.blocks for module in model.modules() if isinstance(module, GPT | CNN | Llama)
+    )
     for block in blocks:
         block.compile(fullgraph=True, **options)
     return model

@@ -15,14 +15,14 @@ operations in the kernel at its place.
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial, wraps
+from functools import partial, wraps
 from itertools import chain, count
-from operator import eq
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from scaledtensor.backends import backend_of
+from scaledtensor.scales._inductor_nodes import Program, groups_of, is_pair, many, program
 from scaledtensor.scales._inductor_scalars import Scalars, Value, Vector, ops_of_kernel
 from scaledtensor.scales.forms import all_values, is_double, joined
 
@@ -112,32 +112,6 @@ def _may_be_recomputed(*operators: Any) -> None:
 # --- numbers -------------------------------------------------------------------------------------
 
 
-class _Program(NamedTuple):
-    """The numbers of a node: its last `many` steps."""
-
-    leaves: Any
-    steps: str
-    many: int
-
-
-def _program(node: Any) -> _Program | None:
-    """The program of a node of the graph, or None if it has none."""
-    place, many = _programs().get(node.target, (0, 0))
-    if not many:
-        return None
-    leaves, steps = node.args[place : place + 2]
-    return _Program(leaves, steps, many) if steps else None
-
-
-@cache
-def _programs() -> dict[Any, tuple[int, int]]:
-    """Operator -> the place of its program among its arguments, and its number of numbers."""
-    ops = torch.ops.scaledtensor
-    one = ops.times, ops.rounded, ops.encoded, ops.rounded_seen, ops.encoded_seen
-    found = {ops.form: (0, 1), ops.pair: (0, 2), ops.total: (2, 2), **dict.fromkeys(one, (1, 1))}
-    return {op.default: where for op, where in found.items()}
-
-
 def _form(leaves: list[Any], steps: str) -> Any:
     from torch._inductor.lowering import clone
     from torch._inductor.virtualized import V
@@ -172,7 +146,7 @@ def _pair(leaves: list[Any], steps: str) -> Any:
 def _reads_an_element(user: Any) -> bool:
     aten = torch.ops.aten
     pointwise = aten.mul.Tensor, aten.div.Tensor
-    return user.op == "output" or user.target in pointwise or _program(user) is not None
+    return user.op == "output" or user.target in pointwise or program(user) is not None
 
 
 def _times(x: Any, leaves: list[Any], steps: str, dtype: torch.dtype | None = None) -> Any:
@@ -305,10 +279,6 @@ def _held(x: Any) -> Any:
 #: kernel makes at most `_MANY`, since its compilation takes longer the more it makes.
 _FEW, _MANY = 4, 128
 
-#: How many nodes have their numbers in one tensor, in a model without layers. Layers are alike if
-#: this share of their nodes is the same.
-_TOGETHER, _ALIKE, _NEARLY = 8, 0.4, 0.1
-
 #: How many plain operators, one after the other, may be lowered early for a number that follows.
 _DEEP = 32
 
@@ -330,13 +300,13 @@ def _of_one_call() -> Sequence[Any] | None:
     places = {x: place for place, x in enumerate(ready)}
     leaves, steps, of_all = joined(
         [
-            ([("form", places[x]) if x in places else x for x in program.leaves], program.steps)
-            for program in ready.values()
+            ([("form", places[x]) if x in places else x for x in own.leaves], own.steps)
+            for own in ready.values()
         ]
     )
     inputs = [made[x][0] if x in made else graph.env[x] for x in leaves]
     values = {
-        x: own[-program.many :] for (x, program), own in zip(ready.items(), of_all, strict=True)
+        x: made_by[-own.many :] for (x, own), made_by in zip(ready.items(), of_all, strict=True)
     }
     make = _by_call if backend_of(device).writes_cpp else _by_kernel
     made.update(make(ready, values, inputs, steps))
@@ -348,32 +318,43 @@ _Places = dict[Any, list[int]]
 
 
 def _by_call(
-    ready: dict[Any, _Program], values: _Places, inputs: list[Any], steps: str
+    ready: dict[Any, Program], values: _Places, inputs: list[Any], steps: str
 ) -> dict[Any, list[Any]]:
     """The numbers of nodes, from a call on the host. A number that leaves the graph, or is float64,
     has a tensor of its own."""
-    pairs = [x for x in ready if _is_pair(x)]
-    lone = [x for x in ready if x not in pairs and (_leaves(x) or _has_double(values[x], steps))]
-    groups = _layers(ready, {*lone, *pairs})
-    wanted, apart, paired = (_steps_of(xs, values) for xs in (chain(*groups), lone, pairs))
-    sizes = [len(_steps_of(group, values)) for group in groups]
+    from torch._inductor.virtualized import V
+
+    pairs = [x for x in ready if is_pair(x)]
+    lone = [x for x in ready if not is_pair(x) and (_leaves(x) or _has_double(values[x], steps))]
+    apart, paired = (_steps_of(xs, values) for xs in (lone, pairs))
+    others = {*lone, *pairs}
+    shared = {x: own for x, own in values.items() if x not in others}
+    groups = groups_of(V.graph, shared)
+    tables = [_filled(group, shared) for group in groups]
+    sizes = [len(table) for table in tables]
     call = called(torch.ops.scaledtensor.numbers.default)
-    results = iter(call(inputs, steps, wanted, sizes, apart, paired))
-    tensors = [next(results) for _ in groups]
-    found = {x: [next(results) for _ in values[x]] for x in lone}
-    found.update({x: [next(results)] for x in pairs})
-    for tensor, group in zip(tensors, groups, strict=True):
-        found.update(_elements(tensor, group, values))
-    return found
+    results = iter(call(inputs, steps, [*chain(*tables)], sizes, apart, paired))
+    found: dict[Any, list[Any]] = {}
+    for group in groups:
+        made = _elements(next(results), group)
+        found |= {x: numbers for x, numbers in made.items() if x in shared}
+    found |= {x: [next(results) for _ in values[x]] for x in lone}
+    return found | {x: [next(results)] for x in pairs}
+
+
+def _filled(group: list[Any], values: _Places) -> list[int]:
+    """The steps of the numbers of a group. Where another call makes a number, any step stands."""
+    any_step = next(values[x][0] for x in group if x in values)
+    return [n for x in group for n in values.get(x) or [any_step] * many(x)]
 
 
 def _by_kernel(
-    ready: dict[Any, _Program], values: _Places, inputs: list[Any], steps: str
+    ready: dict[Any, Program], values: _Places, inputs: list[Any], steps: str
 ) -> dict[Any, list[Any]]:
     """The float32 numbers of nodes, from a kernel on the device, which writes one tensor."""
     from torch._inductor.lowering import lowerings
 
-    pairs = [x for x in ready if _is_pair(x)]
+    pairs = [x for x in ready if is_pair(x)]
     single = [x for x in ready if x not in pairs and not _has_double(values[x], steps)]
     together = _steps_of((*single, *pairs), values)
     if not together:
@@ -383,15 +364,15 @@ def _by_kernel(
     part = lowerings[torch.ops.aten.slice.Tensor]
     place = count(len(together) - 2 * len(pairs), 2)
     found = {x: [part(tensor, 0, n, n + 2)] for x, n in zip(pairs, place, strict=False)}
-    return found | _elements(tensor, single, values)
+    return found | _elements(tensor, single)
 
 
-def _elements(tensor: Any, nodes: list[Any], values: _Places) -> dict[Any, list[Any]]:
+def _elements(tensor: Any, nodes: list[Any]) -> dict[Any, list[Any]]:
     """The numbers of nodes, which are the first elements of a tensor, in order."""
     from torch._inductor.lowering import lowerings
 
     select, place = lowerings[torch.ops.aten.select.int], count()
-    return {x: [select(tensor, 0, next(place)) for _ in values[x]] for x in nodes}
+    return {x: [select(tensor, 0, next(place)) for _ in range(many(x))] for x in nodes}
 
 
 def _steps_of(nodes: Iterable[Any], values: _Places) -> list[int]:
@@ -402,63 +383,23 @@ def _has_double(own: list[int], steps: str) -> bool:
     return any(is_double(steps, n) for n in own)
 
 
-def _layers(ready: dict[Any, _Program], others: set[Any]) -> list[list[Any]]:
-    """Groups of nodes whose numbers share a tensor. A group has the nodes of a layer, if the layers
-    of a model are alike. `others` have tensors of their own.
-
-    A kernel has the place of a number in its tensor in its source. The kernels of two layers are
-    compiled once if the same number has the same place in both. Inductor's scheduler makes a node
-    of each tensor, and its code takes each tensor apart in each call, so a tensor of each number
-    would cost more.
-    """
-    period = _period([_kind(x) for x in ready])
-    nodes = [*ready]
-    groups = ([*nodes[i : i + period]] for i in range(0, len(nodes), period))
-    kept = ([x for x in group if x not in others] for group in groups)
-    return [group for group in kept if group]
-
-
-def _kind(node: Any) -> tuple[Any, ...]:
-    """The kind of a node. Nodes that do the same in two layers have the same kind."""
-    made = node.meta["val"]
-    return node.target, str(made.shape), made.dtype  # sizes may be symbols, which have no hash
-
-
-def _period(kinds: Sequence[Any]) -> int:
-    """The number of nodes after which most kinds of nodes repeat, so the number of nodes in a
-    layer. It is `_TOGETHER` if they do not repeat. The nodes of two layers repeat nearly as well,
-    so the smallest number whose share is within `_NEARLY` of the best share is taken."""
-    numbers = {kind: n for n, kind in enumerate(dict.fromkeys(kinds))}
-    row = [numbers[kind] for kind in kinds]
-    shares = {
-        period: sum(map(eq, row, row[period:])) / (len(row) - period)
-        for period in range(1, len(row) // 2 + 1)
-    }
-    least = max(_ALIKE, max(shares.values(), default=0) - _NEARLY)
-    return next((period for period, share in shares.items() if share > least), _TOGETHER)
-
-
-def _ready(graph: Any, device: torch.device, made: dict[Any, Any]) -> dict[Any, _Program]:
+def _ready(graph: Any, device: torch.device, made: dict[Any, Any]) -> dict[Any, Program]:
     """Nodes with numbers that are not made yet, in order. Their leaves are already calculated."""
     most = sys.maxsize if backend_of(device).writes_cpp else _MANY
-    found: dict[Any, _Program] = {}
+    found: dict[Any, Program] = {}
     for node in graph.current_node.graph.nodes:
-        program = _program(node)
-        if program is None or node in made or len(found) == most:
+        own = program(node)
+        if own is None or node in made or len(found) == most:
             continue
         here = node.meta["val"].device == device
-        if here and all(x in found or x in made or _is_there(x, graph) for x in program.leaves):
-            found[node] = program
+        if here and all(x in found or x in made or _is_there(x, graph) for x in own.leaves):
+            found[node] = own
     return found
 
 
 def _leaves(node: Any) -> bool:
     """Whether the graph returns the node."""
     return any(user.op == "output" for user in node.users)
-
-
-def _is_pair(node: Any) -> bool:
-    return node.target is torch.ops.scaledtensor.pair.default
 
 
 def _is_there(node: Any, graph: Any, depth: int = 0) -> bool:
