@@ -4,6 +4,8 @@ import pytest
 import torch
 from assertions import assert_holds, dequantized
 from tensors import gaussian
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 
 import scaledtensor as sct
 
@@ -152,3 +154,61 @@ def test__compiled__gives_the_value_and_gradient_of_eager(name, backend):
     seed = sct.scaled(gaussian(*out.shape, seed=2))
     want, got = (torch.autograd.grad(o, x, seed)[0] for o in (out, compiled))
     assert_holds(got, dequantized(want), 4 * tolerance)
+
+
+# --- a part without elements -----------------------------------------------------------------
+
+#: Parts without elements, as caches of keys and values begin.
+EMPTY = {
+    "cache": lambda: torch.tensor([]),
+    "no columns": lambda: torch.zeros(3, 0),
+    "scaled": lambda: sct.scaled(torch.zeros(3, 0)),
+    "of BF16": lambda: torch.zeros(3, 0, dtype=torch.bfloat16),
+}
+
+
+def plain(x: Tensor) -> Tensor:
+    return x.detach().dequantize() if isinstance(x, sct.ScaledTensor) else x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", EMPTY)
+@pytest.mark.parametrize("first", [True, False])
+def test__cat__keeps_the_scale_of_the_one_part_that_has_elements(name, dtype, first):
+    x = sct.scaled((gaussian(3, 4) * 37).to(dtype)).requires_grad_()
+    parts = [EMPTY[name](), x] if first else [x, EMPTY[name]()]
+    made = torch.cat(parts, -1)
+    want = torch.cat([plain(part) for part in parts], -1)
+    assert (made.dtype, made.format) == (want.dtype, x.format)
+    assert_holds(made, want, 0)
+    assert (made.scale, made.rms) == (x.scale, x.rms)
+    made.sum().backward()
+    assert_holds(x.grad, torch.ones(3, 4), 0)
+    made.detach().mul_(2.0**30)  # moves the scale of the copy alone
+    assert_holds(x, want.to(dtype), 0)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test__cat__of_an_empty_cache_measures_nothing_in_traced_code(backend):
+    def f(x):
+        return torch.cat([torch.tensor([], dtype=x.dtype), x * 3], 0)
+
+    nodes = []
+
+    def seen(graph, inputs):
+        nodes.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    x = sct.scaled(gaussian(3, 4) * 8)
+    compiled = torch.compile(f, fullgraph=True, backend=backend)(x)
+    assert_holds(compiled, dequantized(f(x)), 0)
+    assert compiled.scale == f(x).scale
+    torch.compiler.reset()
+    torch.compile(f, fullgraph=True, backend=aot_autograd(fw_compiler=seen))(x)
+    assert "aten.cat.default" in nodes
+    assert not any("measured" in node for node in nodes)
+
+
+def test__cat__of_parts_that_do_not_fit_fails_as_for_plain_tensors():
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+        torch.cat([torch.zeros(0, 5), sct.scaled(gaussian(2, 3))], 0)
