@@ -19,7 +19,7 @@ from scaledtensor.formats import encode, get
 from scaledtensor.formats.bits import Overflow
 from scaledtensor.formats.rounding import round_by_arithmetic
 from scaledtensor.scales import _inductor
-from scaledtensor.scales.formed import numbers_of
+from scaledtensor.scales.formed import elementwise_result, numbers_of
 from scaledtensor.scales.forms import Form, program
 from scaledtensor.scales.singles import scaled_by
 
@@ -120,7 +120,7 @@ def _define(name: str, function: Callable[..., Tensor], second: str) -> None:
     ) -> Tensor:
         _inductor.teach()
         dtype = how if isinstance(how, torch.dtype) else get(format).storage_dtype
-        return x.abs().to(dtype)  # has the strides of an elementwise operator's result
+        return elementwise_result(x, dtype)
 
     for suffix, more, run in (
         ("", "", operator),
