@@ -51,12 +51,38 @@ def cast_and_look(
 ) -> Any:
     """The same for a cast that a site looks at. The call reads the values that products read."""
     format, second, *watch = how
-    made = cast(function, x, leaves, steps, format, second)
-    made.realize()
+    made = _laid_out(cast(function, x, leaves, steps, format, second))
     if backend_of(made.get_device()).writes_cpp:
         _round_weights()
     factors, role, trains = watch
     return seen(made, factors, format, role, trains)
+
+
+def _laid_out(x: Any) -> Any:
+    """A value in memory. The call fixes its strides, so they are chosen here for the convolution
+    that reads it too. Otherwise the convolution would read a copy in other strides."""
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    graph: Any = V.graph
+    node = graph.current_node
+    if len(x.get_size()) == 4 and (
+        node in graph.nodes_prefer_channels_last or any(map(_puts_channels_last, node.users))
+    ):
+        # The nodes that read the value are told its strides.
+        with V.fake_mode:
+            node.meta["val"] = node.meta["val"].contiguous(memory_format=torch.channels_last)
+        return ir.ExternKernel.require_channels_last(x)
+    x.realize()
+    return x
+
+
+def _puts_channels_last(user: Any) -> bool:
+    """Whether a node is the backward pass of a convolution whose operands have channels last."""
+    if user.target is not torch.ops.aten.convolution_backward.default:
+        return False
+    operands = [x.meta["val"] for x in user.args[1:3]]
+    return any(x.is_contiguous(memory_format=torch.channels_last) for x in operands)
 
 
 def _round_weights() -> None:

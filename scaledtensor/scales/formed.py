@@ -321,8 +321,14 @@ def _total(
 
 def elementwise_result(x: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor without elements, in the shape and with the strides of an elementwise operator's
-    result. A graph is traced several times, so this calls few operators."""
-    return torch.empty_like(x, dtype=dtype) if x.is_contiguous() else x.abs().to(dtype)
+    result."""
+    return x.new_empty(x.shape, dtype=dtype) if _is_plain(x) else x.abs().to(dtype)
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether an elementwise operator's result is contiguous, as far as it is known without a guard
+    on a symbolic size. A graph is traced several times, and such a result takes one operator."""
+    return all(type(n) is int for n in x.shape) and x.is_contiguous()
 
 
 _LIBRARY.impl("times", _times, "CompositeExplicitAutograd")
@@ -352,7 +358,7 @@ def _times_fake(
     x: Tensor, leaves: list[Tensor], steps: str, dtype: torch.dtype | None = None
 ) -> Tensor:
     _inductor.teach()
-    return elementwise_result(x, dtype or x.dtype)
+    return torch.empty_like(x, dtype=dtype)
 
 
 @torch.library.register_fake("scaledtensor::total", lib=_LIBRARY)  # type: ignore[untyped-decorator]
@@ -360,8 +366,8 @@ def _total_fake(
     x: Tensor, y: Tensor, leaves: list[Tensor], steps: str, alpha: float, dtype: torch.dtype
 ) -> Tensor:
     _inductor.teach()
-    if x.shape == y.shape and x.is_contiguous() and y.is_contiguous():
-        return torch.empty_like(x, dtype=dtype)
+    if _is_plain(x) and _is_plain(y) and x.shape == y.shape:
+        return x.new_empty(x.shape, dtype=dtype)
     return torch.add(x, y).to(dtype)
 
 
