@@ -45,7 +45,8 @@ class Recipe:
     gradient: Format
     """Format of the incoming gradient of a matrix product, for dgrad and wgrad."""
     activation: Format
-    """Format of the tensors between the matrix products."""
+    """Format of the tensors between the matrix products. The result of a product whose operands
+    have 16 or 32 bits is in the format of its operands."""
     master: Format
     """Format of the stored parameters and of their gradients."""
     rebalance: int = 10
@@ -242,6 +243,13 @@ class Recipe:
                 raise RecipeError(
                     f"{what}.{role} is one of {', '.join(f.name for f in COMPUTE_FORMATS)}; "
                     f"got {getattr(self, role).name}"
+                )
+        for role in ("forward", "weight"):
+            fmt = getattr(self, role)
+            if fmt in (BF16, FP16) and self.activation not in (fmt, BF16):
+                raise RecipeError(
+                    f"{what}.activation={self.activation.name}: the result of a product of "
+                    f"{fmt.name} operands is {fmt.name}. Give {role} 8 bits, or {role}='fp32'"
                 )
         if self.saved is not None and (self.saved.bits > 8 or not self.saved.has_zero):
             raise RecipeError(

@@ -66,6 +66,9 @@ def test__a_copy__is_equal(recipe, again):
         ({"saved": "fp5"}, "saved: unknown format 'fp5'"),
         ({"saved": "bf16"}, "saved is None or a signed format of 8 bits or fewer; got bf16"),
         ({"master": "e5m2"}, "master is one of bf16, fp16, fp32; got e5m2"),
+        ({"forward": "bf16", "activation": "fp32"}, "activation=fp32: .* bf16 operands is bf16"),
+        ({"weight": "fp16", "activation": "fp32"}, "activation=fp32: .* Give weight 8 bits, or"),
+        ({"forward": "bf16", "activation": "fp16"}, "activation=fp16: .* bf16 operands is bf16"),
     ],
 )
 def test__a_format_that_cannot_play_its_role__is_refused(fields, words):
