@@ -402,8 +402,9 @@ def test__numbers_of_layers__serve_sizes_that_are_symbols():
         assert (made.dequantize() - model(x).dequantize()).norm() <= 0.02 * made.dequantize().norm()
 
 
+@pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test__a_convolution__reads_the_cast_that_a_site_looks_at(layout):
+def test__a_convolution__reads_the_cast_that_a_site_looks_at(layout, rounding):
     """Inductor's convolutions take images with channels last. The site looked at a cast with
     channels first, and each convolution read a copy."""
     conv, relu = torch.nn.Conv2d, torch.nn.ReLU
@@ -413,7 +414,8 @@ def test__a_convolution__reads_the_cast_that_a_site_looks_at(layout):
         *(conv(16, 8, 1), relu()),
         *(conv(8, 16, 3, padding=1, groups=2), relu()),
     )
-    model = sct.scale_model(model).to(memory_format=layout)
+    recipe = sct.recipes.Unit(gradient_rounding=rounding)
+    model = sct.scale_model(model, recipe).to(memory_format=layout)
     compiled, x = torch.compile(model), torch.randn(2, 3, 16, 16).to(memory_format=layout)
     with torch._inductor.config.patch(force_disable_caches=True):
         _, codes = run_and_get_code(lambda: compiled(x).square().mean().backward())

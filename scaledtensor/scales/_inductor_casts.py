@@ -25,6 +25,10 @@ __all__ = ["cast", "cast_and_look", "measured", "seen"]
 
 def seen(x: Any, *seen: Any) -> Any:
     """A call without a result. The elements are passed on unchanged, so nothing waits for it."""
+    return _looked_at(_laid_out(x), *seen)
+
+
+def _looked_at(x: Any, *seen: Any) -> Any:
     called(torch.ops.scaledtensor.look.default)(x, *seen)
     return x
 
@@ -55,7 +59,7 @@ def cast_and_look(
     if backend_of(made.get_device()).writes_cpp:
         _round_weights()
     factors, role, trains = watch
-    return seen(made, factors, format, role, trains)
+    return _looked_at(made, factors, format, role, trains)
 
 
 def _laid_out(x: Any) -> Any:

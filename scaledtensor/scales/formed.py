@@ -322,10 +322,10 @@ def _total(
 def elementwise_result(x: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor without elements, in the shape and with the strides of an elementwise operator's
     result."""
-    return x.new_empty(x.shape, dtype=dtype) if _is_plain(x) else x.abs().to(dtype)
+    return x.new_empty(x.shape, dtype=dtype) if _is_contiguous(x) else x.abs().to(dtype)
 
 
-def _is_plain(x: Tensor) -> bool:
+def _is_contiguous(x: Tensor) -> bool:
     """Whether an elementwise operator's result is contiguous, as far as it is known without a guard
     on a symbolic size. A graph is traced several times, and such a result takes one operator."""
     return all(type(n) is int for n in x.shape) and x.is_contiguous()
@@ -366,9 +366,8 @@ def _total_fake(
     x: Tensor, y: Tensor, leaves: list[Tensor], steps: str, alpha: float, dtype: torch.dtype
 ) -> Tensor:
     _inductor.teach()
-    if _is_plain(x) and _is_plain(y) and x.shape == y.shape:
-        return x.new_empty(x.shape, dtype=dtype)
-    return torch.add(x, y).to(dtype)
+    alike = _is_contiguous(x) and _is_contiguous(y) and x.shape == y.shape
+    return elementwise_result(x if alike else torch.add(x, y), dtype)
 
 
 @torch.library.register_fake("scaledtensor::form", lib=_LIBRARY)  # type: ignore[untyped-decorator]
