@@ -187,6 +187,33 @@ def test__a_module_left_out__multiplies_no_8_bit_operand(products):
     assert eight.count(True) == 2 + 3  # These are both others, and the first needs no dgrad.
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("window", [torch.conv2d, torch.conv_transpose2d])
+def test__a_plain_filter__is_not_cast(window, compiled):
+    """An impulse gives the filter itself, in BF16. SSIM subtracts the results of such filters."""
+    torch.manual_seed(0)
+    g = torch.exp(-((torch.arange(5) - 2.0) ** 2) / 4.5)
+    blur = (g[:, None] * g / g.sum() ** 2)[None, None]
+    model = nn.Conv2d(3, 1, 3)
+    x = torch.rand(2, 3, 16, 16)
+
+    def run(x):
+        return window(model(x) + 4, blur).square().mean()
+
+    run(x).backward()
+    want = model.weight.grad
+    model.zero_grad()
+    sct.scale_model(model)
+    call = torch.compile(run, fullgraph=True) if compiled else run
+    with torch.no_grad():
+        impulse = F.pad(torch.ones(1, 1, 1, 1), (4,) * 4) + 0 * model(x)[:1, :1, :1, :1]
+        y = window(impulse, blur)
+    border = (y.shape[-1] - 5) // 2
+    assert_holds(F.pad(y, (-border,) * 4), blur, 2.0**-8)
+    call(x).backward()
+    assert_holds(model.weight.grad, want, 0.1)
+
+
 def test__without_a_recipe__operands_stay_as_they_are(products):
     a, b = (sct.scaled(torch.randn(4, 4)) for _ in range(2))
     assert_holds(a @ b, dequantized(a) @ dequantized(b), 2.0**-20)

@@ -6,7 +6,8 @@ spelling in the table is known to all of them, and a spelling that is missing to
 Autograd saves the operands that an operator gets. A cast below autograd, in the ATen rule, would
 save 16-bit operands. So the products are caught above autograd, in every spelling of torch, and
 called on cast operands. A product without a recipe is called as it is: one of its operands is a
-tensor without a recipe, or a plain `nn.Parameter` that a filter left out.
+tensor without a recipe, a plain `nn.Parameter` that a filter left out, or the plain filter of a
+convolution. Such a filter is no weight but a blur, as in SSIM, which subtracts nearly equal sums.
 """
 
 import warnings
@@ -148,7 +149,7 @@ def _product(
     recipe, weight = _governing(*operands)
     if any(map(is_sparse, operands)):
         return function(*_beside_sparse(operands, recipe), **kwargs)
-    if recipe is None:
+    if recipe is None or (spelled in _CONVOLUTIONS and not isinstance(operands[1], ScaledTensor)):
         # Promoted here, as the rule would: the gradient of a plain parameter is then plain too.
         return function(*promoted(operands), **kwargs)
     if weight is None and steps.is_update():  # Muon's terms cancel, and no weight has shifts
@@ -384,7 +385,7 @@ def _conv_tbc(multiply: Multiply, input: Any, weight: Any, bias: Any, pad: int =
         y = torch.conv1d(x.permute(1, 2, 0), w.permute(2, 1, 0), padding=pad)
         return y.permute(2, 0, 1)
 
-    return plus(multiply(conv_tbc, input, weight), bias)
+    return plus(multiply(conv_tbc, input, weight, spelled=torch.conv_tbc), bias)
 
 
 def _sparse_mm(multiply: Multiply, a: Any, b: Any, reduce: str | None = None) -> Any:
@@ -422,6 +423,9 @@ BY_GEMM: dict[Any, Callable[..., Any]] = {
 # --- the table -------------------------------------------------------------------------------
 
 _WEIGHED = ((0, "input"), (1, "weight"))
+
+_TURNED = (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
+_CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d, torch.convolution, *_TURNED)
 
 
 def _products() -> dict[Any, Product]:
@@ -465,10 +469,8 @@ def _products() -> dict[Any, Product]:
         table[spelling] = Product(
             name, places, partial(_added_in_place, function, spelling), in_place=True
         )
-    turned = ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-    for name in ("conv1d", "conv2d", "conv3d", "convolution", *turned):
-        spelling = getattr(torch, name)
-        table[spelling] = Product(name, _WEIGHED, partial(_convolution, spelling))
+    for spelling in _CONVOLUTIONS:
+        table[spelling] = Product(spelling.__name__, _WEIGHED, partial(_convolution, spelling))
     for spelling in (torch.nn.functional.grouped_mm, _torch.grouped_mm):
         places = ((0, "mat_a"), (1, "mat_b"))
         table[spelling] = Product("grouped_mm", places, partial(_grouped, spelling))
