@@ -77,10 +77,8 @@ class Product:
             if name in kwargs:
                 return given, {**kwargs, name: [f(x) for x in kwargs[name]]}
             listed = len(given) > start and isinstance(given[start], (list, tuple))
-            if listed:
-                given[start] = [f(x) for x in given[start]]
-            else:
-                given[start:] = [f(x) for x in given[start:]]
+            place = start if listed else slice(start, None)
+            given[place] = [f(x) for x in given[place]]
             return given, kwargs
         for position, name in self.places:
             if position < len(given):

@@ -49,7 +49,7 @@ from scaledtensor.scales.singles import (
 )
 from scaledtensor.tensors.tensor import ScaledTensor
 
-__all__ = ["softplus_rms"]
+__all__ = ["sigmoid_rms", "sigmoid_slope", "softplus_rms", "tanh_rms", "tanh_slope"]
 
 
 @remembered
@@ -165,11 +165,11 @@ def silu_backward(g: Any, x: ScaledTensor) -> Raw:
 @rule(aten.tanh.default)
 def tanh(x: ScaledTensor) -> Raw:
     """r / sqrt(1 + 1.25 r^2), within 14% of the integral."""
-    return at_value(torch.tanh, x, _tanh_rms(rms_of(x)))
+    return at_value(torch.tanh, x, tanh_rms(rms_of(x)))
 
 
 @remembered
-def _tanh_rms(rms: Any) -> Any:
+def tanh_rms(rms: Any) -> Any:
     return rms.clamp_max(2.0**60) / (1 + 1.25 * bounded_square(rms)).sqrt()
 
 
@@ -183,15 +183,22 @@ def tanh_backward(g: Any, y: ScaledTensor) -> Raw:
 def _tanh_slope(rms: Any) -> Any:
     # Invert r_y = r / sqrt(1 + 1.25 r^2).
     y2 = rms.square()
-    r2 = y2 / (1 - 1.25 * y2).clamp_min(2.0**-20)
+    return tanh_slope(y2 / (1 - 1.25 * y2).clamp_min(2.0**-20))
+
+
+def tanh_slope(r2: Any) -> Any:
+    """Return the RMS of the derivative, from the squared RMS of the input."""
     return (1 + 3.6 * r2).rsqrt().sqrt()
 
 
 @rule(aten.sigmoid.default)
 def sigmoid(x: ScaledTensor) -> Raw:
     """sqrt(1/4 (1 + r^2 / (r^2 + 4)))."""
-    rms = _half_to_root_half(rms_of(x), 4.0)
-    return at_value(torch.sigmoid, x, rms, nonnegative=True)
+    return at_value(torch.sigmoid, x, sigmoid_rms(rms_of(x)), nonnegative=True)
+
+
+def sigmoid_rms(rms: Any) -> Any:
+    return _half_to_root_half(rms, 4.0)
 
 
 @rule(aten.sigmoid_backward.default)
@@ -205,7 +212,11 @@ def sigmoid_backward(g: Any, y: ScaledTensor) -> Raw:
 def _sigmoid_slope(rms: Any) -> Any:
     # Invert r_y^2 = 1/4 (1 + r^2 / (r^2 + 4)).
     share = (4 * rms.square() - 1).clamp_min(0.0).clamp_max(1 - 2.0**-20)
-    r2 = 4 * share / (1 - share)
+    return sigmoid_slope(4 * share / (1 - share))
+
+
+def sigmoid_slope(r2: Any) -> Any:
+    """Return the RMS of the derivative, from the squared RMS of the input."""
     return 0.25 * (1 + 0.9 * r2).rsqrt().sqrt()
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from scaledtensor.ops.products.table import cast_once, linear
+from scaledtensor.ops.rules import recurrent_layer
 
 __all__ = ["CELLS", "FUNCTIONS", "Parts", "State", "Weights", "cell", "network"]
 
@@ -145,6 +146,25 @@ def _joined(outputs: list[Tensor], sizes: list[int] | None) -> Tensor:
     return torch.stack(outputs) if sizes is None else torch.cat(outputs)
 
 
+Way = Callable[..., tuple[Tensor, list[Tensor]]]
+
+
+def _as_one(
+    name: str, way: Way, gates: Tensor, sizes: list[int] | None, start: State, w: Weights
+) -> tuple[Tensor, list[Tensor]] | None:
+    """Run a layer in one direction as one node; None if operators have to run it."""
+    if w.projection is not None:
+        return None
+
+    def operators(gates: Tensor, start: State, weight: Tensor, bias: Tensor | None) -> Any:
+        again = w._replace(hidden=weight, hidden_bias=bias)
+        return way(CELLS[name], gates, sizes, tuple(start), again)
+
+    backwards = way is _steps_back
+    hidden, bias = w.hidden, w.hidden_bias
+    return recurrent_layer.run(name, gates, sizes, backwards, start, hidden, bias, operators)
+
+
 # --- networks --------------------------------------------------------------------------------
 
 
@@ -177,7 +197,9 @@ def network(
     hx, params, biased, layers, dropout, train, both_ways, *batch_first = rest
     start: State = tuple(hx) if name == "lstm" else (hx,)
     by_batch = bool(batch_first and batch_first[0])
-    x = x.transpose(0, 1) if by_batch else x
+    if by_batch:
+        x = x.transpose(0, 1)
+        x = x.contiguous() if made_of is PLAIN else x  # one node makes the product of such an input
     projected = name == "lstm" and start[0].shape[-1] != start[1].shape[-1]
     weights = _layers(params, biased, projected)
     ways = (_steps, _steps_back) if both_ways else (_steps,)
@@ -189,7 +211,10 @@ def network(
             w = next(weights)
             gates = made_of.gates(x, w, constraint)
             w = made_of.prepared(w, x, constraint)
-            output, final = way(made_of.cells[name], gates, sizes, own, w)
+            found = _as_one(name, way, gates, sizes, own, w) if made_of is PLAIN else None
+            if found is None:
+                found = way(made_of.cells[name], gates, sizes, own, w)
+            output, final = found
             outputs.append(output)
             finals.append(final)
         x = torch.cat(outputs, -1) if both_ways else outputs[0]

@@ -1,0 +1,371 @@
+"""The steps of a recurrent layer as one node of autograd, in eager code.
+
+As operators on ScaledTensors, each step of an LSTM is twenty nodes of autograd. Each node costs
+more time than the elements of a small layer. This module runs the steps on float32 elements
+(`recurrent_loops`). As in the operators, both factors of the recurrent product are rounded to the
+format of the recipe, and so is the gradient of each step's gates. Other results are rounded once,
+at the end of the sequence, to the activation format. The scales are closed forms of the whole
+layer.
+
+The backward pass needs the terms of the gates, the weight, the cells and the rounded states. So no
+gate is kept.
+
+A call that a mode or an observer sees, and a derivative that is differentiated again, run the
+operators.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from scaledtensor import _torch, native
+from scaledtensor.backends import backend_of
+from scaledtensor.formats import BF16, FP32, Format, fake_quantize
+from scaledtensor.formats.bits import Mode
+from scaledtensor.formats.native import value_loop
+from scaledtensor.ops import invariant
+from scaledtensor.ops.algebra import elements, plain, value
+from scaledtensor.ops.products import linear
+from scaledtensor.ops.products.dtype import multiplied
+from scaledtensor.ops.results import OVERFLOW, narrowest, store
+from scaledtensor.ops.rules.recurrent_loops import KINDS, Kind, Order, Product, Round, State
+from scaledtensor.recipes.casts import Carried, Cast
+from scaledtensor.scales.powers import product_of, quadrature, settle
+from scaledtensor.scales.singles import (
+    ONE,
+    Single,
+    calculates,
+    multiplier,
+    rms_of,
+    scale_of,
+    scaled_by,
+)
+from scaledtensor.tensors import verbs
+from scaledtensor.tensors.tensor import ScaledTensor
+
+__all__ = ["run"]
+
+Operators = Callable[..., tuple[Tensor, list[Tensor]]]
+"""(gates, initial state, weight, bias) -> outputs and last states, by operators."""
+
+
+class _Call(NamedTuple):
+    """One layer in one direction."""
+
+    kind: Kind
+    order: Order
+    casts: tuple[Cast, Cast, Cast]
+    from_zero: bool
+    operators: Operators
+
+
+def run(
+    name: str,
+    gates: Any,
+    sizes: Sequence[int] | None,
+    backwards: bool,
+    start: Sequence[Any],
+    weight: Any,
+    bias: Any,
+    operators: Operators,
+) -> tuple[Tensor, list[Tensor]] | None:
+    """Return outputs and last states of a layer in one direction. None if operators have to run it.
+
+    Args:
+        name: torch's name of the kind of layer.
+        gates: Products of all inputs, (time, batch, features), or (rows, features) if packed.
+        sizes: Rows of each step of packed sequences.
+        backwards: Whether the layer starts at the end.
+        start: The initial states, (batch, width).
+        weight: The recurrent weight, cast.
+        bias: The recurrent bias, or None.
+        operators: Runs the same layer by operators.
+    """
+    kind, casts = KINDS.get(name), _casts(weight)
+    if kind is None or casts is None or not _serves(gates, weight, bias, *start):
+        return None
+    from_zero = all(map(_is_zero, start))
+    order = Order((gates.shape[1],) * len(gates) if sizes is None else tuple(sizes), backwards)
+    if not gates.numel() or not (sizes is None or from_zero):
+        return None
+    held = [s if from_zero or isinstance(s, ScaledTensor) else _entered(s, gates) for s in start]
+    call = _Call(kind, order, casts, from_zero, operators)
+    output, *last = _Steps.apply(call, gates, weight, bias, *held)  # type: ignore[no-untyped-call]
+    return output, last
+
+
+def _casts(weight: Any) -> tuple[Cast, Cast, Cast] | None:
+    """Return the casts of the recurrent product, if the scales are the carried ones."""
+    if type(weight) is not ScaledTensor or weight.recipe is None or weight.recipe.saved is not None:
+        return None
+    once = weight.recipe.gemms.once
+    if once is None or weight.format != once[1].format:
+        return None
+    carried = all(c.scale == Carried() and c.rounding == "nearest_even" for c in once)
+    return once if carried else None
+
+
+def _serves(gates: Any, weight: Any, bias: Any, *start: Any) -> bool:
+    if not linear.is_alone() or invariant.is_on() or _torch.is_transforming():
+        return False
+    scaled = [gates, weight, *(x for x in (bias, *start) if isinstance(x, ScaledTensor))]
+    return (
+        (bias is None or isinstance(bias, ScaledTensor))
+        and all(type(x) is ScaledTensor and x.dtype == weight.dtype for x in scaled)
+        and all(x.dtype == weight.dtype for x in start)
+        and all(map(calculates, scaled))
+    )
+
+
+def _is_zero(start: Any) -> bool:
+    """Whether an initial state is the one that torch makes if the caller gives none. Reading it
+    would wait for another device than the host."""
+    plain = type(start) is Tensor and not start.requires_grad and backend_of(start).host
+    return plain and not bool(start.any())
+
+
+def _entered(start: Tensor, gates: Any) -> Any:
+    return verbs.promote(start, gates.detach())
+
+
+# --- numbers ---------------------------------------------------------------------------------
+
+
+class _Numbers(NamedTuple):
+    """The amounts of a call, which follow from its operands."""
+
+    h: Single
+    c: Single
+    unit: Single
+    """The scale of rounded states."""
+    gradient: Single
+    """RMS of the gradient of the gates, for gradients of states of RMS 1."""
+
+
+@lru_cache(maxsize=1 << 10)
+def _numbers(
+    kind: Kind, gates: Single, weight: Single, width: int, start: Single, steps: int
+) -> _Numbers:
+    found = kind.expected(gates, weight * width**0.5, start, steps)
+    gradient = kind.gradient(found, weight * (kind.gates * width) ** 0.5, steps)
+    (unit,) = settle(found.h)
+    return _Numbers(found.h, found.c, unit, gradient.clamp_max(2.0**40))
+
+
+def _numbers_of(call: _Call, gates: Any, weight: Any, bias: Any, start: Sequence[Any]) -> _Numbers:
+    rms = rms_of(gates) if bias is None else quadrature(rms_of(gates), rms_of(bias))
+    first = ONE * 0 if call.from_zero else rms_of(start[-1])
+    steps = len(call.order.sizes)
+    return _numbers(call.kind, rms, rms_of(weight), weight.shape[1], first, steps)
+
+
+# --- elements --------------------------------------------------------------------------------
+
+
+def _unit(fmt: Format, scale: Single) -> Single:
+    """Return the scale under which elements are rounded to `fmt`. Float32 needs none."""
+    return ONE if fmt is FP32 else scale
+
+
+def _rounding(fmt: Format, unit: Single, dtype: torch.dtype, like: Tensor) -> Round:
+    """Return the function that rounds elements under the scale `unit` to values of `fmt` in
+    `dtype`."""
+    if fmt is FP32:
+        return lambda x: x.float()
+    inverse = multiplier(1 / unit)
+    loop = value_loop(fmt, Mode("nearest_even", OVERFLOW), dtype) if native.takes(like) else None
+    if loop is not None:
+        halves = torch.float16  # the loop reads float32 and bfloat16
+        return lambda x: loop.values((x.float() if x.dtype is halves else x) * inverse)
+    return lambda x: fake_quantize(x * inverse, fmt, overflow=OVERFLOW).to(dtype)
+
+
+#: A product of up to so many multiplications is made in float32. A bfloat16 product takes 25 us
+#: longer to start (measured on a Xeon with AMX), and is as exact.
+_SMALL = 1 << 20
+
+
+def _matrix(weight: Any, unit: Single, fmt: Format, rows: int) -> Tensor:
+    """Return the weight times a unit, in the dtype of products with `rows` rows in `fmt`."""
+    (q,) = multiplied(elements(weight), wide=fmt is FP32 or rows * weight.numel() <= _SMALL)
+    return scaled_by(q, product_of(unit, scale_of(weight)), q.dtype)
+
+
+def _flat(x: Any) -> Tensor:
+    """Return the value in float32 as rows, in new memory."""
+    v = value(x)
+    v = v.clone() if v.dtype is torch.float32 and v.data_ptr() == x.qdata.data_ptr() else v.float()
+    return v.reshape(-1, x.shape[-1])
+
+
+def _plain(start: Sequence[Any]) -> State:
+    return [plain(s).float() for s in start]
+
+
+class _Kinship(NamedTuple):
+    """The attributes that results take from the operands."""
+
+    format: Format
+    dtype: torch.dtype
+    recipe: Any
+
+    @classmethod
+    def of(cls, gates: Any, weight: Any) -> "_Kinship":
+        recipe = gates.recipe or weight.recipe
+        return cls(narrowest((gates, weight)), gates.dtype, recipe.uncorrected)
+
+    def make(self, q: Tensor, held: Single, rms: Single, shape: Sequence[int]) -> Any:
+        """Return elements under the scale `held` as a ScaledTensor."""
+        scale, ratio = settle(rms, held)
+        q = store(scaled_by(q, ratio), self.format)
+        return ScaledTensor.make(q.view(shape), scale, rms, *self)
+
+
+# --- the node --------------------------------------------------------------------------------
+
+
+class _Steps(torch.autograd.Function):
+    """(call, gates, weight, bias, initial states) -> (outputs, last states)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: _Call, gates: Any, weight: Any, bias: Any, *start: Any
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        kind, order = call.kind, call.order
+        numbers = _numbers_of(call, gates, weight, bias, start)
+        z, product = _terms(call, numbers, gates, weight, bias)
+        made, initial = _Kinship.of(gates, weight), _plain(start)
+        hs = z.new_empty(z.shape[0], weight.shape[1], dtype=made.format.storage_dtype)
+        cells = kind.run(z, order, product, initial, product.round(initial[0]), hs)
+        output = made.make(hs, ONE, numbers.h, (*gates.shape[:-1], hs.shape[1]))
+        # The memory is new, because an output of a node must be no part of another one.
+        last = [made.make(order.last(hs).clone(), ONE, numbers.h, initial[0].shape)]
+        if cells is not None:
+            last.append(made.make(order.last(cells), ONE, numbers.c, initial[0].shape))
+            cells = cells.bfloat16() if made.format is BF16 else cells
+        kept = output if cells is None else _cast(output, call.casts[0])
+        ctx.call, ctx.numbers = call, numbers
+        ctx.save_for_backward(gates, weight, bias, kept, cells, *start)
+        return output, *last
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        gates, weight, bias, kept, cells, *start = ctx.saved_tensors
+        operands = (gates, weight, bias, *start)
+        if all(g is None for g in grads):
+            return None, *(None for _ in operands)
+        held = [
+            g if g is None or isinstance(g, ScaledTensor) else _entered(g, gates) for g in grads
+        ]
+        alone = linear.is_alone() and not torch.is_grad_enabled()
+        if alone and all(g is None or ("qdata" in vars(g) and calculates(g)) for g in held):
+            with _torch.disable_torch_function():
+                found = _gradients(ctx, operands, kept, cells, held)
+        else:
+            found = _by_operators(ctx.call, operands, held)
+        return None, *found
+
+
+def _cast(x: Any, cast: Cast) -> Any:
+    if x.format == cast.format:
+        return x
+    operator, *arguments = linear.operand_cast(x, cast)
+    return operator(*arguments)
+
+
+def _terms(
+    call: _Call, numbers: _Numbers, gates: Any, weight: Any, bias: Any
+) -> tuple[Tensor, Product]:
+    """Return the terms of the gates that do not depend on a state, and the recurrent product."""
+    z, fmt = _flat(gates), call.casts[0].format
+    unit = _unit(fmt, numbers.unit)
+    matrix = _matrix(weight, unit, fmt, max(call.order.sizes)).t()
+    added = None if bias is None else value(bias).float()
+    if added is not None and call.kind.one_bias:
+        z, added = z.add_(added), None
+    return z, Product(matrix, _rounding(fmt, unit, matrix.dtype, z), added)
+
+
+def _gradients(
+    ctx: Any, operands: Sequence[Any], kept: Any, cells: Any, grads: Sequence[Any]
+) -> list[Any]:
+    """Return the gradients of gates, weight, bias and initial states."""
+    call, numbers = ctx.call, ctx.numbers
+    kind, order = call.kind, call.order
+    gates, weight, bias, *start = operands
+    initial = _plain(start)
+    z, product = _terms(call, numbers, gates, weight, bias)
+    states = _flat(kept)
+    read = order.earlier(product.round(states), product.round(initial[0]))
+    after = states if cells is None else cells.float()
+    factors = kind.factors(z, product.of_rounded(read), order.earlier(after, initial[-1]), after)
+
+    scale, rms, grad, last = _together(grads, states, initial)
+    expected = numbers.gradient * rms
+    fmt = call.casts[2].format
+    unit = _unit(fmt, settle(expected / scale)[0])
+    matrix = _matrix(weight, unit, fmt, max(order.sizes))
+    back = Product(matrix, _rounding(fmt, unit, matrix.dtype, grad))
+    dz, dy, first = kind.back(factors, order, back, grad, last)
+
+    made = _Kinship.of(gates, weight)
+    _, of_gates, of_weight, of_bias, *of_start = ctx.needs_input_grad
+    found = [made.make(dz, scale, expected, gates.shape) if of_gates else None, None, None]
+    rows = len(dy)
+    if of_weight:
+        held = product_of(product_of(scale, unit), _unit(call.casts[0].format, numbers.unit))
+        of_products = expected * numbers.h * rows**0.5
+        sums = torch.mm(back.round(dy).t(), read.to(matrix.dtype))
+        found[1] = made.make(sums, held, of_products, weight.shape)
+    if of_bias:
+        own = made._replace(format=bias.format)
+        found[2] = own.make(dy.sum(0), scale, expected * rows**0.5, bias.shape)
+    through = expected * rms_of(weight) * weight.shape[0] ** 0.5
+    found += [
+        made.make(g, scale, quadrature(through, rms), x.shape) if needed else None
+        for g, x, needed in zip(first, start, of_start, strict=False)
+    ]
+    return found
+
+
+def _together(
+    grads: Sequence[Any], states: Tensor, initial: State
+) -> tuple[Single, Single, Tensor, State]:
+    """Return the gradients of outputs and last states under one scale, and their RMS."""
+    shapes = [states.shape] + [initial[0].shape] * (len(grads) - 1)
+    share = (initial[0].numel() / states.numel()) ** 0.5
+    given = [g for g in grads if g is not None]
+    rms = quadrature(*(rms_of(g) if g is grads[0] else rms_of(g) * share for g in given))
+    scale, *ratios = settle(rms, *map(scale_of, given))
+    left = iter(ratios)
+    found = [
+        torch.zeros(shape, dtype=torch.float32, device=states.device)
+        if g is None
+        else scaled_by(elements(g).float(), next(left)).reshape(shape)
+        for g, shape in zip(grads, shapes, strict=True)
+    ]
+    grad, *last = found
+    return scale, rms, grad, last
+
+
+def _by_operators(call: _Call, operands: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
+    """Return the same by operators, which are differentiable."""
+    again = torch.is_grad_enabled()
+    gates, weight, bias, *start = operands
+    wanted = [x for x in operands if x is not None and x.requires_grad]
+    with torch.enable_grad():
+        output, last = call.operators(gates, start, weight, bias)
+        results = [(y, g) for y, g in zip([output, *last], grads, strict=True) if g is not None]
+        found = torch.autograd.grad(
+            [y for y, _ in results],
+            wanted,
+            [g for _, g in results],
+            create_graph=again,
+            allow_unused=True,
+        )
+    left = iter(found)
+    return [None if x is None or not x.requires_grad else next(left) for x in operands]
