@@ -69,13 +69,18 @@ def test__network__is_that_of_plain_tensors(kind, form, packed, given):
 
 @pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
 def test__cell__is_that_of_plain_tensors(kind):
+    """The second step starts from the state of the first, whose gradient flows back."""
     torch.manual_seed(0)
     net = kind(6, 8)
     model = sct.scale_model(copy.deepcopy(net), EXACT)
-    x = torch.randn(3, 6)
-    got, want = model(x), net(x)
-    for a, b in zip(*(r if isinstance(r, tuple) else (r,) for r in (got, want)), strict=True):
-        assert_holds(a, b, TOLERANCE[torch.float32])
+    x, found = torch.randn(2, 3, 6), []
+    for module in (model, net):
+        state = module(x[1], module(x[0]))
+        state = state if isinstance(state, tuple) else (state,)
+        sum(s.square().sum() for s in state).backward()
+        found.append([*state, *(p.grad for p in module.parameters())])
+    for got, want in zip(*found, strict=True):
+        assert_holds(got, want, TOLERANCE[torch.float32])
 
 
 class Looking(TorchDispatchMode):
@@ -166,10 +171,10 @@ def test__alone__a_layer_is_one_node_with_the_casts_of_operators(kind, recipe, p
     the operators make the same casts, apart from a few ties. With other activations, the operators
     round more often than the node."""
     torch.manual_seed(0)
-    net = kind(6, 8, num_layers=2, bidirectional=True)
-    x, state = torch.randn(5, 3, 6), initial(net)
+    net = kind(16, 32, num_layers=2, bidirectional=True)
+    x, state = torch.randn(5, 3, 16), initial(net)
     if packed:
-        x, state = nn.utils.rnn.pack_padded_sequence(x, [5, 3, 2], enforce_sorted=False), None
+        x = nn.utils.rnn.pack_padded_sequence(x, [5, 3, 2], enforce_sorted=False)
     want = results(copy.deepcopy(net), x, state)
     alone = results(sct.scale_model(copy.deepcopy(net), recipe), x, state)
     assert len(nodes) == 4
@@ -178,7 +183,7 @@ def test__alone__a_layer_is_one_node_with_the_casts_of_operators(kind, recipe, p
     assert len(nodes) == 4
     assert [facts(t) for t in alone] == [facts(t) for t in watched]
     of_casts = error(watched, want) + 2.0**-18
-    assert error(alone, want) < 1.5 * of_casts
+    assert error(alone, want) < 1.25 * of_casts
     if recipe.activation is FP32:
         assert error(alone, watched) < 0.5 * of_casts
     for t in alone:

@@ -241,8 +241,11 @@ def cell(
     state = tuple(hx) if name == "lstm" else (hx,)
     w = Weights(w_ih, w_hh, b_ih, b_hh)
     gates = made_of.gates(x, w, constraint)
-    new = made_of.cells[name](gates, state, made_of.prepared(w, x, constraint))
-    return new if name == "lstm" else new[0]
+    w = made_of.prepared(w, x, constraint)
+    sizes = [len(gates)] if gates.dim() == 2 else None  # the steps of a packed sequence
+    found = _as_one(name, _steps, gates, sizes, state, w) if sizes and made_of is PLAIN else None
+    new = made_of.cells[name](gates, state, w) if found is None else found[1]
+    return tuple(new) if name == "lstm" else new[0]
 
 
 #: Function that `torch.nn` calls -> the same function from operators with rules.

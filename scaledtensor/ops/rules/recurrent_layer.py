@@ -89,7 +89,7 @@ def run(
         return None
     from_zero = all(map(_is_zero, start))
     order = Order((gates.shape[1],) * len(gates) if sizes is None else tuple(sizes), backwards)
-    if not gates.numel() or not (sizes is None or from_zero):
+    if not gates.numel():
         return None
     held = [s if from_zero or isinstance(s, ScaledTensor) else _entered(s, gates) for s in start]
     call = _Call(kind, order, casts, from_zero, operators)

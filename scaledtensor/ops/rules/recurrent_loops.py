@@ -65,14 +65,17 @@ class Order(NamedTuple):
         return torch.cat(found)
 
     def passed(
-        self, grads: Sequence[Tensor], step: int, first: Tensor, q: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return the gradient that a step passes `q` on to, and the rows of `q` that it gets: the
-        gradient of the state before, or `first`, the gradient of the initial state."""
-        before = self.before(step)
-        grad = grads[before] if before in self.steps else first[: len(q)]
-        rows = min(len(grad), len(q))
-        return (grad, q) if len(grad) == len(q) else (grad[:rows], q[:rows])
+        self, grads: Sequence[Tensor], step: int, first: Tensor
+    ) -> list[tuple[slice, Tensor]]:
+        """Return the gradients of the states before a step, with their rows in the step: a part of
+        `grads`, a part of `first` (the gradient of the initial state), or both."""
+        shared, n = self.shared(step), self.sizes[step]
+        found = []
+        if shared:
+            found.append((slice(shared), grads[self.before(step)][:shared]))
+        if shared < n:
+            found.append((slice(shared, n), first[shared:n]))
+        return found
 
     def last(self, x: Tensor) -> Tensor:
         """Return the last state of each sequence."""
@@ -256,15 +259,19 @@ class _Lstm(Kind):
         of_cell = order.cut(made[:, : 3 * width].view(-1, 3, width))
         dhs, by_state, by_cell, cell, kept = (order.cut(x) for x in (grad, *factors))
         _with_last(dhs, dh_last, order)
-        dc, first = dc_last[:0], torch.zeros_like(dh_last)
+        dc, first, dc_first = dc_last[:0], torch.zeros_like(dh_last), torch.zeros_like(dc_last)
         for t in order.back:
             dh = dhs[t]
             dc = torch.addcmul(_fitted(dc, dc_last, order.sizes[t]), dh, cell[t])
             torch.mul(by_cell[t], dc.unsqueeze(1), out=of_cell[t])
             torch.mul(by_state[t], dh, out=of_output[t])
             dc = dc.mul_(kept[t])
-            product.add_to(*order.passed(dhs, t, first, product.round(dz[t])))
-        return made, made, (first, dc)
+            q = product.round(dz[t])
+            for rows, dh in order.passed(dhs, t, first):
+                product.add_to(dh, q[rows])
+            shared = order.shared(t)
+            dc_first[shared : len(dc)] = dc[shared:]
+        return made, made, (first, dc_first)
 
     def expected(self, gates: Single, weight: Single, start: Single, steps: int) -> Expected:
         def step(z: Single, h: Single, c: Single) -> tuple[Single, ...]:
@@ -340,10 +347,10 @@ class _Gru(Kind):
             torch.mul(by_state[t], dh.unsqueeze(1), out=by_gate[t])
             dy[t].copy_(dz[t])
             of_read[t].mul_(reset[t])
-            before, q = order.passed(dhs, t, first, product.round(dy[t]))
-            product.add_to(before, q)
-            n = len(before)
-            before.addcmul_(dh[:n], kept[t][:n])
+            q = product.round(dy[t])
+            for rows, before in order.passed(dhs, t, first):
+                product.add_to(before, q[rows])
+                before.addcmul_(dh[rows], kept[t][rows])
         return made, of_product, (first,)
 
     def expected(self, gates: Single, weight: Single, start: Single, steps: int) -> Expected:
@@ -394,7 +401,8 @@ class _Tanh(Kind):
         first = torch.zeros_like(dh_last)
         for t in order.back:
             q = product.round(dhs[t].mul_(by_state[t]))
-            product.add_to(*order.passed(dhs, t, first, q))
+            for rows, dh in order.passed(dhs, t, first):
+                product.add_to(dh, q[rows])
         return grad, grad, (first,)
 
     def expected(self, gates: Single, weight: Single, start: Single, steps: int) -> Expected:
