@@ -25,8 +25,16 @@ from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.ops.results import write
 from scaledtensor.scales.forms import Form
 from scaledtensor.scales.measure import measured_rms
-from scaledtensor.scales.powers import product_of, settle
-from scaledtensor.scales.singles import ONE, Single, rms_of, scaled_by, single_of, tensor_of
+from scaledtensor.scales.powers import product_of, settle, times
+from scaledtensor.scales.singles import (
+    ONE,
+    Single,
+    rms_of,
+    scale_of,
+    scaled_by,
+    single_of,
+    tensor_of,
+)
 from scaledtensor.tensors.tensor import ScaledTensor
 
 #: The default of the RMS norm. torch calculates it in float32 for each dtype of ours.
@@ -49,9 +57,25 @@ def _affine_rms(weight: Any, bias: Any, v: Tensor) -> Any:
     return rms if bias is None else quadrature(rms, _rms(bias, like))
 
 
-def _values(x: Any, *parameters: Any) -> list[Any]:
-    """Return the data, and the weight and bias in float32. They are only read."""
-    return [read_value(x), *(None if p is None else read_value(p).float() for p in parameters)]
+def _values(x: Any, *parameters: Any, unit: Any = ONE) -> list[Any]:
+    """Return the data in a unit, and the weight and bias in float32. They are only read."""
+    floats = (None if p is None else read_value(p).float() for p in parameters)
+    return [read_value(x, ONE if unit is ONE else 1 / unit), *floats]
+
+
+def _unit(x: Any) -> Any:
+    """Return a unit in which the data are read: their scale, for which nothing multiplies them, or
+    1. The norm of x / s with eps / s^2 has the bits of the norm of x, for each power of two s whose
+    square is far inside of the range."""
+    if not isinstance(x, ScaledTensor) or x.qdata.itemsize == 1:
+        return ONE
+    scale = scale_of(x)
+    serves = type(scale) is Single and 2.0**-40 < scale < 2.0**40
+    return scale if serves and math.frexp(scale)[0] == 0.5 else ONE
+
+
+def _in_unit(eps: float, unit: Any) -> float:
+    return eps / float(unit) ** 2  # as exact as `eps`, which some kernels add in float64
 
 
 def _for_kernel(v: Tensor) -> Tensor:
@@ -81,6 +105,9 @@ class _Normalised(NamedTuple):
         """Make it from the statistics of the values. `gradient` is the RMS of the gradient."""
         rms = single_of(measured_rms(rstd))
         (power,) = settle(rms)
+        unit = _unit(x)
+        if unit is not ONE and type(power) is Single and 2.0**-20 < unit * power < 2.0**20:
+            power = 1 / unit  # then `v` are the elements of `x`
         if isinstance(power, Form):  # otherwise compiled code multiplies in the forward pass
             power = power.after(gradient)
         mean = None if mean is None else scaled_by(mean, power)
@@ -117,13 +144,15 @@ def layer_norm(
 ) -> tuple[Raw, Tensor, Tensor]:
     """r = sqrt(rw^2 + rb^2) for weight and bias. The mean and the reciprocal deviation are plain
     float32."""
-    v, w, b = _values(x, weight, bias)
+    unit = _unit(x)
+    v, w, b = _values(x, weight, bias, unit=unit)
     data = _for_kernel(v)
     if w is None and data.dtype == torch.bfloat16:
         # float32 statistics need a float32 weight
         w = torch.ones(shape, device=v.device, dtype=torch.float32)
-    out, mean, rstd = aten.native_layer_norm.default(data, shape, w, b, eps)
-    return Raw(out.to(v.dtype), None, _affine_rms(weight, bias, v), fresh=True), mean, rstd
+    out, mean, rstd = aten.native_layer_norm.default(data, shape, w, b, _in_unit(eps, unit))
+    raw = Raw(out.to(v.dtype), None, _affine_rms(weight, bias, v), fresh=True)
+    return raw, times(mean, unit), times(rstd, 1 / unit)
 
 
 @rule(aten.native_layer_norm_backward.default)
@@ -162,15 +191,16 @@ def rms_norm(
         # It arrives in inference mode only. With gradients, torch runs the operators one by one.
         parts: Any = aten._fused_rms_norm.default.decompose(x, shape, weight, eps)
         return parts  # type: ignore[no-any-return]
-    v = plain(x).float()
+    unit = _unit(x)
+    v = _values(x, unit=unit)[0].float()
     dims = tuple(range(-len(shape), 0))
-    eps = DEFAULT_EPS if eps is None else eps
+    eps = _in_unit(DEFAULT_EPS if eps is None else eps, unit)
     rrms = torch.rsqrt(v.square().mean(dims, keepdim=True) + eps)
     out = v * rrms
     if weight is not None:
         out = out * plain(weight)
     rms = constant(1.0, rms_of(x)) if weight is None else _rms(weight, ONE)
-    return Raw(out, None, rms), rrms
+    return Raw(out, None, rms), times(rrms, 1 / unit)
 
 
 @rule(aten._fused_rms_norm_backward.default)
@@ -217,9 +247,8 @@ def weight_norm_backward(grad: Any, v: Any, g: Any, norms: Tensor, dim: int) -> 
         upstream.q.float(), left, right, norms, dim
     )
     rms = upstream.rms * _rms(g, upstream.rms) * single_of(measured_rms(norms.reciprocal()))
-    return Raw(dv, upstream.scale, rms, format=FP32), Raw(
-        dg, upstream.scale, upstream.rms, format=FP32
-    )
+    held = upstream.scale
+    return Raw(dv, held, rms, format=FP32), Raw(dg, held, upstream.rms, format=FP32)
 
 
 def _slice(v: Tensor, dim: int) -> int:
@@ -229,10 +258,10 @@ def _slice(v: Tensor, dim: int) -> int:
 # --- group norm and batch norm: the weight is by channel -------------------------------------
 
 
-def _by_channel(x: Any, weight: Any) -> tuple[Tensor, Tensor | None]:
-    """Return the data and a float32 weight. 16-bit data without a weight get a weight of ones, so
-    that the kernel computes float32 statistics."""
-    v, w = _values(x, weight)
+def _by_channel(x: Any, weight: Any, unit: Any = ONE) -> tuple[Tensor, Tensor | None]:
+    """Return the data in a unit, and a float32 weight. For 16-bit data it is never None, so that
+    the kernel computes float32 statistics."""
+    v, w = _values(x, weight, unit=unit)
     if w is None and v.dtype != torch.float32 and v.dim() > 1:
         w = torch.ones(v.shape[1], device=v.device, dtype=torch.float32)
     return v, w
@@ -248,11 +277,14 @@ def group_norm(
 ) -> tuple[Raw, Tensor, Tensor]:
     """r = sqrt(rw^2 + rb^2) for weight and bias. The mean and the reciprocal deviation are plain
     float32."""
-    v, w = _by_channel(x, weight)
+    unit = _unit(x)
+    v, w = _by_channel(x, weight, unit)
     b = None if bias is None else plain(bias).float()
     data = _for_kernel(v).contiguous()
-    out, mean, rstd = aten.native_group_norm.default(data, w, b, *sizes_and_eps)
-    return Raw(out.to(v.dtype), None, _affine_rms(weight, bias, v)), mean, rstd
+    *sizes, eps = sizes_and_eps
+    out, mean, rstd = aten.native_group_norm.default(data, w, b, *sizes, _in_unit(eps, unit))
+    raw = Raw(out.to(v.dtype), None, _affine_rms(weight, bias, v), fresh=True)
+    return raw, times(mean, unit), times(rstd, 1 / unit)
 
 
 @rule(aten.native_group_norm_backward.default)
@@ -269,10 +301,8 @@ def group_norm_backward(
     raw = aten.native_group_norm_backward.default(
         left.q.to(data.dtype).contiguous(), data, held.mean, held.rstd, w, *extents, mask
     )
-    found: tuple[Raw | None, Raw | None, Raw | None] = _gradients(
-        _asked(raw, mask), left, weight, held, v.shape[1]
-    )
-    return found
+    dx, dw, db = _gradients(_asked(raw, mask), left, weight, held, v.shape[1])
+    return dx, dw, db
 
 
 class _Running(NamedTuple):
@@ -438,8 +468,7 @@ def batch_norm_backward(
     raw = aten.native_batch_norm_backward.default(
         *(left.q.to(v.dtype), v, w, running.mean, running.var, mean, rstd, training, eps, mask)
     )
-    found = _gradients(_asked(raw, mask), left, weight, held, v.shape[1])
-    dx, dw, db = found
+    dx, dw, db = _gradients(_asked(raw, mask), left, weight, held, v.shape[1])
     if dw is not None and not training:
         dw = dw._replace(rms=dw.rms * running.deviations(x))
     return dx, dw, db
