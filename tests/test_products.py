@@ -218,3 +218,11 @@ def test__without_a_recipe__operands_stay_as_they_are(products):
     a, b = (sct.scaled(torch.randn(4, 4)) for _ in range(2))
     assert_holds(a @ b, dequantized(a) @ dequantized(b), 2.0**-20)
     assert products == [(a.format, b.format)]
+
+
+def test__a_plain_filter_by_time__is_not_cast():
+    (x,) = operands((9, 2, 8))
+    window = torch.randn(3, 8, 4)
+    y = torch.conv_tbc(x, window, torch.zeros(4))
+    want = torch.conv_tbc(dequantized(x).float(), window, torch.zeros(4))
+    assert_holds(y, want, 2.0**-7)

@@ -21,7 +21,7 @@ from scaledtensor.errors import UnsupportedError
 from scaledtensor.tensors.tensor import ScaledTensor
 from scaledtensor.tensors.wrapper import rebuild
 
-__all__ = ["TABLE", "SparseTensor", "coo", "is_sparse"]
+__all__ = ["TABLE", "SparseTensor", "as_coo", "coo", "is_sparse"]
 
 #: The rules of operators on SparseTensors; `scaledtensor.ops.rules.sparse` fills it.
 TABLE: dict[Any, Callable[..., Any]] = {}
@@ -86,3 +86,8 @@ def is_sparse(x: Any) -> bool:
     if type(x) is ScaledTensor:  # its layout is strided; each product asks this twice
         return False
     return isinstance(x, Tensor) and x.layout != torch.strided
+
+
+def as_coo(x: Any) -> Any:
+    """Return a sparse tensor in the layout of sparse ScaledTensors, and any other as it is."""
+    return x.to_sparse() if is_sparse(x) and x.layout != torch.sparse_coo else x

@@ -19,13 +19,16 @@ to the weight, which is cast again.
 import math
 import string
 import typing
+import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from scaledtensor.backends import Codes, units_of
+from scaledtensor.errors import RecipeWarning
 from scaledtensor.formats import pack, unpack
 from scaledtensor.formats.format import Format
 from scaledtensor.ops.algebra import check_dtypes, elements
@@ -40,7 +43,17 @@ from scaledtensor.scales.singles import tensor_of
 from scaledtensor.tensors import verbs
 from scaledtensor.tensors.tensor import ScaledTensor
 
-__all__ = ["Side", "by_units", "einsum", "is_product", "matmul", "tensordot", "tensordot_equation"]
+__all__ = [
+    "Side",
+    "by_units",
+    "einsum",
+    "is_product",
+    "matmul",
+    "tensordot",
+    "tensordot_equation",
+    "uncast",
+    "under_autocast",
+]
 
 
 class Side(NamedTuple):
@@ -298,3 +311,30 @@ def _turned(side: Side, cast: Cast, dim: int) -> Codes:
     if side.dim != dim:
         codes, scale = codes.mT, scale.mT if scale.dim() > 1 else scale
     return Codes(codes, scale, sharing(cast))
+
+
+def under_autocast(y: Any) -> Any:
+    """Return `y` in the dtype of autocast, which does not know the operators of this library."""
+    kind = y.device.type
+    stays = y.dtype == torch.float64 or not torch.is_autocast_enabled(kind)
+    return y if stays else y.to(torch.get_autocast_dtype(kind))
+
+
+def uncast(
+    function: Any, spelled: Any, recipe: Recipe, operands: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """Return the product of uncast operands, and warn once: the recipe casts for each of the three
+    products, and this function is not a matrix product."""
+    name = getattr(spelled.func if isinstance(spelled, partial) else spelled, "__name__", "it")
+    if not torch.compiler.is_compiling() and (recipe, name) not in _told:
+        _told.add((recipe, name))
+        warnings.warn(
+            f"{type(recipe).__name__} casts the operands of matrix products along what they sum "
+            f"over; {name} stays in {recipe.activation.name}",
+            RecipeWarning,
+            stacklevel=2,
+        )
+    return function(*operands, **kwargs)
+
+
+_told: set[tuple[Recipe, str]] = set()

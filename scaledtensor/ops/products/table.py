@@ -10,7 +10,6 @@ tensor without a recipe, a plain `nn.Parameter` that a filter left out, or the p
 convolution. Such a filter is no weight but a blur, as in SSIM, which subtracts nearly equal sums.
 """
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from scaledtensor import _torch
-from scaledtensor.errors import RecipeWarning, UnsupportedError
+from scaledtensor.errors import UnsupportedError
 from scaledtensor.ops import invariant
 from scaledtensor.ops.algebra import check_dtypes
 from scaledtensor.ops.products import by_gemm, counted, delayed, sites
@@ -29,11 +28,20 @@ from scaledtensor.ops.registry import promoted
 from scaledtensor.recipes import Recipe
 from scaledtensor.recipes.casts import Carried, Cast, Fixed
 from scaledtensor.tensors import steps, verbs
-from scaledtensor.tensors.sparse import is_sparse
+from scaledtensor.tensors.sparse import as_coo, is_sparse
 from scaledtensor.tensors.tensor import ScaledTensor, is_parameter
 from scaledtensor.tensors.wrapper import refuse_capture, refuse_jit
 
-__all__ = ["FUNCTIONS", "PRODUCTS", "Product", "cast_input", "cast_once", "linear", "plus"]
+__all__ = [
+    "FUNCTIONS",
+    "PRODUCTS",
+    "Product",
+    "cast_input",
+    "cast_once",
+    "linear",
+    "linear_in_time",
+    "plus",
+]
 
 #: `multiply(function, *operands, spelled=, lowered=, **kwargs)` returns `function(*operands,
 #: **kwargs)` of operands that it cast. `spelled` is the function to name in a message. `lowered` is
@@ -139,15 +147,16 @@ def _product(
     *operands: Any,
     spelled: Any = None,
     lowered: Callable[..., Any] | None = None,
+    in_time: bool = False,
     **kwargs: Any,
 ) -> Any:
     """Return `function(*operands)` with every operand cast, and the gradient cast once. If the
     recipe casts for each of the three products, `lowered` or the entry of `BY_GEMM` makes the
-    product. A warning names `spelled` if there is neither."""
+    product. A warning names `spelled` if there is neither. `in_time` is for `linear_in_time`."""
     recipe, weight = _governing(*operands)
     if any(map(is_sparse, operands)):
         return function(*_beside_sparse(operands, recipe), **kwargs)
-    if recipe is None or (spelled in _CONVOLUTIONS and not isinstance(operands[1], ScaledTensor)):
+    if recipe is None or (spelled in _FILTERED and not isinstance(operands[1], ScaledTensor)):
         # Promoted here, as the rule would: the gradient of a plain parameter is then plain too.
         return function(*promoted(operands), **kwargs)
     if weight is None and steps.is_update():  # Muon's terms cancel, and no weight has shifts
@@ -157,11 +166,13 @@ def _product(
     if once is None:
         matmul = lowered or BY_GEMM.get(function)
         if matmul is None or kwargs:
-            return _uncast(function, spelled or function, recipe, scaled, kwargs)
-        return _under_autocast(matmul(*scaled, recipe=recipe))
+            return by_gemm.uncast(function, spelled or function, recipe, scaled, kwargs)
+        return by_gemm.under_autocast(matmul(*scaled, recipe=recipe))
     kept, history = delayed.remembered(scaled, once)
     if history is not None:
         return delayed.product(function, scaled, kept, history, once)
+    if in_time and isinstance(once[2].scale, Carried):
+        once = (*once[:2], Cast(recipe.activation))
     looks = sites.looks(weight) if weight is not None else sites.tells(scaled, recipe)
     casts = sites.look_at_inputs(weight, scaled) if looks else once
     if function is torch.nn.functional.linear and as_one.serves(*scaled):
@@ -177,13 +188,6 @@ def _product(
     return sites.look_back(weight, y) if looks else y
 
 
-def _under_autocast(y: Any) -> Any:
-    """Return `y` in the dtype of autocast, which does not know the operators of this library."""
-    kind = y.device.type
-    stays = y.dtype == torch.float64 or not torch.is_autocast_enabled(kind)
-    return y if stays else y.to(torch.get_autocast_dtype(kind))
-
-
 def _beside_sparse(operands: Sequence[Any], recipe: Recipe | None) -> Sequence[Any]:
     """Return the operands of a product with a sparse operand, which no recipe casts to 8 bits. The
     dense one is in the activation format. A plain sparse one without a gradient stays as it is."""
@@ -191,36 +195,11 @@ def _beside_sparse(operands: Sequence[Any], recipe: Recipe | None) -> Sequence[A
         is_sparse(x) and not (isinstance(x, ScaledTensor) or x.requires_grad) for x in operands
     ]
     with_gradients = [x for x, stays in zip(operands, constant, strict=True) if not stays]
-    entering = iter(promoted([_as_coo(x) for x in with_gradients]))
+    entering = iter(promoted([as_coo(x) for x in with_gradients]))
     held = [x if stays else next(entering) for x, stays in zip(operands, constant, strict=True)]
     if recipe is None:
         return held
     return [x if is_sparse(x) else _cast(x, Cast(recipe.activation)) for x in held]
-
-
-def _as_coo(x: Any) -> Any:
-    """Return a sparse tensor in the layout of sparse ScaledTensors."""
-    return x.to_sparse() if is_sparse(x) and x.layout != torch.sparse_coo else x
-
-
-def _uncast(
-    function: Any, spelled: Any, recipe: Recipe, operands: Sequence[Any], kwargs: dict[str, Any]
-) -> Any:
-    """Return the product of uncast operands, and warn once: the recipe casts for each of the three
-    products, and this function is not a matrix product."""
-    name = getattr(spelled.func if isinstance(spelled, partial) else spelled, "__name__", "it")
-    if not torch.compiler.is_compiling() and (recipe, name) not in _told:
-        _told.add((recipe, name))
-        warnings.warn(
-            f"{type(recipe).__name__} casts the operands of matrix products along what they sum "
-            f"over; {name} stays in {recipe.activation.name}",
-            RecipeWarning,
-            stacklevel=2,
-        )
-    return function(*operands, **kwargs)
-
-
-_told: set[tuple[Recipe, str]] = set()
 
 
 def cast_once(weight: Any, *others: Any) -> Any:
@@ -265,6 +244,9 @@ def _linear(multiply: Multiply, input: Any, weight: Any, bias: Any = None) -> An
 
 #: `torch.nn.functional.linear` on operands that the recipe casts.
 linear = partial(_linear, _product)
+
+#: The same for a state, whose gradient is not cast: it would be cast again at each step.
+linear_in_time = partial(_linear, partial(_product, in_time=True))
 
 
 def plus(y: Any, bias: Any) -> Any:
@@ -424,6 +406,7 @@ _WEIGHED = ((0, "input"), (1, "weight"))
 
 _TURNED = (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
 _CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d, torch.convolution, *_TURNED)
+_FILTERED = (*_CONVOLUTIONS, torch.conv_tbc)
 
 
 def _products() -> dict[Any, Product]:

@@ -49,7 +49,7 @@ from scaledtensor.scales.singles import (
 )
 from scaledtensor.tensors.tensor import ScaledTensor
 
-__all__ = ["sigmoid_rms", "sigmoid_slope", "softplus_rms", "tanh_rms", "tanh_slope"]
+__all__ = ["sigmoid_rms", "softplus_rms", "tanh_rms"]
 
 
 @remembered
@@ -184,11 +184,7 @@ def tanh_backward(g: Any, y: ScaledTensor) -> Raw:
 def _tanh_slope(rms: Any) -> Any:
     # Invert r_y = r / sqrt(1 + 1.25 r^2).
     y2 = rms.square()
-    return tanh_slope(y2 / (1 - 1.25 * y2).clamp_min(2.0**-20))
-
-
-def tanh_slope(r2: Any) -> Any:
-    """Return the RMS of the derivative, from the squared RMS of the input."""
+    r2 = y2 / (1 - 1.25 * y2).clamp_min(2.0**-20)
     return (1 + 3.6 * r2).rsqrt().sqrt()
 
 
@@ -213,11 +209,7 @@ def sigmoid_backward(g: Any, y: ScaledTensor) -> Raw:
 def _sigmoid_slope(rms: Any) -> Any:
     # Invert r_y^2 = 1/4 (1 + r^2 / (r^2 + 4)).
     share = (4 * rms.square() - 1).clamp_min(0.0).clamp_max(1 - 2.0**-20)
-    return sigmoid_slope(4 * share / (1 - share))
-
-
-def sigmoid_slope(r2: Any) -> Any:
-    """Return the RMS of the derivative, from the squared RMS of the input."""
+    r2 = 4 * share / (1 - share)
     return 0.25 * (1 + 0.9 * r2).rsqrt().sqrt()
 
 

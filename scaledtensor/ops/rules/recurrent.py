@@ -3,7 +3,8 @@
 torch runs a whole network as one operator, or as operators that C++ calls. There autograd saves the
 operands of a product before they are cast. This module has the same equations in Python. The
 product with the input is one product for the whole sequence, and the weight of the recurrent
-product is cast once for all steps.
+product is cast once for all steps. Under `Unit` the gradient of a recurrent product is not cast to
+8 bits: its errors would add up over hundreds of steps.
 
 The networks need no closed forms of their own: sigmoid, tanh, product and sum have them.
 """
@@ -16,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scaledtensor.ops.products.table import cast_once, linear
+from scaledtensor.errors import ShapeError
+from scaledtensor.ops.products.table import cast_once, linear, linear_in_time
 from scaledtensor.ops.rules import recurrent_layer
 
 __all__ = ["CELLS", "FUNCTIONS", "Parts", "State", "Weights", "cell", "network"]
@@ -43,17 +45,17 @@ def _lstm(gates: Tensor, state: State, w: Weights) -> State:
     """Run one step of an LSTM (Hochreiter and Schmidhuber 1997) with forget gates. The order of the
     gates is torch's: i, f, g, o."""
     h, c = state
-    i, f, g, o = (gates + linear(h, w.hidden, w.hidden_bias)).chunk(4, -1)
+    i, f, g, o = (gates + linear_in_time(h, w.hidden, w.hidden_bias)).chunk(4, -1)
     c = f.sigmoid() * c + i.sigmoid() * g.tanh()
     h = o.sigmoid() * c.tanh()
-    return (h if w.projection is None else linear(h, w.projection)), c
+    return (h if w.projection is None else linear_in_time(h, w.projection)), c
 
 
 def _gru(gates: Tensor, state: State, w: Weights) -> State:
     """Run one step of a GRU (Cho et al. 2014). The reset comes after the product, as in torch."""
     (h,) = state
     reset, update, new = gates.chunk(3, -1)
-    reset_of_h, update_of_h, new_of_h = linear(h, w.hidden, w.hidden_bias).chunk(3, -1)
+    reset_of_h, update_of_h, new_of_h = linear_in_time(h, w.hidden, w.hidden_bias).chunk(3, -1)
     n = (new + (reset + reset_of_h).sigmoid() * new_of_h).tanh()
     return (n + (update + update_of_h).sigmoid() * (h - n),)
 
@@ -62,7 +64,7 @@ def _elman(
     activation: Callable[[Tensor], Tensor], gates: Tensor, state: State, w: Weights
 ) -> State:
     (h,) = state
-    return (activation(gates + linear(h, w.hidden, w.hidden_bias)),)
+    return (activation(gates + linear_in_time(h, w.hidden, w.hidden_bias)),)
 
 
 class Parts(NamedTuple):
@@ -200,6 +202,8 @@ def network(
     if by_batch:
         x = x.transpose(0, 1)
         x = x.contiguous() if made_of is PLAIN else x  # one node makes the product of such an input
+    if x.shape[0] == 0:
+        raise ShapeError(f"a recurrent layer takes at least one time step; got {[*args[0].shape]}")
     projected = name == "lstm" and start[0].shape[-1] != start[1].shape[-1]
     weights = _layers(params, biased, projected)
     ways = (_steps, _steps_back) if both_ways else (_steps,)

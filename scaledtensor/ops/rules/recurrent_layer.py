@@ -3,9 +3,9 @@
 As operators on ScaledTensors, each step of an LSTM is twenty nodes of autograd. Each node costs
 more time than the elements of a small layer. This module runs the steps on float32 elements
 (`recurrent_loops`). As in the operators, both factors of the recurrent product are rounded to the
-format of the recipe, and so is the gradient of each step's gates. Other results are rounded once,
-at the end of the sequence, to the activation format. The scales are closed forms of the whole
-layer.
+format of the recipe, and the gradient of each step's gates is not. Other results are rounded once,
+at the end of the sequence, to the activation format. The scales of states are closed forms of the
+whole layer. Gradients are measured, since gates that saturate bound them, whatever the weights are.
 
 The backward pass needs the terms of the gates, the weight, the cells and the rounded states. So no
 gate is kept.
@@ -31,12 +31,22 @@ from scaledtensor.ops.algebra import elements, plain, value
 from scaledtensor.ops.products import linear
 from scaledtensor.ops.products.dtype import multiplied
 from scaledtensor.ops.results import OVERFLOW, narrowest, store
-from scaledtensor.ops.rules.recurrent_loops import KINDS, Kind, Order, Product, Round, State
+from scaledtensor.ops.rules.recurrent_loops import (
+    KINDS,
+    Expected,
+    Kind,
+    Order,
+    Product,
+    Round,
+    State,
+)
 from scaledtensor.recipes.casts import Carried, Cast
+from scaledtensor.scales.measure import measured_rms
 from scaledtensor.scales.powers import product_of, quadrature, settle
 from scaledtensor.scales.singles import (
     ONE,
     Single,
+    amount,
     calculates,
     multiplier,
     rms_of,
@@ -104,8 +114,8 @@ def _casts(weight: Any) -> tuple[Cast, Cast, Cast] | None:
     once = weight.recipe.gemms.once
     if once is None or weight.format != once[1].format:
         return None
-    carried = all(c.scale == Carried() and c.rounding == "nearest_even" for c in once)
-    return once if carried else None
+    carried = all(c.scale == Carried() and c.rounding == "nearest_even" for c in once[:2])
+    return once if carried and isinstance(once[2].scale, Carried) else None
 
 
 def _serves(gates: Any, weight: Any, bias: Any, *start: Any) -> bool:
@@ -134,40 +144,21 @@ def _entered(start: Tensor, gates: Any) -> Any:
 # --- numbers ---------------------------------------------------------------------------------
 
 
-class _Numbers(NamedTuple):
-    """The amounts of a call, which follow from its operands."""
-
-    h: Single
-    c: Single
-    unit: Single
-    """The scale of rounded states."""
-    gradient: Single
-    """RMS of the gradient of the gates, for gradients of states of RMS 1."""
-
-
 @lru_cache(maxsize=1 << 10)
-def _numbers(
+def _expected(
     kind: Kind, gates: Single, weight: Single, width: int, start: Single, steps: int
-) -> _Numbers:
-    found = kind.expected(gates, weight * width**0.5, start, steps)
-    gradient = kind.gradient(found, weight * (kind.gates * width) ** 0.5, steps)
-    (unit,) = settle(found.h)
-    return _Numbers(found.h, found.c, unit, gradient.clamp_max(2.0**40))
+) -> Expected:
+    return kind.expected(gates, weight * width**0.5, start, steps)
 
 
-def _numbers_of(call: _Call, gates: Any, weight: Any, bias: Any, start: Sequence[Any]) -> _Numbers:
+def _expected_of(call: _Call, gates: Any, weight: Any, bias: Any, start: Sequence[Any]) -> Expected:
     rms = rms_of(gates) if bias is None else quadrature(rms_of(gates), rms_of(bias))
     first = ONE * 0 if call.from_zero else rms_of(start[-1])
     steps = len(call.order.sizes)
-    return _numbers(call.kind, rms, rms_of(weight), weight.shape[1], first, steps)
+    return _expected(call.kind, rms, rms_of(weight), weight.shape[1], first, steps)
 
 
 # --- elements --------------------------------------------------------------------------------
-
-
-def _unit(fmt: Format, scale: Single) -> Single:
-    """Return the scale under which elements are rounded to `fmt`. Float32 needs none."""
-    return ONE if fmt is FP32 else scale
 
 
 def _rounding(fmt: Format, unit: Single, dtype: torch.dtype, like: Tensor) -> Round:
@@ -194,11 +185,10 @@ def _matrix(weight: Any, unit: Single, fmt: Format, rows: int) -> Tensor:
     return scaled_by(q, product_of(unit, scale_of(weight)), q.dtype)
 
 
-def _flat(x: Any) -> Tensor:
-    """Return the value in float32 as rows, in new memory."""
-    v = value(x)
-    v = v.clone() if v.dtype is torch.float32 and v.data_ptr() == x.qdata.data_ptr() else v.float()
-    return v.reshape(-1, x.shape[-1])
+def _rows(x: Any) -> Tensor:
+    """Return the value in float32 as rows."""
+    rows: Tensor = plain(x).float().reshape(-1, x.shape[-1])
+    return rows
 
 
 def _plain(start: Sequence[Any]) -> State:
@@ -217,7 +207,7 @@ class _Kinship(NamedTuple):
         recipe = gates.recipe or weight.recipe
         return cls(narrowest((gates, weight)), gates.dtype, recipe.uncorrected)
 
-    def make(self, q: Tensor, held: Single, rms: Single, shape: Sequence[int]) -> Any:
+    def make(self, q: Tensor, held: Any, rms: Any, shape: Sequence[int]) -> Any:
         """Return elements under the scale `held` as a ScaledTensor."""
         scale, ratio = settle(rms, held)
         q = store(scaled_by(q, ratio), self.format)
@@ -236,19 +226,21 @@ class _Steps(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         kind, order = call.kind, call.order
-        numbers = _numbers_of(call, gates, weight, bias, start)
-        z, product = _terms(call, numbers, gates, weight, bias)
+        expected = _expected_of(call, gates, weight, bias, start)
+        z, product = _terms(call, expected, gates, weight, bias)
         made, initial = _Kinship.of(gates, weight), _plain(start)
         hs = z.new_empty(z.shape[0], weight.shape[1], dtype=made.format.storage_dtype)
         cells = kind.run(z, order, product, initial, product.round(initial[0]), hs)
-        output = made.make(hs, ONE, numbers.h, (*gates.shape[:-1], hs.shape[1]))
-        # The memory is new, because an output of a node must be no part of another one.
-        last = [made.make(order.last(hs).clone(), ONE, numbers.h, initial[0].shape)]
+        # An output of a node must be no part of another one. The caller may write into the outputs,
+        # and the backward pass of a layer without cells reads the states.
+        copy = hs if cells is not None else hs.clone()
+        output = made.make(copy, ONE, expected.h, (*gates.shape[:-1], hs.shape[1]))
+        last = [made.make(order.last(hs).clone(), ONE, expected.h, initial[0].shape)]
         if cells is not None:
-            last.append(made.make(order.last(cells), ONE, numbers.c, initial[0].shape))
+            last.append(made.make(order.last(cells), ONE, expected.c, initial[0].shape))
             cells = cells.bfloat16() if made.format is BF16 else cells
-        kept = output if cells is None else _cast(output, call.casts[0])
-        ctx.call, ctx.numbers = call, numbers
+        kept = hs if cells is None else _cast(output, call.casts[0])
+        ctx.call, ctx.expected = call, expected
         ctx.save_for_backward(gates, weight, bias, kept, cells, *start)
         return output, *last
 
@@ -278,64 +270,61 @@ def _cast(x: Any, cast: Cast) -> Any:
 
 
 def _terms(
-    call: _Call, numbers: _Numbers, gates: Any, weight: Any, bias: Any
+    call: _Call, expected: Expected, gates: Any, weight: Any, bias: Any
 ) -> tuple[Tensor, Product]:
     """Return the terms of the gates that do not depend on a state, and the recurrent product."""
-    z, fmt = _flat(gates), call.casts[0].format
-    unit = _unit(fmt, numbers.unit)
+    z, fmt = _rows(gates), call.casts[0].format
+    if z.data_ptr() == gates.qdata.data_ptr():  # the steps overwrite it
+        z = z.clone()
+    unit = ONE if fmt is FP32 else settle(expected.h)[0]
     matrix = _matrix(weight, unit, fmt, max(call.order.sizes)).t()
     added = None if bias is None else value(bias).float()
     if added is not None and call.kind.one_bias:
         z, added = z.add_(added), None
-    return z, Product(matrix, _rounding(fmt, unit, matrix.dtype, z), added)
+    return z, Product(matrix, _rounding(fmt, unit, matrix.dtype, z), unit, added)
 
 
 def _gradients(
     ctx: Any, operands: Sequence[Any], kept: Any, cells: Any, grads: Sequence[Any]
 ) -> list[Any]:
     """Return the gradients of gates, weight, bias and initial states."""
-    call, numbers = ctx.call, ctx.numbers
-    kind, order = call.kind, call.order
+    call, order = ctx.call, ctx.call.order
     gates, weight, bias, *start = operands
     initial = _plain(start)
-    z, product = _terms(call, numbers, gates, weight, bias)
-    states = _flat(kept)
+    z, product = _terms(call, ctx.expected, gates, weight, bias)
+    states = _rows(kept)
     read = order.earlier(product.round(states), product.round(initial[0]))
     after = states if cells is None else cells.float()
-    factors = kind.factors(z, product.of_rounded(read), order.earlier(after, initial[-1]), after)
+    y = product.of_rounded(read)
+    factors = call.kind.factors(z, y, order.earlier(after, initial[-1]), after)
 
-    scale, rms, grad, last = _together(grads, states, initial)
-    expected = numbers.gradient * rms
-    fmt = call.casts[2].format
-    unit = _unit(fmt, settle(expected / scale)[0])
-    matrix = _matrix(weight, unit, fmt, max(order.sizes))
-    back = Product(matrix, _rounding(fmt, unit, matrix.dtype, grad))
-    dz, dy, first = kind.back(factors, order, back, grad, last)
-
+    scale, grad, last = _together(grads, states, initial)
     made = _Kinship.of(gates, weight)
+    matrix = _matrix(weight, ONE, made.format, max(order.sizes))
+    back = Product(matrix, lambda x: x.to(matrix.dtype))
+    dz, dy, first = call.kind.back(factors, order, back, grad, last)
+
     _, of_gates, of_weight, of_bias, *of_start = ctx.needs_input_grad
-    found = [made.make(dz, scale, expected, gates.shape) if of_gates else None, None, None]
-    rows = len(dy)
+    found: list[Any] = [None, None, None]
+    rms, rows = amount(measured_rms(dy)) * scale, len(dy)
+    if of_gates:
+        of_z = rms if dz is dy else amount(measured_rms(dz)) * scale
+        found[0] = made.make(dz, scale, of_z, gates.shape)
     if of_weight:
-        held = product_of(product_of(scale, unit), _unit(call.casts[0].format, numbers.unit))
-        of_products = expected * numbers.h * rows**0.5
-        sums = torch.mm(back.round(dy).t(), read.to(matrix.dtype))
-        found[1] = made.make(sums, held, of_products, weight.shape)
+        held = product_of(scale, product.unit)
+        sums = torch.mm(dy.to(matrix.dtype).t(), read.to(matrix.dtype))
+        found[1] = made.make(sums, held, rms * ctx.expected.h * rows**0.5, weight.shape)
     if of_bias:
         own = made._replace(format=bias.format)
-        found[2] = own.make(dy.sum(0), scale, expected * rows**0.5, bias.shape)
-    through = expected * rms_of(weight) * weight.shape[0] ** 0.5
-    found += [
-        made.make(g, scale, quadrature(through, rms), x.shape) if needed else None
-        for g, x, needed in zip(first, start, of_start, strict=False)
-    ]
+        found[2] = own.make(dy.sum(0), scale, rms * rows**0.5, bias.shape)
+    for g, x, needed in zip(first, start, of_start, strict=False):
+        of_x = amount(measured_rms(g)) * scale
+        found.append(made.make(g, scale, of_x, x.shape) if needed else None)
     return found
 
 
-def _together(
-    grads: Sequence[Any], states: Tensor, initial: State
-) -> tuple[Single, Single, Tensor, State]:
-    """Return the gradients of outputs and last states under one scale, and their RMS."""
+def _together(grads: Sequence[Any], states: Tensor, initial: State) -> tuple[Single, Tensor, State]:
+    """Return the gradients of outputs and last states under one scale."""
     shapes = [states.shape] + [initial[0].shape] * (len(grads) - 1)
     share = (initial[0].numel() / states.numel()) ** 0.5
     given = [g for g in grads if g is not None]
@@ -349,23 +338,27 @@ def _together(
         for g, shape in zip(grads, shapes, strict=True)
     ]
     grad, *last = found
-    return scale, rms, grad, last
+    return scale, grad, last
 
 
 def _by_operators(call: _Call, operands: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
     """Return the same by operators, which are differentiable."""
     again = torch.is_grad_enabled()
-    gates, weight, bias, *start = operands
-    wanted = [x for x in operands if x is not None and x.requires_grad]
     with torch.enable_grad():
+        # Aliases, so that autograd stops at them: the operands have graphs of other calls.
+        aliases = [
+            x
+            if x is None or not x.requires_grad
+            else x.view_as(x)
+            if again
+            else x.detach().requires_grad_()
+            for x in operands
+        ]
+        wanted = [x for x in aliases if x is not None and x.requires_grad]
+        gates, weight, bias, *start = aliases
         output, last = call.operators(gates, start, weight, bias)
         results = [(y, g) for y, g in zip([output, *last], grads, strict=True) if g is not None]
-        found = torch.autograd.grad(
-            [y for y, _ in results],
-            wanted,
-            [g for _, g in results],
-            create_graph=again,
-            allow_unused=True,
-        )
+        ys, gs = zip(*results, strict=True)
+        found = torch.autograd.grad(ys, wanted, gs, create_graph=again, allow_unused=True)
     left = iter(found)
     return [None if x is None or not x.requires_grad else next(left) for x in operands]

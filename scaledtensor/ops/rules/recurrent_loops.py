@@ -4,7 +4,7 @@ A step multiplies the state of the step before it, rounded to the format of the 
 Everything else in a step is float32, and states are written in the dtype of activations. When the
 backward pass starts, all states are known. So it calculates the gates, and the factors of the
 gradients, for all steps at once. The loop of the backward pass multiplies the gradient of each
-step's product, rounded too, by the same matrix.
+step's product by the same matrix. This gradient is not rounded to 8 bits.
 
 All tensors are flat: (rows, features), with one row for each step of each sequence.
 """
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from scaledtensor.ops.rules.activation import sigmoid_rms, sigmoid_slope, tanh_rms, tanh_slope
+from scaledtensor.ops.rules.activation import sigmoid_rms, tanh_rms
 from scaledtensor.scales.powers import quadrature
 from scaledtensor.scales.singles import ONE, Single
 
@@ -98,6 +98,8 @@ class Product(NamedTuple):
 
     matrix: Tensor
     round: Round
+    unit: Single = ONE
+    """The scale under which `round` rounds, which `matrix` contains."""
     bias: Tensor | None = None
 
     def of_rounded(self, q: Tensor) -> Tensor:
@@ -121,9 +123,8 @@ Factors = tuple[Tensor, ...]
 
 
 class Expected(NamedTuple):
-    """Expected RMS of a layer: of the gates, the states and the cells."""
+    """Expected RMS of the states and the cells of a layer."""
 
-    gates: Single
     h: Single
     c: Single
 
@@ -188,11 +189,6 @@ class Kind(ABC):
     def expected(self, gates: Single, weight: Single, start: Single, steps: int) -> Expected:
         """Return the RMS of a layer after some steps. `weight` is the RMS of the product with a
         state of RMS 1, and `start` the RMS of the first cells or states."""
-
-    @abstractmethod
-    def gradient(self, found: Expected, weight: Single, steps: int) -> Single:
-        """Return the RMS of the gradient of the gates for a gradient of the states of RMS 1.
-        `weight` is the RMS of the product with a gradient of RMS 1."""
 
 
 def _fitted(x: Tensor, start: Tensor, n: int) -> Tensor:
@@ -280,21 +276,8 @@ class _Lstm(Kind):
             c = quadrature(s * c, s * tanh_rms(z))
             return z, s * tanh_rms(c), c
 
-        z, h, c = _settled(step, steps, gates, ONE * 0, start)
-        return Expected(z, h, c)
-
-    def gradient(self, found: Expected, weight: Single, steps: int) -> Single:
-        z, c = found.gates, found.c
-        s, slope = sigmoid_rms(z), sigmoid_slope(z.square())
-        by_cell = quadrature(tanh_rms(z) * slope, c * slope, s * tanh_slope(z.square()))
-
-        def step(dz: Single, dc: Single) -> tuple[Single, ...]:
-            dh = quadrature(ONE, dz * weight)
-            dc = quadrature(dh * s * tanh_slope(c.square()), s * dc)
-            return quadrature(dc * by_cell, dh * tanh_rms(c) * slope) * 0.5, dc
-
-        dz, _ = _settled(step, steps, ONE * 0, ONE * 0)
-        return dz
+        _, h, c = _settled(step, steps, gates, ONE * 0, start)
+        return Expected(h, c)
 
 
 class _Gru(Kind):
@@ -358,21 +341,8 @@ class _Gru(Kind):
             z = quadrature(gates, h * weight)
             return z, quadrature(sigmoid_rms(z) * tanh_rms(z), sigmoid_rms(z) * h)
 
-        z, h = _settled(step, steps, gates, start)
-        return Expected(z, h, ONE * 0)
-
-    def gradient(self, found: Expected, weight: Single, steps: int) -> Single:
-        z, h = found.gates, found.h
-        s, slope = sigmoid_rms(z), sigmoid_slope(z.square())
-        of_new = s * tanh_slope(z.square())
-        by_gate = quadrature(of_new, of_new * z * slope, quadrature(h, tanh_rms(z)) * slope)
-
-        def step(dz: Single, dh: Single) -> tuple[Single, ...]:
-            dh = quadrature(ONE, dz * weight, s * dh)
-            return dh * by_gate * 3**-0.5, dh
-
-        dz, _ = _settled(step, steps, ONE * 0, ONE * 0)
-        return dz
+        _, h = _settled(step, steps, gates, start)
+        return Expected(h, ONE * 0)
 
 
 class _Tanh(Kind):
@@ -410,13 +380,8 @@ class _Tanh(Kind):
             z = quadrature(gates, h * weight)
             return z, tanh_rms(z)
 
-        z, h = _settled(step, steps, gates, start)
-        return Expected(z, h, ONE * 0)
-
-    def gradient(self, found: Expected, weight: Single, steps: int) -> Single:
-        slope = tanh_slope(found.gates.square())
-        (dz,) = _settled(lambda dz: (quadrature(ONE, dz * weight) * slope,), steps, ONE * 0)
-        return dz
+        _, h = _settled(step, steps, gates, start)
+        return Expected(h, ONE * 0)
 
 
 #: torch's name -> the kind of layer.
