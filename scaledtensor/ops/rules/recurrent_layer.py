@@ -67,7 +67,8 @@ class _Call(NamedTuple):
 
     kind: Kind
     order: Order
-    casts: tuple[Cast, Cast, Cast]
+    cast: Cast
+    """The cast of a state for the recurrent product."""
     from_zero: bool
     operators: Operators
 
@@ -94,28 +95,30 @@ def run(
         bias: The recurrent bias, or None.
         operators: Runs the same layer by operators.
     """
-    kind, casts = KINDS.get(name), _casts(weight)
-    if kind is None or casts is None or not _serves(gates, weight, bias, *start):
+    kind, cast = KINDS.get(name), _cast_of_states(weight)
+    if kind is None or cast is None or not _serves(gates, weight, bias, *start):
         return None
     from_zero = all(map(_is_zero, start))
     order = Order((gates.shape[1],) * len(gates) if sizes is None else tuple(sizes), backwards)
     if not gates.numel():
         return None
     held = [s if from_zero or isinstance(s, ScaledTensor) else _entered(s, gates) for s in start]
-    call = _Call(kind, order, casts, from_zero, operators)
+    call = _Call(kind, order, cast, from_zero, operators)
     output, *last = _Steps.apply(call, gates, weight, bias, *held)  # type: ignore[no-untyped-call]
     return output, last
 
 
-def _casts(weight: Any) -> tuple[Cast, Cast, Cast] | None:
-    """Return the casts of the recurrent product, if the scales are the carried ones."""
+def _cast_of_states(weight: Any) -> Cast | None:
+    """Return the cast of states for the product with a weight, if the recipe is a `Unit` that keeps
+    no activations in 8 bits. Else None."""
     if type(weight) is not ScaledTensor or weight.recipe is None or weight.recipe.saved is not None:
         return None
     once = weight.recipe.gemms.once
     if once is None or weight.format != once[1].format:
         return None
-    carried = all(c.scale == Carried() and c.rounding == "nearest_even" for c in once[:2])
-    return once if carried and isinstance(once[2].scale, Carried) else None
+    carried = all(isinstance(c.scale, Carried) for c in once)
+    # The loops round to nearest, under the scale of the states.
+    return once[0] if carried and once[0] == Cast(once[0].format) else None
 
 
 def _serves(gates: Any, weight: Any, bias: Any, *start: Any) -> bool:
@@ -239,7 +242,7 @@ class _Steps(torch.autograd.Function):
         if cells is not None:
             last.append(made.make(order.last(cells), ONE, expected.c, initial[0].shape))
             cells = cells.bfloat16() if made.format is BF16 else cells
-        kept = hs if cells is None else _cast(output, call.casts[0])
+        kept = hs if cells is None else _cast(output, call.cast)
         ctx.call, ctx.expected = call, expected
         ctx.save_for_backward(gates, weight, bias, kept, cells, *start)
         return output, *last
@@ -273,7 +276,7 @@ def _terms(
     call: _Call, expected: Expected, gates: Any, weight: Any, bias: Any
 ) -> tuple[Tensor, Product]:
     """Return the terms of the gates that do not depend on a state, and the recurrent product."""
-    z, fmt = _rows(gates), call.casts[0].format
+    z, fmt = _rows(gates), call.cast.format
     if z.data_ptr() == gates.qdata.data_ptr():  # the steps overwrite it
         z = z.clone()
     unit = ONE if fmt is FP32 else settle(expected.h)[0]
