@@ -73,7 +73,7 @@ def _state(name: str) -> float:
 
 def _read(h: Tensor, w: Weights) -> Tensor:
     """Return the state's term in the gates. `w` has been prepared (`_prepared`)."""
-    y: Tensor = table.linear(h, w.hidden, None) * h.shape[-1] ** -0.5
+    y: Tensor = table.linear_in_time(h, w.hidden, None) * h.shape[-1] ** -0.5
     return y if w.hidden_bias is None else y + w.hidden_bias
 
 
@@ -84,7 +84,7 @@ def _lstm(gates: Tensor, state: State, w: Weights) -> State:
     c = f.sigmoid() * c + i.sigmoid() * g.tanh() * (1 / rms)
     h = o.sigmoid() * (c * rms).tanh() * (1 / (_sigmoid() * _tanh(rms)))
     if w.projection is not None:
-        h = table.linear(h, w.projection, None) * h.shape[-1] ** -0.5
+        h = table.linear_in_time(h, w.projection, None) * h.shape[-1] ** -0.5
     return h, c
 
 
