@@ -40,6 +40,8 @@ __all__ = [
     "within",
 ]
 
+_LARGEST = torch.finfo(torch.float32).max
+
 
 # --- the RMS by which a scale is chosen ------------------------------------------------------
 
@@ -52,11 +54,13 @@ def measured_rms(x: Tensor, below: float = float("inf")) -> Tensor:
     """
     x = x.detach() if x.requires_grad else x
     if torch.compiler.is_compiling() and not _torch.is_transforming():
-        found: Tensor = torch.ops.scaledtensor.measured(x, below)  # one node of the graph
-        return found
+        node: Tensor = torch.ops.scaledtensor.measured(x, below)  # one node of the graph
+        return node
     seen = finite_norm(x) if below == float("inf") else None
     if seen is not None:
-        return torch.scalar_tensor(seen / max(x.numel(), 1) ** 0.5, dtype=torch.float32)
+        # The root of a sum of squares may be just above the largest number that is in the sum.
+        found = min(seen / max(x.numel(), 1) ** 0.5, _LARGEST)
+        return torch.scalar_tensor(found, dtype=torch.float32)
     return of_elements(x, below)
 
 

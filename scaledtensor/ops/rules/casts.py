@@ -15,6 +15,7 @@ from scaledtensor.formats.rounding import Rounding
 from scaledtensor.formats.tensors import in_pieces
 from scaledtensor.ops.algebra import elements, mismatch, saved_format, value
 from scaledtensor.ops.operators import aten
+from scaledtensor.ops.plausible import measured_if_real
 from scaledtensor.ops.products import sites
 from scaledtensor.ops.products.dtype import product_dtype
 from scaledtensor.ops.products.table import cast_once
@@ -26,6 +27,7 @@ from scaledtensor.scales.forms import Form
 from scaledtensor.scales.powers import MAX_SCALE, MIN_SCALE, settle
 from scaledtensor.scales.singles import (
     Amount,
+    Single,
     asked_for,
     calculates,
     copied,
@@ -39,7 +41,13 @@ from scaledtensor.tensors.coded import refuse_part
 from scaledtensor.tensors.memo import Source, after_overwrite, note
 from scaledtensor.tensors.site import lend
 from scaledtensor.tensors.sparse import is_sparse
-from scaledtensor.tensors.tensor import SENT_AS_ONE, Context, ScaledTensor, from_plain, is_stored
+from scaledtensor.tensors.tensor import (
+    SENT_AS_ONE,
+    Context,
+    ScaledTensor,
+    from_plain,
+    is_stored,
+)
 
 
 @rule(verbs.to_format)
@@ -212,7 +220,8 @@ def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """A whole ScaledTensor takes the value and the scale of the source. The scale is measured if
     the source is plain, or is a part of one message with others (DDP's parameters). A part of a
     ScaledTensor keeps the scale of the whole, unless the whole is all zeros. A frozen weight that
-    is stored in 8 bits is cast again by its recipe."""
+    is stored in 8 bits is cast again by its recipe. The source is measured, too, if its expected
+    RMS is off by more than a factor of 4."""
     if not isinstance(source, ScaledTensor) and source.is_neg():  # torch's own copy resolves it
         source = source.resolve_neg()
     if target.device != source.device:
@@ -223,6 +232,7 @@ def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     refuse_part(target)
     held = _own_scale(source, target)
     if target.memo.agreed or covers_storage(target.qdata):
+        held = held if target.memo.agreed else _near_its_elements(held)
         after_overwrite(target)
         if held.format != target.format and is_stored(target):
             # Cast from the master format, like the weights of a wrapped model.
@@ -269,6 +279,24 @@ def _own_scale(source: Tensor, target: ScaledTensor) -> ScaledTensor:
     measured = from_plain(value(source), source.format, source.dtype, source.recipe)
     measured.nonnegative = source.nonnegative
     return measured
+
+
+#: The most by which the expected RMS of values that replace a whole tensor may be off.
+_OFF = 4.0
+
+
+def _near_its_elements(x: ScaledTensor) -> ScaledTensor:
+    """Return `x` under a scale that fits its elements, if its expected RMS is far from theirs. An
+    average of copies of a parameter (Lookahead, federated learning) is a sum of terms that depend
+    on each other. Each round would multiply the error of the round before."""
+    expected, scale = rms_of(x), scale_of(x)
+    if type(expected) is not Single or x.qdata.itemsize == 1:
+        return x
+    found = measured_if_real(expected, x.qdata, scale)
+    if not found or found / _OFF <= expected <= found * _OFF:
+        return x
+    power, ratio = settle(found, scale)
+    return x.like(scaled_by(x.qdata, ratio), power, found)
 
 
 @rule(aten.is_pinned.default)
