@@ -24,7 +24,7 @@ from scaledtensor.models.interpose import UNIT_SCALED, note_missing
 from scaledtensor.quantization.tensor import QuantizedTensor
 from scaledtensor.recipes import Delayed
 from scaledtensor.tensors.coded import CodedTensor
-from scaledtensor.tensors.memo import after_overwrite
+from scaledtensor.tensors.memo import after_overwrite, note
 from scaledtensor.tensors.ruled import Ruled
 from scaledtensor.tensors.tensor import ScaledTensor, is_stored
 from scaledtensor.tensors.wrapper import as_bytes, is_wrapper
@@ -313,6 +313,7 @@ def _as_held(held: Tensor, given: Tensor) -> Any:
         held.dtype,
         held.recipe,
     )
+    note(blank, agreed=True)  # a shard has the scale of the whole, whatever its own RMS is
     return blank.copy_(given.to(held.device))
 
 
