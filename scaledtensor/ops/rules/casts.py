@@ -292,7 +292,7 @@ def _near_its_elements(x: ScaledTensor) -> ScaledTensor:
     expected, scale = rms_of(x), scale_of(x)
     if type(expected) is not Single or x.qdata.itemsize == 1:
         return x
-    found = measured_if_real(expected, x.qdata, scale)
+    found = measured_if_real(expected, x.qdata, scale, waits=True)
     if not found or found / _OFF <= expected <= found * _OFF:
         return x
     power, ratio = settle(found, scale)
