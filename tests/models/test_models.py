@@ -12,8 +12,8 @@ import pytest
 import torch
 from assertions import assert_in_range, assert_shifted
 from plain_models import STYLES, ResNet, Style, images
+from tensors import Looking
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 import scaledtensor as sct
 from benchmarks.gradients import CurrentScaling
@@ -158,8 +158,7 @@ def test__compiled__equals_eager(style: Style) -> None:
     with torch._dynamo.config.patch(allow_rnn=True):
         compiled = torch.compile(second, fullgraph=True, backend="aot_eager")
         got, after = gradients(compiled, style, 2)
-    watched = FlopCounterMode(display=False) if style is SMALL["rnn"] else nullcontext()
-    with watched:
+    with Looking() if style is SMALL["rnn"] else nullcontext():
         want, before = gradients(first, style, 2)
     assert torch.equal(got, want)
     for (name, a), b in zip(before.items(), after.values(), strict=True):

@@ -5,8 +5,7 @@ import contextlib
 import pytest
 import torch
 import torch.nn.functional as F
-from tensors import bits
-from torch.utils._python_dispatch import TorchDispatchMode
+from tensors import Looking, bits
 
 import scaledtensor as sct
 from scaledtensor import native as loops
@@ -18,11 +17,6 @@ RECIPES = {
     "Unit stochastic": sct.recipes.Unit(gradient_rounding="stochastic"),
     "Current": sct.recipes.Current(),
 }
-
-
-class Looking(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
 
 
 def operands(recipe, *shapes, fmt="fp32"):

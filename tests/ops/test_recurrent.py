@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 from assertions import TOLERANCE, assert_holds, dequantized
-from tensors import bits
+from tensors import Looking, bits
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import scaledtensor as sct
@@ -81,13 +80,6 @@ def test__cell__is_that_of_plain_tensors(kind):
         found.append([*state, *(p.grad for p in module.parameters())])
     for got, want in zip(*found, strict=True):
         assert_holds(got, want, TOLERANCE[torch.float32])
-
-
-class Looking(TorchDispatchMode):
-    """A mode that sees the operators. A layer that no mode sees runs its steps as one node."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -85,8 +85,10 @@ class Product:
             if name in kwargs:
                 return given, {**kwargs, name: [f(x) for x in kwargs[name]]}
             listed = len(given) > start and isinstance(given[start], (list, tuple))
-            place = start if listed else slice(start, None)
-            given[place] = [f(x) for x in given[place]]
+            if listed:
+                given[start] = [f(x) for x in given[start]]
+            else:
+                given[start:] = [f(x) for x in given[start:]]
             return given, kwargs
         for position, name in self.places:
             if position < len(given):

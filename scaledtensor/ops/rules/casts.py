@@ -232,7 +232,8 @@ def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     refuse_part(target)
     held = _own_scale(source, target)
     if target.memo.agreed or covers_storage(target.qdata):
-        held = held if target.memo.agreed else _near_its_elements(held)
+        if held is source and not target.memo.agreed:  # nothing has measured it yet
+            held = _near_its_elements(held)
         after_overwrite(target)
         if held.format != target.format and is_stored(target):
             # Cast from the master format, like the weights of a wrapped model.

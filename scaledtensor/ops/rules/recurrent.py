@@ -6,8 +6,8 @@ product with the input is one product for the whole sequence, and the weight of 
 product is cast once for all steps. Under `Unit` the gradient of a recurrent product is not cast to
 8 bits: its errors would add up over hundreds of steps.
 
-As operators, the networks need no closed forms of their own: sigmoid, tanh, product and sum have
-them. In eager code one node runs all steps of a layer (`recurrent_layer`).
+Sigmoid, tanh, product and sum have closed forms, so a network of these operators needs none of its
+own. In eager code one node runs all steps of a layer (`recurrent_layer`).
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,11 +1,12 @@
 """The steps of a recurrent layer as one node of autograd, in eager code.
 
-As operators on ScaledTensors, each step of an LSTM is twenty nodes of autograd. Each node costs
-more time than the elements of a small layer. This module runs the steps on float32 elements
-(`recurrent_loops`). As in the operators, both factors of the recurrent product are rounded to the
-format of the recipe, and the gradient of each step's gates is not. Other results are rounded once,
-at the end of the sequence, to the activation format. The scales of states are closed forms of the
-whole layer. Gradients are measured, since gates that saturate bound them, whatever the weights are.
+Twenty operators on ScaledTensors make one step of an LSTM. Each of them is a node of autograd, and
+takes more time than the elements of a small layer. This module runs the steps on float32 elements
+(`recurrent_loops`). It rounds both factors of the recurrent product to the format of the recipe,
+and leaves the gradient of each step's gates unrounded. The operators do the same. The module rounds
+other results once, at the end of the sequence, to the activation format. The scales of states are
+closed forms of the whole layer. Gradients are measured, since gates that saturate bound them,
+whatever the weights are.
 
 The backward pass needs the terms of the gates, the weight, the cells and the rounded states. So no
 gate is kept.
@@ -30,7 +31,7 @@ from scaledtensor.ops import invariant
 from scaledtensor.ops.algebra import elements, plain, value
 from scaledtensor.ops.products import linear
 from scaledtensor.ops.products.dtype import multiplied
-from scaledtensor.ops.results import OVERFLOW, narrowest, store
+from scaledtensor.ops.results import OVERFLOW, Raw, narrowest, wrap
 from scaledtensor.ops.rules.recurrent_loops import (
     KINDS,
     Expected,
@@ -100,8 +101,6 @@ def run(
         return None
     from_zero = all(map(_is_zero, start))
     order = Order((gates.shape[1],) * len(gates) if sizes is None else tuple(sizes), backwards)
-    if not gates.numel():
-        return None
     held = [s if from_zero or isinstance(s, ScaledTensor) else _entered(s, gates) for s in start]
     call = _Call(kind, order, cast, from_zero, operators)
     output, *last = _Steps.apply(call, gates, weight, bias, *held)  # type: ignore[no-untyped-call]
@@ -124,6 +123,8 @@ def _cast_of_states(weight: Any) -> Cast | None:
 def _serves(gates: Any, weight: Any, bias: Any, *start: Any) -> bool:
     if not linear.is_alone() or invariant.is_on() or _torch.is_transforming():
         return False
+    if not gates.numel():
+        return False
     scaled = [gates, weight, *(x for x in (bias, *start) if isinstance(x, ScaledTensor))]
     return (
         (bias is None or isinstance(bias, ScaledTensor))
@@ -136,8 +137,8 @@ def _serves(gates: Any, weight: Any, bias: Any, *start: Any) -> bool:
 def _is_zero(start: Any) -> bool:
     """Whether an initial state is the one that torch makes if the caller gives none. Reading it
     would wait for another device than the host."""
-    plain = type(start) is Tensor and not start.requires_grad and backend_of(start).host
-    return plain and not bool(start.any())
+    is_plain = type(start) is Tensor and not start.requires_grad and backend_of(start).host
+    return is_plain and not bool(start.any())
 
 
 def _entered(start: Tensor, gates: Any) -> Any:
@@ -198,25 +199,6 @@ def _plain(start: Sequence[Any]) -> State:
     return [plain(s).float() for s in start]
 
 
-class _Kinship(NamedTuple):
-    """The attributes that results take from the operands."""
-
-    format: Format
-    dtype: torch.dtype
-    recipe: Any
-
-    @classmethod
-    def of(cls, gates: Any, weight: Any) -> "_Kinship":
-        recipe = gates.recipe or weight.recipe
-        return cls(narrowest((gates, weight)), gates.dtype, recipe.uncorrected)
-
-    def make(self, q: Tensor, held: Any, rms: Any, shape: Sequence[int]) -> Any:
-        """Return elements under the scale `held` as a ScaledTensor."""
-        scale, ratio = settle(rms, held)
-        q = store(scaled_by(q, ratio), self.format)
-        return ScaledTensor.make(q.view(shape), scale, rms, *self)
-
-
 # --- the node --------------------------------------------------------------------------------
 
 
@@ -228,20 +210,20 @@ class _Steps(torch.autograd.Function):
         ctx: Any, call: _Call, gates: Any, weight: Any, bias: Any, *start: Any
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        kind, order = call.kind, call.order
+        kind, order, sources = call.kind, call.order, [gates, weight]
         expected = _expected_of(call, gates, weight, bias, start)
         z, product = _terms(call, expected, gates, weight, bias)
-        made, initial = _Kinship.of(gates, weight), _plain(start)
-        hs = z.new_empty(z.shape[0], weight.shape[1], dtype=made.format.storage_dtype)
+        initial, fmt = _plain(start), narrowest(sources)
+        hs = z.new_empty(z.shape[0], weight.shape[1], dtype=fmt.storage_dtype)
         cells = kind.run(z, order, product, initial, product.round(initial[0]), hs)
-        # An output of a node must be no part of another one. The caller may write into the outputs,
-        # and the backward pass of a layer without cells reads the states.
-        copy = hs if cells is not None else hs.clone()
-        output = made.make(copy, ONE, expected.h, (*gates.shape[:-1], hs.shape[1]))
-        last = [made.make(order.last(hs).clone(), ONE, expected.h, initial[0].shape)]
+        last = [wrap(Raw(order.last(hs), None, expected.h, fresh=True), sources)]
         if cells is not None:
-            last.append(made.make(order.last(cells), ONE, expected.c, initial[0].shape))
-            cells = cells.bfloat16() if made.format is BF16 else cells
+            last.append(wrap(Raw(order.last(cells), None, expected.c, fresh=True), sources))
+            cells = cells.bfloat16() if fmt is BF16 else cells
+        # The backward pass reads the states, and the caller may write into the output.
+        own = hs if cells is not None else hs.clone()
+        shape = (*gates.shape[:-1], hs.shape[1])
+        output = wrap(Raw(own.view(shape), None, expected.h, fresh=True), sources)
         kept = hs if cells is None else _cast(output, call.cast)
         ctx.call, ctx.expected = call, expected
         ctx.save_for_backward(gates, weight, bias, kept, cells, *start)
@@ -302,27 +284,29 @@ def _gradients(
     factors = call.kind.factors(z, y, order.earlier(after, initial[-1]), after)
 
     scale, grad, last = _together(grads, states, initial)
-    made = _Kinship.of(gates, weight)
-    matrix = _matrix(weight, ONE, made.format, max(order.sizes))
+    sources = [gates, weight]
+    matrix = _matrix(weight, ONE, narrowest(sources), max(order.sizes))
     back = Product(matrix, lambda x: x.to(matrix.dtype))
     dz, dy, first = call.kind.back(factors, order, back, grad, last)
 
+    def measured(x: Tensor) -> Any:
+        return amount(measured_rms(x)) * scale
+
     _, of_gates, of_weight, of_bias, *of_start = ctx.needs_input_grad
     found: list[Any] = [None, None, None]
-    rms, rows = amount(measured_rms(dy)) * scale, len(dy)
+    rms, rows = measured(dy), len(dy)
     if of_gates:
-        of_z = rms if dz is dy else amount(measured_rms(dz)) * scale
-        found[0] = made.make(dz, scale, of_z, gates.shape)
+        of_z = rms if dz is dy else measured(dz)
+        found[0] = wrap(Raw(dz.view(gates.shape), scale, of_z), sources)
     if of_weight:
-        held = product_of(scale, product.unit)
         sums = torch.mm(dy.to(matrix.dtype).t(), read.to(matrix.dtype))
-        found[1] = made.make(sums, held, rms * ctx.expected.h * rows**0.5, weight.shape)
+        of_sums = rms * ctx.expected.h * rows**0.5
+        found[1] = wrap(Raw(sums, product_of(scale, product.unit), of_sums), sources)
     if of_bias:
-        own = made._replace(format=bias.format)
-        found[2] = own.make(dy.sum(0), scale, rms * rows**0.5, bias.shape)
-    for g, x, needed in zip(first, start, of_start, strict=False):
-        of_x = amount(measured_rms(g)) * scale
-        found.append(made.make(g, scale, of_x, x.shape) if needed else None)
+        raw = Raw(dy.sum(0), scale, rms * rows**0.5, format=bias.format)
+        found[2] = wrap(raw, sources)
+    for g, needed in zip(first, of_start, strict=False):
+        found.append(wrap(Raw(g, scale, measured(g)), sources) if needed else None)
     return found
 
 
@@ -348,15 +332,7 @@ def _by_operators(call: _Call, operands: Sequence[Any], grads: Sequence[Any]) ->
     """Return the same by operators, which are differentiable."""
     again = torch.is_grad_enabled()
     with torch.enable_grad():
-        # Aliases, so that autograd stops at them: the operands have graphs of other calls.
-        aliases = [
-            x
-            if x is None or not x.requires_grad
-            else x.view_as(x)
-            if again
-            else x.detach().requires_grad_()
-            for x in operands
-        ]
+        aliases = [_alias(x, again) for x in operands]
         wanted = [x for x in aliases if x is not None and x.requires_grad]
         gates, weight, bias, *start = aliases
         output, last = call.operators(gates, start, weight, bias)
@@ -365,3 +341,11 @@ def _by_operators(call: _Call, operands: Sequence[Any], grads: Sequence[Any]) ->
         found = torch.autograd.grad(ys, wanted, gs, create_graph=again, allow_unused=True)
     left = iter(found)
     return [None if x is None or not x.requires_grad else next(left) for x in operands]
+
+
+def _alias(x: Any, differentiable: bool) -> Any:
+    """Return an alias of an operand, at which autograd stops: the operand itself has the graph of
+    other calls. A second derivative goes on to the operand through a `differentiable` alias."""
+    if x is None or not x.requires_grad:
+        return x
+    return x.view_as(x) if differentiable else x.detach().requires_grad_()

@@ -78,9 +78,9 @@ class Order(NamedTuple):
         return found
 
     def last(self, x: Tensor) -> Tensor:
-        """Return the last state of each sequence."""
+        """Return the last state of each sequence, in new memory."""
         if self.backwards:
-            return x[: self.sizes[0]]
+            return x[: self.sizes[0]].clone()
         ends = [*self.sizes[1:], 0]
         parts = zip(self.cut(x), self.sizes, ends, strict=True)
         return torch.cat([part[end:] for part, n, end in reversed(list(parts)) if end < n])
@@ -144,8 +144,6 @@ def _settled(
 class Kind(ABC):
     """One kind of recurrent layer."""
 
-    #: The gates, and so the rows of the weight for each element of the state.
-    gates: int
     #: Whether the biases of input and state can be added to each other.
     one_bias = True
 
@@ -217,8 +215,6 @@ class _Lstm(Kind):
     """Runs i, f, g, o = z + W h in torch's order; c = f c + i g; h = o tanh(c), with sigmoids of i,
     f and o and a tanh of g (Hochreiter and Schmidhuber 1997)."""
 
-    gates = 4
-
     def run(
         self, z: Tensor, order: Order, product: Product, start: State, q: Tensor, hs: Tensor
     ) -> Tensor | None:
@@ -284,7 +280,6 @@ class _Gru(Kind):
     """Runs r, u, n = z + W h, where r multiplies the product in n; h = n + u (h - n) (Cho et al.
     2014, with the reset after the product, as in torch)."""
 
-    gates = 3
     one_bias = False
 
     def run(
@@ -347,8 +342,6 @@ class _Gru(Kind):
 
 class _Tanh(Kind):
     """Runs h = tanh(z + W h) (Elman 1990)."""
-
-    gates = 1
 
     def run(
         self, z: Tensor, order: Order, product: Product, start: State, q: Tensor, hs: Tensor
