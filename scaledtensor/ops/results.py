@@ -85,9 +85,13 @@ def is_table(x: Any) -> bool:
     return x.dim() > 0 and x.dtype.is_floating_point
 
 
-def saturated(source: Tensor, q: Tensor) -> Tensor:
-    """Return `q`, a rescaled `source`. Finite elements stay finite, infinities of masks stay."""
-    return torch.where(source.isinf(), source, limited(q))
+def saturated(source: Tensor, q: Tensor, fmt: Format) -> Tensor:
+    """Return `q`, a rescaled `source`. Elements that are finite stay so in a format. Infinities of
+    masks stay."""
+    made = limited(q)
+    if fmt.storage_dtype.itemsize > 1 and fmt.max < LARGEST:
+        made = made.clamp(-fmt.max, fmt.max)
+    return torch.where(source.isinf(), source, made)
 
 
 def limited(q: Tensor) -> Tensor:
@@ -397,7 +401,7 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
     place, q = _apart(target.qdata, raw.q)
     wide = q if q.dtype.itemsize > 1 else q.float()
     if any(is_table(x) for x in operands):
-        place.copy_(store(saturated(wide, wide * ratio), target.format))
+        place.copy_(store(saturated(wide, wide * ratio, target.format), target.format))
     elif place.dtype.itemsize == 1 or _torch.is_tracing(wide):
         moved = scaled_by(wide, ratio)
         if not (whole or _torch.is_tracing(wide)):

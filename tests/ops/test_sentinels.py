@@ -35,6 +35,68 @@ def test__a_tensor_of_fills__moves_no_scale(spelling, fill):
     assert (grad.dequantize()[mask] == 0).all()
 
 
+ROWS = torch.arange(4)
+EACH = ROWS[:, None].expand(4, 16)
+#: Programs that put rows of fills beside the eight rows of `x`, or in place of its first four.
+TABLES = {
+    "cat": lambda x, fills: torch.cat([fills, x]),
+    "stack": lambda x, fills: torch.stack([fills, x[:4]]).flatten(0, 1),
+    "scatter": lambda x, fills: x.scatter(0, EACH, fills),
+    "index_put": lambda x, fills: x.index_put((ROWS,), fills),
+    "index_copy": lambda x, fills: x.index_copy(0, ROWS, fills),
+    "slice_scatter": lambda x, fills: x.slice_scatter(fills, 0, 0, 4),
+    "masked_scatter": lambda x, fills: x.masked_scatter((torch.arange(8) < 4)[:, None], fills),
+    "where": lambda x, fills: torch.where((torch.arange(8) < 4)[:, None], fills.repeat(2, 1), x),
+    "a slice": lambda x, fills: _with_rows(x, fills),
+    "scatter into fills": lambda x, fills: fills.repeat(2, 1).scatter(0, EACH + 4, x[4:]),
+    "extreme": lambda x, fills: fills.repeat(2, 1).scatter_reduce(0, EACH + 4, x[4:], "amax"),
+}
+
+
+def _with_rows(x, fills):
+    x = x.clone()
+    x[:4] = fills
+    return x
+
+
+@pytest.mark.parametrize("size", [2.0**-10, 1.0, 2.0**10])
+@pytest.mark.parametrize("fmt", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("fill", FILLS)
+@pytest.mark.parametrize("spelling", TABLES)
+def test__a_plain_table_of_fills__moves_no_scale(spelling, fill, fmt, size):
+    plain = gaussian(8, 16) * size
+    x = sct.scaled(plain, fmt)
+    y = TABLES[spelling](x, torch.full((4, 16), fill))
+    rest = x[4:] if y.shape[0] == 8 and spelling != "stack" else x[: y.shape[0] - 4]
+    assert_in_range([y[4:]], 0.25, 2)
+    assert_holds(y[4:], rest.dequantize(), 2.0**-8)
+    assert (y[:4] < -4 * size).all()
+    assert y[:4].isinf().all() == (fill == FILLS[0])
+    if fill != FILLS[0]:  # a row without a place to look at is uniform, and not NaN
+        assert_holds(F.softmax(y[:4], -1), torch.full((4, 16), 1 / 16), 1e-6)
+
+
+@pytest.mark.parametrize("spelling", TABLES)
+def test__compiled__a_plain_table_of_fills_moves_no_scale(spelling):
+    x, fills = leaf(8, 16).detach(), torch.full((4, 16), FILLS[-1])
+    y = torch.compile(TABLES[spelling], fullgraph=True)(x, fills)
+    assert_holds(y, TABLES[spelling](x, fills).dequantize(), 0)
+    assert_in_range([y[4:]], 0.25, 2)
+
+
+@pytest.mark.parametrize("size", [2.0**-10, 1.0, 2.0**10])
+@pytest.mark.parametrize("fill", [*FILLS[2:], torch.finfo(torch.float32).max, 1e30])
+def test__a_fill__is_equal_to_its_number(fill, size):
+    x = leaf(8, 16, scale=size).detach()
+    mask = x > 0
+    y = x.masked_fill(mask, fill)
+    assert ((y == fill) == mask).all()
+    assert ((y != fill) == ~mask).all()
+    assert ((y <= fill if fill < 0 else y >= fill) == mask).all()
+    assert not (y < fill if fill < 0 else y > fill).any()
+    assert ((y == torch.tensor(fill)) == mask).all()
+
+
 def test__a_fill_beside_zeros__has_a_value():
     y = torch.full_like(torch.zeros_like(leaf(4)), -1e9)
     assert_holds(y, torch.full((4,), -1e9), 1e-6)

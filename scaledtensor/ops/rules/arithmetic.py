@@ -38,7 +38,7 @@ from scaledtensor.ops.results import (
     starts_at,
 )
 from scaledtensor.scales.forms import Form
-from scaledtensor.scales.measure import measured_rms
+from scaledtensor.scales.measure import finite_norm, measured_rms
 from scaledtensor.scales.powers import product_of, quotient_of, settle, settle_sum, times
 from scaledtensor.scales.singles import (
     ONE,
@@ -53,7 +53,7 @@ from scaledtensor.scales.singles import (
 )
 from scaledtensor.tensors.tensor import ScaledTensor
 
-__all__ = ["div", "mul", "plus_product", "product", "term", "under"]
+__all__ = ["chosen", "div", "mul", "plus_product", "product", "under"]
 
 # --- sums ------------------------------------------------------------------------------------
 
@@ -91,9 +91,9 @@ def _sum(x: Any, y: Any, alpha: float) -> Raw:
     if _is_one_node(x, y, ratio_a, ratio_b):
         q = Total(a.q, ratio_a, b.q, ratio_b, alpha)
     elif is_table(y):
-        q = torch.add(under(a, x, ratio_a), under(b, y, ratio_b), alpha=alpha)
+        q = torch.add(under(a, x, ratio_a, like), under(b, y, ratio_b, like), alpha=alpha)
     else:
-        q = _added(under(a, x, ratio_a), ONE, b.q, ratio_b, alpha)
+        q = _added(under(a, x, ratio_a, like), ONE, b.q, ratio_b, alpha)
     positive = a.nonnegative and b.nonnegative and alpha > 0
     return Raw(q, scale, rms, settled=True, nonnegative=positive)
 
@@ -134,34 +134,51 @@ def _added(a: Tensor, first: Amount, b: Tensor, ratio: Amount, alpha: float) -> 
 
 
 def term(x: Any, like: ScaledTensor) -> Operand:
-    """Return `x` as a term of a sum or of a choice. Its RMS leaves out the fills of a mask."""
-    if isinstance(x, ScaledTensor):
+    """Return `x` as a term of a sum. Its RMS leaves out the fills of a mask."""
+    return _table(x.float(), None) if is_table(x) else operand(x, like)
+
+
+def chosen(x: Any, like: ScaledTensor) -> Operand:
+    """Return `x` as a side of a choice, a part of a whole, or a source that is written into places.
+    Its RMS leaves out the fills of a mask. A table of fills alone takes the RMS of `like`."""
+    if not is_table(x):
         return operand(x, like)
-    if is_table(x):
-        x = (x.to_dense() if x.is_sparse else x).float()
-        rms = ONE if invariant.assumes_unit_scale() else single_of(_table_rms(x))
-        return Operand(x, torch.ones_like(rms) if isinstance(rms, Tensor) else ONE, rms)
-    return operand(x, like)
+    return _table(x if x.dtype == torch.bfloat16 else x.float(), rms_of(like))
 
 
-def _table_rms(x: Tensor) -> Tensor:
+def _table(x: Tensor, otherwise: Amount | None) -> Operand:
+    x = x.to_dense() if x.is_sparse else x
+    rms = ONE if invariant.assumes_unit_scale() else single_of(_table_rms(x, otherwise))
+    return Operand(x, torch.ones_like(rms) if isinstance(rms, Tensor) else ONE, rms)
+
+
+def _table_rms(x: Tensor, otherwise: Amount | None) -> Tensor:
     """RMS of a plain tensor without fills: without huge magnitudes, and without its least element
-    if that is a fill."""
+    if that is a fill. The RMS of fills alone is `otherwise`, or their magnitude."""
     if x.numel() == 0:
         return measured_rms(x)
+    if not torch.compiler.is_compiling() and (norm := finite_norm(x)) is not None and norm < -FILL:
+        return torch.scalar_tensor(norm / x.numel() ** 0.5, dtype=torch.float32)
     least = x.amin()
     fills = (x == least) & (least <= FILL)
     rms = measured_rms(x.masked_fill(fills, 0.0), below=HUGE)
-    return torch.where(fills.all(), least.abs().clamp_max(HUGE), rms)
+    alone = least.abs().float().clamp_max(HUGE) if otherwise is None else _or_one(otherwise)
+    return torch.where(fills.all(), alone, rms)
 
 
-def under(term: Operand, x: Any, ratio: Amount) -> Tensor:
-    """Return the elements of a term under another scale; `ratio` is the old scale over the new."""
-    if isinstance(x, ScaledTensor) or not is_table(x):
-        return times(term.q, ratio)
+def _or_one(rms: Amount) -> Tensor:
+    tensor = tensor_of(rms)
+    return torch.where(tensor > 0, tensor, 1.0)
+
+
+def under(part: Operand, x: Any, ratio: Amount, like: ScaledTensor) -> Tensor:
+    """Return the elements of a term or a side under another scale, for a result with elements as
+    `like` has them. `ratio` is the old scale over the new."""
+    if not is_table(x):
+        return times(part.q, ratio)
     # A finite fill stays finite, as an element and as a value: it saturates to the largest bfloat16
     # before the division and after. An infinity stays, because a mask may mean it.
-    return saturated(term.q, limited(term.q) * ratio)
+    return saturated(part.q, limited(part.q) * ratio, like.format)
 
 
 # --- products --------------------------------------------------------------------------------
@@ -350,7 +367,9 @@ def extremum(op: Overload, x: Any, y: Any) -> Raw:
     a, b = operand(x, like), operand(y, like)
     rms = _without_huge(a.rms, b.rms) * 0.5**0.5
     scale, ratio_a, ratio_b = settle(rms, a.scale, b.scale)
-    left, right = (saturated(p.q, times(p.q, ratio)) for p, ratio in ((a, ratio_a), (b, ratio_b)))
+    left, right = (
+        saturated(p.q, times(p.q, ratio), like.format) for p, ratio in ((a, ratio_a), (b, ratio_b))
+    )
     wide = torch.promote_types(left.dtype, right.dtype)
     positive = a.nonnegative and b.nonnegative
     out = op(left.to(wide), right.to(wide))

@@ -21,6 +21,7 @@ from scaledtensor.ops.products.dtype import product_dtype
 from scaledtensor.ops.products.table import cast_once
 from scaledtensor.ops.registry import entered, rule
 from scaledtensor.ops.results import OVERFLOW, covers_storage, store, write
+from scaledtensor.ops.rules.arithmetic import chosen, under
 from scaledtensor.ops.rules.sparse import wrapped
 from scaledtensor.scales.cast_nodes import Watch, codes_of, seen, values_of
 from scaledtensor.scales.forms import Form
@@ -46,6 +47,7 @@ from scaledtensor.tensors.tensor import (
     Context,
     ScaledTensor,
     from_plain,
+    is_parameter,
     is_stored,
 )
 
@@ -274,7 +276,12 @@ def _own_scale(source: Tensor, target: ScaledTensor) -> ScaledTensor:
     """Return the source under a scale of its own."""
     if not isinstance(source, ScaledTensor):
         numbers = source if source.dtype.is_floating_point else source.float()
-        return from_plain(numbers, FP32, target.dtype, None)
+        if is_parameter(target) or not numbers.dim():
+            return from_plain(numbers, FP32, target.dtype, None)
+        part = chosen(numbers, target)  # its RMS leaves out the fills of a mask
+        (scale,) = settle(part.rms)
+        q = under(part, numbers, part.scale / scale, target).float()
+        return ScaledTensor.make(q, scale, part.rms, FP32, target.dtype, None)
     if not getattr(asked_for(source, "rms"), SENT_AS_ONE, False) or covers_storage(source.qdata):
         return source
     measured = from_plain(value(source), source.format, source.dtype, source.recipe)

@@ -314,7 +314,8 @@ def nan_to_num(
     elif not math.isfinite(rms):
         rms = amount(measured_rms(replaced))
     scale, ratio = settle(rms, ONE)
-    return Raw(saturated(replaced, times(replaced, ratio)), scale, rms, settled=True)
+    held = saturated(replaced, times(replaced, ratio), x.format)
+    return Raw(held, scale, rms, settled=True)
 
 
 @rule(aten.frexp.Tensor)

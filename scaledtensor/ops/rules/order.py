@@ -29,8 +29,10 @@ from scaledtensor.ops.algebra import (
 from scaledtensor.ops.operators import aten, define_operator
 from scaledtensor.ops.plausible import wild
 from scaledtensor.ops.registry import Overload, Raw, rule
+from scaledtensor.ops.results import HUGE
 from scaledtensor.ops.rules.reduction import extreme_rms, growth
 from scaledtensor.ops.rules.softmax import logsumexp_rms
+from scaledtensor.ops.rules.views import fill_under, plain_number
 from scaledtensor.scales.cast_nodes import as_stored
 from scaledtensor.scales.singles import Amount, amount, rms_of, scale_of, scaled_by, tensor_of
 from scaledtensor.tensors.tensor import ScaledTensor
@@ -44,6 +46,7 @@ __all__ = ["FUNCTIONS"]
 _COMPARING = [getattr(aten, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")]
 #: Comparisons of two tensors, which may be elements and their maximum.
 _COMPARISONS = {compare.Tensor for compare in _COMPARING}
+_AND_NUMBERS = _COMPARISONS | {compare.Scalar for compare in _COMPARING}
 
 
 @rule(
@@ -94,7 +97,14 @@ _COMPARISONS = {compare.Tensor for compare in _COMPARING}
     pass_op=True,
 )
 def question(op: Overload, *args: Any, **kwargs: Any) -> Any:
-    """The answer is a plain tensor, a number or a bool, about the value in float32."""
+    """The answer is a plain tensor, a number or a bool, about the value in float32. A comparison
+    with a number that fills masks is about the elements: a fill with `torch.finfo(...).max` is
+    equal to that number, although it saturates."""
+    if op in _AND_NUMBERS and isinstance(args[0], ScaledTensor):
+        x, number = args[0], plain_number(args[1])
+        if type(number) in (int, float) and HUGE <= abs(number) < math.inf:
+            q = elements(x)
+            return op.overloadpacket.Tensor(q, fill_under(number, tensor_of(scale_of(x)), q))
     exact = _compared if op in _COMPARISONS else _exact
     return op(*map(exact, args), **{k: exact(v) for k, v in kwargs.items()})
 

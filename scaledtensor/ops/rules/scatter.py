@@ -18,16 +18,18 @@ from scaledtensor.formats import FP32
 from scaledtensor.ops.algebra import Operand, elements, first_scaled, operand, quadrature
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, Raw, rule
+from scaledtensor.ops.rules.arithmetic import chosen, under
 from scaledtensor.ops.rules.reduction import extreme_rms, growth
 from scaledtensor.ops.rules.views import (
     fill_under,
     masked_fill,
     moves_scale,
+    placed,
     plain_number,
     written,
 )
 from scaledtensor.scales.cast_nodes import as_stored
-from scaledtensor.scales.powers import settle, times
+from scaledtensor.scales.powers import settle
 from scaledtensor.scales.singles import Amount, Single, rms_of, scale_of, tensor_of
 from scaledtensor.tensors.tensor import ScaledTensor
 
@@ -67,23 +69,27 @@ def _replaced(x: Tensor, source: Tensor, write: Callable[[Tensor, Tensor], Tenso
         q = write(a.q, fill_under(number, tensor_of(a.scale), a.q))
         return Raw(q, a.scale, a.rms, settled=True, nonnegative=a.nonnegative and number >= 0)
     like = first_scaled(x, source)
-    a, b = operand(x, like), written(source, like)
+    a, b = chosen(x, like), written(source, like)
     share = min(source.numel() / max(x.numel(), 1), 1.0)
     mixed = quadrature(a.rms * (1 - share) ** 0.5, b.rms * share**0.5)
     rms = _or_if_zero(a.rms, mixed, b.rms)
     scale, *ratios = settle(rms, a.scale, b.scale)
-    q = write(*_aligned(a, b, *ratios))
+    q = write(*_aligned(x, source, a, b, ratios))
     return Raw(q, scale, rms, settled=True, nonnegative=a.nonnegative and b.nonnegative)
 
 
 def _operands(x: Tensor, source: Tensor) -> tuple[Operand, Operand]:
     like = first_scaled(x, source)
-    return operand(x, like), operand(source, like)
+    return chosen(x, like), chosen(source, like)
 
 
-def _aligned(a: Operand, b: Operand, ratio_a: Amount, ratio_b: Amount) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(a.q.dtype, b.q.dtype)
-    return times(a.q, ratio_a).to(wide), times(b.q, ratio_b).to(wide)
+def _aligned(
+    x: Tensor, source: Any, a: Operand, b: Operand, ratios: Sequence[Amount]
+) -> tuple[Tensor, Tensor]:
+    like = first_scaled(x, source)
+    base, new = under(a, x, ratios[0], like), placed(b, source, ratios[1], like)
+    wide = torch.promote_types(base.dtype, new.dtype)
+    return base.to(wide), new.to(wide)
 
 
 def _or_if_zero(base: Amount, rms: Amount, otherwise: Amount) -> Any:
@@ -100,7 +106,7 @@ def masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Raw:
     a, b = _operands(x, source)
     rms = quadrature(a.rms, b.rms)
     scale, *ratios = settle(rms, a.scale, b.scale)
-    base, new = _aligned(a, b, *ratios)
+    base, new = _aligned(x, source, a, b, ratios)
     mask = elements(mask) != 0 if isinstance(mask, ScaledTensor) else mask
     return Raw(aten.masked_scatter.default(base, mask, new), scale, rms, settled=True)
 
@@ -124,11 +130,11 @@ def fill_places(op: Overload, x: ScaledTensor, dim: int, index: Tensor, number: 
         places = index.numel() * x.numel() // max(x.shape[dim] if x.dim() else 1, 1)
     if not isinstance(number, Tensor) and not moves_scale(number):
         return masked_fill(x, mask, number)
-    a, b = operand(x, x), operand(number, x)
+    a, b = operand(x, x), written(number, x)
     share = min(places / max(x.numel(), 1), 1.0)
     rms = quadrature(a.rms * (1 - share) ** 0.5, b.rms * share**0.5)
     scale, *ratios = settle(rms, a.scale, b.scale)
-    base, fill = _aligned(a, b, *ratios)
+    base, fill = _aligned(x, number, a, b, ratios)
     positive = a.nonnegative and b.nonnegative
     return Raw(torch.where(mask, fill, base), scale, rms, settled=True, nonnegative=positive)
 
@@ -157,7 +163,7 @@ def _added(
     )
     rms = quadrature(a.rms, term)
     scale, *ratios = settle(_or_if_zero(a.rms, rms, room), a.scale, b.scale)
-    q = write(*_aligned(a, b, *ratios))
+    q = write(*_aligned(x, source, a, b, ratios))
     positive = a.nonnegative and b.nonnegative and alpha > 0
     return Raw(q, scale, rms, settled=True, nonnegative=positive)
 
@@ -281,5 +287,5 @@ def _reduced(
         # The derivative looks for elements that are equal to the result.
         wide = None if isinstance(x, ScaledTensor) else FP32
     scale, *ratios = settle(rms, a.scale, b.scale)
-    q = write(*_aligned(a, b, *ratios))
+    q = write(*_aligned(x, source, a, b, ratios))
     return Raw(q, scale, rms, settled=True, format=wide, nonnegative=positive)

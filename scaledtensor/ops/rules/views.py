@@ -24,10 +24,10 @@ from scaledtensor.ops.algebra import (
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.plausible import either
 from scaledtensor.ops.registry import Overload, Raw, rule
-from scaledtensor.ops.results import FILL, HUGE, LARGEST, dequantized
-from scaledtensor.ops.rules.arithmetic import term, under
+from scaledtensor.ops.results import FILL, HUGE, LARGEST, dequantized, saturated
+from scaledtensor.ops.rules.arithmetic import chosen, under
 from scaledtensor.ops.rules.windows import sym_max
-from scaledtensor.scales.powers import settle, times
+from scaledtensor.scales.powers import settle
 from scaledtensor.scales.singles import (
     Amount,
     Single,
@@ -41,7 +41,7 @@ from scaledtensor.scales.singles import (
 from scaledtensor.tensors.memo import after_write, note
 from scaledtensor.tensors.tensor import ScaledTensor
 
-__all__ = ["fill_under", "masked_fill", "move", "moves_scale", "plain_number", "written"]
+__all__ = ["fill_under", "masked_fill", "move", "moves_scale", "placed", "plain_number", "written"]
 
 # --- views -----------------------------------------------------------------------------------
 
@@ -313,13 +313,13 @@ def _join(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Any, Any, bool]:
         (part,) = (operand(t, like) for t in held)
         q = [part.q if t is held[0] else dequantized(t).to(part.q.dtype) for t in tensors]
         return q, copied(part.scale), copied(part.rms), part.nonnegative
-    parts = [operand(t, like) for t in tensors]
+    parts = [chosen(t, like) for t in tensors]
     total = sym_max(sum(t.numel() for t in tensors), 1)
     rms = quadrature(
         *(p.rms * (t.numel() / total) ** 0.5 for p, t in zip(parts, tensors, strict=True))
     )
     scale, *ratios = settle(rms, *(p.scale for p in parts))
-    aligned = [times(p.q, ratio) for p, ratio in zip(parts, ratios, strict=True)]
+    aligned = [under(p, t, r, like) for p, t, r in zip(parts, tensors, ratios, strict=True)]
     return aligned, scale, rms, all(p.nonnegative for p in parts)
 
 
@@ -356,10 +356,18 @@ def moves_scale(number: Any) -> Any:
 def written(x: Any, like: ScaledTensor) -> Operand:
     """Return the operand that is written into places. Traced code does not know the number in a
     0-dim tensor, whose RMS is 0 if it does not move the scale."""
-    made = operand(x, like)
+    made = chosen(x, like)
     if not isinstance(x, Tensor) or isinstance(x, ScaledTensor) or x.dim():
         return made
     return made._replace(rms=torch.where(moves_scale(x), x.abs(), 0.0).float())
+
+
+def placed(part: Operand, x: Any, ratio: Amount, like: ScaledTensor) -> Tensor:
+    """Return the elements of `written(x)` under another scale; see `under`."""
+    q = under(part, x, ratio, like)
+    # Traced code does not know whether such a number is the fill of a mask.
+    alone = isinstance(x, Tensor) and not isinstance(x, ScaledTensor) and not x.dim()
+    return saturated(part.q, q, like.format) if alone else q
 
 
 @rule(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
@@ -380,15 +388,13 @@ def _where(condition: Tensor, x: Any, y: Any) -> Raw:
         condition = elements(condition) != 0
     x, y = (plain_number(s) for s in (x, y))
     like = first_scaled(x, y)
-    sides = [term(s, like) for s in (x, y)]
+    sides = [written(s, like) for s in (x, y)]
     deciding = [
         p.rms for p, s in zip(sides, (x, y), strict=True) if isinstance(s, Tensor) or moves_scale(s)
     ]
     rms = deciding[0] if len(deciding) == 1 else either(_larger(*deciding), *deciding)
     (scale,) = settle(rms)
-    left, right = (
-        _aligned(s, p, scale, elements(like)) for s, p in zip((x, y), sides, strict=True)
-    )
+    left, right = (_aligned(s, p, scale, like) for s, p in zip((x, y), sides, strict=True))
     nonnegative = all(p.nonnegative for p in sides)
     return Raw(
         torch.where(condition, left, right), scale, rms, settled=True, nonnegative=nonnegative
@@ -410,7 +416,7 @@ def plain_number(x: Any) -> Any:
     return x
 
 
-def _aligned(x: Any, part: Operand, scale: Amount, like: Tensor) -> Tensor:
+def _aligned(x: Any, part: Operand, scale: Amount, like: ScaledTensor) -> Tensor:
     if not isinstance(x, Tensor):
-        return fill_under(x, scale, like)
-    return under(part, x, part.scale / scale)
+        return fill_under(x, scale, elements(like))
+    return placed(part, x, part.scale / scale, like)
