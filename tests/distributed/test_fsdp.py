@@ -320,6 +320,12 @@ def test__the_class_that_flattens_parameters__is_refused_by_name(world):
     assert "fully_shard(model)" in message
 
 
+def test__other_programs__may_ask_whether_a_parameter_is_flattened():
+    weight = training.model("unit")[0].weight
+    assert not hasattr(weight, "_fsdp_flattened")  # Prodigy asks so
+    assert getattr(weight, "_fsdp_flattened", False) is False
+
+
 def calibrated(recipe, by_layer):
     """Each rank has its own data, and the terms of one rank add up to more."""
     torch.manual_seed(0)

@@ -137,3 +137,31 @@ def test__our_optimizers__count_the_write(name: str, options: dict[str, Any]) ->
     before = [p._version for p in (gain, plain)]
     optimizer.step()
     assert all(p._version > v for p, v in zip((gain, plain), before, strict=True))
+
+
+PRODUCTS = {
+    "linear": lambda x, w: torch.nn.functional.linear(x, w),
+    "mm": lambda x, w: x @ w,
+    "bmm": lambda x, w: torch.bmm(x[None], w[None]),
+    "einsum": lambda x, w: torch.einsum("bi,oi->bo", x, w),
+    "conv": lambda x, w: torch.nn.functional.conv1d(x[..., None], w[..., None]),
+}
+UNCAST = {
+    "fp32": sct.recipes.Unit("fp32", "fp32", "fp32"),
+    "bf16 master": sct.recipes.Unit("bf16", "bf16", "bf16", master="bf16"),
+}
+
+
+@pytest.mark.parametrize("recipe", UNCAST.values(), ids=UNCAST)
+@pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS)
+def test__a_weight_that_no_product_casts__is_not_written_before_the_backward_pass(
+    product: Any, recipe: Any
+) -> None:
+    layer = sct.scale_model(nn.Linear(8, 8, bias=False), recipe)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    x = torch.randn(4, 8, requires_grad=True)
+    product(x, layer.weight).sum().backward()
+    y = product(x, layer.weight).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()

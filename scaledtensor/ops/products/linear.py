@@ -102,10 +102,18 @@ def linear(x: Any, weight: Any, casts: tuple[Cast, Cast, Cast], bias: Any = None
 
 
 def wide_gradient(x: Any) -> Any:
-    """Return an operand that came in codes. The gradient of a weight, which `fully_shard` gathered
-    in codes, is in the format of the master."""
-    wide = is_parameter(x) and x.requires_grad
-    return verbs.gradient_to_format(x, from_dtype(x.dtype).name, "nearest_even") if wide else x
+    """Return an operand that is not cast. The gradient of a weight has the format of its dtype, also
+    if `fully_shard` gathered the weight in codes."""
+    fmt = from_dtype(x.dtype)
+    if x.format == fmt or not (is_parameter(x) and x.requires_grad and torch.is_grad_enabled()):
+        return x
+    if torch.compiler.is_compiling():
+        return verbs.gradient_to_format(x, fmt.name, "nearest_even")
+    # autograd sees a write into the weight before the backward pass, because a view shares the
+    # version of its base. The result of an operator has a version of its own.
+    view = x.view_as(x)
+    view.register_hook(lambda grad: grad.to_format(fmt) if isinstance(grad, ScaledTensor) else grad)
+    return view
 
 
 class _Linear(torch.autograd.Function):
