@@ -80,6 +80,13 @@ class Unit(Recipe):
             )
         object.__setattr__(self, "shifts", given)  # files have lists
         super().__post_init__()
+        for role in ("forward", "weight", "gradient"):
+            fmt = getattr(self, role)
+            if fmt is not None and fmt.exponent_bits == 0:
+                raise RecipeError(
+                    f"Unit.{role}={fmt.name}: the scales of this recipe give elements an RMS near "
+                    f"1, and integers need a scale by the amax: take Current({role}={fmt.name!r})"
+                )
 
     @property
     def uncorrected(self) -> "Unit":
