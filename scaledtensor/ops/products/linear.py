@@ -102,8 +102,8 @@ def linear(x: Any, weight: Any, casts: tuple[Cast, Cast, Cast], bias: Any = None
 
 
 def wide_gradient(x: Any) -> Any:
-    """Return an operand that is not cast. The gradient of a weight has the format of its dtype, also
-    if `fully_shard` gathered the weight in codes."""
+    """Return an operand that is not cast. The gradient of a weight has the format of its dtype,
+    also if `fully_shard` gathered the weight in codes."""
     fmt = from_dtype(x.dtype)
     if x.format == fmt or not (is_parameter(x) and x.requires_grad and torch.is_grad_enabled()):
         return x
