@@ -138,11 +138,17 @@ class LowPrecision(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            if self.rule is None:
-                self._step_widened()
-            else:
-                self._step_fused(self.rule)
+            self._step_itself()
         return loss
+
+    # A compiled step would be operators on the codes of each state. The loops of C++ are faster,
+    # and Dynamo cannot trace the tensors that hold codes.
+    @_torch.uncompiled
+    def _step_itself(self) -> None:
+        if self.rule is None:
+            self._step_widened()
+        else:
+            self._step_fused(self.rule)
 
     def _formats(self) -> tuple[Any, ...]:
         return tuple(tuple(group[name] for name in FORMATS) for group in self.param_groups)

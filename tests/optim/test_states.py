@@ -171,6 +171,21 @@ def test__compiled__is_eager_up_to_ties(scaled, rounding):
         assert float(same.float().mean()) > 0.99
 
 
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Lion", "Muon"])
+@every_kind
+def test__compiled_by_the_program__is_the_same_step(scaled, kind):
+    """As in PyTorch's recipe for compiled optimizers."""
+    trained = []
+    for spelled in (lambda f: f, torch.compile, lambda f: torch.compile(lambda: f())):
+        model = matrices(scaled)
+        made = getattr(sct.optim, kind)(model.parameters(), lr=1e-2, state_format="e4m3fn")
+        made.step = spelled(made.step)
+        steps(model, made, range(3))
+        trained.append(list(values(model)))
+    for others in trained[1:]:
+        assert all(map(torch.equal, trained[0], others))
+
+
 def test__compiled__parts_have_the_bits_of_the_whole():
     """Ranks may cut a parameter between any groups: tails of vectors are rounded like vectors."""
     groups = 37
