@@ -190,6 +190,28 @@ def test__without_a_rule__in_place_and_out_still_write_where_they_are_told(resto
     assert_holds(plain, want, 2.0**-20)
 
 
+FACTORIES = {
+    "eye": lambda out: torch.eye(4, 6, out=out),
+    "full": lambda out: torch.full((4, 6), 3.0, out=out),
+    "linspace": lambda out: torch.linspace(-1, 1, 6, out=out[0]),
+    "normal": lambda out: torch.normal(0.0, 1.0, (4, 6), out=out),
+    "rand": lambda out: torch.rand(4, 6, out=out),
+    "randint": lambda out: torch.randint(0, 4, (4, 6), out=out),
+}
+
+
+@pytest.mark.parametrize("make", FACTORIES.values(), ids=FACTORIES)
+def test__what_reads_no_tensor__needs_no_rule(make):
+    """`torch.nn.init.eye_` calls `torch.eye(out=weight)`."""
+    got, want = sct.scaled(torch.ones(4, 6)), torch.ones(4, 6)
+    with sct.on_missing("error"):
+        for out in (got, want):
+            torch.manual_seed(0)
+            make(out)
+    assert_holds(got, want, 0)
+    assert float(got.scale) == 1 and got.rms > 0
+
+
 # --- the plumbing ----------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from assertions import assert_holds
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.nn.utils import parametrizations
 
 import scaledtensor as sct
@@ -168,6 +169,12 @@ def with_graph():
         return nn.utils.weight_norm(nn.Linear(2, 2))
 
 
+def fake():
+    """As programs that estimate memory build their models."""
+    with FakeTensorMode():
+        return nn.Linear(2, 2)
+
+
 def hooked(register):
     layer = nn.Linear(2, 2)
     getattr(layer.weight, register)(lambda *_: None)
@@ -182,8 +189,9 @@ def hooked(register):
         (lambda: hooked("register_hook"), "hooks"),
         (lambda: hooked("register_post_accumulate_grad_hook"), "hooks"),
         (with_graph, "parametrizations.weight_norm"),
+        (fake, "FakeTensor.*torch.device\\('meta'\\)"),
     ],
-    ids=["float64", "lazy", "hook", "post-hook", "weight-norm"],
+    ids=["float64", "lazy", "hook", "post-hook", "weight-norm", "fake"],
 )
 def test__a_model_that_cannot_be_converted__is_named_and_unchanged(broken, words):
     model = Twice(broken())

@@ -375,6 +375,11 @@ def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Para
 def _check_scalable(p: nn.Parameter, name: str) -> None:
     if is_lazy(p):
         raise ModelError(f"{name} has no shape yet; run one batch through the model first")
+    if isinstance(p, _torch.FakeTensor):
+        raise ModelError(
+            f"{name} is a FakeTensor, which has no elements to measure and which its mode keeps; "
+            "build and convert the model under torch.device('meta')"
+        )
     if is_dtensor(p):
         raise ModelError(
             f"{name} is spread over ranks; call scale_model() before fully_shard() and "

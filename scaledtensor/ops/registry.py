@@ -275,7 +275,13 @@ def _resolve(op: Overload) -> Callable[..., Any]:
         return partial(foreach, op)
     if _torch.is_composite(op):
         return op.decompose
-    return partial(_without_rule, op)
+    return partial(_without_rule if _reads_tensors(op) else _in_float32, op)
+
+
+def _reads_tensors(op: Overload) -> bool:
+    """Whether an operator reads a tensor. `torch.eye(out=x)` only writes one: there is no moment
+    that a rule could follow."""
+    return any("Tensor" in str(a.type) and not a.is_out for a in op._schema.arguments)
 
 
 # --- complex numbers and integers ------------------------------------------------------------
@@ -399,6 +405,10 @@ def _without_rule(op: Overload, *args: Any, **kwargs: Any) -> Any:
             MissingRuleWarning,
             stacklevel=2,
         )
+    return _in_float32(op, *args, **kwargs)
+
+
+def _in_float32(op: Overload, *args: Any, **kwargs: Any) -> Any:
     operands = _operands(args, kwargs)
     scaled = [x for x in operands if isinstance(x, ScaledTensor)]
     fmt = narrowest(scaled)
