@@ -209,7 +209,8 @@ def test__what_reads_no_tensor__needs_no_rule(make):
             torch.manual_seed(0)
             make(out)
     assert_holds(got, want, 0)
-    assert float(got.scale) == 1 and got.rms > 0
+    assert float(got.scale) == 1
+    assert got.rms > 0
 
 
 # --- the plumbing ----------------------------------------------------------------------------
