@@ -89,3 +89,68 @@ def test__a_parameter_that_is_a_part_of_another__is_changed_as_well():
     chosen.step()
     torch.testing.assert_close(part.dequantize(), torch.full((2, 4), 0.899), rtol=1e-4, atol=0)
     assert torch.equal(whole[2:].dequantize(), rest)
+
+
+@pytest.mark.parametrize("kind", ["torch", "ours"])
+def test__left_to_choose__a_step_is_the_fused_one(kind):
+    """torch's choice for subclasses of Tensor is the loop, which takes ten times as long."""
+    made = {}
+    for name, options in {"chosen": {}, "fused": {"fused": True}, "loop": {"fused": False}}.items():
+        torch.manual_seed(0)
+        module = sct.scale_model(nn.Linear(8, 6))
+        maker = torch.optim.AdamW if kind == "torch" else sct.optim.AdamW
+        chosen = maker(module.parameters(), lr=0.05, **options)
+        for g in gradients():
+            module.weight.grad, module.bias.grad = sct.scaled(g, "fp32"), sct.scaled(g[:, 0])
+            chosen.step()
+        made[name] = [module.weight.detach().dequantize(), module.bias.detach().dequantize()]
+        assert chosen.param_groups[0]["fused"] is options.get("fused")
+        assert chosen.state_dict()["param_groups"][0]["fused"] is options.get("fused")
+    assert all(map(torch.equal, made["chosen"], made["fused"]))
+    assert not all(map(torch.equal, made["chosen"], made["loop"]))
+
+
+class Subclass(torch.optim.AdamW):
+    """As optimizers of other libraries derive from torch's."""
+
+    def step(self, closure=None):
+        self.seen = self.param_groups[0]["fused"]
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("maker", "options"),
+    [
+        (torch.optim.AdamW, {"foreach": False}),
+        (torch.optim.AdamW, {"amsgrad": True}),
+        (torch.optim.Adam, {"weight_decay": 0.1}),
+        (Subclass, {}),
+    ],
+    ids=["foreach", "amsgrad", "coupled", "subclass"],
+)
+def test__another_step__stays_the_loop(maker, options):
+    module = sct.scale_model(nn.Linear(8, 6))
+    chosen = maker(module.parameters(), lr=0.05, **options)
+    module(torch.randn(4, 8)).square().mean().backward()
+    with torch.autograd.profiler.profile() as seen:
+        chosen.step()
+    names = {event.name for event in seen.function_events}
+    assert not any("fused" in name for name in names)
+    assert any("addcdiv_" in name for name in names)
+    assert getattr(chosen, "seen", None) is None
+
+
+def test__a_step_that_fails__leaves_the_choice_to_the_next(monkeypatch):
+    module = sct.scale_model(nn.Linear(8, 6))
+    chosen = torch.optim.AdamW(module.parameters(), lr=0.05)
+    module(torch.randn(4, 8)).square().mean().backward()
+
+    def fails():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        chosen.step(fails)
+    before = module.weight.detach().dequantize().clone()
+    chosen.step()
+    assert chosen.param_groups[0]["fused"] is None
+    assert not torch.equal(before, module.weight.detach().dequantize())
