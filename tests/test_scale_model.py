@@ -170,7 +170,7 @@ def with_graph():
 
 
 def fake():
-    """As programs that estimate memory build their models."""
+    """Programs that estimate memory build their models so."""
     with FakeTensorMode():
         return nn.Linear(2, 2)
 

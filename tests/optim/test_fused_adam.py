@@ -111,7 +111,7 @@ def test__left_to_choose__a_step_is_the_fused_one(kind):
 
 
 class Subclass(torch.optim.AdamW):
-    """As optimizers of other libraries derive from torch's."""
+    """Other libraries derive optimizers from torch's."""
 
     def step(self, closure=None):
         self.seen = self.param_groups[0]["fused"]

@@ -174,7 +174,7 @@ def test__compiled__is_eager_up_to_ties(scaled, rounding):
 @pytest.mark.parametrize("kind", ["AdamW", "SGD", "Lion", "Muon"])
 @every_kind
 def test__compiled_by_the_program__is_the_same_step(scaled, kind):
-    """As in PyTorch's recipe for compiled optimizers."""
+    """PyTorch's recipe for compiled optimizers has this form."""
     trained = []
     for spelled in (lambda f: f, torch.compile, lambda f: torch.compile(lambda: f())):
         model = matrices(scaled)
