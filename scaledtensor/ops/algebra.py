@@ -88,6 +88,8 @@ class Operand(NamedTuple):
     scale: Any
     rms: Any
     nonnegative: bool = False
+    fills: bool = False
+    """Whether elements may be fills of a mask: finite ones stay finite under another scale."""
 
     @property
     def value(self) -> Tensor:

@@ -38,13 +38,14 @@ from scaledtensor.ops.results import (
     starts_at,
 )
 from scaledtensor.scales.forms import Form
-from scaledtensor.scales.measure import finite_norm, measured_rms
+from scaledtensor.scales.measure import measured_rms
 from scaledtensor.scales.powers import product_of, quotient_of, settle, settle_sum, times
 from scaledtensor.scales.singles import (
     ONE,
     Amount,
     Single,
     amounts_of,
+    calculates,
     rms_of,
     rounded,
     scale_of,
@@ -53,7 +54,7 @@ from scaledtensor.scales.singles import (
 )
 from scaledtensor.tensors.tensor import ScaledTensor
 
-__all__ = ["chosen", "div", "mul", "plus_product", "product", "under"]
+__all__ = ["chosen", "div", "mul", "plus_product", "product", "rms_beside_fills", "under"]
 
 # --- sums ------------------------------------------------------------------------------------
 
@@ -90,10 +91,10 @@ def _sum(x: Any, y: Any, alpha: float) -> Raw:
     q: Tensor | Total
     if _is_one_node(x, y, ratio_a, ratio_b):
         q = Total(a.q, ratio_a, b.q, ratio_b, alpha)
-    elif is_table(y):
-        q = torch.add(under(a, x, ratio_a, like), under(b, y, ratio_b, like), alpha=alpha)
+    elif b.fills:
+        q = torch.add(under(a, ratio_a, like), under(b, ratio_b, like), alpha=alpha)
     else:
-        q = _added(under(a, x, ratio_a, like), ONE, b.q, ratio_b, alpha)
+        q = _added(under(a, ratio_a, like), ONE, b.q, ratio_b, alpha)
     positive = a.nonnegative and b.nonnegative and alpha > 0
     return Raw(q, scale, rms, settled=True, nonnegative=positive)
 
@@ -143,38 +144,43 @@ def chosen(x: Any, like: ScaledTensor) -> Operand:
     Its RMS leaves out the fills of a mask. A table of fills alone takes the RMS of `like`."""
     if not is_table(x):
         return operand(x, like)
-    return _table(x if x.dtype == torch.bfloat16 else x.float(), rms_of(like))
+    if calculates(like) and not torch.compiler.is_compiling():
+        made = operand(x, like)
+        if type(made.rms) is Single and made.rms * x.numel() ** 0.5 < -FILL:
+            return made  # no element is as large as a fill
+    return _table(x if x.dtype == torch.bfloat16 else x.float(), like)
 
 
-def _table(x: Tensor, otherwise: Amount | None) -> Operand:
+def _table(x: Tensor, like: ScaledTensor | None) -> Operand:
     x = x.to_dense() if x.is_sparse else x
-    rms = ONE if invariant.assumes_unit_scale() else single_of(_table_rms(x, otherwise))
-    return Operand(x, torch.ones_like(rms) if isinstance(rms, Tensor) else ONE, rms)
+    rms = ONE if invariant.assumes_unit_scale() else single_of(_table_rms(x, like))
+    scale = torch.ones_like(rms) if isinstance(rms, Tensor) else ONE
+    return Operand(x, scale, rms, fills=True)
 
 
-def _table_rms(x: Tensor, otherwise: Amount | None) -> Tensor:
+def _table_rms(x: Tensor, like: ScaledTensor | None) -> Tensor:
     """RMS of a plain tensor without fills: without huge magnitudes, and without its least element
-    if that is a fill. The RMS of fills alone is `otherwise`, or their magnitude."""
+    if that is a fill. Fills alone have the RMS of `like`, or their magnitude."""
     if x.numel() == 0:
         return measured_rms(x)
-    if not torch.compiler.is_compiling() and (norm := finite_norm(x)) is not None and norm < -FILL:
-        return torch.scalar_tensor(norm / x.numel() ** 0.5, dtype=torch.float32)
     least = x.amin()
     fills = (x == least) & (least <= FILL)
     rms = measured_rms(x.masked_fill(fills, 0.0), below=HUGE)
-    alone = least.abs().float().clamp_max(HUGE) if otherwise is None else _or_one(otherwise)
+    alone = least.abs().clamp_max(HUGE) if like is None else rms_beside_fills(like)
     return torch.where(fills.all(), alone, rms)
 
 
-def _or_one(rms: Amount) -> Tensor:
-    tensor = tensor_of(rms)
-    return torch.where(tensor > 0, tensor, 1.0)
+def rms_beside_fills(x: ScaledTensor) -> Tensor:
+    """Return the RMS of `x` for fills of a mask beside it, which fit any scale. It is 1 if `x` is
+    all zeros."""
+    rms = tensor_of(rms_of(x))
+    return torch.where(rms > 0, rms, 1.0)
 
 
-def under(part: Operand, x: Any, ratio: Amount, like: ScaledTensor) -> Tensor:
-    """Return the elements of a term or a side under another scale, for a result with elements as
-    `like` has them. `ratio` is the old scale over the new."""
-    if not is_table(x):
+def under(part: Operand, ratio: Amount, like: ScaledTensor) -> Tensor:
+    """Return the elements of an operand under another scale, for a result with elements as `like`
+    has them. `ratio` is the old scale over the new."""
+    if not part.fills:
         return times(part.q, ratio)
     # A finite fill stays finite, as an element and as a value: it saturates to the largest bfloat16
     # before the division and after. An infinity stays, because a mask may mean it.

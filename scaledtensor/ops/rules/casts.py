@@ -280,7 +280,7 @@ def _own_scale(source: Tensor, target: ScaledTensor) -> ScaledTensor:
             return from_plain(numbers, FP32, target.dtype, None)
         part = chosen(numbers, target)  # its RMS leaves out the fills of a mask
         (scale,) = settle(part.rms)
-        q = under(part, numbers, part.scale / scale, target).float()
+        q = under(part, part.scale / scale, target).float()
         return ScaledTensor.make(q, scale, part.rms, FP32, target.dtype, None)
     if not getattr(asked_for(source, "rms"), SENT_AS_ONE, False) or covers_storage(source.qdata):
         return source

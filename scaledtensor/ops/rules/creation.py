@@ -23,6 +23,7 @@ from scaledtensor.ops.algebra import (
 )
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, Raw, rule
+from scaledtensor.ops.rules.arithmetic import rms_beside_fills
 from scaledtensor.ops.rules.views import fill_under, moves_scale, plain_number, written
 from scaledtensor.scales.powers import nearest_power_of_two
 from scaledtensor.scales.singles import (
@@ -31,7 +32,6 @@ from scaledtensor.scales.singles import (
     rms_of,
     scale_of,
     single_of,
-    tensor_of,
 )
 from scaledtensor.tensors.tensor import ScaledTensor, is_stored
 
@@ -55,7 +55,7 @@ def _new(
     q = op(x.qdata, *(within(a, store) for a in args), dtype=store, **options)
     fmt = from_dtype(store)
     if number and not moves_scale(number):
-        rms = _rms_beside_fills(x)
+        rms = rms_beside_fills(x)
         scale = nearest_power_of_two(rms)
         q.fill_(fill_under(number, scale, q))
         own = single_of(scale), single_of(rms)
@@ -68,13 +68,6 @@ def _new(
     # Zeros are not nonnegative: views may write into them, and cannot tell their base of a sign.
     own = single_of(scale), single_of(rms)
     return ScaledTensor.make(q, *own, fmt, dtype, x.recipe, number > 0)
-
-
-def _rms_beside_fills(x: ScaledTensor) -> Tensor:
-    """Return the RMS of `x` for a mask, which will be added to `x` and whose fills fit any scale.
-    It is 1 if `x` is all zeros."""
-    rms = tensor_of(rms_of(x))
-    return torch.where(rms > 0, rms, 1.0)
 
 
 @rule(
@@ -130,7 +123,7 @@ def fill(x: ScaledTensor, number: Any) -> Raw:
     """Same as `full_like`."""
     number = plain_number(number)
     if not isinstance(number, Tensor) and number and not moves_scale(number):
-        rms = _rms_beside_fills(x)
+        rms = rms_beside_fills(x)
         scale = nearest_power_of_two(rms)
         q = fill_under(number, scale, elements(x))
         return Raw(q.expand(x.shape), scale, rms, settled=True)

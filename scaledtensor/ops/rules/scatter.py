@@ -24,7 +24,6 @@ from scaledtensor.ops.rules.views import (
     fill_under,
     masked_fill,
     moves_scale,
-    placed,
     plain_number,
     written,
 )
@@ -74,20 +73,19 @@ def _replaced(x: Tensor, source: Tensor, write: Callable[[Tensor, Tensor], Tenso
     mixed = quadrature(a.rms * (1 - share) ** 0.5, b.rms * share**0.5)
     rms = _or_if_zero(a.rms, mixed, b.rms)
     scale, *ratios = settle(rms, a.scale, b.scale)
-    q = write(*_aligned(x, source, a, b, ratios))
+    q = write(*_aligned(a, b, ratios, like))
     return Raw(q, scale, rms, settled=True, nonnegative=a.nonnegative and b.nonnegative)
 
 
-def _operands(x: Tensor, source: Tensor) -> tuple[Operand, Operand]:
+def _operands(x: Tensor, source: Tensor) -> tuple[Operand, Operand, ScaledTensor]:
     like = first_scaled(x, source)
-    return chosen(x, like), chosen(source, like)
+    return chosen(x, like), chosen(source, like), like
 
 
 def _aligned(
-    x: Tensor, source: Any, a: Operand, b: Operand, ratios: Sequence[Amount]
+    a: Operand, b: Operand, ratios: Sequence[Amount], like: ScaledTensor
 ) -> tuple[Tensor, Tensor]:
-    like = first_scaled(x, source)
-    base, new = under(a, x, ratios[0], like), placed(b, source, ratios[1], like)
+    base, new = (under(part, ratio, like) for part, ratio in zip((a, b), ratios, strict=True))
     wide = torch.promote_types(base.dtype, new.dtype)
     return base.to(wide), new.to(wide)
 
@@ -103,10 +101,10 @@ def _or_if_zero(base: Amount, rms: Amount, otherwise: Amount) -> Any:
 def masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Raw:
     """r = sqrt(rx^2 + rs^2) for a source of RMS rs. The mask is data, so no rule knows its
     share."""
-    a, b = _operands(x, source)
+    a, b, like = _operands(x, source)
     rms = quadrature(a.rms, b.rms)
     scale, *ratios = settle(rms, a.scale, b.scale)
-    base, new = _aligned(x, source, a, b, ratios)
+    base, new = _aligned(a, b, ratios, like)
     mask = elements(mask) != 0 if isinstance(mask, ScaledTensor) else mask
     return Raw(aten.masked_scatter.default(base, mask, new), scale, rms, settled=True)
 
@@ -134,7 +132,7 @@ def fill_places(op: Overload, x: ScaledTensor, dim: int, index: Tensor, number: 
     share = min(places / max(x.numel(), 1), 1.0)
     rms = quadrature(a.rms * (1 - share) ** 0.5, b.rms * share**0.5)
     scale, *ratios = settle(rms, a.scale, b.scale)
-    base, fill = _aligned(x, number, a, b, ratios)
+    base, fill = _aligned(a, b, ratios, x)
     positive = a.nonnegative and b.nonnegative
     return Raw(torch.where(mask, fill, base), scale, rms, settled=True, nonnegative=positive)
 
@@ -155,7 +153,7 @@ def add_places(
 def _added(
     x: Tensor, source: Tensor, write: Callable[[Tensor, Tensor], Tensor], alpha: float = 1
 ) -> Raw:
-    a, b = _operands(x, source)
+    a, b, like = _operands(x, source)
     hits = source.numel() / max(x.numel(), 1)
     # A few terms among many zeros have the scale of the terms.
     term, room = (
@@ -163,7 +161,7 @@ def _added(
     )
     rms = quadrature(a.rms, term)
     scale, *ratios = settle(_or_if_zero(a.rms, rms, room), a.scale, b.scale)
-    q = write(*_aligned(x, source, a, b, ratios))
+    q = write(*_aligned(a, b, ratios, like))
     positive = a.nonnegative and b.nonnegative and alpha > 0
     return Raw(q, scale, rms, settled=True, nonnegative=positive)
 
@@ -269,7 +267,7 @@ def _reduced(
 ) -> Raw:
     if reduce == "sum" and include_self:
         return _added(x, source, write)
-    a, b = _operands(x, source)
+    a, b, like = _operands(x, source)
     hits = source.numel() / max(x.numel(), 1)
     n = hits + include_self
     positive = a.nonnegative and b.nonnegative
@@ -287,5 +285,5 @@ def _reduced(
         # The derivative looks for elements that are equal to the result.
         wide = None if isinstance(x, ScaledTensor) else FP32
     scale, *ratios = settle(rms, a.scale, b.scale)
-    q = write(*_aligned(x, source, a, b, ratios))
+    q = write(*_aligned(a, b, ratios, like))
     return Raw(q, scale, rms, settled=True, format=wide, nonnegative=positive)

@@ -24,7 +24,7 @@ from scaledtensor.ops.algebra import (
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.plausible import either
 from scaledtensor.ops.registry import Overload, Raw, rule
-from scaledtensor.ops.results import FILL, HUGE, LARGEST, dequantized, saturated
+from scaledtensor.ops.results import FILL, HUGE, LARGEST, dequantized
 from scaledtensor.ops.rules.arithmetic import chosen, under
 from scaledtensor.ops.rules.windows import sym_max
 from scaledtensor.scales.powers import settle
@@ -41,7 +41,7 @@ from scaledtensor.scales.singles import (
 from scaledtensor.tensors.memo import after_write, note
 from scaledtensor.tensors.tensor import ScaledTensor
 
-__all__ = ["fill_under", "masked_fill", "move", "moves_scale", "placed", "plain_number", "written"]
+__all__ = ["fill_under", "masked_fill", "move", "moves_scale", "plain_number", "written"]
 
 # --- views -----------------------------------------------------------------------------------
 
@@ -319,7 +319,7 @@ def _join(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Any, Any, bool]:
         *(p.rms * (t.numel() / total) ** 0.5 for p, t in zip(parts, tensors, strict=True))
     )
     scale, *ratios = settle(rms, *(p.scale for p in parts))
-    aligned = [under(p, t, r, like) for p, t, r in zip(parts, tensors, ratios, strict=True)]
+    aligned = [under(part, ratio, like) for part, ratio in zip(parts, ratios, strict=True)]
     return aligned, scale, rms, all(p.nonnegative for p in parts)
 
 
@@ -355,19 +355,12 @@ def moves_scale(number: Any) -> Any:
 
 def written(x: Any, like: ScaledTensor) -> Operand:
     """Return the operand that is written into places. Traced code does not know the number in a
-    0-dim tensor, whose RMS is 0 if it does not move the scale."""
+    0-dim tensor, which may be a fill. Its RMS is 0 if it does not move the scale."""
     made = chosen(x, like)
     if not isinstance(x, Tensor) or isinstance(x, ScaledTensor) or x.dim():
         return made
-    return made._replace(rms=torch.where(moves_scale(x), x.abs(), 0.0).float())
-
-
-def placed(part: Operand, x: Any, ratio: Amount, like: ScaledTensor) -> Tensor:
-    """Return the elements of `written(x)` under another scale; see `under`."""
-    q = under(part, x, ratio, like)
-    # Traced code does not know whether such a number is the fill of a mask.
-    alone = isinstance(x, Tensor) and not isinstance(x, ScaledTensor) and not x.dim()
-    return saturated(part.q, q, like.format) if alone else q
+    rms = torch.where(moves_scale(x), x.abs(), 0.0).float()
+    return made._replace(rms=rms, fills=True)
 
 
 @rule(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
@@ -419,4 +412,4 @@ def plain_number(x: Any) -> Any:
 def _aligned(x: Any, part: Operand, scale: Amount, like: ScaledTensor) -> Tensor:
     if not isinstance(x, Tensor):
         return fill_under(x, scale, elements(like))
-    return placed(part, x, part.scale / scale, like)
+    return under(part, part.scale / scale, like)
