@@ -203,6 +203,28 @@ def test__a_model_that_cannot_be_converted__is_named_and_unchanged(broken, words
     assert all(after[name] is p for name, p in before.items())
 
 
+class RunningMean(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self, x):
+        y = self.layer(x)
+        self.mean = self.mean * 0.5 + 0.5 * y.mean(0).detach()
+        return y - self.mean
+
+
+def test__unscaling__makes_buffers_plain_that_the_model_has_set():
+    model = sct.scale_model(RunningMean())
+    model(torch.ones(3, 2))
+    want = model.mean.dequantize()
+    sct.unscale_model(model)
+    assert type(model.mean) is torch.Tensor
+    assert torch.equal(model.mean, want)
+    assert type(model(torch.ones(3, 2))) is torch.Tensor
+
+
 def test__unscaling_a_plain_model__is_an_error():
     with pytest.raises(ModelError, match="no parameter"):
         sct.unscale_model(mlp())

@@ -22,8 +22,8 @@ from scaledtensor.errors import ModelError, RecipeError, UnsupportedError
 from scaledtensor.models import delayed, interpose, scripting, state_dicts
 from scaledtensor.models.operands import is_operand, note_ties
 from scaledtensor.models.simulate import refuse_simulated
+from scaledtensor.models.state_dicts import kept
 from scaledtensor.ops.products.sites import Site
-from scaledtensor.ops.products.table import cast_once
 from scaledtensor.ops.results import dequantized
 from scaledtensor.recipes import Delayed, Recipe, Unit
 from scaledtensor.recipes import get as get_recipe
@@ -173,7 +173,8 @@ def unscale_model(model: M) -> M:
     parameters are plain and stay as they are.
 
     Parameters stay the same objects, as in `scale_model`. The value is exact if the parameter's
-    dtype holds it. Gradients are dequantized too. A weight that was stored as products cast it
+    dtype holds it. Gradients are dequantized too, and so are buffers that the model has set to
+    scaled results (running means). A weight that was stored as products cast it
     (`Recipe.store_frozen`) keeps the rounded value.
 
     Returns:
@@ -205,6 +206,9 @@ def unscale_model(model: M) -> M:
         delayed.detach(module)
         state_dicts.attach(module)
         scripting.attach(module)
+        for name, buffer in module.named_buffers(recurse=False):
+            if isinstance(buffer, ScaledTensor):  # the module put a scaled result there
+                module._buffers[name] = buffer.detach().dequantize()
     note_ties(model)
     show(model)
     for plug_in in plug_ins(model):
@@ -322,7 +326,7 @@ def _convert(model: nn.Module, changes: list[_Change]) -> None:
 
 def _swap(change: _Change) -> None:
     p, own = change.parameter, change.recipe
-    data = p.detach().dequantize() if own is None else _held(p.detach(), own, change.stored)
+    data = p.detach().dequantize() if own is None else kept(p.detach(), own, change.stored)
     new = nn.Parameter(data, p.requires_grad)
     for key, tag in vars(p).items():
         if key not in _OWN:
@@ -348,21 +352,13 @@ def _switch(change: _Change) -> None:
         p.recipe = recipe
     else:
         # float64 holds all elements. The dtype that the parameter shows may hold less.
-        p.data = _held(p.detach().to(torch.float64).dequantize(), recipe, stored, p.dtype)
+        p.data = kept(p.detach().to(torch.float64).dequantize(), recipe, stored, p.dtype)
     p.site = Site(change.name, new=True)
     steps.watch(p)
 
 
 def _weight_cast(recipe: Recipe) -> Cast | None:
     return None if recipe.gemms.once is None else recipe.gemms.once[1]
-
-
-def _held(
-    x: Tensor, recipe: Recipe, stored: bool, dtype: torch.dtype | None = None
-) -> ScaledTensor:
-    """Plain values in the form in which a recipe keeps them."""
-    made = cast(ScaledTensor, scaled(x, recipe.master, dtype=dtype, recipe=recipe))
-    return cast(ScaledTensor, cast_once(made)) if stored else made
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:

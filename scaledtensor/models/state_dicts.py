@@ -7,13 +7,14 @@ hooks on each module that has ScaledTensor parameters:
    ScaledTensor. These are its parts, `weight.qdata`, `weight.scale`, `weight.rms` and
    `weight.facts` (its format and recipe, as JSON in bytes), or its value. Every other caller gets
    the ScaledTensors, which `torch.save` writes.
-2. Before `load_state_dict()`: parts become ScaledTensors again, bit for bit, for every caller.
+2. Before `load_state_dict()`: parts become ScaledTensors again, bit for bit, for every caller. If
+   it assigns (`assign=True`), a plain tensor becomes what the recipe of the parameter keeps.
 """
 
 import json
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +22,14 @@ from torch import Tensor, nn
 from scaledtensor.errors import CheckpointError
 from scaledtensor.models.delayed import name_of
 from scaledtensor.models.interpose import drop_hooks
+from scaledtensor.ops.products.table import cast_once
+from scaledtensor.recipes import Recipe
 from scaledtensor.tensors.codec import facts_of, part_names, parts_of, prefixed, rebuilt
+from scaledtensor.tensors.tensor import ScaledTensor, is_stored
+from scaledtensor.tensors.wrap import scaled
 from scaledtensor.tensors.wrapper import Wrapper, is_wrapper
 
-__all__ = ["FACTS", "assembled", "attach", "detach", "joined", "parted", "parted_names"]
+__all__ = ["FACTS", "assembled", "attach", "detach", "joined", "kept", "parted", "parted_names"]
 
 #: The name of the bytes that hold the facts of a tensor, beside its parts.
 FACTS = "facts"
@@ -167,3 +172,20 @@ def _take(
             missing.extend(f"{full}.{part}" for part in p.INNER)
         elif parts:
             state[full] = joined(full, parts)
+        elif metadata.get("assign_to_params_buffers"):
+            state[full] = _assigned(p, state.get(full))
+
+
+def _assigned(p: Any, x: Any) -> Any:
+    """Return the tensor of a state dict that is assigned to a parameter. torch would make the
+    parameter the plain tensor, and the model would train in float32."""
+    plain = isinstance(x, Tensor) and not is_wrapper(x) and x.is_floating_point()
+    if not plain or type(p) is not ScaledTensor or p.recipe is None or x.shape != p.shape:
+        return x
+    return kept(x.detach(), p.recipe, is_stored(p), p.dtype)
+
+
+def kept(x: Tensor, recipe: Recipe, stored: bool, dtype: torch.dtype | None = None) -> ScaledTensor:
+    """Return plain values in the form in which a recipe keeps a parameter."""
+    made = cast(ScaledTensor, scaled(x, recipe.master, dtype=dtype, recipe=recipe))
+    return cast(ScaledTensor, cast_once(made)) if stored else made

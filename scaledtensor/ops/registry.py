@@ -267,10 +267,10 @@ def _resolve(op: Overload) -> Callable[..., Any]:
         arguments = op._schema.arguments
         outputs = [a.name for a in arguments if a.is_out]
         if outputs:
-            return partial(_into_outputs, twin, outputs)
+            return partial(_into_outputs, op, twin, outputs)
         # One place, except for rrelu, whose noise is written too.
         places = [i for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write]
-        return partial(_in_place, twin, places)
+        return partial(_in_place, op, twin, places)
     if "_foreach_" in op._schema.name:
         return partial(foreach, op)
     if _torch.is_composite(op):
@@ -340,7 +340,13 @@ def _operands(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Any]:
 # --- 2. in-place and out= --------------------------------------------------------------------
 
 
-def _in_place(twin: Overload, places: list[int], *args: Any, **kwargs: Any) -> Any:
+# A plain tensor keeps the values of its dtype: a rule would round its elements to the activations'
+# format, and a float32 sum of thousands of terms would stop growing.
+
+
+def _in_place(op: Overload, twin: Overload, places: list[int], *args: Any, **kwargs: Any) -> Any:
+    if not any(isinstance(args[i], ScaledTensor) for i in places):
+        return _on_values(op, args, kwargs)
     result = RULES[twin].call(*args, **kwargs)
     inputs = _operands(args, kwargs)
     for i, value in zip(places, _results(result), strict=True):
@@ -348,7 +354,9 @@ def _in_place(twin: Overload, places: list[int], *args: Any, **kwargs: Any) -> A
     return args[0]
 
 
-def _into_outputs(twin: Overload, names: list[str], *args: Any, **kwargs: Any) -> Any:
+def _into_outputs(op: Overload, twin: Overload, names: list[str], *args: Any, **kwargs: Any) -> Any:
+    if not any(isinstance(kwargs[name], ScaledTensor) for name in names):
+        return _on_values(op, args, kwargs)
     targets = [kwargs.pop(name) for name in names]
     inputs = _operands(args, kwargs)
     # If only the target is scaled, a rule has nothing to work on.

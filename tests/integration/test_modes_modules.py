@@ -208,6 +208,24 @@ def test__an_assigned_checkpoint__brings_format_scale_and_recipe() -> None:
     assert_identical(gradients_of(model, tokens()), gradients_of(source, tokens()))
 
 
+@pytest.mark.parametrize("recipe", ["unit", sct.recipes.Current(store_frozen=True)], ids=str)
+def test__an_assigned_plain_checkpoint__becomes_what_the_recipe_keeps(recipe) -> None:
+    def plain() -> nn.Module:
+        made = plain_gpt()
+        made.head.requires_grad_(False)
+        return made
+
+    source = plain()
+    model = sct.scale_model(plain().to("meta"), recipe)
+    model.load_state_dict(source.state_dict(), assign=True)
+    sct.scale_model(source, recipe)
+    for p, q in zip(model.parameters(), source.parameters(), strict=True):
+        assert_shifted(p, q, 0)
+        assert (p.recipe, p.format, p.requires_grad) == (q.recipe, q.format, q.requires_grad)
+    with pytest.raises(RuntimeError, match=r"size mismatch for head\.weight"):
+        model.load_state_dict({"head.weight": torch.zeros(2, 2)}, assign=True, strict=False)
+
+
 # --- exported programs -----------------------------------------------------------------------
 
 

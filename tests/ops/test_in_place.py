@@ -146,3 +146,54 @@ def test__products_of_a_tensor_that_was_normalised_in_place__are_those_of_the_pl
     for in_place in (False, True):
         found = loss_of_normalised(scaled(x), in_place).dequantize()
         assert (found - plain).norm() <= 0.08 * plain.norm()
+
+
+ONE = torch.tensor([1.0, 1.0])
+#: Additions of `h` to a plain tensor of two elements.
+SUMS = {
+    "add_": lambda t, h: t.add_(h),
+    "+=": lambda t, h: t.__iadd__(h.float()),
+    "addcmul_": lambda t, h: t.addcmul_(h, h),
+    "index_add_": lambda t, h: t.index_add_(0, torch.arange(2), h),
+    "scatter_add_": lambda t, h: t.scatter_add_(0, torch.arange(2), h),
+    "out": lambda t, h: torch.add(t, h, out=t),
+    "addmm_": lambda t, h: t[None].addmm_(h[None, :1], h[None]),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test__a_plain_sum__keeps_the_digits_of_its_dtype(name):
+    """A running sum of BF16 terms would stop at 256."""
+    total, term = torch.zeros(2), sct.scaled(ONE, "bf16")
+    for _ in range(600):
+        SUMS[name](total, term)
+    assert type(total) is torch.Tensor
+    assert total.tolist() == [600, 600]
+
+
+def test__a_plain_sum_in_float64__keeps_the_digits_of_float64():
+    total = torch.full((2,), 2.0**40, dtype=torch.float64)
+    total += sct.scaled(ONE, "bf16")
+    assert total.tolist() == [2.0**40 + 1] * 2
+
+
+ROWS = {
+    "index_put_": lambda t, h: t.__setitem__(torch.tensor([0]), h[None]),
+    "mask": lambda t, h: t.__setitem__(torch.tensor([True, False]), h[None]),
+    "index_copy_": lambda t, h: t.index_copy_(0, torch.tensor([0]), h[None]),
+    "scatter_": lambda t, h: t.scatter_(0, torch.tensor([[0, 0]]), h[None]),
+    "masked_scatter_": lambda t, h: t.masked_scatter_(torch.tensor([[True], [False]]), h),
+    "slice": lambda t, h: t.__setitem__(0, h),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ROWS)
+def test__a_plain_tensor_that_is_written_in_part__keeps_its_other_elements(name, compiled):
+    table = torch.tensor([[70001.0, 0.0], [70003.0, 3.0]])
+
+    def write(t, h):
+        ROWS[name](t, h)
+
+    (torch.compile(write, fullgraph=True) if compiled else write)(table, sct.scaled(ONE, "bf16"))
+    assert table.tolist() == [[1.0, 1.0], [70003.0, 3.0]]
