@@ -8,7 +8,7 @@ hooks on each module that has ScaledTensor parameters:
    `weight.facts` (its format and recipe, as JSON in bytes), or its value. Every other caller gets
    the ScaledTensors, which `torch.save` writes.
 2. Before `load_state_dict()`: parts become ScaledTensors again, bit for bit, for every caller. If
-   it assigns (`assign=True`), a plain tensor becomes what the recipe of the parameter keeps.
+   it assigns (`assign=True`), a plain tensor takes the format and recipe of the parameter.
 """
 
 import json

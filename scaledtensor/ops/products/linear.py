@@ -20,6 +20,7 @@ from torch import Tensor
 
 from scaledtensor import _torch, native
 from scaledtensor.backends import units_of
+from scaledtensor.errors import UnsupportedError
 from scaledtensor.formats import BF16, FP32, Format, from_dtype
 from scaledtensor.formats.bits import Mode
 from scaledtensor.formats.native import ValueLoop, value_loop
@@ -152,6 +153,8 @@ class _Linear(torch.autograd.Function):
         of_bias = None
         if grad is not None:
             x, weight, bias = ctx.saved_tensors
+            for saved in (x, weight, bias):
+                _check_saved(saved)
             if not isinstance(grad, ScaledTensor):
                 known = next(t for t in (weight, x, bias) if t is not None)
                 grad = verbs.promote(grad, known.detach())
@@ -167,6 +170,15 @@ class _Linear(torch.autograd.Function):
         with _torch.disable_torch_function():
             dx, dw = map(_in_format, found, ctx.formats)
         return dx, dw, None, of_bias
+
+
+def _check_saved(x: Any) -> None:
+    if x is not None and not isinstance(x, ScaledTensor):
+        raise UnsupportedError(
+            "a hook of torch.autograd.graph.saved_tensors_hooks gave a plain tensor for a "
+            "ScaledTensor that it had packed: pack the ScaledTensor itself (x.cpu(), x.clone(), "
+            "torch.save), or wrap what the hook gives back in scaledtensor.scaled"
+        )
 
 
 def _sum(a: Any, b: Any) -> Any:
