@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from assertions import assert_holds, assert_in_range
 from tensors import gaussian
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -230,8 +231,8 @@ def test__no_more_than_one_parameter__is_there_twice(monkeypatch):
         seen.append(sum(not storage.expired() for storage in old))
         return original(x, *args)
 
-    original = scaling._held
-    monkeypatch.setattr(scaling, "_held", held)
+    original = scaling.kept
+    monkeypatch.setattr(scaling, "kept", held)
     sct.scale_model(model)
     assert seen == [4, 3, 2, 1]
     assert all(storage.expired() for storage in old)
@@ -435,3 +436,62 @@ def test__a_mean_of_copies__leaves_the_scale_near_the_elements(step):
         rms = float(p.detach().dequantize().square().mean().sqrt())
         assert 2.0**-4 < rms / float(p.scale) < 2.0**4
         assert 2.0**-4 < rms / float(p.rms) < 2.0**4
+
+
+# --- parameters that no optimizer of torch steps ---------------------------------------------
+
+
+def classified(recipe, std):
+    """The loss of a classifier after 100 steps of SGD that are written by hand."""
+    torch.manual_seed(0)
+    x = torch.randn(256, 16)
+    y = (x @ torch.randn(16, 4)).argmax(-1)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+    nn.init.normal_(model[2].weight, std=std)
+    if recipe is not None:
+        sct.scale_model(model, recipe)
+    for i in range(100):
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        with torch.no_grad():
+            for p, g in zip(model.parameters(), gradients, strict=True):
+                p.sub_(g * (0.5 * min(1, i / 50) + 1e-6))
+    return float(loss)
+
+
+@pytest.mark.parametrize("std", [0.0, 1e-5, 1e-3])
+def test__steps_by_hand__train_weights_that_start_small(std):
+    """fastai's optimizers are no optimizers of torch either, so nothing rebalances after them."""
+    plain, scaled = classified(None, std), classified("unit", std)
+    assert plain < 0.2
+    assert scaled < plain + 0.05
+
+
+@pytest.mark.parametrize("first", [1e-4, 1e-3, 0.5])
+def test__an_average_that_starts_with_zeros__has_a_scale_that_fits(first):
+    layer = sct.scale_model(nn.Linear(64, 64, bias=False))
+    x, w = gaussian(8, 64), layer.weight
+    want = x @ w.detach().dequantize().t()
+    with torch.no_grad():
+        given = w.detach().clone()
+        w.zero_()
+        w.add_(given * first)
+        w.add_(given * (1 - first))
+    assert_in_range([w], 0.25, 4)
+    assert (layer(x).dequantize() - want).norm() < 0.06 * want.norm()
+
+
+@pytest.mark.parametrize("update", ["lerp_", "mul_ and add_"])
+def test__a_running_average__keeps_its_scale_and_knows_its_rms(update):
+    """Its terms are the same weight again and again, so their RMS is no root of squares."""
+    layer = sct.scale_model(nn.Linear(32, 32, bias=False))
+    average = copy.deepcopy(layer).requires_grad_(False)
+    scale = float(average.weight.scale)
+    for _ in range(2000):
+        if update == "lerp_":
+            average.weight.lerp_(layer.weight.detach(), 0.01)
+        else:
+            average.weight.mul_(0.99).add_(layer.weight.detach(), alpha=0.01)
+    assert float(average.weight.scale) == scale
+    assert 0.2 < float(average.weight.rms) / float(layer.weight.rms) <= 1
+    assert_holds(average.weight, layer.weight.detach().dequantize(), 2.0**-20)

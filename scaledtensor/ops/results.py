@@ -397,7 +397,7 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
     was, free = (kept, False) if target.memo.agreed else (expected, whole)
     rms = _plausible(raw, target, kept, expected)
     after_write(target)
-    scale, ratio = settle_in_place(kept, was, rms, raw.held, free, *_reach(target.format))
+    scale, ratio = settle_in_place(kept, was, rms, raw.held, free, *_reach(target, rms))
     place, q = _apart(target.qdata, raw.q)
     wide = q if q.dtype.itemsize > 1 else q.float()
     if any(is_table(x) for x in operands):
@@ -419,13 +419,13 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
 
 def _plausible(raw: Raw, target: ScaledTensor, scale: Any, before: Any) -> Any:
     """Return the RMS of a result that is written into a tensor of this scale and RMS. In a
-    parameter it is measured if it is far from the scale, which is from the last rebalancing: each
-    of many writes may add a little (LBFGS). The expectation stays if it is the smaller one."""
+    parameter it is measured if it is far from the scale: each of many writes may add a little
+    (LBFGS, averages), and their terms depend on each other."""
     rms = believed(single_of(raw.rms), raw.q, raw.held)
     if not (type(rms) is type(before) is type(scale) is Single) or not before:
         return rms
-    jumps = rms > float.__mul__(scale, _JUMP) and is_parameter(target)
-    return min(rms, measured_if_real(rms, raw.q, raw.held)) if jumps else rms
+    jumps = not scale / _JUMP <= rms <= scale * _JUMP
+    return measured_if_real(rms, raw.q, raw.held) if jumps and is_parameter(target) else rms
 
 
 def _apart(place: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -438,14 +438,21 @@ def _apart(place: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     return place, q
 
 
-def _reach(fmt: Format) -> tuple[float, ...]:
-    """Return the limit of the RMS of new values, in units of the scale of a tensor of 8 or 16 bits.
-    In an 8-bit tensor eight times the RMS is still in range. Tensors of 16 bits are results that
-    the next product casts under their scale, so its format must hold them."""
-    size = fmt.storage_dtype.itemsize
+#: The most by which the RMS of a tensor that the next product casts may differ from its scale.
+_CAST = 16.0
+
+
+def _reach(target: ScaledTensor, rms: Any) -> tuple[float, ...]:
+    """Return the limit of the RMS of new values, in units of the scale. In an 8-bit tensor eight
+    times the RMS is still in range. Tensors of 16 bits are results that the next product casts
+    under their scale, so its format must hold them. So are parameters. An optimizer's step
+    rebalances them, but code may write into them without one (fastai's optimizers, loops by hand).
+    """
+    size = target.format.storage_dtype.itemsize
     if size == 1:
-        return (max(fmt.max / 8, 2.0),)
-    return (16.0,) if size == 2 else ()
+        return (max(target.format.max / 8, 2.0),)
+    measured = type(rms) is Single and target.recipe is not None and is_parameter(target)
+    return (_CAST,) if size == 2 or measured else ()
 
 
 def _tell_of_clipped(moved: Tensor, target: ScaledTensor) -> None:
