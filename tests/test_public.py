@@ -39,6 +39,7 @@ ERRORS = {
 MEMBERS = [
     "INNER",
     "apply_",
+    "as_subclass",
     "context",
     "cut",
     "data",

@@ -496,3 +496,19 @@ def test__plain_targets_and_out__receive_plain_values():
     assert torch.mul(x, 2.0, out=out) is out
     assert float(out.scale) == scale
     assert_holds(out, x.dequantize() * 2, 0)
+
+
+class OtherClass(torch.Tensor):
+    """fastai's TensorBase is such a class, and its losses begin with `as_subclass`."""
+
+
+def test__as_another_subclass__has_the_value_and_passes_gradients():
+    layer = sct.scale_model(torch.nn.Linear(4, 3))
+    y = layer(torch.ones(2, 4))
+    other = y.as_subclass(OtherClass)
+    assert type(other) is OtherClass
+    assert torch.equal(other.as_subclass(torch.Tensor), y.dequantize())
+    torch.nn.functional.cross_entropy(other, torch.tensor([0, 1])).backward()
+    assert layer.weight.grad.dequantize().abs().sum() > 0
+    assert type(y.as_subclass(torch.Tensor)) is torch.Tensor
+    assert y.as_subclass(sct.ScaledTensor) is y

@@ -37,6 +37,7 @@ __all__ = [
 ]
 
 T = TypeVar("T", bound="Wrapper")
+S = TypeVar("S", bound=Tensor)
 
 
 class Wrapper(Tensor):
@@ -88,6 +89,14 @@ class Wrapper(Tensor):
     def dequantize(self) -> Tensor:
         """The plain tensor of the same value, shape and dtype."""
         raise NotImplementedError
+
+    def as_subclass(self, cls: type[S]) -> S:
+        """This tensor as another subclass of `torch.Tensor`, as fastai's losses ask for. An object
+        has one class, so another class than its own gets the value: `x.dequantize()`.
+        Differentiable."""
+        if isinstance(self, cls) and cls is not Tensor:
+            return self
+        return self.dequantize().as_subclass(cls)
 
     @property
     def cut(self) -> tuple[str, ...]:
