@@ -340,12 +340,14 @@ def _operands(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Any]:
 # --- 2. in-place and out= --------------------------------------------------------------------
 
 
-# A plain tensor keeps the values of its dtype: a rule would round its elements to the activations'
-# format, and a float32 sum of thousands of terms would stop growing.
+def _is_plain_float(x: Any) -> bool:
+    """Whether an operator writes into `x` in the dtype of `x`. A rule would round its elements to
+    the activations' format, and a float32 sum of thousands of terms would stop growing."""
+    return not isinstance(x, ScaledTensor) and x.dtype.is_floating_point
 
 
 def _in_place(op: Overload, twin: Overload, places: list[int], *args: Any, **kwargs: Any) -> Any:
-    if not any(isinstance(args[i], ScaledTensor) for i in places):
+    if all(_is_plain_float(args[i]) for i in places):
         return _on_values(op, args, kwargs)
     result = RULES[twin].call(*args, **kwargs)
     inputs = _operands(args, kwargs)
@@ -355,7 +357,7 @@ def _in_place(op: Overload, twin: Overload, places: list[int], *args: Any, **kwa
 
 
 def _into_outputs(op: Overload, twin: Overload, names: list[str], *args: Any, **kwargs: Any) -> Any:
-    if not any(isinstance(kwargs[name], ScaledTensor) for name in names):
+    if all(_is_plain_float(kwargs[name]) for name in names):
         return _on_values(op, args, kwargs)
     targets = [kwargs.pop(name) for name in names]
     inputs = _operands(args, kwargs)
