@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from scaledtensor import _torch
+from scaledtensor.backends import is_readable
 from scaledtensor.errors import DTypeError, MissingRuleError, SaturationWarning, ShapeError
 from scaledtensor.formats import BF16, FP32, Format, encode
 from scaledtensor.formats.bits import Overflow
@@ -397,7 +398,7 @@ def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None
     was, free = (kept, False) if target.memo.agreed else (expected, whole)
     rms = _plausible(raw, target, kept, expected)
     after_write(target)
-    scale, ratio = settle_in_place(kept, was, rms, raw.held, free, *_reach(target, rms))
+    scale, ratio = settle_in_place(kept, was, rms, raw.held, free, *_reach(target, raw.q, rms))
     place, q = _apart(target.qdata, raw.q)
     wide = q if q.dtype.itemsize > 1 else q.float()
     if any(is_table(x) for x in operands):
@@ -425,7 +426,9 @@ def _plausible(raw: Raw, target: ScaledTensor, scale: Any, before: Any) -> Any:
     if not (type(rms) is type(before) is type(scale) is Single) or not before:
         return rms
     jumps = not scale / _JUMP <= rms <= scale * _JUMP
-    return measured_if_real(rms, raw.q, raw.held) if jumps and is_parameter(target) else rms
+    if not (jumps and is_parameter(target)):
+        return rms
+    return measured_if_real(rms, raw.q, raw.held, waits=True)
 
 
 def _apart(place: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -442,17 +445,18 @@ def _apart(place: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
 _CAST = 16.0
 
 
-def _reach(target: ScaledTensor, rms: Any) -> tuple[float, ...]:
+def _reach(target: ScaledTensor, q: Tensor, rms: Any) -> tuple[float, ...]:
     """Return the limit of the RMS of new values, in units of the scale. In an 8-bit tensor eight
     times the RMS is still in range. Tensors of 16 bits are results that the next product casts
-    under their scale, so its format must hold them. So are parameters. An optimizer's step
-    rebalances them, but code may write into them without one (fastai's optimizers, loops by hand).
+    under their scale, so its format must hold them. So are parameters, where `_plausible` can
+    measure. An optimizer's step rebalances them, but code may write into them without one (fastai's
+    optimizers, loops by hand).
     """
     size = target.format.storage_dtype.itemsize
     if size == 1:
         return (max(target.format.max / 8, 2.0),)
-    measured = type(rms) is Single and target.recipe is not None and is_parameter(target)
-    return (_CAST,) if size == 2 or measured else ()
+    own = type(rms) is Single and target.recipe is not None and is_parameter(target)
+    return (_CAST,) if size == 2 or (own and is_readable(q)) else ()
 
 
 def _tell_of_clipped(moved: Tensor, target: ScaledTensor) -> None:
