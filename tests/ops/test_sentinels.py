@@ -84,6 +84,18 @@ def test__compiled__a_plain_table_of_fills_moves_no_scale(spelling):
     assert_in_range([y[4:]], 0.25, 2)
 
 
+@pytest.mark.parametrize("spelling", ["cat", "where"])
+def test__batch_invariant__a_plain_table_of_fills_stays_finite(spelling):
+    """Code whose results do not depend on the batch measures nothing."""
+    x = sct.scaled(gaussian(8, 16) * 2.0**-10, "bf16")
+    fills = torch.full((4, 16), FILLS[-1])
+    with sct.ops.batch_invariant():
+        y = TABLES[spelling](x, fills)
+        assert_holds(F.softmax(y[:4], -1), torch.full((4, 16), 1 / 16), 1e-6)
+    assert (y[:4] < -1e30).all()
+    assert not y[:4].isinf().any()
+
+
 @pytest.mark.parametrize("size", [2.0**-10, 1.0, 2.0**10])
 @pytest.mark.parametrize("fill", [*FILLS[2:], torch.finfo(torch.float32).max, 1e30])
 def test__a_fill__is_equal_to_its_number(fill, size):

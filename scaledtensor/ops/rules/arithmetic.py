@@ -144,7 +144,8 @@ def chosen(x: Any, like: ScaledTensor) -> Operand:
     Its RMS leaves out the fills of a mask. A table of fills alone takes the RMS of `like`."""
     if not is_table(x):
         return operand(x, like)
-    if calculates(like) and not torch.compiler.is_compiling():
+    measures = not (torch.compiler.is_compiling() or invariant.assumes_unit_scale())
+    if measures and calculates(like):
         made = operand(x, like)
         if type(made.rms) is Single and made.rms * x.numel() ** 0.5 < -FILL:
             return made  # no element is as large as a fill
