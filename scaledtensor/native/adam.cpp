@@ -25,6 +25,7 @@ struct Parameter {
     float *elements, *first, *second;
     int64_t count;
     int64_t half;
+    int64_t free;  // two bits for the elements, the first and the second moment: the `_freedom` of each
     double start1, start2;  // 1 - beta^step
     Amounts of_gradient, of_elements, of_first, of_second;
 };
@@ -40,6 +41,7 @@ struct Factors {
     float weight;  // of the gradient in the first moment
     float beta2;
     float share;  // of the squared gradient in the second moment
+    float odd;    // of the second moment, under the root
     float eps;
     float kept;  // of the parameter, after decay
     float rate;
@@ -53,12 +55,14 @@ float finite(double x) {
     return float(-F32_MAX > below ? -F32_MAX : below);
 }
 
-// `settle_in_place`: the scale stays, unless all values were zero or are of another magnitude. Returns
-// the factor that takes the elements to the new scale.
-float settled(Amounts &held, double rms) {
+// `settle_in_place`: the scale stays, unless all values were zero or are of another magnitude. Part of
+// a larger tensor does not do the latter (`free` is 1), and a part that other ranks know neither (0).
+// Returns the factor that takes the elements to the new scale.
+float settled(Amounts &held, double rms, int64_t free) {
     const double kept = held.scale, far = 0x1p24;
-    const bool moves = rms > 0 && !(kept / far <= rms && rms <= kept * far);
-    const double scale = held.rms == 0 || moves ? power_of_two_near(rms) : kept;
+    const bool moves = free == 2 && rms > 0 && !(kept / far <= rms && rms <= kept * far);
+    const bool begins = free > 0 && held.rms == 0;
+    const double scale = begins || moves ? power_of_two_near(rms) : kept;
     const double ratio = kept / scale;
     held = {float(scale), float(rms)};
     return float(F32_MAX < ratio ? F32_MAX : ratio);
@@ -81,7 +85,7 @@ void step(const Factors f, const G *gradient, float *first, float *second, float
         const float far = std::fma(f.weight - 1.0f, target - was, target);
         const float m = f.weight < 0.5f ? near : far;
         const float v = std::fma(f.share * g, g, second[i] * f.beta2);
-        const float divisor = std::sqrt(v) + f.eps;
+        const float divisor = std::sqrt(v * f.odd) + f.eps;
         first[i] = m;
         second[i] = v;
         parameter[i] = parameter[i] * f.kept + f.rate * m / divisor;
@@ -94,26 +98,30 @@ void stepped(Parameter &p, const Options &o, int threads) {
     const double weight = 1 - o.beta1, share = 1 - o.beta2;
 
     const double rms = quadrature(times(p.of_first.rms, 1 - weight), times(spread, weight));
-    multiply(p.first, settled(p.of_first, rms), p.count, threads);
+    multiply(p.first, settled(p.of_first, rms, p.free >> 2 & 3), p.count, threads);
     const double scale = p.of_first.scale;
     const double rms_second =
         single(times(p.of_second.rms, o.beta2) + times(single(spread * spread), o.growth));
-    multiply(p.second, settled(p.of_second, rms_second), p.count, threads);
+    multiply(p.second, settled(p.of_second, rms_second, p.free >> 4 & 3), p.count, threads);
     const double scale_second = p.of_second.scale;
 
-    const double unit_root = std::sqrt(scale_second / p.start2);
+    int exponent;
+    std::frexp(scale_second, &exponent);
+    const double odd = exponent & 1 ? 1 : 2;
+    const double unit_root = std::sqrt(scale_second / odd / p.start2);
     const double root = single(std::sqrt(single(rms_second / single(p.start2))));
     const double expected = quadrature(root, single(o.eps));
     const double rate = o.lr / p.start1, kept = 1 - o.lr * o.weight_decay;
     const double rms_parameter =
         quadrature(times(p.of_elements.rms, kept), times(single(rms / expected), rate));
-    multiply(p.elements, settled(p.of_elements, rms_parameter), p.count, threads);
+    multiply(p.elements, settled(p.of_elements, rms_parameter, p.free & 3), p.count, threads);
 
     const Factors f = {
         finite(unit / scale),
         float(weight),
         float(o.beta2),
         finite(share * unit * unit / scale_second),
+        float(odd),
         finite(o.eps / unit_root),
         float(kept),
         finite(-rate * scale / unit_root / p.of_elements.scale),

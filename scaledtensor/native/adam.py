@@ -13,10 +13,10 @@ __all__ = ["Options", "serves", "step"]
 
 
 #: The struct `Parameter` of the source: four places, the number of elements, whether the gradient
-#: is bfloat16, 1 - beta1^step, 1 - beta2^step, and four pairs of scale and RMS. To fill a
-#: `ctypes.Structure` takes six times as long.
-_PARAMETER = struct.Struct("6q2d8f")
-_FIRST_WRITTEN = 10
+#: is bfloat16, how far scales may change, 1 - beta1^step, 1 - beta2^step, and four pairs of scale
+#: and RMS. To fill a `ctypes.Structure` takes six times as long.
+_PARAMETER = struct.Struct("7q2d8f")
+_FIRST_WRITTEN = 11
 
 
 class Options(ctypes.Structure):

@@ -21,6 +21,7 @@ from torch.optim.optimizer import (
 )
 
 from scaledtensor import _torch
+from scaledtensor.scales.singles import calculates
 from scaledtensor.tensors.shards import is_dtensor, is_dtensor_class, is_sharded
 from scaledtensor.tensors.tensor import ScaledTensor
 
@@ -150,6 +151,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     with _torch.disable_torch_function():
         found = held(optimizer)
         _do(_BEFORE, found)
+        _choose_fused(optimizer, found)
         kept = _kept()
         if found and kept is not None:
             kept.optimizers.add(optimizer)
@@ -162,9 +164,49 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     with _torch.disable_torch_function():
         found = held(optimizer)
+        _let_choose(found)
         _do(_AFTER, found)
         if any(is_dtensor(p) for _, ours in found for p in ours):
             _do(_AFTER_SPREAD, found)
+
+
+# --- Adam's choice ---------------------------------------------------------------------------
+# An Adam that is given neither `fused` nor `foreach` chooses by the classes of its parameters, and
+# steps subclasses of Tensor one operator at a time. On a CPU the fused step takes a tenth of that.
+
+#: The choice of `fused` in a group, during a step. It is true, and no program gives it.
+_CHOSEN = 1
+
+
+def _choose_fused(optimizer: Optimizer, found: Held) -> None:
+    if not isinstance(optimizer, torch.optim.Adam):
+        return
+    steps_itself = getattr(optimizer, "_steps_itself", None)
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) and (
+        steps_itself is None or steps_itself()
+    ):
+        return  # a class that may have a step of its own
+    for group, ours in found:
+        if (
+            group["fused"] is None
+            and group["foreach"] is None
+            and not (group["capturable"] or group["differentiable"] or group["amsgrad"])
+            and (group.get("decoupled_weight_decay") or not group["weight_decay"])
+            and all(map(_calculates, ours))
+            and all(p.is_floating_point() for p in group["params"])
+        ):
+            group["fused"] = _CHOSEN
+
+
+def _calculates(p: Any) -> bool:
+    part = _torch.local_part(p) if is_dtensor(p) else p
+    return type(part) is ScaledTensor and calculates(part)
+
+
+def _let_choose(found: Held) -> None:
+    for group, _ in found:
+        if type(group.get("fused")) is int:
+            group["fused"] = None
 
 
 # --- states ----------------------------------------------------------------------------------

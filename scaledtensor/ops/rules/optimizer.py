@@ -20,6 +20,7 @@ from scaledtensor.ops.algebra import elements, gaussian_moment
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, rule
 from scaledtensor.ops.results import covers_storage, written
+from scaledtensor.scales.measure import measured_rms
 from scaledtensor.scales.powers import (
     MAX_SCALE,
     MIN_SCALE,
@@ -29,11 +30,13 @@ from scaledtensor.scales.powers import (
     times,
 )
 from scaledtensor.scales.singles import (
+    ONE,
     Single,
     amounts_of,
     multiplier,
     put,
     rounded,
+    single_of,
 )
 from scaledtensor.tensors.memo import after_write
 from scaledtensor.tensors.sparse import is_sparse
@@ -116,12 +119,25 @@ def adam(
     start (Kingma and Ba 2015; decoupled decay: Loshchilov and Hutter 2019)."""
     decoupled = "adamw" in op._schema.name
     together: list[_Stepped] = []
+
+    def step_together() -> None:
+        if together:
+            _adam_together(together, float(lr), beta1, beta2, weight_decay, eps)
+            together.clear()
+
     for i, p, g in _gradients(parameters, grads, **options):
         plainly = not amsgrad and (decoupled or not weight_decay)
-        known = _amounts(g, p, firsts[i], seconds[i]) if plainly else None
-        if known is not None:
-            together.append(_Stepped((g, p, firsts[i], seconds[i]), known, float(steps[i])))
-            continue
+        tensors = (g, p, firsts[i], seconds[i])
+        if plainly and _are_elements(*tensors):
+            free = [_freedom(x) for x in tensors[1:]]
+            if _FROM_ZERO in free:  # another parameter may share its scale
+                step_together()
+            known = _amounts(*tensors)
+            if known is not None:
+                together.append(_Stepped(tensors, known, free, float(steps[i])))
+                if _FROM_ZERO in free:
+                    step_together()
+                continue
         if weight_decay and decoupled:
             _minus(p, p, lr * weight_decay)
         elif weight_decay:
@@ -133,8 +149,7 @@ def adam(
         step = steps[i].double()
         start1, start2 = 1 - beta1**step, 1 - beta2**step
         _minus(p, first / (second.sqrt() / start2.sqrt()).add_(eps), lr / start1)
-    if together:
-        _adam_together(together, float(lr), beta1, beta2, weight_decay, eps)
+    step_together()
     written(parameters, firsts, seconds, largest)
 
 
@@ -145,6 +160,8 @@ class _Stepped(NamedTuple):
     """The gradient, the parameter, the first moment and the second moment."""
     amounts: list[tuple[Single, Single]]
     """The scale and the RMS of each."""
+    free: list[int]
+    """The `_freedom` of each, without the gradient."""
     step: float
 
 
@@ -157,7 +174,7 @@ def _adam_together(entries: Sequence[_Stepped], *options: float) -> None:
     starts: dict[float, tuple[float, float]] = {}
     ready = native.ready(sum([entry.tensors[1].qdata.numel() for entry in entries]))
     for entry in entries:
-        gradient, *held = (x.qdata for x in entry.tensors)
+        gradient, *held = map(_elements_of, entry.tensors)
         if not ready or not adam_loop.serves(gradient, *held):
             _adam_elements(*entry, *options)
             continue
@@ -167,21 +184,36 @@ def _adam_together(entries: Sequence[_Stepped], *options: float) -> None:
         places = [x.data_ptr() for x in (gradient, *held)]
         size = gradient.numel(), gradient.dtype is torch.bfloat16
         amounts = [number for pair in entry.amounts for number in pair]
-        given.append((*places, *size, *starts[step], *amounts))
+        free = sum([level << 2 * i for i, level in enumerate(entry.free)])
+        given.append((*places, *size, free, *starts[step], *amounts))
         served.append(entry)
     growth = gaussian_moment(2) * (1 - beta2)
     found = adam_loop.step(given, adam_loop.Options(*options, growth)) if given else ()
     for entry, now in zip(served, found, strict=True):
-        targets, before = entry.tensors[1:], entry.amounts[1:]
-        for x, (was, _), scale, rms in zip(targets, before, now[::2], now[1::2], strict=True):
-            _changed(x, Single(scale) if scale != was else None, Single(rms))
+        targets = zip(entry.tensors[1:], entry.amounts[1:], entry.free, strict=True)
+        for (x, was, free), scale, rms in zip(targets, now[::2], now[1::2], strict=True):
+            _changed(x, was, free, Single(scale), Single(rms))
         _signed(entry.tensors)
 
 
-def _changed(x: Any, scale: Single | None, rms: Single) -> None:
-    """Give a tensor whose elements were written its scale, if that is another one, and its RMS."""
+#: How far a write may change the scale of a tensor: never, if the tensor was zero, or always.
+_NEVER, _FROM_ZERO, _ALWAYS = range(3)
+
+
+def _freedom(x: Any) -> int:
+    """Return how far a write may change the scale of `x`, as `ops.results.write` does."""
+    if x.memo.agreed:  # other ranks rely on it
+        return _NEVER
+    return _ALWAYS if covers_storage(x.qdata) else _FROM_ZERO
+
+
+def _changed(x: Any, before: tuple[Single, Single], free: int, scale: Single, rms: Single) -> None:
+    """Give a tensor whose elements were written its scale and its RMS. `before` are both as they
+    were."""
     watch(x)
-    put(x, scale, rms)
+    # A larger tensor does not become zero with one of its parts.
+    now = max(before[1], rms) if free == _FROM_ZERO else rms
+    put(x, None if scale == before[0] else scale, now)
     after_write(x)
 
 
@@ -191,28 +223,38 @@ def _signed(tensors: tuple[Any, ...]) -> None:
     p.nonnegative, first.nonnegative, second.nonnegative = False, False, True
 
 
+def _are_elements(g: Tensor, *held: Tensor) -> bool:
+    """Whether Adam's step reads and writes the elements of these tensors. The gradient may have any
+    compute format, or be plain, as with FSDP2. The tensors that are written are in float32."""
+    q = _elements_of(g)
+    return (
+        q.itemsize > 1
+        and q.dtype is not torch.float64
+        and not is_sparse(q)
+        and all(isinstance(x, ScaledTensor) and x.qdata.dtype is torch.float32 for x in held)
+    )
+
+
 def _amounts(g: Tensor, *held: Tensor) -> list[tuple[Single, Single]] | None:
-    """Return (scale, RMS) of each, if the host holds them as numbers, or else None. The gradient
-    may have any compute format; the tensors that are written are whole and in float32."""
-    if not isinstance(g, ScaledTensor) or g.qdata.itemsize == 1 or is_sparse(g):
-        return None
-    found = [amounts_of(g)]
-    for x in held:
-        if not (
-            isinstance(x, ScaledTensor)
-            and x.qdata.dtype is torch.float32
-            and not x.memo.agreed
-            and covers_storage(x.qdata)
-        ):
-            return None
-        found.append(amounts_of(x))
+    """Return (scale, RMS) of each, if the host holds them as numbers, or else None. The RMS of a
+    plain gradient is measured."""
+    found = [amounts_of(x) for x in held]
+    if isinstance(g, ScaledTensor):
+        found.insert(0, amounts_of(g))
+    elif all(type(scale) is Single for scale, _ in found):
+        found.insert(0, (ONE, single_of(measured_rms(g))))
     numbers = all(type(scale) is Single and type(rms) is Single for scale, rms in found)
     return found if numbers else None
+
+
+def _elements_of(g: Tensor) -> Tensor:
+    return g.qdata if isinstance(g, ScaledTensor) else g
 
 
 def _adam_elements(
     tensors: tuple[Any, ...],
     amounts: list[tuple[Single, Single]],
+    free: list[int],
     step: float,
     lr: float,
     beta1: float,
@@ -228,21 +270,23 @@ def _adam_elements(
     """
     g, p, first, second = tensors
     (of_gradient, spread), of_parameter, of_first, of_second = amounts
-    gradient, unit = elements(g).float(), float(of_gradient)
+    gradient, unit = _elements_of(g).float(), float(of_gradient)
 
     # The expected RMS are the RMS of a lerp and of a sum of squares (`arithmetic`).
     weight, share = 1 - beta1, 1 - beta2
     rms = quadrature(of_first[1] * (1 - weight), spread * weight)
-    m, scale = _moved(first, of_first, rms)
+    m, scale = _moved(first, of_first, free[1], rms)
     rms_second = of_second[1] * beta2 + spread.square() * (gaussian_moment(2) * share)
-    v, scale_second = _moved(second, of_second, rms_second)
+    v, scale_second = _moved(second, of_second, free[2], rms_second)
 
     start1, start2 = 1 - beta1**step, 1 - beta2**step
-    unit_root = math.sqrt(scale_second / start2)
+    # The root of an even power of two is exact. So the digits do not depend on the scale.
+    odd = _odd_part(scale_second)
+    unit_root = math.sqrt(scale_second / odd / start2)
     expected = quadrature(Single(rounded(math.sqrt(rms_second / start2))), Single(rounded(eps)))
     rate, kept = lr / start1, 1 - lr * weight_decay
     rms_parameter = quadrature(of_parameter[1] * kept, rms / expected * rate)
-    q, scale_parameter = _moved(p, of_parameter, rms_parameter)
+    q, scale_parameter = _moved(p, of_parameter, free[0], rms_parameter)
     _signed(tensors)
 
     to_first, to_second = _finite(unit / scale), _finite(share * unit * unit / scale_second)
@@ -252,17 +296,22 @@ def _adam_elements(
     v.mul_(beta2).addcmul_(gradient, gradient, value=to_second)
     if weight_decay:
         q.mul_(kept)
-    q.addcdiv_(m, v.sqrt().add_(least), value=by)
+    q.addcdiv_(m, v.mul(odd).sqrt_().add_(least), value=by)
 
 
-def _moved(x: Any, amounts: tuple[Single, Single], rms: Single) -> tuple[Tensor, float]:
+def _odd_part(scale: float) -> float:
+    """Return 2 if the exponent of a scale is odd, and 1 if it is even."""
+    return 2.0 - math.frexp(scale)[1] % 2
+
+
+def _moved(x: Any, amounts: tuple[Single, Single], free: int, rms: Single) -> tuple[Tensor, float]:
     """Return the elements of `x`, for a change in place to values of RMS `rms`, and their scale.
     `amounts` are its scale and RMS. The scale stays unless `settle_in_place` chooses another."""
     kept, was = amounts
-    scale, ratio = settle_in_place(kept, was, rms, kept, True)
+    scale, ratio = settle_in_place(kept, was if free else kept, rms, kept, free == _ALWAYS)
     if scale is not kept:
         x.qdata.mul_(multiplier(ratio))
-    _changed(x, None if scale is kept else scale, rms)
+    _changed(x, amounts, free, scale, rms)
     return x.qdata, float(scale)
 
 
