@@ -178,7 +178,8 @@ class LowPrecision(Optimizer):
         elements = sum(e.elements.numel() for e in entries)
         compiled = elements >= COMPILED_FROM if self.compiled is None else self.compiled
         loops = self.compiled is not True
-        torch.autograd.graph.increment_version([e.owner for e in entries])
+        # Compiled code saved the elements, and not the parameter (`count_write`).
+        torch.autograd.graph.increment_version([x for e in entries for x in (e.owner, e.elements)])
         used = {}
         stepped: list[Entry] = []
         try:

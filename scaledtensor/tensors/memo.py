@@ -22,9 +22,10 @@ share it, and copies get a copy of it.
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-__all__ = ["NOTHING", "Memo", "Source", "after_overwrite", "after_write", "note"]
+__all__ = ["NOTHING", "Memo", "Source", "after_overwrite", "after_write", "count_write", "note"]
 
 
 class Source(NamedTuple):
@@ -79,8 +80,24 @@ def note(x: Any, **fields: Any) -> None:
     x.memo = x.memo._replace(**fields)
 
 
+def count_write(x: Any) -> None:
+    """Count a write in the version of the elements too, if autograd may have saved them.
+
+    Compiled code saves inner tensors. torch counts a write for `x` itself, which such code does not
+    look at, and its backward pass would read the new elements in silence. `x.data` and
+    `x.detach()` are other objects, and are not counted. PyTorch allows writes through the former.
+    """
+    if torch.compiler.is_compiling():
+        return  # a compiled graph counts its own writes
+    base = x._base if x._is_view() else x
+    saved = base.requires_grad or isinstance(base, torch.nn.Parameter)
+    if saved and not base.qdata.is_inference():
+        torch.autograd.graph.increment_version(base.qdata)
+
+
 def after_write(x: Any) -> None:
     """Record that an operator wrote into the elements of `x`."""
+    count_write(x)
     if x.memo is not NOTHING:
         x.memo = Memo(
             agreed=x.memo.agreed,

@@ -165,3 +165,49 @@ def test__a_weight_that_no_product_casts__is_not_written_before_the_backward_pas
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward()
+
+
+def by_ours(p: Tensor) -> None:
+    p.grad = torch.ones_like(p)
+    sct.optim.AdamW([p], lr=0.1, state_format="e4m3fn").step()
+
+
+def by_torchs(p: Tensor) -> None:
+    p.grad = torch.ones_like(p)
+    torch.optim.AdamW([p], lr=0.1).step()
+
+
+WRITES: dict[str, Any] = {
+    "mul_": lambda p: p.mul_(2.0),
+    "a part": lambda p: p[0].mul_(2.0),
+    "copy_": lambda p: p.copy_(p * 2.0),
+    "load": lambda p: p.copy_(torch.randn(8, 8)),
+    "foreach": lambda p: torch._foreach_mul_([p], 2.0),
+    "torch's optimizer": by_torchs,
+    "an optimizer": by_ours,
+}
+
+
+CASES = [(name, False) for name in WRITES] + [("mul_", True), ("load", True)]
+
+
+@pytest.mark.parametrize(("write", "frozen"), CASES)
+def test__compiled_code__refuses_a_weight_that_was_written(write: str, frozen: bool) -> None:
+    """It saves the elements of a weight, so the version of the weight is not enough."""
+    model = sct.scale_model(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8, bias=False)))
+    weight = model[2].weight.requires_grad_(not frozen)
+    y = torch.compile(model, fullgraph=True)(torch.randn(4, 8)).square().sum()
+    with torch.no_grad():
+        WRITES[write](weight)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def test__compiled_code__reads_what_a_program_wrote_into_data() -> None:
+    """PyTorch allows such a write, for which the program is responsible."""
+    layer = sct.scale_model(nn.Linear(8, 8, bias=False))
+    x = torch.randn(4, 8, requires_grad=True)
+    y = torch.compile(layer, fullgraph=True)(x).sum()
+    layer.weight.data.zero_()
+    y.backward()
+    assert not x.grad.any()

@@ -39,7 +39,7 @@ from scaledtensor.scales.singles import (
 )
 from scaledtensor.tensors import verbs
 from scaledtensor.tensors.coded import refuse_part
-from scaledtensor.tensors.memo import Source, after_overwrite, note
+from scaledtensor.tensors.memo import Source, after_overwrite, count_write, note
 from scaledtensor.tensors.site import lend
 from scaledtensor.tensors.sparse import is_sparse
 from scaledtensor.tensors.tensor import (
@@ -237,6 +237,7 @@ def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         if held is source and not target.memo.agreed:  # nothing has measured it yet
             held = _near_its_elements(held)
         after_overwrite(target)
+        count_write(target)
         if held.format != target.format and is_stored(target):
             # Cast from the master format, like the weights of a wrapped model.
             recipe: Any = target.recipe
