@@ -30,6 +30,7 @@ __all__ = [
     "TRACING",
     "DispatchMode",
     "FakeTensor",
+    "FakeTensorMode",
     "coerce_plain_tangents",
     "constant_if_compiled",
     "disable_torch_function",
@@ -69,12 +70,11 @@ __all__ = [
     "without_weak_references",
 ]
 
-# The public `torch.overrides` cannot run a function without re-entering `__torch_function__`;
-# every wrapper subclass in torch itself uses this guard, and Dynamo understands it.
+# The public `torch.overrides` runs a function only by re-entering `__torch_function__`. Dynamo
+# understands this guard.
 disable_torch_function = torch._C.DisableTorchFunctionSubclass
 
-# The same for one call, (func, types, args, kwargs), without the 2 us of the context manager.
-# torch's own subclasses use it as their `__torch_function__`.
+# The same for one call, as torch's own subclasses use it, without the 2 us of the context manager.
 without_torch_function: Any = torch._C._disabled_torch_function_impl
 
 #: The modes under which torch.compile runs operators. They have no public names.

@@ -17,16 +17,20 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial, wraps
 from itertools import chain, count
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
+from scaledtensor import _torch
 from scaledtensor.backends import backend_of
 from scaledtensor.scales._inductor_nodes import Program, groups_of, is_pair, many, program
 from scaledtensor.scales._inductor_scalars import Scalars, Value, Vector, ops_of_kernel
 from scaledtensor.scales.forms import all_values, is_double, joined
 
-__all__ = ["called", "numbers_of", "product", "taught", "teach"]
+__all__ = ["called", "imagined", "numbers_of", "product", "taught"]
+
+F = TypeVar("F", bound=Callable[..., Tensor])
 
 _F32, _F64, _I32 = torch.float32, torch.float64, torch.int32
 
@@ -52,6 +56,31 @@ def teach() -> None:
     _keep_order_of_writes()
     for operator, lowering in _lowerings().items():
         register_lowering(operator, type_promotion_kind=None)(lowering)
+
+
+def imagined(name: str, library: torch.library.Library) -> Callable[[F], F]:
+    """Register a function that gives an operator's result without elements, for tracing.
+
+    FakeTensorMode would hash the arguments, in search of a result that it has made before. The
+    program of an operator is nearly always another one, so that took most of its time.
+    """
+
+    def register(function: F) -> F:
+        @wraps(function)
+        def fake(*args: Any, **kwargs: Any) -> Tensor:
+            teach()
+            return function(*args, **kwargs)
+
+        def at_once(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
+            with mode:
+                return fake(*args, **(kwargs or {}))
+
+        place = f"scaledtensor::{name}"
+        torch.library.register_fake(place, fake, lib=library)
+        torch.library.register_torch_dispatch(place, _torch.FakeTensorMode, at_once, lib=library)
+        return function
+
+    return register
 
 
 def _lowerings() -> dict[Any, Callable[..., Any]]:

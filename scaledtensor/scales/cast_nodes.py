@@ -118,7 +118,6 @@ def _define(name: str, function: Callable[..., Tensor], second: str) -> None:
     def fake(
         x: Tensor, leaves: list[Tensor], steps: str, format: str, how: Any, *watch: Any
     ) -> Tensor:
-        _inductor.teach()
         dtype = how if isinstance(how, torch.dtype) else get(format).storage_dtype
         return elementwise_result(x, dtype)
 
@@ -129,7 +128,7 @@ def _define(name: str, function: Callable[..., Tensor], second: str) -> None:
         given = f"Tensor x, Tensor[] leaves, str steps, str format, {second}{more}"
         _LIBRARY.define(f"{name}{suffix}({given}) -> Tensor")
         _LIBRARY.impl(f"{name}{suffix}", run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"scaledtensor::{name}{suffix}", fake, lib=_LIBRARY)
+        _inductor.imagined(f"{name}{suffix}", _LIBRARY)(fake)
 
 
 _define("rounded", rounded, "ScalarType dtype")

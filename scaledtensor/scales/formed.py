@@ -353,30 +353,26 @@ def _called_fake(
     return layout.results(narrow, [made((), dtype=torch.float64) for _ in layout.wide])
 
 
-@torch.library.register_fake("scaledtensor::times", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+@_inductor.imagined("times", _LIBRARY)
 def _times_fake(
     x: Tensor, leaves: list[Tensor], steps: str, dtype: torch.dtype | None = None
 ) -> Tensor:
-    _inductor.teach()
     return torch.empty_like(x, dtype=dtype)
 
 
-@torch.library.register_fake("scaledtensor::total", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+@_inductor.imagined("total", _LIBRARY)
 def _total_fake(
     x: Tensor, y: Tensor, leaves: list[Tensor], steps: str, alpha: float, dtype: torch.dtype
 ) -> Tensor:
-    _inductor.teach()
     alike = _is_contiguous(x) and _is_contiguous(y) and x.shape == y.shape
     return elementwise_result(x if alike else torch.add(x, y), dtype)
 
 
-@torch.library.register_fake("scaledtensor::form", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+@_inductor.imagined("form", _LIBRARY)
 def _form_fake(leaves: list[Tensor], steps: str) -> Tensor:
-    _inductor.teach()
     return torch.empty((), dtype=_dtype(steps), device=leaves[0].device)
 
 
-@torch.library.register_fake("scaledtensor::pair", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+@_inductor.imagined("pair", _LIBRARY)
 def _pair_fake(leaves: list[Tensor], steps: str) -> Tensor:
-    _inductor.teach()
     return torch.empty(2, device=leaves[0].device, dtype=torch.float32)
