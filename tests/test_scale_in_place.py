@@ -495,3 +495,29 @@ def test__a_running_average__keeps_its_scale_and_knows_its_rms(update):
     assert float(average.weight.scale) == scale
     assert 0.2 < float(average.weight.rms) / float(layer.weight.rms) <= 1
     assert_holds(average.weight, layer.weight.detach().dequantize(), 2.0**-20)
+
+
+def test__an_average_that_is_assigned__has_a_scale_that_fits():
+    """MoCo's update. Terms are copies of one weight, so the sum is larger than is expected."""
+    torch.manual_seed(0)
+    query = sct.scale_model(nn.Linear(32, 8))
+    key = copy.deepcopy(query)
+    x = torch.randn(16, 32)
+    for _ in range(400):
+        for q, k in zip(query.parameters(), key.parameters(), strict=True):
+            k.data = k.data * 0.98 + q.data * 0.02
+    for q, k in zip(query.parameters(), key.parameters(), strict=True):
+        torch.testing.assert_close(k.detach().dequantize(), q.detach().dequantize())
+        assert 1 / 4 <= float(k.detach().dequantize().square().mean().sqrt() / k.scale) <= 4
+    torch.testing.assert_close(key(x).dequantize(), query(x).dequantize(), rtol=0.1, atol=0.1)
+
+
+def test__a_part_of_a_flat_buffer__that_is_assigned__stays_one():
+    flat = sct.scaled(torch.ones(8), "fp32")
+    total = flat * 50 - flat * 49  # expects an RMS of 70
+    p = nn.Parameter(sct.scaled(torch.zeros(4), "fp32"))
+    p.data = total[:4]
+    assert p.qdata.untyped_storage().data_ptr() == total.qdata.untyped_storage().data_ptr()
+    p.data = total
+    assert p.scale == 1.0
+    assert torch.equal(p.detach().dequantize(), torch.ones(8))

@@ -13,13 +13,27 @@ from torch import Tensor
 from scaledtensor.backends import backend_of
 from scaledtensor.errors import DTypeError
 
-__all__ = ["FLOATS", "HALVES", "PIECE", "check_tensor", "in_pieces", "named", "pieces"]
+__all__ = [
+    "FLOATS",
+    "HALVES",
+    "PIECE",
+    "check_tensor",
+    "covers_storage",
+    "in_pieces",
+    "named",
+    "pieces",
+]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 HALVES = (torch.bfloat16, torch.float16)
 
 #: Elements of a piece.
 PIECE = 1 << 18
+
+
+def covers_storage(q: Tensor) -> bool:
+    """Whether `q` is the whole of its memory, and no part of a larger tensor."""
+    return q.numel() * q.itemsize == q.untyped_storage().nbytes()
 
 
 def check_tensor(given: Any, function: str, argument: str = "x") -> None:

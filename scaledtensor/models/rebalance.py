@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from scaledtensor.errors import DTypeError, ScaleError, UnsupportedError
+from scaledtensor.formats.tensors import covers_storage
 from scaledtensor.ops.algebra import elements
-from scaledtensor.ops.results import covers_storage, store
+from scaledtensor.ops.results import store
 from scaledtensor.scales.measure import (
     amax,
     at_limit,

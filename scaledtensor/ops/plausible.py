@@ -13,13 +13,11 @@ import torch
 from torch import Tensor
 
 from scaledtensor import _torch
-from scaledtensor.backends import backend_of, is_readable
 from scaledtensor.scales.forms import Form
-from scaledtensor.scales.measure import measured_rms
-from scaledtensor.scales.singles import Single, rounded, single_of, tensor_of
-from scaledtensor.tensors.sparse import is_sparse
+from scaledtensor.scales.measure import measured_if_real, measured_rms
+from scaledtensor.scales.singles import Single, tensor_of
 
-__all__ = ["believed", "bounded", "either", "measured_if_real", "of_factors", "wild"]
+__all__ = ["believed", "bounded", "either", "of_factors", "wild"]
 
 #: An expected RMS beyond these numbers is measured. Products of two elements under such scales
 #: would leave the range of float32. The least is smaller, since gradients of a scaled loss may be.
@@ -44,19 +42,6 @@ def believed(rms: Any, q: Tensor, held: Any) -> Any:
         return rms
     found = measured_if_real(rms, q, held)
     return rms if rms / _FAR <= found <= rms * _FAR or (not found and rms < math.inf) else found
-
-
-def measured_if_real(rms: Single, q: Tensor, held: Any, waits: bool = False) -> Single:
-    """Return the measured RMS of elements under the scale `held`, in place of an expected one. Zero
-    is kept, since it is exact. So is any number where the measurement has to be traced, or, without
-    `waits`, where reading the elements would cost a wait."""
-    held = single_of(held)
-    if not rms or type(q) is not Tensor or type(held) is not Single or is_sparse(q):
-        return rms
-    read = is_readable(q) if waits else backend_of(q).host
-    if not read or _torch.is_transforming():
-        return rms
-    return Single(rounded(float.__mul__(held, measured_rms(q).item())))
 
 
 def bounded(rms: Any) -> Any:

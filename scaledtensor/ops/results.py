@@ -17,10 +17,12 @@ from scaledtensor.backends import is_readable
 from scaledtensor.errors import DTypeError, MissingRuleError, SaturationWarning, ShapeError
 from scaledtensor.formats import BF16, FP32, Format, encode
 from scaledtensor.formats.bits import Overflow
+from scaledtensor.formats.tensors import covers_storage
 from scaledtensor.native.elements import converted
-from scaledtensor.ops.plausible import believed, measured_if_real
+from scaledtensor.ops.plausible import believed
 from scaledtensor.recipes import Recipe
 from scaledtensor.scales.forms import Form, program
+from scaledtensor.scales.measure import measured_if_real
 from scaledtensor.scales.powers import is_one, larger, settle, settle_in_place
 from scaledtensor.scales.singles import (
     ONE,
@@ -50,7 +52,6 @@ __all__ = [
     "Raw",
     "Total",
     "Towards",
-    "covers_storage",
     "dequantized",
     "foreach",
     "is_table",
@@ -478,11 +479,6 @@ def _as_raw(x: Tensor) -> Raw:
         x = x.float()
     held = x if isinstance(x, ScaledTensor) else from_plain(x, FP32, torch.float32, None)
     return Raw(held.qdata, scale_of(held), rms_of(held))
-
-
-def covers_storage(q: Tensor) -> bool:
-    """Whether `q` is the whole of its memory, and no part of a larger tensor."""
-    return q.numel() * q.itemsize == q.untyped_storage().nbytes()
 
 
 def dequantized(x: Any) -> Any:

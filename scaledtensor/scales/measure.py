@@ -15,16 +15,18 @@ by the number of finite ones, as statistics need. The two agree for a tensor of 
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from scaledtensor import _torch
-from scaledtensor.backends import backend_of
+from scaledtensor.backends import backend_of, is_readable
 from scaledtensor.formats import Format
 from scaledtensor.formats.tensors import pieces
 from scaledtensor.native import elements
 from scaledtensor.scales import _inductor
+from scaledtensor.scales.singles import Single, rounded, single_of
 
 __all__ = [
     "amax",
@@ -33,6 +35,7 @@ __all__ = [
     "beyond",
     "finite_magnitudes",
     "finite_norm",
+    "measured_if_real",
     "measured_rms",
     "root_mean_square",
     "rounds_to_zero",
@@ -62,6 +65,20 @@ def measured_rms(x: Tensor, below: float = float("inf")) -> Tensor:
         found = min(seen / max(x.numel(), 1) ** 0.5, _LARGEST)
         return torch.scalar_tensor(found, dtype=torch.float32)
     return of_elements(x, below)
+
+
+def measured_if_real(rms: Single, q: Tensor, held: Any, waits: bool = False) -> Single:
+    """Return the measured RMS of elements under the scale `held`, in place of an expected one. Zero
+    is kept, since it is exact. So is any number where the measurement has to be traced, or, without
+    `waits`, where reading the elements would cost a wait."""
+    held = single_of(held)
+    known = type(held) is Single and type(q) is Tensor and q.layout is torch.strided
+    if not (rms and known):
+        return rms
+    read = is_readable(q) if waits else backend_of(q).host
+    if not read or _torch.is_transforming():
+        return rms
+    return Single(rounded(float.__mul__(held, measured_rms(q).item())))
 
 
 def of_elements(x: Tensor, below: float) -> Tensor:

@@ -13,21 +13,24 @@ from scaledtensor.errors import CheckpointError, DTypeError, UnsupportedError
 from scaledtensor.formats import Format, FormatLike, Granularity, PerTensor, encode, from_dtype
 from scaledtensor.formats import get as get_format
 from scaledtensor.formats.rounding import Overflow
-from scaledtensor.formats.tensors import in_pieces
+from scaledtensor.formats.tensors import covers_storage, in_pieces
 from scaledtensor.recipes import Recipe
 from scaledtensor.recipes import get as get_recipe
 from scaledtensor.scales.forms import Form
-from scaledtensor.scales.measure import measured_rms
+from scaledtensor.scales.measure import measured_if_real, measured_rms
 from scaledtensor.scales.powers import checked_scale, settle
 from scaledtensor.scales.singles import (
     Amount,
     Cell,
+    Single,
     amount,
     asked,
     cells,
     held_anew,
     hold,
     pair_of,
+    rms_of,
+    scale_of,
     scaled_by,
     shared,
     single_of,
@@ -296,8 +299,10 @@ class ScaledTensor(Ruled):
                 f"no format has the bits of float64; this tensor computes in {self.format.name}. "
                 "A float64 model (for gradcheck, say): scaledtensor.unscale_model(model).double()"
             )
-        plain = not isinstance(new, ScaledTensor)
-        if plain and new.numel() * new.itemsize < new.untyped_storage().nbytes():
+        if isinstance(new, ScaledTensor):
+            # A part of a flat buffer has to stay one.
+            return near_its_elements(new) if covers_storage(new.qdata) else new
+        if not covers_storage(new):
             warnings.warn(
                 "`.data = x` copies the values of x, here a part of a larger plain tensor. A write "
                 "into that tensor, such as an optimizer's step on a flat buffer, does not reach "
@@ -306,7 +311,7 @@ class ScaledTensor(Ruled):
             )
         held = self.recipe.master if self.recipe is not None and is_stored(self) else self.format
         fmt = held if new.dtype == self.dtype else from_dtype(new.dtype)
-        return from_plain(new, fmt, new.dtype, self.recipe) if plain else new
+        return from_plain(new, fmt, new.dtype, self.recipe)
 
     def _adopt(self, held: Any) -> None:
         super()._adopt(held)
@@ -386,6 +391,24 @@ def under_scale(
 ) -> ScaledTensor:
     """Wrap plain data under a scale that is already chosen. No gradient is recorded."""
     return _divided(x, single_of(scale), single_of(rms), fmt, dtype, recipe, True)
+
+
+#: The most by which the expected RMS of values that replace a whole tensor may be off.
+_OFF = 4.0
+
+
+def near_its_elements(x: ScaledTensor) -> ScaledTensor:
+    """Return `x` under a scale that fits its elements, if its expected RMS is far from theirs. An
+    average of copies of a parameter (Lookahead, federated learning) is a sum of terms that depend
+    on each other. Each round would multiply the error of the round before."""
+    expected, scale = rms_of(x), scale_of(x)
+    if type(expected) is not Single or x.qdata.itemsize == 1:
+        return x
+    found = measured_if_real(expected, x.qdata, scale, waits=True)
+    if not found or found / _OFF <= expected <= found * _OFF:
+        return x
+    power, ratio = settle(found, scale)
+    return x.like(scaled_by(x.qdata, ratio), power, found)
 
 
 def _divided(

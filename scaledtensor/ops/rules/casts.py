@@ -12,15 +12,14 @@ from scaledtensor.formats import FP32, encode, fake_quantize, from_dtype
 from scaledtensor.formats import get as get_format
 from scaledtensor.formats.format import Format
 from scaledtensor.formats.rounding import Rounding
-from scaledtensor.formats.tensors import in_pieces
+from scaledtensor.formats.tensors import covers_storage, in_pieces
 from scaledtensor.ops.algebra import elements, mismatch, saved_format, value
 from scaledtensor.ops.operators import aten
-from scaledtensor.ops.plausible import measured_if_real
 from scaledtensor.ops.products import sites
 from scaledtensor.ops.products.dtype import product_dtype
 from scaledtensor.ops.products.table import cast_once
 from scaledtensor.ops.registry import entered, rule
-from scaledtensor.ops.results import OVERFLOW, covers_storage, store, write
+from scaledtensor.ops.results import OVERFLOW, store, write
 from scaledtensor.ops.rules.arithmetic import chosen, under
 from scaledtensor.ops.rules.sparse import wrapped
 from scaledtensor.scales.cast_nodes import Watch, codes_of, seen, values_of
@@ -28,7 +27,6 @@ from scaledtensor.scales.forms import Form
 from scaledtensor.scales.powers import MAX_SCALE, MIN_SCALE, settle
 from scaledtensor.scales.singles import (
     Amount,
-    Single,
     asked_for,
     calculates,
     copied,
@@ -49,6 +47,7 @@ from scaledtensor.tensors.tensor import (
     from_plain,
     is_parameter,
     is_stored,
+    near_its_elements,
 )
 
 
@@ -235,7 +234,7 @@ def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     held = _own_scale(source, target)
     if target.memo.agreed or covers_storage(target.qdata):
         if held is source and not target.memo.agreed:  # nothing has measured it yet
-            held = _near_its_elements(held)
+            held = near_its_elements(held)
         after_overwrite(target)
         count_write(target)
         if held.format != target.format and is_stored(target):
@@ -288,24 +287,6 @@ def _own_scale(source: Tensor, target: ScaledTensor) -> ScaledTensor:
     measured = from_plain(value(source), source.format, source.dtype, source.recipe)
     measured.nonnegative = source.nonnegative
     return measured
-
-
-#: The most by which the expected RMS of values that replace a whole tensor may be off.
-_OFF = 4.0
-
-
-def _near_its_elements(x: ScaledTensor) -> ScaledTensor:
-    """Return `x` under a scale that fits its elements, if its expected RMS is far from theirs. An
-    average of copies of a parameter (Lookahead, federated learning) is a sum of terms that depend
-    on each other. Each round would multiply the error of the round before."""
-    expected, scale = rms_of(x), scale_of(x)
-    if type(expected) is not Single or x.qdata.itemsize == 1:
-        return x
-    found = measured_if_real(expected, x.qdata, scale, waits=True)
-    if not found or found / _OFF <= expected <= found * _OFF:
-        return x
-    power, ratio = settle(found, scale)
-    return x.like(scaled_by(x.qdata, ratio), power, found)
 
 
 @rule(aten.is_pinned.default)

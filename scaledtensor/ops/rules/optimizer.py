@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from scaledtensor import native
+from scaledtensor.formats.tensors import covers_storage
 from scaledtensor.native import adam as adam_loop
 from scaledtensor.ops.algebra import elements, gaussian_moment
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, rule
-from scaledtensor.ops.results import covers_storage, written
+from scaledtensor.ops.results import written
 from scaledtensor.scales.measure import measured_rms
 from scaledtensor.scales.powers import (
     MAX_SCALE,
