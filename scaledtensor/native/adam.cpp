@@ -32,11 +32,13 @@ struct Parameter {
 
 struct Options {
     double lr, beta1, beta2, weight_decay, eps;
+    double coupled;  // 1 if the decay is a term of the gradient, else 0
     double growth;  // of the second moment's RMS, by the square of the gradient's RMS
 };
 
 // The factors of the elements of a parameter.
 struct Factors {
+    float decay;   // of the parameter, in the gradient
     float unit;    // of the gradient, to the scale of the first moment
     float weight;  // of the gradient in the first moment
     float beta2;
@@ -79,7 +81,9 @@ template <class G>
 void step(const Factors f, const G *gradient, float *first, float *second, float *parameter,
           int64_t a, int64_t b) {
     for (int64_t i = a; i < b; i++) {
-        const float g = wide(gradient[i]), target = g * f.unit, was = first[i];
+        const float plain = wide(gradient[i]);
+        const float g = f.decay == 0 ? plain : plain + parameter[i] * f.decay;
+        const float target = g * f.unit, was = first[i];
         // torch.lerp starts at the nearer end.
         const float near = std::fma(f.weight, target - was, was);
         const float far = std::fma(f.weight - 1.0f, target - was, target);
@@ -94,7 +98,9 @@ void step(const Factors f, const G *gradient, float *first, float *second, float
 
 // The reference has the same names.
 void stepped(Parameter &p, const Options &o, int threads) {
-    const double unit = p.of_gradient.scale, spread = p.of_gradient.rms;
+    const double unit = p.of_gradient.scale;
+    const double decay = o.coupled ? o.weight_decay : 0, decoupled = o.coupled ? 0 : o.weight_decay;
+    const double spread = quadrature(p.of_gradient.rms, times(p.of_elements.rms, decay));
     const double weight = 1 - o.beta1, share = 1 - o.beta2;
 
     const double rms = quadrature(times(p.of_first.rms, 1 - weight), times(spread, weight));
@@ -111,12 +117,13 @@ void stepped(Parameter &p, const Options &o, int threads) {
     const double unit_root = std::sqrt(scale_second / odd / p.start2);
     const double root = single(std::sqrt(single(rms_second / single(p.start2))));
     const double expected = quadrature(root, single(o.eps));
-    const double rate = o.lr / p.start1, kept = 1 - o.lr * o.weight_decay;
+    const double rate = o.lr / p.start1, kept = 1 - o.lr * decoupled;
     const double rms_parameter =
         quadrature(times(p.of_elements.rms, kept), times(single(rms / expected), rate));
     multiply(p.elements, settled(p.of_elements, rms_parameter, p.free & 3), p.count, threads);
 
     const Factors f = {
+        finite(decay * p.of_elements.scale / unit),
         finite(unit / scale),
         float(weight),
         float(o.beta2),

@@ -24,7 +24,7 @@ class Options(ctypes.Structure):
 
     _fields_ = tuple(
         (name, ctypes.c_double)
-        for name in ("lr", "beta1", "beta2", "weight_decay", "eps", "growth")
+        for name in ("lr", "beta1", "beta2", "weight_decay", "eps", "coupled", "growth")
     )
 
 

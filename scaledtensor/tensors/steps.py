@@ -191,7 +191,6 @@ def _choose_fused(optimizer: Optimizer, found: Held) -> None:
             group["fused"] is None
             and group["foreach"] is None
             and not (group["capturable"] or group["differentiable"] or group["amsgrad"])
-            and (group.get("decoupled_weight_decay") or not group["weight_decay"])
             and all(map(_calculates, ours))
             and all(p.is_floating_point() for p in group["params"])
         ):

@@ -123,13 +123,13 @@ def adam(
 
     def step_together() -> None:
         if together:
-            _adam_together(together, float(lr), beta1, beta2, weight_decay, eps)
+            coupled = 0.0 if decoupled else 1.0
+            _adam_together(together, float(lr), beta1, beta2, weight_decay, eps, coupled)
             together.clear()
 
     for i, p, g in _gradients(parameters, grads, **options):
-        plainly = not amsgrad and (decoupled or not weight_decay)
         tensors = (g, p, firsts[i], seconds[i])
-        if plainly and _are_elements(*tensors):
+        if not amsgrad and _are_elements(*tensors):
             free = [_freedom(x) for x in tensors[1:]]
             if _FROM_ZERO in free:  # another parameter may share its scale
                 step_together()
@@ -168,7 +168,8 @@ class _Stepped(NamedTuple):
 
 def _adam_together(entries: Sequence[_Stepped], *options: float) -> None:
     """Make Adam's step on the elements of several parameters, in one call of C++ if there is a
-    library. `options` are lr, beta1, beta2, weight_decay and eps."""
+    library. `options` are lr, beta1, beta2, weight_decay, eps, and 1 if the decay is a term of the
+    gradient, or else 0."""
     _, beta1, beta2, *_ = options
     given: list[Sequence[float]] = []
     served: list[_Stepped] = []
@@ -262,6 +263,7 @@ def _adam_elements(
     beta2: float,
     weight_decay: float,
     eps: float,
+    coupled: float,
 ) -> None:
     """Calculate `adam` on the elements of (gradient, parameter, first moment, second moment), as
     `native/adam.cpp` does.
@@ -273,6 +275,8 @@ def _adam_elements(
     (of_gradient, spread), of_parameter, of_first, of_second = amounts
     gradient, unit = _elements_of(g).float(), float(of_gradient)
 
+    decay = weight_decay * coupled
+    spread = quadrature(spread, of_parameter[1] * decay)
     # The expected RMS are the RMS of a lerp and of a sum of squares (`arithmetic`).
     weight, share = 1 - beta1, 1 - beta2
     rms = quadrature(of_first[1] * (1 - weight), spread * weight)
@@ -285,7 +289,7 @@ def _adam_elements(
     odd = _odd_part(scale_second)
     unit_root = math.sqrt(scale_second / odd / start2)
     expected = quadrature(Single(rounded(math.sqrt(rms_second / start2))), Single(rounded(eps)))
-    rate, kept = lr / start1, 1 - lr * weight_decay
+    rate, kept = lr / start1, 1 - lr * (weight_decay - decay)
     rms_parameter = quadrature(of_parameter[1] * kept, rms / expected * rate)
     q, scale_parameter = _moved(p, of_parameter, free[0], rms_parameter)
     _signed(tensors)
@@ -293,9 +297,11 @@ def _adam_elements(
     to_first, to_second = _finite(unit / scale), _finite(share * unit * unit / scale_second)
     least = _finite(eps / unit_root)
     by = _finite(-rate * scale / unit_root / scale_parameter)
+    if decay:
+        gradient = gradient + times(q, _finite(decay * scale_parameter / unit))
     m.lerp_(times(gradient, to_first), weight)
     v.mul_(beta2).addcmul_(gradient, gradient, value=to_second)
-    if weight_decay:
+    if kept != 1:
         q.mul_(kept)
     q.addcdiv_(m, v.mul(odd).sqrt_().add_(least), value=by)
 
