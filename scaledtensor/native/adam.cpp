@@ -25,7 +25,7 @@ struct Parameter {
     float *elements, *first, *second;
     int64_t count;
     int64_t half;
-    int64_t free;  // two bits for the elements, the first and the second moment: the `_freedom` of each
+    int64_t free;  // two bits each for elements and moments: the `_freedom` of the reference
     double start1, start2;  // 1 - beta^step
     Amounts of_gradient, of_elements, of_first, of_second;
 };
@@ -38,12 +38,12 @@ struct Options {
 
 // The factors of the elements of a parameter.
 struct Factors {
-    float decay;   // of the parameter, in the gradient
+    float decay;  // of the parameter, in the gradient
     float unit;    // of the gradient, to the scale of the first moment
     float weight;  // of the gradient in the first moment
     float beta2;
     float share;  // of the squared gradient in the second moment
-    float odd;    // of the second moment, under the root
+    float odd;  // of the second moment, under the root
     float eps;
     float kept;  // of the parameter, after decay
     float rate;
@@ -57,9 +57,9 @@ float finite(double x) {
     return float(-F32_MAX > below ? -F32_MAX : below);
 }
 
-// `settle_in_place`: the scale stays, unless all values were zero or are of another magnitude. Part of
-// a larger tensor does not do the latter (`free` is 1), and a part that other ranks know neither (0).
-// Returns the factor that takes the elements to the new scale.
+// `settle_in_place`: the scale stays, unless all values were zero or are of another magnitude. A part
+// of a larger tensor keeps it in the second case (`free` is 1), and a part on which other ranks rely
+// always keeps it (0). Returns the factor that takes the elements to the new scale.
 float settled(Amounts &held, double rms, int64_t free) {
     const double kept = held.scale, far = 0x1p24;
     const bool moves = free == 2 && rms > 0 && !(kept / far <= rms && rms <= kept * far);
