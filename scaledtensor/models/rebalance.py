@@ -187,7 +187,21 @@ def after_step(held: Held) -> None:
         if not any(every for _, every in periods):
             continue
         group[COUNT] = done = group.get(COUNT, 0) + 1
-        _all_rebalanced((p for p, every in periods if every and done % every == 0), "rms")
+        due = [p for p, every in periods if every and done % every == 0 and _was_written(p)]
+        _all_rebalanced(due, "rms")
+        for p in due:
+            vars(p)[_SEEN] = p._version
+
+
+#: The attribute for the number of writes into a parameter that its last rebalance has seen.
+_SEEN = "_rebalanced_after"
+
+
+def _was_written(p: Any) -> bool:
+    """Whether a parameter may have changed since its last rebalance. A backward pass may still need
+    the numbers of others, which this step did not touch. A part is always measured with the others
+    of its tensor."""
+    return is_sharded(p) or p.grad is not None or vars(p).get(_SEEN, 0) != p._version
 
 
 def _period(p: Any) -> int:

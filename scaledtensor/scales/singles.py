@@ -35,6 +35,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 __all__ = [
     "CELLS",
     "ONE",
+    "UNCOUNTED",
     "Amount",
     "Cell",
     "Single",
@@ -45,6 +46,7 @@ __all__ = [
     "calculates",
     "cells",
     "copied",
+    "counted_base",
     "exponential",
     "held_anew",
     "hold",
@@ -117,11 +119,12 @@ class Cell:
             self.number, self.version = found, version
         return self.number
 
-    def write(self, number: Single) -> None:
+    def write(self, number: Single, x: Any) -> None:
+        """Write a number into the cell of the tensor `x`."""
         if self.made is None:
             self.number = number
             return
-        self.made.fill_(number)
+        _fill(self.made, number, x)
         if not backend_of(self.made).host:
             self.number = number
             self.version = _version_of(self.made)
@@ -442,8 +445,36 @@ def _put(x: Any, name: str, numbered: str, number: Tensor | Single) -> None:
     held = x.__dict__.get(name)
     if isinstance(number, Tensor):
         written()
-        getattr(x, name).copy_(number)
+        _fill(getattr(x, name), number, x)
     elif held is None:
-        x.__dict__[numbered].write(number)
+        x.__dict__[numbered].write(number, x)
     else:
-        held.fill_(number)
+        _fill(held, number, x)
+
+
+#: The attribute of the tensor `x.data`. PyTorch does not count writes through it.
+UNCOUNTED = "_uncounted"
+
+
+def counted_base(x: Any) -> Any:
+    """Return the tensor whose inner tensors count a write into `x`: `x` itself, or the base of this
+    view. None if the write is not counted.
+
+    Compiled code saves inner tensors. torch counts a write for `x` itself, which such code does not
+    look at, and its backward pass would read new elements and new numbers in silence.
+    """
+    if torch.compiler.is_compiling():
+        return None  # a compiled graph counts its own writes
+    base = x._base if x._is_view() else x
+    return None if UNCOUNTED in vars(base) else base
+
+
+def _fill(made: Tensor, number: Tensor | Single, x: Any) -> None:
+    """Write a number into the 0-dim tensor that holds it for `x`, unless it is there already."""
+    if type(number) is Single and is_known(made) and made.item() == number:
+        return
+    before = _version_of(made)
+    made.copy_(number) if isinstance(number, Tensor) else made.fill_(number)
+    # Inside an operator, torch counts no write into an inner tensor.
+    if _version_of(made) == before and not made.is_inference() and counted_base(x) is not None:
+        torch.autograd.graph.increment_version(made)

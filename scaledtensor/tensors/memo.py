@@ -25,7 +25,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["NOTHING", "Memo", "Source", "after_overwrite", "after_write", "count_write", "note"]
+from scaledtensor.scales.singles import counted_base
+
+__all__ = [
+    "NOTHING",
+    "Memo",
+    "Source",
+    "after_overwrite",
+    "after_write",
+    "count_write",
+    "note",
+]
 
 
 class Source(NamedTuple):
@@ -81,17 +91,9 @@ def note(x: Any, **fields: Any) -> None:
 
 
 def count_write(x: Any) -> None:
-    """Count a write in the version of the elements too, if autograd may have saved them.
-
-    Compiled code saves inner tensors. torch counts a write for `x` itself, which such code does not
-    look at, and its backward pass would read the new elements in silence. `x.data` and
-    `x.detach()` are other objects, and are not counted. PyTorch allows writes through the former.
-    """
-    if torch.compiler.is_compiling():
-        return  # a compiled graph counts its own writes
-    base = x._base if x._is_view() else x
-    saved = base.requires_grad or isinstance(base, torch.nn.Parameter)
-    if saved and not base.qdata.is_inference():
+    """Count a write into the elements of `x`, for compiled code (`counted_base`)."""
+    base = counted_base(x)
+    if base is not None and not base.qdata.is_inference():
         torch.autograd.graph.increment_version(base.qdata)
 
 

@@ -14,6 +14,7 @@ from scaledtensor import _torch
 from scaledtensor.formats import FormatLike
 from scaledtensor.formats import get as get_format
 from scaledtensor.scales.powers import checked_scale
+from scaledtensor.scales.singles import UNCOUNTED
 from scaledtensor.tensors.engine import Engine, OnUse
 from scaledtensor.tensors.storable import check_storable
 from scaledtensor.tensors.wrapper import Wrapper
@@ -80,7 +81,10 @@ class Ruled(Wrapper):
     @property
     def data(self) -> Tensor:
         with _torch.disable_torch_function():
-            return cast(Tensor, Tensor.data.__get__(self))  # type: ignore[attr-defined]
+            made = cast(Tensor, Tensor.data.__get__(self))  # type: ignore[attr-defined]
+        if not torch.compiler.is_compiling():
+            vars(made)[UNCOUNTED] = True
+        return made
 
     @data.setter
     def data(self, new: Tensor) -> None:

@@ -182,6 +182,7 @@ WRITES: dict[str, Any] = {
     "a part": lambda p: p[0].mul_(2.0),
     "copy_": lambda p: p.copy_(p * 2.0),
     "load": lambda p: p.copy_(torch.randn(8, 8)),
+    "detached": lambda p: p.detach().mul_(2.0),
     "foreach": lambda p: torch._foreach_mul_([p], 2.0),
     "torch's optimizer": by_torchs,
     "an optimizer": by_ours,
@@ -201,6 +202,44 @@ def test__compiled_code__refuses_a_weight_that_was_written(write: str, frozen: b
         WRITES[write](weight)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward()
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "blockwise"])
+def test__compiled_code__refuses_a_weight_whose_scale_was_written(recipe: str) -> None:
+    """Under these recipes it saves the scale of a weight, and codes in place of the elements."""
+    model = sct.scale_model(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), recipe)
+    y = torch.compile(lambda x: model(x) * 1.5)(torch.randn(4, 8)).square().sum()
+    with torch.no_grad():
+        model[2].weight.mul_(64.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test__compiled_code__refuses_an_input_that_was_written(part: bool) -> None:
+    norm = sct.scale_model(nn.RMSNorm(8))
+    table = sct.scale_model(nn.Embedding(4, 8))
+    x = table(torch.arange(4)).detach()
+    y = torch.compile(norm)(x).square().sum()
+    (x[:2] if part else x).mul_(8.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+@pytest.mark.parametrize("recipe", ["unit", "current", "mxfp8"])
+def test__a_step__leaves_the_numbers_of_other_weights_to_their_backward_pass(recipe: str) -> None:
+    """A rebalance measures the weights that its optimizer has stepped, and no others."""
+    stepped, other = sct.scale_model(nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]), recipe)
+    optimizer = torch.optim.SGD([*stepped.parameters(), *other.parameters()], lr=0.1)
+    compiled, x = torch.compile(other), torch.randn(4, 8, requires_grad=True)
+    for _ in range(11):
+        optimizer.zero_grad()
+        loss = compiled(x).square().mean()
+        stepped(x).sum().backward()
+        optimizer.step()
+        loss.backward()
+    assert stepped.weight._rebalanced_after == stepped.weight._version - 1
+    assert not hasattr(other.weight, "_rebalanced_after")
 
 
 def test__compiled_code__reads_what_a_program_wrote_into_data() -> None:

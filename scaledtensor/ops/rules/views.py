@@ -50,7 +50,11 @@ __all__ = ["fill_under", "masked_fill", "move", "moves_scale", "plain_number", "
 def detach(x: ScaledTensor) -> ScaledTensor:
     """r: a view, which shares the scale."""
     # It has a rule for speed: nearly half of the operators of an eager training step are `detach`.
-    out = x.viewed(x.qdata.detach())
+    q = x.qdata
+    # `x` and `x.detach()` have one count of the writes into their elements.
+    if type(q) is not Tensor or torch.compiler.is_compiling() or _torch.is_transforming():
+        q = q.detach()
+    out = x.viewed(q)
     if x.memo.decoded is not None:
         note(out, decoded=x.memo.decoded.detach(), passing=x.memo.passing, source=x.memo.source)
     return out
