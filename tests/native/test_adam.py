@@ -33,8 +33,10 @@ def stepped(held, options):
         step = loop.step
         patch.setattr(loop, "step", lambda *given: runs.append(given) or step(*given))
         amounts = [amounts_of(x) for x in held]
-        entry = optimizer._Stepped(tuple(held), amounts, options["step"])
-        names = ("lr", "beta1", "beta2", "weight_decay", "eps")
+        free = options.get("free", [2, 2, 2])
+        entry = optimizer._Stepped(tuple(held), amounts, free, options["step"])
+        options = {"coupled": 0.0, **options}
+        names = ("lr", "beta1", "beta2", "weight_decay", "eps", "coupled")
         optimizer._adam_together([entry], *(options[name] for name in names))
     return len(runs), [(x.qdata, x.scale.item(), x.rms.item(), x.nonnegative) for x in held]
 
@@ -48,6 +50,8 @@ OPTIONS = st.fixed_dictionaries(
         "beta2": st.sampled_from([0.0, 0.5, 0.95, 0.999]),
         "weight_decay": st.sampled_from([0.0, 0.01, 0.1]),
         "eps": st.sampled_from([0.0, 1e-8, 1e-3]),
+        "coupled": st.sampled_from([0.0, 1.0]),
+        "free": st.lists(st.integers(0, 2), min_size=3, max_size=3),
     }
 )
 

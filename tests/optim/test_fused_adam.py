@@ -54,13 +54,6 @@ def test__the_fused_step__is_the_loops(options):
         torch.testing.assert_close(fused, looped, rtol=2e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test__the_loop_in_c__has_the_bits_of_the_operators(options, monkeypatch):
-    in_c = trained(gradients(), fused=True, **options)
-    monkeypatch.setattr(optimizer.native, "ready", lambda count: False)
-    assert all(map(torch.equal, in_c, trained(gradients(), fused=True, **options)))
-
-
 def test__a_decay_in_the_gradient__reaches_the_moments_under_every_scale():
     made = []
     for size in (1.0, 2.0**-40):
@@ -107,8 +100,9 @@ def test__gradients_times_a_power_of_two__give_the_same_bits(k):
 @pytest.mark.parametrize("native", [True, False], ids=["C++", "operators"])
 def test__the_bits__do_not_depend_on_what_is_expected_of_a_gradient(native, monkeypatch):
     """Ranks and one process alone have the same gradients, and expect another RMS of them."""
-    if not native:
-        monkeypatch.setattr(optimizer.native, "ready", lambda count: False)
+    if native and optimizer.native.library() is None:
+        pytest.skip(optimizer.native.status())
+    monkeypatch.setattr(optimizer.native, "ready", lambda count: native)
     made = {}
     for name, of in {
         "measured": lambda g: sct.scaled(g, "fp32"),
