@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from scaledtensor import native
-from scaledtensor.formats.tensors import covers_storage
+from scaledtensor.backends import backend_of
+from scaledtensor.formats.tensors import covers_storage, in_pieces
 from scaledtensor.native import adam as adam_loop
 from scaledtensor.ops.algebra import elements, gaussian_moment
 from scaledtensor.ops.operators import aten
@@ -303,7 +304,15 @@ def _adam_elements(
     v.mul_(beta2).addcmul_(gradient, gradient, value=to_second)
     if kept != 1:
         q.mul_(kept)
-    q.addcdiv_(m, v.mul(odd).sqrt_().add_(least), value=by)
+    q.add_(m.mul(by).div_(_root(v, odd).add_(least)))  # `addcdiv_` would divide first
+
+
+def _root(x: Tensor, factor: float) -> Tensor:
+    """Return the roots of elements times a power of two. On the host, PyTorch's root of a float32
+    number is not always the nearest number, so it is taken in float64."""
+    if not backend_of(x).host:
+        return x.mul(factor).sqrt_()
+    return in_pieces(lambda t, *_: t.mul(factor).double().sqrt_().float(), x, torch.float32)
 
 
 def _odd_part(scale: float) -> float:
