@@ -471,7 +471,8 @@ def counted_base(x: Any) -> Any:
 
 def _fill(made: Tensor, number: Tensor | Single, x: Any) -> None:
     """Write a number into the 0-dim tensor that holds it for `x`, unless it is there already."""
-    if type(number) is Single and is_known(made) and made.item() == number:
+    known = type(number) is Single and is_known(made) and backend_of(made).host
+    if known and made.item() == number:
         return
     before = _version_of(made)
     made.copy_(number) if isinstance(number, Tensor) else made.fill_(number)
