@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
 from scaledtensor import _torch
 from scaledtensor.backends import backend_of
 from scaledtensor.scales.singles import calculates
-from scaledtensor.tensors.shards import is_dtensor, is_dtensor_class, is_sharded
+from scaledtensor.tensors.shards import is_dtensor, is_dtensor_class, is_sharded, part_of
 from scaledtensor.tensors.tensor import ScaledTensor
 
 __all__ = [
@@ -201,7 +201,7 @@ def _choose_fused(optimizer: Optimizer, found: Held) -> None:
 def _calculates(p: Any) -> bool:
     """Whether a fused step reads nothing that is on another device: torch puts the count of steps
     there, and the rule would wait for it."""
-    part = _torch.local_part(p) if is_dtensor(p) else p
+    part = part_of(p)
     return type(part) is ScaledTensor and backend_of(part).host and calculates(part)
 
 

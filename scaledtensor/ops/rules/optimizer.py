@@ -132,12 +132,13 @@ def adam(
         tensors = (g, p, firsts[i], seconds[i])
         if not amsgrad and _are_elements(*tensors):
             free = [_freedom(x) for x in tensors[1:]]
-            if _FROM_ZERO in free:  # another parameter may share its scale
+            alone = _FROM_ZERO in free  # another parameter may share its scale
+            if alone:
                 step_together()
             known = _amounts(*tensors)
             if known is not None:
                 together.append(_Stepped(tensors, known, free, float(steps[i])))
-                if _FROM_ZERO in free:
+                if alone:
                     step_together()
                 continue
         if weight_decay and decoupled:
