@@ -19,6 +19,7 @@ from scaledtensor.ops.rules import (  # noqa: F401 - imported for the rules that
     creation,
     elementary,
     embedding,
+    in_place,
     linalg,
     loss,
     matmul,

@@ -5,7 +5,8 @@ overload and returns a `Raw` (elements, their scale, the expected RMS) or plain 
 registry runs an operator by the first of these that applies:
 
 1. the rule of the overload itself;
-2. for an in-place or out= overload, the rule of its functional twin, written into the target;
+2. for an in-place or out= overload, the rule of its functional twin, written into the target
+   (`ops/writes.py`), or calculated on its elements;
 3. for a foreach overload, its per-tensor operator for each element;
 4. for a composite operator that arrives whole (as in inference mode), its decomposition;
 5. without a rule, the `on_missing` policy, which warns or raises an error.
@@ -35,7 +36,8 @@ from scaledtensor.errors import (
 )
 from scaledtensor.formats import FP32, from_dtype
 from scaledtensor.ops.operators import Absent, Overload, find
-from scaledtensor.ops.results import Raw, dequantized, foreach, narrowest, wrap, write, written
+from scaledtensor.ops.results import Raw, dequantized, narrowest, wrap
+from scaledtensor.ops.writes import IN_PLACE, foreach, write, written
 from scaledtensor.recipes import Recipe
 from scaledtensor.scales.forms import Form
 from scaledtensor.setting import Setting
@@ -349,6 +351,9 @@ def _is_plain_float(x: Any) -> bool:
 def _in_place(op: Overload, twin: Overload, places: list[int], *args: Any, **kwargs: Any) -> Any:
     if all(_is_plain_float(args[i]) for i in places):
         return _on_values(op, args, kwargs)
+    on_elements = IN_PLACE.get(twin)
+    if on_elements is not None and on_elements(*args, **kwargs):
+        return args[0]
     result = RULES[twin].call(*args, **kwargs)
     inputs = _operands(args, kwargs)
     for i, value in zip(places, _results(result), strict=True):

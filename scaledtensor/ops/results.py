@@ -1,48 +1,36 @@
-"""Results of rules: `Raw`, new tensors made of it, and writes into existing tensors.
+"""Results of rules: `Raw`, and new tensors made of it.
 
 The first section has the numbers that mark masked elements. `Raw` is the result of a rule. `wrap`
-makes a tensor of it, and `write` stores it in an existing tensor. `foreach` applies an operator to
-lists of tensors.
+makes a tensor of it. `ops/writes.py` stores it in an existing tensor.
 """
 
-import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from scaledtensor import _torch
-from scaledtensor.backends import is_readable
-from scaledtensor.errors import DTypeError, MissingRuleError, SaturationWarning, ShapeError
 from scaledtensor.formats import BF16, FP32, Format, encode
 from scaledtensor.formats.bits import Overflow
-from scaledtensor.formats.tensors import covers_storage
 from scaledtensor.native.elements import converted
 from scaledtensor.ops.plausible import believed
 from scaledtensor.recipes import Recipe
 from scaledtensor.scales.forms import Form, program
-from scaledtensor.scales.measure import measured_if_real
-from scaledtensor.scales.powers import is_one, larger, settle, settle_in_place
+from scaledtensor.scales.powers import is_one, settle
 from scaledtensor.scales.singles import (
     ONE,
     Amount,
     Single,
     copied,
-    multiplier,
-    put,
-    rms_of,
-    scale_of,
     scaled_by,
     scaled_in_place,
     single_of,
     tensor_of,
 )
-from scaledtensor.tensors.coded import refuse_part
-from scaledtensor.tensors.memo import after_write, note
+from scaledtensor.tensors.memo import note
 from scaledtensor.tensors.sparse import is_sparse
-from scaledtensor.tensors.steps import watch
-from scaledtensor.tensors.tensor import ScaledTensor, from_plain, is_parameter, is_stored
+from scaledtensor.tensors.tensor import ScaledTensor
 
 __all__ = [
     "FILL",
@@ -53,7 +41,6 @@ __all__ = [
     "Total",
     "Towards",
     "dequantized",
-    "foreach",
     "is_table",
     "is_wide",
     "limited",
@@ -62,8 +49,6 @@ __all__ = [
     "starts_at",
     "store",
     "wrap",
-    "write",
-    "written",
 ]
 
 
@@ -169,67 +154,6 @@ class Raw(NamedTuple):
         return torch.ones_like(self.rms) if isinstance(self.rms, Tensor) else ONE
 
 
-# --- operators on lists of tensors, as torch's optimizers run them ---------------------------
-
-
-def written(*lists: Sequence[Tensor]) -> None:
-    """Count a write into each tensor of `lists`, so that autograd refuses its saved copies of them.
-
-    For an operator on a single tensor, torch counts the write before it dispatches to a subclass.
-    For an operator on lists, torch counts in its own kernel, which does not run for a subclass.
-    Torch's fused kernels for the CPU count nothing: a later backward pass reads the new values.
-    """
-    if not torch.compiler.is_compiling():  # a compiled graph counts its own writes
-        torch.autograd.graph.increment_version([x for tensors in lists for x in tensors])
-
-
-def foreach(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Run `_foreach_<name>` as `<name>` of each tensor in the lists, called through torch."""
-    name = op._schema.name.split("::")[1].removeprefix("_foreach_")
-    call = _FOREACH.get(name) or getattr(Tensor, name, None)
-    if call is None:
-        raise MissingRuleError(f"{op}: torch.Tensor has no method {name} to apply to each element")
-    # addcmul and addcdiv take their factor by keyword only; the list form calls it `scalars`.
-    spelling = {"scalars": "value"} if name.startswith("addc") else {}
-    by_keyword = {"alpha", "value", "dtype", *spelling}
-    given = dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | kwargs
-    results = []
-    for i in range(len(args[0])):
-        each = {k: v[i] if isinstance(v, (list, tuple)) else v for k, v in given.items()}
-        named = {spelling.get(k, k): v for k, v in each.items() if k in by_keyword}
-        results.append(call(*(v for k, v in each.items() if k not in by_keyword), **named))
-    if not op._schema.is_mutable:
-        return results
-    written(args[0])
-    return None
-
-
-def _maximum(x: Tensor, other: Any) -> Tensor:
-    return torch.maximum(x, other) if isinstance(other, Tensor) else x.clamp_min(other)
-
-
-def _minimum(x: Tensor, other: Any) -> Tensor:
-    return torch.minimum(x, other) if isinstance(other, Tensor) else x.clamp_max(other)
-
-
-def _maximum_(x: Tensor, other: Any) -> Tensor:
-    return x.copy_(torch.maximum(x, other)) if isinstance(other, Tensor) else x.clamp_min_(other)
-
-
-def _minimum_(x: Tensor, other: Any) -> Tensor:
-    return x.copy_(torch.minimum(x, other)) if isinstance(other, Tensor) else x.clamp_max_(other)
-
-
-#: name of a foreach operator -> its per-tensor form, if that is no method of the same name.
-_FOREACH: dict[str, Callable[..., Any]] = {
-    "norm": torch.linalg.vector_norm,
-    "maximum": _maximum,
-    "minimum": _minimum,
-    "maximum_": _maximum_,
-    "minimum_": _minimum_,
-}
-
-
 # --- new tensors -----------------------------------------------------------------------------
 
 
@@ -270,10 +194,6 @@ def wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
     if raw.towards is not None and torch.compiler.is_compiling():  # only a trace reads it
         note(made, towards=raw.towards)
     return made
-
-
-#: A parameter's expectation that is beyond its scale by more than this factor is measured.
-_JUMP = 4.0
 
 
 def _inherited(raw: Raw, operands: list[Tensor]) -> tuple[Format, torch.dtype, Recipe | None]:
@@ -362,123 +282,6 @@ def _promoted(operands: list[Tensor]) -> torch.dtype:
         elif counts and dtype is not None and x.dtype != dtype:
             dtype = torch.promote_types(dtype, x.dtype)
     return dtype or torch.float32
-
-
-# --- writes into existing tensors ------------------------------------------------------------
-
-
-def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None:
-    """Store a result in an existing tensor, which keeps its identity, aliases, format and scale.
-
-    All views of the tensor share its scale, so the value is rescaled to it. Two kinds of tensors
-    take the scale of the result instead: a tensor that is known to be zero, so that optimizer
-    states start at the scale of the first gradient; and a whole tensor whose new values are of
-    another order, or beyond its 8-bit format. A tensor that shares its scale with other ranks
-    (`agreed`) keeps it. Values that do not fit into a part of an 8-bit tensor saturate, and a
-    SaturationWarning counts them.
-    """
-    if isinstance(value, Raw) and type(value.q) is Total:
-        value = value._replace(q=value.q.made())
-    shape = tuple(value.q.shape if isinstance(value, Raw) else value.shape)
-    if target.shape != shape:
-        raise ShapeError(f"cannot write a result of shape {shape} into {tuple(target.shape)}")
-    floats = isinstance(value, Raw) or value.dtype.is_floating_point
-    if floats and not target.dtype.is_floating_point:
-        raise DTypeError(f"a scaled result does not fit into a tensor of {target.dtype}")
-    if not isinstance(target, ScaledTensor):
-        target.copy_(dequantized(wrap(value, operands) if isinstance(value, Raw) else value))
-        return
-    refuse_part(target)
-    watch(target)  # a parameter without `requires_grad_` becomes known at its first step
-    raw = value if isinstance(value, Raw) else _as_raw(value)
-    whole = covers_storage(target.qdata)
-    if whole and is_stored(target):  # it is cast again, by its recipe
-        target.copy_(wrap(raw._replace(format=FP32), [target, *operands]))
-        return
-    kept, expected = scale_of(target), rms_of(target)
-    was, free = (kept, False) if target.memo.agreed else (expected, whole)
-    rms = _plausible(raw, target, kept, expected)
-    after_write(target)
-    scale, ratio = settle_in_place(kept, was, rms, raw.held, free, *_reach(target, raw.q, rms))
-    place, q = _apart(target.qdata, raw.q)
-    wide = q if q.dtype.itemsize > 1 else q.float()
-    if any(is_table(x) for x in operands):
-        place.copy_(store(saturated(wide, wide * ratio, target.format), target.format))
-    elif place.dtype.itemsize == 1 or _torch.is_tracing(wide):
-        moved = scaled_by(wide, ratio)
-        if not (whole or _torch.is_tracing(wide)):
-            _tell_of_clipped(moved, target)
-        place.copy_(store(moved, target.format))
-    elif is_one(ratio):
-        place.copy_(wide)
-    else:
-        torch.mul(wide, multiplier(ratio), out=place)
-    # The whole is not known to be zero when a part became zero.
-    rms = rms if whole else larger(expected, rms)
-    put(target, None if scale is kept else scale, rms)
-    target.nonnegative = raw.nonnegative
-
-
-def _plausible(raw: Raw, target: ScaledTensor, scale: Any, before: Any) -> Any:
-    """Return the RMS of a result that is written into a tensor of this scale and RMS. In a
-    parameter it is measured if it is far from the scale: each of many writes may add a little
-    (LBFGS, averages), and their terms depend on each other."""
-    rms = believed(single_of(raw.rms), raw.q, raw.held)
-    if not (type(rms) is type(before) is type(scale) is Single) or not before:
-        return rms
-    jumps = not scale / _JUMP <= rms <= scale * _JUMP
-    if not (jumps and is_parameter(target)):
-        return rms
-    return measured_if_real(rms, raw.q, raw.held, waits=True)
-
-
-def _apart(place: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the target and the new elements without the dimensions that both only repeat. An
-    expanded tensor can so be filled, as in torch."""
-    if 0 in place.stride():
-        for dim, (into, out_of) in enumerate(zip(place.stride(), q.stride(), strict=True)):
-            if into == out_of == 0 and place.shape[dim] > 1:
-                place, q = place.narrow(dim, 0, 1), q.narrow(dim, 0, 1)
-    return place, q
-
-
-#: The most by which the RMS of a tensor that the next product casts may differ from its scale.
-_CAST = 16.0
-
-
-def _reach(target: ScaledTensor, q: Tensor, rms: Any) -> tuple[float, ...]:
-    """Return the limit of the RMS of new values, in units of the scale. In an 8-bit tensor eight
-    times the RMS is still in range. Tensors of 16 bits are results that the next product casts
-    under their scale, so its format must hold them. So are parameters, where `_plausible` can
-    measure. An optimizer's step rebalances them, but code may write into them without one (fastai's
-    optimizers, loops by hand).
-    """
-    size = target.format.storage_dtype.itemsize
-    if size == 1:
-        return (max(target.format.max / 8, 2.0),)
-    own = type(rms) is Single and target.recipe is not None and is_parameter(target)
-    return (_CAST,) if size == 2 or (own and is_readable(q)) else ()
-
-
-def _tell_of_clipped(moved: Tensor, target: ScaledTensor) -> None:
-    largest = target.format.max
-    clipped = int((moved.abs() > largest).sum())
-    if clipped:
-        warnings.warn(
-            f"{clipped} of {moved.numel()} elements that were written into a part of a "
-            f"ScaledTensor saturated: {target.format.name} holds {largest * float(target.scale):g} "
-            "at most under the scale of the whole tensor. Write the whole tensor, which may take "
-            "another scale, or hold it in a compute format first: x.to_format('bf16')",
-            SaturationWarning,
-            stacklevel=2,
-        )
-
-
-def _as_raw(x: Tensor) -> Raw:
-    if not x.dtype.is_floating_point:  # the result of a comparison in place
-        x = x.float()
-    held = x if isinstance(x, ScaledTensor) else from_plain(x, FP32, torch.float32, None)
-    return Raw(held.qdata, scale_of(held), rms_of(held))
 
 
 def dequantized(x: Any) -> Any:

@@ -4,6 +4,8 @@ functional form."""
 import pytest
 import torch
 from assertions import assert_holds, dequantized
+from hypothesis import given
+from hypothesis import strategies as st
 from tensors import gaussian
 
 import scaledtensor as sct
@@ -197,3 +199,86 @@ def test__a_plain_tensor_that_is_written_in_part__keeps_its_other_elements(name,
 
     (torch.compile(write, fullgraph=True) if compiled else write)(table, sct.scaled(ONE, "bf16"))
     assert table.tolist() == [[1.0, 1.0], [70003.0, 3.0]]
+
+
+#: An update of an optimizer -> the functional form.
+UPDATES = {
+    "add_": (lambda x, y, z: x.add_(y, alpha=-0.3), lambda x, y, z: x.add(y, alpha=-0.3)),
+    "add_number_": (lambda x, y, z: x.add_(1e-3), lambda x, y, z: x + 1e-3),
+    "sub_": (lambda x, y, z: x.sub_(y), lambda x, y, z: x - y),
+    "mul_": (lambda x, y, z: x.mul_(-0.9), lambda x, y, z: x * -0.9),
+    "div_": (lambda x, y, z: x.div_(3), lambda x, y, z: x / 3),
+    "lerp_": (lambda x, y, z: x.lerp_(y, 0.1), lambda x, y, z: x.lerp(y, 0.1)),
+    "addcmul_": (lambda x, y, z: x.addcmul_(y, z, value=0.7), None),
+    "square": (
+        lambda x, y, z: x.addcmul_(y, y, value=0.01),
+        lambda x, y, z: x.addcmul(y, y, value=0.01),
+    ),
+    "addcdiv_": (lambda x, y, z: x.addcdiv_(y, z, value=-0.1), None),
+}
+updates = pytest.mark.parametrize("name", UPDATES)
+
+
+@updates
+@pytest.mark.parametrize("fmt", ["fp32", "bf16"])
+@given(st.integers(-30, 30), st.integers(-2, 2), st.integers(-2, 2))
+def test__an_update__has_the_bits_of_torch_on_the_elements_themselves(name, fmt, at, first, second):
+    """Scales are powers of two, which round nothing."""
+    at = 0 if name == "add_number_" else at
+    of_y = at // 2 if name == "square" else at
+    powers = (at, of_y + first, second)
+    x, y, z = (sct.scaled(gaussian(4, 6, seed=i, power=n), fmt) for i, n in enumerate(powers))
+    plain = [t.dequantize() for t in (x, y, z)]
+    if fmt == "bf16":
+        plain = [t.bfloat16() for t in plain]
+    update, functional = UPDATES[name]
+    wanted = functional(x, y, z).rms if functional else None
+    update(x, y, z)
+    assert torch.equal(x.dequantize(), update(*plain).float())
+    if functional:
+        assert x.rms == wanted
+
+
+@updates
+def test__an_update_that_keeps_the_scale__makes_no_other_elements(name):
+    x, y, z = (sct.scaled(gaussian(64, 64, seed=i)) for i in range(3))
+    scale = x.scale.clone()
+    with torch.autograd.profiler.profile(profile_memory=True) as seen:
+        UPDATES[name][0](x, y, z)
+    assert x.scale == scale
+    assert max(event.cpu_memory_usage for event in seen.function_events) < x.nbytes
+
+
+@updates
+@pytest.mark.parametrize("start", [0.0, 2.0**-40], ids=["zero", "tiny"])
+def test__an_update_of_another_order__takes_a_scale_that_fits(name, start):
+    x = sct.scaled(gaussian(4, 6) * start)
+    y, z = (sct.scaled(gaussian(4, 6, seed=i, power=9)) for i in (1, 2))
+    plain = [t.dequantize() for t in (x, y, z)]
+    UPDATES[name][0](x, y, z)
+    want = UPDATES[name][0](*plain)
+    assert_holds(x, want, 2.0**-18)
+    if want.any():
+        assert 2.0**-24 < float(x.qdata.square().mean().sqrt()) < 2.0**24
+
+
+@updates
+def test__an_update_of_a_tensor_by_itself__reads_it_before(name):
+    x = sct.scaled(gaussian(4, 6, power=3))
+    plain = x.dequantize()
+    UPDATES[name][0](x, x, x)
+    assert_holds(x, UPDATES[name][0](plain, plain.clone(), plain.clone()), 2.0**-18)
+
+
+@updates
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test__an_update_after_the_forward_pass__is_seen_by_the_backward_pass(name, compiled):
+    """autograd refuses the saved copy of elements that changed."""
+    x = sct.scaled(gaussian(4, 6)).requires_grad_()
+    y, z = (sct.scaled(gaussian(4, 6, seed=i)) for i in (1, 2))
+    square = torch.compile(lambda t: (t * t).sum()) if compiled else lambda t: (t * t).sum()
+    loss = square(x)
+    with torch.no_grad():
+        UPDATES[name][0](x, y, z)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

@@ -35,8 +35,9 @@ from scaledtensor.ops.algebra import (
 )
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, Raw, rule
-from scaledtensor.ops.results import dequantized, write
+from scaledtensor.ops.results import dequantized
 from scaledtensor.ops.rules.arithmetic import product
+from scaledtensor.ops.writes import write
 from scaledtensor.scales.powers import product_of
 from scaledtensor.scales.singles import (
     Amount,

@@ -19,9 +19,10 @@ from scaledtensor.ops.products import sites
 from scaledtensor.ops.products.dtype import product_dtype
 from scaledtensor.ops.products.table import cast_once
 from scaledtensor.ops.registry import entered, rule
-from scaledtensor.ops.results import OVERFLOW, store, write
+from scaledtensor.ops.results import OVERFLOW, store
 from scaledtensor.ops.rules.arithmetic import chosen, under
 from scaledtensor.ops.rules.sparse import wrapped
+from scaledtensor.ops.writes import write
 from scaledtensor.scales.cast_nodes import Watch, codes_of, seen, values_of
 from scaledtensor.scales.forms import Form
 from scaledtensor.scales.powers import MAX_SCALE, MIN_SCALE, settle

@@ -22,7 +22,7 @@ from scaledtensor.ops import invariant
 from scaledtensor.ops.algebra import constant, first_scaled, operand, plain, quadrature, read_value
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Raw, rule
-from scaledtensor.ops.results import write
+from scaledtensor.ops.writes import write
 from scaledtensor.scales.forms import Form
 from scaledtensor.scales.measure import measured_rms
 from scaledtensor.scales.powers import product_of, settle, times

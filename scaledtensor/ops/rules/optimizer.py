@@ -21,7 +21,7 @@ from scaledtensor.native import adam as adam_loop
 from scaledtensor.ops.algebra import elements, gaussian_moment
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.registry import Overload, rule
-from scaledtensor.ops.results import written
+from scaledtensor.ops.writes import written
 from scaledtensor.scales.measure import measured_rms
 from scaledtensor.scales.powers import (
     MAX_SCALE,
@@ -90,7 +90,10 @@ def unscale(grads: Sequence[Tensor], found_inf: Tensor, inverse: Tensor) -> None
 
 
 def _minus(p: Tensor, direction: Tensor, rate: Number) -> None:
-    p.sub_(direction * rate)
+    if isinstance(rate, Tensor):
+        p.sub_(direction * rate)
+    else:
+        p.sub_(direction, alpha=rate)
 
 
 @rule(
