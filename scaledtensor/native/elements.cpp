@@ -4,6 +4,7 @@
 // rule runs them one by one in PyTorch.
 
 #include <cstdint>
+#include <vector>
 
 #include "floats.h"
 #include "threads.h"
@@ -58,6 +59,14 @@ template <class X> float magnitudes(const X *x, int64_t count, double *squares) 
     }
     *squares = total;
     return as_float(largest);
+}
+
+// The sum of squares in float64.
+template <class X> double squares(const X *x, int64_t a, int64_t b) {
+    double sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = a; i < b; i++) sum += double(wide(x[i])) * double(wide(x[i]));
+    return sum;
 }
 
 // The number of magnitudes up to `limit`, whose bits are compared.
@@ -194,6 +203,24 @@ extern "C" float scaledtensor_magnitudes(int half, const void *source, int64_t c
     float largest = 0;
     with_elements(half, source, [&](auto *x) { largest = magnitudes(x, count, squares); });
     return largest;
+}
+
+// Returns the sum of squares in float64, where no square of a float32 overflows. The order of the
+// additions does not depend on the number of threads.
+extern "C" double scaledtensor_squares(int half, const void *source, int64_t count, int threads) {
+    const int64_t parts = (count + GRAIN - 1) / GRAIN;
+    std::vector<double> sums(static_cast<size_t>(parts));
+    with_elements(half, source, [&](auto *x) {
+        in_parts(parts, GRAIN, threads, [&](int64_t from, int64_t to) {
+            for (int64_t i = from; i < to; i++) {
+                const int64_t a = i * GRAIN, b = a + GRAIN < count ? a + GRAIN : count;
+                sums[static_cast<size_t>(i)] = squares(x, a, b);
+            }
+        });
+    });
+    double total = 0;
+    for (const double sum : sums) total += sum;
+    return total;
 }
 
 extern "C" int64_t scaledtensor_within(int half, const void *source, int64_t count, float limit) {

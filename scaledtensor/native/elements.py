@@ -16,6 +16,7 @@ __all__ = [
     "rounded_rows",
     "scale",
     "scaled",
+    "squares",
     "total",
     "within",
 ]
@@ -172,6 +173,25 @@ def magnitudes(x: Tensor) -> tuple[float, float] | None:
         x.dtype is torch.bfloat16, x.data_ptr(), x.numel(), ctypes.byref(squares)
     )
     return largest, squares.value
+
+
+def squares(x: Tensor) -> float | None:
+    """Return the sum of the squares of `x` in float64; None if the loop did not run. It reads
+    tensors without gaps, in any order of dimensions, and expanded ones."""
+    if x.dtype not in (torch.float32, torch.bfloat16) or not native.takes(x):
+        return None
+    copies = 1
+    if not x.is_contiguous():
+        count = x.numel()
+        x = x[tuple(slice(None) if stride else 0 for stride in x.stride())] if count else x
+        copies = count // max(x.numel(), 1)
+        order = sorted(range(x.dim()), key=x.stride, reverse=True)
+        if not x.permute(order).is_contiguous():
+            return None
+    found: float = native.library().scaledtensor_squares(
+        x.dtype is torch.bfloat16, x.data_ptr(), x.numel(), torch.get_num_threads()
+    )
+    return found * copies
 
 
 def within(x: Tensor, limit: float) -> int | None:

@@ -93,11 +93,14 @@ def finite_norm(x: Tensor) -> float | None:
     """The 2-norm of a plain tensor in one pass. None if it is not finite, or if reading it would
     cost a wait.
 
-    Reading costs nothing on a CPU, outside of tracing and of transforms. The norm makes a copy in
-    float64, so it is taken of pieces.
+    Reading costs nothing on a CPU, outside of tracing and of transforms. torch makes a copy in
+    float64, so it takes the norm of pieces.
     """
     if type(x) is not Tensor or not backend_of(x).host or _torch.is_transforming():
         return None
+    squares = elements.squares(x)
+    if squares is not None:
+        return math.sqrt(squares) if math.isfinite(squares) else None
     norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in pieces(x)]
     norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     seen = norm.item()

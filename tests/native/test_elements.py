@@ -15,6 +15,7 @@ from scaledtensor.native.elements import (
     rounded_rows,
     scale,
     scaled,
+    squares,
     total,
     within,
 )
@@ -251,10 +252,10 @@ COUNTS = [1, 15, 16, 17, 1023, 1024, 1041, 70_000]
 @pytest.mark.parametrize("size", [2.0**-40, 1.0, 2.0**39])
 def test__magnitudes__are_the_largest_and_the_sum_of_squares(dtype, count, size):
     x = (gaussian(count) * size).to(dtype)
-    largest, squares = magnitudes(x)
+    largest, summed = magnitudes(x)
     wide = x.double()
     assert largest == wide.abs().max()
-    assert squares == pytest.approx(float(wide.square().sum()), rel=1e-5)
+    assert summed == pytest.approx(float(wide.square().sum()), rel=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -265,6 +266,46 @@ def test__magnitudes__show_what_is_not_finite(dtype, place, other):
     x[place] = other
     largest, _ = magnitudes(x)
     assert not torch.tensor(largest).isfinite()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [*COUNTS, 2**15 - 1, 2**15 + 1, 2**17 + 9])
+@pytest.mark.parametrize("size", [2.0**-70, 1.0, 2.0**100])
+def test__squares__are_those_of_float64_with_any_number_of_threads(dtype, count, size):
+    x = (gaussian(count) * size).to(dtype)
+    found = squares(x)
+    assert found == pytest.approx(float(x.double().square().sum()), rel=1e-13)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert squares(x) == found
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x.t(),
+        lambda x: x.permute(1, 0)[None],
+        lambda x: x[:, None].expand(6, 5, 8),
+        lambda x: x[:1].expand(7, 8),
+        lambda x: x[0, 0].expand(3, 4),
+        lambda x: x[:0],
+        lambda x: x[2, 3],
+    ],
+)
+def test__squares__are_read_in_any_order(view):
+    x = view(gaussian(6, 8))
+    assert squares(x) == pytest.approx(float(x.double().square().sum()), rel=1e-13)
+
+
+def test__squares_of_other_tensors__are_left_to_torch():
+    x = gaussian(6, 8)
+    for other in (x[:, :4], x.double(), x.half(), x.to("meta")):
+        assert squares(other) is None
+    x[3, 3] = torch.nan
+    assert squares(x) != squares(x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -86,7 +86,10 @@ def threshold_backward(g: Any, x: ScaledTensor, threshold: float) -> Raw:
     """r_g / sqrt(2): half of the gradients become zero. With a threshold t other than 0, r_g
     sqrt(P(r z > t))."""
     left = operand(g, x)
-    q = torch.where(value(x) > threshold, left.q, 0.0)
+    # A threshold of zero is the same for the elements. `torch.where` takes ten times as long.
+    q = aten.threshold_backward.default(
+        left.q, elements(x) if threshold == 0 else value(x), threshold
+    )
     if threshold == 0:
         return product(q, left.scale, left.rms * 0.5**0.5, (left.rms,))
     share = gaussian_rms("above", rms_of(x), threshold, nonnegative=x.nonnegative)
@@ -106,7 +109,7 @@ def leaky_relu_backward(
 ) -> Raw:
     """r_g sqrt((1 + a^2) / 2) for a slope a below zero."""
     left = operand(g, x)
-    q = torch.where(elements(x) > 0, left.q, left.q * negative_slope)
+    q = aten.leaky_relu_backward.default(left.q, elements(x), negative_slope, False)
     return Raw(q, left.scale, left.rms * ((1 + negative_slope**2) / 2) ** 0.5, settled=True)
 
 
