@@ -3,6 +3,7 @@
 import copy
 import io
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -308,7 +309,11 @@ def test__products_without_a_weight__have_no_shifts():
 
 
 def test__a_product_without_a_weight_that_saturates__is_told_of(monkeypatch):
-    """The guard looks in its steps and leaves the operand as it is."""
+    """On a device whose numbers cost a wait, the guard looks in its steps and leaves the operand as
+    it is."""
+    monkeypatch.setattr(
+        sites, "backend_of", lambda x: SimpleNamespace(has_elements=True, host=False)
+    )
     monkeypatch.setattr(sites, "beside", sites.Site(new=True))
     torch.manual_seed(0)
     x = sct.scaled(torch.randn(16, 64), "bf16", recipe=Unit())
@@ -329,6 +334,67 @@ def test__a_product_without_a_weight_that_saturates__is_told_of(monkeypatch):
         heard += [step] * any("product of" in str(w.message) for w in found)
         optimizer.step()
     assert heard == [0, 2, 5]
+
+
+def orthogonal(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Newton-Schulz: each step cubes the error of an expectation."""
+    x = module(x).view(8, 6, 6)
+    x = x / x.norm(dim=(1, 2), keepdim=True)
+    for _ in range(8):
+        x = 1.5 * x - 0.5 * (x @ x.mT) @ x
+    return x.square().mean()
+
+
+def solved(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Conjugate gradients divide by a product that a cast to zero makes zero."""
+    a = module(x).view(-1, 6, 6)
+    a = a @ a.mT + torch.eye(6)
+    y, r = torch.zeros(8, 6, 1), torch.ones(8, 6, 1)
+    p = r
+    for _ in range(4):
+        ap, rr = a @ p, (r * r).sum(1, keepdim=True)
+        along = rr / (p * ap).sum(1, keepdim=True)
+        y, r = y + along * p, r - along * ap
+        p = r + (r * r).sum(1, keepdim=True) / rr * p
+    return y.square().mean()
+
+
+@pytest.mark.parametrize("run", [orthogonal, solved])
+@pytest.mark.parametrize("power", [0, 20])
+def test__loops_of_products_without_a_weight__lose_no_operands(run, power):
+    """Their terms depend on each other, so the expectations run away."""
+    torch.manual_seed(0)
+    plain, x = nn.Linear(4, 36), torch.randn(8, 4)
+    model = scaled(copy.deepcopy(plain), Unit())
+    expected = run(plain, x)
+    expected.backward()
+    found = run(model, x)
+    (found * 2.0**power).backward()
+    torch.testing.assert_close(found.dequantize(), expected, rtol=0.2, atol=0)
+    grad = model.weight.grad.dequantize() * 2.0**-power
+    assert torch.cosine_similarity(grad.flatten(), plain.weight.grad.flatten(), 0) > 0.9
+    assert 0.8 < grad.norm() / plain.weight.grad.norm() < 1.3
+
+
+@pytest.mark.parametrize("off", [-12, 12])
+def test__an_operand_without_a_weight_that_is_not_as_expected__is_cast_under_its_largest(off):
+    torch.manual_seed(0)
+    x = sct.scaled(torch.randn(16, 64), "bf16", recipe=Unit())
+    off_scale = x.like(x.qdata * 2.0**off, x.scale, x.rms).requires_grad_()
+    other = sct.scaled(torch.randn(64, 16), "bf16", recipe=Unit()).requires_grad_()
+    value, second = (t.detach().dequantize().requires_grad_() for t in (off_scale, other))
+    y, want = off_scale @ other, value @ second
+    assert error(y, want) < 0.06
+    y.backward(torch.ones_like(y) * 2.0**30), want.backward(torch.ones_like(want) * 2.0**30)
+    for t, plain in ((off_scale, value), (other, second)):
+        assert error(t.grad, plain.grad) < 0.06
+    with torch.no_grad():
+        assert torch.equal((off_scale @ other).qdata, y.qdata)
+    with torch.inference_mode():
+        assert torch.equal((off_scale @ other).qdata, y.qdata)
+    unguarded = other.detach()
+    unguarded.recipe = Unit(guard=False)  # The last operand has the recipe of such a product.
+    assert error(off_scale.detach() @ unguarded, want) > 0.2
 
 
 def test__a_frozen_weight__is_corrected_in_the_first_pass():

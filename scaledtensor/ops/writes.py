@@ -16,9 +16,11 @@ from scaledtensor.backends import is_readable
 from scaledtensor.errors import DTypeError, MissingRuleError, SaturationWarning, ShapeError
 from scaledtensor.formats import FP32
 from scaledtensor.formats.tensors import covers_storage
+from scaledtensor.ops import invariant
 from scaledtensor.ops.operators import Overload
 from scaledtensor.ops.plausible import believed
 from scaledtensor.ops.results import (
+    FILL,
     HUGE,
     Raw,
     Total,
@@ -28,21 +30,23 @@ from scaledtensor.ops.results import (
     store,
     wrap,
 )
-from scaledtensor.scales.measure import measured_if_real
+from scaledtensor.scales.measure import finite_norm, measured_if_real
 from scaledtensor.scales.powers import is_one, larger, settle_in_place
 from scaledtensor.scales.singles import (
+    ONE,
     Single,
     amounts_of,
     multiplier,
     put,
     rms_of,
+    rounded,
     scale_of,
     scaled_by,
     single_of,
 )
 from scaledtensor.tensors.coded import refuse_part
 from scaledtensor.tensors.memo import after_write
-from scaledtensor.tensors.steps import watch
+from scaledtensor.tensors.steps import is_update, watch
 from scaledtensor.tensors.tensor import ScaledTensor, from_plain, is_parameter, is_stored
 
 __all__ = [
@@ -50,6 +54,7 @@ __all__ = [
     "Amounts",
     "amounts_in_place",
     "change",
+    "elements_in_place",
     "foreach",
     "in_place",
     "write",
@@ -82,6 +87,8 @@ def foreach(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     spelling = {"scalars": "value"} if name.startswith("addc") else {}
     by_keyword = {"alpha", "value", "dtype", *spelling}
     given = dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | kwargs
+    if isinstance(given.get("scalars"), Tensor):  # torch takes a tensor of the CPU
+        given["scalars"] = given["scalars"].tolist()
     results = []
     for i in range(len(args[0])):
         each = {k: v[i] if isinstance(v, (list, tuple)) else v for k, v in given.items()}
@@ -208,15 +215,19 @@ _CAST = 16.0
 def _reach(target: ScaledTensor, q: Tensor, rms: Any) -> tuple[float, ...]:
     """Return the limit of the RMS of new values, in units of the scale. In an 8-bit tensor eight
     times the RMS is still in range. Tensors of 16 bits are results that the next product casts
-    under their scale, so its format must hold them. So are parameters, where `_plausible` can
-    measure. An optimizer's step rebalances them, but code may write into them without one (fastai's
-    optimizers, loops by hand).
+    under their scale, so its format must hold them. So are float32 tensors with a recipe, except
+    the states of optimizers, and parameters, where `_plausible` can measure. An optimizer's step
+    rebalances them, but code may write into them without one (fastai's optimizers, loops by hand).
     """
     size = target.format.storage_dtype.itemsize
     if size == 1:
         return (max(target.format.max / 8, 2.0),)
-    own = type(rms) is Single and target.recipe is not None and is_parameter(target)
-    return (_CAST,) if size == 2 or (own and is_readable(q)) else ()
+    if size == 2:
+        return (_CAST,)
+    if type(rms) is not Single or target.recipe is None:
+        return ()
+    cast = is_readable(q) if is_parameter(target) else not is_update()
+    return (_CAST,) if cast else ()
 
 
 def _tell_of_clipped(moved: Tensor, target: ScaledTensor) -> None:
@@ -263,27 +274,37 @@ def in_place(*ops: Overload) -> Callable[[F], F]:
     return register
 
 
-def amounts_in_place(*tensors: Any) -> list[Amounts] | None:
-    """Return the Amounts of the operands of an operator on elements; None without such an operator:
-    all operands are ScaledTensors of one shape, with elements of one dtype of at least 16 bits, and
-    the host knows their Amounts."""
-    if torch.compiler.is_compiling():
+def amounts_in_place(target: Any, *others: Any) -> list[Amounts] | None:
+    """Return the Amounts of the target and of the other operands of an operator on elements. None
+    if there is no such operator: it takes tensors of one shape and one dtype of at least 16 bits,
+    whose Amounts the host knows. A plain operand is measured."""
+    if torch.compiler.is_compiling() or type(target) is not ScaledTensor:
         return None
-    first = getattr(tensors[0], "qdata", None)
+    first = target.qdata
     if type(first) is not Tensor or first.itemsize == 1 or first.layout is not torch.strided:
         return None
-    found = []
-    for x in tensors:
-        if type(x) is not ScaledTensor:
-            return None
-        q = x.qdata
+    found = [amounts_of(target)]
+    for x in others:
+        q = elements_in_place(x)
         if type(q) is not Tensor or q.dtype is not first.dtype or q.shape != first.shape:
             return None
-        amounts = amounts_of(x)
-        if type(amounts[0]) is not Single or type(amounts[1]) is not Single:
-            return None
-        found.append(amounts)
-    return found
+        found.append(amounts_of(x) if q is not x else _measured(x))
+    known = all(type(scale) is Single and type(rms) is Single for scale, rms in found)
+    return found if known else None
+
+
+def elements_in_place(x: Any) -> Any:
+    """Return the elements of an operand, which is a ScaledTensor or plain."""
+    return x.qdata if type(x) is ScaledTensor else x
+
+
+def _measured(x: Tensor) -> tuple[Any, Any]:
+    """Return the Amounts of a plain tensor; no numbers for a mask, and for elements that cannot be
+    read now."""
+    norm = None if invariant.assumes_unit_scale() else finite_norm(x)
+    if norm is None or norm >= -FILL or not x.dim():
+        return None, None
+    return ONE, Single(rounded(norm / max(x.numel(), 1) ** 0.5))
 
 
 def change(

@@ -282,3 +282,63 @@ def test__an_update_after_the_forward_pass__is_seen_by_the_backward_pass(name, c
         UPDATES[name][0](x, y, z)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+#: An update by a plain operand.
+BY_PLAIN = ["add_", "sub_", "lerp_", "addcmul_", "addcdiv_"]
+
+
+@pytest.mark.parametrize("name", BY_PLAIN)
+@pytest.mark.parametrize("power", [-9, 0, 9])
+def test__an_update_by_a_plain_tensor__is_calculated_on_the_elements_too(name, power):
+    x = sct.scaled(gaussian(64, 64, power=power))
+    y, z = (gaussian(64, 64, seed=i) for i in (1, 2))
+    plain, scale = x.dequantize(), x.scale.clone()
+    with torch.autograd.profiler.profile(profile_memory=True) as seen:
+        UPDATES[name][0](x, y, z)
+    assert torch.equal(x.dequantize(), UPDATES[name][0](plain, y, z))
+    assert x.scale == scale
+    assert max(event.cpu_memory_usage for event in seen.function_events) < x.nbytes
+
+
+@pytest.mark.parametrize("fill", [-torch.inf, torch.finfo(torch.float32).min, -1e9])
+def test__a_mask_that_is_added__moves_no_scale(fill):
+    x, mask = sct.scaled(gaussian(4, 6)), torch.zeros(4, 6)
+    mask[:, 4:] = fill
+    want, rms = x.dequantize() + mask, x.rms.clone()
+    for masked in (x + mask, x.add_(mask)):
+        assert torch.equal(masked.dequantize()[:, :4], want[:, :4])
+        assert masked.dequantize()[:, 4:].max() <= -1e8
+        assert masked.rms == rms
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "normalise",
+    [
+        lambda x: x.mul_(1000.0),
+        lambda x: x.div_(255).sub_(0.5).div_(0.25),
+        lambda x: x.add_(1000.0),
+    ],
+)
+def test__an_input_that_is_normalised_in_place__fits_the_format_of_the_next_cast(
+    normalise, compiled
+):
+    weight = sct.scaled(gaussian(64, 64, seed=3), recipe="unit")
+    product = torch.compile(lambda x: x @ weight) if compiled else lambda x: x @ weight
+    plain = gaussian(64, 64, power=7).abs()
+    x = sct.scaled(plain, recipe="unit")
+    want = normalise(plain) @ weight.dequantize()
+    found = product(normalise(x)).dequantize()
+    assert (found - want).norm() < 0.06 * want.norm()
+
+
+def test__foreach_forms__take_a_tensor_of_factors():
+    x, y, z = ([sct.scaled(gaussian(4, 6, seed=i + n)) for n in range(2)] for i in range(3))
+    plain = [[t.dequantize() for t in tensors] for tensors in (x, y, z)]
+    factors = torch.tensor([0.5, -2.0])
+    for name in ("_foreach_addcmul_", "_foreach_addcdiv_"):
+        getattr(torch, name)(x, y, z, factors)
+        getattr(torch, name)(*plain, factors)
+    for found, want in zip(x, plain[0], strict=True):
+        assert_holds(found, want, 2.0**-18)

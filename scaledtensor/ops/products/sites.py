@@ -59,6 +59,8 @@ __all__ = [
     "LOST_FOR_GOOD",
     "Site",
     "calibrating",
+    "fit",
+    "fit_gradient",
     "fitted",
     "is_calibrating",
     "look_at_cast",
@@ -121,26 +123,66 @@ def looks(weight: Any) -> bool:
 beside = Site(new=True)
 
 
-def tells(operands: Sequence[Any], recipe: Any) -> bool:
-    """Warn of a product without a weight if its cast loses elements, in the steps that look. Return
-    False: such a product has no shifts."""
-    if "saturated" in _told or not isinstance(recipe, Unit) or not recipe.guard:
-        return False
+def fit(operands: Sequence[Any], recipe: Any) -> Sequence[Any]:
+    """Return the operands of a product without a weight under scales by which their casts to 8 bits
+    lose nothing. Only a host measures them. Elsewhere this warns of what is lost, in the steps that
+    look, since measuring waits for the device."""
+    if not isinstance(recipe, Unit) or not recipe.guard or observers:
+        return operands
     fmt = recipe.gemms.once[0].format if recipe.gemms.once else recipe.activation
-    if fmt.bits != 8 or observers or not all(map(_is_wide, operands)) or not beside.is_due():
-        return False
-    for x in operands:
-        q, largest, _ = amax_and_squares(elements(x).detach())
-        lost = _share(beyond(q.abs(), fmt), q) if largest > fmt.max else 0.0
-        if lost > LOST_FOR_GOOD:
-            tell(
-                "saturated",
-                f"{lost:.1%} of an operand of the product of {_shapes(operands)} are beyond "
-                f"{fmt.name}'s largest value. The product has no weight whose shifts would correct "
-                "it: normalise its operands, multiply what they .dequantize() to, or take "
-                "torch.nn.functional.scaled_dot_product_attention if this is attention",
-            )
-    return False
+    if fmt.bits != 8 or not all(map(_is_wide, operands)):
+        return operands
+    if all(backend_of(x).host for x in operands):
+        seen = [_seen(x) for x in operands]
+        if not any(fitted(held, fmt, 0) for held in seen):
+            return operands
+        return [verbs.shifted(x, _highest(s, fmt)) for x, s in zip(operands, seen, strict=True)]
+    if "saturated" not in _told and beside.is_due():
+        for x in operands:
+            _tell_beside(x, fmt, operands)
+    return operands
+
+
+def fit_gradient(y: Any, recipe: Any) -> None:
+    """Let the gradient of a product without a weight be cast as `fit` says of its operands."""
+    guarded = isinstance(recipe, Unit) and recipe.guard and recipe.gemms.once and not observers
+    if not guarded or not (isinstance(y, ScaledTensor) and y.requires_grad and _is_real(y)):
+        return
+    fmt = recipe.gemms.once[2].format
+    if fmt.bits == 8 and y.grad_fn is not None and backend_of(y).host:
+        fit_it = lambda grad: _fitted_gradient(grad, fmt) if _is_wide(grad) else grad  # noqa: E731
+        y.register_hook(fit_it)  # type: ignore[no-untyped-call]
+
+
+def _seen(x: ScaledTensor) -> Seen:
+    q, largest, squares = amax_and_squares(elements(x).detach())
+    return Seen().and_of(largest, squares, q.numel())
+
+
+def _highest(seen: Seen, fmt: Format) -> int:
+    """Return the least shift under which nothing saturates: small elements count, too."""
+    if not seen.largest:
+        return 0
+    significand, exponent = math.frexp(seen.largest / fmt.max)
+    return _within(exponent - (significand == 0.5))
+
+
+def _fitted_gradient(x: ScaledTensor, fmt: Format) -> Any:
+    seen = _seen(x)
+    return verbs.shifted(x, _highest(seen, fmt)) if fitted(seen, fmt, 0) else x
+
+
+def _tell_beside(x: Any, fmt: Format, operands: Sequence[Any]) -> None:
+    q, largest, _ = amax_and_squares(elements(x).detach())
+    lost = _share(beyond(q.abs(), fmt), q) if largest > fmt.max else 0.0
+    if lost > LOST_FOR_GOOD:
+        tell(
+            "saturated",
+            f"{lost:.1%} of an operand of the product of {_shapes(operands)} are beyond "
+            f"{fmt.name}'s largest value. The product has no weight whose shifts would correct "
+            "it: normalise its operands, multiply what they .dequantize() to, or take "
+            "torch.nn.functional.scaled_dot_product_attention if this is attention",
+        )
 
 
 def _shapes(operands: Sequence[Any]) -> str:

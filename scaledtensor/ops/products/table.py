@@ -175,7 +175,9 @@ def _product(
         return delayed.product(function, scaled, kept, history, once)
     if in_time and isinstance(once[2].scale, Carried):
         once = (*once[:2], Cast(recipe.activation))
-    looks = sites.looks(weight) if weight is not None else sites.tells(scaled, recipe)
+    looks = weight is not None and sites.looks(weight)
+    if weight is None:
+        scaled = sites.fit(scaled, recipe)
     casts = sites.look_at_inputs(weight, scaled) if looks else once
     if function is torch.nn.functional.linear and as_one.serves(*scaled):
         y = as_one.linear(scaled[0], scaled[1], casts)
@@ -187,6 +189,8 @@ def _product(
             for i, x in enumerate(scaled)
         ]
         y = _gradient_cast(function(*held, **kwargs), casts[2], traced)
+        if weight is None:
+            sites.fit_gradient(y, recipe)
     return sites.look_back(weight, y) if looks else y
 
 

@@ -166,7 +166,13 @@ def chosen(x: Any, like: ScaledTensor) -> Operand:
 
 def _table(x: Tensor, like: ScaledTensor | None) -> Operand:
     x = x.to_dense() if x.is_sparse else x
-    rms = ONE if invariant.assumes_unit_scale() else single_of(_table_rms(x, like))
+    if invariant.assumes_unit_scale():
+        rms: Any = ONE
+    else:
+        norm = None if torch.compiler.is_compiling() else finite_norm(x)
+        if norm is not None and norm < -FILL and x.numel():  # no element is larger
+            return Operand(x, ONE, Single(rounded(norm / x.numel() ** 0.5)))
+        rms = single_of(_table_rms(x, like))
     scale = torch.ones_like(rms) if isinstance(rms, Tensor) else ONE
     return Operand(x, scale, rms, fills=True)
 

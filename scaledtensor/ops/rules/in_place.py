@@ -13,7 +13,7 @@ import torch
 from scaledtensor.ops.algebra import quadrature
 from scaledtensor.ops.operators import aten
 from scaledtensor.ops.rules.arithmetic import rms_of_lerp, rms_with_product, rms_with_quotient
-from scaledtensor.ops.writes import amounts_in_place, change, in_place
+from scaledtensor.ops.writes import amounts_in_place, change, elements_in_place, in_place
 from scaledtensor.scales.powers import times
 from scaledtensor.scales.singles import Single, rounded
 
@@ -30,11 +30,11 @@ def add(x: Any, y: Any, alpha: float = 1) -> bool:
     if found is None:
         return False
     before, (scale, rms) = found
-    positive = x.nonnegative and y.nonnegative and alpha > 0
+    positive = x.nonnegative and getattr(y, "nonnegative", False) and alpha > 0
     size = abs(alpha)
     now = quadrature(before[1], rms if size == 1 else rms * size)
     by = float(scale) / float(before[0]) * alpha
-    return change(x, before, now, _add, y.qdata, alpha=by, nonnegative=positive)
+    return change(x, before, now, _add, elements_in_place(y), alpha=by, nonnegative=positive)
 
 
 @in_place(aten.sub.Tensor, aten.sub.Scalar)
@@ -82,9 +82,12 @@ def lerp(x: Any, y: Any, weight: Any) -> bool:
         return False
     before, (scale, rms) = found
     w = Single(rounded(weight))
-    ratio = float(scale) / float(before[0])
     now = rms_of_lerp(before[1], rms, w)
-    return change(x, before, now, lambda q: _lerp(q, times(y.qdata, Single(ratio)), w))
+
+    def towards(q: Any, ratio: float) -> None:
+        _lerp(q, times(elements_in_place(y), Single(ratio)), w)
+
+    return change(x, before, now, towards, ratio=float(scale) / float(before[0]))
 
 
 @in_place(aten.addcmul.default)
@@ -97,7 +100,16 @@ def addcmul(x: Any, a: Any, b: Any, value: float = 1) -> bool:
     now = rms_with_product(before[1], left[1], right[1], a is b, value)
     positive = x.nonnegative and a is b and value >= 0
     by = float(left[0]) * float(right[0]) / float(before[0]) * value
-    return change(x, before, now, _addcmul, a.qdata, b.qdata, value=by, nonnegative=positive)
+    return change(
+        x,
+        before,
+        now,
+        _addcmul,
+        elements_in_place(a),
+        elements_in_place(b),
+        value=by,
+        nonnegative=positive,
+    )
 
 
 @in_place(aten.addcdiv.default)
@@ -109,4 +121,4 @@ def addcdiv(x: Any, a: Any, b: Any, value: float = 1) -> bool:
     before, left, right = found
     now = rms_with_quotient(before[1], left[1], right[1], value)
     by = float(left[0]) / float(right[0]) / float(before[0]) * value
-    return change(x, before, now, _addcdiv, a.qdata, b.qdata, value=by)
+    return change(x, before, now, _addcdiv, elements_in_place(a), elements_in_place(b), value=by)
