@@ -191,7 +191,7 @@ _FUNCTIONS = {
     ),
     "scaledtensor_adam": (_at, _count, _at, _word),
     "scaledtensor_scaled": (_word, _word, _at, _at, _real, _count, _count, _count, _word),
-    "scaledtensor_magnitudes": (_word, _at, _count, _at),
+    "scaledtensor_magnitudes": (_word, _at, _count, _at, _word),
     "scaledtensor_squares": (_word, _at, _count, _word),
     "scaledtensor_within": (_word, _at, _count, _real),
     "scaledtensor_column_sums": (_at, _at, _count, _count, _word),

@@ -197,30 +197,45 @@ extern "C" void scaledtensor_rounded_rows(int half, void *product, const float *
     });
 }
 
-// Returns the largest magnitude of finite elements, else an infinity or a NaN. Threads would change the
-// order of the additions.
-extern "C" float scaledtensor_magnitudes(int half, const void *source, int64_t count, double *squares) {
-    float largest = 0;
-    with_elements(half, source, [&](auto *x) { largest = magnitudes(x, count, squares); });
-    return largest;
-}
-
-// Returns the sum of squares in float64, where no square of a float32 overflows. The order of the
-// additions does not depend on the number of threads.
-extern "C" double scaledtensor_squares(int half, const void *source, int64_t count, int threads) {
+// Calls `loop(a, b)` for parts of [0, count) and returns the sum of its numbers, in an order that does
+// not depend on the number of threads.
+template <class F> double sum_of_parts(int64_t count, int threads, F loop) {
     const int64_t parts = (count + GRAIN - 1) / GRAIN;
     std::vector<double> sums(static_cast<size_t>(parts));
-    with_elements(half, source, [&](auto *x) {
-        in_parts(parts, GRAIN, threads, [&](int64_t from, int64_t to) {
-            for (int64_t i = from; i < to; i++) {
-                const int64_t a = i * GRAIN, b = a + GRAIN < count ? a + GRAIN : count;
-                sums[static_cast<size_t>(i)] = squares(x, a, b);
-            }
-        });
+    in_parts(parts, GRAIN, threads, [&](int64_t from, int64_t to) {
+        for (int64_t i = from; i < to; i++) {
+            const int64_t a = i * GRAIN, b = a + GRAIN < count ? a + GRAIN : count;
+            sums[static_cast<size_t>(i)] = loop(a, b);
+        }
     });
     double total = 0;
     for (const double sum : sums) total += sum;
     return total;
+}
+
+// Returns the largest magnitude of finite elements, else an infinity or a NaN.
+extern "C" float scaledtensor_magnitudes(int half, const void *source, int64_t count, double *squares,
+                                         int threads) {
+    std::vector<float> largest(static_cast<size_t>((count + GRAIN - 1) / GRAIN));
+    with_elements(half, source, [&](auto *x) {
+        *squares = sum_of_parts(count, threads, [&](int64_t a, int64_t b) {
+            double sum = 0;
+            largest[static_cast<size_t>(a / GRAIN)] = magnitudes(x + a, b - a, &sum);
+            return sum;
+        });
+    });
+    int32_t most_of_all = 0;
+    for (const float size : largest) most_of_all = most(most_of_all, as_int(size));
+    return as_float(most_of_all);
+}
+
+// Returns the sum of squares in float64, where no square of a float32 overflows.
+extern "C" double scaledtensor_squares(int half, const void *source, int64_t count, int threads) {
+    double found = 0;
+    with_elements(half, source, [&](auto *x) {
+        found = sum_of_parts(count, threads, [&](int64_t a, int64_t b) { return squares(x, a, b); });
+    });
+    return found;
 }
 
 extern "C" int64_t scaledtensor_within(int half, const void *source, int64_t count, float limit) {

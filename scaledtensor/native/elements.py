@@ -168,11 +168,12 @@ def magnitudes(x: Tensor) -> tuple[float, float] | None:
     If an element is not finite, the largest magnitude is not finite."""
     if not _is_read(x):
         return None
-    squares = ctypes.c_double()
+    total = ctypes.c_double()
+    place, to = x.data_ptr(), ctypes.byref(total)
     largest = native.library().scaledtensor_magnitudes(
-        x.dtype is torch.bfloat16, x.data_ptr(), x.numel(), ctypes.byref(squares)
+        x.dtype is torch.bfloat16, place, x.numel(), to, torch.get_num_threads()
     )
-    return largest, squares.value
+    return largest, total.value
 
 
 def squares(x: Tensor) -> float | None:

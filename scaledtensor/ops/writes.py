@@ -275,9 +275,9 @@ def in_place(*ops: Overload) -> Callable[[F], F]:
 
 
 def amounts_in_place(target: Any, *others: Any) -> list[Amounts] | None:
-    """Return the Amounts of the target and of the other operands of an operator on elements. None
-    if there is no such operator: it takes tensors of one shape and one dtype of at least 16 bits,
-    whose Amounts the host knows. A plain operand is measured."""
+    """Return the Amounts of the target and of the other operands of an operator on elements. A
+    plain operand is measured. The result is None unless all operands have one shape, one dtype of
+    at least 16 bits, and Amounts that the host knows."""
     if torch.compiler.is_compiling() or type(target) is not ScaledTensor:
         return None
     first = target.qdata

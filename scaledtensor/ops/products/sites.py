@@ -28,6 +28,7 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -125,8 +126,8 @@ beside = Site(new=True)
 
 def fit(operands: Sequence[Any], recipe: Any) -> Sequence[Any]:
     """Return the operands of a product without a weight under scales by which their casts to 8 bits
-    lose nothing. Only a host measures them. Elsewhere this warns of what is lost, in the steps that
-    look, since measuring waits for the device."""
+    lose nothing. Only a host measures them. On other devices a measurement is a wait. So the steps
+    that look warn of elements that saturate, and the operands stay as they are."""
     if not isinstance(recipe, Unit) or not recipe.guard or observers:
         return operands
     fmt = recipe.gemms.once[0].format if recipe.gemms.once else recipe.activation
@@ -136,7 +137,7 @@ def fit(operands: Sequence[Any], recipe: Any) -> Sequence[Any]:
         seen = [_seen(x) for x in operands]
         if not any(fitted(held, fmt, 0) for held in seen):
             return operands
-        return [verbs.shifted(x, _highest(s, fmt)) for x, s in zip(operands, seen, strict=True)]
+        return [verbs.shifted(x, _holding(s, fmt)) for x, s in zip(operands, seen, strict=True)]
     if "saturated" not in _told and beside.is_due():
         for x in operands:
             _tell_beside(x, fmt, operands)
@@ -150,8 +151,7 @@ def fit_gradient(y: Any, recipe: Any) -> None:
         return
     fmt = recipe.gemms.once[2].format
     if fmt.bits == 8 and y.grad_fn is not None and backend_of(y).host:
-        fit_it = lambda grad: _fitted_gradient(grad, fmt) if _is_wide(grad) else grad  # noqa: E731
-        y.register_hook(fit_it)  # type: ignore[no-untyped-call]
+        y.register_hook(partial(_fitted_gradient, fmt))  # type: ignore[no-untyped-call]
 
 
 def _seen(x: ScaledTensor) -> Seen:
@@ -159,17 +159,11 @@ def _seen(x: ScaledTensor) -> Seen:
     return Seen().and_of(largest, squares, q.numel())
 
 
-def _highest(seen: Seen, fmt: Format) -> int:
-    """Return the least shift under which nothing saturates: small elements count, too."""
-    if not seen.largest:
-        return 0
-    significand, exponent = math.frexp(seen.largest / fmt.max)
-    return _within(exponent - (significand == 0.5))
-
-
-def _fitted_gradient(x: ScaledTensor, fmt: Format) -> Any:
+def _fitted_gradient(fmt: Format, x: Any) -> Any:
+    if not _is_wide(x):
+        return x
     seen = _seen(x)
-    return verbs.shifted(x, _highest(seen, fmt)) if fitted(seen, fmt, 0) else x
+    return verbs.shifted(x, _holding(seen, fmt)) if fitted(seen, fmt, 0) else x
 
 
 def _tell_beside(x: Any, fmt: Format, operands: Sequence[Any]) -> None:
@@ -255,9 +249,7 @@ def fitted(seen: Seen, fmt: Format, shift: int, again: bool = False) -> int:
     if not seen.largest:
         return shift
     rms, least = math.sqrt(seen.squares / seen.number), 2 * fmt.min_normal
-    significand, exponent = math.frexp(seen.largest / fmt.max)
-    fits = exponent - (significand == 0.5)
-    low = min(fits, math.floor(math.log2(rms / least)))
+    low = min(_holding(seen, fmt), math.floor(math.log2(rms / least)))
     found = round(math.log2(rms))
     if seen.least < rms / 2:
         found = min(found, math.floor(math.log2(seen.least / least)))
@@ -265,6 +257,14 @@ def fitted(seen: Seen, fmt: Format, shift: int, again: bool = False) -> int:
     saturates = math.ldexp(seen.largest, -shift) > fmt.max and shift < found
     vanishes = math.ldexp(seen.least, -shift) < min(least, 0.25)
     return _within(found) if again or saturates or vanishes else shift
+
+
+def _holding(seen: Seen, fmt: Format) -> int:
+    """Return the least shift under which nothing saturates, so that small elements count too."""
+    if not seen.largest:
+        return 0
+    significand, exponent = math.frexp(seen.largest / fmt.max)
+    return _within(exponent - (significand == 0.5))
 
 
 def _within(shift: int) -> int:
