@@ -8,8 +8,8 @@ subclasses are measured beside ours. "wrapper" only unwraps and wraps. "floor" h
 some of these operators in the fewest lines of Python: it calculates a scale, an RMS, and the ratio
 by which the kernel's result is multiplied. It knows one format, no recipe and no compiler, and does
 not check anything. So no library in Python is below it. Calls have no gradients and run on one
-thread; figures are medians of interleaved CPU times of 200 calls. A step of `torch.optim.AdamW` is
-for one such parameter, as a loop and as the fused operator.
+thread; figures are medians of interleaved CPU times of 200 calls. A step of an optimizer is for one
+such parameter, and for one of 1024 x 1024 elements. All but the last run as loops over operators.
 """
 
 import argparse
@@ -41,8 +41,19 @@ CASES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-#: form of AdamW -> its options
-STEPS: dict[str, dict[str, bool]] = {"loop": {"foreach": False}, "fused": {"fused": True}}
+Maker = Callable[[list[Tensor]], torch.optim.Optimizer]
+
+#: name -> the optimizer
+STEPS: dict[str, Maker] = {
+    "SGD, momentum": lambda p: torch.optim.SGD(p, 1e-3, 0.9, weight_decay=1e-4, foreach=False),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, foreach=False),
+    "Adamax": lambda p: torch.optim.Adamax(p, foreach=False),
+    "AdamW, amsgrad": lambda p: torch.optim.AdamW(p, amsgrad=True, foreach=False),
+    "AdamW, loop": lambda p: torch.optim.AdamW(p, foreach=False),
+    "AdamW, fused": lambda p: torch.optim.AdamW(p, fused=True),
+}
+#: edge of a square parameter -> (parameters, steps of each) in one call
+SQUARES = {32: (20, 10), 1024: (1, 2)}
 
 
 class Wrapper(Tensor):
@@ -143,16 +154,16 @@ def repeated(function: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], No
     return run
 
 
-def stepped(x: Tensor, **form: bool) -> Callable[[], None]:
-    """Return a function of `CALLS` steps, with many parameters in each optimizer, as in a model."""
-    count = 20
+def stepped(x: Tensor, make: Maker, count: int, times: int) -> Callable[[], None]:
+    """Return a function of some steps, with many small parameters in an optimizer, as in a
+    model."""
     parameters = [x.detach().clone().requires_grad_() for _ in range(count)]
     for p in parameters:
         p.grad = x.detach().clone()
-    optimizer = torch.optim.AdamW(parameters, lr=1e-3, **form)
+    optimizer = make(parameters)
 
     def run() -> None:
-        for _ in range(CALLS // count):
+        for _ in range(times):
             optimizer.step()
 
     return run
@@ -176,9 +187,11 @@ def main() -> None:
         for which, x in subjects.items()
         if which[1] != "floor" or has_floor(name)
     }
-    for form, options_of_form in STEPS.items():
-        for kind, x in (("plain", plain["fp32"]), ("ours", sct.scaled(plain["fp32"]))):
-            steps[form, "fp32", kind] = stepped(x, **options_of_form)
+    for edge, sizes in SQUARES.items():
+        drawn = torch.randn(edge, edge)
+        for name, make in STEPS.items():
+            for kind, x in (("plain", drawn), ("ours", sct.scaled(drawn))):
+                steps[name, str(edge), kind] = stepped(x, make, *sizes)
     with torch.no_grad():
         spent = interleaved(steps, options.rounds, torch.device("cpu"))
     print(f"torch {torch.__version__}, 32 x 32, one thread, medians of {options.rounds} rounds\n")
@@ -198,9 +211,14 @@ def main() -> None:
             if not has_floor(name):
                 least, ratio = f"{'-':>9}", f"{'-':>12}"
             print(f"{name:6}{fmt:8}{base:8.1f}{wrapper:11.1f}{least}{ours:9.1f}{ratio}{verdict}")
-    for form in STEPS:
-        base, ours = (spent[form, "fp32", kind] * 1e3 / CALLS for kind in ("plain", "ours"))
-        print(f"AdamW, {form:7}{base:8.1f}{'':11}{ours - base:9.1f}")
+    print(f"\n{'step':16}" + "".join(f"{f'{n} x {n}':>14}{'+ ours':>8}{'x':>6}" for n in SQUARES))
+    for name in STEPS:
+        line = f"{name:16}"
+        for edge, (count, times) in SQUARES.items():
+            per = 1e3 / (count * times)
+            base, ours = (spent[name, str(edge), kind] * per for kind in ("plain", "ours"))
+            line += f"{base:14.1f}{ours - base:8.1f}{ours / base:6.1f}"
+        print(line)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def _plus_number(x: Any, number: float) -> bool:
     positive = x.nonnegative and number >= 0
     now = quadrature(before[1], Single(rounded(abs(number))))
     by = rounded(number) / float(before[0])
-    return change(x, before, now, _add, by, nonnegative=positive)
+    return change(x, before, now, _add, other=by, nonnegative=positive)
 
 
 @in_place(aten.mul.Tensor, aten.mul.Scalar)
@@ -100,16 +100,8 @@ def addcmul(x: Any, a: Any, b: Any, value: float = 1) -> bool:
     now = rms_with_product(before[1], left[1], right[1], a is b, value)
     positive = x.nonnegative and a is b and value >= 0
     by = float(left[0]) * float(right[0]) / float(before[0]) * value
-    return change(
-        x,
-        before,
-        now,
-        _addcmul,
-        elements_in_place(a),
-        elements_in_place(b),
-        value=by,
-        nonnegative=positive,
-    )
+    factors = map(elements_in_place, (a, b))
+    return change(x, before, now, _addcmul, *factors, value=by, nonnegative=positive)
 
 
 @in_place(aten.addcdiv.default)
@@ -121,4 +113,4 @@ def addcdiv(x: Any, a: Any, b: Any, value: float = 1) -> bool:
     before, left, right = found
     now = rms_with_quotient(before[1], left[1], right[1], value)
     by = float(left[0]) / float(right[0]) / float(before[0]) * value
-    return change(x, before, now, _addcdiv, elements_in_place(a), elements_in_place(b), value=by)
+    return change(x, before, now, _addcdiv, *map(elements_in_place, (a, b)), value=by)
