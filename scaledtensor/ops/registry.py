@@ -16,7 +16,7 @@ import hashlib
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial, wraps
@@ -323,13 +323,15 @@ def _functional(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return result.tensor() if isinstance(result, Form) else result
 
 
-def _wrapped(result: Any, operands: list[Any]) -> Any:
+def _wrapped(result: Any, operands: Sequence[Any]) -> Any:
     if isinstance(result, Raw):
         return wrap(result, operands)
     return result.tensor() if isinstance(result, Form) else result
 
 
-def _operands(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Any]:
+def _operands(args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
+    if len(args) == 2 and not kwargs and type(args[0]) is type(args[1]) is ScaledTensor:
+        return args
     found: list[Any] = []
     for a in (*args, *kwargs.values()):
         if isinstance(a, Tensor):

@@ -4,7 +4,7 @@ The first section has the numbers that mark masked elements. `Raw` is the result
 makes a tensor of it. `ops/writes.py` stores it in an existing tensor.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -161,7 +161,7 @@ class Raw(NamedTuple):
 OVERFLOW: Overflow = "saturate_finite"
 
 
-def wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
+def wrap(raw: Raw, operands: Sequence[Tensor]) -> ScaledTensor:
     fmt, dtype, recipe = _inherited(raw, operands)
     q, rms = raw.q, raw.rms
     wide = fmt.storage_dtype if fmt.storage_dtype.itemsize > 1 else None
@@ -169,7 +169,9 @@ def wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
         q = q.made(wide) if type(q) is Total else tensor_of(q, operands[0].device)
     if type(rms) is not Single:
         rms = single_of(rms)
-    held = single_of(raw.held)
+    held = raw.held
+    if type(held) is not Single:
+        held = single_of(held)
     expected, rms = rms, believed(rms, q, held)
     if raw.settled and rms is expected:
         # A write in place changes the scale object, so only views share one with another tensor.
@@ -196,7 +198,7 @@ def wrap(raw: Raw, operands: list[Tensor]) -> ScaledTensor:
     return made
 
 
-def _inherited(raw: Raw, operands: list[Tensor]) -> tuple[Format, torch.dtype, Recipe | None]:
+def _inherited(raw: Raw, operands: Sequence[Tensor]) -> tuple[Format, torch.dtype, Recipe | None]:
     """Return the format, the dtype and the recipe of a result. The operands have those that the
     rule leaves open."""
     first = operands[0]
@@ -217,7 +219,7 @@ def _inherited(raw: Raw, operands: list[Tensor]) -> tuple[Format, torch.dtype, R
     return raw.format or narrowest(scaled), raw.dtype or _appearance(operands), recipe
 
 
-def _is_held(q: Tensor, operands: list[Tensor]) -> bool:
+def _is_held(q: Tensor, operands: Sequence[Tensor]) -> bool:
     """Whether an operand may have its elements in the same memory as `q`. To compare addresses
     takes less time than a copy."""
     if type(q) is not Tensor or is_sparse(q) or _torch.is_transforming():
@@ -261,7 +263,7 @@ def is_wide(*operands: Any) -> bool:
     return narrowest([x for x in operands if isinstance(x, ScaledTensor)]) is FP32
 
 
-def _appearance(operands: list[Tensor]) -> torch.dtype:
+def _appearance(operands: Sequence[Tensor]) -> torch.dtype:
     first = operands[0]
     if isinstance(first, ScaledTensor):
         dtype = first.dtype
@@ -273,7 +275,7 @@ def _appearance(operands: list[Tensor]) -> torch.dtype:
     return _promoted(operands)
 
 
-def _promoted(operands: list[Tensor]) -> torch.dtype:
+def _promoted(operands: Sequence[Tensor]) -> torch.dtype:
     dtype: torch.dtype | None = None
     for x in operands:
         counts = isinstance(x, ScaledTensor) or (x.dim() > 0 and x.dtype.is_floating_point)

@@ -133,7 +133,7 @@ _JUMP = 4.0
 # --- writes into existing tensors ------------------------------------------------------------
 
 
-def write(target: Tensor, value: "Raw | Tensor", operands: list[Tensor]) -> None:
+def write(target: Tensor, value: "Raw | Tensor", operands: Sequence[Tensor]) -> None:
     """Store a result in an existing tensor, which keeps its identity, aliases, format and scale.
 
     All views of the tensor share its scale, so the value is rescaled to it. Two kinds of tensors

@@ -205,7 +205,11 @@ def settle_product(terms: float, a: tuple[Any, Any], b: tuple[Any, Any]) -> tupl
     """The scale and RMS of sums of `terms` independent products of two operands, each given as
     (scale, rms). Returns (scale, ratio of the products' scale to it, RMS)."""
     rms = a[1] * b[1] * terms**0.5
-    scale, ratio = settle(rms, product_of(a[0], b[0]))
+    held = product_of(a[0], b[0])
+    if type(rms) is type(held) is Single:  # `settle` without its lists, for eager products
+        power = _power_near(rms)
+        return power, _ratio_of(held, power), rms
+    scale, ratio = settle(rms, held)
     return scale, ratio, rms
 
 

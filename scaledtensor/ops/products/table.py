@@ -156,6 +156,8 @@ def _product(
     recipe casts for each of the three products, `lowered` or the entry of `BY_GEMM` makes the
     product. A warning names `spelled` if there is neither. `in_time` is for `linear_in_time`."""
     recipe, weight = _governing(*operands)
+    if recipe is None and not kwargs and _are_two_scaled(operands):  # the steps that are left
+        return function(*operands)
     if any(map(is_sparse, operands)):
         return function(*_beside_sparse(operands, recipe), **kwargs)
     if recipe is None or (spelled in _FILTERED and not isinstance(operands[1], ScaledTensor)):
@@ -192,6 +194,10 @@ def _product(
         if weight is None:
             sites.fit_gradient(y, recipe)
     return sites.look_back(weight, y) if looks else y
+
+
+def _are_two_scaled(operands: Sequence[Any]) -> bool:
+    return len(operands) == 2 and type(operands[0]) is type(operands[1]) is ScaledTensor
 
 
 def _beside_sparse(operands: Sequence[Any], recipe: Recipe | None) -> Sequence[Any]:
@@ -316,6 +322,8 @@ def _einsum(multiply: Multiply, equation: Any, *operands: Any) -> Any:
 
 
 def _binary(function: Callable[..., Any], multiply: Multiply, *args: Any, **kwargs: Any) -> Any:
+    if not kwargs:
+        return multiply(function, *args)
     out = kwargs.pop("out", None)
     return _into(out, multiply(function, *args, *kwargs.values()))  # matmul(input=a, other=b)
 
