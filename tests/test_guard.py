@@ -9,6 +9,8 @@ import pytest
 import torch
 from correlated import averages, blurs, error, first_step, one_sign, passed, scaled
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 from torch.utils.checkpoint import checkpoint
 
 import scaledtensor as sct
@@ -374,6 +376,71 @@ def test__loops_of_products_without_a_weight__lose_no_operands(run, power):
     grad = model.weight.grad.dequantize() * 2.0**-power
     assert torch.cosine_similarity(grad.flatten(), plain.weight.grad.flatten(), 0) > 0.9
     assert 0.8 < grad.norm() / plain.weight.grad.norm() < 1.3
+
+
+@pytest.mark.parametrize("power", [0, 20])
+def test__compiled_loops_of_products_without_a_weight__measure_what_follows_from_them(power):
+    """The backend runs the traced operators, which Inductor takes a minute to compile."""
+    torch.manual_seed(0)
+    plain, x = nn.Linear(4, 36), torch.randn(8, 4)
+    expected = orthogonal(plain, x)
+    expected.backward()
+    for recipe in (Unit(), Unit(forward="bf16", gradient="bf16")):
+        model = scaled(copy.deepcopy(plain), recipe)
+        found = torch.compile(orthogonal, fullgraph=True, backend="aot_eager")(model, x)
+        (found * 2.0**power).backward()
+        torch.testing.assert_close(found.dequantize(), expected, rtol=0.02, atol=0)
+        grad = model.weight.grad.dequantize() * 2.0**-power
+        assert torch.cosine_similarity(grad.flatten(), plain.weight.grad.flatten(), 0) > 0.98
+        assert 0.9 < grad.norm() / plain.weight.grad.norm() < 1.1
+
+
+def test__a_compiled_loop_of_products_without_a_weight__is_right_in_inference():
+    """The rules expect the product of matrices of ones to be sqrt(6) times smaller."""
+
+    def averaged(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        x = module(x) / 6
+        for _ in range(3):
+            x = (x @ x.mT) @ x
+        return x
+
+    plain, x = nn.Linear(6, 6, bias=False), torch.ones(6, 6)
+    nn.init.constant_(plain.weight, 1 / 6)
+    with torch.inference_mode():
+        found = torch.compile(averaged, fullgraph=True)(scaled(plain, Unit()), x)
+    torch.testing.assert_close(found.dequantize(), torch.full((6, 6), 1 / 6), rtol=0.1, atol=0)
+
+
+def attends(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    for _ in range(2):
+        q = module(nn.functional.layer_norm(x, (16,)))
+        x = x + (q @ q.mT).softmax(-1) @ q
+    return nn.functional.layer_norm(x, (16,))[:, :, 0].mean()
+
+
+def twice(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    q = module(x)
+    return ((q @ q.mT) @ q).mean()
+
+
+@pytest.mark.parametrize(("run", "number"), [(attends, 0), (twice, 1)])
+def test__traced_attention_between_norms__measures_nothing(run, number):
+    """A softmax bounds its scores, and a norm its results. Without a softmax the scores are
+    measured."""
+
+    def measured(recipe: Recipe) -> int:
+        module, nodes = scaled(nn.Linear(16, 16, bias=False), recipe), []
+
+        def count(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]):
+            nodes.extend(str(node.target) for node in graph.graph.nodes)
+            return make_boxed_func(graph.forward)
+
+        backend = aot_autograd(fw_compiler=count, bw_compiler=count)
+        torch.compile(run, backend=backend)(module, torch.randn(2, 8, 16)).backward()
+        return sum("measured" in name for name in nodes)
+
+    torch.manual_seed(0)
+    assert measured(Unit()) - measured(Unit(guard=False)) == number
 
 
 @pytest.mark.parametrize("off", [-12, 12])

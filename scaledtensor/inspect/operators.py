@@ -202,7 +202,7 @@ def _flops(op: Any, args: tuple[Any, ...], result: Any) -> int:
 #: Operators that return their argument. They act on its gradient, or on its scale and RMS.
 _IDENTITIES = {
     *(verbs.gradient_to_format, verbs.gradient_quantize, verbs.gradient_delayed),
-    *(verbs.drop, verbs.expect),
+    *(verbs.drop, verbs.expect, verbs.fit),
 }
 
 

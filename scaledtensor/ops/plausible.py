@@ -17,7 +17,7 @@ from scaledtensor.scales.forms import Form
 from scaledtensor.scales.measure import measured_if_real, measured_rms
 from scaledtensor.scales.singles import Single, tensor_of
 
-__all__ = ["believed", "bounded", "either", "of_factors", "wild"]
+__all__ = ["believed", "bounded", "compounding", "either", "of_factors", "wild"]
 
 #: An expected RMS beyond these numbers is measured. Products of two elements under such scales
 #: would leave the range of float32. The least is smaller, since gradients of a scaled loss may be.
@@ -59,6 +59,14 @@ def wild(rms: Any) -> Any:
     form = Form.of(rms)
     form.wild = True
     return form
+
+
+def compounding(rms: Any, follows: bool = True) -> None:
+    """Mark the RMS of a product without a weight in traced code. What follows from it is marked
+    too, except the results of functions with bounded values (`follows=False`). `verbs.fit` measures
+    what is marked: in a loop of such products, the error of an expectation multiplies."""
+    if isinstance(rms, Form):
+        rms.compounds = follows
 
 
 def either(rms: Any, *of: Any) -> Any:

@@ -55,7 +55,7 @@ def written() -> None:
 class Form:
     """A number that a graph calculates: one of its 0-dim tensors, or an operation on forms."""
 
-    __slots__ = ("arguments", "made", "operation", "rests", "size", "when", "wild")
+    __slots__ = ("arguments", "compounds", "made", "operation", "rests", "size", "when", "wild")
 
     def __init__(self, operation: str, *arguments: Any) -> None:
         self.operation = operation
@@ -65,6 +65,8 @@ class Form:
         self.rests = False
         #: Whether it follows from an RMS that may be of any order (`scaledtensor.ops.plausible`).
         self.wild: bool = any(a.wild for a in self.arguments if isinstance(a, Form))
+        #: Whether it follows from a product without a weight (`compounding`, in the same place).
+        self.compounds: bool = any(a.compounds for a in self.arguments if isinstance(a, Form))
         self.size: int = self._counted()
         while self.size > _LARGEST:
             self._lighten()

@@ -200,7 +200,7 @@ def _form_of(x: Any, name: str, numbered: str) -> Form:
     if known.counts:
         return known
     found = Form.of(getattr(x, name))
-    found.wild = known.wild
+    found.wild, found.compounds = known.wild, known.compounds
     return found
 
 

@@ -31,6 +31,7 @@ __all__ = [
     "dequantize",
     "drop",
     "expect",
+    "fit",
     "gradient_delayed",
     "gradient_quantize",
     "gradient_to_format",
@@ -148,25 +149,29 @@ delayed_scale = torch.ops.scaledtensor.delayed_scale.default
 
 
 def _remember_target(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.target, ctx.rounding, ctx.shift, ctx.factors, ctx.counts = inputs[1:]
+    ctx.target, ctx.rounding, ctx.shift, ctx.factors, ctx.counts, ctx.fits = inputs[1:]
     _remember_scale(ctx, inputs, output)
 
 
 def _round_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     held = shifted(_as_scaled(ctx, grad), ctx.shift)
+    if ctx.fits:
+        held = fit(held, ctx.target)
     if ctx.factors is None:
         made = to_format(held, ctx.target, ctx.rounding)
     else:
         how = ctx.target, ctx.rounding, ctx.factors, site.GRADIENT, ctx.counts, True
         made = to_format_at(held, *how)
-    return made, *(None,) * 5
+    return made, *(None,) * 6
 
 
 #: The gradient of `x` is rounded into the format, as `to_format` does. Before that its scale is
-#: multiplied by 2^shift. With `factors`, it is rounded as `to_format_at` does.
+#: multiplied by 2^shift. With `factors`, it is rounded as `to_format_at` does. `fits` is true for a
+#: product without a weight in traced code: its gradient is cast as `fit` makes it, and what follows
+#: from its RMS is marked for `fit`.
 gradient_to_format = operator(
     'gradient_to_format(Tensor x, str format, str rounding="nearest_even", int shift=0, '
-    "Tensor? factors=None, bool counts=False) -> Tensor",
+    "Tensor? factors=None, bool counts=False, bool fits=False) -> Tensor",
     _round_gradient,
     _remember_target,
 )
@@ -231,6 +236,11 @@ def shifted(x: ScaledTensor, shift: int) -> ScaledTensor:
     scale = (x.scale.double() * 2.0**shift).clamp(MIN_SCALE, MAX_SCALE).float()
     return cast(ScaledTensor, rescale(x, scale))
 
+
+#: The value of `x` under a scale by which a cast to the format loses nothing, if its scale follows
+#: from the result of a product without a weight; otherwise `x` itself. It is for traced code, where
+#: eager code measures on the host (`ops/products/sites.py`).
+fit = operator("fit(Tensor x, str format) -> Tensor", _pass, _count_others)
 
 #: The value of `x`, whose RMS is known to be `growth` times the RMS that a rule expected.
 expect = operator("expect(Tensor x, float growth) -> Tensor", _pass, _count_others)

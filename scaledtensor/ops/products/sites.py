@@ -64,6 +64,7 @@ __all__ = [
     "fit_gradient",
     "fitted",
     "is_calibrating",
+    "is_guarded",
     "look_at_cast",
     "look_at_inputs",
     "look_back",
@@ -124,13 +125,19 @@ def looks(weight: Any) -> bool:
 beside = Site(new=True)
 
 
+def is_guarded(recipe: Any) -> bool:
+    """Whether products without a weight fit their operands and gradients."""
+    return isinstance(recipe, Unit) and recipe.guard and not observers
+
+
 def fit(operands: Sequence[Any], recipe: Any) -> Sequence[Any]:
     """Return the operands of a product without a weight under scales by which their casts to 8 bits
     lose nothing. Only a host measures them. On other devices a measurement is a wait. So the steps
-    that look warn of elements that saturate, and the operands stay as they are."""
-    if not isinstance(recipe, Unit) or not recipe.guard or observers:
-        return operands
+    that look warn of elements that saturate, and the operands stay as they are. A graph measures
+    operands that follow from other such products."""
     fmt = recipe.gemms.once[0].format if recipe.gemms.once else recipe.activation
+    if torch.compiler.is_compiling():
+        return [verbs.fit(x, fmt.name) if isinstance(x, ScaledTensor) else x for x in operands]
     if fmt.bits != 8 or not all(map(_is_wide, operands)):
         return operands
     if all(backend_of(x).host for x in operands):
@@ -146,8 +153,7 @@ def fit(operands: Sequence[Any], recipe: Any) -> Sequence[Any]:
 
 def fit_gradient(y: Any, recipe: Any) -> None:
     """Let the gradient of a product without a weight be cast as `fit` says of its operands."""
-    guarded = isinstance(recipe, Unit) and recipe.guard and recipe.gemms.once and not observers
-    if not guarded or not (isinstance(y, ScaledTensor) and y.requires_grad and _is_real(y)):
+    if not (isinstance(y, ScaledTensor) and y.requires_grad and _is_real(y)):
         return
     fmt = recipe.gemms.once[2].format
     if fmt.bits == 8 and y.grad_fn is not None and backend_of(y).host:

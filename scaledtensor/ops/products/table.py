@@ -135,11 +135,15 @@ def _cast(x: ScaledTensor, cast: Cast, traced: counted.Traced | None = None, at:
     return operator(*arguments)
 
 
-def _gradient_cast(y: Any, cast: Cast, traced: counted.Traced | None = None) -> Any:
+def _gradient_cast(
+    y: Any, cast: Cast, traced: counted.Traced | None = None, fits: bool = False
+) -> Any:
     if not isinstance(y, ScaledTensor):
         return y
     if isinstance(cast.scale, Carried):
         more = traced.gradient(cast) if traced else (cast.scale.shift,)
+        if fits and torch.compiler.is_compiling():
+            more = (*more, None, False, fits)
         return verbs.gradient_to_format(y, cast.format.name, cast.rounding, *more)
     return verbs.gradient_quantize(y, cast.spec)
 
@@ -178,21 +182,23 @@ def _product(
     if in_time and isinstance(once[2].scale, Carried):
         once = (*once[:2], Cast(recipe.activation))
     looks = weight is not None and sites.looks(weight)
-    if weight is None:
-        scaled = sites.fit(scaled, recipe)
     casts = sites.look_at_inputs(weight, scaled) if looks else once
-    if function is torch.nn.functional.linear and as_one.serves(*scaled):
+    alone = function is torch.nn.functional.linear and as_one.serves(*scaled)
+    traced = None if alone else counted.traced(scaled, recipe)
+    fits = weight is None and traced is None and sites.is_guarded(recipe)
+    if fits:
+        scaled = sites.fit(scaled, recipe)
+    if alone:
         y = as_one.linear(scaled[0], scaled[1], casts)
     else:
-        traced = counted.traced(scaled, recipe)
         w = sites.place(scaled, traced.weight if traced else weight)
         held = [
             _cast(x, casts[1]) if i == w else _cast(x, casts[0], traced, i)
             for i, x in enumerate(scaled)
         ]
-        y = _gradient_cast(function(*held, **kwargs), casts[2], traced)
-        if weight is None:
-            sites.fit_gradient(y, recipe)
+        y = _gradient_cast(function(*held, **kwargs), casts[2], traced, fits)
+    if fits:
+        sites.fit_gradient(y, recipe)
     return sites.look_back(weight, y) if looks else y
 
 

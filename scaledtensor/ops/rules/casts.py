@@ -15,6 +15,7 @@ from scaledtensor.formats.rounding import Rounding
 from scaledtensor.formats.tensors import covers_storage, in_pieces
 from scaledtensor.ops.algebra import elements, mismatch, saved_format, value
 from scaledtensor.ops.operators import aten
+from scaledtensor.ops.plausible import compounding
 from scaledtensor.ops.products import sites
 from scaledtensor.ops.products.dtype import product_dtype
 from scaledtensor.ops.products.table import cast_once
@@ -25,7 +26,8 @@ from scaledtensor.ops.rules.sparse import wrapped
 from scaledtensor.ops.writes import write
 from scaledtensor.scales.cast_nodes import Watch, codes_of, seen, values_of
 from scaledtensor.scales.forms import Form
-from scaledtensor.scales.powers import MAX_SCALE, MIN_SCALE, settle
+from scaledtensor.scales.measure import amax, measured_rms
+from scaledtensor.scales.powers import MAX_SCALE, MIN_SCALE, nearest_power_of_two, settle
 from scaledtensor.scales.singles import (
     Amount,
     asked_for,
@@ -130,9 +132,32 @@ def gradient_to_format(
     shift: int = 0,
     factors: Tensor | None = None,
     counts: bool = False,
+    fits: bool = False,
 ) -> ScaledTensor:
     """The identity in the forward pass. In the backward pass the gradient is cast."""
+    if fits:
+        compounding(rms_of(x))
     return x.viewed(x.qdata)
+
+
+@rule(verbs.fit)
+def fit(x: ScaledTensor, format: str) -> ScaledTensor:
+    """The identity, unless traced code derives the scale of `x` from a product without a weight.
+    Then the RMS is measured. The scale is the power of two nearest to it, or the least one under
+    which the cast saturates nothing."""
+    rms = rms_of(x)
+    if not (isinstance(rms, Form) and rms.compounds) or _torch.is_transforming():
+        return x.viewed(x.qdata)
+    q, fmt, scale = elements(x), get_format(format), x.scale
+    seen = measured_rms(q)
+    found = nearest_power_of_two(seen)
+    if fmt.bits <= 8:
+        least = amax(q).float() / fmt.max
+        holding = nearest_power_of_two(least)
+        found = torch.maximum(found, torch.where(holding < least, holding * 2, holding))
+    found = (scale * found).clamp(MIN_SCALE, MAX_SCALE)
+    rms = torch.where(seen > 0, seen * scale, x.rms)
+    return x.like(store(q * (scale / found), x.format), found, rms)
 
 
 @rule(verbs.rescale)

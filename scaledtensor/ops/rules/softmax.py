@@ -26,6 +26,7 @@ from scaledtensor.ops.algebra import (
     value,
 )
 from scaledtensor.ops.operators import aten
+from scaledtensor.ops.plausible import compounding
 from scaledtensor.ops.registry import Raw, rule
 from scaledtensor.ops.results import FILL
 from scaledtensor.scales.powers import A
@@ -151,6 +152,7 @@ def _shares(function: Callable[[Tensor, int], Tensor], x: ScaledTensor, dim: int
     seen = _visible_above(v, MASKED, dim)
     energy = concentration(_beside(seen, x), seen)
     rms = (energy / max(count(x.shape, dim), 1)).sqrt()
+    compounding(rms, False)
     return Raw(function(v, dim), None, rms, fresh=True, nonnegative=True)
 
 
