@@ -135,7 +135,7 @@ def fit(operands: Sequence[Any], recipe: Any) -> Sequence[Any]:
     lose nothing. Only a host measures them. On other devices a measurement is a wait. So the steps
     that look warn of elements that saturate, and the operands stay as they are. A graph measures
     operands that follow from other such products."""
-    fmt = recipe.gemms.once[0].format if recipe.gemms.once else recipe.activation
+    fmt = recipe.gemms.once[0].format
     if torch.compiler.is_compiling():
         return [verbs.fit(x, fmt.name) if isinstance(x, ScaledTensor) else x for x in operands]
     if fmt.bits != 8 or not all(map(_is_wide, operands)):
