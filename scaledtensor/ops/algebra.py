@@ -287,16 +287,10 @@ def _number(x: Any, like: ScaledTensor) -> Operand:
 
 def real(number: Any) -> Any:
     """Return a Python number that is an operand of a ScaledTensor. A number that follows from a
-    symbolic size stays symbolic, because `float` would fix the size.
-
-    Raises:
-        UnsupportedError: It is a complex number.
-    """
+    symbolic size stays symbolic, because `float` would fix the size. Beside a complex number the
+    operator runs on plain values (`WithoutScale`), as beside a complex tensor."""
     if isinstance(number, complex):
-        raise UnsupportedError(
-            f"the complex number {number} as an operand of a ScaledTensor, whose elements are "
-            "real: calculate with x.dequantize(), which gives a plain complex tensor"
-        )
+        raise WithoutScale
     symbolic = isinstance(number, (torch.SymInt, torch.SymFloat))
     return 1.0 * number if symbolic else float(number)
 

@@ -290,7 +290,7 @@ def _reads_tensors(op: Overload) -> bool:
 
 
 class WithoutScale(Exception):  # noqa: N818 - `dispatch` catches it, and no program sees it
-    """A rule has met a plain complex tensor, or a dtype of results that is no float dtype."""
+    """A rule has met a complex tensor or number, or a dtype of results that is no float dtype."""
 
 
 def _on_values(op: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -22,6 +22,16 @@ FUNCTIONS = {
     "by_an_element": lambda w, z: w * z[0, 0],
     "by_one_of_ours": lambda w, z: z * w[0, 0],
     "in_place": lambda w, z: z.clone().mul_(w),
+    "mul_number": lambda w, z: w * (1 + 2j),
+    "rmul_number": lambda w, z: 1j * w,
+    "add_number": lambda w, z: w + 2j,
+    "sub_number": lambda w, z: torch.sub(w, 1j, alpha=2),
+    "rsub_number": lambda w, z: 1j - w,
+    "div_number": lambda w, z: w / 2j,
+    "rdiv_number": lambda w, z: 1j / w,
+    "pow_number": lambda w, z: w.square() ** 0.5j,
+    "rpow_number": lambda w, z: 2j**w,
+    "modes": lambda w, z: (1j * w[0] * torch.arange(3)[:, None]).exp(),
 }
 
 
@@ -49,8 +59,9 @@ def test__beside_a_complex_tensor__the_result_is_plain_and_keeps_its_imaginary_p
 
 def test__a_complex_write_into_real_elements__is_refused():
     w, z = sct.scaled(torch.randn(4, 5)), torch.randn(4, 5, dtype=torch.complex64)
-    with pytest.raises(UnsupportedError, match="writes a complex result into a ScaledTensor"):
-        w.mul_(z)
+    for factor in (z, 1j):
+        with pytest.raises(UnsupportedError, match="writes a complex result into a ScaledTensor"):
+            w.mul_(factor)
 
 
 class GlobalFilter(nn.Module):

@@ -10,7 +10,6 @@ from assertions import TOLERANCE, assert_holds, dequantized
 from tensors import gaussian
 
 import scaledtensor as sct
-from scaledtensor.errors import UnsupportedError
 from scaledtensor.scales.powers import is_power_of_two
 
 FILLS = [float("-inf"), torch.finfo(torch.float32).min, torch.finfo(torch.bfloat16).min, -1e9, -1e4]
@@ -264,10 +263,3 @@ def test__a_mask_of_the_least_float32__is_made_for_bfloat16_elements():
         assert (dequantized(mask) < -1e30).all()
         kept = torch.where(torch.eye(4, 6).bool(), x, mask).softmax(-1)
         torch.testing.assert_close(dequantized(kept).float(), torch.eye(4, 6), rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["add", "sub", "mul", "div"])
-def test__a_complex_number__is_refused_by_name(name):
-    x = sct.scaled(gaussian(4, 6))
-    with pytest.raises(UnsupportedError, match=r"complex number 1j .* x\.dequantize\(\)"):
-        getattr(torch, name)(x, 1j)

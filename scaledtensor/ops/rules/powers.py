@@ -11,6 +11,7 @@ from scaledtensor.ops.algebra import (
     elements,
     gaussian_moment,
     quadrature,
+    real,
     rms_seen,
     value,
 )
@@ -43,13 +44,14 @@ def power(x: ScaledTensor, exponent: float) -> Raw:
 @rule(aten.pow.Scalar)
 def exponential_of(base: float, x: ScaledTensor) -> Raw:
     """Measured, like `exp`."""
+    base = float(real(base))
     rate = abs(math.log(base)) if base > 0 else 1.0
     raw = exponential(x, lambda v: torch.pow(base, v), rate)
     return raw._replace(nonnegative=base > 0)
 
 
 def _power(x: ScaledTensor, p: float) -> Raw:
-    p = float(p)
+    p = float(real(p))
     if p == 1:
         q = elements(x).clone()  # a copy, since a write to the result must not reach `x`
         return Raw(q, scale_of(x), rms_of(x), settled=True, nonnegative=x.nonnegative)
