@@ -460,6 +460,9 @@ def test__an_operand_without_a_weight_that_is_not_as_expected__is_cast_under_its
     y.backward(torch.ones_like(y) * 2.0**30), want.backward(torch.ones_like(want) * 2.0**30)
     for t, plain in ((off_scale, value), (other, second)):
         assert error(t.grad, plain.grad) < 0.06
+    bias = nn.Parameter(sct.scaled(torch.randn(16), recipe=Unit()))
+    layer = torch.nn.functional.linear(off_scale, other.t().contiguous(), bias)
+    assert error(layer, want + bias.detach().dequantize()) < 0.06
     with torch.no_grad():
         assert torch.equal((off_scale @ other).qdata, y.qdata)
     with torch.inference_mode():

@@ -62,9 +62,9 @@ __all__ = [
     "calibrating",
     "fit",
     "fit_gradient",
+    "fits",
     "fitted",
     "is_calibrating",
-    "is_guarded",
     "look_at_cast",
     "look_at_inputs",
     "look_back",
@@ -125,9 +125,9 @@ def looks(weight: Any) -> bool:
 beside = Site(new=True)
 
 
-def is_guarded(recipe: Any) -> bool:
-    """Whether products without a weight fit their operands and gradients."""
-    return isinstance(recipe, Unit) and recipe.guard and not observers
+def fits(recipe: Any, weight: Any) -> bool:
+    """Whether a product has no weight, and so fits its operands and its gradient."""
+    return weight is None and isinstance(recipe, Unit) and recipe.guard and not observers
 
 
 def fit(operands: Sequence[Any], recipe: Any) -> Sequence[Any]:

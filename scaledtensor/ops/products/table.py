@@ -135,9 +135,7 @@ def _cast(x: ScaledTensor, cast: Cast, traced: counted.Traced | None = None, at:
     return operator(*arguments)
 
 
-def _gradient_cast(
-    y: Any, cast: Cast, traced: counted.Traced | None = None, fits: bool = False
-) -> Any:
+def _gradient_cast(y: Any, cast: Cast, traced: counted.Traced | None, fits: bool) -> Any:
     if not isinstance(y, ScaledTensor):
         return y
     if isinstance(cast.scale, Carried):
@@ -185,7 +183,7 @@ def _product(
     casts = sites.look_at_inputs(weight, scaled) if looks else once
     alone = function is torch.nn.functional.linear and as_one.serves(*scaled)
     traced = None if alone else counted.traced(scaled, recipe)
-    fits = weight is None and traced is None and sites.is_guarded(recipe)
+    fits = traced is None and sites.fits(recipe, weight)
     if fits:
         scaled = sites.fit(scaled, recipe)
     if alone:
@@ -249,7 +247,7 @@ def _linear(multiply: Multiply, input: Any, weight: Any, bias: Any = None) -> An
     together = multiply is _product and bias is not None
     if together and as_one.serves(input, weight) and as_one.adds(bias, weight):
         recipe, parameter = _governing(input, weight)
-        once = None if recipe is None else recipe.gemms.once
+        once = None if recipe is None or sites.fits(recipe, parameter) else recipe.gemms.once
         if once is not None and delayed.remembered((input, weight), once)[1] is None:
             looks = parameter is not None and sites.looks(parameter)
             casts = sites.look_at_inputs(parameter, (input, weight)) if looks else once
@@ -365,12 +363,7 @@ def _bilinear(multiply: Multiply, input1: Any, input2: Any, weight: Any, bias: A
 
 
 def _convolution(
-    function: Callable[..., Any],
-    multiply: Multiply,
-    input: Any,
-    weight: Any,
-    *args: Any,
-    **kw: Any,
+    function: Callable[..., Any], multiply: Multiply, input: Any, weight: Any, *args: Any, **kw: Any
 ) -> Any:
     """Add the bias outside, as in `_linear`. `args` are (bias, stride, padding, ...)."""
     bias, *rest = args or (kw.pop("bias", None),)
