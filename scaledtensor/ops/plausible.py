@@ -62,9 +62,9 @@ def wild(rms: Any) -> Any:
 
 
 def compounding(rms: Any, follows: bool = True) -> None:
-    """Mark the RMS of a product without a weight in traced code. What follows from it is marked
-    too, except the results of functions with bounded values (`follows=False`). `verbs.fit` measures
-    what is marked: in a loop of such products, the error of an expectation multiplies."""
+    """Mark the RMS of a product without a weight in traced code. All RMS that follow from it are
+    marked too, except results of functions with bounded values (`follows=False`). In a loop of such
+    products, the error of an expectation multiplies, so `verbs.fit` measures marked operands."""
     if isinstance(rms, Form):
         rms.compounds = follows
 

@@ -167,8 +167,8 @@ def _round_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 #: The gradient of `x` is rounded into the format, as `to_format` does. Before that its scale is
 #: multiplied by 2^shift. With `factors`, it is rounded as `to_format_at` does. `fits` is true for a
-#: product without a weight in traced code: its gradient is cast as `fit` makes it, and what follows
-#: from its RMS is marked for `fit`.
+#: product without a weight in traced code: its gradient is cast as `fit` makes it, and its RMS is
+#: marked for `fit`.
 gradient_to_format = operator(
     'gradient_to_format(Tensor x, str format, str rounding="nearest_even", int shift=0, '
     "Tensor? factors=None, bool counts=False, bool fits=False) -> Tensor",

@@ -53,6 +53,9 @@ from scaledtensor.tensors.tensor import (
     near_its_elements,
 )
 
+#: An expectation that is off by more than this factor ran away.
+_FAR = 16.0
+
 
 @rule(verbs.to_format)
 def to_format(x: ScaledTensor, format: str, rounding: Rounding = "nearest_even") -> ScaledTensor:
@@ -143,21 +146,23 @@ def gradient_to_format(
 @rule(verbs.fit)
 def fit(x: ScaledTensor, format: str) -> ScaledTensor:
     """The identity, unless traced code derives the scale of `x` from a product without a weight.
-    Then the RMS is measured. The scale is the power of two nearest to it, or the least one under
-    which the cast saturates nothing."""
+    Then the elements are measured. If the cast would saturate some, or their RMS is 16 times larger
+    or smaller than the scale, the value gets the measured RMS, and the power of two nearest to it
+    under which nothing saturates."""
     rms = rms_of(x)
     if not (isinstance(rms, Form) and rms.compounds) or _torch.is_transforming():
         return x.viewed(x.qdata)
     q, fmt, scale = elements(x), get_format(format), x.scale
-    seen = measured_rms(q)
-    found = nearest_power_of_two(seen)
-    if fmt.bits <= 8:
-        least = amax(q).float() / fmt.max
-        holding = nearest_power_of_two(least)
-        found = torch.maximum(found, torch.where(holding < least, holding * 2, holding))
-    found = (scale * found).clamp(MIN_SCALE, MAX_SCALE)
-    rms = torch.where(seen > 0, seen * scale, x.rms)
-    return x.like(store(q * (scale / found), x.format), found, rms)
+    seen, largest = measured_rms(q), amax(q).float()
+    off = (largest > fmt.max) | (seen > _FAR) | ((seen > 0) & (seen < 1 / _FAR))
+    needed = largest / fmt.max
+    holding = nearest_power_of_two(needed)
+    holding = torch.where(holding < needed, holding * 2, holding)
+    moved = (scale * torch.maximum(nearest_power_of_two(seen), holding)).clamp(MIN_SCALE, MAX_SCALE)
+    found = torch.where(off, moved, scale)
+    rms = Form.of(torch.where(off, seen * scale, x.rms))
+    compounding(rms)
+    return x.like(store(q * (scale / found), x.format), Form.of(found), rms)
 
 
 @rule(verbs.rescale)
