@@ -416,6 +416,28 @@ def test__a_compiled_loop_of_products_without_a_weight__is_right_in_inference():
     torch.testing.assert_close(found.dequantize(), torch.full((6, 6), 1 / 6), rtol=0.1, atol=0)
 
 
+def test__the_gradients_of_a_compiled_loop_over_a_graph__are_measured():
+    """In the backward pass of a graph network, each gradient follows from the one before, beside a
+    constant matrix that averages."""
+    torch.manual_seed(0)
+    adjacency = (torch.rand(16, 16) < 0.3).float() + torch.eye(16)
+    adjacency = adjacency / adjacency.sum(1, keepdim=True)
+    x, model = torch.randn(4, 16, 8), scaled(nn.Linear(8, 8), Unit())
+
+    def propagated(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        z = h = module(x).relu()
+        for _ in range(24):
+            z = 0.9 * (adjacency @ z) + 0.1 * h
+        return (z * x).mean()
+
+    grads = []
+    for run in (propagated, torch.compile(propagated, fullgraph=True, backend="aot_eager")):
+        model.weight.grad = None
+        run(model, x).backward()
+        grads.append(model.weight.grad.dequantize())
+    assert error(grads[1], grads[0]) < 0.02
+
+
 def attends(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     for _ in range(2):
         q = module(nn.functional.layer_norm(x, (16,)))
@@ -428,10 +450,10 @@ def twice(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return ((q @ q.mT) @ q).mean()
 
 
-@pytest.mark.parametrize(("run", "number"), [(attends, 0), (twice, 1)])
-def test__traced_attention_between_norms__measures_nothing(run, number):
-    """A softmax bounds its scores, and a norm its results. Without a softmax the scores are
-    measured."""
+@pytest.mark.parametrize(("run", "number"), [(attends, 3), (twice, 2)])
+def test__traced_attention_between_norms__measures_gradients_alone(run, number):
+    """A softmax bounds its scores, and a norm its results, so no operand is measured. The gradients
+    of four products are, except the first one. Without a softmax, the scores are measured too."""
 
     def measured(recipe: Recipe) -> int:
         module, nodes = scaled(nn.Linear(16, 16, bias=False), recipe), []

@@ -156,7 +156,7 @@ def _remember_target(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _round_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     held = shifted(_as_scaled(ctx, grad), ctx.shift)
     if ctx.fits:
-        held = fit(held, ctx.target)
+        held = fit(held, ctx.target, True)
     if ctx.factors is None:
         made = to_format(held, ctx.target, ctx.rounding)
     else:
@@ -239,8 +239,9 @@ def shifted(x: ScaledTensor, shift: int) -> ScaledTensor:
 
 #: The value of `x` under a scale by which a cast to the format loses nothing, if its scale follows
 #: from the result of a product without a weight; otherwise `x` itself. It is for traced code, where
-#: eager code measures on the host (`ops/products/sites.py`).
-fit = operator("fit(Tensor x, str format) -> Tensor", _pass, _count_others)
+#: eager code measures on the host (`ops/products/sites.py`). `marks` is true for the gradient of
+#: such a product: the gradients that follow from it are measured in the same way.
+fit = operator("fit(Tensor x, str format, bool marks=False) -> Tensor", _pass, _count_others)
 
 #: The value of `x`, whose RMS is known to be `growth` times the RMS that a rule expected.
 expect = operator("expect(Tensor x, float growth) -> Tensor", _pass, _count_others)

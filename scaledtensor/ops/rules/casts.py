@@ -144,14 +144,20 @@ def gradient_to_format(
 
 
 @rule(verbs.fit)
-def fit(x: ScaledTensor, format: str) -> ScaledTensor:
+def fit(x: ScaledTensor, format: str, marks: bool = False) -> ScaledTensor:
     """The identity, unless traced code derives the scale of `x` from a product without a weight.
     Then the elements are measured. If the cast would saturate some, or their RMS is 16 times larger
     or smaller than the scale, the value gets the measured RMS, and the power of two nearest to it
     under which nothing saturates."""
     rms = rms_of(x)
-    if not (isinstance(rms, Form) and rms.compounds) or _torch.is_transforming():
+    if not isinstance(rms, Form) or _torch.is_transforming():
         return x.viewed(x.qdata)
+    if not rms.compounds:
+        if not marks:
+            return x.viewed(x.qdata)
+        rms = rms * 1.0  # a form of its own, which keeps the mark
+        compounding(rms)
+        return x.like(x.qdata, scale_of(x), rms)
     q, fmt, scale = elements(x), get_format(format), x.scale
     seen, largest = measured_rms(q), amax(q).float()
     off = (largest > fmt.max) | (seen > _FAR) | ((seen > 0) & (seen < 1 / _FAR))
