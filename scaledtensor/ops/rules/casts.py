@@ -162,9 +162,9 @@ def fit(x: ScaledTensor, format: str, marks: bool = False) -> ScaledTensor:
     seen, largest = measured_rms(q), amax(q).float()
     off = (largest > fmt.max) | (seen > _FAR) | ((seen > 0) & (seen < 1 / _FAR))
     needed = largest / fmt.max
-    holding = nearest_power_of_two(needed)
-    holding = torch.where(holding < needed, holding * 2, holding)
-    moved = (scale * torch.maximum(nearest_power_of_two(seen), holding)).clamp(MIN_SCALE, MAX_SCALE)
+    power = nearest_power_of_two(torch.maximum(seen, needed))
+    power = torch.where(power < needed, power * 2, power)
+    moved = (scale * power).clamp(MIN_SCALE, MAX_SCALE)
     found = torch.where(off, moved, scale)
     rms = Form.of(torch.where(off, seen * scale, x.rms))
     compounding(rms)
