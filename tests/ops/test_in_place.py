@@ -291,14 +291,18 @@ BY_PLAIN = ["add_", "sub_", "lerp_", "addcmul_", "addcdiv_"]
 @pytest.mark.parametrize("name", BY_PLAIN)
 @pytest.mark.parametrize("power", [-9, 0, 9])
 def test__an_update_by_a_plain_tensor__is_calculated_on_the_elements_too(name, power):
+    """Where the host reads the plain operand without a wait. Elsewhere the value is a rule's."""
     x = sct.scaled(gaussian(64, 64, power=power))
     y, z = (gaussian(64, 64, seed=i) for i in (1, 2))
     plain, scale = x.dequantize(), x.scale.clone()
     with torch.autograd.profiler.profile(profile_memory=True) as seen:
         UPDATES[name][0](x, y, z)
-    assert torch.equal(x.dequantize(), UPDATES[name][0](plain, y, z))
+    want = UPDATES[name][0](plain, y, z)
+    assert_holds(x, want, 2.0**-22)
     assert x.scale == scale
-    assert max(event.cpu_memory_usage for event in seen.function_events) < x.nbytes
+    if x.is_cpu:
+        assert torch.equal(x.dequantize(), want)
+        assert max(event.cpu_memory_usage for event in seen.function_events) < x.nbytes
 
 
 @pytest.mark.parametrize("fill", [-torch.inf, torch.finfo(torch.float32).min, -1e9])
@@ -336,7 +340,7 @@ def test__an_input_that_is_normalised_in_place__fits_the_format_of_the_next_cast
 def test__foreach_forms__take_a_tensor_of_factors():
     x, y, z = ([sct.scaled(gaussian(4, 6, seed=i + n)) for n in range(2)] for i in range(3))
     plain = [[t.dequantize() for t in tensors] for tensors in (x, y, z)]
-    factors = torch.tensor([0.5, -2.0])
+    factors = torch.tensor([0.5, -2.0], device="cpu")  # as torch demands for tensors of CUDA too
     for name in ("_foreach_addcmul_", "_foreach_addcdiv_"):
         getattr(torch, name)(x, y, z, factors)
         getattr(torch, name)(*plain, factors)
