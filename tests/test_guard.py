@@ -378,6 +378,50 @@ def test__loops_of_products_without_a_weight__lose_no_operands(run, power):
     assert 0.8 < grad.norm() / plain.weight.grad.norm() < 1.3
 
 
+def gated(q, k, v, b):
+    """Gated linear attention. In each operand of the first product, most rows vanish beside the
+    others."""
+    return ((q * b.exp()) @ (k * (-b).exp()).mT).tril() @ v
+
+
+def balanced(x, y):
+    """Sinkhorn's iteration divides by sums of a kernel's rows."""
+    kernel = torch.exp(-2 * ((x[:, None] - y[None]) ** 2).sum(-1))
+    u = v = torch.ones(len(x), 1) / len(x)
+    for _ in range(5):
+        u = 1 / (kernel @ v)
+        v = 1 / (kernel.mT @ u)
+    return u * (kernel @ (v * y))
+
+
+@pytest.mark.parametrize("power", [0, 20])
+def test__a_product_whose_rows_no_one_scale_holds__is_not_cast(power):
+    torch.manual_seed(0)
+    plain = [*torch.randn(3, 2, 64, 32), -torch.rand(64, 32).cumsum(0)]
+    plain = [x.requires_grad_() for x in plain]
+    operands = [sct.scaled(x.detach(), recipe=Unit()).requires_grad_() for x in plain]
+    want, found = gated(*plain), gated(*operands)
+    want.square().mean().backward()
+    (found.square().mean() * 2.0**power).backward()
+    assert error(found, want) < 0.1
+    for x, y in zip(operands, plain, strict=True):
+        assert error(x.grad, y.grad * 2.0**power) < 0.15
+
+
+def test__sums_of_rows_that_no_one_scale_holds__divide():
+    torch.manual_seed(0)
+    x, y = 1.5 * torch.randn(64, 2), torch.randn(64, 2)
+    found = balanced(sct.scaled(x, recipe=Unit()), y)
+    assert error(found, balanced(x, y)) < 0.4
+
+
+def test__a_product_that_has_zeros_of_its_own__is_cast():
+    x, y = (sct.scaled(torch.randn(16, 16), "bf16", recipe=Unit()) for _ in range(2))
+    x = x * (torch.arange(16) % 2)[:, None]
+    want = x.to_format("e4m3fn").dequantize() @ y.to_format("e4m3fn").dequantize()
+    assert torch.equal((x @ y).dequantize(), want.bfloat16().float())
+
+
 @pytest.mark.parametrize("recipe", [Unit(), Unit(forward="bf16", gradient="bf16")])
 def test__compiled_loops_of_products_without_a_weight__measure_what_follows_from_them(recipe):
     """The backend runs the traced operators, which Inductor takes a minute to compile."""

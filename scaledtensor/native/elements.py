@@ -168,27 +168,20 @@ def magnitudes(x: Tensor) -> tuple[float, float] | None:
     If an element is not finite, the largest magnitude is not finite."""
     if not _is_read(x):
         return None
+    x, copies = _without_gaps(x)
     total = ctypes.c_double()
     place, to = x.data_ptr(), ctypes.byref(total)
     largest = native.library().scaledtensor_magnitudes(
         x.dtype is torch.bfloat16, place, x.numel(), to, torch.get_num_threads()
     )
-    return largest, total.value
+    return largest, total.value * copies
 
 
 def squares(x: Tensor) -> float | None:
-    """Return the sum of the squares of `x` in float64; None if the loop did not run. It reads
-    tensors without gaps, in any order of dimensions, and expanded ones."""
-    if x.dtype not in (torch.float32, torch.bfloat16) or not native.takes(x):
+    """Return the sum of the squares of `x` in float64; None if the loop did not run."""
+    if not _is_read(x):
         return None
-    copies = 1
-    if not x.is_contiguous():
-        count = x.numel()
-        x = x[tuple(slice(None) if stride else 0 for stride in x.stride())] if count else x
-        copies = count // max(x.numel(), 1)
-        order = sorted(range(x.dim()), key=x.stride, reverse=True)
-        if not x.permute(order).is_contiguous():
-            return None
+    x, copies = _without_gaps(x)
     found: float = native.library().scaledtensor_squares(
         x.dtype is torch.bfloat16, x.data_ptr(), x.numel(), torch.get_num_threads()
     )
@@ -200,10 +193,11 @@ def within(x: Tensor, limit: float) -> int | None:
     not run."""
     if not _is_read(x):
         return None
+    x, copies = _without_gaps(x)
     found: int = native.library().scaledtensor_within(
         x.dtype is torch.bfloat16, x.data_ptr(), x.numel(), limit
     )
-    return found
+    return found * copies
 
 
 def column_sums(x: Tensor) -> Tensor | None:
@@ -211,7 +205,7 @@ def column_sums(x: Tensor) -> Tensor | None:
     first writes bfloat16 elements as float32. None if the loop did not run."""
     if type(x) is not Tensor or x.dtype is not torch.bfloat16:
         return None
-    if x.shape[-1] % _COLUMNS or not x.numel() or not _is_read(x):
+    if x.shape[-1] % _COLUMNS or not x.numel() or not (x.is_contiguous() and _is_read(x)):
         return None
     columns = x.shape[-1]
     y = torch.empty(columns, dtype=torch.float32, device="cpu")
@@ -223,9 +217,17 @@ def column_sums(x: Tensor) -> Tensor | None:
 
 
 def _is_read(x: Tensor) -> bool:
-    return (
-        x.dtype in (torch.float32, torch.bfloat16)
-        and not torch.compiler.is_compiling()
-        and native.takes(x)
-        and x.is_contiguous()
-    )
+    known = x.dtype in (torch.float32, torch.bfloat16)
+    return known and not torch.compiler.is_compiling() and native.takes(x)
+
+
+def _without_gaps(x: Tensor) -> tuple[Tensor, int]:
+    """Return the elements of `x` in one piece of memory, and how often `x` repeats them. The order
+    does not matter to a sum. Parts with gaps between them are copied."""
+    if x.is_contiguous():
+        return x, 1
+    count = x.numel()
+    if 0 in x.stride():
+        x = x[tuple(slice(None) if stride else 0 for stride in x.stride())]
+    order = sorted(range(x.dim()), key=x.stride, reverse=True)
+    return x.permute(order).contiguous(), count // x.numel()

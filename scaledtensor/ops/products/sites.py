@@ -26,10 +26,10 @@ describes the measurements of compiled code. `scaledtensor.models.guard` decides
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -61,7 +61,6 @@ __all__ = [
     "Site",
     "calibrating",
     "fit",
-    "fit_gradient",
     "fits",
     "fitted",
     "is_calibrating",
@@ -70,6 +69,7 @@ __all__ = [
     "look_back",
     "looks",
     "place",
+    "product_of_fitted",
     "take_over",
     "tell",
     "trains",
@@ -80,6 +80,9 @@ __all__ = [
 #: elements that nothing corrects; the third for other numbers than 0 that are rounded to zero. No
 #: scale corrects the latter if other elements fill the format.
 _LOST, LOST_FOR_GOOD, _VANISHED = 0.001, 0.01, 0.1
+
+#: The casts of left operands or inputs, of right operands or weights, and of gradients.
+Casts: TypeAlias = tuple[Cast, Cast, Cast]
 
 _WHAT = ("inputs", "gradients")
 
@@ -151,7 +154,27 @@ def fit(operands: Sequence[Any], recipe: Any) -> Sequence[Any]:
     return operands
 
 
-def fit_gradient(y: Any, recipe: Any) -> None:
+def product_of_fitted(product: Callable[[Casts], Any], casts: Casts, recipe: Any) -> Any:
+    """Return a product without a weight, whose operands `fit` returned. If the casts make zeros of
+    whole rows, as in gated linear attention, the operands are not cast to 8 bits."""
+    y = product(casts)
+    lost = _zeros(y) if casts[0].format.bits == 8 else 0
+    if lost:
+        wide = Cast(recipe.activation)
+        whole = product((wide, wide, casts[2]))
+        y = whole if _zeros(whole) < lost else y
+    _fit_gradient(y, recipe)
+    return y
+
+
+def _zeros(y: Any) -> int:
+    """Return how many elements are zero; 0 if counting would cost a wait."""
+    if not (_is_wide(y) and backend_of(y).host):
+        return 0
+    return within(elements(y).detach(), 0.0)
+
+
+def _fit_gradient(y: Any, recipe: Any) -> None:
     """Let the gradient of a product without a weight be cast as `fit` says of its operands."""
     if not (isinstance(y, ScaledTensor) and y.requires_grad and _is_real(y)):
         return
@@ -423,13 +446,13 @@ def place(operands: Sequence[Any], weight: Any) -> int:
     return next((i for i, x in enumerate(operands) if x is weight), 1)
 
 
-def look_at_inputs(weight: Any, operands: Sequence[Any]) -> tuple[Cast, Cast, Cast]:
+def look_at_inputs(weight: Any, operands: Sequence[Any]) -> Casts:
     """Look at the other operands of a product of `weight`, and return the casts that its recipe
     then has."""
     for x in operands:
         if x is not weight:
             _look(weight, INPUT, x)
-    casts: tuple[Cast, Cast, Cast] = weight.recipe.gemms.once
+    casts: Casts = weight.recipe.gemms.once
     return casts
 
 

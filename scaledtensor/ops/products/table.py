@@ -186,17 +186,20 @@ def _product(
     fits = traced is None and sites.fits(recipe, weight)
     if fits:
         scaled = sites.fit(scaled, recipe)
-    if alone:
-        y = as_one.linear(scaled[0], scaled[1], casts)
-    else:
-        w = sites.place(scaled, traced.weight if traced else weight)
+    w = sites.place(scaled, traced.weight if traced else weight)
+
+    def product(casts: tuple[Cast, Cast, Cast]) -> Any:
+        if alone:
+            return as_one.linear(scaled[0], scaled[1], casts)
         held = [
             _cast(x, casts[1]) if i == w else _cast(x, casts[0], traced, i)
             for i, x in enumerate(scaled)
         ]
-        y = _gradient_cast(function(*held, **kwargs), casts[2], traced, fits)
+        return _gradient_cast(function(*held, **kwargs), casts[2], traced, fits)
+
     if fits:
-        sites.fit_gradient(y, recipe)
+        return sites.product_of_fitted(product, casts, recipe)
+    y = product(casts)
     return sites.look_back(weight, y) if looks else y
 
 
