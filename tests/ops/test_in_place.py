@@ -291,7 +291,7 @@ BY_PLAIN = ["add_", "sub_", "lerp_", "addcmul_", "addcdiv_"]
 @pytest.mark.parametrize("name", BY_PLAIN)
 @pytest.mark.parametrize("power", [-9, 0, 9])
 def test__an_update_by_a_plain_tensor__is_calculated_on_the_elements_too(name, power):
-    """Where the host reads the plain operand without a wait. Elsewhere the value is a rule's."""
+    """This holds if the host reads `y` without a wait. Elsewhere the value is the one of a rule."""
     x = sct.scaled(gaussian(64, 64, power=power))
     y, z = (gaussian(64, 64, seed=i) for i in (1, 2))
     plain, scale = x.dequantize(), x.scale.clone()
