@@ -158,20 +158,23 @@ def product_of_fitted(product: Callable[[Casts], Any], casts: Casts, recipe: Any
     """Return a product without a weight, whose operands `fit` returned. If the casts make zeros of
     whole rows, as in gated linear attention, the operands are not cast to 8 bits."""
     y = product(casts)
-    lost = _zeros(y) if casts[0].format.bits == 8 else 0
-    if lost:
+    lost = _zeros(y) if casts[0].format.bits == 8 else 0.0
+    if lost > LOST_FOR_GOOD:
         wide = Cast(recipe.activation)
-        whole = product((wide, wide, casts[2]))
-        y = whole if _zeros(whole) < lost else y
+        casts = wide, wide, casts[2]
+        with torch.no_grad():  # nothing is saved if the zeros are the product's own
+            own = _zeros(product(casts))
+        y = product(casts) if lost - own > LOST_FOR_GOOD else y
     _fit_gradient(y, recipe)
     return y
 
 
-def _zeros(y: Any) -> int:
-    """Return how many elements are zero; 0 if counting would cost a wait."""
+def _zeros(y: Any) -> float:
+    """Return the share of elements that are zero; 0 if counting would cost a wait."""
     if not (_is_wide(y) and backend_of(y).host):
-        return 0
-    return within(elements(y).detach(), 0.0)
+        return 0.0
+    share: float = within(elements(y).detach(), 0.0) / y.numel()
+    return share
 
 
 def _fit_gradient(y: Any, recipe: Any) -> None:
