@@ -186,11 +186,11 @@ def _product(
     fits = traced is None and sites.fits(recipe, weight)
     if fits:
         scaled = sites.fit(scaled, recipe)
-    w = sites.place(scaled, traced.weight if traced else weight)
 
     def product(casts: tuple[Cast, Cast, Cast]) -> Any:
         if alone:
             return as_one.linear(scaled[0], scaled[1], casts)
+        w = sites.place(scaled, traced.weight if traced else weight)
         held = [
             _cast(x, casts[1]) if i == w else _cast(x, casts[0], traced, i)
             for i, x in enumerate(scaled)
