@@ -394,13 +394,23 @@ def balanced(x, y):
     return u * (kernel @ (v * y))
 
 
+def as_is(function):
+    return function
+
+
+def compiled(function):
+    """The backend runs the traced operators."""
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
+@pytest.mark.parametrize("how", [as_is, compiled])
 @pytest.mark.parametrize("power", [0, 20])
-def test__a_product_whose_rows_no_one_scale_holds__is_not_cast(power):
+def test__a_product_whose_rows_no_one_scale_holds__is_not_cast(power, how):
     torch.manual_seed(0)
     plain = [*torch.randn(3, 2, 64, 32), -torch.rand(64, 32).cumsum(0)]
     plain = [x.requires_grad_() for x in plain]
     operands = [sct.scaled(x.detach(), recipe=Unit()).requires_grad_() for x in plain]
-    want, found = gated(*plain), gated(*operands)
+    want, found = gated(*plain), how(gated)(*operands)
     want.square().mean().backward()
     (found.square().mean() * 2.0**power).backward()
     assert error(found, want) < 0.1
@@ -408,11 +418,25 @@ def test__a_product_whose_rows_no_one_scale_holds__is_not_cast(power):
         assert error(x.grad, y.grad * 2.0**power) < 0.15
 
 
-def test__sums_of_rows_that_no_one_scale_holds__divide():
+@pytest.mark.parametrize("how", [as_is, compiled])
+def test__sums_of_rows_that_no_one_scale_holds__divide(how):
     torch.manual_seed(0)
     x, y = 1.5 * torch.randn(64, 2), torch.randn(64, 2)
-    found = balanced(sct.scaled(x, recipe=Unit()), y)
+    found = how(balanced)(sct.scaled(x, recipe=Unit()), y)
     assert error(found, balanced(x, y)) < 0.4
+
+
+def test__compiled_attention_weights__are_cast_if_no_exponential_is_written():
+    """The weights that softmax gives lie between 0 and 1, and one scale holds them."""
+
+    def attend(q, k, v):
+        return (q @ k.mT).softmax(-1) @ v
+
+    torch.manual_seed(0)
+    operands = [sct.scaled(x, "bf16", recipe=Unit()) for x in torch.randn(3, 2, 16, 8)]
+    assert torch.equal(compiled(attend)(*operands).dequantize(), attend(*operands).dequantize())
+    wide = [sct.scaled(x.dequantize(), "bf16", recipe=Unit(forward="bf16")) for x in operands]
+    assert not torch.equal(attend(*wide).dequantize(), attend(*operands).dequantize())
 
 
 def test__a_product_that_has_zeros_of_its_own__is_cast():

@@ -17,7 +17,7 @@ from scaledtensor.scales.forms import Form
 from scaledtensor.scales.measure import measured_if_real, measured_rms
 from scaledtensor.scales.singles import Single, tensor_of
 
-__all__ = ["believed", "bounded", "compounding", "either", "of_factors", "wild"]
+__all__ = ["believed", "bounded", "compounding", "either", "is_wild", "of_factors", "wild"]
 
 #: An expected RMS beyond these numbers is measured. Products of two elements under such scales
 #: would leave the range of float32. The least is smaller, since gradients of a scaled loss may be.
@@ -53,7 +53,8 @@ def bounded(rms: Any) -> Any:
 
 def wild(rms: Any) -> Any:
     """Return a measured RMS that may be of any order, such as the RMS of exponentials. Traced code
-    does not know the number, and so marks it for `of_factors`."""
+    does not know the number, and so marks it for `of_factors`. No one scale may hold all rows of
+    such a tensor, so traced code does not cast it to 8 bits in a product without a weight."""
     if not torch.compiler.is_compiling():
         return rms
     form = Form.of(rms)
@@ -69,9 +70,14 @@ def compounding(rms: Any, follows: bool = True) -> None:
         rms.compounds = follows
 
 
+def is_wild(rms: Any) -> bool:
+    """Whether traced code derives an RMS from one that is marked as `wild`."""
+    return isinstance(rms, Form) and rms.wild
+
+
 def either(rms: Any, *of: Any) -> Any:
     """Return the RMS of a choice between operands, `wild` if one of theirs is."""
-    return wild(rms) if any(isinstance(x, Form) and x.wild for x in of) else rms
+    return wild(rms) if any(map(is_wild, of)) else rms
 
 
 def of_factors(rms: Any, q: Tensor, held: Any, *factors: Any) -> Any:
@@ -86,7 +92,7 @@ def of_factors(rms: Any, q: Tensor, held: Any, *factors: Any) -> Any:
             return rms
         found = measured_if_real(rms, q, held, waits=True)
         return found if 0 < found < rms / _OFF and rms < math.inf else rms
-    if not isinstance(rms, Form) or not rms.wild or _torch.is_transforming():
+    if not is_wild(rms) or _torch.is_transforming():
         return rms
     seen, expected = measured_rms(q) * tensor_of(held), rms.tensor()
     return wild(torch.where((seen > 0) & (seen < expected / _OFF), seen, expected))

@@ -73,10 +73,12 @@ def serves(x: Any, weight: Any) -> bool:
     )
 
 
-def operand_cast(x: Any, cast: Cast) -> tuple[Any, ...]:
-    """Return the operator that casts an operand, and its arguments."""
+def operand_cast(x: Any, cast: Cast, fits: bool = False) -> tuple[Any, ...]:
+    """Return the operator that casts an operand, and its arguments. `fits` is true for an operand
+    that `sites.fit` returned."""
     if isinstance(cast.scale, Carried):
-        return verbs.to_format, verbs.shifted(x, cast.scale.shift), cast.format.name
+        unless_wild = ("nearest_even", True) if fits and cast.format.bits == 8 else ()
+        return verbs.to_format, verbs.shifted(x, cast.scale.shift), cast.format.name, *unless_wild
     return verbs.quantize, x, cast.spec
 
 

@@ -125,13 +125,20 @@ def _governing(*operands: Any) -> tuple[Recipe | None, ScaledTensor | None]:
     return found, weight
 
 
-def _cast(x: ScaledTensor, cast: Cast, traced: counted.Traced | None = None, at: int = 0) -> Any:
-    """Return an operand cast. `traced` is given for inputs, with their places among operands."""
+def _cast(
+    x: ScaledTensor,
+    cast: Cast,
+    traced: counted.Traced | None = None,
+    at: int = 0,
+    fits: bool = False,
+) -> Any:
+    """Return an operand cast. `traced` is given for inputs, with their places among operands.
+    `fits` is true for an operand that `sites.fit` returned."""
     if x.format == cast.format:
         return as_one.wide_gradient(x)
     if traced and cast.format.bits <= 8:
         return traced.cast(x, cast, at)
-    operator, *arguments = as_one.operand_cast(x, cast)
+    operator, *arguments = as_one.operand_cast(x, cast, fits)
     return operator(*arguments)
 
 
@@ -158,8 +165,8 @@ def _product(
     recipe casts for each of the three products, `lowered` or the entry of `BY_GEMM` makes the
     product. A warning names `spelled` if there is neither. `in_time` is for `linear_in_time`."""
     recipe, weight = _governing(*operands)
-    if recipe is None and not kwargs and _are_two_scaled(operands):  # the steps that are left
-        return function(*operands)
+    if recipe is None and not kwargs and [*map(type, operands)] == [ScaledTensor, ScaledTensor]:
+        return function(*operands)  # the steps below would do nothing
     if any(map(is_sparse, operands)):
         return function(*_beside_sparse(operands, recipe), **kwargs)
     if recipe is None or (spelled in _FILTERED and not isinstance(operands[1], ScaledTensor)):
@@ -192,7 +199,7 @@ def _product(
             return as_one.linear(scaled[0], scaled[1], casts)
         w = sites.place(scaled, traced.weight if traced else weight)
         held = [
-            _cast(x, casts[1]) if i == w else _cast(x, casts[0], traced, i)
+            _cast(x, casts[1], fits=fits) if i == w else _cast(x, casts[0], traced, i, fits)
             for i, x in enumerate(scaled)
         ]
         return _gradient_cast(function(*held, **kwargs), casts[2], traced, fits)
@@ -201,10 +208,6 @@ def _product(
         return sites.product_of_fitted(product, casts, recipe)
     y = product(casts)
     return sites.look_back(weight, y) if looks else y
-
-
-def _are_two_scaled(operands: Sequence[Any]) -> bool:
-    return len(operands) == 2 and type(operands[0]) is type(operands[1]) is ScaledTensor
 
 
 def _beside_sparse(operands: Sequence[Any], recipe: Recipe | None) -> Sequence[Any]:
@@ -399,17 +402,13 @@ def _into(out: Any, y: Any) -> Any:
     return (out if out.shape == y.shape else out.resize_(y.shape)).copy_(y)
 
 
-def _by_rows(x: Any, weight: Any, recipe: Recipe) -> Any:
-    return by_gemm.matmul(x, weight.t(), recipe)
-
-
 def _inner(a: Any, b: Any, recipe: Recipe) -> Any:
     return by_gemm.matmul(a, b.mT if b.dim() > 1 else b, recipe)
 
 
 #: function on cast operands -> the same of (operands, recipe) by `by_gemm.matmul`.
 BY_GEMM: dict[Any, Callable[..., Any]] = {
-    torch.nn.functional.linear: _by_rows,
+    torch.nn.functional.linear: lambda x, weight, recipe: by_gemm.matmul(x, weight.t(), recipe),
     torch.inner: _inner,
     _summed_bmm: lambda a, b, recipe: by_gemm.matmul(a, b, recipe).sum(0),
     **dict.fromkeys((torch.matmul, torch.mm, torch.bmm, torch.mv), by_gemm.matmul),

@@ -15,7 +15,7 @@ from scaledtensor.formats.rounding import Rounding
 from scaledtensor.formats.tensors import covers_storage, in_pieces
 from scaledtensor.ops.algebra import elements, mismatch, saved_format, value
 from scaledtensor.ops.operators import aten
-from scaledtensor.ops.plausible import compounding
+from scaledtensor.ops.plausible import compounding, either, is_wild
 from scaledtensor.ops.products import sites
 from scaledtensor.ops.products.dtype import product_dtype
 from scaledtensor.ops.products.table import cast_once
@@ -58,10 +58,15 @@ _FAR = 16.0
 
 
 @rule(verbs.to_format)
-def to_format(x: ScaledTensor, format: str, rounding: Rounding = "nearest_even") -> ScaledTensor:
+def to_format(
+    x: ScaledTensor, format: str, rounding: Rounding = "nearest_even", unless_wild: bool = False
+) -> ScaledTensor:
     """A cast rounds the elements and keeps the scale. 8-bit formats saturate. They keep infinities
     and NaN if they have a code for them, and take any rounding; stochastic rounding draws from
-    torch's default generator. Compute formats round to nearest even."""
+    torch's default generator. Compute formats round to nearest even. In traced code, an operand of
+    a product without a weight is not cast if it follows from `exp`."""
+    if unless_wild and is_wild(rms_of(x)):
+        return x.viewed(x.qdata)
     return _cast(x, get_format(format), rounding, scale_of(x))
 
 
@@ -166,9 +171,9 @@ def fit(x: ScaledTensor, format: str, marks: bool = False) -> ScaledTensor:
     power = torch.where(power < needed, power * 2, power)
     moved = (scale * power).clamp(MIN_SCALE, MAX_SCALE)
     found = torch.where(off, moved, scale)
-    rms = Form.of(torch.where(off, seen * scale, x.rms))
-    compounding(rms)
-    return x.like(store(q * (scale / found), x.format), Form.of(found), rms)
+    found_rms = either(Form.of(torch.where(off, seen * scale, x.rms)), rms)
+    compounding(found_rms)
+    return x.like(store(q * (scale / found), x.format), Form.of(found), found_rms)
 
 
 @rule(verbs.rescale)
