@@ -108,8 +108,9 @@ def _to_source_format(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad, *ctx.others
 
 
-#: `x` with its elements rounded into the format of that name. The scale stays; 8 bits saturate. With
-#: `unless_wild=True`, traced code leaves `x` as it is if its RMS is marked (`ops/plausible.py`).
+#: `x` with its elements rounded into the format of that name. The scale stays; 8 bits saturate.
+#: With `unless_wild=True`, traced code leaves `x` as it is if its RMS is `wild`
+#: (`scaledtensor.ops.plausible`).
 to_format = operator(
     'to_format(Tensor x, str format, str rounding="nearest_even", bool unless_wild=False) '
     "-> Tensor",
