@@ -1,10 +1,13 @@
 """Settings of all tests: an operator without a rule is an error, and examples are deterministic."""
 
+import atexit
 import gc
 import importlib
 import logging
 import os
+import shutil
 import sys
+import tempfile
 
 import pytest
 import torch
@@ -18,6 +21,13 @@ torch.set_num_threads(1)
 
 # One test per core compiles at once. Inductor's pool would add a process that imports torch.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+# ld.bfd takes a third of the time of g++ to build a kernel of Inductor. g++ looks for `ld` here first.
+if "COMPILER_PATH" not in os.environ and (gold := shutil.which("ld.gold")):
+    linkers = tempfile.mkdtemp(prefix="scaledtensor-linkers-")
+    atexit.register(shutil.rmtree, linkers, ignore_errors=True)
+    os.symlink(gold, os.path.join(linkers, "ld"))
+    os.environ["COMPILER_PATH"] = linkers
 
 # torch.manual_seed formats its caller's stack for each absent kind of device, which takes longer
 # than many tests.
