@@ -22,10 +22,10 @@ demo: venv
 	$(BIN)/python -m scaledtensor demo
 
 test: venv
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 test-all: venv
-	$(BIN)/python -m pytest -n auto -m ""
+	$(BIN)/python -m pytest -n auto --dist worksteal -m ""
 
 # What a machine decides, decided otherwise: products in the dtype that it does not choose, the vectors of
 # AVX2 where it has others, casts without a C++ compiler, builds by other compilers, a CUDA device that is
