@@ -22,7 +22,8 @@ torch.set_num_threads(1)
 # One test per core compiles at once. Inductor's pool would add a process that imports torch.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
-# ld.bfd takes a third of the time of g++ to build a kernel of Inductor. g++ looks for `ld` here first.
+# ld.bfd takes a third of the time of g++ to build a kernel of Inductor. g++ looks for `ld` in this
+# folder first.
 if "COMPILER_PATH" not in os.environ and (gold := shutil.which("ld.gold")):
     linkers = tempfile.mkdtemp(prefix="scaledtensor-linkers-")
     atexit.register(shutil.rmtree, linkers, ignore_errors=True)
