@@ -64,7 +64,7 @@ def to_format(
     """A cast rounds the elements and keeps the scale. 8-bit formats saturate. They keep infinities
     and NaN if they have a code for them, and take any rounding; stochastic rounding draws from
     torch's default generator. Compute formats round to nearest even. In traced code, an operand of
-    a product without a weight is not cast if it follows from `exp`."""
+    a product without a weight is not cast if its RMS is marked as `wild`, as after `exp`."""
     if unless_wild and is_wild(rms_of(x)):
         return x.viewed(x.qdata)
     return _cast(x, get_format(format), rounding, scale_of(x))
